@@ -139,7 +139,7 @@ def _model(node: str, index: Index) -> str:
 
 def _predecessor(ref: str, node: str, index: Index) -> str:
     """What the alias named before, or an alias that names the model; else the stage's last model before it."""
-    for alias, holders in index.alias_holders.items():
+    for alias, holders in index.alias_history.items():
         if (ref == ALIAS + alias or not ref.startswith(ALIAS)) and node in holders:
             last = max(place for place, each in enumerate(holders) if each == node)
             earlier = [each for each in holders[:last] if each != node]

@@ -22,7 +22,7 @@ from flows.stages.run import Run, job_inputs
 from flows.stops import stoppable
 from flows.wording import counted
 from lineage.artifact import MODELS
-from lineage.attempts import attempts, last_words
+from lineage.attempts import attempts, describe_last_attempt
 from lineage.certificate import Certificate, Comparison, Tolerance, basis, key_of, write_certificate
 from lineage.errors import ConfigError, LostError, StageError
 from lineage.manifest import Manifest
@@ -111,8 +111,8 @@ def _certificates(run: Run, store: Path) -> Iterator[Certified]:
             tried = attempts(entry.path)
             if len(tried) > 1:  # a resume that loses something would equal the other
                 raise StageError(
-                    planned.name, f"the training that is to be unbroken was not ({last_words(tried)}): nothing can be "
-                    "compared with it; certify again", str(entry.logs),
+                    planned.name, f"the uninterrupted training was interrupted ({describe_last_attempt(tried)}): "
+                    "nothing can be compared with it; certify again", str(entry.logs),
                 )  # fmt: skip
             certificate = _certificate(run, planned, manifest, store)
             yield Certified(path=write_certificate(store, certificate), certificate=certificate)

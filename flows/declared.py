@@ -111,7 +111,7 @@ def _declaration(plan: Plan, words: Sequence[str], project: DvcProject) -> list[
     view = View(plan.pipeline.store, plan.pipeline.name)
     kept = [planned.name for planned in plan.stages if project.keeps(view, planned.name)]
     if kept:
-        return project.words(kept[0])
+        return project.overrides(kept[0])
     overrides, config_dir = split_words(words)
     chosen = [word for word in overrides if field_of(word) == "pipeline"]
     return [*(["--config-dir", str(config_dir)] if config_dir else []), *chosen]

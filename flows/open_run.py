@@ -18,7 +18,7 @@ from flows.stages.run import Run
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError, PipelineError
-from lineage.stated_labels import Statement, record_labels
+from lineage.labels import Statement, record_labels
 from lineage.tracker import Event, Execution, Listener, Tracker
 from tasks.context import Launcher
 

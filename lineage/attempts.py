@@ -1,4 +1,4 @@
-"""The attempts to make one artifact, ``attempts.jsonl`` beside it: when, where, by which code, from which step."""
+"""The attempts to produce one artifact, in ``attempts.jsonl``: when, where, with which code, from which step."""
 
 import os
 import socket
@@ -18,13 +18,13 @@ class Attempt:
     """One attempt.
 
     Args:
-        time: when it began, in seconds since the epoch.
-        host, pid: of the process that began it.
-        step: of the checkpoint that it went on from; 0: from the beginning.
-        code_digest: of the method's source files.
-        cause: what ended the attempt before it, where that is known.
-        kind: of machine and workers; empty: of an earlier version, which did not note it.
-        reached: the last step that the attempt before reported.
+        time: its start, in seconds since the epoch.
+        host, pid: the process that started it.
+        step: the checkpoint that it resumed from; 0: none.
+        code_digest: digest of the method's source files.
+        cause: why the previous attempt failed; empty: unknown.
+        kind: environment signature; empty: written by a version that did not record it.
+        reached: the last step that the previous attempt reported.
     """
 
     time: float
@@ -38,36 +38,36 @@ class Attempt:
 
 
 def attempts(directory: Path) -> list[Attempt]:
-    """Of an artifact's directory, in order; what a kill cut is left out."""
+    """All attempts of an artifact's directory, in order; a line cut by a kill is skipped."""
     return read_jsonl(directory / FILE, Attempt)
 
 
-def earlier_codes(made: Sequence[Attempt], step: int | None, code_digest: str) -> list[str]:
-    """The other code that some steps were trained by: digests, the first first.
+def other_code_digests(made: Sequence[Attempt], step: int | None, code_digest: str) -> list[str]:
+    """Digests of the other code that trained some of the steps, oldest first.
 
-    A checkpoint was written by the last attempt that began before it, which went on from one of an attempt before.
+    A checkpoint was written by the last attempt that started below its step, which resumed from an earlier attempt's.
 
     Args:
-        step: of a checkpoint; None: as far as the last attempt came.
-        code_digest: of the code that is no other.
+        step: of a checkpoint; None: the end of the last attempt.
+        code_digest: digest of the current code, which is left out.
     """
     codes = dict.fromkeys(attempt.code_digest for attempt in _counted(made, step))
     return [digest for digest in codes if digest != code_digest]
 
 
 def resumed_at(made: Sequence[Attempt]) -> list[int]:
-    """Steps of the checkpoints that what was made was gone on from, in order."""
+    """Steps of the checkpoints that the training was resumed from, in order."""
     return [attempt.step for attempt in _counted(made, None) if attempt.step]
 
 
 def changed_at(made: Sequence[Attempt]) -> list[int]:
-    """Of those steps the ones from which on it ran on another kind of machine, or with other workers."""
+    """The steps of ``resumed_at`` at which the environment signature changed."""
     counted = _counted(made, None)
     return [after.step for before, after in pairwise(counted) if after.kind != before.kind]
 
 
 def _counted(made: Sequence[Attempt], step: int | None) -> list[Attempt]:
-    """The attempts of whose steps something is left."""
+    """The attempts that contributed steps to the result: later restarts discard what they repeated."""
     found: list[Attempt] = []
     for attempt in reversed(made):
         if step is None or attempt.step < step:
@@ -76,18 +76,18 @@ def _counted(made: Sequence[Attempt], step: int | None) -> list[Attempt]:
     return found[::-1]
 
 
-def last_words(made: Sequence[Attempt]) -> str:
-    """The last of some attempts: ``attempt 3, from step 10: its process was killed``; empty: it is the first."""
+def describe_last_attempt(made: Sequence[Attempt]) -> str:
+    """The last attempt: ``attempt 3, from step 10: its process was killed``; empty: there is at most one."""
     if len(made) < 2:
         return ""
     last = made[-1]
     return f"attempt {len(made)}, from step {last.step}{f': {last.cause}' if last.cause else ''}"
 
 
-def note_attempt(
+def record_attempt(
     directory: Path, step: int, code_digest: str, cause: str = "", kind: str = "", reached: int = 0
 ) -> None:  # fmt: skip
-    """Writes down that this process begins one."""
+    """Records that this process starts an attempt."""
     attempt = Attempt(
         time=time.time(), host=socket.gethostname(), pid=os.getpid(), step=step, code_digest=code_digest, cause=cause,
         kind=kind, reached=reached,

@@ -1,4 +1,4 @@
-"""Directories of a store's cache: made once, under a lock, whole or not there, and checked before they are read."""
+"""Directories of a store's cache: built once, under a lock, atomically, and verified before each use."""
 
 import json
 import logging
@@ -15,15 +15,15 @@ from lineage.digest import DigestCache, digest_files
 logger = logging.getLogger(__name__)
 
 _DIGESTS = "digests.json"  # of an entry: path below it -> SHA-256; of the folder of entries: its cache of digests
-_QUIET_SECONDS = 5  # of waiting for another run, before it is logged
+_QUIET_SECONDS = 5  # wait for another run this long before logging it
 
 
 @contextmanager
 def cached(entry: Path, make: Callable[[Path], None]) -> Iterator[bool]:
-    """Locks an entry that is whole, after making it where it is lacking or damaged; yields whether it was made now.
+    """Locks an intact entry, and builds it first where it is missing or damaged; yields whether it was built now.
 
     Args:
-        entry: may be shared by processes and machines; the folder above it is created.
+        entry: may be shared by processes and machines; its parent folder is created.
         make: fills an empty directory, which is renamed to ``entry``.
     """
     entry.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ def cached(entry: Path, make: Callable[[Path], None]) -> Iterator[bool]:
             (draft / _DIGESTS).write_text(json.dumps(digest_files(draft)))
             draft.rename(entry)
         with suppress(OSError):
-            os.utime(entry)  # by which `gc` knows that it is still read
+            os.utime(entry)  # `gc` reads it as the time of last use
         yield is_lacking
 
 
@@ -48,7 +48,7 @@ def _locked(entry: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=_QUIET_SECONDS)
     except Timeout:
-        logger.info("cached=%s state=waiting for another run that makes it", entry)
+        logger.info("cached=%s state=waiting for another run that builds it", entry)
         lock.acquire()
     try:
         yield
@@ -57,7 +57,7 @@ def _locked(entry: Path) -> Iterator[None]:
 
 
 def _is_whole(entry: Path) -> bool:
-    """Whether an entry is there, and every file of it as it was written."""
+    """Whether an entry exists and every file has the digest that was recorded."""
     digests = DigestCache(entry.parent / _DIGESTS)
     try:
         recorded = json.loads((entry / _DIGESTS).read_text())

@@ -1,4 +1,4 @@
-"""Certificates: how a training survives interruptions, measured in short; manifests of its recipe name them."""
+"""Certificates: what a short training loses by interruptions; manifests of the same recipe name them."""
 
 import contextlib
 import hashlib
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from lineage.artifact import MODELS
+from lineage.environment_signature import environment_signature
 from lineage.errors import ArtifactError
 from lineage.files import atomic_write
 from lineage.fingerprint import canonical_json, short
-from lineage.kind import kind_of
 from lineage.manifest import InputRecord, Manifest, Provenance
 from lineage.store import Store
 
@@ -24,20 +24,20 @@ _STEPS = (
     "num_epochs",
     "validation",
     "best",
-)  # fields of a recipe that count steps: in short there are few
-_ADAPTER = "adapter_config.json"  # an output that is an adapter has it, and it names the base with its weights
+)  # fields of a recipe that the short training shortens
+_ADAPTER = "adapter_config.json"  # marks an output that is an adapter
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """An interrupted training against the unbroken one.
+    """An interrupted training compared with the uninterrupted one.
 
     Args:
         detail: what differs first; why it was not compared.
         num_workers: before and after the interruption.
         resumed_at: steps of the checkpoints from which it resumed.
-        loss_difference: the largest of a step's loss or count of tokens, relative; None: unknown.
-        weight_difference: norm of the difference of all weights, relative to what the unbroken training added to them;
+        loss_difference: largest relative difference of a step's loss or token count; None: unknown.
+        weight_difference: norm of the difference of all weights, relative to the update of the uninterrupted training;
             None: unknown.
     """
 
@@ -51,7 +51,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """The differences that other workers may cause, relative as in ``Comparison``."""
+    """The relative differences that another number of workers may cause, as in ``Comparison``."""
 
     losses: float
     weights: float
@@ -62,10 +62,10 @@ class Certificate:
     """The results for one training stage.
 
     Args:
-        key: digest of ``basis``, all that the verdicts depend on.
+        key: digest of ``basis``: everything that the verdicts depend on.
         comparisons: kind of interruption -> result.
-        tolerance: with other workers; with the same, every bit counts.
-        provenance: of the unbroken training.
+        tolerance: with another number of workers; with the same number the result must be bit-identical.
+        provenance: of the uninterrupted training.
     """
 
     key: str
@@ -99,8 +99,8 @@ def basis(manifest: Manifest, parents: Mapping[str, Manifest], *stores: Path) ->
     """What the verdicts depend on: recipe, models, workers, code, libraries and hardware; not on data or steps.
 
     Args:
-        parents: name -> manifest of an input; of a model the architecture counts, not the weights.
-        stores: of the parents of those.
+        parents: name -> manifest of an input; only the architecture of a model counts, not its weights.
+        stores: where to find the parents of the inputs.
     """
     models = {slot: _architecture(each, parents.get(each.artifact), stores) for slot, each in manifest.inputs.items()}
     ran = manifest.provenance
@@ -108,7 +108,7 @@ def basis(manifest: Manifest, parents: Mapping[str, Manifest], *stores: Path) ->
         "recipe": {name: value for name, value in manifest.recipe.items() if name not in _STEPS},
         "models": {slot: found for slot, found in models.items() if found is not None},
         "code_digest": ran.code_digest,
-        **kind_of(ran),
+        **environment_signature(ran),
     }
 
 
@@ -118,7 +118,7 @@ def key_of(basis: Mapping[str, object]) -> str:
 
 
 def _architecture(record: InputRecord, parent: Manifest | None, stores: Sequence[Path]) -> object:
-    """The configuration of a stage's model, the fingerprint of any other model; None: it is data."""
+    """The configuration of a model that a stage produced, the fingerprint of a source model; None: it is data."""
     if parent is None:
         return record.fingerprint if record.source is None or record.source.kind in MODELS else None
     if parent.produces not in MODELS:
@@ -135,7 +135,7 @@ def _architecture(record: InputRecord, parent: Manifest | None, stores: Sequence
 def certified(manifest: Manifest, parents: Mapping[str, Manifest], store: Path) -> Manifest:
     """The manifest with the newest certificate of its recipe, if the store has one.
 
-    None applies to a training that was resumed by other code or on another machine, or that ran on unknown hardware.
+    A training that was resumed by other code or on another machine, or ran on unknown hardware, gets none.
     """
     ran = manifest.provenance
     if ran.earlier_code_digests or ran.changed_at or not ran.hardware or not (store / CERTIFICATES).is_dir():
@@ -152,7 +152,7 @@ def certified(manifest: Manifest, parents: Mapping[str, Manifest], store: Path) 
 
 
 def write_certificate(store: Path, certificate: Certificate) -> Path:
-    """Writes it under its own digest, so that one that a manifest names is never replaced."""
+    """Writes a certificate under its own digest, so that a certificate named by a manifest is never overwritten."""
     text = json.dumps(asdict(certificate), indent=2, ensure_ascii=False) + "\n"
     path = certificate_path(store, hashlib.sha256(text.encode()).hexdigest())
     atomic_write(path, text)

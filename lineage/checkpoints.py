@@ -23,13 +23,13 @@ _DIGEST = "digest"  # SHA-256 of all else in the record
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What is known of one checkpoint.
+    """The record of one checkpoint.
 
     Args:
-        step: optimizer steps that were done; the position in the data is ``step`` global batches.
+        step: completed optimizer steps; the position in the data is ``step`` global batches.
         time: when it was committed, in seconds since the epoch.
-        train_seconds: of all attempts, up to here.
-        num_workers, zero_stage, micro_batch_size, cpus_per_worker: of the attempt that wrote it; None: not known.
+        train_seconds: of all attempts so far.
+        num_workers, zero_stage, micro_batch_size, cpus_per_worker: of the attempt that wrote it; None: unknown.
         metrics: means of the last steps' reports.
         files: path below the checkpoint -> SHA-256.
     """
@@ -46,7 +46,7 @@ class Checkpoint:
 
 
 def write_record(directory: Path, checkpoint: Checkpoint) -> None:
-    """Puts the record into its checkpoint; a metric that is no number, which JSON cannot state, is left out."""
+    """Writes the record into its checkpoint, without non-finite metrics, which JSON cannot express."""
     numbers = {name: value for name, value in checkpoint.metrics.items() if math.isfinite(value)}
     fields = asdict(replace(checkpoint, metrics=numbers))
     (directory / RECORD).write_text(json.dumps({**fields, _DIGEST: _digest(fields)}, indent=1) + "\n")
@@ -56,7 +56,7 @@ def read_record(directory: Path) -> Checkpoint:
     """The record in a checkpoint.
 
     Raises:
-        ArtifactError: it is gone, cannot be read, or is not what was written.
+        ArtifactError: it is missing, unreadable or modified.
     """
     path = directory / RECORD
     try:
@@ -77,18 +77,16 @@ def _digest(fields: Mapping[str, object]) -> str:
     return hashlib.sha256(canonical_json(fields).encode()).hexdigest()
 
 
-__all__ = ["RECORD", "Checkpoint", "Checkpoints"]
-
 _NAME = re.compile(r"step-(\d+)")
 
 
 class Checkpoints:
-    """The committed ones of one stage.
+    """The committed checkpoints of one stage.
 
     Args:
         directory: ``checkpoints/`` of the stage; may not exist yet.
-        require: called before one is committed, and before ``keep`` removes any; raises where another process may
-            write here now.
+        require: called before a commit and before ``keep`` removes checkpoints; raises if another process owns the
+            directory.
     """
 
     def __init__(self, directory: Path, require: Callable[[], None] = lambda: None) -> None:
@@ -107,7 +105,7 @@ class Checkpoints:
         """The record of a committed checkpoint; its files are not read.
 
         Raises:
-            ArtifactError: the record is gone, cannot be read, or is not what was committed.
+            ArtifactError: the record is missing, unreadable or modified.
         """
         record = read_record(self.path(step))
         if record.step != step:
@@ -123,11 +121,11 @@ class Checkpoints:
         """
         match = _NAME.fullmatch(path.name)
         if not match:
-            raise ArtifactError(f"{path} is no checkpoint: its name is not step-N")
+            raise ArtifactError(f"{path} is not a checkpoint: its name is not step-N")
         return Checkpoints(path.parent).read(int(match[1]))
 
     def records(self) -> list[Checkpoint]:
-        """The committed ones by step, ascending; without those whose record cannot be read."""
+        """Records of the committed checkpoints, by ascending step; unreadable records are skipped."""
         found = []
         for step in self.steps():
             with contextlib.suppress(ArtifactError):
@@ -135,14 +133,14 @@ class Checkpoints:
         return found
 
     def newest(self) -> Checkpoint | None:
-        """The last one whose record can be read and whose files are there, whatever is in them; None: none is."""
+        """The last checkpoint with a readable record and all files present, contents unchecked; None: there is none."""
         for each in reversed(self.records()):
             if all((self.path(each.step) / name).exists() for name in each.files):
                 return each
         return None
 
     def damage(self, step: int) -> list[str]:
-        """What sets its files apart from what was committed, a phrase each; every byte is read."""
+        """How its files differ from what was committed, one phrase per file; reads every byte."""
         try:
             recorded = self.read(step).files
         except ArtifactError as error:
@@ -157,7 +155,7 @@ class Checkpoints:
         ]
 
     def newest_intact(self) -> tuple[Checkpoint | None, list[str]]:
-        """The last one whose every byte is what was committed, and the damage of those after it."""
+        """The last undamaged checkpoint, and the damage of the later ones; reads every byte."""
         damaged: list[str] = []
         for step in reversed(self.steps()):
             damage = self.damage(step)
@@ -167,20 +165,20 @@ class Checkpoints:
         return None, damaged
 
     def commit(self, draft: Path, checkpoint: Checkpoint) -> Path:
-        """Makes a written directory the checkpoint of its step; on the disk before it has its name.
+        """Renames a written directory to the checkpoint of its step, after flushing it to the disk.
 
-        A suspended owner harms no successor: its ``Entry.fence`` takes the draft away, first where it was written,
-        then where it waits for its name; what has its name by then is whole, and gone on from. Nothing is removed for
-        it, and no directory is renamed onto another: all of later steps went before the first (``Entry.begin``), so
-        one that is there is the successor's.
+        A suspended former owner harms no successor: ``Entry.fence`` of the successor removes the draft, at its first
+        place and at the one where it waits for the rename; a checkpoint that was renamed before that is complete, and
+        the successor resumes from it. No directory is renamed onto another: ``Entry.begin`` has removed all later
+        steps, so an existing one belongs to the successor.
 
         Args:
-            draft: on the file system of the store; it is gone afterwards.
-            checkpoint: without ``files``; of a step that has none.
+            draft: a directory on the file system of the store; it is moved.
+            checkpoint: its record, without ``files``.
 
         Raises:
-            FileNotFoundError: the draft was taken away, by the owner of the lock now.
-            OSError: there is one of that step; or the disk is full, or away.
+            FileNotFoundError: the new owner of the lock has removed the draft.
+            OSError: the step has a checkpoint already; or the disk is full or not reachable.
             PipelineError: as ``require`` raises it.
         """
         files = digest_files(draft)
@@ -196,22 +194,22 @@ class Checkpoints:
         return self.path(checkpoint.step)
 
     def keep(self, steps: Iterable[int]) -> None:
-        """Removes all others, the oldest first.
+        """Removes all other checkpoints, oldest first.
 
         Raises:
             PipelineError: as ``require`` raises it.
         """
         others = sorted(
             set(self.steps()) - set(steps)
-        )  # first: suspended from here on, it removes nothing of a successor
+        )  # listed before the check: a process suspended in between removes nothing of its successor
         self._require()
         for step in others:
             self._remove(step)
 
     def clear(self, kept: Collection[int] = ()) -> None:
-        """Removes them, all at once, and what a kill left of others; where some are to stay, the others one by one.
+        """Removes all checkpoints and drafts at once; with ``kept``, removes the others one by one.
 
-        Without ``kept`` nothing is required: for callers that have just acquired or checked the lock.
+        Without ``kept``, ``require`` is not called: the caller has just acquired or checked the lock.
 
         Raises:
             PipelineError: as ``require`` raises it, with ``kept``.
@@ -226,15 +224,15 @@ class Checkpoints:
         shutil.rmtree(gone, ignore_errors=True)
 
     def discard_drafts(self) -> None:
-        """Removes what never got its name, or has it no more."""
+        """Removes uncommitted drafts and half-removed checkpoints."""
         for draft in self.directory.glob(".*"):
             gone = draft.with_name(f".{uuid.uuid4().hex[:8]}.gone")
             with contextlib.suppress(FileNotFoundError):
-                draft.replace(gone)  # first: a process that renames it finds all of it, or nothing
+                draft.replace(gone)  # a process that commits it now finds all of it, or nothing
             shutil.rmtree(gone, ignore_errors=True)
 
     def _remove(self, step: int) -> None:
-        """Its name goes first: a kill in the middle leaves no half of a checkpoint that bears it."""
+        """Renames before it deletes: a kill in the middle leaves no partial checkpoint under a step's name."""
         if not self.path(step).exists():
             return
         gone = self.directory / f".step-{step}.gone"

@@ -16,19 +16,19 @@ _PARSING = threading.Lock()  # Python 3.11 counts how deep it parses once for al
 
 
 def code_digest(module: str) -> str:
-    """Digest of a module's file and of every module that it imports, at any depth, from its own package or ours."""
+    """Digest of a module and of all modules that it imports, directly or not, from its own package or ours."""
     return digest_of(code_files(module))
 
 
 def code_files(module: str) -> dict[str, str]:
-    """The same modules, each with the digest of its file."""
+    """The modules of ``code_digest``, each with the digest of its file."""
     digests: dict[str, str] = {}
     _collect(module, digests, packages={module.partition(".")[0], *OURS})
     return dict(sorted(digests.items()))
 
 
 def code_digest_now(module: str) -> str:
-    """The same, of the files as they are at this moment: those of a running command may have changed since it began."""
+    """``code_digest`` of the files as they are now: they may have changed since this command started."""
     source_file.cache_clear()
     return code_digest(module)
 
@@ -45,7 +45,7 @@ def _collect(module: str, digests: dict[str, str], packages: set[str]) -> None:
 
 @cache
 def source_file(module: str) -> Path | None:
-    """Where a module lies, found by its path: asking for the spec of ``a.b.c`` would import ``a.b``."""
+    """The file of a module, found without importing its parents, as ``find_spec("a.b.c")`` would."""
     package, *rest = module.split(".")
     spec = importlib.util.find_spec(package)
     if spec is None:
@@ -60,9 +60,9 @@ def source_file(module: str) -> Path | None:
     return None
 
 
-@lru_cache(maxsize=4096)  # by content: a file is hashed and parsed once, though each stage reads it again
+@lru_cache(maxsize=4096)  # by content: each stage reads the files again, and parses none twice
 def _digest_and_imports(module: str, path: Path, source: bytes) -> tuple[str, tuple[str, ...]]:
-    """Digest of a file, and every module that it imports, inside functions too; a relative one by its full name."""
+    """Digest of a file, and the full names of all modules that it imports, inside functions too."""
     names: list[str] = []
     for node in _statements(_parse(source)):
         if isinstance(node, ast.Import):
@@ -74,7 +74,7 @@ def _digest_and_imports(module: str, path: Path, source: bytes) -> tuple[str, tu
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every statement, at any depth: a third of the nodes that ``ast.walk`` visits."""
+    """Every statement at any depth; visits a third of the nodes of ``ast.walk``."""
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
         for node in getattr(tree, field, None) or ():
             yield node
@@ -82,7 +82,7 @@ def _statements(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def full_name(node: ast.ImportFrom, module: str, path: Path) -> str:
-    """The module that a ``from`` names; a relative one by its full name."""
+    """The full name of the module of a ``from`` import, absolute or relative."""
     package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
     parents = package[: len(package) - node.level + 1] if node.level else []
     return ".".join([*parents, *([node.module] if node.module else [])])

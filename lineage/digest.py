@@ -1,4 +1,4 @@
-"""Digests of bytes: of a file, of a directory."""
+"""Digests of files and directories."""
 
 import hashlib
 import json
@@ -12,21 +12,20 @@ from pathlib import Path
 
 from lineage.fingerprint import canonical_json
 
-# A smaller file is read again each time: that costs nothing, and no clock can hide a change of it.
+# Smaller files are read each time: that is cheap, and misses no change.
 _CACHED_BYTES = 16 * 2**20
-_TICK_NANOSECONDS = 2 * 10**9  # of the coarsest clock of a file system
+_TICK_NANOSECONDS = 2 * 10**9  # coarsest time stamp of a file system
 
 
 class DigestCache:
-    """Digests of large files, so that a plan need not read them again.
+    """A cache of the digests of large files, so that a plan need not read them again.
 
-    A file is taken to be unchanged while its path, size, inode and both its times are: that of its last change can be
-    set back, the one at which the inode changed cannot. A new hard link or other permissions move the latter too, which
-    costs one reading. What was written in the last two seconds may be written again within the same tick of its file
-    system's clock, and is not remembered.
+    A file counts as unchanged while its path, size, inode, mtime and ctime are (mtime alone can be set back). A new
+    hard link or other permissions change ctime too, which costs one reading. A file written in the last two seconds is
+    not cached: it may change again within the same tick of the file system's clock.
 
     Args:
-        path: of the JSON that is kept from one command to the next; None: nothing is kept.
+        path: JSON file that keeps the cache between commands; None: it is kept in memory only.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -51,7 +50,7 @@ class DigestCache:
         return digest
 
     def knows(self, file: Path) -> bool:
-        """Whether a large file was read before, and not written since."""
+        """Whether the digest of a large file is cached."""
         return _key(file, file.stat()) in self._known
 
     def _read(self) -> dict[str, str]:
@@ -63,12 +62,12 @@ class DigestCache:
             return {}
 
     def _remember(self, key: str, digest: str) -> None:
-        """Keeps what other processes wrote meanwhile; of two that write at once one is lost, and made again."""
+        """Merges with what other processes wrote; of two simultaneous writes one is lost and computed again later."""
         with self._writing:
             self._known = {**self._read(), **self._known, key: digest}
             if self._path is None:
                 return
-            with suppress(OSError):  # a store that is only read
+            with suppress(OSError):  # a read-only store
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 draft = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
                 draft.write_text(json.dumps(self._known))
@@ -86,10 +85,10 @@ def _key(file: Path, status: os.stat_result) -> str:
 
 
 def digest_all(files: Sequence[Path], cache: DigestCache | None = None) -> list[str]:
-    """SHA-256 of each file, on all CPUs at once: Python's lock is free while one is hashed.
+    """SHA-256 of each file, in parallel: hashlib releases the GIL.
 
     Args:
-        cache: of large files that were not written since; None: every byte is read.
+        cache: digests of large unchanged files; None: every byte is read.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(cache.digest if cache else digest_file, files))

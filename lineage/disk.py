@@ -1,4 +1,4 @@
-"""Room on a store's file system, and the many ways in which libraries say that there is none."""
+"""Free space on a store's file system, and one error for the many ways in which libraries report a full disk."""
 
 import contextlib
 import errno
@@ -9,20 +9,20 @@ from pathlib import Path
 from lineage.errors import PipelineError
 from lineage.store import Entry
 
-# Of safetensors, which is written in Rust, and of torch.save, which does not say why a write failed.
+# Messages of safetensors, which is written in Rust, and of torch.save, which does not say why a write failed.
 _SIGNS = (
     f"os error {errno.ENOSPC}", f"os error {errno.EDQUOT}", "PytorchStreamWriter failed writing", "iostream error",
 )  # fmt: skip
 
 
 def free_bytes(path: Path) -> int:
-    """What may still be written where a directory is, or will be."""
+    """Free space where a directory is or will be created."""
     there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     return shutil.disk_usage(there).free
 
 
 def gigabytes(count: int) -> str:
-    """In units of 10^9 bytes, or of a thousandth or a millionth of that where it is less than one."""
+    """A size in GB (10^9 bytes), or in MB or kB below one GB or MB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -30,14 +30,14 @@ def gigabytes(count: int) -> str:
 
 
 @contextlib.contextmanager
-def full_disk_named(directory: Path) -> Iterator[None]:
-    """Turns every error that says that the disk is full into one that says what to do.
+def explain_full_disk(directory: Path) -> Iterator[None]:
+    """Replaces every error of a full disk by one that says what to do.
 
     Args:
         directory: of a stage, in the store.
 
     Raises:
-        PipelineError: of such an error; others are raised as they are.
+        PipelineError: the disk is full; other errors are raised unchanged.
     """
     try:
         yield
@@ -51,7 +51,7 @@ def full_disk_named(directory: Path) -> Iterator[None]:
 
 
 def _sign(error: BaseException) -> str | None:
-    """The first line that says so, of an error or of one that it came from."""
+    """The first line of the error in a chain that reports a full disk; None: there is none."""
     seen: BaseException | None = error
     while seen is not None:
         full = isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -62,7 +62,7 @@ def _sign(error: BaseException) -> str | None:
 
 
 def _kept(directory: Path) -> str:
-    """What a run that comes later goes on from."""
+    """What a later run resumes from, and how to free space."""
     last = Entry(directory).checkpoints.newest()
     kept = f"its checkpoint of step {last.step} is kept" if last else "it has no checkpoint"
     return f"{kept}; free space (posttrain gc shows what may go) and run again"

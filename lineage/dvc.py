@@ -1,4 +1,4 @@
-"""DVC: the view of the current artifacts that it tracks, its hashes, and commits of a finished run."""
+"""DVC: the view of a pipeline's current artifacts, DVC's hashes, and the commit of a finished run."""
 
 import contextlib
 import hashlib
@@ -28,7 +28,7 @@ from lineage.store import MANIFEST, METRICS, PLOTS, Entry, Store
 
 
 def tracked_hash(path: Path, cache: DigestCache) -> str | None:
-    """DVC's hash of a tracked file or directory, or None: it is not tracked, or was changed since ``dvc add``."""
+    """DVC's hash of a tracked file or directory; None: it is untracked, or has changed since ``dvc add``."""
     try:
         stated = yaml.safe_load(path.with_name(path.name + ".dvc").read_text())["outs"][0]["md5"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, IndexError, TypeError):
@@ -37,7 +37,7 @@ def tracked_hash(path: Path, cache: DigestCache) -> str | None:
 
 
 def dvc_hash(path: Path, cache: DigestCache) -> str:
-    """The MD5 of a file; of a directory that of the listing of its files, with the suffix ``.dir``."""
+    """MD5 of a file; for a directory, MD5 of the list of its files with the suffix ``.dir``, as DVC computes it."""
     if path.is_file():
         return cache.digest(path, "md5")
     listing = [{"md5": cache.digest(path / name, "md5"), "relpath": name} for name in file_names(path)]
@@ -51,7 +51,7 @@ _Link = Callable[[Path, Path], object]
 
 
 class View:
-    """The current outputs of one pipeline, at paths that no fingerprint is part of: what DVC tracks."""
+    """The current outputs of one pipeline, at paths without fingerprints: what DVC tracks."""
 
     def __init__(self, store: Path, pipeline: str) -> None:
         self.root = store / VIEWS / pipeline
@@ -62,7 +62,7 @@ class View:
         return self.root / stage
 
     def show(self, entries: Mapping[str, Entry]) -> None:
-        """Moves the view to these finished entries of the store, each stage whole or not at all."""
+        """Points the view to these finished entries of the store, atomically per stage."""
         stale = {stage: entry for stage, entry in entries.items() if not self.shows(stage, entry)}
         if not stale:
             return
@@ -73,7 +73,7 @@ class View:
                     self._move(stage, entry)
 
     def shows(self, stage: str, entry: Entry) -> bool:
-        """Whether the view holds this entry, each file the same inode or at least the same bytes."""
+        """Whether the view holds this entry: each file with the same inode or the same bytes."""
         manifest, place = entry.manifest(), self.place(stage)
         if manifest is None or set(file_names(place / "output")) != manifest.files.keys():
             return False
@@ -83,10 +83,10 @@ class View:
         )
 
     def adopt(self, stage: str) -> str | None:
-        """Links what the view holds and the store lacks into the store: of a clone after ``dvc pull``.
+        """Links an artifact of the view into a store that lacks it: in a clone after ``dvc pull``.
 
         Returns:
-            A sentence on what was done, or why it cannot be done; None where there is nothing to do.
+            A message on what was done or why it failed; None: there is nothing to do.
         """
         place = self.place(stage)
         try:
@@ -103,26 +103,26 @@ class View:
         damage = manifest.damage(place / "output", self.digests)
         if damage:
             return (
-                f"{place}/output: is not adopted, since it is not what was committed: {'; '.join(damage[:3])}; "
+                f"{place}/output: is not adopted, since it differs from what was committed: {'; '.join(damage[:3])}; "
                 "restore it with dvc pull --force, or run the stage again"
             )
         try:
             lock = Lock(entry.path)
-            if not lock.try_acquire():  # another run makes it now
+            if not lock.try_acquire():  # another run is producing it
                 return None
             with lock.holding():
-                if entry.is_finished():  # by a run that ended between the look and the lock
+                if entry.is_finished():  # by a run that ended since the first check
                     return None
                 self._fill(entry, place, manifest, lock)
-        except OSError as error:  # a store that may only be read
+        except OSError as error:  # a read-only store
             return f"{place}: is not adopted: {error}"
-        return f"{stage}: {place} is adopted as {entry.path}"
+        return f"{stage}: {place} adopted as {entry.path}"
 
     def _move(self, stage: str, entry: Entry) -> None:
-        """Builds the links beside their place and swaps: a kill leaves the old view, the new one, or none."""
+        """Builds the links in a temporary directory and swaps: a kill leaves the old view, the new one, or none."""
         manifest = entry.manifest()
         assert manifest is not None
-        entry.summarize(manifest)  # of an output that an older version made
+        entry.summarize(manifest)  # outputs of older versions lack the summary
         place, fresh, old = self.place(stage), self.root / f".{stage}.new", self.root / f".{stage}.old"
         for rest in (fresh, old):  # of an earlier attempt that was killed
             shutil.rmtree(rest, ignore_errors=True)
@@ -145,7 +145,7 @@ class View:
 
 
 def _contents(manifest: Manifest) -> dict[str, str | None]:
-    """What a view holds of an entry: path -> SHA-256, None where the manifest does not say."""
+    """Files of an entry that a view holds: path -> SHA-256; None: the manifest does not record it."""
     return {
         MANIFEST: None,
         METRICS: None,
@@ -155,7 +155,7 @@ def _contents(manifest: Manifest) -> dict[str, str | None]:
 
 
 def _is_same(stored: Path, shown: Path, digest: str | None, digests: DigestCache) -> bool:
-    """DVC links equal files of several stages to one of them, so that another inode may hold the same bytes."""
+    """Compares bytes if the inodes differ: DVC links equal files of several stages to one of them."""
     try:
         one, other = stored.stat(), shown.stat()
     except FileNotFoundError:
@@ -166,7 +166,7 @@ def _is_same(stored: Path, shown: Path, digest: str | None, digests: DigestCache
 
 
 def _place(source: Path, target: Path, ways: tuple[_Link, ...]) -> None:
-    """Makes ``target`` the same file as ``source`` in the first way that the file system can."""
+    """Links or copies ``source`` to ``target`` in the first way that the file system supports."""
     target.parent.mkdir(parents=True, exist_ok=True)
     source = source.resolve()  # DVC may have made it a symbolic link to its cache
     for way in ways[:-1]:
@@ -177,13 +177,13 @@ def _place(source: Path, target: Path, ways: tuple[_Link, ...]) -> None:
 
 
 def _restore_reports(entry: Entry) -> None:
-    """``metrics.jsonl`` is not in the view; ``plots.json`` holds all that it said."""
+    """Restores ``metrics.jsonl``, which is not in the view, from ``plots.json``."""
     try:
         reports = json.loads((entry.path / PLOTS).read_text())
         lines = [
             {"step": report.pop("step"), "time": report.pop("time"), "metrics": report} for report in reports if report
         ]
-    except (OSError, ValueError, KeyError, AttributeError):  # it is for the eye: no output depends on it
+    except (OSError, ValueError, KeyError, AttributeError):  # only for display: no output depends on it
         return
     if lines:
         replace_jsonl(entry.metrics, lines)
@@ -191,7 +191,7 @@ def _restore_reports(entry: Entry) -> None:
 
 FILE = "dvc.yaml"
 
-# How long another `dvc` of the user may hold DVC's lock before we leave the commit to the next run.
+# Longest wait for DVC's lock; after it, the commit is left to the next run.
 PATIENCE_SECONDS = 120.0
 _POLL_SECONDS = 0.5
 _BUSY = ("Unable to acquire lock", " is busy, it is being blocked by")
@@ -199,11 +199,11 @@ _BUSY = ("Unable to acquire lock", " is busy, it is being blocked by")
 
 @dataclass(frozen=True, kw_only=True)
 class DvcProject:
-    """A folder whose ``dvc.yaml`` may keep a pipeline.
+    """A folder whose ``dvc.yaml`` may declare a pipeline.
 
     Args:
-        root: the DVC repository that the folder lies in; None: it lies in none.
-        stages: of ``dvc.yaml``, by name; empty where there is none.
+        root: the DVC repository that contains the folder; None: there is none.
+        stages: the stages of ``dvc.yaml`` by name; empty: there is no such file.
     """
 
     folder: Path
@@ -216,30 +216,30 @@ class DvcProject:
         return DvcProject(folder=folder, root=root, stages=read_stages(folder))
 
     def keeps(self, view: View, stage: str) -> bool:
-        """Whether ``dvc.yaml`` has the stage, with its output at the place of the view."""
+        """Whether ``dvc.yaml`` has the stage with its output in the view."""
         outs = self.stages.get(stage, {}).get("outs")
         paths = [path for out in (outs if isinstance(outs, list) else []) for path in _names(out)]
         return any(os.path.abspath(self.folder / path) == str(view.place(stage) / "output") for path in paths)
 
-    def words(self, stage: str) -> list[str]:
-        """What its command states after ``stage NAME``: the options and overrides that declare the pipeline."""
-        with contextlib.suppress(ValueError):  # it is no such command
+    def overrides(self, stage: str) -> list[str]:
+        """The arguments of a stage's command after ``stage NAME``: options and overrides of the pipeline."""
+        with contextlib.suppress(ValueError):  # the user's own command
             parts = shlex.split(str(self.stages[stage].get("cmd")))
             return parts[parts.index(stage, parts.index("stage")) + 1 :]
         return []
 
     def is_committed(self, view: View, stages: Iterable[str]) -> bool:
-        """Whether nothing changed since the last commit of ours: neither DVC's files nor the view."""
+        """Whether neither DVC's files nor the view have changed since our last commit."""
         try:
             return self._mark(view).read_text() == self._state(view, stages)
         except OSError:
             return False
 
     def commit(self, view: View, entries: Mapping[str, Entry], patience: float = PATIENCE_SECONDS) -> None:
-        """Records what the view holds, once for all stages; waits while another ``dvc`` works.
+        """Commits the view of all stages at once; waits while another ``dvc`` process holds DVC's lock.
 
         Raises:
-            ArtifactError: an output is damaged, or DVC could not: its reason, in one line.
+            ArtifactError: an output is damaged, or ``dvc commit`` failed.
         """
         assert self.root is not None
         guard = self.root / ".dvc" / "tmp" / "posttrain.lock"
@@ -269,7 +269,7 @@ class DvcProject:
             time.sleep(_POLL_SECONDS)
 
     def _dvc(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        # -P: a file of the user's in this folder shadows no module of DVC's.
+        # -P: the user's files in this folder must not shadow modules of DVC.
         return subprocess.run(
             [sys.executable, "-P", "-m", "dvc", *arguments],
             cwd=self.folder, env={"DVC_SITE_CACHE_DIR": dvc_state(), **os.environ, "DVC_NO_ANALYTICS": "1"},
@@ -277,7 +277,7 @@ class DvcProject:
         )  # fmt: skip
 
     def _drop_damaged(self, view: View, entries: Mapping[str, Entry]) -> bool:
-        """Deletes cached files that were written through a hard link: DVC trusts its cache, and just linked them.
+        """Deletes files of DVC's cache that were modified through a hard link: DVC trusts its cache.
 
         Returns:
             Whether there were any.
@@ -298,7 +298,7 @@ class DvcProject:
         return view.root / ".committed"
 
     def _state(self, view: View, stages: Iterable[str]) -> str:
-        """Digest of all that DVC compares but the sources: those are in the manifests."""
+        """Digest of everything that DVC compares, except the sources: the manifests record those."""
         files = [FILE, "dvc.lock", *self._parameter_files()]
         texts = {name: _text(self.folder / name) for name in files}
         shown = {stage: [_text(view.place(stage) / MANIFEST), *_times(view.place(stage))] for stage in stages}
@@ -312,7 +312,7 @@ class DvcProject:
 
 
 def read_stages(folder: Path) -> dict[str, Mapping[str, object]]:
-    """The stages of a folder's ``dvc.yaml``; none where it is absent or no such file: DVC will say what is wrong."""
+    """The stages of a folder's ``dvc.yaml``; empty if it is missing or invalid, which DVC itself will report."""
     try:
         document = yaml.safe_load((folder / FILE).read_text())
         return {str(name): stage for name, stage in document["stages"].items() if isinstance(stage, dict)}
@@ -321,12 +321,12 @@ def read_stages(folder: Path) -> dict[str, Mapping[str, object]]:
 
 
 def _names(stated: object) -> list[str]:
-    """The path of an output or a parameter file, which stands alone or as the one key of a mapping."""
+    """The path of an output or a parameter file: a string, or the only key of a mapping."""
     return [str(key) for key in stated] if isinstance(stated, dict) else [str(stated)]
 
 
 def _times(place: Path) -> list[str]:
-    """Tells whether a file was written since, without reading it."""
+    """Size and mtime of each file."""
     status = {name: (place / name).stat() for name in file_names(place)}
     return [f"{name}:{each.st_size}:{each.st_mtime_ns}" for name, each in status.items()]
 
@@ -338,4 +338,4 @@ def _text(path: Path) -> str | None:
 def _reason(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return next(iter([*errors, *reversed(lines)]), "dvc commit ended without a word")
+    return next(iter([*errors, *reversed(lines)]), "dvc commit failed without a message")

@@ -1,6 +1,6 @@
 """The error tree. Every message says what was found, what is accepted, what to do.
 
-All errors pickle: they cross process borders (a stage's process -> the driver).
+All errors pickle: they cross process boundaries (stage process -> driver).
 """
 
 
@@ -17,7 +17,7 @@ class ConfigError(PipelineError):
 
 
 class MissingValueError(ConfigError):
-    """The user's configuration leaves open a value that must be stated."""
+    """A required value is missing in the user's configuration."""
 
 
 class DataError(PipelineError):
@@ -27,25 +27,25 @@ class DataError(PipelineError):
 
 
 class StoppedError(PipelineError):
-    """The run was stopped while this stage waited, or trained: then it has saved."""
+    """The run was stopped while this stage waited or trained; a training stage has saved a checkpoint."""
 
     exit_code = 130
 
 
 class PrunedError(PipelineError):
-    """This stage's trial was ended early, because others do better."""
+    """The trial of this stage was pruned."""
 
 
 class ArtifactError(PipelineError):
-    """Something in the store is missing, changed or unfinished."""
+    """An artifact or record of the store is missing, changed or unfinished."""
 
 
 class TakenOverError(ArtifactError):
-    """Another process owns the lock of the directory that this one writes: its files are the other's now."""
+    """Another process has taken over the lock of the directory that this one writes."""
 
 
 class GateError(PipelineError):
-    """A gate refused a model, or a person did; every output is kept."""
+    """A gate or a person refused a model; every output is kept."""
 
     exit_code = 3
 
@@ -55,9 +55,9 @@ class StageError(PipelineError):
 
     Args:
         stage: its name in the pipeline.
-        cause: one line that says why.
-        log: path of the log that holds the whole story.
-        exit_code: 2 where the cause is the user's input.
+        cause: the reason, in one line.
+        log: path of the stage's log.
+        exit_code: 2 if the cause is the user's input.
     """
 
     def __init__(self, stage: str, cause: str, log: str, exit_code: int = 1) -> None:
@@ -69,8 +69,8 @@ class StageError(PipelineError):
 
 
 class LostError(StageError):
-    """A worker was lost: killed, hung or preempted. Nothing is wrong with the stage, which can go on."""
+    """A worker was killed, hung or preempted; the stage itself is fine and can be resumed."""
 
 
 class AskedError(LostError):
-    """The stage was asked to end, while its run continues: another process needs the machine."""
+    """The stage was asked to stop because another process needs the machine, while its run continues."""

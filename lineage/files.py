@@ -1,4 +1,4 @@
-"""Files of the record: written whole or not at all, flushed to the disk, appended and read line by line."""
+"""Files of the record: atomic writes, flushes to the disk, JSON Lines."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ Parsed = TypeVar("Parsed")
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replaces a file, so that a reader sees the old content or the new one; creates its folder.
+    """Replaces a file atomically; creates its folder.
 
     A power failure may still lose the new content: ``flush`` prevents that.
 
@@ -28,16 +28,16 @@ def atomic_write(path: Path, text: str) -> None:
         draft.write_bytes(text.encode("utf-8", "surrogatepass"))
         draft.replace(path)
     except OSError:
-        with contextlib.suppress(OSError):  # a full disk keeps no half a file
+        with contextlib.suppress(OSError):  # after a full disk
             draft.unlink()
         raise
 
 
 def append_jsonl(path: Path, *records: Mapping[str, object], flush: bool = True) -> None:
-    """Appends a line per record, after it has removed half a line that a killed process left; the caller holds a lock.
+    """Appends one line per record, and first removes a partial line of a killed process; the caller holds a lock.
 
     Args:
-        flush: waits until the lines are on the disk, where a power failure does not take them.
+        flush: waits until the lines are on the disk.
     """
     with path.open("a+b") as file:
         size = file.seek(0, os.SEEK_END)
@@ -52,11 +52,11 @@ def append_jsonl(path: Path, *records: Mapping[str, object], flush: bool = True)
 
 
 def read_jsonl(path: Path, parse: Callable[..., Parsed], otherwise: str | None = None) -> list[Parsed]:
-    """Parses each whole line of a file, which may not exist; a line without an end was never acknowledged.
+    """Parses each complete line of a file, which may not exist; a last line without a newline is skipped.
 
     Args:
         parse: takes the fields of an object by name.
-        otherwise: what is wrong with a damaged line, such as ``is no event``; None: damaged lines are skipped.
+        otherwise: the error text for a damaged line, such as ``is not an event``; None: damaged lines are skipped.
 
     Raises:
         ArtifactError: a line is damaged.
@@ -69,10 +69,10 @@ def read_jsonl(path: Path, parse: Callable[..., Parsed], otherwise: str | None =
 
 
 def parse_jsonl(content: bytes, parse: Callable[..., Parsed], otherwise: str | None = None) -> list[Parsed]:
-    """The same of bytes.
+    """``read_jsonl`` for content in memory.
 
     Args:
-        otherwise: what a refusal begins with, with ``{}`` for the number of the line.
+        otherwise: start of the error message, with ``{}`` for the line number.
     """
     found = []
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
@@ -93,21 +93,21 @@ def _line(record: Mapping[str, object]) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
-_AT_ONCE = 16  # waits that a disk joins into few: of 2,000 small files 0.5 s, and 9 s one after another
+_NUM_FLUSHES = 16  # concurrent fsyncs, which a disk merges: 2,000 small files take 0.5 s, one after another 9 s
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Files with their bytes, and directories with the names in them.
+    """Flushes files and directories to the disk.
 
     Raises:
-        OSError: one is gone, or does not get to the disk.
+        OSError: a path is missing, or the disk failed.
     """
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(_NUM_FLUSHES) as pool:
         list(pool.map(_flush, paths))
 
 
 def flush_tree(directory: Path) -> None:
-    """A directory, and every file and directory below it; raises as ``flush``."""
+    """Flushes a directory and everything below it; raises as ``flush``."""
     flush((directory, *(path for path in directory.rglob("*") if path.is_file() or path.is_dir())))
 
 

@@ -1,4 +1,4 @@
-"""Identity: the SHA-256 of what makes an artifact, and the words for how two of them differ."""
+"""Identity: the fingerprint of an artifact, and the differences of two recipes as text."""
 
 import hashlib
 import json
@@ -15,16 +15,16 @@ _ABSENT = "(none)"
 
 
 def canonical_json(value: object) -> str:
-    """One text per value: keys sorted, no spaces, no NaN.
+    """The canonical JSON text of a value: sorted keys, no spaces, no NaN.
 
     Raises:
-        TypeError, ValueError: the value holds something JSON cannot state exactly.
+        TypeError, ValueError: JSON cannot represent the value exactly.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def without_nones(value: object) -> object:
-    """The value with every None left out of its mappings: a field that is off stays out of the identity."""
+    """The value without the None entries of its mappings: unset fields stay out of the identity."""
     if isinstance(value, Mapping):
         return {key: without_nones(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -35,7 +35,7 @@ def without_nones(value: object) -> object:
 
 
 def set_fields(setting: "DataclassInstance") -> dict[str, object]:
-    """The fields of a dataclass that are not None, and those of its fields."""
+    """The fields of a dataclass that are not None, nested ones included."""
     found = ((each.name, getattr(setting, each.name)) for each in fields(setting))
     return {name: without_nones(value) for name, value in found if value is not None}
 
@@ -47,12 +47,12 @@ def fingerprint(recipe: Recipe, inputs: Mapping[str, str]) -> str:
 
 
 def short(full: str) -> str:
-    """The first 16 digits: what names a directory."""
+    """The first 16 digits, which name a directory."""
     return full[:16]
 
 
 def differences(before: Recipe, after: Recipe, prefix: str = "") -> Iterator[str]:
-    """Each field that changed, with both values: ``beta: 0.1 -> 0.2``; nested fields are dotted."""
+    """Each changed field with both values, nested ones by dotted names: ``beta: 0.1 -> 0.2``."""
     for key in sorted(before.keys() | after.keys()):
         old, new = before.get(key, _ABSENT), after.get(key, _ABSENT)
         if isinstance(old, Mapping) and isinstance(new, Mapping):

@@ -1,4 +1,4 @@
-"""Garbage collection of a store: what no root refers to, how much space it takes, and its deletion."""
+"""Garbage collection of a store: unreferenced outputs and caches, their size, and their deletion."""
 
 import contextlib
 import math
@@ -22,27 +22,27 @@ from lineage.promotions import locked
 from lineage.store import CACHE, ENTRY_NAME, MANIFEST, MODELS, REFERENCE_LOGPS, REHEARSALS, Entry, Store
 
 DELETED = (
-    "freed.jsonl"  # of the store: the finished outputs that were deleted, so that no mirror of theirs is an orphan
+    "freed.jsonl"  # records the deleted finished outputs, so that `verify` does not report their mirrors as orphans
 )
-TOKENS = "tokens"  # the root of all that is cached: any run may read some
+TOKENS = "tokens"  # the GC root of all caches: any run may read them
 AGE_SECONDS = 7 * 86400.0
 
 _GUARD = "gc.lock"
 _CACHES = {"tokens": "tokens", MODELS: "model", REFERENCE_LOGPS: REFERENCE_LOGPS}  # folder -> name of an entry
-_LEFT = ("work", "*.gone", "*.tmp", f"{LOCK}.*")  # by a kill, beside a finished output
+_LEFT = ("work", "*.gone", "*.tmp", f"{LOCK}.*")  # what a kill may leave beside a finished output
 
 
 @dataclass(frozen=True, kw_only=True)
 class Garbage:
-    """One thing to delete.
+    """One output, cache entry or leftover to delete.
 
     Args:
-        what: ``stage@`` and the first digits of its fingerprint, or what else it is.
-        path: its directory; ``paths``: what of it goes.
+        what: its name: ``stage@`` and the first digits of its fingerprint, or a description.
+        path: its directory; ``paths``: the parts that are deleted.
         last_used: in seconds since the epoch.
-        key: the root that keeps it; None: none does, it is the rest of a kill.
+        key: the GC root that would keep it; None: no root can (leftovers of a kill).
         fingerprint: of a finished output.
-        lock: the lock file of a thing that is no artifact.
+        lock: lock file of an item that is not an artifact.
     """
 
     what: str
@@ -55,24 +55,24 @@ class Garbage:
     lock: Path | None = None
 
     def used_since(self) -> bool:
-        """Whether a run has used or written it since it was found; taking its lock is no use."""
+        """Whether a run has used or written it since it was found; acquiring its lock does not count."""
         below = [path for path in self.path.iterdir() if path.name != LOCK]
         return _newest([*below, self.path] if self.lock else below) > self.last_used
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Bytes of files, and of those the bytes that no hard link from elsewhere keeps on the disk."""
+    """Size of files in bytes; ``freed`` counts only files without hard links from elsewhere."""
 
     num_bytes: int
     freed: int
 
 
 def find(store: Path, roots: Collection[str], older_than: float = AGE_SECONDS) -> tuple[list[Garbage], list[Garbage]]:
-    """What no root keeps, children before what they were made from: what is old enough to go, and what is too young.
+    """Unreferenced items, children before parents: those old enough to be deleted, and those too young.
 
     Args:
-        roots: nodes of artifacts, with all ancestors; or ``TOKENS``.
+        roots: nodes of artifacts with all their ancestors; may include ``TOKENS``.
         older_than: seconds since its last use.
 
     Raises:
@@ -88,7 +88,7 @@ def find(store: Path, roots: Collection[str], older_than: float = AGE_SECONDS) -
 
 
 def size(garbage: Iterable[Garbage]) -> Size:
-    """Of all of it together: bytes that two of them share count once."""
+    """Total size; files that two items share through hard links count once."""
     links: dict[tuple[int, int], int] = {}
     status: dict[tuple[int, int], os.stat_result] = {}
     for path in (path for each in garbage for path in each.paths):
@@ -103,24 +103,24 @@ def size(garbage: Iterable[Garbage]) -> Size:
 
 
 def guard(store: Path) -> FileLock:
-    """Keeps a run from taking up an output between the last check of its roots and its deletion.
+    """A lock that keeps runs from reusing an output between the last check of the roots and its deletion.
 
-    Held for as long as it takes to write a run's record, or to check and rename one output.
+    It is held while one run record is written, or one output is checked and renamed.
     """
     store.mkdir(parents=True, exist_ok=True)
     return FileLock(store / _GUARD)
 
 
 def delete(store: Path, garbage: Garbage, roots: Callable[[], Collection[str]]) -> bool:
-    """Deletes it, unless a process works there, used it since it was found, or refers to it by now.
+    """Deletes an item, unless a process owns it, has used it since it was found, or refers to it now.
 
-    The manifest of an output goes first, so that a kill leaves an unfinished one, which the next call finds.
+    The manifest goes first, so that a kill leaves an unfinished output, which the next call finds.
 
     Args:
-        roots: gives the present roots; it asks no server, since runs wait for it.
+        roots: returns the current roots; must not query servers, since runs wait for it.
 
     Returns:
-        Whether it was there and is gone.
+        Whether it was deleted.
 
     Raises:
         ArtifactError: a record cannot be read, so that the roots are unknown.
@@ -146,18 +146,18 @@ def delete(store: Path, garbage: Garbage, roots: Callable[[], Collection[str]]) 
     except TakenOverError:
         return False
     finally:
-        with contextlib.suppress(OSError):  # not empty: a run that waited for it starts there now
+        with contextlib.suppress(OSError):  # not empty: a run that waited for the lock has started there
             garbage.path.rmdir()
             garbage.path.parent.rmdir()
 
 
 def deleted(store: Path) -> set[tuple[str, str]]:
-    """Stage and fingerprint of the finished outputs that were ever deleted."""
+    """Stage and fingerprint of all finished outputs that were deleted so far."""
     return set(read_jsonl(store / DELETED, lambda stage, fingerprint, **_: (stage, fingerprint)))
 
 
 def _set_aside(store: Path, garbage: Garbage, lock: Lock, roots: Callable[[], Collection[str]]) -> Path | None:
-    """Moves it into a folder that no run reads; None: it has to stay."""
+    """Moves an item into a trash folder; None: it must be kept."""
     entry, trash = Entry(garbage.path), garbage.path / f"work.{uuid.uuid4().hex[:8]}.gone"
     with guard(store), locked(store):
         manifest = entry.manifest()
@@ -200,7 +200,7 @@ def _outputs(store: Path, roots: Collection[str]) -> list[Garbage]:
 
 
 def _left_by_kill(entry: Entry, manifest: Manifest) -> Iterator[Path]:
-    """Of its checkpoints none that ``keep_best`` keeps."""
+    """Leftovers of a kill in the directory of a finished output; checkpoints kept by ``keep_best`` are not."""
     checkpoints = "checkpoints/.*" if manifest.provenance.resources.get("keep_best") else "checkpoints"
     for pattern in (*_LEFT, checkpoints):
         yield from sorted(entry.path.glob(pattern))
@@ -212,7 +212,7 @@ def _unfinished(entry: Entry) -> str:
 
 
 def _folders(parent: Path, prefix: str, lock: Path | None) -> Iterator[Garbage]:
-    """Rehearsals under one lock; or cached tokens, models and log-probabilities, which a run makes again."""
+    """Rehearsals, which share one lock; or cached tokens, models and log-probabilities, which have a lock each."""
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
         is_one = path.is_dir() and not owner(path) if lock else ENTRY_NAME.fullmatch(path.stem) and path.is_dir()
         if is_one:
@@ -225,7 +225,7 @@ def _folders(parent: Path, prefix: str, lock: Path | None) -> Iterator[Garbage]:
 
 
 def _last_used(directory: Path) -> float:
-    """When a run last took it up, or something was written: a heartbeat, a report, a checkpoint, its manifest."""
+    """When a run last used it or wrote to it: a heartbeat, a report, a checkpoint, its manifest."""
     return _newest([directory, *directory.iterdir()])
 
 

@@ -1,7 +1,7 @@
-"""The lock of a directory: one process writes it, the others wait, whatever hosts share the store.
+"""The lock of a directory: one process writes, the others wait, on all hosts that share the store.
 
-The lock is the kernel's (``flock``), or an NFSv4 server's: it is free the moment its owner dies, and a suspended owner
-keeps it. The locked file, ``<directory>/lock``, names the owner: for messages, and for workers that outlive a driver.
+The lock is the kernel's (``flock``) or an NFSv4 server's: it is released when its owner dies, and a suspended owner
+keeps it. The locked file, ``<directory>/lock``, names the owner for messages and for workers that outlive a driver.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from lineage.owner import Owner
 LOCK = "lock"
 _POLL_SECONDS = 0.2
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-# Mount options and file systems with which a lock is known to one host alone.
+# Mount options and file systems whose locks hold on one host only.
 _LOCAL_OPTIONS = {"nolock", "nobrl", "localflock", "local_lock=all", "local_lock=flock"}
 _LOCAL_KINDS = {
     f"fuse.{name}" for name in ("sshfs", "s3fs", "mountpoint-s3", "gcsfuse", "goofys", "rclone", "blobfuse2")
@@ -39,7 +39,7 @@ class Lock:
 
     @property
     def token(self) -> str:
-        """Names this lock in its file, as long as it is ours."""
+        """Identifies this lock in its file while we own it."""
         return self._me.token
 
     def try_acquire(self) -> bool:
@@ -52,11 +52,11 @@ class Lock:
             return True
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError:  # the directory was deleted meanwhile
+        except FileNotFoundError:  # the directory was just deleted
             self.directory.mkdir(parents=True, exist_ok=True)
             return False
         try:
-            # A file that its last owner has deleted locks nothing.
+            # A lock on a file that its last owner has deleted is worthless.
             if _acquire(descriptor, self._path) and os.fstat(descriptor).st_nlink:
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(asdict(self._me)).encode(), 0)
@@ -68,18 +68,18 @@ class Lock:
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """Releases an acquired lock at the end."""
+        """Releases the acquired lock at the end of the context."""
         try:
             yield
         finally:
             self._release()
 
     def require(self) -> None:
-        """Call it before a commit: an NFS server may have given the lock away, or the directory was deleted.
+        """Checks the lock before a commit: an NFS server may have expired it, or the directory was deleted.
 
         Raises:
             TakenOverError: another process owns the lock.
-            OSError: the store is away.
+            OSError: the store is unreachable.
         """
         require_owned(self.directory, self.token)
 
@@ -87,7 +87,7 @@ class Lock:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
-        with contextlib.suppress(OSError):  # the store is away: the server frees the lock
+        with contextlib.suppress(OSError):  # the store is unreachable: the server releases the lock
             if os.path.samestat(os.fstat(descriptor), self._path.stat()):
                 self._path.unlink()
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked child may have the descriptor too
@@ -103,21 +103,21 @@ def owner(directory: Path) -> Owner | None:
 
 
 def require_owned(directory: Path, token: str) -> None:
-    """Refuses to go on once another process owns the lock of a directory.
+    """Raises once another process owns the lock of a directory.
 
     Raises:
-        TakenOverError: it does.
-        OSError: the store is away.
+        TakenOverError: another process owns or has owned it.
+        OSError: the store is unreachable.
     """
     try:
         found = _owner((directory / LOCK).read_bytes())
     except FileNotFoundError:
         found = None
     if found is None or found.token != token:
-        to = f"process {found.pid} on {found.host}" if found else "another process, which is done"
+        to = f"process {found.pid} on {found.host}" if found else "another process, which has finished"
         raise TakenOverError(
-            f"the lock {directory / LOCK} was lost to {to}: its file was deleted, or the server of the store was away "
-            "for too long; its output is not committed; run again to reuse the other one's"
+            f"the lock {directory / LOCK} was lost to {to}: its file was deleted, or the server of the store was "
+            "unreachable for too long; this output is not committed; run again to reuse the other process's output"
         )
 
 
@@ -125,7 +125,7 @@ def acquire_or(lock: Lock, finished: Callable[[], bool], waiting: Callable[[], N
     """Waits until the lock is ours (True), or until its owner has finished the work (False).
 
     Args:
-        waiting: called at every poll in vain; may raise, to end the wait.
+        waiting: called after every failed poll; may raise to end the wait.
     """
     while not finished():
         if lock.try_acquire():
@@ -135,8 +135,8 @@ def acquire_or(lock: Lock, finished: Callable[[], bool], waiting: Callable[[], N
     return False
 
 
-def not_locking(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
-    """Why a lock below a path does not hold across the hosts that share it; empty: it does, or no other host does.
+def unreliable_locks(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Why locks below a path do not hold across hosts: mount point and file system; empty: nothing is known against it.
 
     Args:
         path: need not exist.
@@ -156,11 +156,13 @@ def _acquire(descriptor: int, path: Path) -> bool:
         while not _try(descriptor, fcntl.LOCK_EX):
             if not _try(descriptor, fcntl.LOCK_SH):
                 return False
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # there is no owner: another process only asks for one
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # not owned: another process is only checking
             time.sleep(0.001)
     except OSError as error:
         if error.errno in _UNSUPPORTED:
-            raise ArtifactError(f"{path}: its file system does not lock; put the store on one that does") from error
+            raise ArtifactError(
+                f"{path}: its file system does not support locks; put the store on one that does"
+            ) from error
         raise
     return True
 
@@ -174,6 +176,6 @@ def _try(descriptor: int, mode: int) -> bool:
 
 
 def _owner(record: bytes) -> Owner:
-    with contextlib.suppress(ValueError, TypeError):  # its owner writes it now
+    with contextlib.suppress(ValueError, TypeError):  # the owner is writing it
         return Owner(**json.loads(record))
     return Owner(host="an unknown host", pid=-1, started=0.0, token="")

@@ -21,7 +21,7 @@ _SECONDS = 20
 
 @cache
 def hardware() -> dict[str, str]:
-    """``cpu`` by name, and ``gpu`` where there is one; each kind once, however many there are."""
+    """Names of ``cpu`` and, if any, ``gpu``; each model once."""
     gpus = _gpus()
     return {"cpu": _cpu(), **({"gpu": gpus} if gpus else {})}
 
@@ -35,7 +35,7 @@ def _cpu() -> str:
 
 
 def _gpus() -> str:
-    """Asks the driver, not torch, which takes seconds to import."""
+    """Queries the driver, because importing torch takes seconds."""
     try:
         listing = subprocess.run(_GPUS, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -45,7 +45,7 @@ def _gpus() -> str:
 
 SCHEMA_VERSION = 2  # 1: no `produces`, `source` and `execution_run_id`
 
-# The libraries whose version can change what a stage computes.
+# Libraries whose version can change the result of a stage.
 _LIBRARIES = (
     "torch",
     "transformers",
@@ -65,12 +65,12 @@ _LIBRARIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class SourceRecord:
-    """A root of the graph, as it was when a stage read it.
+    """A source as it was when a stage read it.
 
     Args:
-        files: absolute path -> SHA-256, of every file that was read; empty where the revision is the identity.
-        dvc: the hash in the ``.dvc`` file beside it, where DVC tracks it.
-        reading: how its rows were read, where the source stated it: format, columns, sample_count ...
+        files: absolute path -> SHA-256 of every file that was read; empty if the revision is the identity.
+        dvc: the hash in its ``.dvc`` file, if DVC tracks it.
+        reading: the reading options that were set: format, columns, sample_count ...
     """
 
     path: str
@@ -83,7 +83,7 @@ class SourceRecord:
     reading: dict[str, object] = field(default_factory=dict)
 
     def stated(self) -> dict[str, object]:
-        """What the declaration said of it beyond its path: each of these is identity."""
+        """The declared fields besides the path, all of which are identity."""
         return {"kind": self.kind, "revision": self.revision, "split": self.split, **self.reading}
 
 
@@ -93,8 +93,8 @@ class InputRecord:
 
     artifact: str  # pipeline name of the stage, or source:NAME
     fingerprint: str
-    digest: str | None  # of the bytes; None where the revision is the identity (hub ids, quickstart)
-    source: SourceRecord | None = None  # None where a stage made it
+    digest: str | None  # of the bytes; None if the revision is the identity (hub ids, quickstart)
+    source: SourceRecord | None = None  # None if a stage produced it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,21 +111,21 @@ class Provenance:
     code_digest: str  # of the method's source files
     seed: int | None
     resources: dict[str, object]
-    resumed_at: list[int] = field(default_factory=list)  # steps of the checkpoints that it was gone on from
+    resumed_at: list[int] = field(default_factory=list)  # steps of the checkpoints that it was resumed from
     earlier_code_digests: list[str] = field(default_factory=list)  # other code that some steps were trained by
-    changed_at: list[int] = field(default_factory=list)  # of resumed_at: on another kind of machine from there on
-    hardware: dict[str, str] = field(default_factory=dict)  # of its workers: cpu, gpu; by name; empty: not known
+    changed_at: list[int] = field(default_factory=list)  # those of resumed_at where the environment signature changed
+    hardware: dict[str, str] = field(default_factory=dict)  # of its workers: names of cpu and gpu; empty: unknown
     because: str = ""  # why its settings were changed: RULE:STAGE@FINGERPRINT of `posttrain diagnose`
 
     @property
     def code_digests(self) -> list[str]:
-        """Of all code that made it, the first first."""
+        """Digests of all code that trained it, oldest first."""
         return [*self.earlier_code_digests, self.code_digest]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Written last and atomically; a directory without one is unfinished."""
+    """The record of a finished artifact, written last and atomically; a directory without one is unfinished."""
 
     pipeline: str
     stage: str
@@ -140,16 +140,16 @@ class Manifest:
     produces: str | None = None  # kind of the output
     schema_version: int = SCHEMA_VERSION
     mlflow_run_id: str | None = None  # of this stage
-    execution_run_id: str | None = None  # of the execution of the pipeline that made it
-    parent_run_ids: list[str] = field(default_factory=list)  # of the stages that it was made from
-    certificate: str | None = None  # SHA-256 of what `posttrain certify` had found of its recipe
+    execution_run_id: str | None = None  # of the pipeline execution that produced it
+    parent_run_ids: list[str] = field(default_factory=list)  # of the stages that it reads
+    certificate: str | None = None  # SHA-256 of the certificate of its recipe, by `posttrain certify`
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
     @staticmethod
     def from_json(text: str) -> "Manifest":
-        fields = json.loads(redacted(text))  # an older one may hold an address with a secret
+        fields = json.loads(redacted(text))  # older versions may have recorded an address with a secret
         for slot, record in fields["inputs"].items():
             source = record.pop("source", None)
             fields["inputs"][slot] = InputRecord(**record, source=SourceRecord(**source) if source else None)
@@ -161,7 +161,7 @@ class Manifest:
         return [name for name in self.files if not (output / name).is_file()]
 
     def damage(self, output: Path, cache: DigestCache | None = None) -> list[str]:
-        """What sets the files below ``output`` apart from the recorded ones, a phrase each.
+        """How the files below ``output`` differ from the recorded ones, one phrase per file.
 
         Args:
             cache: as in ``digest_files``.
@@ -188,7 +188,7 @@ def provenance(
     hardware: Mapping[str, str], resumed_at: Sequence[int] = (), changed_at: Sequence[int] = (),
     earlier_code_digests: Sequence[str] = (), because: str = "",
 ) -> Provenance:  # fmt: skip
-    """Provenance of work that this host did, or gave to others, with this environment."""
+    """Provenance of work that was done or started by this host, with this environment."""
     commit, dirty = _git()
     return Provenance(
         start=start,

@@ -1,4 +1,4 @@
-"""The shell of every HTML page that is written, one file that loads nothing, pure ASCII; and Markdown tables."""
+"""The frame of every HTML page (one self-contained ASCII file), and Markdown tables."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def html_page(*, title: str, style: str, body: str, policy: str) -> str:
         policy: what the page may run, as in ``default-src 'none'; style-src 'unsafe-inline'``.
     """
     page = _SHELL.format(title=title, style=style, body=body, policy=policy)
-    # Character references for the rest: a lone surrogate, from a file name that is not UTF-8, can then be written.
+    # Character references can also represent a lone surrogate, from a file name that is not UTF-8.
     return page.encode("ascii", "xmlcharrefreplace").decode()
 
 
@@ -38,7 +38,7 @@ def markdown_table(
     """A Markdown table, without a line break at its end.
 
     Args:
-        align: pads the cells, so that a terminal shows a table too; None: as long as they are.
+        align: pads the cells to equal widths, for terminals; None: no padding.
     """
     cells = [[re.sub(r"(?<!\\)\|", r"\\|", cell).replace("\n", " ") for cell in row] for row in (columns, *rows)]
     widths = [max(map(len, column)) if align else 0 for column in zip(*cells, strict=True)]

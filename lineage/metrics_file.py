@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` of a stage: its reports, read at once or as they are appended, and cut before a resume."""
+"""``metrics.jsonl`` of a stage: reads all reports or new ones, and truncates the file before a resume."""
 
 import contextlib
 import os
@@ -19,28 +19,28 @@ class StageReport:
 
 
 def read_reports(path: Path) -> list[StageReport]:
-    """Every report; a line that a kill has cut is skipped, and a missing file has none."""
+    """All reports; a line cut by a kill is skipped, and a missing file has none."""
     return read_jsonl(path, _report)
 
 
 def cut_reports(path: Path, step: int) -> None:
-    """Removes the reports of later steps, which are trained again; a new file, by which a reader sees the restart."""
+    """Removes the reports of later steps, which are trained again; the new inode tells readers of the restart."""
     if path.exists():
         replace_jsonl(path, [asdict(report) for report in read_reports(path) if report.step <= step])
 
 
 def last_step(path: Path) -> int:
-    """Of the last report; 0: there is none."""
+    """Step of the last report; 0: there is none."""
     reports = read_reports(path)
     return reports[-1].step if reports else 0
 
 
 class ReportFile:
-    """Reads what is new.
+    """Reads the reports that were appended since the last call.
 
     Args:
         path: may not exist yet.
-        tail_bytes: of a longer file the first reading is of its end alone; None: of all.
+        tail_bytes: the first call reads only this many bytes at the end; None: everything.
     """
 
     def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
@@ -50,7 +50,7 @@ class ReportFile:
         self.num_restarts = 0  # how often the stage was restarted or resumed
 
     def read(self) -> list[StageReport]:
-        """The reports since the last reading; a line still being written waits for the next."""
+        """The new reports; a line that is still being written is left for the next call."""
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             size = file.seek(0, 2)
             inode = os.fstat(file.fileno()).st_ino

@@ -1,4 +1,4 @@
-"""What a model's directory holds: sound files of its own, since they are read, and copied into each output."""
+"""Checks of a model's directory: its files must be valid, and its own, since they are copied into each output."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lineage.errors import ConfigError
 
-# Copied byte for byte from a stage's input: a tokenizer that was used saves other bytes than those it was loaded from.
+# Copied byte for byte from a stage's input: a tokenizer saves other bytes than those it was loaded from.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -30,12 +30,12 @@ _READ = (
 
 
 def require_own_files(directory: Path) -> None:
-    """That all of a model lies in its directory: what links lead to too.
+    """Requires that all files of a model, targets of links included, are in its directory.
 
-    A snapshot of a hub cache consists of links to the cache's own ``blobs/`` of that model; these are accepted.
+    The links of a hub cache's snapshot into the ``blobs/`` of the same model are accepted.
 
     Raises:
-        ConfigError: a link leads out of the directory or to a directory, or what is there is no file, such as a pipe.
+        ConfigError: a link leads out of the directory or to a directory, or an entry is not a file, such as a pipe.
     """
     root = directory.resolve()
     own = [root, *([root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [])]
@@ -52,10 +52,10 @@ def require_own_files(directory: Path) -> None:
 
 
 def require_sound(directory: Path, passed: Callable[[Path], bool] | None = None) -> None:
-    """Refuses a model whose settings, tokenizer or headers of weights cannot be read, or with weights elsewhere.
+    """Refuses a model with unreadable settings, tokenizer or weight headers, or with weights outside its directory.
 
     Args:
-        passed: files that need not be read again.
+        passed: whether a file was checked before and can be skipped.
 
     Raises:
         ConfigError: names the file.
@@ -67,10 +67,10 @@ def require_sound(directory: Path, passed: Callable[[Path], bool] | None = None)
             continue
         try:
             if path.suffix == _WEIGHTS:
-                with safe_open(path, framework="numpy"):  # which reads the header, and compares it with the size
+                with safe_open(path, framework="numpy"):  # reads the header, and compares it with the file size
                     continue
             if not isinstance(found := json.loads(path.read_bytes()), dict):
-                raise ValueError("no JSON object")
+                raise ValueError("not a JSON object")
             names = {os.fspath(name) for name in found["weight_map"].values()} if path.name.endswith(_INDEX) else ()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
             raise ConfigError(
@@ -83,7 +83,7 @@ def require_sound(directory: Path, passed: Callable[[Path], bool] | None = None)
 
 
 def read_json(directory: Path | None, name: str) -> object:
-    """A file of a model; None: it is not there, or is no valid JSON."""
+    """The content of a JSON file of a model; None: it is missing, or not valid JSON."""
     try:
         return json.loads((directory / name).read_text(encoding="utf-8")) if directory else None
     except (OSError, ValueError, RecursionError):
@@ -91,10 +91,10 @@ def read_json(directory: Path | None, name: str) -> object:
 
 
 def quantization_format(config: object) -> str | None:
-    """The format of a model that was quantized before, from its ``config.json``: ``bitsandbytes nf4``, ``gptq`` ...
+    """The format of a quantized model, from its ``config.json``: ``bitsandbytes nf4``, ``gptq`` ...
 
     Returns:
-        None: it is in full precision, or ``config`` is not a mapping.
+        None: the model is in full precision, or ``config`` is not a mapping.
     """
     text = config.get("text_config") if isinstance(config, Mapping) else None
     nested = text.get("quantization_config") if isinstance(text, Mapping) else None

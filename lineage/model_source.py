@@ -1,4 +1,4 @@
-"""What a model's source sets beside its path: tokenizer, chat template, settings of its config, its own code."""
+"""Options of a model source besides its path: tokenizer, chat template, config settings, its own code."""
 
 import hashlib
 import importlib.util
@@ -13,10 +13,10 @@ from lineage.model_files import TOKENIZER_FILES, read_json
 
 MODEL_OPTIONS = ("tokenizer", "pad_token", "chat_template", "model_kwargs", "base_model", "trust_remote_code")
 OWN_TEMPLATES = ("chatml", "hermes")  # those of tasks.chat_template
-TEMPLATE_TOKENS = "<|im_start|> <|im_end|>"  # that each of them writes
+TEMPLATE_TOKENS = "<|im_start|> <|im_end|>"  # written by each of them
 _TEMPLATE_SUFFIX = ".jinja"
-_TRAINING = "_training"  # TRL's templates that only mark what is trained
-# What a template's special tokens look like: none of these is text that a user writes.
+_TRAINING = "_training"  # suffix of TRL's templates that only mark the trained spans
+# Special tokens of templates; none of these is text that a user writes.
 _BAR = "[|\uff5c]"  # DeepSeek's tokens have the full-width one
 SPECIAL_TOKEN = re.compile(rf"<{_BAR}[^<>|\s{{}}']+{_BAR}>|<(?:start|end)_of_turn>|<(?:\||/)?turn\|?>")
 _COMMIT = re.compile("[0-9a-f]{40}")
@@ -24,7 +24,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.jso
 _SHARE = "a number from 0 to less than 1"
 _COUNT = "a whole number above 0"
 _NUMBER = "a number above 0"
-# Settings of config.json that weights fit as before -> what is accepted.
+# Settings of config.json that need no other weights -> accepted values.
 KWARGS: Mapping[str, str] = MappingProxyType(
     {
         "rope_scaling": "a mapping with rope_type", "rope_theta": _NUMBER, "max_position_embeddings": _COUNT,
@@ -43,7 +43,7 @@ _INSTEAD = {  # argument of from_pretrained -> what to set in its place
     "token": "the environment variable HF_TOKEN", "cache_dir": "the environment variable HF_HUB_CACHE",
     "rope_parameters": "sources.NAME.model_kwargs.rope_scaling", "device_map": "the resources of a stage",
 }  # fmt: skip
-# rope_type -> its arguments: those it needs, and those it may have. transformers ignores any other with a warning.
+# rope_type -> its required and its optional arguments. transformers ignores any other with a warning.
 ROPE: Mapping[str, tuple[frozenset[str], frozenset[str]]] = MappingProxyType(
     {
         "linear": (frozenset({"factor"}), frozenset()),
@@ -68,16 +68,16 @@ _KEEPS_ORIGINAL = ("yarn", "longrope", "llama3")
 
 
 def model_options(source: Source) -> dict[str, object]:
-    """What a model's source sets; what is not set is left out."""
+    """The options that a model source sets."""
     options: dict[str, object] = {name: getattr(source, name) for name in MODEL_OPTIONS}
     return {name: value for name, value in options.items() if value is not None and value is not False and value != {}}
 
 
 def check_model_options(name: str, source: Source, *, is_hub: bool) -> None:
-    """That a source sets nothing that cannot be.
+    """Checks the options of a model source.
 
     Raises:
-        ConfigError: names the field, and what to do.
+        ConfigError: names the field and what to do.
     """
     options = model_options(source)
     if options and (source.kind != Kind.CHECKPOINT or source.path.startswith(ALIAS)):
@@ -148,10 +148,10 @@ def _check_rope(where: str, value: object) -> None:
 
 
 def with_kwargs(config: Mapping[str, object], kwargs: Mapping[str, object]) -> dict[str, object]:
-    """A ``config.json`` with settings of a source in it.
+    """A ``config.json`` with the settings of a source.
 
     Raises:
-        ConfigError: the rotary embedding differs by layer, so that one setting for all does not fit.
+        ConfigError: the rotary embedding differs by layer, so that one setting for all layers does not apply.
     """
     text = config.get("text_config")
     if isinstance(text, Mapping) and kwargs:
@@ -182,16 +182,16 @@ def with_kwargs(config: Mapping[str, object], kwargs: Mapping[str, object]) -> d
 
 
 def split_reference(reference: str) -> tuple[str, str | None]:
-    """Path or hub id, and the revision behind ``@`` where there is one."""
+    """Path or hub id, and the revision after ``@``, if any."""
     path, at, revision = reference.rpartition("@")
     return (path, revision) if at and path and "/" not in revision else (reference, None)
 
 
 def template_file(name: str, value: str) -> Path | None:
-    """The file of a chat template: the user's, or that of a family in TRL; None: one of ``OWN_TEMPLATES``.
+    """The file of a chat template, the user's or TRL's for a model family; None: it is one of ``OWN_TEMPLATES``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such template.
     """
     if value in OWN_TEMPLATES:
         return None
@@ -211,7 +211,7 @@ def template_file(name: str, value: str) -> Path | None:
 
 def template_families() -> dict[str, Path]:
     """Family -> the chat template that TRL ships for it."""
-    found = importlib.util.find_spec("trl")  # which does not import it
+    found = importlib.util.find_spec("trl")  # without importing it
     folder = Path(found.origin).parent / "chat_templates" if found and found.origin else None
     paths = sorted(folder.glob(f"*{_TEMPLATE_SUFFIX}")) if folder else []
     return {path.stem: path for path in paths if not path.stem.endswith(_TRAINING)}
@@ -226,10 +226,11 @@ def check_template(name: str, value: str, text: str, vocabulary: Mapping[str, in
     """That the special tokens which a template writes are tokens of the model.
 
     Raises:
-        ConfigError: one would be cut into pieces.
+        ConfigError: none of them is, so that each would be split into pieces.
     """
     missing = [token for token in dict.fromkeys(SPECIAL_TOKEN.findall(text)) if token not in (vocabulary or {token})]
-    # Families name tokens for images and tools, which a text model lacks; without the ends of turns none works.
+    # Templates also name tokens for images and tools, which a text model lacks, so that only a template of which the
+    # tokenizer has no token at all is refused.
     present = len(set(SPECIAL_TOKEN.findall(text))) - len(missing)
     if missing and not present:
         raise ConfigError(
@@ -239,29 +240,29 @@ def check_template(name: str, value: str, text: str, vocabulary: Mapping[str, in
 
 
 def vocabulary(directory: Path | None) -> dict[str, int] | None:
-    """Token -> index, from a ``tokenizer.json``; None: not known before the tokenizer is fetched or loaded."""
+    """Token -> index, from a ``tokenizer.json``; None: unknown until the tokenizer is fetched or loaded."""
     return vocabulary_of(read_json(directory, "tokenizer.json"))
 
 
 def vocabulary_of(document: object) -> dict[str, int] | None:
-    """``vocabulary`` of the content of a ``tokenizer.json``."""
+    """``vocabulary`` for the parsed content of a ``tokenizer.json``."""
     try:
         assert isinstance(document, dict)
         model = document["model"]["vocab"]
         tokens = model if isinstance(model, dict) else {token: index for index, (token, _) in enumerate(model)}
         return {**tokens, **{token["content"]: token["id"] for token in document.get("added_tokens", [])}}
-    except (AssertionError, ValueError, KeyError, TypeError):  # the stage that loads it reports what is wrong
+    except (AssertionError, ValueError, KeyError, TypeError):  # the stage that loads it reports the error
         return None
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
-    """The files that make a tokenizer."""
+    """The files of the tokenizer in a directory."""
     found = (directory / name for name in TOKENIZER_FILES)
     return [file for each in found if each.exists() for file in ([each] if each.is_file() else sorted(each.rglob("*")))]
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory holds a vocabulary."""
+    """Whether a directory contains a vocabulary."""
     return any((directory / name).exists() for name in _VOCABULARIES)
 
 
@@ -269,8 +270,8 @@ def tokens_in_rows(tokenizer: Path | None, template: str | None) -> frozenset[st
     """The special tokens that a tokenizer or a chat template adds to rows.
 
     Args:
-        tokenizer: its directory, where that is known.
-        template: that is used in place of the tokenizer's; None: the tokenizer's own.
+        tokenizer: its directory; None: unknown.
+        template: replaces the tokenizer's template; None: the tokenizer's own.
     """
     found = read_json(tokenizer, "tokenizer_config.json")
     config = found if isinstance(found, dict) else {}
@@ -285,16 +286,16 @@ def tokens_in_rows(tokenizer: Path | None, template: str | None) -> frozenset[st
 def check_tokens(
     where: str, known: Mapping[str, int] | None, pad_token: str | None, in_rows: frozenset[str], config: object
 ) -> None:
-    """That the model has an embedding for each token, and the tokenizer the pad token.
+    """Checks that the model has an embedding for each token, and that the tokenizer has the pad token.
 
     Args:
         where: the source, as ``sources.NAME``.
         known: token -> index.
         in_rows: ``tokens_in_rows``.
-        config: of the model; not a mapping: not known yet.
+        config: of the model; not a mapping: unknown yet.
 
     Raises:
-        ConfigError: the first row with such a token would end the training.
+        ConfigError: training would fail at the first row with such a token.
     """
     if known is None:
         return
@@ -321,7 +322,7 @@ def check_tokens(
 
 
 def check_code(name: str, path: str, config: object) -> None:
-    """That a model's own code comes from its own repository.
+    """Checks that a model's custom code comes from its own repository.
 
     Raises:
         ConfigError: ``auto_map`` names another, which no revision of the source pins.
@@ -332,6 +333,6 @@ def check_code(name: str, path: str, config: object) -> None:
         repository, separator, _ = str(entry).partition("--")
         if separator and repository != path:
             raise ConfigError(
-                f"sources.{name}.trust_remote_code=true: {path} runs code of {repository}, at no certain commit; code "
-                "of the source's own repository is accepted; copy the files into a repository of yours"
+                f"sources.{name}.trust_remote_code=true: {path} runs code of {repository}, which is not pinned to a "
+                "commit; code of the source's own repository is accepted; copy the files into a repository of yours"
             )

@@ -1,4 +1,4 @@
-"""The process that owns a lock or a run, as any other process sees it: here, in a container, on another machine."""
+"""The process that owns a lock or a run, and whether it is alive: on this machine, in a container, on another one."""
 
 import contextlib
 import os
@@ -12,9 +12,9 @@ import psutil
 HEARTBEAT_SECONDS = 5.0  # between two writes of a run record
 # Heartbeat timeout of an owner on another machine.
 EXPIRY_SECONDS = 60.0
-# Largest difference between the clocks of two machines, for a check that cannot watch the heartbeat itself.
+# Largest difference between the clocks of two machines, for a check that reads the heartbeat only once.
 SKEW_SECONDS = 240.0
-_SAME_SECONDS = 1.0  # two readings of the start time of a process may differ by it
+_SAME_SECONDS = 1.0  # largest difference of two readings of a process's start time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +23,9 @@ class Owner:
 
     Args:
         started: its start, in seconds since the epoch; a later process may have the same pid.
-        booted: the boot of its machine, by the same clock: if the clock is set, both move; None: unknown.
-        machine: this boot of it and the namespace of its pids; empty: unknown.
-        token: of one lock, or one run.
+        booted: boot time of its machine, which moves with ``started`` when the clock is set; None: unknown.
+        machine: boot id and pid namespace; empty: unknown.
+        token: identifies one lock or one run.
     """
 
     host: str
@@ -37,7 +37,7 @@ class Owner:
 
     @staticmethod
     def here() -> "Owner":
-        """This process, with a token that no other call gives."""
+        """This process, with a new unique token."""
         process = psutil.Process()
         return Owner(
             host=host(), pid=process.pid, started=process.create_time(), booted=psutil.boot_time(), machine=machine(),
@@ -53,10 +53,10 @@ class Owner:
         return self.host == host() and self.machine in ("", machine())
 
     def is_dead(self, silent_seconds: float) -> bool:
-        """The kernel knows the processes of this machine; for others the heartbeat timeout decides.
+        """Whether the process has ended: known for this machine, decided by the heartbeat timeout for others.
 
         Args:
-            silent_seconds: since its last heartbeat, as this machine's clock and the store's have it.
+            silent_seconds: time since its last heartbeat, by this machine's clock and the store's time stamps.
         """
         return self.is_gone() if self.is_here() else silent_seconds > EXPIRY_SECONDS + SKEW_SECONDS
 
@@ -79,7 +79,7 @@ def host() -> str:
 
 
 def machine() -> str:
-    """Tells this machine from others of its name (containers), and from itself before a reboot; empty: unknown."""
+    """Boot id and pid namespace: differs between containers of one host name and between boots; empty: unknown."""
     found = ""
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

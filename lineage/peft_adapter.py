@@ -1,4 +1,4 @@
-"""A directory with an adapter as PEFT saves it: whether it can be merged, and where its base is."""
+"""PEFT adapters as sources: whether an adapter can be merged, and where its base is."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,20 +10,20 @@ from lineage.model_source import split_reference
 from lineage.source_checks import is_hub_id
 
 ADAPTER_CONFIG = "adapter_config.json"
-# What peft.PeftModel.merge_and_unload merges into a base (peft 0.21), as measured.
+# Adapter types that peft.PeftModel.merge_and_unload merges (peft 0.21), as measured.
 MERGED_TYPES = ("LORA", "ADALORA", "OFT", "BOFT", "VERA", "IA3", "LOHA", "LOKR", "HRA", "MISS", "FOURIERFT", "RANDLORA")
-_UNMERGED = {  # setting of a LoRA -> why the merged model would be another
+_UNMERGED = {  # setting of a LoRA -> why the merged model would differ
     "alora_invocation_tokens": "it is active after certain tokens alone",
     "layer_replication": "it adds layers to the base",
     "megatron_config": "it is of Megatron's layers",
     "arrow_config": "it routes between several adapters",
 }
-# Initialisations that also change the base in ways that loading does not repeat.
+# Initialisations that change the base too, which loading does not repeat.
 _CHANGED_BASES = ("loftq", "lora_ga", "corda")
 
 
 def is_peft(directory: Path) -> bool:
-    """Whether a directory holds an adapter as PEFT saves it, which names its base by path or hub id.
+    """Whether a directory holds an adapter saved by PEFT, which names its base by path or hub id.
 
     An adapter that this project saved names its base by fingerprint, in ``base.json``.
     """
@@ -31,10 +31,10 @@ def is_peft(directory: Path) -> bool:
 
 
 def not_an_adapter(name: str, source: Source) -> ConfigError:
-    """The error of a base that is set for what is no adapter."""
+    """The error for a ``base_model`` on a source that is not an adapter."""
     return ConfigError(
-        f"sources.{name}.base_model={source.base_model}: {source.path} has no {ADAPTER_CONFIG}, so it is no adapter; "
-        "remove base_model"
+        f"sources.{name}.base_model={source.base_model}: {source.path} has no {ADAPTER_CONFIG}, so it is not an "
+        "adapter; remove base_model"
     )
 
 
@@ -42,7 +42,7 @@ def base_source(name: str, source: Source, directory: Path | None) -> Source:
     """The base of a source that is an adapter.
 
     Args:
-        directory: of the adapter; None: it is not on this machine, and the source sets its base.
+        directory: of the adapter; None: not on this machine, and the source names the base.
 
     Raises:
         ConfigError: the adapter cannot be merged, or its base is not found.
@@ -119,7 +119,7 @@ def _check_adapter(name: str, path: str, directory: Path, config: Mapping[str, o
 
 
 def check_base(name: str, path: str, base: str, config: object) -> None:
-    """That an adapter's base is in full precision.
+    """Checks that an adapter's base is in full precision.
 
     Raises:
         ConfigError: it is quantized.

@@ -1,4 +1,4 @@
-"""Aliases of models: the append-only ``<store>/promotions.jsonl`` and what it says now."""
+"""Aliases of models: the append-only ``<store>/promotions.jsonl`` and the state that it implies."""
 
 import time
 from collections.abc import Iterable
@@ -15,17 +15,17 @@ PROMOTIONS = "promotions.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One line: an alias moved, or a person approved or rejected a verdict.
+    """One line: a moved alias, or a person's approval or rejection of a verdict.
 
     Args:
-        action: ``promote`` and ``rollback`` move ``alias`` to ``fingerprint``; ``approve`` and ``reject`` are of the
+        action: ``promote`` and ``rollback`` move ``alias`` to ``fingerprint``; ``approve`` and ``reject`` refer to the
             verdict ``fingerprint``.
         fingerprint, digest: of the model or verdict, and of its bytes.
         who, why: the person and the reason.
-        stage: whose output it is.
-        verdict: fingerprint of the gate's output that a promotion rests on.
-        forced: no passing verdict stood behind it.
-        labels: licence and consent labels of all that the model was made from.
+        stage: the stage that produced it.
+        verdict: fingerprint of the gate's output that a promotion is based on.
+        forced: promoted without a passing verdict.
+        labels: licence and consent labels of the model and all its ancestors.
         commercial: whether the alias was marked commercial.
         time: seconds since the epoch.
     """
@@ -50,22 +50,22 @@ def read_events(store: Path) -> list[Event]:
     Raises:
         ArtifactError: a line is damaged.
     """
-    return read_jsonl(store / PROMOTIONS, Event, "is no event")
+    return read_jsonl(store / PROMOTIONS, Event, "is not an event")
 
 
 def append(store: Path, event: Event) -> None:
-    """Writes one event, whole or not at all; the caller holds ``locked(store)``."""
+    """Appends one event atomically; the caller holds ``locked(store)``."""
     append_jsonl(store / PROMOTIONS, asdict(event))
 
 
 def locked(store: Path) -> FileLock:
-    """One process at a time decides and appends."""
+    """The lock that serialises decisions on aliases."""
     store.mkdir(parents=True, exist_ok=True)
     return FileLock(store / (PROMOTIONS + ".lock"))
 
 
 def stacks(events: Iterable[Event]) -> dict[str, list[Event]]:
-    """Alias -> the promotions of its holders, the present one last: a promotion pushes, a rollback pops."""
+    """Alias -> its promotions, the current one last: a promotion pushes, a rollback pops."""
     found: dict[str, list[Event]] = {}
     for event in events:
         if event.alias is None:
@@ -78,8 +78,8 @@ def stacks(events: Iterable[Event]) -> dict[str, list[Event]]:
     return found
 
 
-def taken_back(events: Iterable[Event], alias: str) -> set[tuple[str | None, str]]:
-    """Stage and fingerprint of the models that a rollback took an alias from, and that were not given it again."""
+def rolled_back(events: Iterable[Event], alias: str) -> set[tuple[str | None, str]]:
+    """Stage and fingerprint of the models whose promotion to an alias was rolled back and not repeated."""
     held: list[tuple[str | None, str]] = []
     taken: set[tuple[str | None, str]] = set()
     for event in events:
@@ -92,6 +92,6 @@ def taken_back(events: Iterable[Event], alias: str) -> set[tuple[str | None, str
 
 
 def decision(events: Iterable[Event], verdict: str, digest: str) -> Event | None:
-    """What a person has last said of a verdict of these bytes: its approval, its rejection, or nothing."""
+    """The last approval or rejection of a verdict with these bytes; None: there is none."""
     said = [event for event in events if event.action in ("approve", "reject") and event.fingerprint == verdict]
     return next((event for event in reversed(said) if event.digest == digest), None)

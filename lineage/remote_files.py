@@ -1,4 +1,4 @@
-"""Files of sources on servers: reachability, download into the store's cache, and that only their owner reads them."""
+"""Files on servers: reachability of an HTTP server, versions and content of remote files, a private folder."""
 
 import base64
 import contextlib
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 
-def why_silent(url: str, timeout_seconds: float) -> Exception | None:
-    """Why nothing answers at ``<url>/health``; None: a server does, also one that does not let us in."""
+def why_unreachable(url: str, timeout_seconds: float) -> Exception | None:
+    """Why ``<url>/health`` is unreachable; None: a server answers, even if it denies access."""
     try:
         urllib.request.urlopen(request(f"{url.rstrip('/')}/health"), timeout=timeout_seconds).close()
     except urllib.error.HTTPError:
-        return None  # whether it lets us in is the client's affair
+        return None  # the client reports a denied access
     except (OSError, ValueError, HTTPException) as error:
         return error
     return None
 
 
 def request(url: str) -> urllib.request.Request:
-    """A question to an address that may name a user and a password, which urllib takes for a part of the host."""
+    """A request to a URL that may contain a user name and password, which urllib does not support."""
     parts = urlsplit(url)
     user, _, host = parts.netloc.rpartition("@")
     headers = {"Authorization": basic(unquote(user))} if user else {}
@@ -45,17 +45,17 @@ def request(url: str) -> urllib.request.Request:
 
 
 def basic(pair: str) -> str:
-    """The header of ``user:password``."""
+    """Value of the basic authorization header for ``user:password``."""
     return "Basic " + base64.b64encode(pair.encode()).decode()
 
 
 def private_folder(parent: str | None = None) -> Path:
-    """``posttrain-UID`` in the temporary directory, with mode 0700: one for all processes of this account.
+    """``posttrain-UID`` in the temporary directory, with mode 0700, shared by all processes of this user.
 
-    Where another account has taken that name, one with a random end, which its owner finds again.
+    If another user has taken that name, a directory with a random suffix, which later calls find again.
 
     Args:
-        parent: another directory to put it in.
+        parent: directory to create it in, instead of the temporary directory.
     """
     place, name = Path(parent or tempfile.gettempdir()), f"posttrain-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
@@ -65,12 +65,12 @@ def private_folder(parent: str | None = None) -> Path:
 
 
 def dvc_state() -> str:
-    """Where DVC keeps pickles of a repository's state: it would be below ``/var/tmp``, where it lets everyone write."""
+    """Folder for DVC's pickled repository state; DVC's default below ``/var/tmp`` is writable by everyone."""
     return str(private_folder() / "dvc")
 
 
 def _is_own(path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):  # another account may take its own away meanwhile
+    with contextlib.suppress(FileNotFoundError):  # deleted by another user meanwhile
         found = path.lstat()
         return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
     return False
@@ -81,33 +81,32 @@ Credentials = Mapping[str, str]  # option of a file system in fsspec -> the envi
 _NONE: Credentials = MappingProxyType({})
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _WEB = ("http://", "https://")
-_DVC = "dvc://"  # a path that DVC tracks, in the repository of this folder, as its commit has it
-
-# Names of versions that change with the content; without one, the modification time is used.
+_DVC = "dvc://"  # a path tracked by DVC in the repository of this folder, at its last commit
+# Attributes that change with the content; without any, the modification time is used.
 _OF_CONTENT = ("md5", "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "blob_id", "generation")
 _OF_TIME = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime", "modified", "created")
 
 
 def is_url(path: str) -> bool:
-    """Whether a source's path is for fsspec, and not of this machine or of the hub."""
+    """Whether a source's path is a URL for fsspec."""
     return bool(_URL.match(path))
 
 
 def remote_versions(name: str, url: str, credentials: Credentials = _NONE) -> dict[str, str]:
-    """URL -> version, of every file that a URL of a file, a directory or a glob names; in order. Nothing is downloaded.
+    """URL -> version of every file that a URL of a file, directory or glob names, in order. Downloads nothing.
 
     Args:
         name: of the source, for messages.
 
     Raises:
-        ConfigError: nothing is there or answers, there is no such file system here, it has no versions, or what
-            ``credentials`` names is not set.
+        ConfigError: the URL is missing or unreachable, its file system is not installed or has no versions, or a
+            variable of ``credentials`` is not set.
     """
     try:
         with _file_system(url, credentials) as (files, path):
             files.invalidate_cache()
             found = _listed(files, path)
-            told = {place: _told(files, place, found[place]) for place in sorted(found)}
+            told = {place: _attributes(files, place, found[place]) for place in sorted(found)}
             versions = {
                 files.unstrip_protocol(place): _version(name, place, each)
                 for place, each in told.items()
@@ -126,12 +125,12 @@ def remote_versions(name: str, url: str, credentials: Credentials = _NONE) -> di
 
 
 def revision_of(versions: dict[str, str]) -> str:
-    """One name for the content of files in their order; what they are called is no part of it."""
+    """Digest of the versions of files in their order; file names do not matter."""
     return digest_of({str(place): version for place, version in enumerate(versions.values())})
 
 
 def place_of(url: str) -> PurePosixPath:
-    """Without its file system's name, and of a web page without the query; a bucket's names may hold question marks."""
+    """The path of a URL without the scheme, and for HTTP without the query."""
     place = url.partition("://")[2]
     if url.startswith(_WEB):
         place = urlsplit(url).netloc + urlsplit(url).path
@@ -140,7 +139,7 @@ def place_of(url: str) -> PurePosixPath:
 
 @contextlib.contextmanager
 def open_remote(url: str, credentials: Credentials = _NONE) -> Iterator[IO[bytes]]:
-    """A file behind a URL, to be read."""
+    """Opens a remote file for reading."""
     with _file_system(url, credentials) as (files, path), files.open(path, "rb") as file:
         yield file
 
@@ -151,7 +150,7 @@ def _file_system(url: str, credentials: Credentials) -> Iterator[tuple["Abstract
 
     if credentials:
         _require_options(get_filesystem_class(url.partition("://")[0]), credentials)
-    # What is committed, and not what lies in the folder: the two may differ, and only one has a version.
+    # Reads the committed version, not the working tree, which has no version.
     stated = {"rev": "HEAD"} if url.startswith(_DVC) else {}
     secrets: dict[str, object] = dict(secrets_of(credentials))
     if secrets and url.startswith(_WEB):
@@ -162,18 +161,18 @@ def _file_system(url: str, credentials: Credentials) -> Iterator[tuple["Abstract
     try:
         yield files, path
     finally:
-        if url.startswith(_DVC):  # it holds a repository open; the others are shared
+        if url.startswith(_DVC):  # holds a repository open; other file systems are shared
             files.close()
 
 
 def _authorization(secrets: Mapping[str, object]) -> str:
-    """What a web server is sent."""
+    """Value of the authorization header for a web server."""
     pair = f"{secrets.get('username', '')}:{secrets.get('password', '')}"
     return f"Bearer {secrets['token']}" if "token" in secrets else basic(pair)
 
 
 def _require_options(kind: "type[AbstractFileSystem]", credentials: Credentials) -> None:
-    """That the file system has these options: it would ignore others without a word."""
+    """Checks that the file system has these options: it would silently ignore others."""
     accepted = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "args", "kwargs")]
     accepted = ["username", "password", "token"] if "https" in kind.protocol else accepted
     for option in credentials:
@@ -185,10 +184,10 @@ def _require_options(kind: "type[AbstractFileSystem]", credentials: Credentials)
 
 
 def _listed(files: "AbstractFileSystem", path: str) -> Mapping[str, Mapping[str, object]]:
-    """Path -> its attributes, of all files that a path names."""
+    """Path -> attributes of all files that a path names."""
     if has_magic(path):
         return dict(files.glob(path, detail=True))
-    # HTTP takes each page for a file, and would read a file as a page to find what it lists.
+    # First as a file: to list a path, fsspec's HTTP reads it as a web page with links.
     with contextlib.suppress(FileNotFoundError):
         itself = files.info(path)
         if itself["type"] == "file" and not path.endswith("/"):
@@ -196,8 +195,8 @@ def _listed(files: "AbstractFileSystem", path: str) -> Mapping[str, Mapping[str,
     return dict(files.find(path, detail=True))
 
 
-def _told(files: "AbstractFileSystem", place: str, listed: Mapping[str, object]) -> Mapping[str, object]:
-    """What is known of one: a listing may say less, that of HTTP names alone."""
+def _attributes(files: "AbstractFileSystem", place: str, listed: Mapping[str, object]) -> Mapping[str, object]:
+    """The attributes of one file; a listing may lack the versions: HTTP's has only names."""
     if listed["type"] == "file" and not any(listed.get(key) for key in (*_OF_CONTENT, *_OF_TIME)):
         return {**listed, **files.info(place)}
     return listed

@@ -1,6 +1,6 @@
-"""Secrets by name: a declaration names environment variables; what they hold is in no file, log or message of ours.
+"""Secrets: configurations name environment variables, whose values appear in no file, log or message of ours.
 
-``redacted`` is for every place that prints or records an address; ``refuse_secrets`` for sources, whose paths go far.
+``redacted`` is for every place that prints or records a URL; ``refuse_secrets`` rejects URLs of sources with secrets.
 """
 
 import os
@@ -11,8 +11,8 @@ from urllib.parse import unquote
 from lineage.errors import ConfigError
 
 _VARIABLE = re.compile("[A-Z_][A-Z0-9_]*")
-_AWS_KEY = re.compile("A(KIA|SIA)[A-Z0-9]{16}")  # it could be a name, and is a value
-# What stands before the host of an address: also a password with an unescaped slash, but no port.
+_AWS_KEY = re.compile("A(KIA|SIA)[A-Z0-9]{16}")  # has the form of a name, but is a key
+# The user part before the host, including a password with an unescaped slash, but not a port.
 _ADDRESS = re.compile(
     r"(?<![a-z0-9+.-])(?P<scheme>[a-z][a-z0-9+.-]*)://"
     r"(?P<user>[^\s/?#\"<>]*@|[^\s/?#\"<>@]*:(?!\d+[/?#])[^\s\"<>]*@)?"
@@ -24,22 +24,22 @@ _SIGNATURE = re.compile(
     r"|ossaccesskeyid|key-pair-id|(?:access_|id_|auth_)?token|auth|jwt|api[_-]?key|passw(?:or)?d|(?:client_)?secret)=[^&\s\"#]+",
     re.I,
 )
-_NAMES_BEFORE_HOST = ("abfs", "abfss", "github")  # of a container, of a repository
-_SECRET_LENGTH = 6  # what is shorter is a setting, such as true
+_NAMES_BEFORE_HOST = ("abfs", "abfss", "github")  # schemes with a container or repository in the user part
+_SECRET_LENGTH = 6  # shorter values are settings, such as true
 
 
 def secrets_of(credentials: Mapping[str, str]) -> dict[str, str]:
     """Option of a file system -> its value, from the environment variables that a source names.
 
     Raises:
-        ConfigError: a value stands where a name should, which is not repeated, or a variable is not set.
+        ConfigError: a value is given instead of a name (it is not repeated), or a variable is not set.
     """
     for option, variable in credentials.items():
         if not _VARIABLE.fullmatch(variable) or _AWS_KEY.fullmatch(variable):
             raise ConfigError(
-                f"credentials.{option} is no name of an environment variable (it is not repeated here: it may be the "
-                "secret itself); accepted: capital letters, digits and _; put the value in a variable, and state its "
-                "name"
+                f"credentials.{option} is not the name of an environment variable (it is not repeated here: it may be "
+                "the secret itself); accepted: capital letters, digits and _; put the value in a variable, and give "
+                "its name"
             )
         if not os.environ.get(variable):
             raise ConfigError(
@@ -50,7 +50,7 @@ def secrets_of(credentials: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_secrets(error: Exception, credentials: Mapping[str, str]) -> str:
-    """The first line of what a library says, where it says the value of a variable with the variable's name."""
+    """The first line of an error, with the values of secret variables replaced by their names."""
     line = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     for variable in credentials.values():
         secret = os.environ.get(variable)
@@ -60,7 +60,7 @@ def without_secrets(error: Exception, credentials: Mapping[str, str]) -> str:
 
 
 def redacted(text: str) -> str:
-    """A text whose addresses have no user name and password, and no value of a parameter that signs or admits."""
+    """A text with user names, passwords and signature parameters removed from its URLs."""
     return _ADDRESS.sub(_redacted_address, text) if "://" in text else text
 
 
@@ -71,10 +71,10 @@ def _redacted_address(address: re.Match[str]) -> str:
 
 
 def refuse_secrets(url: str) -> None:
-    """Refuses an address that holds what it must not be recorded with.
+    """Refuses a URL that contains a secret.
 
     Raises:
-        ConfigError: names what it holds, and not its value.
+        ConfigError: names the parameter without its value.
     """
     plain = unquote(url)  # a server reads X%2DAmz%2DSignature as X-Amz-Signature
     if redacted(plain) == plain:

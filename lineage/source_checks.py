@@ -1,4 +1,4 @@
-"""What a source may state: its options and its Python function."""
+"""Checks of a source's options and of its Python function; permissions of output files."""
 
 import contextlib
 import os
@@ -21,9 +21,9 @@ _READ = 0o444
 
 
 def readable_as(directory: Path, like: Path) -> None:
-    """Lets every file below be read by those who may read another one, that was just written in the plain way.
+    """Gives every file below a directory the read permissions of ``like``.
 
-    A file of another owner, or on a file system without permissions, stays as it is.
+    Files of another user, or on a file system without permissions, are left unchanged.
     """
     wanted = like.stat().st_mode & _READ
     for path in directory.rglob("*"):
@@ -41,8 +41,8 @@ class PythonFunction:
     """A function that yields rows, or scores answers.
 
     Args:
-        module: its dotted name; None where ``file`` is stated.
-        file: that holds it, on its own: it is imported as no part of a package.
+        module: its dotted name; None if ``file`` is set.
+        file: the file that defines it, which is imported as a standalone module.
     """
 
     name: str
@@ -50,7 +50,7 @@ class PythonFunction:
     file: Path | None = None
 
     def absolute(self) -> str:
-        """The path of a source that means the same for a process that was started elsewhere."""
+        """The path of a source with the file made absolute, for processes with another working directory."""
         if self.file:
             return f"{PYTHON}{os.path.abspath(self.file)}:{self.name}"
         return f"{PYTHON}{self.module}.{self.name}"
@@ -60,7 +60,7 @@ def python_function(path: str) -> PythonFunction:
     """The function that a path names.
 
     Raises:
-        ConfigError: it is of no form that is accepted.
+        ConfigError: the form is not accepted.
     """
     stated = path.removeprefix(PYTHON)
     file, _, name = stated.rpartition(":")
@@ -77,15 +77,15 @@ def python_function(path: str) -> PythonFunction:
 
 
 def code_of(function: PythonFunction, takes: str = "takes no argument and yields mappings") -> str:
-    """Digest of a function's code: of its file, or of its module and of what that imports of its own package.
+    """Digest of a function's code: of its file, or of its module and that module's imports from its own package.
 
     Args:
-        takes: what a function of this use does, for the message that refuses a name.
+        takes: the required signature, for the error message.
 
     Raises:
-        ConfigError: there is no such module or file, it is not written in Python, or defines no such function.
+        ConfigError: the module or file is missing, is not Python, or defines no such function.
     """
-    source_file.cache_clear()  # the module may have been written since a plan looked for it
+    source_file.cache_clear()  # the module may have been created since an earlier plan
     file = function.file or source_file(str(function.module))
     if file is None or file.suffix != ".py":
         raise ConfigError(
@@ -117,7 +117,7 @@ def _require_defined(name: str, file: Path, takes: str) -> None:
 _READING = (
     "format", "columns", "split_by", "sample_count", "shuffle_seed", "shuffle_buffer", "streaming", "subset", "loader",
 )  # fmt: skip
-# Arguments of `datasets.load_dataset`, and of its builders, that decide which rows are read.
+# Arguments of `datasets.load_dataset` and its builders that change which rows are read.
 LOADER = (
     "data_dir", "data_files", "columns", "field", "sep", "delimiter", "header", "names", "usecols", "skiprows", "nrows",
     "quotechar", "escapechar", "decimal", "thousands", "na_values", "encoding", "encoding_errors", "sample_by",
@@ -130,11 +130,11 @@ _INSTEAD = {  # argument -> what to set in its place
     "trust_remote_code": "nothing: `datasets` runs no code of a data set", "num_proc": "nothing: it changes no row",
 }  # fmt: skip
 
-_BOUNDED = re.compile(r"[^\[\]]+\[\d*:\d+\]")  # so many rows, not a share of an unknown number
+_BOUNDED = re.compile(r"[^\[\]]+\[\d*:\d+\]")  # a number of rows, not a percentage
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path that names no file of this machine is the id of a hub repository."""
+    """Whether a path that does not exist on this machine has the form of a hub id."""
     owner, _, name = path.partition("/")
     return (
         bool(owner and name)
@@ -145,16 +145,16 @@ def is_hub_id(path: str) -> bool:
 
 
 def reading_options(source: Source) -> dict[str, object]:
-    """What a source states beyond where its rows are: how they are read. What is not stated is left out.
+    """The reading options that a source sets.
 
-    Streaming is among it: of a stream a sample is drawn as it goes by, of a whole data set from all of its rows.
+    Streaming is one of them: a sample of a stream differs from a sample of the whole data set.
     """
     stated: dict[str, object] = {name: getattr(source, name) for name in _READING}
     return {name: value for name, value in stated.items() if value is not None and value is not False and value != {}}
 
 
 def reading_identity(source: Source) -> dict[str, object]:
-    """The same as it goes into the fingerprint: columns the other way round, as all stores have them."""
+    """The reading options as they enter the fingerprint: columns are inverted, as in all existing stores."""
     options = reading_options(source)
     return (
         {**options, "columns": {theirs: ours for ours, theirs in source.columns.items()}} if source.columns else options
@@ -162,18 +162,17 @@ def reading_identity(source: Source) -> dict[str, object]:
 
 
 def is_loaded(source: Source) -> bool:
-    """Whether ``datasets.load_dataset`` reads a directory, which our own readers read otherwise."""
+    """Whether ``datasets.load_dataset`` reads the source, instead of our own readers."""
     return source.subset is not None or bool(source.loader)
 
 
 def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool, is_directory: bool = False) -> None:
-    """That a source states nothing that would not be read.
+    """Checks that every option of a source applies to it.
 
     Args:
         is_hub, is_url, is_directory: what its path is.
-
-    Raises:
-        ConfigError: names the field, and what to do.
+            Raises:
+                ConfigError: names the field and what to do.
     """
     twice = [theirs for theirs, count in Counter(source.columns.values()).items() if count > 1]
     if twice:
@@ -187,7 +186,7 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool, is_d
     _check_loader(name, source, can_load=is_hub or is_directory)
     if source.shuffle_buffer is not None and source.shuffle_seed is None:
         raise ConfigError(
-            f"sources.{name}.shuffle_buffer={source.shuffle_buffer}: nothing is shuffled without shuffle_seed; state "
+            f"sources.{name}.shuffle_buffer={source.shuffle_buffer}: nothing is shuffled without shuffle_seed; set "
             f"sources.{name}.shuffle_seed=0, or remove shuffle_buffer"
         )
     if source.split_by is not None and (is_hub or source.path.startswith((PYTHON, QUICKSTART))):
@@ -199,7 +198,7 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool, is_d
             f"sources.{name}.credentials: {source.path} is read without any; they are for a URL, such as "
             "s3://bucket/rows.jsonl; remove them"
         )
-    # Of these we state the revision ourselves, and check it again before a stage starts.
+    # For all but hub ids, pinning sets the revision, and it is checked again before a stage starts.
     has_revision = is_hub or is_url or source.path.startswith((PYTHON, QUICKSTART, WHEEL))
     if source.revision is not None and not has_revision:
         raise ConfigError(
@@ -218,12 +217,12 @@ def _refuse_reading(name: str, source: Source) -> None:
     if stated:
         raise ConfigError(
             f"sources.{name}.{stated[0]}: it says how rows are read, and this source is of kind {source.kind}; "
-            f"remove {', '.join(stated)}, or state kind: rows"
+            f"remove {', '.join(stated)}, or set kind: rows"
         )
 
 
 def _check_loader(name: str, source: Source, *, can_load: bool) -> None:
-    """What is passed to `datasets.load_dataset` is known, and reads nothing that the source is not pinned to."""
+    """Checks that the arguments of `datasets.load_dataset` are known and read nothing outside the pinned source."""
     if not is_loaded(source):
         return
     field = f"sources.{name}.{'loader' if source.subset is None else 'subset'}"
@@ -252,7 +251,7 @@ def _check_loader(name: str, source: Source, *, can_load: bool) -> None:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """The texts in lists and mappings."""
+    """All strings in nested lists and mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -264,12 +263,12 @@ def _texts(value: object) -> Iterator[str]:
 def _check_streaming(name: str, source: Source, is_hub: bool) -> None:
     if not is_hub:
         raise ConfigError(
-            f"sources.{name}.streaming=true: {source.path} is no hub data set; what lies in files is never loaded "
-            "whole: remove streaming"
+            f"sources.{name}.streaming=true: {source.path} is not a hub data set; files are never loaded whole: remove "
+            "streaming"
         )
     if source.sample_count is None and not _BOUNDED.fullmatch(source.split):
         raise ConfigError(
             f"sources.{name}.streaming=true: split={source.split} does not say how many rows to take, and a stream may "
-            f'have no end; state a slice up to a row, such as "sources.{name}.split=train[:10000]", or '
+            f'have no end; set a slice up to a row, such as "sources.{name}.split=train[:10000]", or '
             f"sources.{name}.sample_count=10000"
         )

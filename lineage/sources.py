@@ -1,4 +1,4 @@
-"""Sources pinned to what they are now: the roots of every identity."""
+"""Pins sources to their current content: the roots of every fingerprint."""
 
 import hashlib
 import os
@@ -60,21 +60,20 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+]+")
 
-_BY_VALUE = ("pad_token", "model_kwargs", "trust_remote_code")  # of a model's options: identity as they are set
-
-# Raise it when tasks/quickstart makes other rows of the same interpreter: else stages made of the old ones are reused.
+_BY_VALUE = ("pad_token", "model_kwargs", "trust_remote_code")  # model options whose value is the identity
+# Raise it when tasks/quickstart produces other rows with the same interpreter; else old stages would be reused.
 _QUICKSTART_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pinned:
-    """A source as it is now.
+    """A source with its current content.
 
     Args:
-        source: a path made absolute, a hub id's revision resolved to a commit.
+        source: with an absolute path, and the revision of a hub id resolved to a commit.
         fingerprint: of kind, split and content.
-        digest: of the bytes; None where the revision is the identity (hub ids, URLs, quickstart).
-        record: what a manifest says of it.
+        digest: of the bytes; None if the revision is the identity (hub ids, URLs, quickstart).
+        record: its entry in manifests.
     """
 
     source: Source
@@ -84,10 +83,10 @@ class Pinned:
 
 
 def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
-    """Pins a source to what it is now.
+    """Pins a source to its current content.
 
     Raises:
-        ConfigError: there is no such file, directory, bucket, hub repository or function, or it states what cannot be.
+        ConfigError: the file, directory, bucket, hub repository or function is missing, or an option does not apply.
     """
     matches = local_paths(source.path)
     is_hub = not matches and is_hub_id(source.path)
@@ -105,10 +104,9 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
 
 
 def _pinned_path(name: str, source: Source, matches: list[Path], cache: DigestCache) -> Pinned:
-    """What the path alone names."""
+    """Pins the path of a source, without model options."""
     if source.path.startswith(QUICKSTART):
-        # These rows come from the interpreter's own documentation, so the interpreter is their revision, with what is
-        # made of it.
+        # The rows come from the interpreter's documentation, so their revision is the interpreter and our version.
         interpreter = f"{sys.implementation.name}-{platform.python_version()}-{sys.platform}"
         return _by_revision(source, f"{interpreter}-rows{_QUICKSTART_VERSION}")
     if is_url(source.path):
@@ -122,13 +120,13 @@ def _pinned_path(name: str, source: Source, matches: list[Path], cache: DigestCa
     if is_hub_id(source.path):
         return _by_revision(source, _hub_commit(name, source))
     raise ConfigError(
-        f"sources.{name}.path={source.path}: no such file or directory from {Path.cwd()}, and it is no hub id "
+        f"sources.{name}.path={source.path}: no such file or directory from {Path.cwd()}, and it is not a hub id "
         f"(owner/name); give a path that exists, a hub id, or a URL such as s3://bucket/rows.jsonl"
     )
 
 
 def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCache) -> Pinned:
-    """A model of several parts: its own files, with the tokenizer, template, settings and base that the source sets."""
+    """Pins a model with options: its own files, and the tokenizer, template, settings and base that the source sets."""
     path = _pinned_path(name, source, matches, cache)
     directory = matches[0] if matches else None
     tokenizer, template, base_model = source.tokenizer, source.chat_template, source.base_model
@@ -171,7 +169,7 @@ def _reference(source: Source) -> str:
 
 
 def _pinned_tokenizer(name: str, given: str, cache: DigestCache) -> tuple[str, str, Path | None, dict[str, str]]:
-    """Its identity, absolute path or hub id with a commit, directory where it is here, and digests of its files."""
+    """Identity, absolute path or hub id with commit, local directory if any, and digests of a tokenizer's files."""
     where = f"sources.{name}.tokenizer={given}"
     matches = local_paths(given)
     if not matches:
@@ -196,7 +194,7 @@ def _pinned_tokenizer(name: str, given: str, cache: DigestCache) -> tuple[str, s
 
 
 def _template_text(name: str, given: str) -> str | None:
-    """Of a file or of a family; None: one of our own."""
+    """The text of a template file or family; None: it is one of ours."""
     file = template_file(name, given)
     try:
         return file.read_text(encoding="utf-8") if file else None
@@ -207,7 +205,7 @@ def _template_text(name: str, given: str) -> str | None:
 
 
 def _pinned_template(name: str, given: str, text: str | None) -> tuple[str, str, dict[str, str]]:
-    """Its identity, its name or absolute path, and the digest of a file of the user's."""
+    """Identity, name or absolute path, and file digest (for a user's file) of a template."""
     if text is None:
         return given, given, {}
     digest, file = text_digest(text), template_file(name, given)
@@ -217,7 +215,7 @@ def _pinned_template(name: str, given: str, text: str | None) -> tuple[str, str,
 
 
 def never_changes(source: Source) -> bool:
-    """Whether its name says already what it holds: a commit of the hub, a wheel, or the rows that ship with Python."""
+    """Whether the declaration fixes the content: a hub commit, a wheel, or the rows that ship with Python."""
     if local_parts(source):
         return False
     return source.path.startswith((QUICKSTART, WHEEL)) or (is_hub_id(source.path) and _is_commit(source.revision))
@@ -246,7 +244,7 @@ def _by_url(name: str, source: Source) -> Pinned:
 
 
 def _remote_split(url: str, source: Source) -> SplitBy:
-    """Of the beginning of a remote file; what cannot be read is named when its rows are."""
+    """The split detected in the beginning of a remote file; errors are reported when its rows are read."""
     try:
         with open_remote(url, source.credentials) as file:
             return detected_split_of(file, compression_of(place_of(url)))
@@ -255,12 +253,12 @@ def _remote_split(url: str, source: Source) -> SplitBy:
 
 
 def _by_code(name: str, source: Source) -> Pinned:
-    """A function's rows are taken to be what its code is: what else it reads, such as a clock, is unknown."""
+    """Identifies a function's rows by its code; other inputs of the function, such as a clock, are unknown."""
     try:
         function = python_function(source.path)
         if function.file and not source.allow_code:
             raise ConfigError(
-                f"path={source.path}: the rows would come from running that file; state sources.{name}.allow_code=true "
+                f"path={source.path}: the rows would come from running that file; set sources.{name}.allow_code=true "
                 "to let it run, or give a function of a module, as python:PACKAGE.MODULE.FUNCTION"
             )
         digest = code_of(function)
@@ -277,12 +275,12 @@ def _by_code(name: str, source: Source) -> Pinned:
 
 
 def _by_content(name: str, source: Source, matches: list[Path], cache: DigestCache) -> Pinned:
-    # Absolute, for a worker that was started elsewhere; the identity is the content alone.
+    # Absolute, for workers with another working directory; the identity is the content alone.
     path = os.path.abspath(os.path.expanduser(os.path.expandvars(source.path)))
     pinned = replace(source, revision=None, path=path)
     if source.kind != Kind.ROWS and matches[0].is_dir():
         require_own_files(matches[0])
-        require_sound(matches[0], passed=cache.knows)  # what was digested has passed before
+        require_sound(matches[0], passed=cache.knows)  # a digested file has passed before
     paths = [file.absolute() for file in files_of(matches)]
     files = dict(zip(map(str, paths), digest_all(paths, cache), strict=True))
     digest = digest_of(_by_place(matches, files))
@@ -292,7 +290,7 @@ def _by_content(name: str, source: Source, matches: list[Path], cache: DigestCac
 
 
 def _detected(name: str, source: Source, matches: Sequence[Path]) -> dict[str, object]:
-    """How rows are read where the source leaves it open, as far as it is another way than it once was."""
+    """Detected reading options that differ from the former default, for the fingerprint."""
     if source.kind != Kind.ROWS or is_loaded(source):
         return {}
     check_split(name, source.path, source.split_by, files_of(matches))
@@ -310,16 +308,16 @@ def _record(
 
 
 def local_paths(path: str) -> list[Path]:
-    """The files and directories of this machine that a path or a glob names; empty for a hub id."""
+    """The existing local paths that a path or glob names; empty for a hub id."""
     expanded = os.path.expanduser(os.path.expandvars(path))
     return [Path(expanded)] if os.path.exists(expanded) else [Path(match) for match in sorted(glob(expanded))]
 
 
 def local_parts(source: Source) -> list[Path]:
-    """The files and directories of this machine that a source is made of.
+    """The local files and directories that a source consists of.
 
     Raises:
-        ConfigError: of an adapter, whose base is missing.
+        ConfigError: the base of an adapter is missing.
     """
     paths = local_paths(source.path)
     found = [path for part in (source.tokenizer, source.chat_template) if part for path in local_paths(part)]
@@ -330,7 +328,7 @@ def local_parts(source: Source) -> list[Path]:
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
-    """Files, and those below directories."""
+    """The given files, and all files below the given directories."""
     return [file for path in paths for file in _files(path)]
 
 
@@ -345,7 +343,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _by_place(paths: list[Path], digests: dict[str, str]) -> dict[str, str]:
-    """By place in the order of reading, not by name: moving or renaming a file changes no model."""
+    """Digests keyed by reading order instead of name: moving or renaming a file changes no fingerprint."""
     return {
         f"{place}/{'' if path.is_file() else file.relative_to(path).as_posix()}": digests[str(file.absolute())]
         for place, path in enumerate(paths)
@@ -358,7 +356,7 @@ def _is_commit(revision: str | None) -> bool:
 
 
 def _wheel_digest(name: str, source: Source) -> str:
-    """The SHA-256 that the source sets: a plan downloads nothing."""
+    """The SHA-256 that the source declares, since a plan downloads nothing."""
     if not _REQUIREMENT.fullmatch(source.path.removeprefix(WHEEL)):
         raise ConfigError(
             f"sources.{name}.path={source.path}: not an exact version of a package; write {WHEEL}NAME==VERSION"
@@ -379,7 +377,7 @@ def _wheel_digest(name: str, source: Source) -> str:
 
 
 def _hub_commit(name: str, source: Source) -> str:
-    """The commit that a hub id's revision names now; a full commit needs no network."""
+    """Resolves the revision of a hub id to a commit; a full commit needs no network."""
     if source.revision and _is_commit(source.revision):
         return source.revision
     from huggingface_hub import HfApi
@@ -387,7 +385,7 @@ def _hub_commit(name: str, source: Source) -> str:
     repo_type = "model" if source.kind == Kind.CHECKPOINT else "dataset"
     try:
         info = HfApi().repo_info(source.path, revision=source.revision, repo_type=repo_type, timeout=20)
-    except Exception as error:  # the hub's own, its HTTP library's, and of being offline: no common base
+    except Exception as error:  # errors of the hub, of its HTTP library and of being offline have no common base
         cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ConfigError(
             f"sources.{name}.path={source.path}: no such file here, and the hub gave no {repo_type} of that id "

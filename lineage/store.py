@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 METRICS = "metrics.json"  # the final metrics, for `dvc metrics`
 PLOTS = "plots.json"  # the reports of every step, for `dvc plots`
-CACHE = "cache"  # what stages share and can make again, such as tokens
-MODELS = "models"  # below it: those that were converted from wheels
+CACHE = "cache"  # what stages share and can rebuild, such as tokens
+MODELS = "models"  # in the cache: models converted from wheels
 REFERENCE_LOGPS = "reference_logps"  # in the cache: see tasks.train.reference_logps
 REHEARSALS = "rehearsals"  # stores of rehearsals, a directory each, with a lock
 # Directories of the store that belong to no stage.
@@ -38,47 +38,47 @@ RESERVED = (CACHE, "certificates", "logs", "pipelines", REHEARSALS, "runs", "swe
 
 ENTRY_NAME = re.compile("[0-9a-f]{16}")  # of a directory: the first digits of its fingerprint
 
-MARKER = ".posttrain-store"  # a file that only `run` and its kind write: nothing else makes a store of a directory
-# What a store without it holds that was written before there was one: a manifest, a stage's log, the note of a run.
+MARKER = ".posttrain-store"  # a file that commands which run stages write into a new store
+# Stores that predate the marker are recognised by a manifest, a stage's log or a run record.
 _ENTRY = f"*/{'[0-9a-f]' * 16}"
 _OLDER = (f"{_ENTRY}/{MANIFEST}", f"{_ENTRY}/logs", f"pipelines/*/*/{MANIFEST}", "runs/????????-??????-*.json")
 
 
 def store_path(stated: str) -> Path:
-    """Where a store is to be, which need not exist.
+    """The absolute path of a store, which need not exist.
 
     Raises:
-        ConfigError: nothing is stated, or it is a file.
-        OSError: no directory can be there.
+        ConfigError: the path is empty, or names a file.
+        OSError: the path is not accessible.
     """
     if not stated.strip():
-        raise ConfigError("store= is empty; the path of a directory is accepted; state one, or leave store= out")
+        raise ConfigError("store= is empty; the path of a directory is accepted; give one, or leave store= out")
     path = Path(stated).expanduser().absolute()
     with contextlib.suppress(FileNotFoundError):
         if not S_ISDIR(path.stat().st_mode):
-            raise ConfigError(f"store={path}: is a file; name a directory, which is made if it does not exist")
+            raise ConfigError(f"store={path}: is a file; name a directory, which is created if it does not exist")
     return path
 
 
 def is_store(root: Path) -> bool:
-    """Whether a directory is a store: it has the marker, or what an older one holds."""
+    """Whether a directory is a store: it has the marker, or files of an older store."""
     return (root / MARKER).is_file() or any(next(root.glob(pattern), None) for pattern in _OLDER)
 
 
 def require_store(root: Path) -> Path:
-    """The store, for a command that asks it: nothing is created or written where there is none.
+    """Returns the store for a read-only command, which must not create one.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the directory is not a store.
     """
     if is_store(root):
         return root
-    found = f"is no store (it has no {MARKER})" if root.exists() else "does not exist; posttrain run creates it"
+    found = f"is not a store (it has no {MARKER})" if root.exists() else "does not exist; posttrain run creates it"
     raise ConfigError(f"store={root}: {found}; name a store with store=DIR")
 
 
 def create_store(root: Path) -> None:
-    """Makes a directory a store, for a command that runs stages; one that can only be read stays as it is."""
+    """Creates a store for a command that runs stages; leaves a read-only store unchanged."""
     if not is_store(root):
         root.mkdir(parents=True, exist_ok=True)
     if not (root / MARKER).exists() and os.access(root, os.W_OK):
@@ -86,7 +86,7 @@ def create_store(root: Path) -> None:
 
 
 class Entry:
-    """One directory of the store: the place of one artifact, finished or not."""
+    """One directory of the store, for one artifact, finished or not."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,11 +108,11 @@ class Entry:
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ArtifactError(
                 f"{self.path / MANIFEST} is not a manifest of this version ({error}); "
-                f"delete {self.path} to make it again"
+                f"delete {self.path} to produce it again"
             ) from error
 
     def is_finished(self) -> bool:
-        """Whether the artifact was committed and its files are still there."""
+        """Whether the artifact was committed and its files still exist."""
         manifest = self.manifest()
         if manifest is None:
             return False
@@ -122,7 +122,7 @@ class Entry:
         return not missing
 
     def require_intact(self, cache: DigestCache | None = None) -> Manifest:
-        """The record of a finished output, after reading every byte of it again (all that ``cache`` does not know).
+        """The manifest of a finished output, after verifying all files (except those whose digest ``cache`` knows).
 
         Raises:
             ArtifactError: it is unfinished, or a file is missing, changed or new.
@@ -134,15 +134,15 @@ class Entry:
         if damage:
             raise ArtifactError(
                 f"{self.output}: is not what was committed: {'; '.join(damage[:3])}; "
-                f"restore it, or delete {self.path} to make it again"
+                f"restore it, or delete {self.path} to produce it again"
             )
         return manifest
 
     def begin(self, step: int = 0) -> None:
-        """Clears what an unfinished attempt left, and makes the directories of a new one.
+        """Removes the leftovers of an unfinished attempt, and creates the directories of a new one.
 
         Args:
-            step: of the checkpoint that is gone on from: its reports up to there stay.
+            step: of the checkpoint to resume from: reports up to there are kept.
         """
         for name in (MANIFEST, METRICS, PLOTS):
             (self.path / name).unlink(missing_ok=True)
@@ -150,7 +150,7 @@ class Entry:
             self.checkpoints.keep(each for each in self.checkpoints.steps() if each <= step)  # the others are damaged
             cut_reports(self.metrics, step)
         else:
-            self.checkpoints.clear()  # first: a restart after a kill finds none, or all with their reports
+            self.checkpoints.clear()  # before the reports: after a kill there are no checkpoints without reports
             self.metrics.unlink(missing_ok=True)
         self.fence()
         shutil.rmtree(self.output, ignore_errors=True)
@@ -158,16 +158,16 @@ class Entry:
         self.open()
 
     def open(self) -> None:
-        """Makes the directories that are written to before an attempt begins too: scratch space and logs."""
+        """Creates the directories that are also written before an attempt starts: scratch space and logs."""
         for directory in (self.work, self.logs):
             directory.mkdir(parents=True, exist_ok=True)
 
     def fence(self) -> None:
-        """A worker that outlived its driver commits nothing from here on: what it would move to its name is gone."""
+        """Removes all drafts, so that a worker that outlived its driver can commit nothing."""
         gone = self.path / f"work.{uuid.uuid4().hex[:8]}.gone"
         with contextlib.suppress(FileNotFoundError):
             self.work.replace(gone)
-        for rest in self.path.glob("*.gone"):  # also of one that was killed here
+        for rest in self.path.glob("*.gone"):  # also of a process that was killed here
             shutil.rmtree(rest, ignore_errors=True)
         self.checkpoints.discard_drafts()
 
@@ -177,10 +177,10 @@ class Entry:
         return self.path / "work"
 
     def commit(self, manifest: Manifest, lock: "Lock", kept: Collection[int] = ()) -> None:
-        """Makes the output an artifact: the manifest is written last, and atomically.
+        """Commits the output as an artifact: the manifest is written last and atomically.
 
         Args:
-            kept: steps of the checkpoints that stay beside the output.
+            kept: steps of the checkpoints to keep.
 
         Raises:
             ArtifactError: another process owns the lock.
@@ -190,13 +190,13 @@ class Entry:
         (self.work / MANIFEST).write_text(manifest.to_json())
         readable_as(self.output, self.work / MANIFEST)
         self.finish(lock)
-        self.checkpoints.clear(kept)  # the output is what the others were for
+        self.checkpoints.clear(kept)
 
     def finish(self, lock: "Lock") -> None:
-        """Moves the manifest from ``work/`` to its place, the last of all: what it records is on the disk by then.
+        """Moves the manifest from ``work/`` to its final place, after everything that it records is on the disk.
 
         Raises:
-            ArtifactError: another process owns the lock, which takes ``work/`` away before it looks.
+            ArtifactError: another process owns the lock, and has moved ``work/`` away.
         """
         try:
             flush_tree(self.output)
@@ -211,7 +211,7 @@ class Entry:
         shutil.rmtree(self.work, ignore_errors=True)
 
     def summarize(self, manifest: Manifest) -> None:
-        """Writes ``metrics.json`` and ``plots.json`` where they are lacking: once, since DVC links them too."""
+        """Writes ``metrics.json`` and ``plots.json`` unless they exist: DVC links them, so they must not change."""
         plots = [{"step": each.step, "time": each.time, **each.metrics} for each in read_reports(self.metrics)]
         for name, content in ((METRICS, manifest.metrics), (PLOTS, plots)):
             if not (self.path / name).exists():
@@ -228,21 +228,23 @@ class Store:
         return Entry(self.root / stage / short(fingerprint))
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
-        """Every directory of an artifact, finished or not, with its stage's name; in order."""
+        """Stage name and entry of every artifact, finished or not, in order."""
         for stage in sorted(self.root.iterdir() if self.root.is_dir() else ()):
             if stage.name in RESERVED:
                 continue
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # gone since, with its last entry; a file
+            with contextlib.suppress(
+                FileNotFoundError, NotADirectoryError
+            ):  # deleted since with its last entry, or a file
                 found = sorted(stage.iterdir())
                 yield from ((stage.name, Entry(path)) for path in found if ENTRY_NAME.fullmatch(path.name))
 
     def finished(self, stage: str) -> Iterator[Manifest]:
-        """Records of every finished artifact of a stage, newest first."""
+        """Manifests of all finished artifacts of a stage, newest first."""
         paths = (self.root / stage).glob(f"*/{MANIFEST}")
         for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
             try:
                 manifest = Entry(path.parent).manifest()
-            except ArtifactError as error:  # of another artifact than the one that is asked for
+            except ArtifactError as error:  # damaged
                 logger.warning("%s", error)
                 continue
             if manifest:

@@ -1,4 +1,4 @@
-"""How files of plain text become documents: by line, by paragraph, or as a whole."""
+"""Splits of plain text files into documents: by line, by paragraph, or the whole file."""
 
 import re
 from collections.abc import Sequence
@@ -10,28 +10,28 @@ from lineage.errors import ConfigError
 SplitBy = Literal["line", "paragraph", "document"]
 
 TEXT_SUFFIXES = (".txt", ".text")
-_SPLIT_SUFFIXES = (*TEXT_SUFFIXES, ".md")  # what ``split_by`` is read of; Markdown is a document where it is not set
+_SPLIT_SUFFIXES = (*TEXT_SUFFIXES, ".md")  # ``split_by`` applies to these; Markdown defaults to whole documents
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-NOTE = re.compile(r"(?:readme|licen[cs]e|notice|changelog)(?:[._-][a-z]{2})?", re.IGNORECASE)  # no data
+NOTE = re.compile(r"(?:readme|licen[cs]e|notice|changelog)(?:[._-][a-z]{2})?", re.IGNORECASE)  # not data
 _HEAD_BYTES = 2**20
 BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")
 _PER_FILE = "per file"  # in a fingerprint: some of the files are split by paragraph and others by line
 
 
 def data_suffix(path: PurePath) -> str:
-    """What a file's name says of its rows, without its compression: ``.jsonl`` of ``rows.jsonl.gz``."""
+    """The suffix of a file name without that of its compression: ``.jsonl`` for ``rows.jsonl.gz``."""
     return (PurePath(path.stem) if compression_of(path) else path).suffix.lower()
 
 
 def compression_of(path: PurePath) -> str | None:
-    """What packs a file, by its name."""
+    """The compression of a file, from its suffix."""
     return COMPRESSIONS.get(path.suffix.lower())
 
 
 def detected_split(path: Path) -> SplitBy:
-    """By paragraph where the first MB of a text has a blank line between two others, else by line.
+    """By paragraph if the first MB of a text has a blank line between two others, else by line.
 
-    One that cannot be read is by line: reading all of it reports the error.
+    An unreadable file counts as split by line; the error is reported when its rows are read.
     """
     try:
         with path.open("rb") as file:
@@ -41,10 +41,10 @@ def detected_split(path: Path) -> SplitBy:
 
 
 def detected_split_of(file: IO[bytes], compression: str | None) -> SplitBy:
-    """As ``detected_split``, of an open file.
+    """``detected_split`` for an open file.
 
     Raises:
-        OSError, ValueError: it cannot be read or unpacked.
+        OSError, ValueError: it cannot be read or decompressed.
     """
     if compression:
         import pyarrow as pa
@@ -57,14 +57,14 @@ def detected_split_of(file: IO[bytes], compression: str | None) -> SplitBy:
 
 
 def is_text(path: PurePath, *, in_directory: bool) -> bool:
-    """Whether a file is plain text, and no note on the other data of a directory."""
+    """Whether a file is plain text data, and not a README or licence beside other data."""
     return data_suffix(path) in TEXT_SUFFIXES and not (in_directory and NOTE.fullmatch(path.stem))
 
 
 def split_identity(splits: Sequence[SplitBy]) -> dict[str, object]:
-    """What the fingerprint of a source says of the splits that were detected of its files.
+    """The detected splits of a source's files, as they enter its fingerprint.
 
-    Of lines nothing: so it was while there was no other split.
+    Splitting by line adds nothing: it was once the only split.
     """
     if "paragraph" not in splits:
         return {}
@@ -72,13 +72,13 @@ def split_identity(splits: Sequence[SplitBy]) -> dict[str, object]:
 
 
 def check_split(name: str, path: str, split_by: SplitBy | None, files: Sequence[PurePath]) -> None:
-    """That a source with ``split_by`` has a file that is read by it.
+    """Checks that a source with ``split_by`` has a file of plain text.
 
     Args:
-        path, files: of the source, and what lies there.
+        path, files: of the source.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: it has no such file.
     """
     if split_by is not None and not any(data_suffix(file) in _SPLIT_SUFFIXES for file in files):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What a run emits while it goes: events for its listeners, and a record of nothing."""
+"""Events that a run emits for its listeners, and the tracker that records nothing."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +17,8 @@ class Execution:
 
     Args:
         words: the options and overrides of the command.
-        reused: stage's title -> record of the finished output that is used as it is.
-        folder: of a sweep: the record of its last execution is continued, by a note there.
+        reused: stage title -> manifest of the reused output.
+        folder: folder of a sweep, where the id of its record is kept, so that a later execution continues it.
     """
 
     pipeline: str
@@ -36,8 +36,8 @@ class StageStart:
         method: full name of the class.
         produces: kind of the output.
         directory: of the stage in the store; reports appear in its ``metrics.jsonl``.
-        parents: name of a stage that it reads -> record of that stage's output.
-        resumes: whether it resumes from a checkpoint, and so continues the run of the attempt before.
+        parents: name of a stage that it reads -> manifest of that stage's output.
+        resumes: whether it resumes from a checkpoint and continues the MLflow run of the previous attempt.
     """
 
     stage: str
@@ -51,7 +51,7 @@ class StageStart:
     resumes: bool = False
 
     def manifest(self, pipeline: str) -> Manifest:
-        """What its manifest will say that is known now."""
+        """The part of its manifest that is known at the start."""
         now = Provenance(
             start=time.time(), end=0.0, hosts=[], python="", libraries={}, git_commit=None, git_dirty=None,
             code_digest="", seed=None, resources={},
@@ -68,13 +68,13 @@ class Event:
     """What a run emits: the new state of one of its stages, or a message.
 
     Args:
-        title: of the stage: its name, and in a sweep also the trial where only some trials have it.
-        state: of the stage; ``waiting`` comes repeatedly, ``reused``: another run produced it meanwhile.
-        text: what it waits for, why it ended without an output, or the message.
-        start: of one that runs.
-        num_steps: optimizer steps of one that runs; None: it counts none.
-        manifest: of one that is done or reused.
-        error: that ended one.
+        title: name of the stage; in a sweep with the trials that share it, unless all do.
+        state: of the stage; ``waiting`` is emitted repeatedly; ``reused``: another run has produced it meanwhile.
+        text: what it waits for, why it failed or was stopped, or the message.
+        start: of a running stage.
+        num_steps: optimizer steps of a running stage; None: it has no steps.
+        manifest: of a stage that is done or reused.
+        error: of a failed or stopped stage.
     """
 
     title: str = ""
@@ -87,7 +87,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """That a stage took which is done."""
+        """Duration of a finished stage; 0 otherwise."""
         if self.state != "done" or self.manifest is None:
             return 0.0
         return self.manifest.provenance.end - self.manifest.provenance.start
@@ -96,8 +96,8 @@ class Event:
 Listener = Callable[[Event], None]  # may be called from any thread, and raises nothing
 
 
-def ending_of(title: str, error: BaseException) -> Event:
-    """A stage that raised, or was stopped."""
+def end_event(title: str, error: BaseException) -> Event:
+    """The event of a stage that failed, was pruned or was stopped."""
     if isinstance(error, PrunedError):
         return Event(title=title, state="pruned", text=str(error), error=error)
     is_stopped = not isinstance(error, Exception) or isinstance(error, StoppedError)
@@ -109,9 +109,9 @@ class TrialEnd:
     """The result of a trial of a sweep.
 
     Args:
-        manifests: stage -> record of its output, of all that is finished.
-        metrics: ``STAGE/METRIC`` and objectives -> number.
-        cause: of a failure or a pruning.
+        manifests: stage -> manifest, of all finished stages.
+        metrics: ``STAGE/METRIC`` and objectives -> value.
+        cause: why it failed or was pruned.
     """
 
     state: Literal["complete", "pruned", "failed"]
@@ -122,7 +122,7 @@ class TrialEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class RunIds:
-    """The ids of a stage's run, the execution's, and those of the stages that it reads; None: unrecorded."""
+    """MLflow run ids of a stage, its execution and its parent stages; None: not recorded."""
 
     stage: str | None = None
     execution: str | None = None
@@ -130,31 +130,31 @@ class RunIds:
 
 
 class Tracker:
-    """The record of one execution: nothing (``tracking=none``).
+    """The tracker of one execution that records nothing (``tracking=none``).
 
-    No method raises, since a lost record ends no training; all may be called from any thread.
+    No method raises, since a tracking failure must not stop a training; all may be called from any thread.
     """
 
     def execution(self, execution: Execution) -> AbstractContextManager[None]:
-        """Opens the record; closes it as failed, stopped or finished with what leaves the context."""
+        """Opens the record, and closes it as finished, failed or stopped at the end of the context."""
         return nullcontext()
 
     def on(self, event: Event) -> None:
-        """Listens to the run."""
+        """Receives an event of the run."""
 
     def run_ids(self, title: str) -> RunIds:
-        """Of a stage that runs, for its manifest; may wait a moment for a run that is still being created."""
+        """The run ids of a running stage for its manifest; may wait shortly for a run that is being created."""
         return RunIds()
 
     def trial_begins(self, number: int, params: Mapping[str, str]) -> None:
-        """A trial of this execution, which is a sweep."""
+        """Records the start of a trial of a sweep."""
 
     def trial_ends(self, number: int, end: TrialEnd) -> None:
-        """After ``trial_begins`` of that number."""
+        """Records the end of a trial, after ``trial_begins`` of that number."""
 
     def keep(self, files: Sequence[Path]) -> None:
-        """Small files that belong to the execution: tables, pages."""
+        """Stores small files of the execution: tables, pages."""
 
     def execution_id(self) -> str | None:
-        """The id of the record; None: unrecorded."""
+        """The id of the record; None: not recorded."""
         return None

@@ -1,4 +1,4 @@
-"""What a gate said of a model, with its evidence: ``output/verdict.json``."""
+"""The verdict of a gate on a model, with its evidence: ``output/verdict.json``."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -17,12 +17,12 @@ Approval = Literal["none", "required"]
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """A model that a verdict speaks of.
+    """A model that a verdict refers to.
 
     Args:
         name: of its stage, or ``source:NAME``.
         fingerprint, digest: of the model, and of its bytes.
-        alias: that named it, of a champion.
+        alias: the alias of a champion.
     """
 
     name: str
@@ -33,17 +33,17 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class RuleResult:
-    """One rule and what the rows say of it.
+    """The result of one rule.
 
     Args:
         rule: its name in the gate's recipe.
-        demand: what it asks, in words.
+        demand: its requirement, in words.
         against: ``parent``, ``champion``, a policy of the report, or None.
-        outcome: better: the whole interval lies on the good side of the bound; worse: on the bad side.
-        candidate, baseline: their values of the metric.
-        estimate, low, high: what is held against the bound, and its confidence interval; None: nothing was measured.
-        num_rows: how many were drawn independently of each other.
-        note: why there is no better evidence.
+        outcome: better: the whole interval is on the good side of the bound; worse: on the bad side.
+        candidate, baseline: values of the metric.
+        estimate, low, high: the value compared with the bound, and its confidence interval; None: not measured.
+        num_rows: number of independent rows.
+        note: why the evidence is limited.
     """
 
     rule: str
@@ -61,7 +61,7 @@ class RuleResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The whole verdict; a refused one is a finished artifact like any other."""
+    """A verdict; a refusal is a finished artifact like any other."""
 
     result: Result
     approval: Approval
@@ -74,11 +74,11 @@ class Verdict:
 
     @property
     def rests_on_champion(self) -> bool:
-        """Whether another champion could have led to another verdict."""
+        """Whether the verdict depends on the champion."""
         return any(rule.against == CHAMPION for rule in self.rules)
 
     def complaints(self) -> list[str]:
-        """The rules that were not met, a line each."""
+        """The unmet rules, one line each."""
         return [
             f"{rule.rule}: {rule.outcome}: {rule.demand}: {interval_text(rule)}"
             for rule in self.rules
@@ -98,7 +98,7 @@ class Verdict:
 
 
 def interval_text(rule: RuleResult) -> str:
-    """``+0.305 [+0.250, +0.360], n=200``, or why there is none."""
+    """Estimate and interval as ``+0.305 [+0.250, +0.360], n=200``, or why there are none."""
     if rule.estimate is None or rule.low is None or rule.high is None:
         return rule.note
     sign = "+" if rule.against else ""
@@ -111,11 +111,11 @@ def read_verdict(output: Path) -> Verdict:
     """The verdict in a gate's output directory.
 
     Raises:
-        ArtifactError: there is none that this version reads.
+        ArtifactError: it is missing, or not readable by this version.
     """
     try:
         return Verdict.from_json((output / VERDICT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArtifactError(
-            f"{output / VERDICT_FILE}: is no verdict ({error}); delete {output.parent} to judge again"
+            f"{output / VERDICT_FILE}: is not a verdict ({error}); delete {output.parent} to judge again"
         ) from error

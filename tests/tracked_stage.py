@@ -5,7 +5,7 @@ import json
 from dataclasses import replace
 
 from lineage.mlflow.tracker import MlflowTracker
-from lineage.tracker import Event, Execution, StageStart, ending_of
+from lineage.tracker import Event, Execution, StageStart, end_event
 
 
 def execution(store, reused=()):
@@ -50,7 +50,7 @@ class Tracked:
         return self.tracker.run_ids(self.start.stage)
 
     def failed(self, error):
-        self.tracker.on(ending_of(self.start.stage, error))
+        self.tracker.on(end_event(self.start.stage, error))
 
     def finish(self, manifest):
         """Commits it and reports it."""

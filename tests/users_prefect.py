@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from flows.prefect.server import CLIENT_SETTINGS
-from lineage.remote_files import why_silent
+from lineage.remote_files import why_unreachable
 from tests.command import REPOSITORY, wait_until
 
 
@@ -36,7 +36,7 @@ class UsersPrefect:
                 [sys.executable, "-m", "flows.prefect.server", str(listener.fileno())], env=self._environment,
                 pass_fds=[listener.fileno()], stdin=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
-        wait_until(lambda: not why_silent(self.url, 5), "the server answers")
+        wait_until(lambda: not why_unreachable(self.url, 5), "the server answers")
 
     def leave(self) -> None:
         """SIGKILL."""

@@ -8,7 +8,7 @@ from flows.declare.pipeline import Pipeline, nearest
 from flows.planning.aliases import Champion
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
-from lineage.lock import not_locking
+from lineage.lock import unreliable_locks
 from lineage.model_files import quantization_format, read_json
 from lineage.model_source import has_tokenizer, vocabulary_of
 from lineage.peft_adapter import base_source, is_peft
@@ -65,7 +65,7 @@ def check_store(pipeline: Pipeline) -> None:
     Raises:
         ConfigError: hosts that share the store do not see each other's locks.
     """
-    why = not_locking(pipeline.store)
+    why = unreliable_locks(pipeline.store)
     if why:
         raise ConfigError(
             f"store={pipeline.store}: hosts that share it do not see each other's locks ({why}); put it on NFSv4 "

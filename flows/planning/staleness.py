@@ -9,7 +9,7 @@ from typing import Literal
 
 from flows.declare.pipeline import CodeDrift, Pipeline, Stage
 from lineage.artifact import Kind, Source
-from lineage.attempts import attempts, earlier_codes
+from lineage.attempts import attempts, other_code_digests
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
 from lineage.files import atomic_write
@@ -280,7 +280,7 @@ def restarts(name: str, entry: Entry, code: str, pipeline: Pipeline) -> bool:
 
 def _other_code(entry: Entry, code: str) -> bool:
     steps = entry.checkpoints.steps()
-    return bool(earlier_codes(attempts(entry.path), steps[-1] if steps else None, code))
+    return bool(other_code_digests(attempts(entry.path), steps[-1] if steps else None, code))
 
 
 def _reached(entry: Entry) -> str:

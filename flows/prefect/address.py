@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lineage.errors import ConfigError
-from lineage.remote_files import why_silent
+from lineage.remote_files import why_unreachable
 
 _REACH_SECONDS = 10.0
 _PROFILE = "posttrain"  # unless PREFECT_PROFILE asks for another
@@ -32,7 +32,7 @@ def require_reachable(url: str) -> None:
     Raises:
         ConfigError: nothing answers there.
     """
-    error = why_silent(url, _REACH_SECONDS)
+    error = why_unreachable(url, _REACH_SECONDS)
     if error:
         raise ConfigError(
             f"PREFECT_API_URL={url}: no Prefect server answers there ({error}); start it, mend the URL, "

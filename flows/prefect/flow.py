@@ -38,7 +38,7 @@ from flows.stages.run import Run
 from flows.stops import hearing_sigterm
 from lineage.errors import GateError, PipelineError, StoppedError
 from lineage.owner import Owner
-from lineage.remote_files import why_silent
+from lineage.remote_files import why_unreachable
 from tasks.context import Launcher
 
 APPROVAL_SECONDS = 7 * 24 * 3600
@@ -195,7 +195,7 @@ class _Reported:
 
 def _is_away() -> bool:
     url = configured_api_url()
-    return url is not None and why_silent(url, _HEALTH_SECONDS) is not None
+    return url is not None and why_unreachable(url, _HEALTH_SECONDS) is not None
 
 
 def open_flow(pipeline: str = "") -> OpenFlow:

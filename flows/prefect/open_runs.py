@@ -16,7 +16,7 @@ from flows.prefect.address import configured_api_url, own_auth, use_own_auth
 from flows.progress.run_record import latest
 from lineage.files import atomic_write
 from lineage.owner import Owner
-from lineage.remote_files import why_silent
+from lineage.remote_files import why_unreachable
 
 End = Literal["COMPLETED", "FAILED", "CANCELLED", "CRASHED"]  # Prefect's types of final states
 
@@ -93,7 +93,7 @@ def settle(flow: OpenFlow, store: Path) -> bool:
     from prefect.exceptions import ObjectNotFound, PrefectException
 
     url = configured_api_url()
-    if url and why_silent(url, _ANSWER_SECONDS):  # asked first, because Prefect's client retries for minutes
+    if url and why_unreachable(url, _ANSWER_SECONDS):  # asked first, because Prefect's client retries for minutes
         report_unknown(flow)
         return False
     make = {

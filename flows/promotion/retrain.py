@@ -12,7 +12,7 @@ from flows.promotion.promote import outcome, promote
 from flows.tracking import mirror_alias
 from lineage.errors import ArtifactError, GateError, PipelineError
 from lineage.graph.places import node_key
-from lineage.promotions import read_events, stacks, taken_back
+from lineage.promotions import read_events, rolled_back, stacks
 
 
 def follow_up(plan: Plan, words: Sequence[str], error: PipelineError | None = None) -> str | None:
@@ -103,7 +103,7 @@ def _why_not(plan: Plan, retrain: Retrain) -> str:
 
 def _was_taken_back(plan: Plan, retrain: Retrain) -> bool:
     model = (retrain.promote, plan.stage(retrain.promote).fingerprint)
-    return model in taken_back(read_events(plan.pipeline.store), retrain.alias)
+    return model in rolled_back(read_events(plan.pipeline.store), retrain.alias)
 
 
 def _holder(plan: Plan) -> str | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.progress.run_record import RunRecord
 from flows.reports.run import RunView, StageView
 from flows.wording import clock, counted, printable_text
-from lineage.attempts import last_words
+from lineage.attempts import describe_last_attempt
 from lineage.diagnosis.rules import as_line
 
 _MOST_ROWS = 20
@@ -110,7 +110,7 @@ def _doing(stage: StageView) -> str:
     if stage.progress:
         room = [counted(note.workers, "worker"), counted(note.cpus, "CPU")]
         gpus = [counted(note.gpus, "GPU")] if note.gpus else []
-        return "  ".join([stage.progress.describe(), *room, *gpus, last_words(stage.attempts)]).rstrip()
+        return "  ".join([stage.progress.describe(), *room, *gpus, describe_last_attempt(stage.attempts)]).rstrip()
     if note.state in ("pending", "waiting"):
         return f"waits for {stage.waits_for}"
     if note.state in ("failed", "pruned"):

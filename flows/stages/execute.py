@@ -18,18 +18,18 @@ from flows.stages.resources import admitted, pool_slots
 from flows.stages.run import Run, input_records, inputs_as_planned, job_inputs, require_unchanged
 from flows.stages.stage_process import end_left_session
 from flows.wording import counted
-from lineage.attempts import attempts, changed_at, earlier_codes, last_words, note_attempt, resumed_at
+from lineage.attempts import attempts, changed_at, describe_last_attempt, other_code_digests, record_attempt, resumed_at
 from lineage.certificate import certified
 from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
-from lineage.disk import full_disk_named
+from lineage.disk import explain_full_disk
+from lineage.environment_signature import current_signature
 from lineage.errors import AskedError, LostError, StageError
-from lineage.kind import kind_here
 from lineage.lock import Lock, acquire_or, owner
 from lineage.manifest import Manifest, hardware, provenance
 from lineage.metrics_file import last_step
 from lineage.store import Entry
-from lineage.tracker import Event, StageStart, ending_of
+from lineage.tracker import Event, StageStart, end_event
 from tasks.context import Metrics
 
 
@@ -48,10 +48,10 @@ def execute(run: Run, planned: PlannedStage) -> Result:
         PipelineError: the stage failed; nothing is committed.
     """
     try:
-        with full_disk_named(run.plan.entry(planned).path):
+        with explain_full_disk(run.plan.entry(planned).path):
             return _execute(run, planned)
     except BaseException as error:
-        run.emit(ending_of(run.title(planned), error))
+        run.emit(end_event(run.title(planned), error))
         if isinstance(error, OSError):  # of the store: read-only, gone
             raise StageError(planned.name, f"the store: {error}", str(run.plan.entry(planned).logs)) from error
         raise
@@ -189,7 +189,7 @@ def make(
     made_by = provenance(
         start=started, end=time.time(), code_digest=planned.code_digest, seed=asdict(method).get("seed"),
         resources=asdict(resources), hardware=workers_hardware(planned), resumed_at=resumed_at(tried),
-        changed_at=changed_at(tried), earlier_code_digests=earlier_codes(tried, None, planned.code_digest),
+        changed_at=changed_at(tried), earlier_code_digests=other_code_digests(tried, None, planned.code_digest),
         because=run.plan.pipeline.because.get(planned.name, ""),
     )  # fmt: skip
     require_unchanged(run.plan, planned, code=False)  # nor while it was read
@@ -242,9 +242,9 @@ def begin(
     require_lease()
     reached = last_step(entry.metrics)
     entry.begin(checkpoint.step if checkpoint else 0)
-    kind = kind_here(asdict(planned.stage.resources), workers_hardware(planned))
-    note_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest, cause, kind, reached)
-    words = last_words(attempts(entry.path))
+    kind = current_signature(asdict(planned.stage.resources), workers_hardware(planned))
+    record_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest, cause, kind, reached)
+    words = describe_last_attempt(attempts(entry.path))
     if words:
         with (entry.logs / "stage.log").open("a") as log:
             log.write(f"--- {words}\n")

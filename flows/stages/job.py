@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lineage.artifact import ALIAS, Kind, Source
-from lineage.disk import full_disk_named
+from lineage.disk import explain_full_disk
 from lineage.errors import ArtifactError
 from lineage.lock import require_owned
 from lineage.store import CACHE, Entry
@@ -162,7 +162,7 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
     pin_threads(job.resources.cpus_per_worker)
     minutes = job.resources.hang_minutes
     start = time.perf_counter()
-    with full_disk_named(job.directory):
+    with explain_full_disk(job.directory):
         heartbeat = (
             HeartbeatFile(job.directory / "work", rank, 60 * minutes if minutes else None)
             if job.method.trains

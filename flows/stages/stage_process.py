@@ -21,7 +21,7 @@ import psutil
 from flows.progress.run_record import RUN_VARIABLE
 from flows.stages.exit_reasons import failed
 from flows.stages.job import CheckJob, Job, run_check, run_worker
-from lineage.disk import full_disk_named
+from lineage.disk import explain_full_disk
 from lineage.errors import StageError, StoppedError
 from lineage.owner import Owner
 from tasks.context import Metrics
@@ -134,7 +134,7 @@ def run(job: Job) -> Metrics:
         from flows.stages.ray_train import train
 
         return train(job)
-    with full_disk_named(job.directory):
+    with explain_full_disk(job.directory):
         return run_check(job) if isinstance(job, CheckJob) else run_worker(job)
 
 

@@ -1,4 +1,4 @@
-"""The curves of a training: what it reported at its steps, its recipe, the report on its rows, and how it failed."""
+"""The curves of a training: its reported metrics, recipe, row statistics and failure."""
 
 import contextlib
 import math
@@ -16,7 +16,7 @@ from lineage.run_file import RunFile
 from lineage.store import Entry
 
 VALIDATION = ("val/loss", "held_out_loss")
-_NOISE = 0.954  # median of the distance of two neighbours, per standard deviation of white noise
+_NOISE = 0.954  # median difference of two neighbours, per standard deviation of white noise
 _MOST = 4000  # points of a curve that are kept, evenly spread
 _LOGGED = re.compile(
     r"\b(rows|rows_cut|rows_dropped|trained_tokens_percent)=([\d.]+)"
@@ -34,58 +34,58 @@ class Curve:
         return len(self.values)
 
     def part(self, start: float, end: float) -> "Curve":
-        """Of the points between two shares of them; at least one, if there are any."""
+        """The points between two fractions of the curve; at least one, if there are any."""
         first = min(int(start * len(self)), max(0, len(self) - 1))
         last = max(first + 1, math.ceil(end * len(self)))
         return Curve(steps=self.steps[first:last], values=self.values[first:last])
 
     def mean(self, start: float = 0.0, end: float = 1.0) -> float:
-        """Of the points between two shares of them."""
+        """Mean of the points between two fractions of the curve."""
         return fmean(self.part(start, end).values)
 
     @property
     def first(self) -> float:
-        """Mean of the first points, a twentieth of them."""
+        """Mean of the first twentieth, at least three points."""
         return fmean(self.values[: max(3, len(self) // 20)])
 
     @property
     def last(self) -> float:
-        """Mean of the last tenth."""
+        """Mean of the last tenth, at least three points."""
         return fmean(self.values[-max(3, len(self) // 10) :])
 
     @property
     def noise(self) -> float:
-        """Standard deviation of one step around its curve, by the distances of neighbours."""
+        """Standard deviation of a point around the trend, estimated from the differences of neighbours."""
         distances = [abs(after - before) for before, after in zip(self.values, self.values[1:], strict=False)]
         return median(distances) / _NOISE if distances else 0.0
 
     def error(self, share: float = 0.1) -> float:
-        """Standard error of the mean of a share of the points."""
+        """Standard error of the mean of a fraction of the points."""
         return self.noise / math.sqrt(max(1.0, share * len(self)))
 
     def blocks(self, count: int = 10) -> list[float]:
-        """Means of so many parts of it."""
+        """Means of ``count`` equal parts."""
         return [self.mean(index / count, (index + 1) / count) for index in range(count)]
 
     @property
     def lowest(self) -> float:
-        """The smallest of the means of its tenths."""
+        """The smallest mean of a tenth."""
         return min(self.blocks())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """What a stage reported so far.
+    """What a stage has reported so far.
 
     Args:
         series: name of a metric -> its curve, as the trainer names it: ``loss``, ``grad_norm``, ``val/loss`` ...
-        recipe: of the method; of a running stage without MLflow it may be empty.
-        report: final metrics, and the report on the rows: ``rows``, ``rows_cut``, ``trained_tokens_percent`` ...; the
-            counts of the data stages that it reads, as ``data/duplicates``.
+        recipe: of the method; may be empty for a running stage without MLflow.
+        report: final metrics, row statistics (``rows``, ``rows_cut``, ``trained_tokens_percent`` ...), and the counts
+            of the data stages that it reads, as ``data/duplicates``.
         failure: why the stage failed; empty: it did not.
-        gpus: per worker.
+        gpus: GPUs per worker.
         micro_batch_size: rows per worker in one forward pass; None: unknown.
-        is_over: whether it has taken its last step.
+        is_over: whether the stage has finished or failed.
     """
 
     stage: str = "stage"
@@ -106,7 +106,7 @@ class Curves:
 
     @property
     def validation_name(self) -> str:
-        """Of the loss on held-out rows; empty: it was not measured."""
+        """Name of the metric with the held-out loss; empty: it was not measured."""
         return next((name for name in VALIDATION if name in self.series), "")
 
     @property
@@ -116,7 +116,7 @@ class Curves:
 
     @property
     def num_steps(self) -> int:
-        """The last step that was reported."""
+        """The last reported step."""
         return max((curve.steps[-1] for curve in self.series.values() if len(curve)), default=0)
 
     @property
@@ -140,12 +140,12 @@ class Curves:
 
     @property
     def learning_rate(self) -> float:
-        """The largest, where the recipe is unknown."""
+        """Learning rate of the recipe, or else the largest that was reported."""
         return self.number("learning_rate", default=max(self["learning_rate"].values, default=0.0))
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """None: the number of rows is unknown."""
+        """Optimizer steps per pass over the rows; None: unknown."""
         epochs = self.report.get("epochs")
         if epochs:
             return self.num_steps / epochs
@@ -154,7 +154,7 @@ class Curves:
 
 
 def curves_of(reports: Iterable[StageReport]) -> dict[str, Curve]:
-    """The curve of each metric; of long ones every Nth point."""
+    """The curve of each metric, thinned to at most ``_MOST`` points."""
     points: dict[str, list[tuple[int, float]]] = {}
     for report in reports:
         for name, value in report.metrics.items():
@@ -168,7 +168,7 @@ def curves_of(reports: Iterable[StageReport]) -> dict[str, Curve]:
 
 
 def read_curves(directory: Path, *, failure: str = "") -> Curves:
-    """What a stage of the store has reported, finished or not.
+    """The curves of a stage of the store, finished or not.
 
     Raises:
         ArtifactError: its manifest cannot be read.
@@ -193,7 +193,7 @@ def read_curves(directory: Path, *, failure: str = "") -> Curves:
 
 
 def _data_counts(reader: Manifest, store: Path) -> dict[str, float]:
-    """What the data stages counted whose rows a stage reads: ``data/rows``, ``data/duplicates`` ..."""
+    """Counts of the data stages that a stage reads: ``data/rows``, ``data/duplicates`` ..."""
     found: dict[str, float] = {}
     for each in reader.inputs.values():
         with contextlib.suppress(ArtifactError):  # deleted, or written by an earlier version
@@ -204,7 +204,7 @@ def _data_counts(reader: Manifest, store: Path) -> dict[str, float]:
 
 
 def _logged(log: Path) -> dict[str, float]:
-    """The report on the rows that a stage logged before its first step."""
+    """The row statistics that a stage logged before its first step."""
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:

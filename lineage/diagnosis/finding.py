@@ -1,4 +1,4 @@
-"""A finding of the loss-curve doctor, the rule that makes it, and the changes that rules share."""
+"""A finding about a training's curves, the rule behind it, and the setting changes that rules share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,14 +13,14 @@ Change = dict[str, Value]  # field of the stage, such as method.learning_rate ->
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a rule has found.
+    """What a rule found.
 
     Args:
         evidence: what the curve shows, with steps and values.
-        change: to be pasted as overrides of the stage; empty: no override mends it.
-        metric: the curve that shows it; empty: none does.
-        at: the step at which it shows; None: all along.
-        rule, remedy: of the rule.
+        change: overrides of the stage that fix it; empty: no override does.
+        metric: name of the curve that shows it; empty: none.
+        at: the step at which it starts; None: no single step.
+        rule, remedy: name and remedy of the rule.
     """
 
     evidence: str
@@ -37,7 +37,7 @@ Check = Callable[[Curves], Finding | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A pure function of curves, and its line in the documentation.
+    """A check of curves, with its documentation.
 
     Args:
         group: rules of one group explain the same curve: only the first that fires counts.
@@ -50,13 +50,13 @@ class Rule:
     check: Check
 
     def find(self, curves: Curves) -> Finding | None:
-        """What it finds in curves."""
+        """Applies the rule; None: it finds nothing."""
         found = self.check(curves)
         return replace(found, rule=self.name, remedy=self.remedy) if found else None
 
 
 def rule(rules: list[Rule], name: str, group: str, sign: str, remedy: str) -> Callable[[Check], Check]:
-    """Adds a function to a table of rules."""
+    """Decorator that registers a check in a list of rules."""
 
     def add(check: Check) -> Check:
         rules.append(Rule(name=name, group=group, sign=sign, remedy=remedy, check=check))
@@ -66,22 +66,22 @@ def rule(rules: list[Rule], name: str, group: str, sign: str, remedy: str) -> Ca
 
 
 def rounded(value: float) -> float:
-    """To two digits."""
+    """Rounds to two significant digits."""
     return float(f"{value:.2g}")
 
 
 def rate(curves: Curves, factor: float) -> Change:
-    """The learning rate times a factor."""
+    """Override that multiplies the learning rate."""
     return {"method.learning_rate": rounded(curves.learning_rate * factor)} if curves.learning_rate else {}
 
 
 def length(steps: float) -> Change:
-    """A training of so many steps."""
+    """Overrides that set the length of the training."""
     return {"method.num_steps": max(1, round(steps)), "method.num_epochs": None}
 
 
-def calmer(curves: Curves, factor: float) -> Change:
-    """A lower rate, more warm-up, clipping at 1, and no fp16."""
+def stabilised(curves: Curves, factor: float) -> Change:
+    """Overrides against instability: lower learning rate, more warm-up, clipping at 1, no fp16."""
     change = rate(curves, 1 / factor)
     if not curves.number("schedule", "warmup_steps") and curves.number("warmup_ratio") < 0.1:
         change["method.schedule.warmup"] = 0.1
@@ -92,8 +92,8 @@ def calmer(curves: Curves, factor: float) -> Change:
     return change
 
 
-def tighter(curves: Curves) -> Change:
-    """Half the rate, and a stronger pull to the policy that a reinforcement started from."""
+def stronger_kl(curves: Curves) -> Change:
+    """Overrides that halve the learning rate and strengthen the KL penalty."""
     if "kl_coef" in curves.series or "kl_coef" in curves.recipe:
         now = curves.number("kl_coef", default=curves["kl_coef"].last if len(curves["kl_coef"]) else 0.05)
         pull: Change = {"method.kl_coef": rounded(now * 4)}

@@ -1,4 +1,4 @@
-"""The doctor's rules on how a training failed, on its loss, and on its loss on held-out rows."""
+"""Rules on the failure, the loss and the held-out loss of a training."""
 
 from bisect import bisect
 from collections.abc import Mapping
@@ -6,11 +6,11 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from lineage.diagnosis.curves import Curve, Curves
-from lineage.diagnosis.finding import Change, Finding, Rule, calmer, length, rate, rounded, rule
+from lineage.diagnosis.finding import Change, Finding, Rule, length, rate, rounded, rule, stabilised
 
-MIN_STEPS = 50  # a shorter curve is called neither flat nor slow
-_SIGMAS = 6.0  # standard errors that a mean of steps must be off
-_HIGH_RATE, _HIGH_ADAPTER_RATE = 1e-4, 1e-3  # from here on a flat curve is not for want of a learning rate
+MIN_STEPS = 50  # shortest curve that is judged flat or slow
+_SIGMAS = 6.0  # standard errors that count as significant
+_HIGH_RATE, _HIGH_ADAPTER_RATE = 1e-4, 1e-3  # a flat curve above these is not due to a low learning rate
 
 LOSS_RULES: list[Rule] = []
 _rule = partial(rule, LOSS_RULES)
@@ -40,11 +40,11 @@ def _not_finite(curves: Curves) -> Finding | None:
     step = int(curves.report.get("diverged_at_step", curves.num_steps + 1))
     text = curves.failure.partition(";")[0] or f"the loss became non-finite at step {step}"
     evidence = f"{text} (learning rate {curves.learning_rate:g})"
-    return Finding(confidence="high", at=step, change=calmer(curves, 10), evidence=evidence)
+    return Finding(confidence="high", at=step, change=stabilised(curves, 10), evidence=evidence)
 
 
 def _fitted(curves: Curves, least: int = MIN_STEPS) -> Curve | None:
-    """The loss, where it says something: that of a reinforcement does not."""
+    """The loss, if it is long enough and meaningful: in reinforcement learning it is not."""
     return curves.loss if len(curves.loss) >= least and not curves.is_reinforcement else None
 
 
@@ -83,7 +83,7 @@ def _duplicated_rows(curves: Curves) -> Finding | None:
 
 
 def _is_flat(loss: Curve) -> bool:
-    """Whether it neither falls nor rises beyond noise."""
+    """Whether the loss neither falls nor rises beyond noise."""
     falls = loss.first - loss.lowest > max(3 * loss.error(), 0.01 * abs(loss.first))
     return not falls and max(loss.blocks()) <= loss.first + max(_SIGMAS * loss.error(), 0.05 * abs(loss.first))
 
@@ -135,20 +135,20 @@ def _unstable(curves: Curves) -> Finding | None:
     steps = [loss.part(index / count, (index + 1) / count).steps[0] for index in worst[:5]]
     return Finding(
         confidence="high" if above or len(jumps) > 1 else "medium", at=steps[0],
-        change=calmer(curves, 5 if above or risen else 3),
+        change=stabilised(curves, 5 if above or risen else 3),
         evidence=f"loss {'jumps at' if jumps else 'is largest around'} steps {', '.join(map(str, steps))}: at most "
         f"{max(windows):.4g}; {loss.first:.4g} at the start, lowest {loss.lowest:.4g}, {loss.last:.4g} at the end",
     )  # fmt: skip
 
 
 def _at_rate(curves: Curves, share: float) -> float:
-    """The share of the steps after which a share of the summed learning rate is spent: what a step may change."""
+    """The fraction of the steps after which ``share`` of the summed learning rate is spent."""
     spent = list(accumulate(curves["learning_rate"].values or [1.0]))
     return bisect(spent, share * spent[-1]) / len(spent) if len(spent) > 1 else share
 
 
 def _is_slow(curves: Curves, loss: Curve) -> bool:
-    """Whether it falls steadily, and not far: as fast late as early, by thirds of the summed learning rate."""
+    """Whether the loss falls steadily and little: as fast late as early, by thirds of the summed learning rate."""
     third, two_thirds = _at_rate(curves, 1 / 3), _at_rate(curves, 2 / 3)
     one, two, three = loss.mean(0, third), loss.mean(third, two_thirds), loss.mean(two_thirds, 1)
     falls = loss.first - loss.last > max(3 * loss.error(), 0.01 * abs(loss.first))
@@ -231,7 +231,7 @@ def _underfit(curves: Curves) -> Finding | None:
 
 
 def _measured(curves: Curves) -> Curve | None:
-    """The loss on held-out rows, where it was measured often enough."""
+    """The held-out loss, if it was measured often enough."""
     found = curves.validation
     return found if len(found) >= 4 and not curves.is_reinforcement else None
 
@@ -271,7 +271,7 @@ def _overfit(curves: Curves) -> Finding | None:
 
 
 def _flat_from(found: Curve) -> int:
-    """The first step from which on no value is much better."""
+    """The first step whose value is within 1 % of the lowest."""
     least = min(found.values)
     return next(step for step, value in zip(found.steps, found.values, strict=True) if value <= least * 1.01)
 

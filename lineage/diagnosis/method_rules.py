@@ -1,10 +1,10 @@
-"""The doctor's rules on preferences, reward models, reinforcement, evaluations and the use of a GPU."""
+"""Rules on preference tuning, reward models, reinforcement learning, evaluations and GPU utilisation."""
 
 import math
 from functools import partial
 
 from lineage.diagnosis.curves import Curve, Curves
-from lineage.diagnosis.finding import Change, Finding, Rule, length, rate, rounded, rule, tighter
+from lineage.diagnosis.finding import Change, Finding, Rule, length, rate, rounded, rule, stronger_kl
 from lineage.diagnosis.loss_rules import lowest
 
 _MIN_STEPS = 20
@@ -96,7 +96,7 @@ def _length_explodes(curves: Curves) -> Finding | None:
     if lengths.last < max(1.5 * lengths.first, lengths.first + 8):
         return None
     evidence = f"{_reward(curves)}, completions {lengths.first:.3g} -> {lengths.last:.3g} tokens"
-    return Finding(confidence="high", metric=name, evidence=evidence, change=tighter(curves))
+    return Finding(confidence="high", metric=name, evidence=evidence, change=stronger_kl(curves))
 
 
 @_rule(
@@ -111,7 +111,7 @@ def _kl_explodes(curves: Curves) -> Finding | None:
     if kl.last < max(0.5 if per_token else 5.0, 3 * early):
         return None
     evidence = f"KL to the start {early:.3g} -> {kl.last:.3g} nats, {_reward(curves)}"
-    return Finding(confidence="high", metric="kl", evidence=evidence, change=tighter(curves))
+    return Finding(confidence="high", metric="kl", evidence=evidence, change=stronger_kl(curves))
 
 
 @_rule(
@@ -139,11 +139,11 @@ def _entropy_collapse(curves: Curves) -> Finding | None:
     if not curves.is_reinforcement or len(entropy) < _MIN_STEPS or entropy.last > min(0.1 * entropy.first, 0.1):
         return None
     evidence = f"entropy {entropy.first:.3g} -> {entropy.last:.3g} nats per token, {_reward(curves)}"
-    return Finding(confidence="medium", metric="entropy", evidence=evidence, change=tighter(curves))
+    return Finding(confidence="medium", metric="entropy", evidence=evidence, change=stronger_kl(curves))
 
 
 def _models(curves: Curves, metric: str) -> dict[str, float]:
-    """Of an evaluation: model -> value, in the order of the pipeline."""
+    """Model -> value of a metric of an evaluation, in the order of the pipeline."""
     return {
         name.removesuffix(f"/{metric}"): value for name, value in curves.report.items() if name.endswith(f"/{metric}")
     }

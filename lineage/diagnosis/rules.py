@@ -1,4 +1,4 @@
-"""All rules of the loss-curve doctor, and what they find together."""
+"""All diagnosis rules, and their combined findings."""
 
 import math
 from functools import lru_cache
@@ -10,12 +10,12 @@ from lineage.diagnosis.loss_rules import LOSS_RULES
 from lineage.diagnosis.method_rules import METHOD_RULES
 from lineage.store import MANIFEST
 
-RULES = (*METHOD_RULES, *LOSS_RULES)  # what a method says of itself is the more specific
+RULES = (*METHOD_RULES, *LOSS_RULES)  # the more specific first
 _ORDER = ("high", "medium", "low")
 
 
 def diagnose(curves: Curves) -> list[Finding]:
-    """All findings, the most certain first; of one group at most one, and of a failure that alone."""
+    """All findings, most certain first; at most one per group, and only the failure if there is one."""
     found: dict[str, Finding] = {}
     for rule in RULES:
         if rule.group not in found and (finding := rule.find(curves)):
@@ -26,7 +26,7 @@ def diagnose(curves: Curves) -> list[Finding]:
 
 
 def live_findings(directory: Path) -> tuple[Finding, ...]:
-    """Of a stage that runs; anew once its reports have grown by a tenth: they are read from the beginning."""
+    """Findings of a running stage, recomputed when its reports have grown by about a tenth."""
     try:
         size = (directory / "metrics.jsonl").stat().st_size
     except OSError:
@@ -40,5 +40,5 @@ def _findings(directory: Path, size: int, is_over: bool) -> tuple[Finding, ...]:
 
 
 def as_line(finding: Finding) -> str:
-    """In one line, for a page that has little space."""
+    """A finding in one line."""
     return f"{finding.rule}: {finding.evidence}"

@@ -1,1 +1,1 @@
-"""What an artifact was made from and went into: an index over the manifests, and the questions to it."""
+"""The lineage graph: an index over the manifests, and queries on it."""

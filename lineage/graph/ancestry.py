@@ -1,4 +1,4 @@
-"""Names of artifacts, and what lies above and below one: ancestors, descendants, the nearest ancestor of a stage."""
+"""Ancestors and descendants of an artifact, and the nearest ancestor of a given stage."""
 
 import json
 from collections import deque
@@ -15,9 +15,9 @@ from lineage.store import Entry, Store
 
 
 def nearest_ancestor(store: Store, stage: str, fingerprint: str, wanted: str) -> str | None:
-    """Fingerprint of the output of ``wanted`` that is the fewest steps above an artifact; None: there is none.
+    """Fingerprint of the nearest ancestor of an artifact that the stage ``wanted`` produced; None: there is none.
 
-    It looks through sources that are outputs of this store. Where a manifest is gone, the way ends.
+    Follows sources that are outputs of this store; stops at missing manifests.
     """
     waiting = deque([(stage, fingerprint)])
     seen = set(waiting)
@@ -44,13 +44,13 @@ def _made_by_stage(store: Store, given: InputRecord) -> tuple[str, str] | None:
 def _manifest(store: Store, stage: str, fingerprint: str) -> Manifest | None:
     try:
         return store.entry(stage, fingerprint).manifest()
-    except ArtifactError:  # it cannot be read: as good as gone
+    except ArtifactError:  # unreadable: treated as missing
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """What filled a slot. From a source to the artifact of this store whose output it names, the slot is ``output``."""
+    """An input of a node. A source that names an output of this store has that artifact as its input ``output``."""
 
     parent: str
     child: str
@@ -62,12 +62,12 @@ class Node:
     """An artifact or a source.
 
     Args:
-        fingerprint: whole where it is known, else its first 16 digits.
-        entry: of an artifact; None: it is a source.
-        manifest: None: a source, or the artifact is gone.
-        given: of a source: what the newest manifest here that reads it says of it.
-        labels: licence and consent of itself and of all upstream.
-        rows: of a source: how many a data stage found.
+        fingerprint: in full if known, else its first 16 digits.
+        entry: directory of an artifact; None: it is a source.
+        manifest: None: it is a source, or the artifact is missing.
+        given: for a source: its record in the newest manifest that reads it.
+        labels: licence and consent labels of the node and all its ancestors.
+        rows: for a source: number of rows that a data stage counted.
     """
 
     id: str
@@ -111,7 +111,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A node and all that it was made from.
+    """A node and all its ancestors.
 
     Args:
         nodes: by id, in order of their distance from the root.
@@ -128,7 +128,7 @@ class Graph:
         return self.nodes[self.root].labels
 
     def parents(self, node: str) -> list[Edge]:
-        """The edges that end at a node."""
+        """The edges to a node from its inputs."""
         return self._above.get(node, [])
 
     def add(self, edge: Edge) -> None:
@@ -136,7 +136,7 @@ class Graph:
         self._above.setdefault(edge.child, []).append(edge)
 
     def path(self, start: str, end: str) -> list[str]:
-        """The shortest way from a node to one that was made from it, both included; empty: there is none."""
+        """The shortest path from a node to a descendant, both included; empty: there is none."""
         below = self.toward(end)
         if start not in below:
             return []
@@ -146,7 +146,7 @@ class Graph:
         return steps
 
     def toward(self, end: str) -> dict[str, str]:
-        """Each node that ``end`` was made from, and itself -> the next one on the shortest way to it."""
+        """Each ancestor of ``end``, and itself -> the next node on the shortest path to it."""
         below = {end: end}
         waiting = deque([end])
         while waiting:
@@ -158,7 +158,7 @@ class Graph:
         return below
 
     def to_dict(self, ref: str) -> dict[str, object]:
-        """The object that ``lineage --json`` prints, and the page draws."""
+        """The object that ``lineage --json`` prints and the HTML page draws."""
         edges: list[dict[str, str]] = [
             {"from": edge.parent, "to": edge.child, "slot": edge.slot} for edge in self.edges
         ]
@@ -171,7 +171,7 @@ class Graph:
 
 
 def ancestry(index: Index, node: str) -> Graph:
-    """Walks up from a node, from manifest to manifest: what was made again is seen as it is now."""
+    """The graph of a node, read from the current manifests of its ancestors."""
     graph = Graph(root=node, nodes={node: _node(index, node)})
     waiting = deque([node])
     while waiting:
@@ -187,7 +187,7 @@ def ancestry(index: Index, node: str) -> Graph:
 
 
 def _inputs(index: Index, child: Node) -> Iterator[tuple[str, InputRecord]]:
-    """Slot and record of all that a node was made from."""
+    """Slots and records of a node's inputs."""
     if child.manifest:
         yield from child.manifest.inputs.items()
     elif child.given and child.given.source:
@@ -197,7 +197,7 @@ def _inputs(index: Index, child: Node) -> Iterator[tuple[str, InputRecord]]:
 
 
 def _node(index: Index, node: str, given: InputRecord | None = None) -> Node:
-    """A node as its own manifest has it, or else as that of a child."""
+    """A node from its own manifest, or else from the input record of a child."""
     name, _, digits = node.rpartition("@")
     if name.startswith(SOURCE):
         known = given or next(iter(index.records(node)), None)
@@ -205,15 +205,15 @@ def _node(index: Index, node: str, given: InputRecord | None = None) -> Node:
     entry = index.entry(node)
     try:
         manifest = entry.manifest()
-    except ArtifactError:  # it cannot be read: as good as gone
+    except ArtifactError:  # unreadable: treated as missing
         manifest = None
     fingerprint = manifest.fingerprint if manifest else given.fingerprint if given else digits
-    aliases = sorted(alias for alias, holder in index.aliases.items() if holder == node)
+    aliases = sorted(alias for alias, model in index.aliases.items() if model == node)
     return Node(id=node, fingerprint=fingerprint, entry=entry, manifest=manifest, aliases=aliases)
 
 
 def _pass_labels_down(graph: Graph) -> None:
-    """Every node gets the labels of all that it was made from; a source the count of its rows."""
+    """Adds the labels of all ancestors to every node, and the row count to every source."""
     own = {node.id: set(node.labels) for node in graph.nodes.values()}
     for node in graph.nodes.values():
         node.labels.update(*(own[each] for each in graph.toward(node.id)))
@@ -224,22 +224,22 @@ def _pass_labels_down(graph: Graph) -> None:
 
 
 def _is_rows(node: Node) -> bool:
-    """Whether it is a source that a data stage counts the rows of: no model, and no data that other rows joined."""
+    """Whether it is a source of raw rows, whose count the metrics of its data stage hold."""
     return node.given is not None and (node.given.source is None or node.given.source.kind == Kind.ROWS)
 
 
-MODELS = ("checkpoint", "reward_model")  # kinds whose artifacts are versions of the registered model of their pipeline
+MODELS = ("checkpoint", "reward_model")  # kinds that are registered as versions of their pipeline's model
 
 
-class Below:
-    """The finished artifacts made from nodes, at any distance; with the nodes themselves where they are ``within``."""
+class Descendants:
+    """The finished descendants of ``nodes``, and the nodes ``within`` themselves."""
 
     _count = 0
 
     def __init__(self, index: Index, nodes: Iterable[str], within: Iterable[str] = ()) -> None:
-        Below._count += 1
+        Descendants._count += 1
         self._index = index
-        self._table = f"below_{Below._count}"
+        self._table = f"below_{Descendants._count}"
         index.keep(f"CREATE TEMP TABLE {self._table} (id INTEGER PRIMARY KEY, place INTEGER, end)")
         index.keep(
             f"INSERT INTO {self._table} {reached('parent', 'child')} "
@@ -250,13 +250,13 @@ class Below:
         )
 
     def newest(self, limit: int = -1) -> list[Indexed]:
-        """The artifacts, the last one first; -1: all."""
+        """The newest artifacts, newest first; -1: all."""
         ids = f"SELECT id FROM {self._table} ORDER BY end DESC LIMIT {limit}"
         return self._index.artifacts(f"{ARTIFACT} WHERE node IN ({ids}) ORDER BY end DESC, key")
 
     @cached_property
     def counts(self) -> list[tuple[str, str, str, int]]:
-        """Pipeline, stage, kind, and how many artifacts, the stages in the order of their first artifact."""
+        """Pipeline, stage, kind and number of artifacts, stages ordered by their first artifact."""
         sql = (
             "SELECT pipeline, stage, kind, sum(count) FROM place JOIN "
             f"(SELECT place, count(*) AS count, min(end) AS first FROM {self._table} GROUP BY 1) ON place.id = place "
@@ -266,7 +266,7 @@ class Below:
 
     @cached_property
     def num_models(self) -> int:
-        """Of checkpoints and reward models."""
+        """Number of checkpoints and reward models."""
         return sum(count for _, _, kind, count in self.counts if kind in MODELS)
 
     def holds(self, node: str) -> bool:
@@ -274,6 +274,6 @@ class Below:
         return bool(self._index.rows(sql, node))
 
     def newest_outside(self, pipeline: str, stage: str) -> Indexed | None:
-        """The artifact of a pipeline's stage that was finished last and is none of these."""
+        """The newest artifact of a pipeline's stage that is not among them."""
         sql = newest_where(f"node NOT IN (SELECT id FROM {self._table})")
         return next(iter(self._index.artifacts(sql, pipeline, stage)), None)

@@ -1,4 +1,4 @@
-"""What sets two artifacts apart: fields, inputs, code, environment; ranked by how likely each changes the result."""
+"""Differences of two artifacts: fields, inputs, code, environment; ranked by their likely effect on the result."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -7,7 +7,7 @@ from lineage.artifact import DATA
 from lineage.errors import ArtifactError
 from lineage.fingerprint import differences, short
 from lineage.graph.ancestry import Graph, Node, ancestry
-from lineage.graph.impact import row_sides
+from lineage.graph.impact import row_splits
 from lineage.graph.index import Index
 from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
 
@@ -21,7 +21,7 @@ _MOST_FILES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """One difference, and the stages that it was found in."""
+    """One difference, and the stages where it was found."""
 
     what: str  # one of RANKS
     text: str
@@ -29,7 +29,7 @@ class Cause:
 
 
 def grouped(found: list[Cause]) -> Iterator[Cause]:
-    """Each difference once, with all its stages, ranked; of one rank the nearest to the roots first."""
+    """Merges equal differences and ranks them; within a rank, those nearest to the compared artifacts come first."""
     stages: dict[tuple[str, str], list[str]] = {}
     for cause in found:
         # The same value of a recipe in two stages is two decisions; the same library is one environment.
@@ -41,7 +41,7 @@ def grouped(found: list[Cause]) -> Iterator[Cause]:
 
 
 def causes(index: Index, left: Graph, right: Graph, pair: tuple[str, str], is_root: bool) -> Iterator[Cause]:
-    """What sets a pair of nodes apart, beside their parents."""
+    """Differences of a pair of nodes, without those of their parents."""
     a, b = left.nodes[pair[0]], right.nodes[pair[1]]
     if a.id == b.id:
         return
@@ -79,16 +79,18 @@ def _slot(slot: str, before: InputRecord | None, after: InputRecord | None) -> I
         yield _cause("graph", f"input {slot}: {first} -> {second}")
     elif before.fingerprint == after.fingerprint and before.digest != after.digest:
         digests = " -> ".join(short(each.digest or "(none)") for each in (before, after))
-        yield _cause("bytes of an input", f"input {slot}: {before.artifact} was made again between, digest {digests}")
+        yield _cause(
+            "bytes of an input", f"input {slot}: {before.artifact} was produced again in between, digest {digests}"
+        )
 
 
 def _rows(index: Index, a: Node, b: Node, before: Manifest, after: Manifest) -> Iterator[str]:
-    """Rows that came, went or changed sides between two data artifacts."""
+    """Rows that were added, removed or moved to another split between two data artifacts."""
     if before.produces not in DATA or after.produces not in DATA or before.output_digest == after.output_digest:
         return
     try:
-        first, second = row_sides(index, a.id), row_sides(index, b.id)
-    except (ArtifactError, OSError, ValueError):  # gone or damaged: `verify` says so
+        first, second = row_splits(index, a.id), row_splits(index, b.id)
+    except (ArtifactError, OSError, ValueError):  # missing or damaged: `verify` reports it
         return
     both = first.keys() & second.keys()
     moved = sum(first[row] != second[row] for row in both)
@@ -104,7 +106,7 @@ def _source(a: Node, b: Node) -> Iterator[str]:
         if a.fingerprint != b.fingerprint:
             yield f"content: {short(a.fingerprint)} -> {short(b.fingerprint)}"
         return
-    yield from differences(_said(before), _said(after))
+    yield from differences(_declared(before), _declared(after))
     yield from _files(before.files, after.files)
     if a.rows != b.rows:
         yield f"rows: {a.rows} -> {b.rows}"
@@ -112,12 +114,12 @@ def _source(a: Node, b: Node) -> Iterator[str]:
         yield f"path: {before.path} -> {after.path}"
 
 
-def _said(source: SourceRecord) -> dict[str, object]:
+def _declared(source: SourceRecord) -> dict[str, object]:
     return {**source.stated(), "labels": source.labels, "dvc": source.dvc}
 
 
 def _files(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:
-    """Files by content: one that was only moved or renamed is no difference."""
+    """Compares files by content: a moved or renamed file is no difference."""
     lost = {path: digest for path, digest in before.items() if digest not in after.values()}
     new = {path: digest for path, digest in after.items() if digest not in before.values()}
     phrases = [
@@ -149,11 +151,11 @@ def _provenance(before: Provenance, after: Provenance) -> Iterator[Cause]:
 
 @dataclass(frozen=True, kw_only=True)
 class Diff:
-    """The answer.
+    """The result of a comparison.
 
     Args:
-        causes: what differs, the most likely cause of other results first.
-        metrics: stage -> metric -> value in each: the consequence. None: not measured there.
+        causes: the differences, likeliest cause of a changed result first.
+        metrics: stage -> metric -> value in each; None: not measured there.
     """
 
     first: Node
@@ -167,7 +169,7 @@ class Diff:
 
     @property
     def same_output(self) -> bool | None:
-        """Whether the outputs are equal byte for byte; None: one is no finished artifact."""
+        """Whether the outputs are byte-identical; None: one of them is not a finished artifact."""
         if not self.first.manifest or not self.second.manifest:
             return None
         return self.first.manifest.output_digest == self.second.manifest.output_digest
@@ -203,17 +205,17 @@ def diff(index: Index, first: str, second: str) -> Diff:
 
 
 def paired_nodes(left: Graph, right: Graph) -> list[tuple[str, str]]:
-    """Nodes that stand for each other, the nearest to the roots first.
+    """Corresponding nodes of two graphs, nearest to the compared artifacts first.
 
-    From the roots upward by slot, where the names are equal or neither occurs on the other side; what is left by name.
+    Paired by slot, if the names are equal or neither occurs in the other graph; the rest by name.
     """
     names = {node.name for node in left.nodes.values()}, {node.name for node in right.nodes.values()}
     pairs = [(left.root, right.root)]
-    for a, b in pairs:  # grows on the way
+    for a, b in pairs:  # grows in the loop
         below = {edge.slot: edge.parent for edge in right.parents(b)}
         for edge in left.parents(a):
             other = below.get(edge.slot)
-            if other and _fit(left.nodes[edge.parent].name, right.nodes[other].name, names):
+            if other and _correspond(left.nodes[edge.parent].name, right.nodes[other].name, names):
                 _add(pairs, edge.parent, other)
     for node in left.nodes:
         for other in right.nodes:
@@ -222,7 +224,7 @@ def paired_nodes(left: Graph, right: Graph) -> list[tuple[str, str]]:
     return pairs
 
 
-def _fit(a: str, b: str, names: tuple[set[str], set[str]]) -> bool:
+def _correspond(a: str, b: str, names: tuple[set[str], set[str]]) -> bool:
     return a == b or (a not in names[1] and b not in names[0])
 
 
@@ -239,7 +241,7 @@ def _unpaired(left: Graph, right: Graph, pairs: list[tuple[str, str]]) -> Iterat
 
 
 def _metrics(a: Node, b: Node) -> dict[str, tuple[float | None, float | None]]:
-    """What was measured otherwise; times are not measurements of the result."""
+    """Metrics with different values; durations are left out."""
     if not a.manifest or not b.manifest:
         return {}
     before, after = a.manifest.metrics, b.manifest.metrics

@@ -1,7 +1,7 @@
-"""What a dataset or a row touched, and the cheapest retraining without it.
+"""Everything that a dataset or a row went into, and the cheapest retraining without it.
 
-Rows are searched in prepared data by ``row_id``, value or source; each pipeline lists what would run again and what
-would be reused.
+Rows are searched in prepared data by ``row_id`` or text; for each pipeline the stages to run again and to reuse are
+listed.
 """
 
 import json
@@ -17,7 +17,7 @@ from lineage.artifact import DATA, SOURCE
 from lineage.digest import digest_file
 from lineage.errors import ArtifactError, ConfigError
 from lineage.fingerprint import without_nones
-from lineage.graph.ancestry import MODELS, Below
+from lineage.graph.ancestry import MODELS, Descendants
 from lineage.graph.index import Index
 from lineage.graph.places import Indexed, node_key, parts_below
 from lineage.graph.refs import resolve
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Retraining:
-    """Of one pipeline as it stands: its view, or else its newest artifacts.
+    """What to run again in one pipeline, as its view (or else its newest artifacts) stands.
 
     Args:
         again: the stages to run again, in order.
-        reused: the stages that it did not touch.
-        replaced: the artifact of this pipeline that is itself what must go.
-        restart: models that it did not touch and that the training starts from again.
-        instead: stage to run again -> a finished model of that stage that it did not touch.
+        reused: the unaffected stages.
+        replaced: artifacts of this pipeline that are themselves to be removed.
+        restart: unaffected models from which the training starts again.
+        instead: stage to run again -> an unaffected finished model of that stage.
     """
 
     pipeline: str
@@ -49,19 +49,19 @@ class Retraining:
 
     @property
     def seconds(self) -> float:
-        """What the stages took when they last ran, one after the other: an estimate."""
+        """Estimated duration: the sum of the last durations of the stages."""
         return sum(each.end - each.start for each in self.again)
 
 
-def retrainings(index: Index, below: Below, roots: list[str]) -> list[Retraining]:
-    """One per pipeline that has something to run again."""
+def retrainings(index: Index, below: Descendants, roots: list[str]) -> list[Retraining]:
+    """One per pipeline that has stages to run again."""
     made = [artifact for artifact in map(index.artifact, roots) if artifact]
     pipelines = dict.fromkeys([*(pipeline for pipeline, *_ in below.counts), *(each.pipeline for each in made)])
     found = [_retraining(index, below, roots, pipeline) for pipeline in pipelines]
     return [each for each in found if each.again]
 
 
-def _retraining(index: Index, below: Below, roots: list[str], pipeline: str) -> Retraining:
+def _retraining(index: Index, below: Descendants, roots: list[str], pipeline: str) -> Retraining:
     now = current(index, pipeline)
     again = [each for each in now if below.holds(each.id)]
     replaced = [each for each in now if each.id in roots and each not in again]
@@ -80,10 +80,10 @@ def _retraining(index: Index, below: Below, roots: list[str], pipeline: str) -> 
 
 
 def current(index: Index, pipeline: str) -> list[Indexed]:
-    """The artifacts that a pipeline stands on now, one per stage, in the order in which they were finished.
+    """The current artifacts of a pipeline, one per stage, in the order in which they were finished.
 
-    The view where the pipeline has one; else the newest artifact with all that it was made from, and so on for the
-    stages that this left out.
+    Taken from the view if there is one; else the newest artifact with its ancestors, then the same for the stages
+    that are still missing.
     """
     found: dict[str, Indexed] = {}
     for start in _viewed(index, pipeline) or index.newest_of_each_stage(pipeline):
@@ -107,14 +107,14 @@ def _viewed(index: Index, pipeline: str) -> list[Indexed]:
 
 logger = logging.getLogger(__name__)
 
-SIDES = ("train", "held_out")
+SPLITS = ("train", "held_out")
 _ROW_ID = re.compile("[0-9a-f]{16}(-[0-9]+)?")
 _SHOWN = 120  # characters of a row
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundRow:
-    """A row, and on which side it is of each data artifact that has it: ``train`` or ``held_out``."""
+    """A row, and its split in each data artifact that holds it: ``train`` or ``held_out``."""
 
     row_id: str
     text: str
@@ -122,13 +122,13 @@ class FoundRow:
 
 
 def find_rows(index: Index, source: str, wanted: str) -> list[FoundRow]:
-    """Every row of that id (and its duplicates) or with that text, of all that was ever read from a source.
+    """Every row with that id (and its duplicates) or that text, among all rows that were read from a source.
 
     Args:
-        source: its name, or its node for one version of it.
+        source: its name, or the node of one version of it.
 
     Raises:
-        ConfigError: no such source, no such row, or none in what can be searched of it.
+        ConfigError: no such source, no such row, or its data cannot be searched.
     """
     nodes = [source] if "@" in source else index.sources(source.removeprefix(SOURCE))
     made = [index.artifact(child) for node in nodes for child, _ in index.children(node)]
@@ -140,18 +140,18 @@ def find_rows(index: Index, source: str, wanted: str) -> list[FoundRow]:
         )
     found: dict[str, FoundRow] = {}
     for artifact in data:
-        for side in SIDES:
-            for row_id, text in _matching_rows(index, artifact, side, wanted):
-                found.setdefault(row_id, FoundRow(row_id=row_id, text=text)).sides[artifact.id] = side
-    unsearched = [each.id for each in data if not any(_file(index, each.id, side).exists() for side in SIDES)]
+        for split in SPLITS:
+            for row_id, text in _matching_rows(index, artifact, split, wanted):
+                found.setdefault(row_id, FoundRow(row_id=row_id, text=text)).sides[artifact.id] = split
+    unsearched = [each.id for each in data if not any(_file(index, each.id, split).exists() for split in SPLITS)]
     if unsearched and not found:
         raise ConfigError(
-            f"{source}#{wanted}: nobody knows: {', '.join(unsearched[:8])} cannot be searched, for there is no "
-            f"{' or '.join(f'{side}.parquet' for side in SIDES)} in its output; search its source yourself, and ask "
-            f"of all of it: posttrain impact {unsearched[0]}"
+            f"{source}#{wanted}: unknown: {', '.join(unsearched[:8])} cannot be searched, for there is no "
+            f"{' or '.join(f'{split}.parquet' for split in SPLITS)} in its output; search its source yourself, or ask "
+            f"for all of it: posttrain impact {unsearched[0]}"
         )
     if unsearched:
-        logger.warning("artifacts=%s searched=no: without rows in parquet; may hold it too", ",".join(unsearched[:8]))
+        logger.warning("artifacts=%s searched=no reason=no parquet rows; may hold it too", ",".join(unsearched[:8]))
     if not found:
         raise ConfigError(
             f"{source}#{wanted}: no row of that id or with that text in {', '.join(each.id for each in data[:8])}; "
@@ -160,20 +160,20 @@ def find_rows(index: Index, source: str, wanted: str) -> list[FoundRow]:
     return list(found.values())
 
 
-def row_sides(index: Index, artifact: str) -> dict[str, str]:
-    """Row id -> side, of every row of a data artifact; empty where it has no such rows."""
+def row_splits(index: Index, artifact: str) -> dict[str, str]:
+    """Row id -> split, of every row of a data artifact; empty: it has no such files."""
     sides = {}
-    for side in SIDES:
-        file = _file(index, artifact, side)
+    for split in SPLITS:
+        file = _file(index, artifact, split)
         if file.exists():
             import pyarrow.parquet as pq  # a fifth of a second, in vain where there are none
 
-            sides.update(dict.fromkeys(pq.read_table(file, columns=["row_id"])["row_id"].to_pylist(), side))
+            sides.update(dict.fromkeys(pq.read_table(file, columns=["row_id"])["row_id"].to_pylist(), split))
     return sides
 
 
-def _file(index: Index, artifact: str, side: str) -> Path:
-    return index.entry(artifact).output / f"{side}.parquet"
+def _file(index: Index, artifact: str, split: str) -> Path:
+    return index.entry(artifact).output / f"{split}.parquet"
 
 
 def _matching_rows(index: Index, artifact: Indexed, side: str, wanted: str) -> list[tuple[str, str]]:
@@ -182,7 +182,7 @@ def _matching_rows(index: Index, artifact: Indexed, side: str, wanted: str) -> l
     import pyarrow.parquet as pq
 
     file = _file(index, artifact.id, side)
-    if not file.exists():  # data of a method that writes no such rows
+    if not file.exists():  # the method writes no such rows
         return []
     found = []
     try:
@@ -198,14 +198,14 @@ def _matching_rows(index: Index, artifact: Indexed, side: str, wanted: str) -> l
 
 
 def _with_id(ids: "pa.Array", wanted: str) -> set[int]:
-    """Places of a row and of its duplicates: theirs are numbered, ``0123456789abcdef-1``."""
+    """Indices of a row and of its duplicates, whose ids are numbered: ``0123456789abcdef-1``."""
     import pyarrow.compute as pc
 
     return set(pc.indices_nonzero(pc.or_(pc.equal(ids, wanted), pc.starts_with(ids, wanted + "-"))).to_pylist())
 
 
 def _with_text(columns: "list[pa.Array]", wanted: str) -> set[int]:
-    """Places of the rows that hold a text in any string, however deep."""
+    """Indices of the rows with a text in any string, nested ones included."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -222,7 +222,7 @@ def _with_text(columns: "list[pa.Array]", wanted: str) -> set[int]:
 
 
 def _text(row: dict[str, object]) -> str:
-    """The beginning of a row for people."""
+    """The beginning of a row, for display."""
     values = without_nones({name: value for name, value in row.items() if name not in ("row_id", "kind")})
     assert isinstance(values, dict)
     whole = values.get("text")
@@ -235,15 +235,15 @@ FORMS = "impact also takes label:NAME, source:NAME#ROW-ID, source:NAME#TEXT, and
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meant:
-    """The nodes that a REF stands for.
+class Target:
+    """The nodes that a REF refers to.
 
     Args:
-        words: what they are, for people.
-        roots: everything made from these is affected.
+        words: their description.
+        roots: nodes whose descendants are affected.
         within: artifacts that are affected themselves: the data that holds a row.
         sources: the sources that would have to change.
-        files: that hold the row or are the file, as they were read.
+        files: paths of the source files that hold the row, or of the given file.
     """
 
     words: str
@@ -254,14 +254,14 @@ class Meant:
     rows: list[FoundRow] = field(default_factory=list)
 
 
-def meant_by(ref: str, index: Index) -> Meant:
-    """Finds what a REF of ``impact`` stands for.
+def parse_target(ref: str, index: Index) -> Target:
+    """Resolves a REF of ``impact``.
 
     Raises:
-        ConfigError: nothing bears that name.
+        ConfigError: there is nothing of that name.
     """
     if not ref.strip():
-        raise ConfigError(f"REF is empty ({ref!r}), and would be everything; name an artifact or a source; {FORMS}")
+        raise ConfigError(f"REF is empty ({ref!r}); name an artifact or a source; {FORMS}")
     if ref.startswith(LABEL):
         return _label(ref.removeprefix(LABEL), index)
     source, hash_sign, wanted = ref.partition("#")
@@ -270,20 +270,20 @@ def meant_by(ref: str, index: Index) -> Meant:
     if source.startswith(SOURCE) and "@" not in source and index.sources(source.removeprefix(SOURCE)):
         nodes = index.sources(source.removeprefix(SOURCE))
         versions = f", all {len(nodes)} versions that were ever read" if len(nodes) > 1 else ""
-        return Meant(words=source + versions, roots=nodes, sources=nodes)
+        return Target(words=source + versions, roots=nodes, sources=nodes)
     path = os.path.abspath(os.path.expanduser(ref))
     may_be_file = os.sep in ref or os.path.exists(path)
     nodes = _reading(path, index) if may_be_file and not parts_below(index.store, path) else []
     if nodes:
-        return Meant(words=f"the file {path}", roots=nodes, sources=nodes, files=[path])
+        return Target(words=f"the file {path}", roots=nodes, sources=nodes, files=[path])
     try:
         node = resolve(ref, index).node
     except ConfigError as error:
         raise ConfigError(f"{error}; {FORMS}") from error
-    return Meant(words=node, roots=[node], sources=[node] if node.startswith(SOURCE) else [])
+    return Target(words=node, roots=[node], sources=[node] if node.startswith(SOURCE) else [])
 
 
-def _label(label: str, index: Index) -> Meant:
+def _label(label: str, index: Index) -> Target:
     nodes = index.sources_with_label(label)
     if not nodes:
         known = sorted({each for node in index.sources() for each in index.labels(node)})
@@ -291,10 +291,10 @@ def _label(label: str, index: Index) -> Meant:
             f"{LABEL}{label}: no source in {index.store} was recorded with that label; "
             f"labels there: {', '.join(known) or 'none'}; label a source with sources.NAME.labels=[...]"
         )
-    return Meant(words=f"the label {label}", roots=nodes, sources=nodes)
+    return Target(words=f"the label {label}", roots=nodes, sources=nodes)
 
 
-def _rows(source: str, wanted: str, index: Index) -> Meant:
+def _rows(source: str, wanted: str, index: Index) -> Target:
     if not wanted:
         raise ConfigError(f"{source}#: a row is named by its id or by a text in it, such as {source}#some text")
     rows = find_rows(index, source, wanted)
@@ -305,7 +305,7 @@ def _rows(source: str, wanted: str, index: Index) -> Meant:
     words = f"row {rows[0].row_id} of {source}" if len(rows) == 1 else f"{len(rows)} rows of {source}"
     measured = [each.id for each in index.descendants(held) if each.kind in ("report", "verdict")]
     files = sorted({file for node in sources for file in _files(node, index)})
-    return Meant(words=words, roots=trained, within=[*held, *measured], sources=sources, files=files, rows=rows)
+    return Target(words=words, roots=trained, within=[*held, *measured], sources=sources, files=files, rows=rows)
 
 
 def _files(source: str, index: Index) -> Iterator[str]:
@@ -315,11 +315,11 @@ def _files(source: str, index: Index) -> Iterator[str]:
 
 
 def _reading(path: str, index: Index) -> list[str]:
-    """The sources that a file or directory is part of: by its path, or else by what it holds now."""
-    named = [node for node in index.sources_that_say(path) if _is_part(path, node, index)]
+    """The sources that a file or directory belongs to: by its path, or else by its current content."""
+    named = [node for node in index.sources_recording(path) if _is_part(path, node, index)]
     if named or not os.path.isfile(path):
         return named
-    return index.sources_that_say(digest_file(Path(path)))
+    return index.sources_recording(digest_file(Path(path)))
 
 
 def _is_part(path: str, source: str, index: Index) -> bool:
@@ -327,31 +327,31 @@ def _is_part(path: str, source: str, index: Index) -> bool:
     return any(each == path or each.startswith(path + os.sep) for each in [*recorded, *_files(source, index)])
 
 
-MOST_VERSIONS = 1000  # a file is read for each
+MOST_VERSIONS = 1000  # a file is read for each version
 
 
 @dataclass(frozen=True, kw_only=True)
 class Impact:
-    """The answer.
+    """The result of ``impact``.
 
     Args:
-        below: the artifacts that it went into; of a row, not the models that it was held out from.
-        aliases: alias -> the affected model that holds it now.
-        before: alias -> its previous holder, where that one is not affected.
-        unaffected: of a row, how many models were made from data that has it held out only.
+        below: the affected artifacts; for a row, without the models from which it was held out.
+        aliases: alias -> the affected model that it points to.
+        before: alias -> the model that it pointed to before, if that one is not affected.
+        unaffected: for a row: number of models whose data holds it in ``held_out`` only.
     """
 
     index: Index
     ref: str
-    meant: Meant
-    below: Below
+    meant: Target
+    below: Descendants
     aliases: dict[str, str]
     before: dict[str, str]
     unaffected: int
     retrainings: list[Retraining]
 
     def role(self, artifact: Indexed) -> str | None:
-        """Of a row: how an artifact met it."""
+        """For a row: how an artifact used it."""
         if not self.meant.rows:
             return None
         if artifact.kind in MODELS:
@@ -362,7 +362,7 @@ class Impact:
         return "measured on it" if artifact.id in self.meant.within else "measures a model that was trained on it"
 
     def version(self, artifact: Indexed) -> int | None:
-        """Of the registered model, as noted beside the artifact; not looked for where there are very many."""
+        """Version of the registered model, read from the run file; None for very many models."""
         if artifact.kind not in MODELS or self.below.num_models > MOST_VERSIONS:
             return None
         note = RunFile.read(self.index.entry(artifact.id).path)
@@ -383,7 +383,7 @@ class Impact:
         }
 
     def _row(self, each: Indexed) -> dict[str, object]:
-        aliases = [alias for alias, holder in self.aliases.items() if holder == each.id] if self.aliases else []
+        aliases = [alias for alias, model in self.aliases.items() if model == each.id] if self.aliases else []
         return {
             "id": each.id, "pipeline": each.pipeline, "stage": each.stage, "kind": each.kind or None,
             "fingerprint": each.fingerprint, "path": f"{self.index.store}/{each.stage}/{each.fingerprint[:16]}",
@@ -393,13 +393,13 @@ class Impact:
 
 
 def impact(ref: str, index: Index) -> Impact:
-    """Everything that a REF went into.
+    """Everything that was made from what a REF names.
 
     Raises:
-        ConfigError: nothing bears that name.
+        ConfigError: there is nothing of that name.
     """
-    meant = meant_by(ref, index)
-    below = Below(index, meant.roots, meant.within)
+    meant = parse_target(ref, index)
+    below = Descendants(index, meant.roots, meant.within)
     held = {alias: node for alias, node in index.aliases.items() if below.holds(node) or node in meant.roots}
     return Impact(
         index=index, ref=ref, meant=meant, below=below, aliases=held,
@@ -409,12 +409,12 @@ def impact(ref: str, index: Index) -> Impact:
 
 
 def _previous(index: Index, aliases: dict[str, str]) -> dict[str, str]:
-    """Alias -> the artifact that a rollback would give it to."""
-    held = {alias: index.alias_holders[alias] for alias in aliases}
+    """Alias -> the model that it would point to after a rollback."""
+    held = {alias: index.alias_history[alias] for alias in aliases}
     return {alias: nodes[-2] for alias, nodes in held.items() if len(nodes) > 1 and index.artifact(nodes[-2])}
 
 
-def _unaffected(index: Index, meant: Meant, below: Below) -> int:
+def _unaffected(index: Index, meant: Target, below: Descendants) -> int:
     if not meant.rows:
         return 0
     held = [artifact for row in meant.rows for artifact in row.sides]

@@ -1,7 +1,7 @@
-"""The index of a store: ``<store>/index.sqlite``, a cache of the links between manifests that can be deleted.
+"""The index of a store: ``<store>/index.sqlite``, a disposable cache of the links between manifests.
 
-It is brought up to date when it is opened, and rebuilt where it is damaged or of another version. A rollback journal,
-not a write-ahead log: stores are shared over network file systems, where a log cannot work.
+It is updated whenever it is opened, and rebuilt if it is damaged or of another version. It uses a rollback journal,
+since a write-ahead log does not work on network file systems.
 """
 
 import json
@@ -21,23 +21,23 @@ from lineage.artifact import SOURCE
 from lineage.errors import ArtifactError
 from lineage.fingerprint import canonical_json, short
 from lineage.graph.places import Indexed, artifact_at, node_key
+from lineage.labels import recorded_labels
 from lineage.manifest import InputRecord, Manifest, SourceRecord
 from lineage.promotions import Event, read_events, stacks
 from lineage.secrets import redacted
-from lineage.stated_labels import stated_labels
 from lineage.store import ENTRY_NAME, MANIFEST, RESERVED, Entry, Store
 
 logger = logging.getLogger(__name__)
 
 INDEX = "index.sqlite"
-_WAIT_SECONDS = 300.0  # for another process that builds it
-# Of a file that is no index. All other errors are of its place: read-only, full, locked for too long.
+_WAIT_SECONDS = 300.0  # for another process that builds the index
+# The file is not an index. All other errors are those of its location: read-only, full, locked for too long.
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 _OTHER_TABLES = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CONSTRAINT)
 
 
 def open_database(store: Path) -> sqlite3.Connection:
-    """The index as the store is now; in memory where it cannot be kept."""
+    """Opens and updates the index of a store; in memory if it cannot be written."""
     if not store.is_dir():
         return _opened(":memory:", store)
     try:
@@ -50,8 +50,8 @@ def open_database(store: Path) -> sqlite3.Connection:
 
 
 def rebuilt(store: Path) -> sqlite3.Connection:
-    """A new index in place of a damaged one."""
-    logger.info("store=%s index=damaged: is built again", store)
+    """Replaces a damaged index by a new one."""
+    logger.info("store=%s index=damaged action=rebuild", store)
     try:
         for name in (INDEX, INDEX + "-journal"):
             (store / name).unlink(missing_ok=True)
@@ -61,7 +61,7 @@ def rebuilt(store: Path) -> sqlite3.Connection:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error is of the file's content, so that a new file mends it."""
+    """Whether the content of the index file is damaged, so that a rebuild helps."""
     return _code(error) in _DAMAGE
 
 
@@ -85,9 +85,9 @@ def _opened(path: str, store: Path) -> sqlite3.Connection:
 
 
 def _create(database: sqlite3.Connection) -> None:
-    """Makes the tables in an empty file; what holds others is refused by SQLite as damaged."""
+    """Creates the tables; SQLite refuses a file with other tables."""
     database.execute("BEGIN IMMEDIATE")
-    if _version(database) != VERSION:  # or another process made them meanwhile
+    if _version(database) != VERSION:  # else another process has created them meanwhile
         for statement in SCHEMA.split(";"):
             database.execute(statement)
         database.execute(f"PRAGMA user_version = {VERSION}")
@@ -98,20 +98,20 @@ def _version(database: sqlite3.Connection) -> int:
     return int(database.execute("PRAGMA user_version").fetchone()[0])
 
 
-# A directory that changed this short a time ago may change again without its time telling.
+# A directory may change again within the tick of its mtime.
 _SETTLED_NS = 2 * 10**9
-# Up to as many, every manifest is looked at each time, so that one that was made again is seen as well.
+# Up to this number of entries every manifest is checked each time, so that a rewritten one is noticed too.
 CHECK_ALL = 10_000
 
 
 @dataclass
 class Changes:
-    """What is not as the index has it.
+    """Differences between the index and the store.
 
     Args:
-        read: stage, directory and stamp of each manifest to read; no stamp where there is none yet.
-        gone: stage and directory of each entry that is there no more.
-        stages: name and time of each stage's directory that changed; 0: it may change again unseen.
+        read: stage, directory and stamp of each manifest to read; None as stamp: there is no manifest yet.
+        gone: stage and directory of each deleted entry.
+        stages: name and mtime of each changed stage directory; 0: it may change again within the same tick.
     """
 
     read: list[tuple[str, str, str | None]] = field(default_factory=list)
@@ -144,7 +144,7 @@ def changes(database: sqlite3.Connection, root: Path) -> Changes:
 
 
 def _stages(root: Path) -> Iterator[tuple[str, int]]:
-    """The stages' directories and when they last changed, read before they are looked into."""
+    """Names and mtimes of the stage directories, read before their content is."""
     with suppress(FileNotFoundError, NotADirectoryError), os.scandir(root) as found:
         for each in found:
             if each.name not in RESERVED and each.is_dir():
@@ -166,7 +166,7 @@ def _check_all(database: sqlite3.Connection, root: Path, stage: str, found: Chan
 
 
 def _check_unfinished(database: sqlite3.Connection, root: Path, stage: str, found: Changes) -> None:
-    """A manifest that appears in a known directory does not change the time of the stage's."""
+    """A new manifest in a known directory does not change the mtime of the stage's directory."""
     rows = database.execute("SELECT directory, stamp FROM entry WHERE state != 'finished' AND stage = ?", (stage,))
     for directory, known in rows:
         stamp = _stamp(f"{root}/{stage}/{directory}")
@@ -175,7 +175,7 @@ def _check_unfinished(database: sqlite3.Connection, root: Path, stage: str, foun
 
 
 def _stamp(directory: str) -> str | None:
-    """Tells one manifest from the next in its place; None: there is none yet."""
+    """Identifies one version of a manifest file; None: there is none yet."""
     try:
         status = os.stat(f"{directory}/{MANIFEST}")
     except OSError:
@@ -183,7 +183,7 @@ def _stamp(directory: str) -> str | None:
     return f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
 
 
-# A node is an artifact, a source, or a parent that is gone; an edge's record is what a manifest says of a source.
+# A node is an artifact, a source, or a missing parent; an edge's record is what a manifest says about a source.
 SCHEMA = """
 CREATE TABLE stage (name TEXT PRIMARY KEY, mtime_ns INTEGER) WITHOUT ROWID;
 CREATE TABLE entry (stage TEXT, directory TEXT, stamp TEXT, state TEXT, PRIMARY KEY (stage, directory)) WITHOUT ROWID;
@@ -200,9 +200,9 @@ CREATE INDEX node_name ON node (name);
 CREATE INDEX artifact_place ON artifact (place, end);
 CREATE INDEX edge_parent ON edge (parent, child);
 """
-VERSION = zlib.crc32(SCHEMA.encode()) >> 1  # a file with other tables is built again
-# An edge from a source to the artifact whose output it names lives as long as a manifest says so; then a node goes
-# that is neither an artifact nor at an end of an edge.
+VERSION = zlib.crc32(SCHEMA.encode()) >> 1  # an index with other tables is rebuilt
+# Deletes edges from a source to the artifact that it names once no manifest records them, and then nodes without
+# an artifact or an edge.
 _DROP_ORPHANS = """
 DELETE FROM edge WHERE child NOT IN (SELECT node FROM artifact)
     AND record NOT IN (SELECT record FROM edge JOIN artifact ON node = child);
@@ -213,7 +213,7 @@ DELETE FROM node WHERE id NOT IN (SELECT node FROM artifact UNION SELECT parent 
 
 
 def refresh(database: sqlite3.Connection, root: Path) -> None:
-    """One transaction, and none where nothing changed; who waited for another's finds its work done."""
+    """Updates the index in one transaction; does nothing if nothing changed."""
     if not changes(database, root):
         return
     database.execute("BEGIN IMMEDIATE")
@@ -244,7 +244,7 @@ def _apply(database: sqlite3.Connection, root: Path, found: Changes) -> None:
 
 
 def _forget(database: sqlite3.Connection, stage: str, directory: str) -> bool:
-    """Takes an entry out; whether it was a finished one."""
+    """Removes an entry; returns whether it was finished."""
     database.execute("DELETE FROM entry WHERE stage = ? AND directory = ?", (stage, directory))
     row = database.execute("SELECT id FROM node WHERE key = ?", (node_key(stage, directory),)).fetchone()
     if row is None:
@@ -308,14 +308,14 @@ ARTIFACT = (
 
 
 def newest_where(condition: str) -> str:
-    """The query of the last artifact of a pipeline's stage, one per place at most, for which a condition holds."""
+    """A query for the newest artifact of a pipeline's stage that satisfies a condition."""
     last = f"SELECT node FROM artifact WHERE place = each.id AND {condition} ORDER BY end DESC LIMIT 1"
     nodes = f"SELECT ({last}) FROM place AS each WHERE pipeline = ? AND stage = ?"
     return f"{ARTIFACT} WHERE node IN ({nodes}) ORDER BY end DESC, key LIMIT 1"
 
 
 def reached(start: str, end: str) -> str:
-    """The table ``reached(id)`` of the nodes found along the edges from ``start`` to ``end``; takes nodes as JSON."""
+    """SQL for ``reached(id)``: all nodes reached along edges from ``start`` to ``end``; takes nodes as JSON."""
     return (
         "WITH RECURSIVE reached(id) AS ("
         f"SELECT edge.{end} FROM json_each(?) JOIN node ON node.key = value JOIN edge ON edge.{start} = node.id "
@@ -324,7 +324,7 @@ def reached(start: str, end: str) -> str:
 
 
 class Index:
-    """Questions about the links of a store, as it was when this was opened. Nodes go by their id (``sft@0123...``)."""
+    """Queries on the links of a store, as of the time of opening. Nodes are named by id (``sft@0123...``)."""
 
     def __init__(self, store: Path) -> None:
         self.store = store
@@ -345,17 +345,17 @@ class Index:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Alias -> the artifact that holds it now."""
-        return {alias: nodes[-1] for alias, nodes in self.alias_holders.items()}
+        """Alias -> the artifact that it points to."""
+        return {alias: nodes[-1] for alias, nodes in self.alias_history.items()}
 
     @cached_property
-    def alias_holders(self) -> dict[str, list[str]]:
-        """Alias -> the artifacts that held it, the present one last."""
+    def alias_history(self) -> dict[str, list[str]]:
+        """Alias -> the artifacts that it has pointed to, the current one last."""
         found = stacks(read_events(self.store))
-        return {alias: [self._holder(event) for event in events] for alias, events in found.items() if events}
+        return {alias: [self._promoted_node(event) for event in events] for alias, events in found.items() if events}
 
-    def _holder(self, event: Event) -> str:
-        """The promotion names the stage, because two stages may share a fingerprint."""
+    def _promoted_node(self, event: Event) -> str:
+        """The promoted artifact; the event names the stage, because two stages may share a fingerprint."""
         digits = short(event.fingerprint or "")
         artifacts = [node for node in self.with_prefix(digits) if self.artifact(node)]
         return node_key(event.stage or "", digits) if event.stage else next(iter(artifacts), node_key("", digits))
@@ -369,15 +369,15 @@ class Index:
         return not self.rows("SELECT 1 FROM artifact LIMIT 1")
 
     def knows(self, node: str) -> bool:
-        """Whether a manifest names it: as its own, or as what it was made from."""
+        """Whether a node is an artifact or an input of one."""
         return bool(self.rows("SELECT 1 FROM node WHERE key = ?", node))
 
     def artifact(self, node: str) -> Indexed | None:
-        """A finished artifact; None: it is a source, or gone."""
+        """A finished artifact; None: the node is a source, or missing."""
         return next(iter(self.artifacts(f"{ARTIFACT} WHERE node = (SELECT id FROM node WHERE key = ?)", node)), None)
 
     def with_prefix(self, digits: str) -> list[str]:
-        """Artifacts and sources whose fingerprint starts so."""
+        """Artifacts and sources whose fingerprint starts with these digits."""
         rows = self.rows("SELECT key FROM node WHERE digits >= ? AND digits < ? ORDER BY key", digits, digits + "g")
         return [str(key) for (key,) in rows]
 
@@ -386,7 +386,7 @@ class Index:
         return next(iter(self.artifacts(newest_where("TRUE"), pipeline, stage)), None)
 
     def newest_of_each_stage(self, pipeline: str) -> list[Indexed]:
-        """Per stage of a pipeline the artifact that was finished last, the last of them first."""
+        """The newest artifact of each stage of a pipeline, newest first."""
         stages = self.rows("SELECT DISTINCT stage FROM place WHERE pipeline = ?", pipeline)
         found = [self.newest(pipeline, stage) for (stage,) in stages]
         return sorted((each for each in found if each), key=lambda each: (-each.end, each.id))
@@ -397,7 +397,7 @@ class Index:
         return [(pipeline, stage) for pipeline, stage in rows]
 
     def sources(self, name: str | None = None) -> list[str]:
-        """Nodes of the sources, or of those of one name, the newest recorded last."""
+        """Nodes of all sources, or of those of one name; the most recently used last."""
         sql = (
             "SELECT above.key FROM node AS above JOIN edge ON edge.parent = above.id "
             "LEFT JOIN artifact ON artifact.node = edge.child WHERE above.name {} "
@@ -408,43 +408,43 @@ class Index:
         return [str(key) for (key,) in self.rows(sql.format("= ?"), SOURCE + name)]
 
     def records(self, source: str) -> list[InputRecord]:
-        """What the manifests say of a source, each variant once: paths and labels may have changed, content not."""
+        """The distinct records of a source in manifests: the same content, perhaps with other paths or labels."""
         rows = self.rows(
             "SELECT text FROM record JOIN node ON node.id = record.node WHERE key = ? ORDER BY text", source
         )
         return [_record(text) for (text,) in rows]
 
     def labels(self, source: str) -> set[str]:
-        """All that was ever said of the licence and consent of a source's bytes, under whatever name they were read."""
+        """All licence and consent labels that were recorded for a source's bytes, under any name."""
         digits = source.rpartition("@")[2]
         rows = self.rows(
             "SELECT DISTINCT label.value FROM node JOIN record ON record.node = node.id, "
             "json_each(record.text, '$.source.labels') AS label WHERE node.digits = ?",
             digits,
         )
-        return {label for (label,) in rows} | self._stated.get(digits, set())
+        return {label for (label,) in rows} | self._run_labels.get(digits, set())
 
     def sources_with_label(self, wanted: str) -> list[str]:
-        """The sources that have a label, its case ignored as in the patterns of licences."""
+        """The sources with a label; case is ignored, as in the licence patterns."""
         rows = self.rows(
             "SELECT DISTINCT node.digits, label.value FROM record JOIN node ON node.id = record.node, "
             "json_each(record.text, '$.source.labels') AS label"
         )
-        stated = [(digits, label) for digits, labels in self._stated.items() for label in labels]
+        stated = [(digits, label) for digits, labels in self._run_labels.items() for label in labels]
         found = {digits for digits, label in [*rows, *stated] if label.lower() == wanted.lower()}
         sql = "SELECT node.key FROM json_each(?) JOIN node ON digits = value WHERE name GLOB 'source:*' ORDER BY 1"
         return [key for (key,) in self.rows(sql, json.dumps(sorted(found)))]
 
     @cached_property
-    def _stated(self) -> dict[str, set[str]]:
-        return stated_labels(self.store)
+    def _run_labels(self) -> dict[str, set[str]]:
+        return recorded_labels(self.store)
 
     def descendants(self, nodes: Iterable[str]) -> list[Indexed]:
-        """The finished artifacts that nodes went into, at any distance, in the order in which they were finished."""
+        """All finished descendants of nodes, in the order in which they were finished."""
         return self._reached(nodes, "parent", "child")
 
     def ancestors(self, nodes: Iterable[str]) -> list[Indexed]:
-        """The finished artifacts that nodes were made from, in the order in which they were finished."""
+        """All finished ancestors of nodes, in the order in which they were finished."""
         return self._reached(nodes, "child", "parent")
 
     def _reached(self, nodes: Iterable[str], start: str, end: str) -> list[Indexed]:
@@ -452,11 +452,11 @@ class Index:
         return self.artifacts(sql, json.dumps(list(nodes)))
 
     def children(self, node: str) -> list[tuple[str, str]]:
-        """Node and slot of all that was made from a node directly."""
+        """Nodes and slots of the direct consumers of a node."""
         return self._next(node, "parent", "child")
 
     def parents(self, node: str) -> list[tuple[str, str]]:
-        """Node and slot of all that a node was made from directly."""
+        """Nodes and slots of the direct inputs of a node."""
         return self._next(node, "child", "parent")
 
     def _next(self, node: str, start: str, end: str) -> list[tuple[str, str]]:
@@ -466,17 +466,17 @@ class Index:
         )
         return [(other, slot) for other, slot in self.rows(sql, node)]
 
-    def sources_that_say(self, text: str) -> list[str]:
-        """The sources of which a manifest records this text: a path, a digest."""
+    def sources_recording(self, text: str) -> list[str]:
+        """The sources whose record contains a text, such as a path or a digest."""
         sql = "SELECT DISTINCT key FROM record JOIN node ON node.id = record.node WHERE instr(text, ?) ORDER BY 1"
         return [key for (key,) in self.rows(sql, json.dumps(text, ensure_ascii=False)[1:-1])]
 
     def artifacts(self, sql: str, *values: str) -> list[Indexed]:
-        """Artifacts by a query that begins with ``ARTIFACT``."""
+        """The artifacts that a query returns, which begins with ``ARTIFACT``."""
         return [Indexed._make(row) for row in self.rows(sql, *values)]
 
     def keep(self, table: str, *values: str) -> None:
-        """Makes a temporary table, to ask of it more than once."""
+        """Creates or fills a temporary table, and remembers the statement for a rebuilt index."""
         self.rows(table, *values)
         self._kept.append((table, values))
 
@@ -484,7 +484,7 @@ class Index:
         """The rows of a query."""
         try:
             return self._database.execute(sql, values).fetchall()
-        except sqlite3.DatabaseError as error:  # a page that the opening did not read is damaged
+        except sqlite3.DatabaseError as error:  # a damaged page that was not read at opening
             if not is_damage(error):
                 raise
             self._database = rebuilt(self.store)

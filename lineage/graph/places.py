@@ -1,4 +1,4 @@
-"""How an artifact is called, which one a path of the store belongs to, and what the index has of it."""
+"""Names of nodes, the artifact that a path of the store belongs to, and the index's row of an artifact."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ from lineage.store import ENTRY_NAME, RESERVED
 
 
 def node_key(name: str, fingerprint: str) -> str:
-    """How a node of the graph is called: ``sft@0123456789abcdef``."""
+    """The id of a node of the graph: ``sft@0123456789abcdef``."""
     return f"{name}@{short(fingerprint)}"
 
 
 def artifact_at(root: Path, path: str) -> tuple[str, str] | None:
-    """Stage and the first 16 digits of the fingerprint, of a path that is or lies in ``<root>/<stage>/<digits>``."""
+    """Stage and first 16 digits of the fingerprint for a path at or below ``<root>/<stage>/<digits>``."""
     parts = parts_below(root, path)
     if len(parts) < 2 or parts[0] in RESERVED or not ENTRY_NAME.fullmatch(parts[1]):
         return None
@@ -22,13 +22,13 @@ def artifact_at(root: Path, path: str) -> tuple[str, str] | None:
 
 
 def view_at(root: Path, path: str) -> tuple[str, str] | None:
-    """Pipeline and stage, of a path that is or lies in ``<root>/pipelines/<pipeline>/<stage>``."""
+    """Pipeline and stage for a path at or below ``<root>/pipelines/<pipeline>/<stage>``."""
     parts = parts_below(root, path)
     return (parts[1], parts[2]) if len(parts) >= 3 and parts[0] == "pipelines" else None
 
 
 def parts_below(root: Path, path: str) -> tuple[str, ...]:
-    """The names between a directory and a path below it; none where it is not below, by name or by link."""
+    """The path components below a directory, links resolved if needed; empty: the path is not below it."""
     for way in (os.path.abspath, os.path.realpath):
         top, below = way(root), way(path)
         if below.startswith(top + os.sep):
@@ -37,7 +37,7 @@ def parts_below(root: Path, path: str) -> tuple[str, ...]:
 
 
 class Indexed(NamedTuple):
-    """A finished artifact as the index knows it; its manifest says the rest.
+    """A finished artifact as the index stores it; the manifest holds the rest.
 
     Args:
         id: ``stage@`` and the first 16 digits of the fingerprint.

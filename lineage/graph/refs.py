@@ -40,13 +40,13 @@ class Found:
 
 
 def resolve(ref: str, index: Index) -> Found:
-    """Finds what a REF names.
+    """Resolves a REF.
 
     Raises:
-        ConfigError: nothing or several things bear that name; the message names what is near.
+        ConfigError: no or several things have that name; the message names similar ones.
     """
     if index.is_empty():
-        raise ConfigError(f"{ref}: the store {index.store} holds no finished artifact; make one with: posttrain run")
+        raise ConfigError(f"{ref}: the store {index.store} holds no finished artifact; produce one with: posttrain run")
     nodes = _candidates(ref, index)
     if len(nodes) > 1:
         raise ConfigError(f"{ref} names {len(nodes)} things: {_some(nodes)}; name one of them")
@@ -72,8 +72,8 @@ def _candidates(ref: str, index: Index) -> list[str]:
 def _by_alias(alias: str, index: Index) -> list[str]:
     if alias not in index.aliases:
         raise ConfigError(
-            f"{_ALIAS}{alias}: no model holds that alias; aliases now: {', '.join(sorted(index.aliases)) or 'none'}; "
-            f"give one with: posttrain promote REF --alias {alias}"
+            f"{_ALIAS}{alias}: no such alias; aliases now: {', '.join(sorted(index.aliases)) or 'none'}; "
+            f"set it with: posttrain promote REF --alias {alias}"
         )
     return [index.aliases[alias]]
 
@@ -92,7 +92,7 @@ def _fingerprint(node: str, index: Index) -> str:
 
 
 def _one_per_artifact(nodes: list[str]) -> list[str]:
-    """A source that is an artifact of this store (a champion) has its fingerprint; then the artifact is meant."""
+    """Drops sources that are artifacts of this store (a champion), which share the artifact's fingerprint."""
     artifacts = {node.rpartition("@")[2] for node in nodes if not node.startswith(SOURCE)}
     return [node for node in nodes if not node.startswith(SOURCE) or node.rpartition("@")[2] not in artifacts]
 
@@ -117,7 +117,7 @@ def _by_place(ref: str, index: Index) -> list[str]:
 
 
 def _viewed(directory: Path, index: Index) -> str | None:
-    """What the view of a pipeline holds now, where the store holds it too."""
+    """The artifact that the view of a pipeline shows, if it is in the store."""
     try:
         manifest = Entry(directory).manifest()
     except ArtifactError:

@@ -11,7 +11,7 @@ from uuid import uuid4
 from filelock import FileLock
 
 from lineage.errors import ConfigError
-from lineage.remote_files import why_silent
+from lineage.remote_files import why_unreachable
 from lineage.secrets import redacted
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def tracking_uri(configured: str | None) -> str:
 
 def require_reachable(uri: str, configured: str | None) -> None:
     """Raises ConfigError where ``uri`` is a server and nothing answers there."""
-    error = why_silent(uri, _REACH_SECONDS) if is_server(uri) else None
+    error = why_unreachable(uri, _REACH_SECONDS) if is_server(uri) else None
     if error:
         raise ConfigError(
             f"{_setting(configured)}={shown(uri)}: no MLflow server answers there ({error}); start it, mend the "

@@ -1,1 +1,1 @@
-"""Is the record intact: each part against the manifests."""
+"""Verification of the record: each part against the manifests."""

@@ -15,17 +15,17 @@ from lineage.verify.store import Checked, Fault, Finding
 
 
 def check_mlflow(uri: str | None, store: Path, checked: Checked, *, is_over: bool = False) -> Iterator[Finding]:
-    """That MLflow says what the manifests say which were recorded there.
+    """Checks that MLflow holds what the manifests recorded there.
 
     Args:
-        uri: as ``tracking.uri`` states it.
-        is_over: nothing is committed any more, so that an open run is no excuse for what is missing.
+        uri: the setting ``tracking.uri``.
+        is_over: no stage is being committed, so that missing parts of open runs are findings too.
     """
     recorded = [manifest for _, _, manifest in checked.items() if manifest.mlflow_run_id]
     pipelines = sorted({manifest.pipeline for _, manifest in checked.all.values()})
     address = tracking_uri(uri)
     file = sqlite_file(address)
-    if file and not file.exists():  # a look must not make one
+    if file and not file.exists():  # a check must not create it
         if recorded:
             yield _finding(Fault.MISSING, "MLflow", f"{file} is gone, which {len(recorded)} manifests were recorded in")
         return
@@ -60,17 +60,17 @@ def _lacking(manifest: Manifest, found: Links) -> Iterator[str]:
 
 
 def _orphans(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
-    """What was recorded from this store and is there no more: deleted by hand, or lost."""
+    """Runs of artifacts that are no longer in this store: deleted by hand, or lost."""
     held = {(manifest.stage, manifest.fingerprint) for _, manifest in checked.all.values()} | deleted(store)
     for key, run in found.runs.items():
         if found.stores[key] == str(store) and (key.stage, key.fingerprint) not in held:
-            why = f"MLflow's run {run.run_id} made it, and the store has it no more"
+            why = f"MLflow's run {run.run_id} made it, and the store no longer has it"
             mend = "restore it, or delete the run (and its version) in MLflow"
             yield Finding(fault=Fault.ORPHANED, what=node_key(key.stage, key.fingerprint), why=why, mend=mend)
 
 
 def _aliases(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
-    """That each alias names in the registry what ``promotions.jsonl`` says."""
+    """Checks that each alias in the registry points to the model of ``promotions.jsonl``."""
     pipelines = {(each.stage, each.fingerprint): each.pipeline for _, each in checked.all.values()}
     try:
         held = stacks(read_events(store))
@@ -78,11 +78,11 @@ def _aliases(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
         return
     for alias in sorted(held.keys() | {alias for aliases in found.aliases.values() for alias in aliases}):
         last = held[alias][-1] if held.get(alias) else None
-        holder = (str(last.stage), last.fingerprint) if last else None
+        promoted = (str(last.stage), last.fingerprint) if last else None
         for pipeline, aliases in found.aliases.items():
             named = aliases.get(alias)
-            due = holder if holder and pipelines.get(holder) == pipeline else None
-            if not due and (named is None or named[:2] not in pipelines):  # of another store, or of none
+            due = promoted if promoted and pipelines.get(promoted) == pipeline else None
+            if not due and (named is None or named[:2] not in pipelines):  # set by another store
                 continue
             if (named[:2] if named else None) != due:
                 shown = node_key(*named[:2]) if named else "no artifact of ours"

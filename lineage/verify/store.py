@@ -24,13 +24,13 @@ class Fault(StrEnum):
 
     MISSING = "missing"
     CHANGED = "changed"
-    ORPHANED = "orphaned"  # a mirror names what the store does not hold
-    NOTE = "note"  # worth knowing, and no fault: an unfinished stage, data that moved on
+    ORPHANED = "orphaned"  # a mirror refers to something that is not in the store
+    NOTE = "note"  # not a fault: an unfinished stage, changed data
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One of them.
+    """One disagreement.
 
     Args:
         what: the artifact, link or file.
@@ -63,12 +63,12 @@ class Checked:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of the store is left out, so that what is only elsewhere is an orphan."""
+        """Whether the whole store is checked, so that what is only in a mirror is an orphan."""
         return self.all.keys() <= set(self.chosen)
 
 
 def read_store(root: Path) -> tuple[dict[str, tuple[Entry, Manifest]], list[Finding]]:
-    """Every finished artifact by node id, and what is wrong with the directories of the others."""
+    """Every finished artifact by node id, and findings on all other directories."""
     found: dict[str, tuple[Entry, Manifest]] = {}
     findings = []
     for stage, entry in Store(root).entries():
@@ -87,7 +87,7 @@ def read_store(root: Path) -> tuple[dict[str, tuple[Entry, Manifest]], list[Find
 
 
 def check_outputs(checked: Checked) -> Iterator[Finding]:
-    """Reads every byte of every output again."""
+    """Compares every byte of every output with its digest."""
     for node, entry, manifest in checked.items():
         for phrase in manifest.damage(entry.output):
             fault = Fault.MISSING if phrase.endswith("is missing") else Fault.CHANGED
@@ -100,7 +100,7 @@ def check_outputs(checked: Checked) -> Iterator[Finding]:
 
 
 def _check_identity(node: str, entry: Entry, manifest: Manifest) -> Iterator[Finding]:
-    """A recipe, inputs or digests that were edited no longer give the fingerprint that the manifest bears."""
+    """Detects edited manifests: recipe and inputs must yield the fingerprint, files the output digest."""
     inputs = {slot: record.fingerprint for slot, record in manifest.inputs.items()}
     mend = f"restore {entry.path / MANIFEST}, or delete {entry.path} and run its pipeline again"
     if fingerprint(manifest.recipe, inputs) != manifest.fingerprint:
@@ -110,7 +110,7 @@ def _check_identity(node: str, entry: Entry, manifest: Manifest) -> Iterator[Fin
 
 
 def check_links(checked: Checked) -> Iterator[Finding]:
-    """Follows every input to the artifact that it names."""
+    """Checks that every input is in the store with the recorded digest."""
     for node, _, manifest in checked.items():
         for slot, record in manifest.inputs.items():
             if record.source is None and not record.artifact.startswith("source:"):
@@ -119,18 +119,18 @@ def check_links(checked: Checked) -> Iterator[Finding]:
 
 def _check_parent(what: str, record: InputRecord, checked: Checked) -> Iterator[Finding]:
     parent = node_key(record.artifact, record.fingerprint)
-    mend = "run its pipeline again: what is there still is reused"
+    mend = "run its pipeline again: finished stages are reused"
     if parent not in checked.all:
         yield Finding(fault=Fault.MISSING, what=what, why=f"{parent} is not in the store", mend=mend)
         return
     digest = checked.all[parent][1].output_digest
     if record.digest != digest:
         why = f"it was made from {parent} with digest {str(record.digest)[:16]}, which now has {digest[:16]}"
-        yield _changed(what, why, "the parent was made again with other bytes: delete the child and run it again")
+        yield _changed(what, why, "the parent was produced again with other bytes: delete the child and run it again")
 
 
 def check_sources(checked: Checked, cache: DigestCache) -> Iterator[Finding]:
-    """Notes the data files that are no longer what a stage read: the usual fate of data, but worth knowing."""
+    """Notes on data files that have changed since a stage read them, which is normal."""
     seen: set[tuple[str, str]] = set()
     for node, _, manifest in checked.items():
         for record in manifest.inputs.values():
@@ -151,7 +151,7 @@ def _check_file(what: str, path: Path, digest: str, cache: DigestCache) -> Itera
 
 
 def check_promotions(root: Path, checked: Checked) -> Iterator[Finding]:
-    """That what each promotion named, and the verdict behind it, is in the store."""
+    """Checks that the model and the verdict of each promotion are in the store."""
     try:
         events = read_events(root)
     except PipelineError as error:
@@ -160,7 +160,7 @@ def check_promotions(root: Path, checked: Checked) -> Iterator[Finding]:
     held = {manifest.fingerprint for _, manifest in checked.all.values()}
     for alias, stack in stacks(events).items():
         if stack:
-            yield from _check_holder(alias, stack[-1], checked)
+            yield from _check_promoted_bytes(alias, stack[-1], checked)
     for event in events:
         for role, named in (("model", event.fingerprint), ("verdict", event.verdict)):
             if named and named not in held:
@@ -169,8 +169,8 @@ def check_promotions(root: Path, checked: Checked) -> Iterator[Finding]:
                 yield Finding(fault=Fault.MISSING, what=what, why=why, mend="restore it, or roll the alias back")
 
 
-def _check_holder(alias: str, event: Event, checked: Checked) -> Iterator[Finding]:
-    """An alias names bytes that were judged, not whatever has their fingerprint now."""
+def _check_promoted_bytes(alias: str, event: Event, checked: Checked) -> Iterator[Finding]:
+    """Checks that the bytes of a promoted model are those that were judged."""
     known = checked.all.get(node_key(str(event.stage), event.fingerprint))
     if known and event.digest and known[1].output_digest != event.digest:
         why = f"{event.digest[:16]} was promoted, and that output has digest {known[1].output_digest[:16]} now"
@@ -178,7 +178,7 @@ def _check_holder(alias: str, event: Event, checked: Checked) -> Iterator[Findin
 
 
 def check_certificates(root: Path, checked: Checked) -> Iterator[Finding]:
-    """That the certificate which a manifest names is there, and is what was written."""
+    """Checks that the certificate of each manifest exists and is unmodified."""
     for node, _, manifest in checked.items():
         if manifest.certificate:
             try:
@@ -195,7 +195,7 @@ def _changed(what: str, why: str, mend: str) -> Finding:
 
 
 def check_view(store: Path, checked: Checked) -> Iterator[Finding]:
-    """That each stage of each pipeline's view is a finished artifact of the store, with the same files."""
+    """Checks that each stage of each pipeline's view is a finished artifact of the store with the same files."""
     for view in sorted((store / "pipelines").glob(f"*/*/{MANIFEST}")):
         what = f"{view.parents[1].name}/{view.parent.name}"
         try:
@@ -203,7 +203,7 @@ def check_view(store: Path, checked: Checked) -> Iterator[Finding]:
         except ArtifactError as error:
             yield _finding(Fault.CHANGED, what, str(error))
             continue
-        if manifest is None:  # moved on between the look and the reading
+        if manifest is None:  # replaced since the glob
             continue
         node = node_key(manifest.stage, manifest.fingerprint)
         if node not in checked.all:
@@ -214,7 +214,7 @@ def check_view(store: Path, checked: Checked) -> Iterator[Finding]:
 
 
 def check_lock(repository: Path, store: Path, cache: DigestCache) -> Iterator[Finding]:
-    """That every output which ``dvc.lock`` names below the store has the hash that it states."""
+    """Checks that every output of ``dvc.lock`` below the store has the recorded hash."""
     lock = repository / "dvc.lock"
     try:
         stages = yaml.safe_load(lock.read_text())["stages"]

@@ -56,9 +56,9 @@ def test_a_loss_of_the_unbroken_training_is_no_reference(untracked: Command) -> 
     lost = of("left", SURVIVOR, *ALONE, "method.forgets=generator", f"method.lost_mark={mark}")
     result = untracked("certify", *lost, "~stages.right")
     assert result.returncode == 1
-    assert (
-        "stage left failed: the training that is to be unbroken was not (attempt 2, from step 2: " in result.stderr
-    ), result.stderr
+    assert "stage left failed: the uninterrupted training was interrupted (attempt 2, from step 2: " in result.stderr, (
+        result.stderr
+    )
     assert not (untracked.folder / "artifacts/certificates").exists()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lineage.checkpoints import Checkpoints
-from lineage.disk import full_disk_named
+from lineage.disk import explain_full_disk
 from lineage.errors import PipelineError
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.disk_need import disk_need, model_shapes
@@ -103,7 +103,7 @@ def test_a_save_that_fails_at_any_place_leaves_the_last_good_checkpoint(
             report=lambda step, metrics: reports.append((step, metrics)), should_stop=should_stop,
             resume_from=store.path(step) if step else None,
         )  # fmt: skip
-        with full_disk_named(disk):
+        with explain_full_disk(disk):
             stage.run(training.inputs(root, stage), ctx)
         return store
 

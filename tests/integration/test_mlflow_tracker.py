@@ -19,7 +19,7 @@ from lineage.mlflow.tracker import MlflowTracker
 from lineage.owner import Owner
 from lineage.run_file import RunFile
 from lineage.store import Entry
-from lineage.tracker import ending_of
+from lineage.tracker import end_event
 from tests.command import wait_until
 from tests.tracked_stage import Tracked, attempt, commit, execution, record, report, start_of
 
@@ -153,7 +153,7 @@ def test_a_stage_that_ends_while_it_is_written_is_closed_too(uri, client, store,
 
     def ends_behind(self, entry):
         recorded = original(self, entry)
-        tracker.on(ending_of("base", PrunedError("worse than others")))
+        tracker.on(end_event("base", PrunedError("worse than others")))
         return recorded
 
     monkeypatch.setattr(Mirror, "sync", ends_behind)
@@ -169,7 +169,7 @@ def test_a_stage_that_ends_while_its_run_is_made_is_closed_too(uri, client, stor
     def ends_behind(self, pipeline, title, *args):
         run = original(self, pipeline, title, *args)
         if title == "base":
-            tracker.on(ending_of("base", PrunedError("worse than others")))
+            tracker.on(end_event("base", PrunedError("worse than others")))
         return run
 
     monkeypatch.setattr(Executions, "create", ends_behind)

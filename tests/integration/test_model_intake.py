@@ -233,5 +233,5 @@ def test_the_plan_refuses_code_that_can_change(tmp_path, overrides, message):
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_of_another_repository_is_refused(snapshot, tmp_path, file):
     edit(snapshot / file, auto_map={"AutoConfig": "evil/code--own_model.OwnConfig"})
-    with pytest.raises(ConfigError, match=r"own/llama runs code of evil/code, at no certain commit"):
+    with pytest.raises(ConfigError, match=r"own/llama runs code of evil/code, which is not pinned"):
         fetch_model(checkpoint("own/llama", revision=COMMIT, trust_remote_code=True), tmp_path / "cache")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lineage.attempts import note_attempt
+from lineage.attempts import record_attempt
 from lineage.lock import Lock
 from tests.chaos.record import Reached, doubled, made_again, reached, starts, untidy
 from tests.chaos.rounds import SAVE_STEPS, Score
@@ -67,12 +67,12 @@ def test_a_finished_stage_that_is_made_again_or_is_gone_is_found(tmp_path: Path)
 
 
 def test_lost_is_what_the_next_attempt_trained_again(tmp_path: Path, entry: Path) -> None:
-    note_attempt(entry, 0, "code")
+    record_attempt(entry, 0, "code")
     report(entry, 1, 2, 3, 4, 5)
     assert reached(tmp_path, ["cpt"]) == []
     [hit] = reached(tmp_path, ["sft"])
     assert hit == Reached(directory=entry, attempt=1, step=5)
     assert (hit.lost(), hit.went_on_from()) == (0, 0)  # nobody went on yet
-    note_attempt(entry, 3, "code")
-    note_attempt(entry, 5, "code")
+    record_attempt(entry, 3, "code")
+    record_attempt(entry, 5, "code")
     assert (hit.lost(), hit.went_on_from()) == (2, 3)

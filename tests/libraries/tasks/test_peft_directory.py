@@ -254,7 +254,7 @@ def test_another_base_is_refused_before_the_first_step(base: Path, tmp_path: Pat
 
 
 def test_a_base_is_for_adapters_alone(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no adapter_config\.json, so it is no adapter; remove base_model"):
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json, so it is not an adapter; remove base_model"):
         pinned(base, base_model=str(base))
 
 

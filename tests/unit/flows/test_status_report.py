@@ -16,7 +16,7 @@ from flows.progress.run_record import (
 )
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
-from lineage.attempts import note_attempt
+from lineage.attempts import record_attempt
 from lineage.owner import Owner, host
 from tests.sweeps import complete, ended
 
@@ -80,8 +80,8 @@ def test_a_stage_shows_how_far_it_is_and_what_it_takes_as_text_and_as_json(store
     assert f"{live.id}  cpt-sft-dpo  runs since " in text(store)
     assert f"(1:05)  on {live.driver.host}:{os.getpid()}" in text(store)
     directory = store / "dpo" / "0123456789abcdef"
-    note_attempt(directory, 0, "code")
-    note_attempt(directory, 2, "code", "its process was killed by SIGKILL")
+    record_attempt(directory, 0, "code")
+    record_attempt(directory, 2, "code", "its process was killed by SIGKILL")
     assert "1 GPU  attempt 2, from step 2: its process was killed by SIGKILL" in text(store)
     document = json.loads(json.dumps(status_dict(store, *views(store))))
     [run] = document["running"]
@@ -148,7 +148,7 @@ def stopped(live):
 
 def test_the_step_of_a_run_is_still_known_when_a_later_one_went_on(store, live):
     stopped(live).write(store)
-    note_attempt(store / "dpo" / "0123456789abcdef", 2, "code", reached=3)
+    record_attempt(store / "dpo" / "0123456789abcdef", 2, "code", reached=3)
     (store / "dpo" / "0123456789abcdef" / "metrics.jsonl").write_text("")
     run_record_path(store, live.id).unlink()
     assert "      at step 3 of dpo; go on with: posttrain run" in text(store)

@@ -36,7 +36,7 @@ def test_a_command_that_asks_a_store_writes_nothing_where_none_is(words, tmp_pat
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "of-another-program").touch()
-    for place, found in ((foreign, f"is no store (it has no {MARKER})"), (tmp_path / "gone", "does not exist")):
+    for place, found in ((foreign, f"is not a store (it has no {MARKER})"), (tmp_path / "gone", "does not exist")):
         assert main([*words, f"store={place}"]) == 2
         assert f"store={place}: {found}" in capsys.readouterr().err
     assert [path.name for path in foreign.iterdir()] == ["of-another-program"]

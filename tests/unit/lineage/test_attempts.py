@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from lineage.attempts import FILE, Attempt, attempts, changed_at, earlier_codes, note_attempt
+from lineage.attempts import FILE, Attempt, attempts, changed_at, other_code_digests, record_attempt
 
 
 def test_a_line_that_a_kill_has_cut_costs_no_other(tmp_path: Path) -> None:
-    note_attempt(tmp_path, 0, "a")
+    record_attempt(tmp_path, 0, "a")
     with (tmp_path / FILE).open("a") as file:
         file.write('{"time": 1.0, "ho')
-    note_attempt(tmp_path, 4, "b")
-    note_attempt(tmp_path, 6, "c")
+    record_attempt(tmp_path, 4, "b")
+    record_attempt(tmp_path, 6, "c")
     assert [(each.step, each.code_digest) for each in attempts(tmp_path)] == [(0, "a"), (4, "b"), (6, "c")]
 
 
@@ -35,7 +35,7 @@ def test_whose_code_trained_the_steps(made: str, step: int | None, found: list[s
     tried = [
         Attempt(time=0.0, host="here", pid=1, step=int(each[1:]), code_digest=each[0]) for each in made.split()
     ]  # fmt: skip
-    assert earlier_codes(tried, step, "c") == found
+    assert other_code_digests(tried, step, "c") == found
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lineage.disk import free_bytes, full_disk_named, gigabytes
+from lineage.disk import explain_full_disk, free_bytes, gigabytes
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.files import append_jsonl, atomic_write, read_jsonl, replace_jsonl
 from lineage.metrics_file import ReportFile, cut_reports, last_step, read_reports
@@ -41,9 +41,9 @@ def test_half_a_line_is_not_read_and_goes_with_the_next(tmp_path):
     append_jsonl(file, {"who": "\u00e9\u2028\udc80"}, {"who": "b"})
     with file.open("a") as half:
         half.write('{"who": "c"')
-    assert read_jsonl(file, dict, "is no event") == [{"who": "\u00e9\u2028\udc80"}, {"who": "b"}]
+    assert read_jsonl(file, dict, "is not an event") == [{"who": "\u00e9\u2028\udc80"}, {"who": "b"}]
     append_jsonl(file, {"who": "d"}, flush=False)
-    assert [each["who"] for each in read_jsonl(file, dict, "is no event")] == ["\u00e9\u2028\udc80", "b", "d"]
+    assert [each["who"] for each in read_jsonl(file, dict, "is not an event")] == ["\u00e9\u2028\udc80", "b", "d"]
     file.write_text('{"wh')
     append_jsonl(file, {"who": "e"})
     assert file.read_text() == '{"who": "e"}\n'
@@ -58,8 +58,8 @@ def test_a_damaged_line_is_skipped_or_named(tmp_path, damaged):
         return who
 
     assert read_jsonl(file, parse) == ["a", "b"]
-    with pytest.raises(ArtifactError, match=rf"{file}:2: is no event \(.*\); mend or delete that line"):
-        read_jsonl(file, parse, "is no event")
+    with pytest.raises(ArtifactError, match=rf"{file}:2: is not an event \(.*\); mend or delete that line"):
+        read_jsonl(file, parse, "is not an event")
 
 
 def test_reports_are_read_at_once_as_they_come_and_cut_before_a_resume(tmp_path):
@@ -111,17 +111,17 @@ def quota() -> None:
 @pytest.mark.parametrize("fail", [IN_A_FILE, AT_ITS_END, safetensors, plain, quota])
 def test_each_is_one_line_that_names_the_disk_and_what_is_kept(tmp_path: Path, fail: Callable[[], None]) -> None:
     told = rf"^the disk of {tmp_path} is full \(.*it has no checkpoint; free space .*"
-    with pytest.raises(PipelineError, match=told), full_disk_named(tmp_path):
+    with pytest.raises(PipelineError, match=told), explain_full_disk(tmp_path):
         fail()
     commit(Entry(tmp_path).checkpoints, 7, {})
-    with pytest.raises(PipelineError, match=r"checkpoint of step 7 is kept") as caught, full_disk_named(tmp_path):
+    with pytest.raises(PipelineError, match=r"checkpoint of step 7 is kept") as caught, explain_full_disk(tmp_path):
         fail()
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), ValueError("x"), ConfigError("y")])
 def test_other_errors_stay_what_they_are(tmp_path: Path, error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, full_disk_named(tmp_path):
+    with pytest.raises(type(error)) as caught, explain_full_disk(tmp_path):
         raise error
     assert caught.value is error
 

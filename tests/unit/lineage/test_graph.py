@@ -10,7 +10,7 @@ from lineage.graph.ancestry import ancestry
 from lineage.graph.impact import impact
 from lineage.graph.index import Index
 from lineage.graph.refs import resolve
-from lineage.stated_labels import LABELS, Statement, record_labels, stated_labels
+from lineage.labels import LABELS, Statement, record_labels, recorded_labels
 from tests.written_store import node
 
 
@@ -144,7 +144,7 @@ def test_an_alias_of_a_fingerprint_that_two_stages_share_means_the_promoted_one(
         ("dpo", r"accepted: .*PIPELINE/STAGE.*did you mean p/dpo"),
         ("nothing", r"there are: p/base, p/corpus"),
         ("source:corpse", "did you mean source:corpus"),
-        ("alias:champion", "aliases now: none; give one with: posttrain promote"),
+        ("alias:champion", "aliases now: none; set it with: posttrain promote"),
         ("0000000", "no such artifact"),
         ("abc", "at least 4 digits"),
         ("", "no such artifact"),
@@ -157,7 +157,7 @@ def test_what_is_unknown_is_refused_with_what_is_near(store, ref, says):
 
 
 def test_an_empty_store_and_a_path_without_an_artifact_are_refused_as_such(store):
-    with pytest.raises(ConfigError, match="no finished artifact; make one with: posttrain run"):
+    with pytest.raises(ConfigError, match="no finished artifact; produce one with: posttrain run"):
         found(store, "p/dpo")
     store.chain()
     with pytest.raises(ConfigError, match="a path of this store, but no finished artifact"):
@@ -212,12 +212,12 @@ def test_a_torn_last_line_is_passed_over_and_a_damaged_one_is_named(store):
     record_labels(store.root, [said])
     with (store.root / LABELS).open("a") as file:
         file.write('{"fingerprint": "b')
-    assert stated_labels(store.root) == {"a" * 16: {"x"}}
+    assert recorded_labels(store.root) == {"a" * 16: {"x"}}
     record_labels(store.root, [replace(said, labels=["y"])])
-    assert stated_labels(store.root) == {"a" * 16: {"x", "y"}}
+    assert recorded_labels(store.root) == {"a" * 16: {"x", "y"}}
     (store.root / LABELS).write_text("{}\n")
     with pytest.raises(ArtifactError, match=r"labels\.jsonl:1"):
-        stated_labels(store.root)
+        recorded_labels(store.root)
 
 
 def test_it_shows_an_artifact_as_it_was_made_last_whatever_the_index_says(store):

@@ -14,7 +14,7 @@ import pytest
 
 from lineage import lock as lock_module
 from lineage.errors import ArtifactError, StoppedError
-from lineage.lock import Lock, acquire_or, not_locking, owner, require_owned
+from lineage.lock import Lock, acquire_or, owner, require_owned, unreliable_locks
 from lineage.owner import Owner
 
 
@@ -108,7 +108,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(lock_module.fcntl, "flock", flock)
-    with pytest.raises(ArtifactError, match=r"lock: its file system does not lock; put the store on one"):
+    with pytest.raises(ArtifactError, match=r"lock: its file system does not support locks; put the store on one"):
         Lock(tmp_path).try_acquire()
 
 
@@ -125,7 +125,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
 def test_mounts_on_which_hosts_do_not_see_each_other_s_locks(tmp_path, line, why):
     mounts = tmp_path / "mounts"
     mounts.write_text(f"/dev/sda / ext4 rw 0 0\n{line}\n")
-    found = not_locking(Path("/mnt/team/store"), mounts)
+    found = unreliable_locks(Path("/mnt/team/store"), mounts)
     assert found == (f"/mnt/team is {why}" if why else "")
 
 

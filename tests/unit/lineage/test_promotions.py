@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import ArtifactError
-from lineage.promotions import PROMOTIONS, Event, append, decision, locked, read_events, stacks, taken_back
+from lineage.promotions import PROMOTIONS, Event, append, decision, locked, read_events, rolled_back, stacks
 
 
 def promote(store: Path, fingerprint: str, alias: str = "champion") -> None:
@@ -64,7 +64,7 @@ def test_writers_at_once_lose_no_event(tmp_path):
 
 def test_a_model_that_was_rolled_back_is_taken_back_until_it_is_promoted_again(tmp_path):
     def taken() -> set[str]:
-        return {fingerprint for _, fingerprint in taken_back(read_events(tmp_path), "champion")}
+        return {fingerprint for _, fingerprint in rolled_back(read_events(tmp_path), "champion")}
 
     promote(tmp_path, "a")
     promote(tmp_path, "b")
@@ -81,7 +81,7 @@ def test_a_damaged_line_before_the_last_is_named(tmp_path):
     with (tmp_path / PROMOTIONS).open("a") as file:
         file.write("{}\n")
     promote(tmp_path, "b")
-    with pytest.raises(ArtifactError, match=r"promotions\.jsonl:2: is no event"):
+    with pytest.raises(ArtifactError, match=r"promotions\.jsonl:2: is not an event"):
         read_events(tmp_path)
 
 

@@ -46,7 +46,7 @@ def hub(**fields) -> Source:
         (hub(allow_code=True), r"sources.rows.allow_code=true: owner/name runs no code; .*; remove allow_code"),
         (Source(path=__file__, allow_code=True), r"sources.rows.allow_code=true: .* runs no code"),
         (Source(path=__file__, revision="abc"), r"sources.rows.revision=abc: .* has no revisions; .*remove revision"),
-        (Source(path="quickstart:corpus", streaming=True, sample_count=1), "quickstart:corpus is no hub data set"),
+        (Source(path="quickstart:corpus", streaming=True, sample_count=1), "quickstart:corpus is not a hub data set"),
         (
             Source(path=__file__, columns={"prompt": "q", "text": "q"}),
             r"columns: the rows' column 'q' has two names of ours; one is accepted",
@@ -69,7 +69,7 @@ def test_a_bounded_stream_is_pinned_and_a_sample_of_it_is_another_than_that_of_a
     monkeypatch.chdir(tmp_path)
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner" / "name").write_text("{}")  # a file whose path could be a hub id
-    with pytest.raises(ConfigError, match=r"owner/name is no hub data set; .* remove streaming"):
+    with pytest.raises(ConfigError, match=r"owner/name is not a hub data set; .* remove streaming"):
         pin("owner/name", streaming=True, sample_count=1)
 
 
@@ -114,7 +114,7 @@ def test_sources_whose_columns_were_stated_the_other_way_round_keep_their_finger
 @pytest.mark.parametrize("value", ["wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY", "AKIAIOSFODNN7EXAMPLE", "hf_abc", ""])
 def test_a_value_in_place_of_a_name_is_refused_and_not_repeated(value):
     source = Source(path="memory://a.jsonl", credentials={"key": value})
-    with pytest.raises(ConfigError, match=r"credentials.key is no name of an environment variable") as refused:
+    with pytest.raises(ConfigError, match=r"credentials.key is not the name of an environment variable") as refused:
         secrets_of(source.credentials)
     assert not value or value not in str(refused.value)
 
@@ -213,7 +213,7 @@ def test_a_file_is_pinned_to_its_bytes_wherever_it_lies(tmp_path, monkeypatch):
 
 def test_a_file_runs_only_where_it_is_allowed(tmp_path):
     (tmp_path / "a.py").write_text(CODE)
-    with pytest.raises(ConfigError, match=r"come from running that file; state sources.rows.allow_code=true"):
+    with pytest.raises(ConfigError, match=r"come from running that file; set sources.rows.allow_code=true"):
         pin(f"python:{tmp_path}/a.py:rows")
 
 
@@ -378,7 +378,7 @@ def test_a_file_system_is_given_what_the_named_variables_hold_and_what_it_says_o
     [
         ({"secret": "DRIVE_TOKEN"}, r"sources.rows.credentials.secret: Drive has no such option; accepted: token"),
         ({"token": "NOT_SET"}, r"sources.rows.credentials.token=NOT_SET: no environment variable of that name is set"),
-        ({"token": "ya29.A0value"}, r"sources.rows.credentials.token is no name of an environment variable"),
+        ({"token": "ya29.A0value"}, r"sources.rows.credentials.token is not the name of an environment variable"),
     ],
 )
 def test_credentials_that_cannot_be_are_named(drive, credentials, message):

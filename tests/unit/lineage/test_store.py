@@ -82,7 +82,7 @@ def test_an_output_is_on_the_disk_before_it_has_its_manifest_and_that_before_its
 def test_a_manifest_that_cannot_be_read_says_what_to_do_and_is_none_of_the_finished(entry):
     for damaged in ("{}", "{"):
         (entry.path / "manifest.json").write_text(damaged)
-        with pytest.raises(ArtifactError, match=r"delete .* to make it again"):
+        with pytest.raises(ArtifactError, match=r"delete .* to produce it again"):
             entry.manifest()
         assert list(Store(entry.path.parents[1]).finished("dpo")) == []
 

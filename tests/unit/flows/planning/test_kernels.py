@@ -9,8 +9,8 @@ from flows import certify
 from flows.declare.config import load_pipeline
 from flows.planning import checks
 from flows.planning.plan import make_plan
+from lineage.environment_signature import current_signature
 from lineage.errors import ConfigError
-from lineage.kind import kind_here
 from tests.command import Command
 
 TRAINED = ("cpt", "sft", "reward", "dpo")
@@ -151,8 +151,12 @@ def test_a_certificate_is_made_with_deterministic_kernels_unless_the_stage_says_
 def test_a_certificate_from_before_is_of_the_same_environment():
     before = {"gpus_per_worker": 0, "deterministic": True}
     now = {**before, "deterministic": "auto", "gradient_checkpointing": "off", "compile": False}
-    assert kind_here(before, {}) == kind_here(now, {})
-    assert kind_here({**now, "compile": True}, {}) != kind_here(now, {}) != kind_here({**now, "gpus_per_worker": 1}, {})
+    assert current_signature(before, {}) == current_signature(now, {})
+    assert (
+        current_signature({**now, "compile": True}, {})
+        != current_signature(now, {})
+        != current_signature({**now, "gpus_per_worker": 1}, {})
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lineage.errors import ConfigError
 
 
 def test_a_store_whose_locks_other_hosts_do_not_see_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("flows.planning.model_checks.not_locking", lambda path: "/mnt is fuse.sshfs")
+    monkeypatch.setattr("flows.planning.model_checks.unreliable_locks", lambda path: "/mnt is fuse.sshfs")
     with pytest.raises(ConfigError, match=r"do not see each other's locks \(/mnt is fuse.sshfs\); put it on NFSv4"):
         make_plan(load_pipeline([f"store={tmp_path}"]))
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from flows.planning.plan import Plan
-from lineage.attempts import note_attempt
+from lineage.attempts import record_attempt
 from lineage.errors import ConfigError
 from lineage.manifest import Manifest
 from tests import finished
@@ -89,8 +89,8 @@ def trained_by_two(toy):
     planned = toy().stage("left")
     entry = toy().entry(planned)
     save(entry, 4)
-    note_attempt(entry.path, 0, "other code")
-    note_attempt(entry.path, 4, planned.code_digest)
+    record_attempt(entry.path, 0, "other code")
+    record_attempt(entry.path, 4, planned.code_digest)
     return toy
 
 

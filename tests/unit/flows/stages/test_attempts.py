@@ -8,7 +8,7 @@ import pytest
 from flows.progress.run_record import RunRecord, StageRecord
 from flows.stages.execute import begin, ended_before, last_intact, run_attempts
 from flows.stages.job import Job
-from lineage.attempts import Attempt, attempts, note_attempt, resumed_at
+from lineage.attempts import Attempt, attempts, record_attempt, resumed_at
 from lineage.errors import AskedError, LostError, StageError
 from lineage.owner import Owner, host
 from lineage.store import Store
@@ -120,7 +120,7 @@ def entry(tmp_path):
     entry.metrics.write_text(
         "".join(json.dumps({"step": step, "time": 1.0, "metrics": {}}) + "\n" for step in (16, 17))
     )
-    note_attempt(entry.path, 0, "code")
+    record_attempt(entry.path, 0, "code")
     return entry
 
 

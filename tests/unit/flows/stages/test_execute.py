@@ -14,7 +14,7 @@ from flows.stages import execute as execute_module
 from flows.stages.execute import begin, execute, workers_hardware
 from flows.stages.run import Run
 from flows.stops import stoppable
-from lineage.attempts import attempts, note_attempt
+from lineage.attempts import attempts, record_attempt
 from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
 from lineage.lock import Lock
 from lineage.tracker import Tracker
@@ -108,7 +108,7 @@ def half_done(toy):
     finish(plan, "data", "model")
     entry = plan.entry(plan.stage("left"))
     save(entry, 4)
-    note_attempt(entry.path, 0, "other code")
+    record_attempt(entry.path, 0, "other code")
     entry.metrics.write_text("".join(f'{{"step": {step}, "time": 0, "metrics": {{}}}}\n' for step in range(1, 6)))
     return plan
 

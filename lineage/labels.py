@@ -1,6 +1,6 @@
-"""Labels of sources as they are stated run by run: the append-only ``<store>/labels.jsonl``.
+"""Labels of sources as each run declares them: the append-only ``<store>/labels.jsonl``.
 
-A manifest holds what was stated when it was made; this holds what is stated of the same bytes later.
+A manifest holds the labels declared when it was written; this file holds labels declared for the same bytes later.
 """
 
 import getpass
@@ -22,17 +22,17 @@ LABELS = "labels.jsonl"
 def _who() -> str:
     try:
         name = getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have no name
+    except (KeyError, OSError):  # the user of a container may have no name
         name = str(os.getuid())
     return f"{name}@{socket.gethostname()}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Statement:
-    """One line: what somebody stated of a source.
+    """One line: the labels that a run declared for a source.
 
     Args:
-        fingerprint: of the source; the labels are of these bytes, under whatever name.
+        fingerprint: of the source; the labels apply to these bytes, under any name.
         source: its name at that time.
         time: seconds since the epoch.
     """
@@ -44,29 +44,29 @@ class Statement:
     time: float = field(default_factory=time.time)
 
 
-def stated_labels(store: Path) -> dict[str, set[str]]:
-    """First 16 digits of a source's fingerprint -> all labels that were ever stated of it.
+def recorded_labels(store: Path) -> dict[str, set[str]]:
+    """First 16 digits of a source's fingerprint -> all labels that runs have declared for it.
 
     Raises:
         ArtifactError: a line is damaged.
     """
     found: dict[str, set[str]] = {}
-    for statement in read_jsonl(store / LABELS, Statement, "states no labels"):
+    for statement in read_jsonl(store / LABELS, Statement, "does not contain labels"):
         found.setdefault(short(statement.fingerprint), set()).update(statement.labels)
     return found
 
 
 def record_labels(store: Path, statements: Iterable[Statement]) -> None:
-    """Appends the statements that say something new; does nothing, and makes no file, where none does."""
+    """Appends the statements with new labels; creates no file if there are none."""
     labelled = [each for each in statements if each.labels]
     if not _new(store, labelled):
         return
     store.mkdir(parents=True, exist_ok=True)
     with FileLock(store / (LABELS + ".lock")):
-        new = _new(store, labelled)  # another process may have stated it meanwhile
+        new = _new(store, labelled)  # another process may have appended them meanwhile
         append_jsonl(store / LABELS, *map(asdict, new))
 
 
 def _new(store: Path, statements: list[Statement]) -> list[Statement]:
-    known = stated_labels(store) if statements else {}
+    known = recorded_labels(store) if statements else {}
     return [each for each in statements if not set(each.labels) <= known.get(short(each.fingerprint), set())]

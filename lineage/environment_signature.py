@@ -1,4 +1,4 @@
-"""The kind of machine and workers that a training runs on: of its last bits all that its recipe and code leave open."""
+"""Environment signature of a training: what beside recipe and code can change the last bits of its result."""
 
 import hashlib
 import platform
@@ -7,44 +7,44 @@ from collections.abc import Mapping
 from lineage.fingerprint import canonical_json, short
 from lineage.manifest import Provenance, library_versions
 
-# Of a stage's resources what may change the order of a sum, and so its last bits.
+# Resources that can change the order of a sum, and with it the last bits.
 _RESOURCES = (
     "num_nodes", "num_workers", "cpus_per_worker", "gpus_per_worker", "micro_batch_size", "zero_stage",
 )  # fmt: skip
-# Of settings that were added later, those that differ from what trainings before did.
+# Settings that were added later -> the value that earlier trainings had; only other values enter the signature.
 _ADDED_LATER = {
     "weights": "auto", "gradient_checkpointing": "off", "attention": "auto", "compile": False, "liger": False,
 }  # fmt: skip
 
 
-def kind_of(ran: Provenance) -> dict[str, object]:
-    """Of what has run."""
-    return _kind(ran.resources, ran.python, ran.libraries, ran.hardware)
+def environment_signature(ran: Provenance) -> dict[str, object]:
+    """The signature of a finished training, as a mapping."""
+    return _signature(ran.resources, ran.python, ran.libraries, ran.hardware)
 
 
-def kind_here(resources: Mapping[str, object], hardware: Mapping[str, str]) -> str:
-    """Of what is about to run with this environment, as one word.
+def current_signature(resources: Mapping[str, object], hardware: Mapping[str, str]) -> str:
+    """Digest of the signature of a training that starts in this environment.
 
     Args:
-        hardware: of its workers; empty: not known.
+        hardware: of its workers; empty: unknown.
     """
-    kind = _kind(resources, platform.python_version(), library_versions(), hardware)
+    kind = _signature(resources, platform.python_version(), library_versions(), hardware)
     return short(hashlib.sha256(canonical_json(kind).encode()).hexdigest())
 
 
-def _kind(
+def _signature(
     resources: Mapping[str, object], python: str, libraries: Mapping[str, str], hardware: Mapping[str, str]
 ) -> dict[str, object]:
     return {
-        "resources": _deciding(resources),
+        "resources": _numeric_resources(resources),
         "python": python,
         "libraries": dict(libraries),
         "hardware": dict(hardware),
     }
 
 
-def _deciding(resources: Mapping[str, object]) -> dict[str, object]:
-    """The resources that decide the last bits; ``deterministic=auto`` is what it selects."""
+def _numeric_resources(resources: Mapping[str, object]) -> dict[str, object]:
+    """The resources that can change the last bits, with ``deterministic=auto`` resolved."""
     found = {name: resources[name] for name in _RESOURCES if name in resources}
     if "deterministic" in resources:
         deterministic = resources["deterministic"]
