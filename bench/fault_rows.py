@@ -84,6 +84,11 @@ def few(rows: Sequence[Row], rng: random.Random) -> list[Row]:
     return list(rows[:60])
 
 
+def some(rows: Sequence[Row], rng: random.Random) -> list[Row]:
+    """So many rows that a training of many epochs learns them by heart."""
+    return list(rows[:150])
+
+
 def repeated(rows: Sequence[Row], rng: random.Random) -> list[Row]:
     """As many rows as before, and nine of ten are copies."""
     return [row for row in rows[: len(rows) // 10] for _ in range(10)]
@@ -127,14 +132,14 @@ def easy(rows: Sequence[Row], rng: random.Random) -> list[Row]:
 
 
 def long_questions(rows: Sequence[Row], rng: random.Random) -> list[Row]:
-    """Questions of a hundred words: answers are hardly any of the tokens."""
+    """Questions of up to a hundred words: many are longer than a row may be, so that no answer is left of them."""
     filler = [f"{name} was in the {place} ." for name in NAMES for place in PLACES]
-    return [{**row, "prompt": f"{' '.join(rng.choices(filler, k=12))} {row['prompt']}"} for row in rows]
+    return [{**row, "prompt": f"{' '.join(rng.choices(filler, k=rng.randrange(16)))} {row['prompt']}"} for row in rows]
 
 
 BREAKS: dict[str, Callable[[Sequence[Row], random.Random], list[Row]]] = {
     each.__name__: each
-    for each in (few, repeated, shuffled, coin, garbage, untemplated, easy, long_questions)
+    for each in (few, some, repeated, shuffled, coin, garbage, untemplated, easy, long_questions)
 }  # fmt: skip
 
 

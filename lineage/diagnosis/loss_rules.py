@@ -180,10 +180,19 @@ def _slow(curves: Curves) -> Finding | None:
     return Finding(confidence="medium", evidence=f"{_ends(loss)}: a steady fall", change=rate(curves, 3))
 
 
-@_rule("noisy", "loss", "one step varies by half of all that the loss fell", "global batch x2, up to 64")
+@_rule(
+    "noisy", "loss",
+    "one step varies by 30 % of the last loss, on pairs by half of all that it fell; at a global batch of 4 or less by "
+    "15 % of the last loss",
+    "global batch x2, up to 64; broken rows are noise, too",
+)  # fmt: skip
 def _noisy(curves: Curves) -> Finding | None:
     loss, batch = _fitted(curves), int(curves.number("global_batch_size"))
-    if loss is None or not 0 < batch < 64 or loss.noise < max(0.5 * (loss.first - loss.last), 0.2 * loss.last):
+    if loss is None or not 0 < batch < 64:
+        return None
+    of_pairs = curves.is_preference or curves.is_reward_model
+    of_last, of_fall = (0.15, 0.02) if batch <= 4 else (0.2, 0.5) if of_pairs else (0.3, 0.05)
+    if loss.noise < max(of_last * loss.last, of_fall * (loss.first - loss.last)):
         return None
     evidence = f"{_ends(loss)}, at global batch {batch}"
     return Finding(confidence="medium", change={"method.global_batch_size": batch * 2}, evidence=evidence)
@@ -271,9 +280,10 @@ def _overfit(curves: Curves) -> Finding | None:
 
 
 def _flat_from(found: Curve) -> int:
-    """The first step whose value is within 1 % of the lowest."""
+    """The first step whose value is near the lowest: within 1 % of it, or 0.5 % of all that the curve fell."""
     least = min(found.values)
-    return next(step for step, value in zip(found.steps, found.values, strict=True) if value <= least * 1.01)
+    near = least + max(0.01 * least, 0.005 * (found.values[0] - least))
+    return next(step for step, value in zip(found.steps, found.values, strict=True) if value <= near)
 
 
 @_rule("validation-flat", "held-out", "held-out loss is flat while the training loss falls", "stop at the flat point")

@@ -109,6 +109,17 @@ CASES: dict[str, tuple[Curves, set[str]]] = {
     ),
     "noisy": (curves(loss=line(3.0, 2.6, 2.4, 2.3, noise=0.7)), {"noisy"}),
     "noisy at batch 64": (curves({**RECIPE, "global_batch_size": 64}, loss=line(3.0, 2.6, 2.4, 2.3, noise=0.7)), set()),
+    "noisy after a deep fall": (curves(loss=line(7.0, 2.0, 1.4, 1.2, 1.1, noise=0.45)), {"noisy"}),
+    "as noisy as a sane batch": (curves(loss=line(7.0, 2.0, 1.4, 1.2, 1.1, noise=0.2)), set()),
+    "at a batch of one": (curves({**RECIPE, "global_batch_size": 1}, loss=line(7.0, 2.0, 1.4, 1.2, 1.1, noise=0.2)),
+                          {"noisy"}),
+    "pairs as noisy": (curves(loss=line(7.0, 2.0, 1.4, 1.2, 1.1, noise=0.45), rewards__margins=line(0.0, 1.0)), set()),
+    "learned at once": (
+        curves(report={**ROWS, "rows": 3000.0}, loss=line(5.0, *[0.001] * 9),
+               val__loss=Curve(steps=[20, 40, 60, 80, 100, 120, 140, 160, 180, 200],
+                               values=[2.8, 0.01, 0.004, 0.003, 0.002, 0.001, 0.001, 0.001, 0.001, 0.001])),
+        {"early-plateau"},
+    ),
     "plateau": (curves(loss=line(3.0, 1.5, 1.5, 1.5, 1.5, 1.5, noise=0.03), learning_rate=line(2e-5)), {"plateau"}),
     "plateau as the rate falls": (
         curves(loss=line(3.0, 1.5, 1.5, 1.5, 1.5, 1.5, noise=0.03), learning_rate=COSINE), set(),
