@@ -291,10 +291,8 @@ def fit(
     if trainer.state.global_step < trainer.args.max_steps:
         try:
             checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
-            fast = fast_products(on_gpu=ctx.resources.gpus_per_worker > 0)
-            with deterministic_kernels(ctx.resources.is_deterministic), fast:
-                watching = [*filter(None, (rate, validation, best)), divergence, Recorder(ctx, speed)]
-                _train(trainer, ctx, watching, checkpointing)
+            watching = [*filter(None, (rate, validation, best)), divergence, Recorder(ctx, speed)]
+            _train(trainer, ctx, watching, checkpointing)
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
@@ -328,7 +326,9 @@ def _train(
         trainer.add_callback(callback)
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
-    trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
+    fast = fast_products(on_gpu=ctx.resources.gpus_per_worker > 0)
+    with deterministic_kernels(ctx.resources.is_deterministic), fast:
+        trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
     if callable(getattr(trainer.optimizer, "eval", None)):
         trainer.optimizer.eval()  # the output of one that averages its steps is the average
 
