@@ -8,6 +8,8 @@ and the plan of then. ``recipes.json`` holds the fingerprints of the methods' re
 import csv
 import json
 import sqlite3
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -63,6 +65,24 @@ def test_the_questions_are_answered(old: Command) -> None:
     verified = old("verify")
     assert verified.returncode == 0 and "13 artifacts checked: intact" in verified.stdout, verified.stdout
     assert DPO in old("lineage", "alias:champion").stdout
+    assert old("lineage", DPO, "--html", "page.html").returncode == 0
+    assert DPO in (old.folder / "page.html").read_text()
+    unknown = old("lineage", "cpt-sft-dpo/dpoo")
+    assert unknown.returncode == 2 and "did you mean cpt-sft-dpo/dpo, " in unknown.stderr
+
+
+HEAVY = {"hydra", "omegaconf", "pydantic", "prefect", "mlflow", "dvc", "torch", "ray", "pyarrow", "rich", "datasets"}
+
+
+def test_the_questions_are_answered_without_a_heavy_import(old: Command) -> None:
+    verbs = [["lineage", DPO], ["impact", "source:preferences"], ["diff", DPO, OTHER_BETA]]
+    script = f"import sys; from flows.__main__ import main; codes = [main(each) for each in {verbs!r}]; "
+    result = subprocess.run(
+        [sys.executable, "-c", f"{script}print(codes, *sys.modules, sep=chr(10))"],
+        cwd=old.folder, env=old.environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "[0, 0, 0]" in result.stdout, result.stderr
+    assert not {line.partition(".")[0] for line in result.stdout.splitlines()} & HEAVY
 
 
 def test_mlflow_is_continued_and_can_be_refilled(old: Command, folder: Path) -> None:
