@@ -3,12 +3,16 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from tests.tiny import write_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ARCHITECTURES = ("llama", "qwen2", "mistral", "gemma2", "gemma3_text", "gemma3", "gpt2", "mixtral", "qwen3_moe")
+# Learned positions, and a mixture of experts: quick tests of what every architecture does.
+FEW = [pytest.param(each, marks=[] if each in ("gpt2", "qwen3_moe") else pytest.mark.slow) for each in ARCHITECTURES]
 MIXTURES = ("mixtral", "qwen3_moe")
 
 _TEXT: dict[str, object] = {

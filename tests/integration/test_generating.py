@@ -1,6 +1,7 @@
 """Methods on the policy's own completions: GRPO and its variants, RLOO, online DPO, and what they share."""
 
 import math
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from lineage.errors import ConfigError, DataError, PipelineError
+from tasks.best import Best
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.grpo import VARIANTS
 from tasks.method import Adapter
@@ -28,6 +30,7 @@ from tests.training import same, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+LIKE_GRPO = [pytest.param(name, marks=[] if name == "grpo" else pytest.mark.slow) for name in training.REINFORCED]
 CLIPPED = {
     "num_iterations": 3, "learning_rate": 3e-2, "num_steps": 6, "lr_schedule": "constant", "max_completion_length": 24,
 }  # fmt: skip
@@ -259,6 +262,24 @@ def test_prompts_are_read_in_the_order_of_all_trainings_each_as_often_as_it_has_
     assert [list(group[0]) for group in groups] == expected
 
 
+def test_columns_reach_the_reward_and_all_tokens_are_counted(root: Path, tmp_path: Path, generated: list) -> None:
+    completion_scores.ASKED.clear()
+    run = training.train(training.method("grpo", num_steps=2, rewards=reward("asked")), root, tmp_path / "output")
+    assert run.metrics["prompt_tokens"] > 0 and "trained_tokens_percent" not in run.metrics
+    assert {answer for _, answer in completion_scores.ASKED} & {*range(0, 40, 2)}
+    assert all(prompt[0]["role"] == "user" for prompt, _ in completion_scores.ASKED)  # type: ignore[index]
+    steps = [sum(map(len, prompts)) + sum(map(len, completions)) for prompts, completions in generated]
+    assert [metrics["num_tokens"] for _, metrics in run.reports] == [*accumulate(steps)]
+
+
+@pytest.mark.parametrize("name", LIKE_GRPO)
+def test_a_prompt_that_is_too_long_is_cut(root: Path, tmp_path: Path, generated: list, name: str) -> None:
+    fields = {"num_steps": 1, "max_length": 13, "max_completion_length": 4, "num_generations": 2}
+    run = training.train(training.method(name, **fields), root, tmp_path / "output")
+    assert run.metrics["prompts_cut"] > 0
+    assert {len(prompt) for prompts, _ in generated for prompt in prompts} == {9}
+
+
 # --- Options -----------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +336,7 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "as dapo": ("grpo", {"loss": "bnpo"}, r"loss=bnpo with num_iterations=1.*or loss=dapo"),
     "kl_ratio": ("grpo", {"kl_ratio": True, "beta": 0.1}, r"kl_ratio=true.*num_iterations=2"),
     "name": ("grpo", {"rewards": {"reward_model": RewardFunction(function="exact")}}, r"this name is taken"),
+    "best": ("grpo", {"best": Best(every_steps=1)}, r"reads prompts, which have no loss .* set best.metric to one"),
     "answer": ("grpo", {"too_long": "cut_answer"}, r"too_long=cut_answer: prompts have no answer yet"),
 }  # fmt: skip
 
@@ -482,7 +504,7 @@ def test_a_reference_that_is_not_the_input_policy_stops_the_stage(
 
 
 @pytest.mark.parametrize("adapter_in", ["merge", "continue", "stack"])
-@pytest.mark.parametrize("name", training.REINFORCED)
+@pytest.mark.parametrize("name", LIKE_GRPO)
 def test_the_reference_of_an_adapter_is_the_input_policy(
     root: Path, tmp_path: Path, name: str, adapter_in: str
 ) -> None:
@@ -512,7 +534,7 @@ def test_no_reference_is_loaded_without_a_kl(root: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("mode", ["colocate", "server"])
-@pytest.mark.parametrize("name", training.REINFORCED)
+@pytest.mark.parametrize("name", LIKE_GRPO)
 def test_vllm_generates_what_is_scored_and_trained(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mode: str
 ) -> None:
@@ -551,7 +573,7 @@ def test_vllm_generates_what_is_scored_and_trained(
 # --- Models ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", tiny_models.FEW)
 def test_every_architecture_trains_and_agrees_with_its_reference(root: Path, tmp_path: Path, architecture: str) -> None:
     policy = tiny_models.write_model(tmp_path / "policy", architecture)
     for name in ("grpo", "online_dpo"):

@@ -13,7 +13,7 @@ from tasks.train import models, reference_logps
 from tasks.train.compatibility import refusals
 from tasks.train.rule import Case
 from tests import tiny, training
-from tests.tiny_models import write_model
+from tests.tiny_models import FEW, write_model
 from tests.trained_store import Made
 from tests.training import same, weights
 
@@ -78,10 +78,7 @@ def test_held_out_rows_are_measured_against_the_same_reference(
     assert losses[1] == pytest.approx(losses[0], **CLOSE) and losses[0][2] != pytest.approx(losses[0][0], abs=1e-4)
 
 
-SLOW = ("llama", "qwen2", "mistral", "gemma2", "gemma3_text", "mixtral")
-
-
-@pytest.mark.parametrize("name", ["gpt2", "qwen3_moe", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)])
+@pytest.mark.parametrize("name", [each for each in FEW if each.values[0] != "gemma3"])
 def test_so_it_is_on_every_architecture(root: Path, tmp_path: Path, name: str) -> None:
     both(root, tmp_path, stage(), policy=write_model(tmp_path / name, name))
 

@@ -11,7 +11,7 @@ from lineage.errors import ConfigError
 from tasks.context import Resources
 from tasks.method import Adapter
 from tests import tiny, training
-from tests.tiny_models import ARCHITECTURES, write_model
+from tests.tiny_models import FEW, write_model
 from tests.training import same, weights
 from tests.worker_group import Asked, WorkerGroup
 
@@ -112,12 +112,11 @@ def test_reports_carry_trls_names(root: Path, tmp_path: Path) -> None:
     assert run.metrics["train_seconds"] > 0
 
 
-OTHERS = [pytest.param(each, marks=pytest.mark.slow) for each in ARCHITECTURES if each not in ("gpt2", "qwen3_moe")]
 PAIRS = {"sigmoid": 1.0, "kto_pair": 1.0, "aot": 1.0}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("architecture", ["gpt2", "qwen3_moe", *OTHERS])
+@pytest.mark.parametrize("architecture", FEW)
 @pytest.mark.parametrize("name", [each for each in training.NAMES if each.values[0] in SUPERVISED])
 def test_every_architecture_trains(root: Path, tmp_path: Path, name: str, architecture: str, precision: str) -> None:
     policy = write_model(tmp_path / architecture, architecture, router_aux_loss_coef=0.0)
