@@ -3,6 +3,8 @@
 import base64
 import json
 import os
+import subprocess
+import sys
 import time
 import tomllib
 import urllib.error
@@ -11,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tenacity import retry, retry_if_exception, stop_after_attempt, wait_fixed
+
+from tests.command import wait_until
 
 
 def _is_busy(error: BaseException) -> bool:
@@ -23,6 +27,18 @@ def password_in(prefect_home: Path) -> str:
     [profile] = prefect_home.glob("posttrain-*.toml")
     (settings,) = tomllib.loads(profile.read_text())["profiles"].values()
     return settings["PREFECT_API_AUTH_STRING"]
+
+
+def serve(folder: Path, environment: dict[str, str], *words: str) -> subprocess.Popen[str]:
+    """``posttrain serve`` once its pipelines are deployed; what it says is in ``serve.log``."""
+    with (folder / "serve.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows", "serve", *words],
+            cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
+        )  # fmt: skip
+    wait_until(lambda: process.poll() is not None or "run one:" in (folder / "serve.log").read_text(), "served")
+    assert process.poll() is None, (folder / "serve.log").read_text()
+    return process
 
 
 class PrefectApi:

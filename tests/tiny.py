@@ -1,5 +1,6 @@
 """Tiny models, tokenizers and rows for tests: built in well under a second, nothing downloaded."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -48,6 +49,14 @@ def write_tokenizer(directory: Path, *, vocab_size: int = 300, chat_template: st
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(directory)
     return directory
+
+
+def swap_tokens(directory: Path) -> None:
+    """Two tokens of a tokenizer change places, as in a base that was made from scratch on an earlier corpus."""
+    document = json.loads((directory / "tokenizer.json").read_text())
+    vocabulary = document["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (directory / "tokenizer.json").write_text(json.dumps(document))
 
 
 def write_policy(

@@ -3,14 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from tests.chaos.record import digests
 from tests.command import CONF, REPOSITORY, call, family, wait_until
-from tests.prefect_api import PrefectApi
+from tests.prefect_api import PrefectApi, serve
 from tests.toy_interrupted import HOLD_FILE, ToyInterrupted, unbroken
 
 TOY = ["pipeline=toy-interrupted", "model=none", "tracking=none", "sources.rows.path=rows.txt"]
@@ -30,13 +28,7 @@ def environment(tmp_path, prefect_url) -> dict[str, str]:
 
 @pytest.fixture
 def served(tmp_path, environment):
-    with (tmp_path / "serve.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flows", "serve", *WORDS], cwd=tmp_path, env=environment,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
-    wait_until(lambda: process.poll() is not None or "run one:" in (tmp_path / "serve.log").read_text(), "served")
-    assert process.poll() is None, (tmp_path / "serve.log").read_text()
+    process = serve(tmp_path, environment, *WORDS)
     yield process
     process.send_signal(signal.SIGTERM)
     process.wait(60)

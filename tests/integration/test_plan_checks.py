@@ -19,7 +19,7 @@ from tasks.data.kinds import PREFERENCES
 from tasks.evaluate import Evaluate
 from tasks.fetch_model import wheel_entry
 from tasks.method import Training
-from tests.tiny import write_tokenizer
+from tests.tiny import swap_tokens, write_tokenizer
 
 METHOD = "stages.evaluate.method"
 
@@ -39,10 +39,7 @@ def test_the_shipped_evaluations_are_sound(pipeline: str) -> None:
 def bases(tmp_path: Path) -> tuple[str, str]:
     """Two directories with tokenizers that differ in two tokens; and the overrides that start from the first."""
     known, other = (write_tokenizer(tmp_path / name) for name in ("known", "other"))
-    document = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = document["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    (other / "tokenizer.json").write_text(json.dumps(document))
+    swap_tokens(other)
     return str(known), str(other)
 
 

@@ -10,7 +10,6 @@ from peft import PeftModel
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from lineage.artifact import Kind
-from tasks.context import Metrics, Resources, TrainContext
 from tasks.gate import Gate
 from tasks.merge import Merge
 from tasks.method import Adapter, Quantization, Training
@@ -29,29 +28,15 @@ NF4 = Quantizer(setting=Quantization(format="nf4"), compute_dtype=torch.float32)
 ATTENTION = replace(QLORA, target_modules="q_proj,v_proj")
 
 
-def run(stage: Training, root: Path, folder: Path, reports: list[float], **fields: object) -> Path:
-    """Trains in a folder; the losses go to ``reports``, and the checkpoints beside the output."""
-    ctx = TrainContext(
-        output_dir=folder / "output", work_dir=folder / "work", checkpoint_dir=folder / "checkpoints",
-        resources=Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=2, save_minutes=None),
-        report=lambda step, metrics: reports.append(_plain(metrics)),
-    )  # fmt: skip
-    stage.run(training.inputs(root, stage), replace(ctx, **fields))
-    return ctx.output_dir
-
-
-def _plain(metrics: Metrics) -> float:
-    return training.trajectory(metrics)
-
-
 def test_a_base_in_4_bits_changes_the_run_and_precision_its_products(root: Path, tmp_path: Path) -> None:
-    losses: dict[str, list[float]] = {}
-    for name, fields in {
-        "nf4": {"adapter": QLORA},
-        "full": {"adapter": replace(QLORA, quantization=None)},
-        "bf16": {"adapter": QLORA, "precision": "bf16"},
-    }.items():
-        run(training.method("sft", **fields), root, tmp_path / name, losses.setdefault(name, []))
+    losses = {
+        name: training.train(training.method("sft", **fields), root, tmp_path / name / "output").losses
+        for name, fields in {
+            "nf4": {"adapter": QLORA},
+            "full": {"adapter": replace(QLORA, quantization=None)},
+            "bf16": {"adapter": QLORA, "precision": "bf16"},
+        }.items()
+    }
     assert losses["nf4"] != losses["full"]
     assert losses["nf4"] != losses["bf16"]
     assert losses["nf4"] == pytest.approx(losses["full"], abs=0.05)

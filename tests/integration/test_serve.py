@@ -17,7 +17,7 @@ import pytest
 from flows.prefect.open_runs import OpenFlow
 from lineage.owner import Owner
 from tests.command import CONF, REPOSITORY, alive, family, wait_until
-from tests.prefect_api import PrefectApi
+from tests.prefect_api import PrefectApi, serve
 from tests.web_server import save_block, webhook
 
 pytestmark = pytest.mark.integration
@@ -76,20 +76,9 @@ def said(heard: list[dict[str, str]]) -> tuple[str, str]:
     return message["subject"], message["body"]
 
 
-def serve(folder: Path, environment: dict[str, str], *words: str) -> subprocess.Popen:
-    with (folder / "serve.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flows", "serve", "--config-dir", "groups", *WORDS, *words],
-            cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
-        )  # fmt: skip
-    wait_until(lambda: process.poll() is not None or "run one:" in (folder / "serve.log").read_text(), "served")
-    assert process.poll() is None, (folder / "serve.log").read_text()
-    return process
-
-
 @pytest.fixture(scope="module")
 def served(folder, environment):
-    process = serve(folder, environment)
+    process = serve(folder, environment, "--config-dir", "groups", *WORDS)
     yield process
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
@@ -163,7 +152,7 @@ def test_a_run_makes_what_is_not_finished_and_its_page_tells_of_it(served, api):
     ("override", "message"),
     [
         ("stages.left.method.num_steps=many", 'stages.left.method.num_steps="many": input should be a valid integer'),
-        ("stages.left.method.learning_rat=1", "did you mean learning_rate"),
+        pytest.param("stages.left.method.learning_rat=1", "did you mean learning_rate", marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_override_fails_before_any_stage(served, api, override, message):
@@ -340,7 +329,7 @@ def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_
     OpenFlow(flow_run=unheard, driver=gone, api=environment["PREFECT_API_URL"], pipeline="toy").write(
         folder / "artifacts"
     )
-    process = serve(folder, environment, NOTIFY)
+    process = serve(folder, environment, "--config-dir", "groups", *WORDS, NOTIFY)
     try:
         assert api.end(unheard)["type"] == "CRASHED"
         assert said(heard)[0] == "toy: crashed"
