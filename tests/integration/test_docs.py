@@ -191,12 +191,3 @@ def test_it_names_every_field_every_value_and_every_rule():
     values = [each.value for setting in ("optimizer", "schedule") for each in choices()[setting]]
     assert not [name for name in [*named, *values] if f"`{name}`" not in page]
     assert not [rule.id for rule in RULES if f"| {rule.id} |" not in page]
-
-
-def test_a_field_has_the_values_that_its_type_takes_its_default_and_its_comment():
-    page = render()
-    assert "| `global_batch_size` | integer > 0 | required | rows per optimizer step, over all workers |" in page
-    assert "| `launcher` | `auto`, `process`, `cluster`, `foreground` | `auto` |" in page
-    assert "| `optimizer` | fields of its own | its defaults | How gradients change the weights. |" in page
-    assert "| `eps` | number > 0 | `null` | added to the denominator; `null`: the optimizer's own" in page
-    assert "Its learning rate is 1e-06, or 10 times that under an adapter." in methods_page.render()

@@ -162,7 +162,13 @@ def test_strings_and_messages_of_a_preference_come_out_in_one_form(tmp_path: Pat
 IDS: list[tuple[Method, Fields, str]] = [
     (PrepareText(held_out=0.5), {"text": "row 0"}, "65df74098d2c5b46"),
     (PrepareConversations(held_out=0.5), {"messages": [QUESTION, {**ANSWER, "content": "ä"}]}, "58b18eac9b27ad00"),
+    (
+        PrepareConversations(held_out=0.5),
+        {"messages": [{"role": "system", "content": "s"}, QUESTION, ANSWER]},
+        "9e41d07551568a06",
+    ),
     (PreparePreferences(held_out=0.5), PAIR, "8232f3251b1ae517"),
+    (PreparePreferences(held_out=0.5), {**PAIR, "kind": "k"}, "4eb808286f7ff7cd"),
 ]
 
 
@@ -170,7 +176,7 @@ IDS: list[tuple[Method, Fields, str]] = [
 def test_a_row_has_the_id_that_it_always_had(tmp_path: Path, method: Method, row: Fields, row_id: str) -> None:
     """Data of earlier versions, replay and impact know it by that."""
     questions = [{**QUESTION, "content": f"q{index}"} for index in range(30)]
-    others = [{"text": f"{q}", "messages": [q, ANSWER], **PAIR, "prompt": [q]} for q in questions]
+    others = [{"text": f"{q}", "messages": [q, ANSWER], **PAIR, "prompt": [q], "kind": "k"} for q in questions]
     prepare(tmp_path, method, [row, *({name: other[name] for name in row} for other in others)])
     assert row_id in {found["row_id"] for name in SIDES for found in side(tmp_path, name)}
 

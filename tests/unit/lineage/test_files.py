@@ -71,8 +71,8 @@ def test_reports_are_read_at_once_as_they_come_and_cut_before_a_resume(tmp_path)
     replace_jsonl(file, [{"step": step, "time": 0.5, "metrics": {"loss": float("nan")}} for step in (1, 2)])
     assert [report.step for report in following.read()] == [1, 2]
     append_jsonl(file, {"step": 3, "time": 1.5, "metrics": {"loss": 1.0}}, flush=False)
-    with file.open("a") as half:
-        half.write('{"step": 4, "ti')
+    with file.open("ab") as half:
+        half.write(b'{}\n\xff\n[]\n{"step": "x", "time": 0, "metrics": {}}\n{"step": 4, "ti')
     assert [report.metrics for report in following.read()] == [{"loss": 1.0}]
     assert (last_step(file), following.read(), following.num_restarts) == (3, [], 0)
     cut_reports(file, 2)

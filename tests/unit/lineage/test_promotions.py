@@ -83,13 +83,3 @@ def test_a_damaged_line_before_the_last_is_named(tmp_path):
     promote(tmp_path, "b")
     with pytest.raises(ArtifactError, match=r"promotions\.jsonl:2: is not an event"):
         read_events(tmp_path)
-
-
-def test_a_write_that_a_kill_cut_short_never_happened(tmp_path):
-    promote(tmp_path, "a")
-    whole = (tmp_path / PROMOTIONS).read_bytes()
-    for cut in (1, len(whole) // 2, len(whole) - 1):
-        (tmp_path / PROMOTIONS).write_bytes(whole + whole[:cut])
-        assert [event.fingerprint for event in read_events(tmp_path)] == ["a"]
-        promote(tmp_path, "b")
-        assert [event.fingerprint for event in read_events(tmp_path)] == ["a", "b"]

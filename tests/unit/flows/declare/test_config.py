@@ -21,16 +21,6 @@ def toy(*overrides: str):
     return load_pipeline([*TOY, *overrides], CONF)
 
 
-def test_the_default_is_the_quickstart():
-    pipeline = load_pipeline([])
-    assert pipeline.name == "cpt-sft-dpo"
-    assert set(pipeline.stages) == {
-        "base", "corpus", "instructions", "preferences", "cpt", "sft", "reward", "dpo", "evaluate",
-    }  # fmt: skip
-    order = pipeline.order()
-    assert order.index("base") < order.index("cpt") < order.index("sft") < order.index("dpo") < order.index("evaluate")
-
-
 def test_a_model_is_a_directory_a_hub_id_or_the_name_of_a_shipped_one(tmp_path):
     own, tiny = load_pipeline([f"model={tmp_path}"]), load_pipeline([])
     assert "base" not in own.stages

@@ -101,22 +101,6 @@ def test_a_stage_that_has_reported_nothing_is_at_step_0(path):
     assert read(path).seconds_left() is None
 
 
-def test_a_line_that_is_still_written_waits_for_its_end(path):
-    path.write_text(report(1, loss=2.0) + '{"step": 2, "ti')
-    found = read(path)
-    assert (found.step, found.metrics) == (1, {"loss": 2.0})
-    with path.open("a") as file:
-        file.write('me": 0.0, "metrics": {"loss": 1.0}}\n')
-    found.refresh()
-    assert (found.step, found.metrics) == (2, {"loss": 1.0})
-
-
-@pytest.mark.parametrize("line", ["{}\n", "nonsense\n", "[]\n", '{"step": "x", "time": 0, "metrics": {}}\n', "\xff\n"])
-def test_a_line_that_is_no_report_is_passed_over(path, line):
-    path.write_text(report(1, loss=2.0) + line + report(3, loss=1.0))
-    assert read(path).step == 3
-
-
 def test_the_time_left_is_told_by_the_pace_of_the_reports(path):
     path.write_text(report(2, when=100.0) + report(4, when=104.0))
     assert read(path).seconds_left() == 12.0

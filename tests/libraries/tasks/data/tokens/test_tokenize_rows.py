@@ -192,12 +192,6 @@ def test_nothing_to_pack_is_no_error(policy: Path, tmp_path: Path) -> None:
     assert len(tokenized(tiny.conversation_rows(3), policy, tmp_path, 4, packing="best_fit")) == 0
 
 
-def test_packs_have_a_version_of_their_own() -> None:
-    """Rows that are not packed give the numbers that they gave: their artifacts stay current."""
-    alone, packed = SFT().recipe(), SFT(packing="best_fit").recipe()
-    assert packed == {**alone, "packing": "best_fit", "version": SFT.version + 1} and alone["version"] == SFT.version
-
-
 def test_an_option_whose_numbers_changed_raises_a_version_in_the_recipes_that_set_it() -> None:
     """Fingerprints of stores hang on these numbers."""
     quantized = Adapter(quantization="nf4")

@@ -1,10 +1,8 @@
 """Every format: told from its rows, and what each row becomes."""
 
-import hashlib
 import json
 import pickle
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,6 @@ import pytest
 from lineage.artifact import Kind
 from tasks.data.formats.detect import Detected, detect
 from tasks.data.formats.known import BY_NAME, FORMATS
-from tasks.data.formats.turns import canonical
 from tasks.data.kinds import messages_of, tools_of
 
 Row = dict[str, object]
@@ -179,20 +176,6 @@ def test_tools_and_arguments_keep_the_order_of_their_keys() -> None:
     assert list(tools_of(made)[0]["function"]["parameters"]["properties"]) == ["z", "a"]  # type: ignore[index]
     (call,) = messages_of(made["messages"])[1]["tool_calls"]  # type: ignore[misc]
     assert list(call["function"]["arguments"]) == ["z", "a"]
-
-
-@pytest.mark.parametrize(
-    ("row", "row_id"),
-    [
-        ({"text": "Grüße, 世界"}, "96126b7969a88287"),
-        ({"messages": [S, Q, A]}, "9e41d07551568a06"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "8232f3251b1ae517"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "kind": "k"}, "4eb808286f7ff7cd"),
-    ],
-)
-def test_plain_rows_keep_the_ids_that_they_had_before_there_were_formats(row: Row, row_id: str) -> None:
-    made: Mapping[str, object] = detect([row], "rows").convert(row)
-    assert hashlib.sha256(canonical(made).encode()).hexdigest()[:16] == row_id
 
 
 ROW = re.compile(r"^\| `(\w+)` \| `(\{.*\})` \| (\w+)", re.MULTILINE)
