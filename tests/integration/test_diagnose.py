@@ -56,8 +56,7 @@ def test_the_text_and_the_page_show_evidence_plot_and_overrides(toy, slow):
     assert page.count("<polyline") == 1
     assert "stages.left.method.learning_rate=1e-05" in page
 
-
-def test_what_cannot_be_patched_is_refused(toy, slow):
+    # What cannot be patched is refused.
     refused = call(["diagnose", "left", "--out", "p.yaml", "--rule", "slow"], toy.folder, toy.environment)
     assert refused.returncode == 2
     assert "slow has no change that overrides can state; rules that have one here: flat" in refused.stderr

@@ -37,7 +37,7 @@ def test_runs_reuses_and_reruns_only_what_changed(toy, prefect_url):
 
     second = toy("run")
     assert second.returncode == 0
-    assert "nothing to do: all 4 stages are finished" in second.stdout
+    assert "nothing to do: all 4 stages are finished" in second.stdout and "| left " in second.stdout
     assert len(PrefectApi(prefect_url).post("/flow_runs/filter", toys)) == len(before) + 1
 
     third = toy.run("stages.left.method.learning_rate=0.2")
@@ -54,6 +54,10 @@ def test_a_failed_stage_is_named_and_its_sibling_finishes(toy):
     assert 'raise ValueError("told to fail")' in Path(log).read_text()
     assert toy.states()["right"] == "run"  # of the default recipe
     assert toy.states("stages.right.method.step_seconds=0.5")["right"] == "reuse"
+    [last] = json.loads(toy("status", "--json").stdout)["last"]
+    assert last["state"] == "failed" and "told to fail" in last["cause"]
+    assert {row["stage"]: row["state"] for row in last["stages"]}["left"] == "failed"
+    assert "told to fail" in toy("logs", "left").stdout
 
 
 def test_a_config_error_is_one_message_and_exit_code_2(toy):

@@ -182,4 +182,5 @@ def test_the_command_prints_the_suggestion(tmp_path, monkeypatch):
 
 
 def test_fp16_on_a_gpu_is_planned():
-    make_plan(load_pipeline(["resources=gpu", "precision=fp16"]))
+    plan = make_plan(load_pipeline(["resources=gpu", "precision=fp16"]))
+    assert plan.stage("dpo").stage.method.recipe()["precision"] == "fp16"

@@ -19,9 +19,10 @@ def approved(toy, tmp_path):
 
 
 def test_the_same_plan_is_accepted_and_so_is_one_with_less_to_do(toy, approved):
-    require_approved(toy(), approved)
+    require_approved(toy(), approved)  # raises where it is another
     finish(toy())
     require_approved(toy(), approved)
+    assert not toy().stale
 
 
 @pytest.mark.parametrize(
