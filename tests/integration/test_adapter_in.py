@@ -63,7 +63,7 @@ def trained(made: Made, stage: Training, policy: Input, output: Path):
     return losses, found, reference, frozen
 
 
-@pytest.mark.parametrize("quantization", [None, "nf4"])
+@pytest.mark.parametrize("quantization", [None, pytest.param("nf4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sft_weight", [None, 0.5], ids=["trl", "pair_loss"])
 @pytest.mark.parametrize("adapter_in", ["continue", "stack"])
 def test_dpo_starts_at_its_reference_trains_one_adapter_and_saves_what_it_trained(
@@ -89,7 +89,7 @@ def test_dpo_starts_at_its_reference_trains_one_adapter_and_saves_what_it_traine
                 assert torch.equal(other, value)
 
 
-@pytest.mark.parametrize("adapter_in", ["merge", "continue", "stack"])
+@pytest.mark.parametrize("adapter_in", [pytest.param("merge", marks=pytest.mark.slow), "continue", "stack"])
 def test_an_output_that_is_an_adapter_is_the_whole_output_and_goes_through_a_third_stage(
     made: Made, adapter_in: str
 ) -> None:

@@ -47,6 +47,7 @@ OTHER = {
     "init": "orthogonal", "trainable_token_indices": (5, 6),
 }  # fmt: skip
 ALL = {**TYPES, **INITS, **CHOICES}
+SLOW = pytest.mark.slow
 
 
 def exact_answers(model: torch.nn.Module) -> torch.Tensor:
@@ -87,7 +88,8 @@ def test_an_adapter_trains_its_own_weights_and_is_saved_as_it_was_trained(
 @pytest.mark.parametrize(
     ("name", "field"),
     [
-        (name, field)
+        # How a type takes a field that others have too is a table: quick of one type, slow of the others.
+        pytest.param(name, field, marks=SLOW if name != "lora" and field in ("rank", "alpha", "dropout") else [])
         for name, row in ADAPTERS.items()
         for field in row.reads
         if field != "bias" and (name, field) != ("dora", "init")  # biases: below; DoRA refuses it
@@ -238,7 +240,9 @@ def test_the_mixtures_are_those_of_peft() -> None:
     assert set(MIXTURES) <= known
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each in ("lora", "oft", "ia3") else SLOW) for each in TYPES]
+)
 def test_on_gpt2_every_type_trains_but_those_that_the_plan_refuses(root: Path, tmp_path: Path, name: str) -> None:
     policy = tiny_models.write_model(tmp_path / "policy", "gpt2")
     method = training.method("sft", num_steps=8 if name == "adalora" else 2, adapter=TYPES[name], learning_rate=1e-2)

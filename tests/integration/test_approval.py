@@ -104,6 +104,7 @@ def test_resuming_the_flow_run_approves_and_the_next_run_does_not_ask_again(toy,
     assert again.returncode == 0 and "nothing to do" in again.stdout
 
 
+@pytest.mark.slow
 def test_an_approval_without_a_name_says_where_it_came_from(toy, ask):
     asking = ask()
     asking.post("resume", {})
@@ -129,7 +130,7 @@ def test_cancelling_the_flow_run_rejects_and_a_reused_gate_asks_again(toy, ask):
     assert [action for action, *_ in decisions(toy)] == ["reject", "approve"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_stop_while_it_waits_decides_nothing(toy, ask, number):
     asking = ask()
     asking.process.send_signal(number)

@@ -51,6 +51,7 @@ def test_a_resume_that_forgets_is_found_out_with_its_first_step(untracked: Comma
     assert len(list((untracked.folder / "artifacts/certificates").glob("*.json"))) == 2
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_unbroken_training_is_no_reference(untracked: Command) -> None:
     mark = untracked.folder / "lost"
     lost = of("left", SURVIVOR, *ALONE, "method.forgets=generator", f"method.lost_mark={mark}")

@@ -114,6 +114,7 @@ def test_other_settings_that_give_the_same_bytes_are_seen_downstream(repository)
     assert repository.is_clean()
 
 
+@pytest.mark.slow
 def test_the_commands_that_a_user_of_dvc_knows(ran):
     assert "left" in ran("dvc", "dag")
     assert "0.33333" in ran("dvc", "metrics", "show")
@@ -150,6 +151,7 @@ def test_a_fresh_clone_pulls_and_trains_nothing(ran, tmp_path):
     assert clone.is_clean()
 
 
+@pytest.mark.slow
 def test_store_view_and_cache_are_one_file_and_take_no_more_disk(tmp_path, environment):
     sizes = {}
     for name, dvc in {"with": "true", "without": "false"}.items():

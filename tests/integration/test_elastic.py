@@ -42,7 +42,7 @@ def test_two_workers_stopped_and_resumed_are_unbroken_to_the_bit(
     assert same(weights(broken.folder / "output"), weights(whole.folder / "output"))
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("name", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_two_workers_then_one_then_two_lose_no_row_and_repeat_none(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str
 ) -> None:

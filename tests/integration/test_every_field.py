@@ -112,7 +112,7 @@ SHORTER = {
 ELSEWHERE = {"adapter_in", "best", "output", "on_divergence", "quantization", "validation"}
 # test_generating.py, test_ppo.py
 ELSEWHERE |= {"reward_model_weight", "equal_rewards_patience", "vllm", "epsilon", "epsilon_high", "kl_ratio"}
-QUICK = {"sft", "dpo", "grpo", "ppo"}  # of one trainer each: their fields that all methods have are tried quickly
+QUICK = {"sft", "grpo", "ppo"}  # of one loop each: their fields that all methods have are tried quickly
 FIELDS = [
     pytest.param(
         name, field.name, id=f"{name}.{field.name}",

@@ -149,7 +149,13 @@ def test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130(toy, interrupt,
     assert run.resumed_at() == [step]
 
 
-@pytest.mark.parametrize("kill", [to_driver(signal.SIGKILL), to_group(signal.SIGKILL)], ids=["driver", "group"])
+@pytest.mark.parametrize(
+    "kill",
+    [
+        pytest.param(to_driver(signal.SIGKILL), id="driver"),
+        pytest.param(to_group(signal.SIGKILL), id="group", marks=SLOW),
+    ],
+)
 def test_a_run_that_is_killed_leaves_nothing_and_goes_on_from_its_checkpoint(toy, kill):
     run = Started(toy)
     kill(run)
@@ -195,7 +201,6 @@ def test_a_step_that_outlasts_a_stop_is_lost_and_the_run_ends_all_the_same(toy):
 @pytest.mark.parametrize(
     ("kill", "cause"),
     [
-        # The quick test of it joins a cluster that is there already: test_ray_cluster.py
         pytest.param(lambda run: run.named("RayTrainWorker")[-1].kill(), " died at step ", id="worker", marks=SLOW),
         pytest.param(kill_head, "its Ray cluster on ", id="head", marks=SLOW),
         pytest.param(

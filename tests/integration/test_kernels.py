@@ -73,6 +73,7 @@ def test_fp16_scales_its_loss_and_resumes_to_the_bit(
 
 
 METHODS = ("cpt", "sft", "reward", "dpo")
+QUICK = (("sft", "full"), ("reward", "full"), ("dpo", "lora"))  # each method trains seven times
 
 
 def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -100,8 +101,14 @@ def flash(monkeypatch: pytest.MonkeyPatch, attention: str) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        pytest.param(name, adapter, id=f"{name}-{kind}", marks=[] if (name, kind) in QUICK else pytest.mark.slow)
+        for name in METHODS
+        for kind, adapter in (("full", None), ("lora", LORA))
+    ],
+)
 def test_what_is_computed_otherwise_is_called_and_keeps_the_trajectory(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, adapter: Adapter | None
 ) -> None:

@@ -60,6 +60,7 @@ def test_processes_write_the_bytes_that_one_process_writes(tmp_path: Path) -> No
     assert digests(tmp_path / "alone") == digests(tmp_path / "together")
 
 
+@pytest.mark.slow
 def test_memory_does_not_hold_the_rows(tmp_path: Path) -> None:
     draw = random.Random(0)
     with (tmp_path / "rows.jsonl").open("w") as file:

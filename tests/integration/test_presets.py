@@ -1,5 +1,7 @@
 """Presets, and resources that choose a precision, compose and plan with every shipped pipeline."""
 
+from functools import partial
+
 import pytest
 
 from flows.declare.compose import CONF
@@ -7,11 +9,12 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.sweep.plan import read_sweep
 
+SLOW = partial(pytest.param, marks=pytest.mark.slow)  # tests/unit/flows/test_advise.py plans with every preset
 PIPELINES = sorted(path.stem for path in (CONF / "pipeline").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("choice", ["preset=conservative", "preset=one-gpu-qlora", "preset=medium"])
+@pytest.mark.parametrize("choice", [SLOW("preset=conservative"), SLOW("preset=one-gpu-qlora"), "preset=medium"])
 def test_every_pipeline_plans_with_presets(pipeline: str, choice: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert make_plan(load_pipeline([f"pipeline={pipeline}", choice, "tracking=none"])).stale

@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -123,7 +124,7 @@ def trains_and_resumes(name: str, root: Path, folder: Path, policy: Path, adapte
 @pytest.mark.parametrize(
     "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mixtral"))]
 )
-@pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
+@pytest.mark.parametrize("name", ["nf4", pytest.param("fp4", marks=pytest.mark.slow), "int8"])
 def test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_stated(
     root: Path, tmp_path: Path, policies: dict[str, Path], name: str, architecture: str
 ) -> None:
@@ -141,10 +142,10 @@ def test_every_type_of_adapter_that_a_base_in_few_bits_takes_does_so(
 @pytest.mark.parametrize(
     ("name", "architecture"),
     [
-        pytest.param(name, architecture, marks=installed(module))
+        pytest.param(name, architecture, marks=[installed(module), *slow])
         for module, names in OF_PACKAGES.items()
         for name in names
-        for architecture in ("llama", "mixtral")
+        for architecture, slow in (("llama", []), ("mixtral", [pytest.mark.slow]))
     ],
 )
 def test_a_format_of_another_package_does_too(
@@ -336,8 +337,13 @@ BEFORE: Mapping[str, Mapping[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
-@pytest.mark.parametrize("found", BEFORE)
+@pytest.mark.parametrize(
+    ("found", "architecture"),
+    [
+        *((found, "llama") for found in BEFORE),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in product(BEFORE, ("gpt2", "mixtral"))),
+    ],
+)
 def test_a_model_that_was_quantized_before_is_trained_upon_and_merged_dequantized(
     root: Path,
     tmp_path: Path,

@@ -68,6 +68,7 @@ def test_every_stage_is_made_at_two_steps_and_nothing_is_left(gated: Command, ur
     assert "toy-gated" not in {experiment.name for experiment in client.search_experiments()}
 
 
+@pytest.mark.slow
 def test_its_models_are_registered_each_time_and_no_longer_than_they_are_kept(gated: Command, uri: str) -> None:
     from mlflow import MlflowClient
 
@@ -106,6 +107,7 @@ def test_only_what_lay_there_and_is_gone_leaves_the_registry(tmp_path: Path, uri
         unregister_gone(uri, "toy", folder)
 
 
+@pytest.mark.slow  # tests/unit/flows/test_rehearsal.py says what is kept
 def test_a_stage_that_fails_ends_it_and_its_log_stays_until_the_next(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text("rows")
     toy = Command(tmp_path, "pipeline=toy", "model=none", "sources.rows.path=rows.txt", SURVIVOR)

@@ -55,8 +55,13 @@ def timeless(reports: list[tuple[int, Metrics]]) -> list[tuple[int, dict[str, fl
     ]
 
 
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("name", training.NAMES)
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        *(pytest.param(*each.values, None, id=f"{each.values[0]}-full", marks=each.marks) for each in training.NAMES),
+        *(pytest.param(*each.values, LORA, id=f"{each.values[0]}-lora", marks=each.marks) for each in training.FEW),
+    ],
+)
 def test_stopped_and_resumed_is_unbroken_to_the_bit(root: Path, tmp_path: Path, name: str, adapter) -> None:
     stage = training.method(name, num_steps=6, adapter=adapter, lr_schedule="cosine")
     stop_and_go_on(stage, root, tmp_path)
