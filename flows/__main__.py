@@ -18,8 +18,8 @@ from lineage.errors import ConfigError, PipelineError
 
 STOPPED = 130
 _EXIT_SECONDS = 1.5
-_GARBAGE = 100_000  # objects between two collections; Python has 700
-# Errors of the system that come of what the user stated, with what to do; others are of the machine.
+_GARBAGE = 100_000  # threshold of the garbage collector; Python's default is 700
+# Errors of the operating system that the user's input causes -> what to do; all others are failures of the machine.
 _OWN = "a path that this account may read and write is accepted; change its mode, or name another, such as store=DIR"
 _OF_INPUT = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OWN) | {
     errno.ENAMETOOLONG: "names of at most 255 bytes are accepted; shorten the path",
@@ -31,33 +31,33 @@ _OF_INPUT = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OWN) | {
 COMMANDS = {
     "plan": "show what would run, what is reused, and why; run nothing",
     "run": "plan, then run what is not finished",
-    "rehearse": "make every stage at two steps, in minutes; keep nothing",
-    "certify": "kill, resume and reshard every training in short; say whether it gives the same model",
-    "data": "read rows as a data stage would, and say what is in them; run nothing",
-    "export": "write a stage of GRPO, RLOO or PPO as verl runs it: rows, settings, rewards",
+    "rehearse": "run every stage for two steps, in minutes; keep nothing",
+    "certify": "kill, resume and reshard a short run of every training; report whether it gives the same model",
+    "data": "read rows as a data stage would, and report on them; run nothing",
+    "export": "write a stage of GRPO, RLOO or PPO for verl: rows, settings, rewards",
     "stage": "run one stage without Prefect: what dvc.yaml calls",
     "lineage": "show all that an artifact was made from",
     "impact": "show all that a source, a file, a row, a label or a model went into",
     "diff": "show what differs in the ancestries of two artifacts, the most likely cause first",
-    "diagnose": "read the curves of a stage; say what they mean, and what to change",
-    "blame": "evaluate what two models were made from; name the first stage whose model is worse",
-    "tune": "train a stage in short rounds, each with what diagnose would change; keep the best settings",
+    "diagnose": "read the curves of a stage; explain them, and say what to change",
+    "blame": "evaluate the ancestors of two models; name the first stage whose model is worse",
+    "tune": "train a stage in short rounds with the changes that diagnose proposes; keep the best settings",
     "verify": "read every byte again and check every link of the record",
-    "promote": "give an alias to a model that passed its gate",
-    "rollback": "give an alias back to its previous holder",
+    "promote": "point an alias to a model that passed its gate",
+    "rollback": "point an alias back to its previous model",
     "rebuild": "refill MLflow from the manifests",
-    "gc": "delete outputs that were not used for long and that nothing refers to; show them first, and ask",
-    "status": "show what runs now and what ran last",
-    "logs": "print what a stage and its libraries said",
-    "cancel": "stop a run, and leave nothing running",
-    "serve": "register every pipeline as a Prefect deployment, and run what is asked of it",
-    "compat": "show what works with what, and why not; with overrides, whether the stages that they declare work",
+    "gc": "delete old outputs that nothing refers to; show them first, and ask",
+    "status": "show running stages and the last runs",
+    "logs": "print the log of a stage",
+    "cancel": "stop a run and all its processes",
+    "serve": "register every pipeline as a Prefect deployment, and execute its runs",
+    "compat": "show which settings work together, and why others do not; with overrides, check the declared stages",
     "advise": "print a recipe for this data, model and machine, with the reason and source of every value",
     "doctor": "check that this machine is fit to run",
 }
-_OWN_WORDS = ("data", "diagnose", "tune")  # add all their arguments themselves
+_OWN_ARGUMENTS = ("data", "diagnose", "tune")  # add all their arguments themselves
 _WITHOUT_JSON = ("stage", "serve", "status", "logs", "cancel")  # a command's --json prints one object
-# The module of flows.commands with run_NAME(options), and add_NAME(parser) for its own arguments, if not called NAME.
+# The module of flows.commands that defines run_NAME(options) and add_NAME(parser), unless it is called NAME.
 _MODULES = {
     "plan": "run", "stage": "run", "export": "run", "certify": "rehearse", "impact": "lineage", "diff": "lineage",
     "blame": "lineage",
@@ -69,12 +69,12 @@ _MODULES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
-    0 done, 2 the input was wrong, 1 a stage failed, 3 a gate refused, 130 stopped; `plan --exit-code`: 4, not all is
-    finished.
+    0 done, 2 the input was wrong, 1 a stage failed, 3 a gate refused, 130 stopped; `plan --exit-code`: 4, stages are
+    unfinished.
     """
-    if arguments is None:  # a process of its own, of whose imports the collection of garbage would take a fifth
+    if arguments is None:  # a process of its own, whose imports would spend a fifth of their time collecting garbage
         gc.set_threshold(_GARBAGE)
-        if sys.argv[1:2] == ["plan"]:  # keeps nearly all that it makes, and ends soon
+        if sys.argv[1:2] == ["plan"]:  # short-lived, and creates little garbage
             gc.disable()
     try:
         with _interruptible():
@@ -84,11 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt as stop:
         how = f" {stop}" if stop.args else ""
-        print(f"posttrain: stopped{how}; run the same command again to go on", file=sys.stderr)
-        if arguments is None:  # called by the shell, not by a program that goes on
+        print(f"posttrain: stopped{how}; run the same command again to resume", file=sys.stderr)
+        if arguments is None:  # called from a shell
             _end_soon()
         return STOPPED
-    except BrokenPipeError:  # `posttrain plan | head`: all is done but the last of the print
+    except BrokenPipeError:  # `posttrain plan | head`: only output is lost
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
@@ -100,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    sys.path.append(os.getcwd())  # where a method of the user's own may lie
-    if logging.lastResort:  # which writes the warnings
+    sys.path.append(os.getcwd())  # for the user's own methods
+    if logging.lastResort:  # it prints the warnings
         logging.lastResort.setFormatter(PrintableFormatter())
     parser = _parser(arguments)
     options, rest = parser.parse_known_args(arguments)
@@ -110,42 +110,42 @@ def _run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"unknown option {unknown[0]}; see posttrain COMMAND --help")
     if rest:
         options.overrides += rest  # argparse stops collecting overrides at the first option
-    if "data" not in arguments[:1]:  # which reads files that are called year=2024/rows.jsonl, and checks its keys
+    if "data" not in arguments[:1]:  # which accepts files called year=2024/rows.jsonl, and checks its keys itself
         _warn_of_repeated([word for word in arguments if "=" in word and not word.startswith("-")])
     return int(options.command(options))
 
 
 def _warn_of_repeated(overrides: Sequence[str]) -> None:
-    """Says which of two overrides of a field counts: the last, as in Hydra, so that a script can restate one."""
+    """Warns of repeated overrides of a field: the last one counts, as in Hydra."""
     last = {word.lstrip("+").partition("=")[0]: word for word in overrides}
     for word in overrides:
         if (counts := last[word.lstrip("+").partition("=")[0]]) != word:
-            print(printable(f"posttrain: {word} does not count, since {counts} follows it"), file=sys.stderr)
+            print(printable(f"posttrain: {word} is ignored, since {counts} follows it"), file=sys.stderr)
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Makes SIGTERM and a closed terminal a ``KeyboardInterrupt`` from the first import on, as Ctrl-C is."""
+    """Turns SIGTERM and SIGHUP into ``KeyboardInterrupt``, as Ctrl-C does."""
     numbers = [signal.SIGTERM, signal.SIGHUP]
-    heeded = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]  # not what `nohup` ignores
-    for number in heeded:
+    handled = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]  # `nohup` ignores SIGHUP
+    for number in handled:
         signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        for number in heeded:
+        for number in handled:
             signal.signal(number, signal.SIG_DFL)
 
 
 def _end_soon() -> None:
-    """Does not wait for libraries that report to a server: the process that stops us gives 30 s in all."""
+    """Exits without waiting for libraries that report to a server: after 30 s the process would be killed."""
     end = threading.Timer(_EXIT_SECONDS, os._exit, (STOPPED,))
     end.daemon = True
     end.start()
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of the command that is called; of the others only their names, so that none is imported in vain."""
+    """A parser with the arguments of the called command, and only the names of the others, which are not imported."""
     parser = argparse.ArgumentParser(
         prog="posttrain", description="Trains language models after pretraining, as one graph."
     )
@@ -157,9 +157,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             add = getattr(module, f"add_{name}", None)
             if add:
                 add(sub)
-            if name not in _OWN_WORDS:
+            if name not in _OWN_ARGUMENTS:
                 add_overrides(sub)
-            if name not in (*_OWN_WORDS, *_WITHOUT_JSON):
+            if name not in (*_OWN_ARGUMENTS, *_WITHOUT_JSON):
                 add_json(sub)
             sub.set_defaults(command=getattr(module, f"run_{name}"))
     return parser

@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline, Stage
 from flows.declare.store_root import asked_store
-from flows.planning.aliases import Champion, placed_artifact
+from flows.planning.aliases import Champion, artifact_as_source
 from flows.planning.plan import Plan, make_plan
 from flows.reports.diagnosis import read_diagnosis
 from flows.reports.diff import cause_lines
@@ -26,31 +26,31 @@ from tasks.evaluate.row_scores import read_scores
 from tasks.gate.bootstrap import Bootstrap
 from tasks.gate.rule import Evidence, Rule
 
-_BOOTSTRAP = Bootstrap(confidence=0.95, num_resamples=10_000, seed=0)  # a gate's defaults, as its fewest rows
+_BOOTSTRAP = Bootstrap(confidence=0.95, num_resamples=10_000, seed=0)  # the gate's defaults, as _MIN_ROWS
 _MIN_ROWS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The models of one stage: that of the predecessor, and that which is blamed."""
+    """The two models of one stage: from the ancestry of the predecessor, and of the model under test."""
 
     before: Node
     after: Node
 
     @property
     def lost(self) -> Node | None:
-        """One whose output is no longer in the store."""
+        """A node whose output is no longer in the store; None: both are there."""
         return next((each for each in (self.before, self.after) if not _is_here(each)), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blame:
-    """The answer.
+    """The result of ``blame``.
 
     Args:
-        judged: pairs in the order of the graph, each with the outcome; None: an output is no longer in the store.
-        first: the stage whose model is the first that is worse; None: none is.
-        causes: what sets apart the making of its two models, without what stages above it share that are not worse.
+        judged: pairs in the order of the graph, each with its result; None: an output is no longer in the store.
+        first: the first stage whose model is worse; None: there is none.
+        causes: differences of its two models, without those of ancestors that are not worse.
         report: the output of the evaluation.
     """
 
@@ -75,7 +75,7 @@ class Blame:
         }  # fmt: skip
 
     def text(self) -> str:
-        """The same for people."""
+        """The result as text."""
         lines = [f"A {self.before}", f"B {self.after}", ""]
         rows = [
             (
@@ -99,9 +99,9 @@ def blame(
     """Evaluates the models of both ancestries that differ, on the rows of the pipeline's evaluation; trains nothing.
 
     Args:
-        against: REF of the predecessor; None: what an alias named before, else the last model before of that stage.
-        given: overrides, after those of the run that made the model.
-        words: of the command, for the record.
+        against: REF of the predecessor; None: the previous model of an alias, else the previous model of that stage.
+        given: overrides, after those of the run that produced the model.
+        words: arguments of the command, for the record.
 
     Raises:
         ConfigError: there is no predecessor, no evaluation, or no such metric.
@@ -138,7 +138,7 @@ def _model(node: str, index: Index) -> str:
 
 
 def _predecessor(ref: str, node: str, index: Index) -> str:
-    """What the alias named before, or an alias that names the model; else the stage's last model before it."""
+    """The previous model of the given alias, or of an alias of the model; else the stage's previous model."""
     for alias, holders in index.alias_history.items():
         if (ref == ALIAS + alias or not ref.startswith(ALIAS)) and node in holders:
             last = max(place for place, each in enumerate(holders) if each == node)
@@ -149,12 +149,12 @@ def _predecessor(ref: str, node: str, index: Index) -> str:
     assert found
     made = next(iter(index.artifacts(newest_where(f"end < {found.end!r}"), found.pipeline, found.stage)), None)
     if made is None:
-        raise ConfigError(f"{ref}: no alias named a model before, and {found.stage} made none; name it with --against")
+        raise ConfigError(f"{ref}: no alias had a model before, and {found.stage} made none; name it with --against")
     return made.id
 
 
 def _pairs(left: Graph, right: Graph) -> Iterator[Pair]:
-    """The models that stand for each other and differ, parents first."""
+    """Corresponding models that differ, parents first."""
     above = {node: [edge.parent for edge in right.parents(node)] for node in right.nodes}
     others = {after: before for before, after in paired_nodes(left, right)}
     for node in graphlib.TopologicalSorter(above).static_order():
@@ -176,7 +176,7 @@ def _slot(node: Node) -> str:
 def _plan(
     store: Path, after: str, pairs: Sequence[Pair], given: Sequence[str], config_dir: Path | None
 ) -> tuple[Plan, str]:
-    """The pipeline of the run that made a model, with one more evaluation, of these models; and its name."""
+    """The plan of the run that produced a model with an evaluation of these models; and the evaluation's name."""
     recorded, folder = read_diagnosis(after, store).words()
     pipeline = load_pipeline([*recorded, *given], config_dir or (Path(folder) if folder else None))
     name, stage = _evaluation(pipeline, after.rpartition("@")[0])
@@ -184,7 +184,7 @@ def _plan(
     for node in (each for pair in pairs for each in (pair.before, pair.after)):
         assert node.entry and node.manifest
         source = Source(path=str(node.entry.output), kind=Kind.CHECKPOINT)
-        placed[_slot(node)] = placed_artifact(source, node.entry, node.manifest)
+        placed[_slot(node)] = artifact_as_source(source, node.entry, node.manifest)
     own = {slot: ref for slot, ref in stage.inputs.items() if slot in stage.method.consumes}
     blamed = replace(stage, inputs={**own, **{slot: SOURCE + slot for slot in placed}})
     sources = {**pipeline.sources, **{slot: each.pinned.source for slot, each in placed.items()}}
@@ -193,7 +193,7 @@ def _plan(
 
 
 def _evaluation(pipeline: Pipeline, model: str) -> tuple[str, Stage]:
-    """The stage that evaluates a model, or else any."""
+    """A stage that evaluates the model, or else any evaluation."""
     found = [
         (model not in stage.inputs.values(), name, stage)
         for name, stage in pipeline.stages.items()
@@ -215,8 +215,8 @@ def _evaluated(plan: Plan, name: str, words: Sequence[str]) -> Path:
         found = plan.stage(upstream)
         if found.state != "reuse":
             raise ArtifactError(
-                f"{name} reads {upstream}, which is not finished ({found.reason}), and blame makes nothing but the "
-                "evaluation; run the pipeline first, or state the overrides of the run that made the model"
+                f"{name} reads {upstream}, which is not finished ({found.reason}), and blame runs nothing but the "
+                "evaluation; run the pipeline first, or give the overrides of the run that made the model"
             )
     if planned.state != "reuse":
         run_one(plan, name, words, command="blame")
@@ -224,7 +224,7 @@ def _evaluated(plan: Plan, name: str, words: Sequence[str]) -> Path:
 
 
 def _judged(report: Path, metric: str, pairs: Sequence[Pair]) -> list[RuleResult]:
-    """Whether each model is worse than that of the predecessor, by the paired bootstrap of the gate."""
+    """Compares each model with that of the predecessor, by the paired bootstrap of the gate."""
     scores = read_scores(report)
     if metric not in scores:
         raise ConfigError(f"--metric {metric}: {report} has no scores of it; it has {', '.join(sorted(scores))}")
@@ -236,7 +236,7 @@ def _judged(report: Path, metric: str, pairs: Sequence[Pair]) -> list[RuleResult
 
 
 def _causes(index: Index, right: Graph, pairs: Sequence[Pair], worse: Pair) -> Iterator[Cause]:
-    """What differs in the making of two models, without what differs above models that are not worse."""
+    """Differences of two models, without those of ancestors that are not worse."""
     cleared: set[str] = set()
     for pair in pairs[: pairs.index(worse)]:
         cleared |= {right.nodes[node].name for node in right.toward(pair.after.id)}

@@ -1,4 +1,4 @@
-"""Ends a run from outside, in the way in which it was started, and waits until nothing of it is left."""
+"""Stops a run from another process, through Prefect or by a signal, and waits until its processes have ended."""
 
 import contextlib
 import ipaddress
@@ -22,76 +22,78 @@ _POLL_SECONDS = 0.1
 
 
 def find_run(word: str, store: Path) -> RunRecord:
-    """A run by its id, the beginning or the end of it, or ``latest``: the last that runs, else that waits, else of all.
+    """Finds a run by its id, a prefix or suffix of it, or ``latest``: the last running, else waiting, else any run.
 
     Raises:
-        ConfigError: no run or several have that id.
+        ConfigError: no or several runs match.
     """
     ids = run_ids(store)
     if word == LATEST:
-        notes = list(latest(store))
-        live = [note for note in notes if note.is_live(store)]
-        under_way = [note for note in live if not note.waits_for]
-        if notes:
-            return (under_way or live or notes)[0]
+        runs = list(latest(store))
+        live = [run for run in runs if run.is_live(store)]
+        under_way = [run for run in live if not run.waits_for]
+        if runs:
+            return (under_way or live or runs)[0]
     found = [each for each in ids if each.startswith(word) or each.endswith(f"-{word}")]
-    note = read_run_record(run_record_path(store, found[0])) if len(found) == 1 else None
-    if note:
-        return note
+    run = read_run_record(run_record_path(store, found[0])) if len(found) == 1 else None
+    if run:
+        return run
     what = f"names {len(found)} runs: {', '.join(found[:5])}" if len(found) > 1 else "no such run"
-    there = f"the last are: {', '.join(ids[:5])}" if ids else "no run has left a note there"
+    there = f"the last are: {', '.join(ids[:5])}" if ids else "no run is recorded there"
     raise ConfigError(f"{word}: {what} in {store}; {there}; see posttrain status")
 
 
-def cancel(note: RunRecord, store: Path) -> str:
-    """Ends a run, and says what became of it.
+def cancel(run: RunRecord, store: Path) -> str:
+    """Stops a run, and returns a message on its outcome.
 
     Raises:
-        PipelineError: it cannot be ended from here, or did not end in time.
+        PipelineError: it cannot be stopped from here, or did not stop in time.
     """
-    if note.outcome:
-        return f"{note.id} is over: {note.outcome}"
-    if note.is_dead(store):
+    if run.outcome:
+        return f"{run.id} has ended: {run.outcome}"
+    if run.is_dead(store):
         settle_left(store)
-        return f"{note.id} died before: its process {note.driver.pid} on {note.driver.host} is gone; {_clear(note)}"
-    is_here = note.driver.is_here()
-    family = _family(note)
-    if note.links.deployed and note.links.flow_run:
-        _cancel_flow_run(note)
+        return (
+            f"{run.id} died before: its process {run.driver.pid} on {run.driver.host} is gone; {_kill_leftovers(run)}"
+        )
+    is_here = run.driver.is_here()
+    processes = _processes(run)
+    if run.links.deployed and run.links.flow_run:
+        _cancel_flow_run(run)
     elif is_here:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(note.driver.pid, signal.SIGTERM)
+            os.kill(run.driver.pid, signal.SIGTERM)
     else:
         raise PipelineError(
-            f"{note.id} runs on {note.driver.host} (process {note.driver.pid}) and was started there by hand; "
-            f"call posttrain cancel {note.id} on that machine"
+            f"{run.id} runs on {run.driver.host} (process {run.driver.pid}) and was started there by hand; "
+            f"run posttrain cancel {run.id} on that machine"
         )
-    _wait(note, store, family)
-    after = read_run_record(run_record_path(store, note.id))
+    _wait(run, store, processes)
+    after = read_run_record(run_record_path(store, run.id))
     if after and after.outcome not in (None, "stopped"):  # it ended by itself meanwhile
-        return f"{note.id} is over: {after.outcome}"
-    kept = "what was finished is kept, run the same command again to go on"
-    return f"{note.id} is stopped; {kept if note.command == 'run' else 'the same command begins again'}"
+        return f"{run.id} has ended: {after.outcome}"
+    kept = "finished stages are kept, run the same command again to resume"
+    return f"{run.id} is stopped; {kept if run.command == 'run' else 'the same command starts again'}"
 
 
-def _family(note: RunRecord) -> list[psutil.Process]:
-    """The processes of a run on this host: its driver, whatever bears its mark, and what these have started."""
+def _processes(run: RunRecord) -> list[psutil.Process]:
+    """The processes of a run on this host: its driver, processes with its environment variable, and their children."""
     found: dict[int, psutil.Process] = {}
-    is_here = note.driver.is_here() and not note.driver.is_gone()
+    is_here = run.driver.is_here() and not run.driver.is_gone()
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it ended meanwhile, or is not ours to look at
-            is_driver = is_here and process.pid == note.driver.pid
-            if is_driver or process.environ().get(RUN_VARIABLE) == note.id:
+        with contextlib.suppress(psutil.Error):  # it has ended, or is not accessible
+            is_driver = is_here and process.pid == run.driver.pid
+            if is_driver or process.environ().get(RUN_VARIABLE) == run.id:
                 found |= {each.pid: each for each in (process, *process.children(recursive=True))}
     found.pop(os.getpid(), None)
     return list(found.values())
 
 
-def _clear(note: RunRecord) -> str:
-    """Ends what a driver that died has left, such as a fork server that still imports; says what that was."""
-    if not note.driver.is_here():  # another machine, or this one before it was started again
-        return f"call posttrain cancel {note.id} there to end what it may have left"
-    left = [each for each in _family(note) if _is_alive(each)]
+def _kill_leftovers(run: RunRecord) -> str:
+    """Kills the processes that a dead driver has left, such as a fork server that still imports; returns a message."""
+    if not run.driver.is_here():  # another machine, or an earlier boot of this one
+        return f"run posttrain cancel {run.id} there to end what it may have left"
+    left = [each for each in _processes(run) if _is_alive(each)]
     for each in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()
@@ -100,9 +102,9 @@ def _clear(note: RunRecord) -> str:
     return f"what it left is ended (processes {pids})" if left else "nothing is left"
 
 
-def _cancel_flow_run(note: RunRecord) -> None:
-    """Prefect started it, so Prefect ends it: the runner kills the process, and the state is right."""
-    url = _api_of(note)
+def _cancel_flow_run(run: RunRecord) -> None:
+    """Cancels the flow run: Prefect's runner kills the process, and the flow run gets the right state."""
+    url = _api_of(run)
     if url:
         os.environ["PREFECT_API_URL"] = url
         use_own_auth(url)
@@ -113,28 +115,28 @@ def _cancel_flow_run(note: RunRecord) -> None:
 
     try:
         with get_client(sync_client=True) as client:
-            client.set_flow_run_state(note.links.flow_run, Cancelling(message="posttrain cancel"))
+            client.set_flow_run_state(run.links.flow_run, Cancelling(message="posttrain cancel"))
     except (PrefectException, HTTPError) as error:
         raise PipelineError(
-            f"{note.id} was started by Prefect, which does not take its cancellation ({error}); is "
-            f"{url} up? Else: kill -TERM {note.driver.pid} on {note.driver.host}"
+            f"{run.id} was started by Prefect, which does not take its cancellation ({error}); is "
+            f"{url} up? Else: kill -TERM {run.driver.pid} on {run.driver.host}"
         ) from error
 
 
-def _api_of(note: RunRecord) -> str | None:
-    """Where the flow run is known, as it is reached from here; None: as this machine is set up.
+def _api_of(run: RunRecord) -> str | None:
+    """URL of the Prefect server of the flow run, as reached from here; None: this machine's own setting.
 
     Raises:
-        PipelineError: its driver reaches it at an address that means another machine here, and none is set here.
+        PipelineError: the driver uses a loopback address of another machine, and PREFECT_API_URL is not set here.
     """
-    url = note.links.prefect_api
-    if not url or note.driver.host == socket.gethostname() or not _is_loopback(url):
+    url = run.links.prefect_api
+    if not url or run.driver.host == socket.gethostname() or not _is_loopback(url):
         return url
     if os.environ.get("PREFECT_API_URL"):
         return os.environ["PREFECT_API_URL"]
     raise PipelineError(
-        f"{note.id} was started by Prefect, whose server is {url} as {note.driver.host} sees it; "
-        f"set PREFECT_API_URL to that server as it is reached from here, or call posttrain cancel {note.id} there"
+        f"{run.id} was started by Prefect, whose server is {url} as {run.driver.host} sees it; "
+        f"set PREFECT_API_URL to that server as it is reached from here, or call posttrain cancel {run.id} there"
     )
 
 
@@ -146,18 +148,18 @@ def _is_loopback(url: str) -> bool:
         return host == "localhost"
 
 
-def _wait(note: RunRecord, store: Path, family: list[psutil.Process]) -> None:
+def _wait(run: RunRecord, store: Path, processes: list[psutil.Process]) -> None:
     deadline = time.monotonic() + _WAIT_SECONDS
     while time.monotonic() < deadline:
-        now = read_run_record(run_record_path(store, note.id)) or note
-        if (now.outcome or now.is_dead(store)) and not any(map(_is_alive, family)):
+        now = read_run_record(run_record_path(store, run.id)) or run
+        if (now.outcome or now.is_dead(store)) and not any(map(_is_alive, processes)):
             return
         time.sleep(_POLL_SECONDS)
-    left = ", ".join(str(each.pid) for each in family if _is_alive(each))
+    left = ", ".join(str(each.pid) for each in processes if _is_alive(each))
     raise PipelineError(
-        f"{note.id} was asked to end and has not within {_WAIT_SECONDS:.0f} s"
-        f"{f' (processes {left})' if left else ''}; wait and ask again, or kill -9 {note.driver.pid} "
-        f"on {note.driver.host}: the next run goes on from what is finished"
+        f"{run.id} has not ended within {_WAIT_SECONDS:.0f} s"
+        f"{f' (processes {left})' if left else ''}; wait and try again, or kill -9 {run.driver.pid} "
+        f"on {run.driver.host}: the next run resumes from what is finished"
     )
 
 

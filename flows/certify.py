@@ -1,4 +1,4 @@
-"""Certification: does a killed training, or one resumed with other workers, give what the unbroken one gives."""
+"""Certification: whether a killed or resharded training gives the same result as an unbroken one."""
 
 import contextlib
 import shutil
@@ -33,15 +33,15 @@ from tasks.method import Training
 
 NUM_STEPS = 6
 SAVE_STEPS = 2
-# What another order of the same sums may differ by, with a margin over the models of bench/resume_differences.py, and
-# far below what lost steps, other rows or lost moments of Adam differ by there.
+# Differences by another order of summation, with a margin over the measurements of bench/resume_differences.py, and far
+# below the differences that lost steps, other rows or lost moments of Adam cause there.
 TOLERANCES = {
     "fp32": Tolerance(losses=1e-4, weights=1e-2),
     "bf16": Tolerance(losses=2e-2, weights=0.1),
     "fp16": Tolerance(losses=2e-2, weights=0.1),
     "fp8": Tolerance(losses=2e-2, weights=0.1),
 }
-_JUDGED = ("loss", "num_tokens")  # other metrics may be small differences of large numbers: reported, not judged
+_JUDGED = ("loss", "num_tokens")  # other metrics may be small differences of large numbers: only reported
 _MACHINE = ("_seconds", "_per_second", "_gib")  # units of metrics that differ between equal runs
 _POLL_SECONDS = 0.005
 _TRIES = 5  # a training of few quick steps may end before it is killed
@@ -56,15 +56,15 @@ class Certified:
 
 
 def certify(pipeline: Pipeline, words: Sequence[str]) -> list[Certified]:
-    """Trains each stage in short: unbroken, killed and resumed, and resumed with other workers; writes what differed.
+    """Trains each stage for a few steps: unbroken, killed and resumed, and resumed with other workers; compares them.
 
     Args:
-        words: the options and overrides of the command, for the record.
+        words: arguments of the command, for the record.
 
     Raises:
-        ConfigError: the pipeline cannot work, or trains nothing.
-        StageError: a stage failed, apart from being killed.
-        KeyboardInterrupt: it was stopped.
+        ConfigError: the pipeline is refused, or trains nothing.
+        StageError: a stage failed by itself.
+        KeyboardInterrupt: the command was stopped.
     """
     stages = {name: _deterministic(stage) for name, stage in pipeline.stages.items()}
     unrecorded = replace(pipeline, stages=stages, tracking=Tracking(mlflow=False, uri=None, dvc=False))
@@ -83,14 +83,14 @@ def certify(pipeline: Pipeline, words: Sequence[str]) -> list[Certified]:
 
 
 def _deterministic(stage: Stage) -> Stage:
-    """With deterministic kernels also on a GPU, unless the stage sets otherwise: without them equal runs differ."""
+    """Sets deterministic kernels, also on a GPU, unless the stage sets them: without them equal runs differ."""
     if stage.resources.deterministic != "auto":
         return stage
     return replace(stage, resources=replace(stage.resources, deterministic=True))
 
 
 def _for_training(plan: Plan) -> Plan:
-    """The plan without the stages that no training needs.
+    """The plan without stages that no training depends on.
 
     Raises:
         ConfigError: nothing trains.
@@ -137,7 +137,7 @@ def _certificate(run: Run, planned: PlannedStage, manifest: Manifest, store: Pat
 
 
 def _moved(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -> float:
-    """Norm of what the unbroken training added to its model; of a training from scratch, of all weights."""
+    """Norm of the weight update of the unbroken training; of all weights for a training from scratch."""
     from tasks.weight_differences import length, movement  # imports torch
 
     output, cache = plan.entry(planned).output, plan.pipeline.store / CACHE
@@ -149,14 +149,14 @@ def _moved(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -
 def _interrupted(
     run: Run, planned: PlannedStage, how: str, resources: Resources | str, moved: float, tolerance: Tolerance | None
 ) -> Comparison:
-    """What an interruption changes, or why that cannot be seen.
+    """Interrupts and resumes a training, and compares the result.
 
     Args:
-        resources: with which it resumes, or why it cannot.
+        resources: resources of the resume, or why the training cannot be compared.
     """
     if moved == 0:
         resources = (
-            f"the weights did not move in {NUM_STEPS} steps, so that a training that loses them ends alike; raise "
+            f"the weights did not move in {NUM_STEPS} steps, so that losing them would not show; raise "
             "learning_rate, or train in precision=fp32"
         )
     if isinstance(resources, str):
@@ -164,7 +164,7 @@ def _interrupted(
         return Comparison(verdict="not compared", detail=resources, num_workers=(before, before))
     resumes = f"resumes with {counted(resources.num_workers, 'worker')}"
     run.announce(f"{planned.name}  {how}: killed after step {SAVE_STEPS + 1}, {resumes}")
-    plan = run.plan  # in a second store, with the inputs of the first
+    plan = run.plan  # the interrupted training runs in a second store, with the inputs of the first
     inputs = {
         slot: given if given.pinned else replace(given, entry=plan.entry(plan.stage(given.name)))
         for slot, given in planned.inputs.items()
@@ -179,7 +179,7 @@ def _interrupted(
 
 
 def other_workers(planned: PlannedStage) -> Resources | str:
-    """The resources of a resume with another number of workers, or why there is none to compare with."""
+    """Resources of a resume with another number of workers, or why there are none."""
     method, resources = planned.stage.method, planned.stage.resources
     assert isinstance(method, Training)
     if resources.zero_stage:
@@ -203,18 +203,18 @@ def other_workers(planned: PlannedStage) -> Resources | str:
 
 
 def _kill_and_resume(run: Run, planned: PlannedStage, resources: Resources, after: int) -> Entry:
-    """Kills a stage's process after a step and resumes it, on the path of a real loss.
+    """Kills a stage's process after a step and resumes the stage, on the code path of a real failure.
 
     Args:
-        resources: of the resume; its own: the same run resumes it, as after the loss of a worker; others: a second run
-            does, as after a change of the configuration.
+        resources: of the resume. With the stage's own, the same run resumes it, as after the loss of a worker; with
+            others, a second run does, as after a change of the configuration.
 
     Raises:
-        StageError: it failed, or its steps are too quick to be killed between.
+        StageError: it failed, or finished before it could be killed.
     """
     is_same = resources == planned.stage.resources
     entry = run.plan.entry(planned)
-    quiet = replace(run, emit=lambda event: None)  # a loss on purpose is not reported
+    quiet = replace(run, emit=lambda event: None)  # the intended failure is not reported
     for _ in range(_TRIES):
         shutil.rmtree(entry.path, ignore_errors=True)
         with _killed(after, entry.metrics, lambda: run.processes.end(entry.path, None)):
@@ -229,14 +229,14 @@ def _kill_and_resume(run: Run, planned: PlannedStage, resources: Resources, afte
         if manifest and manifest.provenance.resumed_at:
             return entry
     raise StageError(
-        planned.name, f"it ended before it could be killed, {_TRIES} times: nothing is known of how it resumes; "
+        planned.name, f"it ended before it could be killed, {_TRIES} times, so that no resume was tested; "
         "certify a larger model or batch", str(entry.logs),
     )  # fmt: skip
 
 
 @contextlib.contextmanager
 def _killed(after: int, metrics: Path, kill: Callable[[], None]) -> Iterator[None]:
-    """Kills once when the step is reported."""
+    """Calls ``kill`` once a step after ``after`` is reported."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -259,12 +259,12 @@ def _with(planned: PlannedStage, resources: Resources) -> PlannedStage:
     return replace(planned, stage=replace(planned.stage, resources=resources))
 
 
-# --- an interrupted training against the unbroken one
+# --- comparison of an interrupted training with the unbroken one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first difference, in words; its step; and the largest, relative."""
+    """The first difference as text, its step, and the largest relative difference."""
 
     first: str = ""
     step: int | None = None
@@ -272,12 +272,12 @@ class Difference:
 
 
 def compare(unbroken: Entry, other: Entry, moved: float, tolerance: Tolerance | None) -> Comparison:
-    """What an interruption changed of a finished training: its steps, its last metrics, its weights, its files.
+    """Compares an interrupted training with the unbroken one: steps, final metrics, weights, files.
 
     Args:
-        moved: norm of what the unbroken one added to its weights. Beside the norm of the weights themselves the loss of
-            a few steps with a small learning rate would not show.
-        tolerance: None: every bit counts.
+        moved: norm of the weight update of the unbroken one; relative to the norm of the weights, a few lost steps with
+            a small learning rate would not show.
+        tolerance: None: the results must be bit-identical.
     """
     whole, parts = unbroken.manifest(), other.manifest()
     assert whole and parts
@@ -307,7 +307,7 @@ def compare(unbroken: Entry, other: Entry, moved: float, tolerance: Tolerance | 
 
 
 def _step_difference(unbroken: Path, other: Path) -> Difference:
-    """The first step at which anything that was reported differs, the loss before all else."""
+    """The first step with a different report; the loss is compared first."""
     one, two = read_reports(unbroken), read_reports(other)
     whole, parts = Counter(report.step for report in one), Counter(report.step for report in two)
     for step in sorted(whole.keys() | parts.keys()):
@@ -321,7 +321,7 @@ def _step_difference(unbroken: Path, other: Path) -> Difference:
 
 
 def _changed(where: str, step: int | None, one: Mapping[str, float], two: Mapping[str, float]) -> Difference:
-    """Of the metrics of one step, or of the end, which shows a count that restarted; without those of the machine."""
+    """Compares the metrics of one step or of the end, without those that depend on the machine's speed."""
     left, right = ({name: value for name, value in each.items() if not name.endswith(_MACHINE)} for each in (one, two))
     names = sorted(left.keys() | right.keys(), key=lambda name: (name != "loss", name))
     changed = [name for name in names if not _is_same(left.get(name), right.get(name))]
@@ -352,12 +352,12 @@ def _changed_files(whole: Manifest, parts: Manifest, *, is_weights: bool) -> lis
 
 
 def _is_same(left: float | None, right: float | None) -> bool:
-    """To the bit; NaN equals NaN."""
+    """Exact equality; NaN equals NaN."""
     return left == right or (left is not None and right is not None and isnan(left) and isnan(right))
 
 
 def _relative(left: float | None, right: float | None) -> float:
-    """Infinite where either is missing or not finite."""
+    """Relative difference; infinite if a value is missing or non-finite."""
     if left is None or right is None or not (isfinite(left) and isfinite(right)):
         return float("inf")
     return abs(left - right) / max(abs(left), abs(right))

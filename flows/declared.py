@@ -1,4 +1,4 @@
-"""The pipeline as declared: who may move its view, what is committed to DVC, and what a clone adopts."""
+"""The pipeline as declared: only its runs move the view and commit to DVC; a clone adopts the view."""
 
 import argparse
 import os
@@ -15,12 +15,12 @@ from flows.planning.plan import Plan, make_plan
 from lineage.dvc import FILE, DvcProject, View
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 
-# Overrides that change where and how a pipeline runs, never what it makes.
+# Overrides that change where and how a pipeline runs, but not its outputs.
 _EXECUTION = ("resources", "tracking", "store", "code_drift", "advice")
 
 
 def adopt_view(pipeline: Pipeline) -> None:
-    """Links into the store what DVC has restored to the view; says so on stderr, as of what is damaged."""
+    """Links artifacts that DVC has restored to the view into the store; reports on stderr."""
     view = View(pipeline.store, pipeline.name)
     for stage in pipeline.stages:
         said = view.adopt(stage)
@@ -29,13 +29,13 @@ def adopt_view(pipeline: Pipeline) -> None:
 
 
 def show_declared(plan: Plan, words: Sequence[str], stages: Sequence[str] | None = None) -> None:
-    """After a run: moves the view, and commits it to DVC, if these stages are those of the pipeline as declared.
+    """After a run of the pipeline as declared: moves the view, and commits it to DVC.
 
-    Neither failure ends the run: the artifacts are in the store.
+    Failures are only reported: the artifacts are in the store.
 
     Args:
-        words: the options and overrides of the command.
-        stages: those that the command made sure of; None: all.
+        words: arguments of the command.
+        stages: the stages that the command has completed; None: all.
     """
     names = [planned.name for planned in plan.stages] if stages is None else list(stages)
     view, project = View(plan.pipeline.store, plan.pipeline.name), DvcProject.at(Path.cwd())
@@ -56,10 +56,10 @@ def show_declared(plan: Plan, words: Sequence[str], stages: Sequence[str] | None
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], Path | None]:
-    """The overrides and the ``--config-dir`` among the words of a command.
+    """Splits the arguments of a command into overrides and ``--config-dir``.
 
     Raises:
-        ConfigError: no directory follows it.
+        ConfigError: ``--config-dir`` has no value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", type=Path)
@@ -71,7 +71,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], Path | None]:
 
 
 def _in_dvc() -> bool:
-    """Whether ``dvc repro`` called us: its command is the declaration, and it commits for itself."""
+    """Whether ``dvc repro`` called us: its command is the declaration, and DVC commits."""
     return "DVC_STAGE" in os.environ
 
 
@@ -107,7 +107,7 @@ def _is_declared(plan: Plan, words: Sequence[str], names: Sequence[str], project
 
 
 def _declaration(plan: Plan, words: Sequence[str], project: DvcProject) -> list[str]:
-    """The words that ``dvc.yaml`` gives this pipeline; without them, its name and where its groups lie."""
+    """The arguments in ``dvc.yaml`` for this pipeline; else its name and ``--config-dir``."""
     view = View(plan.pipeline.store, plan.pipeline.name)
     kept = [planned.name for planned in plan.stages if project.keeps(view, planned.name)]
     if kept:

@@ -39,13 +39,18 @@ from lineage.store import Store
 _CHECKOUT = Path(__file__).parents[1]
 _INSTALL = "pip install --requirement requirements.lock"
 _GIB = 2**30
-_TIMEOUT_SECONDS = 10.0  # as of a run that begins: a busy machine answers late
+_TIMEOUT_SECONDS = 10.0  # as at the start of a run, for busy machines
 _CLUSTER_SECONDS = 60.0  # joining a cluster takes seconds
 _COMMAND_SECONDS = 120.0  # importing torch takes seconds
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")  # without a default
 
-FLOORS = {"prefect": "3.6.22", "mlflow": "3.10", "ray": "2.54", "transformers": "5.3"}  # older: published holes
-# Requirements that pip installs together and that break each other; the package that mends them; why; remedy.
+FLOORS = {
+    "prefect": "3.6.22",
+    "mlflow": "3.10",
+    "ray": "2.54",
+    "transformers": "5.3",
+}  # older versions have published vulnerabilities
+# Requirements that pip installs together although they conflict; the package that fixes them; reason; remedy.
 KNOWN_BAD = (
     (("prefect<=3.8.8", "fastapi>=0.151"), "",
      "Prefect states no upper bound on fastapi, and its server does not start with a newer one",
@@ -55,12 +60,12 @@ KNOWN_BAD = (
      'pip install "sqlalchemy<2.1"'),
     (("hqq",), "termcolor", "hqq imports termcolor without requiring it, and transformers imports hqq",
      "pip install termcolor, or pip uninstall hqq"),
-    (("optuna>=3", "hydra-optuna-sweeper<1.4"), "", "the plugin works with optuna 2 alone",
+    (("optuna>=3", "hydra-optuna-sweeper<1.4"), "", "the plugin works only with optuna 2",
      "pip uninstall hydra-optuna-sweeper: posttrain run --multirun needs no plugin"),
     (("gptqmodel", "torch<2.14"), "", "gptqmodel is built for torch 2.14 and later, and transformers imports it",
      "pip uninstall gptqmodel"),
 )  # fmt: skip
-# The processes of servers, by their command line; of Ray those that always run.
+# Patterns for the command lines of server processes; for Ray those that always run.
 _SERVERS = {
     "prefect": re.compile(r"(^|[/ ])prefect server|flows\.prefect\.server|(^|[\[ ])prefect(\.\w+)+:\w"),
     "mlflow": re.compile(r"(^|[/ ])mlflow (server|ui)|(^|[\[ ])mlflow(\.\w+)+:\w"),
@@ -81,7 +86,7 @@ print(json.dumps({"cuda": cuda, "seen": torch.cuda.device_count(), "nccl": nccl}
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check; ``remedy`` is empty only where all is well."""
+    """The result of a check; ``remedy`` is empty if the level is ``ok``."""
 
     check: str
     level: Literal["ok", "warn", "error"]
@@ -92,12 +97,12 @@ class Finding:
 def _judged(
     check: str, faults: Sequence[str], well: str, remedy: str, level: Literal["warn", "error"] = "error"
 ) -> Finding:
-    """A fault with its remedy, or what is well."""
+    """A finding with the faults and their remedy, or with level ``ok``."""
     return Finding(check, level, _some(faults), remedy) if faults else Finding(check, "ok", well)
 
 
 def diagnose(overrides: Sequence[str], config_dir: Path | None) -> Iterator[Finding]:
-    """All findings; if the configuration is wrong, those on the machine and on what the environment names."""
+    """All findings; with an invalid configuration, only those on the machine and the environment."""
     from flows.declare.config import load_pipeline
 
     pipeline, uri, refused = None, None, None
@@ -120,10 +125,10 @@ def diagnose(overrides: Sequence[str], config_dir: Path | None) -> Iterator[Find
 
 
 def installed() -> tuple[dict[str, str], dict[str, list[str]], str]:
-    """Versions, requirements, and the lock; posttrain's requirements are the checkout's, newer than as installed."""
+    """Versions, requirements and the lock file; posttrain's requirements come from the checkout, if there is one."""
     found: dict[str, metadata.Distribution] = {}
     for each in metadata.distributions():
-        found.setdefault(canonicalize_name(each.metadata["Name"]), each)  # import takes the first on the path too
+        found.setdefault(canonicalize_name(each.metadata["Name"]), each)  # the first on the path, as for import
     requires = {name: each.requires or [] for name, each in found.items()}
     requires["posttrain"] = [each for each in requires["posttrain"] if "extra ==" not in each]
     requires["posttrain"].append(f"python{found['posttrain'].metadata['Requires-Python']}")
@@ -136,7 +141,7 @@ def installed() -> tuple[dict[str, str], dict[str, list[str]], str]:
 
 
 def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]], lock: str) -> Iterator[Finding]:
-    """Python, requirements, the lock, packages that break each other, and releases with published holes."""
+    """Checks Python, requirements, the lock file, conflicting packages, and releases with published vulnerabilities."""
     ours = [each for each in map(_requirement, requires["posttrain"]) if each]
     python = next(each for each in ours if each.name == "python")
     other = [] if _holds(python, versions) else [f"{versions['python']}, and posttrain requires {python.specifier}"]
@@ -153,7 +158,7 @@ def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]
     if own or not broken:
         yield _judged("packages", own, f"all {len(names)} requirements are met", _INSTALL)
     if others:
-        mend = "uninstall what you do not need, or give it an environment of its own"
+        mend = "uninstall what you do not need, or use a separate environment for it"
         yield Finding("packages", "warn", _some(others), mend)
     locked = lock_versions(lock)
     other = [
@@ -185,14 +190,14 @@ def _known_faults(versions: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def lock_versions(text: str) -> dict[str, str]:
-    """Name -> version from a file that ``uv pip compile`` wrote, without packages for other systems."""
+    """Name -> version in a file of ``uv pip compile``, without packages for other systems."""
     lines = [Requirement(line) for line in re.findall(r"^[A-Za-z0-9][^\s=]*==[^#\n]+", text, re.MULTILINE)]
     here = [each for each in lines if each.marker is None or each.marker.evaluate()]
     return {canonicalize_name(each.name): next(iter(each.specifier)).version for each in here}
 
 
 def _requirements(requires: Mapping[str, list[str]]) -> Iterator[tuple[str, Requirement, str]]:
-    """Package, requirement and the canonical name of what it requires, for this system and without extras."""
+    """Package, requirement and the requirement's canonical name, for this system and without extras."""
     for name, texts in requires.items():
         for each in filter(None, map(_requirement, texts)):
             if not each.marker or each.marker.evaluate({"extra": ""}):
@@ -215,7 +220,7 @@ def _some(lines: Sequence[str]) -> str:
 
 
 def check_store(store: Path, stages: Iterable[str]) -> Iterator[Finding]:
-    """The store can be written, has space for one more run, and has hard links."""
+    """Checks that the store is writable, has space for one more run, and supports hard links."""
     there = next(path for path in (store, *store.parents) if path.exists())
     linked = False
     try:
@@ -248,7 +253,7 @@ def _last_output_bytes(store: Path, stage: str) -> int:
 
 
 def check_limits() -> Iterator[Finding]:
-    """Ray, NCCL and data loaders use the temporary directory, shared memory and thousands of open files."""
+    """Checks the temporary directory, shared memory and open files, which Ray, NCCL and data loaders use."""
     tmp, shm = tempfile.gettempdir(), Path("/dev/shm")
     free, files = shutil.disk_usage(tmp).free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     shared = shutil.disk_usage(shm).total if shm.is_dir() else _GIB  # not every system has it
@@ -264,7 +269,7 @@ def check_limits() -> Iterator[Finding]:
 
 
 def check_gpus() -> Finding:
-    """Torch can use every GPU that the driver lists; several need NCCL."""
+    """Checks that torch can use every GPU that the driver lists, and has NCCL for several."""
     if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia").exists():
         return Finding("gpu", "ok", "no NVIDIA GPU: stages run on the CPU")
     listed, driver_fault = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
@@ -293,7 +298,7 @@ def check_gpus() -> Finding:
 
 
 def _output(*command: str) -> tuple[str, str]:
-    """What a command prints, and why it failed: its last two lines."""
+    """Output of a command, and the last two lines of it if the command failed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
     except (OSError, subprocess.SubprocessError) as error:
@@ -303,14 +308,14 @@ def _output(*command: str) -> tuple[str, str]:
 
 
 def check_exposed(processes: Iterable[psutil.Process]) -> Iterator[Finding]:
-    """Without authentication a server of Prefect, MLflow or Ray lets every client run code, or delete runs.
+    """Finds servers of this user without authentication, whose clients can run code or delete runs.
 
-    Servers of this user that listen beyond loopback; Prefect's on loopback too, which other accounts and web pages
-    reach.
+    Checks servers of Prefect, MLflow and Ray that listen beyond loopback; Prefect's on loopback too, where other users
+    and web pages reach it.
     """
     ports: dict[tuple[str, str], set[int]] = defaultdict(set)
     for process in processes:
-        with contextlib.suppress(psutil.Error):  # it ended, or is not ours
+        with contextlib.suppress(psutil.Error):  # it has ended, or is not accessible
             kind = server_kind(process.cmdline()) if process.uids().real == os.getuid() else None
             if kind and not _is_guarded(kind, process):
                 for each in process.net_connections("tcp"):
@@ -325,12 +330,12 @@ def check_exposed(processes: Iterable[psutil.Process]) -> Iterator[Finding]:
 
 
 def server_kind(words: Sequence[str]) -> str | None:
-    """Which server a command line runs, if any."""
+    """The kind of server that a command line runs; None: none."""
     return next((kind for kind, pattern in _SERVERS.items() if pattern.search(" ".join(words))), None)
 
 
 def is_loopback(address: str) -> bool:
-    """Also for an IPv4 address that is mapped into IPv6."""
+    """Whether an address is loopback, also as an IPv4-mapped IPv6 address."""
     found = ipaddress.ip_address(address.partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return (mapped or found).is_loopback
@@ -345,7 +350,7 @@ def _is_guarded(kind: str, process: psutil.Process) -> bool:
 
 
 def prefect_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment over the active profile, without importing prefect, which takes seconds."""
+    """Prefect's settings: the environment over the active profile; importing prefect would take seconds."""
     home = Path(environment.get("PREFECT_HOME", "~/.prefect")).expanduser()
     active: Mapping[str, object] = {}
     with contextlib.suppress(OSError, KeyError, ValueError):
@@ -355,7 +360,7 @@ def prefect_settings(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_prefect(environment: Mapping[str, str], notify: str | None = None) -> Iterator[Finding]:
-    """The API that is set answers, accepts the credentials that are set, and asks for some."""
+    """Checks that the configured API answers, accepts our credentials, and requires some."""
     url = prefect_settings(environment).get("PREFECT_API_URL")
     if not url:
         yield Finding("prefect", "ok", "none is set: an embedded server is started for each run")
@@ -373,7 +378,7 @@ def check_prefect(environment: Mapping[str, str], notify: str | None = None) -> 
 
 
 def ask_prefect(environment: Mapping[str, str]) -> tuple[int | str, int | str]:
-    """What the API that is set answers with the credentials that are set, and without: a status, or why none."""
+    """Reply of the configured API with and without our credentials: an HTTP status, or an error text."""
     settings = prefect_settings(environment)
     url = settings.get("PREFECT_API_URL", "")
     key, auth = settings.get("PREFECT_API_KEY"), own_auth(url) or settings.get("PREFECT_API_AUTH_STRING")
@@ -384,7 +389,7 @@ def ask_prefect(environment: Mapping[str, str]) -> tuple[int | str, int | str]:
 
 
 def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) -> Finding:
-    """The server that is set answers, and accepts the credentials that are set."""
+    """Checks that the configured server answers and accepts our credentials."""
     if uri is None or not is_server(uri):
         return Finding("mlflow", "ok", "no server is set: a database, or no record in MLflow")
     token, user = environment.get("MLFLOW_TRACKING_TOKEN"), environment.get("MLFLOW_TRACKING_USERNAME")
@@ -397,7 +402,7 @@ def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) 
 
 
 def check_ray(address: str) -> Finding:
-    """The cluster that is set answers, and can be joined as a run would join it."""
+    """Checks that the configured cluster answers and can be joined."""
     from flows.stages.resources import ask_cluster
 
     if not address:
@@ -417,7 +422,7 @@ def check_ray(address: str) -> Finding:
 
 
 def _ask(url: str, authorization: str) -> int | str:
-    """The HTTP status, or why there is none."""
+    """The HTTP status, or an error text."""
     try:
         asked = request(url)
         if authorization:
@@ -441,13 +446,15 @@ def _answer(check: str, named: str, reply: int | str, admit: str, start: str) ->
 def check_configuration(
     refused: ConfigError | None, overrides: Sequence[str], config_dir: Path | None
 ) -> Iterator[Finding]:
-    """A run accepts the configuration, and the variables that it names are set."""
+    """Checks that the configuration is valid and its environment variables are set."""
     from omegaconf.errors import InterpolationResolutionError
 
     from flows.declare.compose import composed_files
 
     absent = {}
-    if refused and isinstance(refused.__cause__, InterpolationResolutionError):  # otherwise it may not even be YAML
+    if refused and isinstance(
+        refused.__cause__, InterpolationResolutionError
+    ):  # other errors may mean that a file is not YAML
         files = ((str(path), path.read_text()) for path, _ in composed_files(overrides, config_dir))
         texts = [*(("an override", word) for word in overrides), *files]
         names = {name: where for where, text in texts for name in _VARIABLE.findall(text)}

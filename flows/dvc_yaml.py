@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from flows.commands.arguments import add_overrides, words_of, write_rendered
+from flows.commands.arguments import add_overrides, recorded_cli_args, write_rendered
 from flows.declare.compose import composed_files
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
@@ -27,7 +27,7 @@ from tasks.method import Training
 _CALL = "posttrain stage "
 _STAGE_NAME = re.compile(r"[A-Za-z0-9_-]+")  # DVC's
 
-# Key of the configuration that sets a field in every stage -> the field.
+# Key that sets a field in every stage -> the field.
 _SHARED = {
     "adapter": "adapter", "quantization": "quantization", "optimizer": "optimizer", "lr_schedule": "schedule",
     "save": "save",
@@ -40,16 +40,16 @@ Composed = Sequence[tuple[Path, str]]  # YAML files and the keys that they fill
 def render(words: Sequence[str], folder: Path) -> str:
     """The text of ``dvc.yaml`` in a folder, for the pipeline that these options and overrides declare.
 
-    Stages of the user's own in the file that is there stay.
+    The user's own stages in an existing file are kept.
 
     Raises:
-        ConfigError: the words are wrong, or DVC cannot keep such a pipeline.
+        ConfigError: the arguments are wrong, or DVC cannot track such a pipeline.
     """
     overrides, config_dir = split_words(words)
     pipeline = load_pipeline(overrides, config_dir)
     if _inside(pipeline.store, folder) is None:
         raise ConfigError(
-            f"store={pipeline.store}: lies outside {folder}, and DVC keeps what is inside; move one of them"
+            f"store={pipeline.store}: is outside {folder}, and DVC tracks only what is inside; move one of them"
         )
     files = composed_files(overrides, config_dir)
     stages = {name: _stage(pipeline, name, words, files, folder) for name in pipeline.order()}
@@ -73,7 +73,7 @@ def _stage(pipeline: Pipeline, name: str, words: Sequence[str], files: Composed,
         return os.path.relpath(view.place(stage) / file, folder)
 
     upstream = dict.fromkeys(pipeline.upstream(name))
-    # The manifest too: other settings may have made the same bytes, and identity is what the plan goes by.
+    # With the manifest: other settings may give the same bytes, but another identity.
     deps = [shown(stage, file) for stage in upstream for file in ("output", MANIFEST)]
     stage: Rendered = {"cmd": _CALL + shlex.join([name, *words])}
     stage["deps"] = [*_source_files(pipeline, name, folder), *deps]
@@ -91,7 +91,7 @@ def _sources(pipeline: Pipeline, name: str) -> list[str]:
 
 
 def _source_files(pipeline: Pipeline, name: str, folder: Path) -> list[str]:
-    """The user's own data that the stage reads, where it lies in this folder; of a glob the directory before it."""
+    """The user's data files in this folder that a stage reads; for a glob, the directory before it."""
     found = []
     for source in _sources(pipeline, name):
         stated = pipeline.sources[source]
@@ -112,13 +112,13 @@ def _before_wildcards(path: str) -> Iterator[str]:
 
 
 def _inside(path: Path, folder: Path) -> str | None:
-    """The path from a folder, or None where it lies elsewhere."""
+    """The path relative to a folder; None: it is outside."""
     absolute = Path(os.path.abspath(path))
     return absolute.relative_to(folder).as_posix() if absolute.is_relative_to(folder) else None
 
 
 def _identity_keys(pipeline: Pipeline, name: str) -> list[str]:
-    """Where the configuration states what makes this stage's result; resources are no part of it."""
+    """Configuration keys that enter a stage's identity; resources do not."""
     method = pipeline.stages[name].method
     keys = [f"stages.{name}.method", f"stages.{name}.inputs"]
     keys += [f"sources.{source}" for source in _sources(pipeline, name)]
@@ -127,10 +127,10 @@ def _identity_keys(pipeline: Pipeline, name: str) -> list[str]:
 
 
 def _parameters(keys: Sequence[str], files: Composed, folder: Path) -> Iterator[Rendered]:
-    """Files that fill one of the keys, whole; of files that fill more, the keys that they state."""
+    """DVC parameters: whole files that belong to one of the keys; for other files, the keys that they set."""
     for path, package in files:
         place = _inside(path, folder)
-        if place is None or "site-packages" in path.parts:  # of an installed posttrain: it changes with its version
+        if place is None or "site-packages" in path.parts:  # files of an installed posttrain change with its version
             continue
         if any(f"{package}.".startswith(f"{key}.") for key in keys):
             yield {place: None}
@@ -150,7 +150,7 @@ def _value(path: Path, key: str) -> object:
 
 
 def _ignore_in_git(store: Path, folder: Path) -> None:
-    """Keeps the store out of git, as DVC does with what it tracks; without git or elsewhere there is nothing to do."""
+    """Adds the store to ``.gitignore``, unless it is ignored, outside the folder, or there is no git."""
     place = _inside(store, folder)
     probe = ["git", "check-ignore", "--quiet", str(store / "x")]
     if place and subprocess.run(probe, cwd=folder, capture_output=True, check=False).returncode == 1:
@@ -166,7 +166,7 @@ def main() -> int:
     folder = Path.cwd()
 
     def rendered(options: argparse.Namespace) -> str:
-        text = render(words_of(options), folder)
+        text = render(recorded_cli_args(options), folder)
         _ignore_in_git(load_pipeline(options.overrides, options.config_dir).store, folder)
         return text
 

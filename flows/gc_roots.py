@@ -1,4 +1,4 @@
-"""The roots of garbage collection: what aliases, views, the best trials of sweeps, runs and ``--keep`` refer to."""
+"""GC roots: the outputs that aliases, views, best trials of sweeps, runs and ``--keep`` refer to."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,11 +23,11 @@ from tasks.method import Training
 
 
 def find_roots(store: Path, pipeline: Pipeline, keep: Sequence[str]) -> dict[str, str]:
-    """Node -> why it stays, with all ancestors.
+    """Node -> why it is kept, for all roots and their ancestors.
 
     Args:
-        pipeline: that the command states: what a run of it would produce or reuse stays.
-        keep: REFs that stay.
+        pipeline: the configured pipeline, whose current outputs are kept.
+        keep: REFs to keep.
 
     Raises:
         PipelineError: the pipeline cannot be planned, a record or MLflow cannot be read, or a REF names nothing.
@@ -42,21 +42,21 @@ def find_roots(store: Path, pipeline: Pipeline, keep: Sequence[str]) -> dict[str
 
 
 def add_present(store: Path, before: dict[str, str]) -> dict[str, str]:
-    """The same with what runs, views and aliases in the store refer to now; it asks no server.
+    """Adds the current roots by runs, views and aliases of the store; queries no server.
 
     Raises:
         ArtifactError: a record cannot be read.
     """
     found = dict(before)
     pipelines = {}
-    for run in latest(store):  # first: a run that ends meanwhile has moved its views
+    for run in latest(store):  # before the views: a run that ends in between has moved its views
         if run.is_live(store):
             why = f"run {run.id}"
             places = filter(
                 None, (artifact_at(store, each.directory) for each in run.stages.values() if each.directory)
             )
             found |= dict.fromkeys((*run.reads, TOKENS, *(node_key(*place) for place in places)), why)
-            if run.waits_for or run.sweep:  # it has no plan yet, or adds to it
+            if run.waits_for or run.sweep:  # its plan is not known yet, or grows
                 pipelines[run.pipeline] = why
     for path in (store / VIEWS).glob(f"*/*/{MANIFEST}"):
         if manifest := Entry(path.parent).manifest():
@@ -67,12 +67,12 @@ def add_present(store: Path, before: dict[str, str]) -> dict[str, str]:
             found |= {made.id: why for made in index.artifacts(f"{ARTIFACT} WHERE pipeline = ?", name)}
         found |= _promoted(index)
         for above in index.ancestors(list(found)):
-            found.setdefault(above.id, "an ancestor of what stays")
+            found.setdefault(above.id, "an ancestor of what is kept")
     return found
 
 
 def _promoted(index: Index) -> dict[str, str]:
-    """What has or had an alias, and the verdicts behind it: the record of promotions names them for ever."""
+    """All models that have or had an alias, and their verdicts: the record of promotions refers to them for ever."""
     found: dict[str, str] = {}
     for event in read_events(index.store):
         for identity in filter(None, (event.fingerprint, event.verdict)):
@@ -81,7 +81,7 @@ def _promoted(index: Index) -> dict[str, str]:
         node = node_key(event.stage or "", event.fingerprint)
         if event.alias and event.stage and not index.artifact(node):
             entry = index.entry(node)
-            if entry.path.exists() or node in index.aliases.values():  # otherwise it was deleted long ago
+            if entry.path.exists() or node in index.aliases.values():  # else it was deleted long ago
                 raise ArtifactError(
                     f"{node}, which alias {event.alias} names or has named, has no {MANIFEST}: its ancestors are "
                     f"unknown, so nothing is deleted; restore {entry.path}, or run its pipeline again"
@@ -106,7 +106,7 @@ def _sweeps(store: Path) -> dict[str, str]:
 
 
 def _mlflow(tracking: Tracking, pipelines: Sequence[str]) -> dict[str, str]:
-    """What the aliases of MLflow's registry name: people set them there by hand."""
+    """Models with an alias in MLflow's registry, where people may set aliases by hand."""
     uri = tracking_uri(tracking.uri) if tracking.mlflow else None
     file = sqlite_file(uri) if uri else None
     if uri is None or (file and not file.exists()):  # nothing was recorded yet

@@ -1,4 +1,4 @@
-"""What every run of a plan has around it: the record opened and closed, processes begun and ended, one clean stop."""
+"""The context of every run of a plan: opens and closes its record, starts and ends its processes."""
 
 import contextlib
 import os
@@ -25,12 +25,12 @@ from tasks.context import Launcher
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Of what a run of many trials is one.
+    """The trials of a sweep that a run executes.
 
     Args:
         folder: of the sweep.
-        own: names of the stages that may differ from trial to trial.
-        count: how many trials there are to be; None: that shows at the end.
+        own: names of the stages that may differ between trials.
+        count: number of trials; None: not known in advance.
     """
 
     folder: Path
@@ -38,11 +38,11 @@ class Trials:
     count: int | None = None
 
 
-def note_before(plan: Plan) -> None:
-    """What is written down before anything runs, also where nothing will: what a killed run left open, the labels.
+def prepare_run(plan: Plan) -> None:
+    """Updates the record before anything runs: closes killed runs, records labels, protects reused outputs from gc.
 
     Raises:
-        ArtifactError: what the plan reuses was freed since it was made.
+        ArtifactError: an output that the plan reuses was deleted since.
     """
     complete_record(plan.pipeline)
     settle_left(plan.pipeline.store)
@@ -55,27 +55,27 @@ def open_run(
     plan: Plan, words: Sequence[str], listener: Listener, stages: Sequence[PlannedStage],
     trials: Trials | None = None, *, in_flow: bool = True, command: str = "run",
 ) -> Iterator[Run]:  # fmt: skip
-    """A run of some stages of a plan; with the context its processes end and its record closes.
+    """Opens a run of some stages of a plan; at the end of the context its processes end and its record is closed.
 
     Args:
-        words: the options and overrides that state the pipeline, for the record.
-        listener: shows the run, beside what records it.
-        trials: of a sweep; then the plan is that of one of them, and the stages are those of all.
-        in_flow: whether Prefect orders the stages.
-        command: of ``posttrain``.
+        words: arguments of the command, for the record.
+        listener: displays the run.
+        trials: of a sweep; the plan is then that of one trial, and the stages are those of all.
+        in_flow: whether the stages run in a Prefect flow.
+        command: name of the ``posttrain`` command.
 
     Raises:
-        ArtifactError: what the plan reuses was freed since it was made.
-        ConfigError: this machine or the store has not what they ask for, or MLflow does not answer.
+        ArtifactError: an output that the plan reuses was deleted since.
+        ConfigError: this machine or the store lacks required resources, or MLflow does not answer.
     """
     check_machine(stages)
-    require_plan_disk(plan, plan.stale if trials else stages)  # of a sweep, at least one trial
+    require_plan_disk(plan, plan.stale if trials else stages)  # for a sweep, at least one trial must fit
     tracker = make_tracker(plan.pipeline.tracking) if stages or trials else Tracker()
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
     sweep = _sweep_record(plan, trials) if trials else None
     record = RunRecorder(plan, words, tracker, stages, sweep, in_flow=in_flow, command=command)
-    with record.open(), _marked(record.run_id), tracker.execution(_execution(plan, words, trials)):
+    with record.open(), _with_run_id(record.run_id), tracker.execution(_execution(plan, words, trials)):
         modules = [] if foreground else shared_modules(stages)
         if modules:
             processes.warm_up(modules)
@@ -96,8 +96,8 @@ def open_run(
 
 
 @contextlib.contextmanager
-def _marked(run_id: str) -> Iterator[None]:
-    """Every process that is started meanwhile bears the run's id: by it what a killed run left is found and ended."""
+def _with_run_id(run_id: str) -> Iterator[None]:
+    """Sets the run's id in the environment of its processes, by which leftovers of a killed run are found."""
     before = os.environ.get(RUN_VARIABLE)
     os.environ[RUN_VARIABLE] = run_id
     try:
@@ -115,7 +115,7 @@ def _sweep_record(plan: Plan, trials: Trials) -> SweepRecord:
 
 
 def _stated(plan: Plan) -> list[Statement]:
-    """The labels of its sources: also where all is reused, and no manifest will tell of them."""
+    """Statements of the labels of a plan's sources, needed if all is reused and no new manifest records them."""
     given = {each.name: each for planned in plan.stages for each in planned.inputs.values()}
     return [
         Statement(fingerprint=each.fingerprint, source=each.name.removeprefix(SOURCE), labels=list(each.source.labels))
@@ -135,7 +135,7 @@ def _execution(plan: Plan, words: Sequence[str], trials: Trials | None) -> Execu
 
 
 def check_machine(stages: Sequence[PlannedStage]) -> None:
-    """Refuses what a plan may ask for and this machine has not.
+    """Refuses stages that need GPUs or nodes which this machine lacks.
 
     Raises:
         ConfigError: names the stage.

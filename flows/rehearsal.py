@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from flows.declare.operation import Operation
 from flows.declare.pipeline import Pipeline, Stage
-from flows.open_run import check_machine, note_before, open_run
+from flows.open_run import check_machine, open_run, prepare_run
 from flows.planning.estimates import Estimator, History, step_seconds
 from flows.planning.plan import Plan, PlannedStage, make_plan
 from flows.planning.verdicts import judgements
@@ -34,7 +34,7 @@ from tasks.method import Training
 from tasks.train.adapter_files import ADAPTER_DIR
 
 NUM_STEPS = 2
-SUFFIX = "-rehearsal"  # of the pipeline's name in MLflow, so that its models are not taken for results
+SUFFIX = "-rehearsal"  # of the pipeline's name in MLflow, to tell its models from real ones
 WEIGHTS = ".safetensors"
 _EXERCISES = {Kind.REPORT: "evaluate", Kind.VERDICT: "judge", **dict.fromkeys(DATA, "prepare")}
 
@@ -45,12 +45,11 @@ class Row:
 
     Args:
         exercised: the parts of the real stage that ran.
-        seconds: of the rehearsal.
-        memory_gib: the largest that a step reported.
-        checkpoint_bytes: of one checkpoint.
-        real_seconds: estimate for the real stage: a training by its fastest step; any other did the real work. None:
-            unknown.
-        verdict: ``works``, or what is wrong.
+        seconds: duration of the rehearsal.
+        memory_gib: largest memory that a step reported.
+        checkpoint_bytes: size of one checkpoint.
+        real_seconds: estimated duration of the real stage, for trainings from the fastest step; None: unknown.
+        verdict: ``works``, or what failed.
     """
 
     stage: str
@@ -72,15 +71,15 @@ class Rehearsal:
 
 
 def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehearsal:
-    """Runs every stage in short, one after another, in a temporary store.
+    """Runs every stage for two steps, one after another, in a temporary store.
 
     Args:
-        words: the options and overrides of the command, for the record.
-        keep: the store stays until the next rehearsal, and its models stay registered.
+        words: arguments of the command, for the record.
+        keep: keep the store until the next rehearsal, and its models registered.
 
     Raises:
-        ConfigError: the pipeline cannot work.
-        KeyboardInterrupt: it was stopped.
+        ConfigError: the pipeline is refused.
+        KeyboardInterrupt: the command was stopped.
     """
     named = replace(pipeline, name=pipeline.name + SUFFIX, tracking=replace(pipeline.tracking, dvc=False))
     plan: Plan | None = None
@@ -89,10 +88,10 @@ def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehears
         with scratch(pipeline.store, keep=keep) as place:
             plan = scratch_plan(named, place, num_steps=NUM_STEPS, save_steps=1, one_micro_batch=True)
             check_machine(plan.stages)
-            make_tracker(named.tracking)  # MLflow answers
+            make_tracker(named.tracking)  # checks that MLflow answers
             announce(plan)
             delete_others(place)
-            _unregister(named)  # for equal bytes the registry creates no second version
+            _unregister(named)  # the registry creates no second version for equal bytes
             _run(pipeline, plan, words, rows)
             _require_recorded(plan)
         _unregister(named)
@@ -107,7 +106,7 @@ def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehears
 
 
 def announce(plan: Plan) -> None:
-    """Says on stderr how long the trainings of a rehearsal will take."""
+    """Prints the estimated duration of a rehearsal's trainings to stderr."""
     found = list(Estimator(plan, History.of(plan.home)).estimates(plan.stages).values())
     if found:
         runs = sum(each.runs for each in found)
@@ -118,7 +117,7 @@ def announce(plan: Plan) -> None:
 
 
 def micro_batches(real: Stage, short: Stage) -> int:
-    """How many steps of the rehearsal a step of the real stage is."""
+    """Number of rehearsal steps that correspond to one real step."""
     if isinstance(real.method, Training) and isinstance(short.method, Training):
         return real.method.global_batch_size // short.method.global_batch_size
     return 1
@@ -126,7 +125,7 @@ def micro_batches(real: Stage, short: Stage) -> int:
 
 def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) -> None:
     """Adds a row for each finished stage."""
-    note_before(plan)
+    prepare_run(plan)
     names = [planned.name for planned in plan.stages]
     with stoppable(), Screen(sys.stderr, names) as screen:
         stop = StopOnce(screen.on, max(map(len, names)))
@@ -140,10 +139,10 @@ def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) 
 
 
 class StopOnce:
-    """Stops each training after its first step, as when its machine is taken away: it saves, and is resumed.
+    """Stops each training after its first step, as in a preemption: it saves a checkpoint and is resumed.
 
     Attributes:
-        saved: name of a stage -> bytes of the checkpoint from which it resumes.
+        saved: stage -> size of the checkpoint from which it resumes.
     """
 
     def __init__(self, listener: Listener, width: int) -> None:
@@ -154,7 +153,7 @@ class StopOnce:
         self._width = width
 
     def on(self, event: Event) -> None:
-        """Passes an event on, and in place of the first report of the stop one of its own."""
+        """Forwards an event; replaces the first message on the stop by one that explains it."""
         checkpoint = self._entry.checkpoints.newest() if self._entry else None
         if event.state == "message" and self._entry and checkpoint and self._name not in self.saved:
             folder = self._entry.checkpoints.path(checkpoint.step)
@@ -171,12 +170,11 @@ class StopOnce:
 def row_of(
     plan: Plan, planned: PlannedStage, *, seconds: float, num_steps: int | None, checkpoint_bytes: int | None
 ) -> Row:
-    """The row of a finished stage, read from its manifest and its reports.
+    """The row of a finished stage, from its manifest and reports.
 
     Args:
-        num_steps: of the real stage, each as often as it has the rows of a step of this one; None: unknown, or it does
-            not train.
-        checkpoint_bytes: of the checkpoint from which it resumed.
+        num_steps: length of the real stage in steps of the rehearsal; None: unknown, or it does not train.
+        checkpoint_bytes: size of the checkpoint from which it resumed.
     """
     entry, method = plan.entry(planned), planned.stage.method
     manifest = entry.manifest()
@@ -203,16 +201,16 @@ def row_of(
 
 
 def _is_merged(manifest: Manifest) -> bool:
-    """Whether an output is a whole model with the adapter beside it that it was merged from."""
+    """Whether an output is a merged model with its adapter beside it."""
     weights = [path for path in map(PurePosixPath, manifest.files) if path.suffix == WEIGHTS]
     return {PurePosixPath(), PurePosixPath(ADAPTER_DIR)} <= {path.parent for path in weights}
 
 
 def _unregister(named: Pipeline) -> None:
-    """Removes from the registry the models of rehearsals whose store is gone.
+    """Removes models of rehearsals whose store is deleted from the registry.
 
     Raises:
-        ArtifactError: MLflow refuses.
+        ArtifactError: MLflow failed.
     """
     if named.tracking.mlflow:
         from lineage.mlflow.registry import unregister_gone
@@ -221,10 +219,10 @@ def _unregister(named: Pipeline) -> None:
 
 
 def _require_recorded(plan: Plan) -> None:
-    """Checks that MLflow has every run and model: a run continues without it.
+    """Checks that MLflow has every run and model, which a run itself does not require.
 
     Raises:
-        ArtifactError: it lacks one.
+        ArtifactError: one is missing.
     """
     if not plan.pipeline.tracking.mlflow:
         return
@@ -238,20 +236,20 @@ def _require_recorded(plan: Plan) -> None:
     lacking += [f"{each.what}: {each.why}" for each in found]
     if lacking:
         raise ArtifactError(
-            f"the rehearsal is not recorded as a run would be: {'; '.join(lacking[:3])}; mend MLflow, or turn the "
+            f"the rehearsal is not recorded as a run would be: {'; '.join(lacking[:3])}; fix MLflow, or turn the "
             "record off with tracking=none"
         )
 
 
-# --- a pipeline in short, in a store of its own
+# --- a shortened pipeline in a temporary store
 
 
 @contextlib.contextmanager
 def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
-    """A temporary store below a store, on its file system.
+    """A temporary store inside a store, on the same file system.
 
     Args:
-        keep: it stays until the next command that needs one; so it does after a failure, for its log.
+        keep: keep it until the next such command, as is done after a failure, for its logs.
     """
     create_store(store)
     folder = store / REHEARSALS
@@ -259,13 +257,13 @@ def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
     place = folder / uuid.uuid4().hex[:8]
     with FileLock(folder / "guard"):
         lock = Lock(place)
-        assert lock.try_acquire()  # its name is new
+        assert lock.try_acquire()  # the name is unique
     kept = keep
     try:
         with lock.holding():
             yield place
     except PipelineError as error:
-        kept = keep or not isinstance(error, ConfigError)  # which comes before anything runs
+        kept = keep or not isinstance(error, ConfigError)  # raised before anything runs
         raise
     finally:
         if not kept:
@@ -273,7 +271,7 @@ def scratch(store: Path, *, keep: bool) -> Iterator[Path]:
 
 
 def delete_others(place: Path) -> None:
-    """Deletes what earlier commands left beside a temporary store: kept, after a failure, or killed."""
+    """Deletes other temporary stores that no process owns: kept, failed or killed ones."""
     with FileLock(place.parent / "guard"):
         for other in place.parent.iterdir():
             if other.is_dir() and other != place and not owner(other):
@@ -283,13 +281,12 @@ def delete_others(place: Path) -> None:
 def scratch_plan(
     pipeline: Pipeline, store: Path, *, num_steps: int, save_steps: int, one_micro_batch: bool = False
 ) -> Plan:
-    """The plan that runs every stage of a pipeline with so few steps in another store; aliases are the real store's.
+    """A plan that runs every stage of a pipeline for a few steps in another store; aliases come from the real store.
 
     Args:
-        one_micro_batch: a step is one micro batch per worker, which takes the same memory and the same path.
-
-    Raises:
-        ConfigError: the pipeline cannot work.
+        one_micro_batch: one micro batch per worker and step, which needs the same memory and runs the same code.
+            Raises:
+                ConfigError: the pipeline is refused.
     """
     stages = {
         name: _short(stage, num_steps, save_steps, one_micro_batch=one_micro_batch)
@@ -299,18 +296,18 @@ def scratch_plan(
         replace(pipeline, stages=stages, code_drift="warn", restart=(), operation=Operation(), advice="off")
     )
     planned = [
-        replace(each, state="run", reason="in short", restart=False, rerun_drifted=False) for each in plan.stages
+        replace(each, state="run", reason="shortened", restart=False, rerun_drifted=False) for each in plan.stages
     ]
     return replace(plan, pipeline=replace(plan.pipeline, store=store), stages=planned)
 
 
 def _short(stage: Stage, num_steps: int, save_steps: int, *, one_micro_batch: bool = False) -> Stage:
-    """The stage with fewer steps; what determines its memory is unchanged. A lost training is retried once."""
+    """The stage with fewer steps and the same memory needs; a lost training is retried once."""
     method, resources = stage.method, stage.resources
     if not isinstance(method, Training):
         return stage
     rows, reads = resources.num_workers * resources.micro_batch_size, getattr(method, "reads", None)
-    # A step of generated completions is divided into groups and minibatches, which need all of it.
+    # A step of generated completions is divided into groups and minibatches, which need the full batch.
     if one_micro_batch and rows < method.global_batch_size and reads is not None and reads.trained:
         method = replace(method, global_batch_size=rows)
     best = method.best and replace(method.best, every_steps=min(method.best.every_steps or save_steps, save_steps))
@@ -318,7 +315,7 @@ def _short(stage: Stage, num_steps: int, save_steps: int, *, one_micro_batch: bo
         method.validation, every_steps=min(method.validation.every_steps or save_steps, save_steps), every_epochs=None,
         patience=None,
     )  # fmt: skip
-    # A stage in the command's own process cannot be killed apart from it.
+    # A stage in the command's own process cannot be killed separately.
     launcher = Launcher.AUTO if resources.launcher == Launcher.FOREGROUND else resources.launcher
     return replace(
         stage, method=replace(method, num_steps=num_steps, num_epochs=None, best=best, validation=validation),

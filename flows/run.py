@@ -1,4 +1,4 @@
-"""Runs a plan from the command line: a Prefect server beside it where there is none, the flow, then the report."""
+"""Runs a plan from the command line: starts a Prefect server if needed, runs the flow, prints the report."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from flows.declared import show_declared
-from flows.open_run import note_before, open_run
+from flows.open_run import open_run, prepare_run
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.verdicts import may_ask, require_passed
 from flows.prefect.server import embedded_server
@@ -22,17 +22,16 @@ from tasks.context import Launcher
 
 
 def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
-    """Executes what is stale and reports; the progress goes to stderr, the result to stdout.
+    """Executes stale stages and reports; progress goes to stderr, the result to stdout.
 
     Args:
-        words: the options and overrides of the command, to build on in what is proposed next.
-
-    Raises:
-        PipelineError: a stage failed; at the very end, a gate refused.
-        KeyboardInterrupt: the run was stopped, by Ctrl-C or SIGTERM; nothing is left running.
+        words: arguments of the command.
+            Raises:
+                PipelineError: a stage failed; after the report: a gate refused.
+                KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM; nothing is left running.
     """
     start = time.perf_counter()
-    note_before(plan)
+    prepare_run(plan)
     seconds: dict[str, float] = {}
     execution_id = None
     said = None
@@ -48,10 +47,10 @@ def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
 
 
 def run_one(plan: Plan, name: str, words: Sequence[str], *, command: str = "run") -> None:
-    """Makes one stage, whose inputs are finished, without Prefect; the progress goes to stderr.
+    """Runs one stage, whose inputs are finished, without Prefect; progress goes to stderr.
 
     Args:
-        words: of the command, for the record.
+        words: arguments of the command, for the record.
 
     Raises:
         PipelineError: the stage failed.
@@ -66,12 +65,12 @@ def run_one(plan: Plan, name: str, words: Sequence[str], *, command: str = "run"
 
 
 def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str | None, str | None]:
-    """Seconds of each stage that ran, how the tracker names this execution, and what came of it."""
+    """Duration of each stage that ran, id of the execution in the tracker, and the text on promotion."""
     with stoppable(), contextlib.ExitStack() as beside:
         try:
             with _screen(plan.stale) as screen, open_run(plan, words, screen.on, plan.stale) as run:
                 results = _run_flow(run, beside)
-        except (ConfigError, StoppedError):  # before anything ran, or by the user
+        except (ConfigError, StoppedError):  # nothing ran, or the user stopped it
             raise
         except PipelineError as error:
             follow_up(plan, words, error)
@@ -81,9 +80,9 @@ def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str 
 
 
 def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
-    """Runs the flow; the Prefect server that it starts lives as long as ``beside``."""
+    """Runs the flow; a Prefect server that it starts ends with ``beside``."""
     plan = run.plan
-    with contextlib.suppress(OSError):  # stderr is closed: no reason not to train
+    with contextlib.suppress(OSError):  # stderr is closed
         print(plan_table(plan), file=sys.stderr, flush=True)
     log = plan.pipeline.store / "logs" / "prefect-server.log"
     server = beside.enter_context(embedded_server(log, ui=may_ask(plan)))

@@ -1,4 +1,4 @@
-"""Who asks a command to end: by Ctrl-C, by SIGTERM, by closing its terminal."""
+"""Stopping a command: by Ctrl-C, by SIGTERM, by closing its terminal."""
 
 import contextlib
 import queue
@@ -11,26 +11,25 @@ from types import FrameType
 
 from lineage.owner import host
 
-# An exception there leaves a lock that is never released, and every later import waits for it.
-_NOT_TO_BE_LEFT = ("<frozen importlib.", "/logging/__init__.py")
+# An exception in these places leaves a lock locked, and every later import would wait for it.
+_UNINTERRUPTIBLE = ("<frozen importlib.", "/logging/__init__.py")
 _AGAIN_SECONDS = 0.05
-_PATIENCE_SECONDS = 10.0  # an import that takes longer is interrupted: the process that stops us gives 30 s
+_PATIENCE_SECONDS = 10.0  # longer imports are interrupted: after 30 s we would be killed
 _REPEATED = signal.SIGURG  # differs from signals that users send; ignored by default
 
-# A stop is of this process, and so of all its runs.
-hurried = threading.Event()  # it was asked for again: stages that save are not waited for
-ended: list[str] = []  # of each stage that it ended, where it resumes: ``sft saved at step 9``
+# A stop applies to this process and all its runs.
+hurried = threading.Event()  # a second stop was requested: do not wait for stages that save
+ended: list[str] = []  # where each stopped stage resumes: ``sft saved at step 9``
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Makes a first Ctrl-C, SIGTERM or closed terminal a ``KeyboardInterrupt``, whatever libraries make of it.
+    """Turns the first Ctrl-C, SIGTERM or closed terminal into a ``KeyboardInterrupt``, whatever libraries do.
 
-    It is raised at once, but not inside of an import; and again where it was swallowed, as by a finalizer. A second
-    Ctrl-C only ends the wait for stages that save.
-
-    Raises:
-        KeyboardInterrupt: says by which signal, where, and what the stages that it ended go on from.
+    It is raised at once, but not inside an import; and raised again if it was swallowed, as by a finalizer. A second
+        Ctrl-C only ends the wait for stages that save.
+        Raises:
+            KeyboardInterrupt: names the signal, the host, and where the stopped stages resume.
     """
     stop = _Stop()
     ended.clear()
@@ -46,7 +45,7 @@ def stoppable() -> Iterator[None]:
             yield
     except BaseException as error:
         if stop.error or isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(stop.words()) from error
+            raise KeyboardInterrupt(stop.description()) from error
         raise
     finally:
         sys.unraisablehook = stop.hook
@@ -55,8 +54,8 @@ def stoppable() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hearing_sigterm() -> Iterator[None]:
-    """Inside a flow run, where Prefect has put a handler in the place of ours that raises wherever it is: as Ctrl-C."""
+def handling_sigterm() -> Iterator[None]:
+    """Restores our handler for SIGTERM inside a flow run, where Prefect has replaced it."""
     prefects = signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
     try:
         yield
@@ -65,19 +64,19 @@ def hearing_sigterm() -> Iterator[None]:
 
 
 class _Stop:
-    """One wish to end, from the signal that says it to the exception that does it.
+    """A requested stop, from the signal to the exception.
 
     Attributes:
-        error: what was raised for it; None: nothing yet.
-        hook: for all other errors without a caller.
+        error: the raised exception; None: not raised yet.
+        hook: the previous ``sys.unraisablehook``, for all other errors.
     """
 
     def __init__(self) -> None:
         self.error: KeyboardInterrupt | None = None
         self.hook = sys.unraisablehook
-        self._number: int = signal.SIGTERM  # Prefect handles it in our place, where a flow run starts and ends
+        self._number: int = signal.SIGTERM  # at the start and end of a flow run Prefect handles it
         self._asked_at: float | None = None
-        # Its put may be called where a signal interrupted another one; a lock or a new thread may not.
+        # SimpleQueue.put is reentrant, so that a signal handler may call it; locks are not.
         self._again: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_over = False
 
@@ -94,18 +93,18 @@ class _Stop:
         """The handler of the signal that repeats them."""
         if self.error or self._is_over or self._asked_at is None:
             return
-        if _may_be_left(frame) or time.monotonic() - self._asked_at > _PATIENCE_SECONDS:
+        if _is_interruptible(frame) or time.monotonic() - self._asked_at > _PATIENCE_SECONDS:
             self.error = KeyboardInterrupt()
             raise self.error
         self._again.put(True)
 
-    def words(self) -> str:
+    def description(self) -> str:
         """``by SIGTERM on gpu-07: sft saved at step 9``"""
         stages = f": {', '.join(ended)}" if ended else ""
         return f"by {signal.Signals(self._number).name} on {host()}{stages}"
 
     def swallowed(self, found: "sys.UnraisableHookArgs") -> None:
-        """For ``sys.unraisablehook``: errors in what Python itself runs have no caller."""
+        """A ``sys.unraisablehook`` that notices when our exception was swallowed, as in a finalizer."""
         if self.error and found.exc_value is self.error:
             self.error = None
             self._again.put(True)
@@ -114,7 +113,7 @@ class _Stop:
 
     @contextlib.contextmanager
     def repeating(self) -> Iterator[None]:
-        """Has the signal come again, where it came at a wrong moment."""
+        """Repeats the signal if it arrived at a moment when it could not be raised."""
         thread = threading.Thread(target=self._repeat, args=(threading.get_ident(),), daemon=True, name="stops")
         thread.start()
         try:
@@ -126,14 +125,14 @@ class _Stop:
 
     def _repeat(self, main: int) -> None:
         while self._again.get():
-            while not (self.error or self._is_over):  # one that a library ignores for a moment is no answer
+            while not (self.error or self._is_over):  # a library may ignore one
                 time.sleep(_AGAIN_SECONDS)
                 signal.pthread_kill(main, _REPEATED)
 
 
-def _may_be_left(frame: FrameType | None) -> bool:
+def _is_interruptible(frame: FrameType | None) -> bool:
     while frame is not None:
-        if any(place in frame.f_code.co_filename for place in _NOT_TO_BE_LEFT):
+        if any(place in frame.f_code.co_filename for place in _UNINTERRUPTIBLE):
             return False
         frame = frame.f_back
     return True

@@ -1,4 +1,4 @@
-"""What commands do with MLflow: choose who records a run, complete an earlier record, mirror an alias."""
+"""Use of MLflow by commands: create the tracker, complete the record of killed runs, mirror aliases."""
 
 import sys
 
@@ -16,10 +16,10 @@ from lineage.tracker import Tracker
 
 
 def make_tracker(tracking: Tracking) -> Tracker:
-    """MLflow, or one that records nothing.
+    """The MLflow tracker, or one that records nothing.
 
     Raises:
-        ConfigError: MLflow's address is none, or nothing answers there.
+        ConfigError: MLflow's address is invalid or does not answer.
     """
     if not tracking.mlflow:
         return Tracker()
@@ -29,7 +29,7 @@ def make_tracker(tracking: Tracking) -> Tracker:
 
 
 def complete_record(pipeline: Pipeline) -> None:
-    """Closes in MLflow what a killed command left open there, and adds what it committed; costs nothing otherwise."""
+    """Closes runs in MLflow that a killed command left open, and adds what it committed."""
     opened = open_records(pipeline.store) if pipeline.tracking.mlflow else []
     silent = silent_drivers(pipeline.store) if opened else []
     notes = [note for note in opened if is_left(note, silent)]
@@ -47,9 +47,9 @@ def complete_record(pipeline: Pipeline) -> None:
 
 
 def mirror_alias(pipeline: Pipeline, alias: str) -> None:
-    """Shows in MLflow's registry who holds an alias by now: of two moves at once the later one.
+    """Sets an alias in MLflow's registry to its current model; of two concurrent moves the later one wins.
 
-    The move stands, whatever MLflow answers: an error is printed to stderr.
+    MLflow's errors are only printed: the move is recorded in the store.
     """
     if not pipeline.tracking.mlflow:
         return
@@ -60,12 +60,12 @@ def mirror_alias(pipeline: Pipeline, alias: str) -> None:
         with locked(pipeline.store):
             events = read_events(pipeline.store)
             last = stacks(events)[alias][-1]
-            holder = store.entry(str(last.stage), last.fingerprint).manifest()
-            assert holder is not None  # it was read a moment ago
+            model = store.entry(str(last.stage), last.fingerprint).manifest()
+            assert model is not None  # it was read a moment ago
             named = [store.entry(str(event.stage), event.fingerprint) for event in events if event.alias == alias]
-            for pipeline_name in {each.pipeline for each in map(_manifest, named) if each} - {holder.pipeline}:
-                set_alias(uri, pipeline_name, alias, None)  # there, too, it would name a model
-            set_alias(uri, holder.pipeline, alias, holder.fingerprint, holder.stage)
+            for pipeline_name in {each.pipeline for each in map(_manifest, named) if each} - {model.pipeline}:
+                set_alias(uri, pipeline_name, alias, None)  # else it would name a model there too
+            set_alias(uri, model.pipeline, alias, model.fingerprint, model.stage)
     except PipelineError as error:
         print(
             f"posttrain: the alias is moved, and MLflow does not show it: {error}; repair: posttrain rebuild",
@@ -76,5 +76,5 @@ def mirror_alias(pipeline: Pipeline, alias: str) -> None:
 def _manifest(entry: Entry) -> Manifest | None:
     try:
         return entry.manifest()
-    except PipelineError:  # of an earlier holder: it names no pipeline any more
+    except PipelineError:  # an earlier model that is no longer readable
         return None

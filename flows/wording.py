@@ -1,6 +1,6 @@
-"""Numbers, names and messages as people read them.
+"""Formatting of numbers, names and messages for people.
 
-A control character in the name of a file would move the cursor of a terminal, or hide what follows.
+Control characters, as in file names, are escaped: they could move a terminal's cursor or hide text.
 """
 
 import logging
@@ -25,7 +25,7 @@ def counted(number: int, what: str) -> str:
 
 
 def printable(line: str) -> str:
-    """A line with everything escaped that is neither a visible character nor a space, and no secret in an address."""
+    """A line with invisible characters escaped and secrets of URLs removed."""
     line = redacted(line)
     if line.isprintable():
         return line
@@ -34,12 +34,12 @@ def printable(line: str) -> str:
 
 
 def printable_text(text: str) -> str:
-    """The same of several lines, without their colours."""
+    """``printable`` for several lines, without colour codes."""
     return "\n".join(map(printable, _COLOURS.sub("", text).expandtabs().split("\n")))
 
 
 class PrintableFormatter(logging.Formatter):
-    """Of warnings, which name files too."""
+    """Formats log records as printable text."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable_text(super().format(record))

@@ -1,1 +1,1 @@
-"""The commands of ``posttrain``: of each ``add_NAME(parser)`` and ``run_NAME(options) -> exit code``."""
+"""The commands of ``posttrain``: ``add_NAME(parser)`` and ``run_NAME(options) -> exit code`` of each."""

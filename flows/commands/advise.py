@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import words_of
+from flows.commands.arguments import recorded_cli_args
 from tasks.advice import BATCH_FACTOR, RATIO, SIZES, Case, Row, Value, case_of
 from tasks.method import Training
 
 if TYPE_CHECKING:
     from flows.planning.plan import Plan, PlannedStage
 
-_ASSUMED_ROWS = 20_000  # where they cannot be counted: the medium size
+_ASSUMED_ROWS = 20_000  # if they cannot be counted: a medium size
 _MOST_WORKERS = 9
 _PIPELINE = "the pipeline"
 _BATCH = "method.global_batch_size"
@@ -35,7 +35,7 @@ class Advised:
     """One value of a recipe.
 
     Args:
-        now: what the pipeline has.
+        now: the current value of the pipeline.
     """
 
     field: str
@@ -47,10 +47,10 @@ class Advised:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The values for a stage.
+    """The recommended values for a stage.
 
     Args:
-        rows: how many it trains on, and how that is known.
+        rows: number of training rows, and how it is known.
     """
 
     stage: str
@@ -91,12 +91,15 @@ def run_advise(options: argparse.Namespace) -> int:
     if options.out:
         print(f"\nwritten: posttrain plan --overrides-from {shlex.quote(str(options.out))}")
     else:
-        print("\npaste:\n" + " \\\n  ".join(["posttrain plan", *map(shlex.quote, [*words_of(options), *overrides])]))
+        print(
+            "\npaste:\n"
+            + " \\\n  ".join(["posttrain plan", *map(shlex.quote, [*recorded_cli_args(options), *overrides])])
+        )
     return 0
 
 
 def recipe(plan: "Plan", planned: "PlannedStage") -> Recipe:
-    """What to set for a stage that trains."""
+    """The recommended settings of a training stage."""
     from flows.planning.advice import is_from_scratch
 
     method, resources = planned.stage.method, planned.stage.resources
@@ -120,11 +123,11 @@ def recipe(plan: "Plan", planned: "PlannedStage") -> Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class _Writer:
-    """Chooses the values of a stage in order, since later ones depend on earlier ones.
+    """Chooses the values of a stage in order; later ones depend on earlier ones.
 
     Args:
-        kept: why values stay as they are; empty: they are compared with the table.
-        workers: that the micro batch must divide the global batch with.
+        kept: why all values are kept; empty: they are compared with the table.
+        workers: number of workers, which times the micro batch must divide the global batch.
     """
 
     case: Case
@@ -158,7 +161,7 @@ class _Writer:
         self.values[field] = Advised(field=field, value=value, now=now, reason=reason, source=source)
 
     def _row(self, field: str) -> Row | None:
-        """The row that a value is taken from; None: none has one, or the stage would not read it."""
+        """The row of the table for a field; None: there is none, or the stage does not use the field."""
         if field == "method.validation.every_steps":
             reads = getattr(self.method, "reads", None)
             if self.method.has_own_loop or reads is None or not reads.trained:
@@ -183,7 +186,7 @@ class _Writer:
         return bound is not None and case.is_inside(row, bound)
 
     def _value(self, field: str, row: Row) -> tuple[Value, str]:
-        """The value of a row, adapted to those chosen before, and what was adapted."""
+        """The value of a row, adapted to the values chosen before, and a note on the adaptation."""
         value = row.advised
         assert value is not None
         batch = int(self._chosen(_BATCH) or 1)
@@ -241,7 +244,7 @@ def _machine(planned: "PlannedStage") -> Iterator[Advised]:
 
 
 def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str]:
-    """How many rows a stage trains on, and how that is known; None: it is not."""
+    """Number of rows that a stage trains on (None: unknown), and how it is known."""
     from tasks.check_rows import rows_slot
     from tasks.data.preparing.options import Prepare
 
@@ -253,7 +256,7 @@ def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str]:
     method = data.stage.method if data else None
     sources = [each.source for each in data.inputs.values() if each.source] if data else []
     if not isinstance(method, Prepare) or not sources or any(each.streaming for each in sources):
-        return None, "the rows are known once they are prepared"
+        return None, "the number of rows is known once they are prepared"
     from tasks.data.reading.read import read_chunks
 
     count = sum(1 for source in sources for chunk in read_chunks(source) for _ in chunk.rows())

@@ -88,7 +88,7 @@ def run_data(options: argparse.Namespace) -> int:
 
 
 def _check_places(html: Path | None, out: Path | None) -> None:
-    """Before anything is read, because that may take long."""
+    """Checks the output paths before anything is read, because reading may take long."""
     if html and (html.is_dir() or not html.parent.is_dir()):
         raise _unwritable(html)
     try:
@@ -103,7 +103,7 @@ def _unwritable(html: Path) -> ConfigError:
 
 
 def _finished_data(words: Sequence[str], config_dir: Path | None) -> Examined | None:
-    """What a data stage of the store left behind, where the one word names it; None: it names rows, or nothing."""
+    """The report of a finished data stage, if the only argument names one; else None."""
     from flows.declare.store_root import store_root
     from lineage.graph.index import Index
     from lineage.graph.refs import resolve
@@ -122,13 +122,13 @@ def _finished_data(words: Sequence[str], config_dir: Path | None) -> Examined | 
 
 @dataclass(frozen=True, kw_only=True)
 class _Measure:
-    """What is set beside the fields of sources and data stages.
+    """Settings besides the fields of sources and data stages.
 
     Args:
-        kind: what rows shall become; None: what their format gives.
-        model: a directory or a hub id: rows are measured in its tokens, and its chat template decides what is trained.
-        max_length: of the rows that are trained on; None: what holds 95 % of them.
-        chat_template: instead of the model's, or where it has none.
+        kind: kind that rows are converted to; None: by their format.
+        model: a directory or hub id, whose tokenizer measures rows and whose chat template marks the trained tokens.
+        max_length: as of a training stage; None: the 95th percentile of the lengths.
+        chat_template: replaces the model's.
         thinking: as a training stage has it.
     """
 
@@ -143,13 +143,13 @@ class _Measure:
     def __post_init__(self) -> None:
         check_name(self.chat_template)
         if self.kind and self.kind not in DATA:
-            raise ConfigError(f"kind={self.kind}: no data stage makes it; accepted: {', '.join(DATA)}")
+            raise ConfigError(f"kind={self.kind}: no data stage produces it; accepted: {', '.join(DATA)}")
         if not self.model:
-            why = "it is of tokens, which nothing but a model makes; state model=DIR|HUB_ID too, or remove it"
+            why = "it is about tokens, so it needs a model; set model=DIR|HUB_ID too, or remove it"
             self._refuse("max_length", "chat_template", "thinking", why=why)
 
     def check(self, kind: Kind) -> None:
-        """Refuses what is not read of rows of a kind."""
+        """Refuses settings that do not apply to rows of a kind."""
         if not ROW_KINDS[kind].chat:
             chats = ", ".join(each.kind for each in ROW_KINDS.values() if each.chat)
             self._refuse(
@@ -162,7 +162,7 @@ class _Measure:
                 raise ConfigError(f"{name}={value}: {why}")
 
 
-# Field -> its type; those that are left out need a pipeline.
+# Field -> its type, without fields that need a pipeline.
 _OF_SOURCES, _OF_STAGES, _OF_MEASURE = (
     {field.name: field.type for field in fields(cls) if field.name not in without}
     for cls, without in (
@@ -176,7 +176,7 @@ def _examined(options: argparse.Namespace, directory: Path) -> Examined:
     """Reads sources and overrides, in any order, and examines the rows.
 
     Raises:
-        ConfigError: no source, an unknown key, a value of the wrong type, a key that nothing would read.
+        ConfigError: no source, an unknown key, a value of the wrong type, a key that does not apply.
         DataError: no format fits the rows, or several do.
     """
     from tasks.data.preparing.convert_rows import detect_source
@@ -215,7 +215,7 @@ def _examined(options: argparse.Namespace, directory: Path) -> Examined:
 
 
 def _kind_of(rows: "Sequence[Opened]", measure: _Measure, *, is_chat: bool) -> tuple[Kind, list[DataError]]:
-    """What rows become, and why some of them are refused: they are of another kind than the first, or than was set."""
+    """The common kind of the rows, and errors for sources of another kind than the first or than was set."""
     first = next((each for each in rows if each.kind), rows[0])
     kind = first.kind or measure.kind or (Kind.CONVERSATIONS if is_chat else Kind.TEXT)
     measure.check(kind)
@@ -227,7 +227,7 @@ def _kind_of(rows: "Sequence[Opened]", measure: _Measure, *, is_chat: bool) -> t
 
 
 def _source(path: str, settings: Mapping[str, object], config_dir: Path | None) -> Source:
-    """The source that a word names, present, with its settings; the bytes of local files are not read for that."""
+    """The source that an argument names, checked and with its settings; local files are not read."""
     node: dict[str, object] = {"path": path}
     if path.startswith(SOURCE):
         name, declared = path.removeprefix(SOURCE), load_pipeline([], config_dir).sources
@@ -247,7 +247,7 @@ def _source(path: str, settings: Mapping[str, object], config_dir: Path | None) 
 
 
 def _sources_and_settings(words: Sequence[str]) -> tuple[list[str], dict[str, object]]:
-    """Sources, and what the overrides say: ``columns.prompt=The Question``, ``held_out=0.1``, ``split=train[:1000]``.
+    """Splits paths from overrides: ``columns.prompt=The Question``, ``held_out=0.1``, ``split=train[:1000]``.
 
     Files may be called ``year=2024/rows.jsonl``.
     """
@@ -273,7 +273,7 @@ def _sources_and_settings(words: Sequence[str]) -> tuple[list[str], dict[str, ob
 
 
 def _value(word: str, value: str, hint: object, *, is_part: bool) -> object:
-    """Text as it stands, so that a shell's quotes are all that it needs; the rest as YAML."""
+    """Parses a value as YAML, unless its field is text."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -290,7 +290,7 @@ def _value(word: str, value: str, hint: object, *, is_part: bool) -> object:
 
 
 def _is_text(hint: object) -> bool:
-    """Whether a type is ``str``, maybe with a bound, maybe with None."""
+    """Whether a type is ``str``, with or without bounds or None."""
     return hint is str or (get_origin(hint) in (Annotated, Union, UnionType) and any(map(_is_text, get_args(hint))))
 
 
@@ -302,7 +302,7 @@ def _print(found: Examined, options: argparse.Namespace, kept: Path | None) -> N
     """Prints the report, and writes the page.
 
     Args:
-        kept: where all of it is.
+        kept: folder with the complete report; None: it is not kept.
     """
     report, refused, (bad_rows, num_bad_rows) = found.report, "\n".join(map(str, found.refusals)), found.bad_rows()
     if kept is None:

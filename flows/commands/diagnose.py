@@ -12,8 +12,10 @@ def add_diagnose(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", metavar="REF", help="a stage that runs, failed or is finished: dpo, cpt-sft-dpo/dpo ...")
     add_overrides(parser)
     add_json(parser)
-    parser.add_argument("--rule", metavar="RULE", help="whose change --out writes; default: of the most certain")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write it, for posttrain run --overrides-from FILE")
+    parser.add_argument("--rule", metavar="RULE", help="the rule whose change --out writes; default: the most certain")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the change, for posttrain run --overrides-from FILE"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that draws the curves")
 
 

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from flows.commands.arguments import name_among, words_of
+from flows.commands.arguments import name_among, recorded_cli_args
 from flows.declare.store_root import asked_store
 
 
@@ -54,7 +54,7 @@ def run_impact(options: argparse.Namespace) -> int:
 
     with Index(asked_store(options.overrides, options.config_dir)) as index:
         found = impact(options.ref, index)
-        # In one line: indented, tens of thousands of artifacts would take seconds.
+        # Not indented: with tens of thousands of artifacts that would take seconds.
         print(json.dumps(found.to_dict()) if options.json else impact_text(found))
     return 0
 
@@ -83,9 +83,11 @@ def run_diff(options: argparse.Namespace) -> int:
 
 def add_blame(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", metavar="REF", help="a model, such as alias:champion or cpt-sft-dpo/dpo")
-    parser.add_argument("--metric", required=True, help="of a model in the report, such as preference_accuracy")
+    parser.add_argument("--metric", required=True, help="a metric of the evaluation, such as preference_accuracy")
     parser.add_argument(
-        "--against", metavar="REF", help="default: what its alias named before, else the last of its stage before it"
+        "--against",
+        metavar="REF",
+        help="default: the previous model of its alias, else the previous model of its stage",
     )
 
 
@@ -94,7 +96,7 @@ def run_blame(options: argparse.Namespace) -> int:
 
     ref, options.overrides = name_among(options.ref, options.overrides)
     against = ["--against", options.against] if options.against else []
-    words = [ref, "--metric", options.metric, *against, *words_of(options)]
+    words = [ref, "--metric", options.metric, *against, *recorded_cli_args(options)]
     found = blame(ref, options.against, options.metric, options.overrides, options.config_dir, words)
     print(json.dumps(found.to_dict(), indent=2) if options.json else found.text())
     return 0

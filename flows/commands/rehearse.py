@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import words_of
+from flows.commands.arguments import recorded_cli_args
 
 if TYPE_CHECKING:
     from flows.certify import Certified
@@ -16,7 +16,7 @@ _NUMBERS = ("seconds", "memory GiB", "checkpoint MB", "real run")
 
 
 def add_rehearse(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--keep", action="store_true", help="keep what it makes, until the next rehearsal")
+    parser.add_argument("--keep", action="store_true", help="keep the outputs until the next rehearsal")
 
 
 def run_rehearse(options: argparse.Namespace) -> int:
@@ -24,7 +24,7 @@ def run_rehearse(options: argparse.Namespace) -> int:
     from flows.rehearsal import rehearse
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
-    found = rehearse(pipeline, words_of(options), keep=options.keep)
+    found = rehearse(pipeline, recorded_cli_args(options), keep=options.keep)
     if options.json:
         error = str(found.error) if found.error else None
         document = {"store": str(found.place), "stages": [asdict(row) for row in found.rows], "error": error}
@@ -62,11 +62,11 @@ def _rehearsal_text(rehearsal: "Rehearsal") -> str:
 
 
 def run_certify(options: argparse.Namespace) -> int:
-    """0: kills change no bit, other workers nothing beyond the tolerance; 1: one does, or a kill was not compared."""
+    """Returns 0 if kills change no bit and other workers stay within the tolerance; 1 if not, or if not compared."""
     from flows.certify import certify
     from flows.declare.config import load_pipeline
 
-    found = certify(load_pipeline(options.overrides, options.config_dir), words_of(options))
+    found = certify(load_pipeline(options.overrides, options.config_dir), recorded_cli_args(options))
     document = {"stages": [{"path": str(each.path), **asdict(each.certificate)} for each in found]}
     print(json.dumps(document, indent=2) if options.json else _certified_text(found), flush=True)
     comparisons = [each.certificate.comparisons for each in found]

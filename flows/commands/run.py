@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_sweep, read_overrides, words_of
+from flows.commands.arguments import add_sweep, read_overrides, recorded_cli_args
 
 if TYPE_CHECKING:
     from flows.declare.pipeline import Pipeline
 
-WORK = 4  # exit code of plan --exit-code where a run would do something
+WORK = 4  # exit code of plan --exit-code if a run would do something
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suggest", type=Path, metavar="FILE", help="write the overrides that make every stage fit into memory"
     )
-    parser.add_argument("--exit-code", action="store_true", help=f"exit with {WORK} where a run would do something")
+    parser.add_argument("--exit-code", action="store_true", help=f"exit with {WORK} if a run would do something")
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -73,7 +73,9 @@ def _refuse_with_sweep(options: argparse.Namespace, *names: str) -> None:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     add_sweep(parser)
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="run what plan --out wrote; refuse anything else")
+    parser.add_argument(
+        "--plan", type=Path, metavar="FILE", help="run the plan that plan --out wrote; refuse if it has changed"
+    )
 
 
 def run_run(options: argparse.Namespace) -> int:
@@ -83,7 +85,7 @@ def run_run(options: argparse.Namespace) -> int:
 
         _refuse_with_sweep(options, "plan")
         return run_sweep(
-            options.overrides, options.config_dir, ["--multirun", *words_of(options)], as_json=options.json
+            options.overrides, options.config_dir, ["--multirun", *recorded_cli_args(options)], as_json=options.json
         )
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
@@ -108,7 +110,7 @@ def run_run(options: argparse.Namespace) -> int:
     if approved:
         require_approved(plan, approved)
         create_store(pipeline.store)
-    return execute(plan, words_of(options), as_json=options.json)
+    return execute(plan, recorded_cli_args(options), as_json=options.json)
 
 
 def add_stage(parser: argparse.ArgumentParser) -> None:
@@ -135,17 +137,17 @@ def run_stage(options: argparse.Namespace) -> int:
         if plan.stage(upstream).state != "reuse":
             reason = plan.stage(upstream).reason
             raise ArtifactError(
-                f"stage {name} reads {upstream}, which is not finished ({reason}); make that first, "
-                "or all: posttrain run, dvc repro"
+                f"stage {name} reads {upstream}, which is not finished ({reason}); run that first, "
+                "or everything: posttrain run, dvc repro"
             )
     complete_record(pipeline)
     if planned.state == "reuse":
-        plan.entry(planned).require_intact()  # else DVC would take a damaged output for a new one
+        plan.entry(planned).require_intact()  # DVC would commit a damaged output as a new one
         print(f"nothing to do: {name} is finished: {plan.entry(planned).output}")
     else:
-        run_one(plan, name, words_of(options))
+        run_one(plan, name, recorded_cli_args(options))
         print(plan.entry(planned).output)
-    show_declared(plan, words_of(options), [name])
+    show_declared(plan, recorded_cli_args(options), [name])
     require_passed(replace(plan, stages=[planned]))
     return 0
 

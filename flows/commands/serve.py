@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_allow_code, stated_words
+from flows.commands.arguments import add_allow_code, cli_args
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_allow_code(parser)
     parser.add_argument("--name", default="local", help="of each deployment, as in cpt-sft-dpo/local")
-    parser.add_argument("--limit", type=_count, help="runs under way at once, over all deployments (default: no limit)")
+    parser.add_argument("--limit", type=_count, help="concurrent runs over all deployments (default: no limit)")
     parser.add_argument(
-        "--watch-only", action="store_true", help="only watch the triggers of deployments that others serve"
+        "--watch-only", action="store_true", help="only watch the triggers of deployments that another process serves"
     )
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of runs; 1 and more are accepted")
+        raise argparse.ArgumentTypeError(f"{text}: not a valid number of runs; give 1 or more")
     return int(text)
 
 
@@ -39,10 +39,10 @@ def run_serve(options: argparse.Namespace) -> int:
 
     if options.config_dir:
         options.config_dir = options.config_dir.absolute()
-    preset = replace(Preset.of(stated_words(options)), allow_code=options.allow_code)
+    preset = replace(Preset.of(cli_args(options)), allow_code=options.allow_code)
     if options.watch_only and configured_api_url() is None:
         raise ConfigError("--watch-only: whose deployments? set PREFECT_API_URL to the Prefect server that has them")
-    # What is said of a run belongs on its page; the server's own log stays on this screen.
+    # Logs of a run go to its page; the server's own log stays on this screen.
     os.environ.setdefault("PREFECT_LOGGING_LEVEL", "INFO")
     os.environ.setdefault("PREFECT_LOGGING_TO_API_ENABLED", "true")
     log = store_root([word for word in preset.overrides if word.startswith("store=")]) / "logs" / "prefect-server.log"
@@ -67,7 +67,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def _close_dead(pipelines: "Sequence[Pipeline]") -> None:
-    """Reports the runs whose process died with the machine: one that never ends would hold up every trigger."""
+    """Closes runs whose process has died: a run that never ends would block its triggers."""
     from flows.prefect.deployed import notify_of
     from flows.prefect.open_runs import settle_left
 

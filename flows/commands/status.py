@@ -21,12 +21,14 @@ _WATCH_SECONDS = 1.0
 def add_status(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one JSON object")
-    form.add_argument("--watch", action="store_true", help="show it again and again, until Ctrl-C")
+    form.add_argument("--watch", action="store_true", help="refresh until Ctrl-C")
 
 
 def run_status(options: argparse.Namespace) -> int:
     store = store_root(options.overrides, options.config_dir)
-    if options.overrides or (store.exists() and any(store.iterdir())):  # else the first run may be about to create it
+    if options.overrides or (
+        store.exists() and any(store.iterdir())
+    ):  # the first run may be about to create the default store
         require_store(store)
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
@@ -50,8 +52,10 @@ def _watch(store: Path) -> None:
 
 def add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", metavar="REF", help="such as dpo, cpt-sft-dpo/dpo, or digits of a fingerprint")
-    parser.add_argument("--follow", "-f", action="store_true", help="go on until the stage ends, from before it begins")
-    parser.add_argument("-n", "--lines", type=_count, metavar="LINES", help="the last so many lines; without: all")
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="wait for the stage to start, and print until it ends"
+    )
+    parser.add_argument("-n", "--lines", type=_count, metavar="LINES", help="only the last LINES lines")
 
 
 def run_logs(options: argparse.Namespace) -> int:
@@ -77,7 +81,7 @@ def _count(text: str) -> int:
 
 
 def add_cancel(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="its id as in posttrain status, or enough of it; or: latest")
+    parser.add_argument("run", metavar="RUN", help="its id as in posttrain status, or a part of it; or: latest")
 
 
 def run_cancel(options: argparse.Namespace) -> int:

@@ -26,7 +26,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """0: the record is intact; 1: something is missing, changed or orphaned."""
+    """Returns 0 if the record is intact; 1 if something is missing, changed or orphaned."""
     from flows.declare.config import load_pipeline
     from lineage.store import require_store
     from lineage.verify.store import Checked, Fault, read_store
@@ -104,12 +104,12 @@ def add_gc(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", action="append", default=[], metavar="REF", help="keep this, with its ancestors")
     parser.add_argument(
         "--older-than", type=_seconds, default=_seconds("7d"), metavar="AGE",
-        help="only what was not used for so long, such as 30d or 12h; default 7d",
+        help="only what was unused for this long, such as 30d or 12h; default 7d",
     )  # fmt: skip
 
 
 def run_gc(options: argparse.Namespace) -> int:
-    """0, also where nothing is deleted.
+    """Returns 0, even if nothing is deleted.
 
     Raises:
         PipelineError: the roots are unknown, so that nothing is deleted.
@@ -125,8 +125,8 @@ def run_gc(options: argparse.Namespace) -> int:
     garbage, young = find(store, roots, options.older_than)
     if not options.json:
         _print_garbage(store, garbage, young)
-    agreed = bool(garbage) and not options.dry_run and (options.yes or _asked(options.json))
-    if agreed and not options.yes:  # the answer took its time
+    agreed = bool(garbage) and not options.dry_run and (options.yes or _confirmed(options.json))
+    if agreed and not options.yes:  # time has passed
         roots = find_roots(store, pipeline, options.keep)
     done = [each for each in garbage if agreed and delete(store, each, partial(add_present, store, roots))]
     if options.json:
@@ -135,9 +135,7 @@ def run_gc(options: argparse.Namespace) -> int:
         )
     elif agreed:
         rest = len(garbage) - len(done)
-        print(
-            f"deleted {len(done)} of {len(garbage)}" + (f"; {rest} came into use, or went, meanwhile" if rest else "")
-        )
+        print(f"deleted {len(done)} of {len(garbage)}" + (f"; {rest} were used or deleted meanwhile" if rest else ""))
     return 0
 
 
@@ -184,10 +182,10 @@ def _print_garbage(store: Path, garbage: "Sequence[Garbage]", young: "Sequence[G
     print(printable_text("\n".join(lines)))
 
 
-def _asked(as_json: bool) -> bool:
+def _confirmed(as_json: bool) -> bool:
     if as_json or not sys.stdin.isatty():
         if not as_json:
-            print("nothing is deleted: there is no terminal to ask at; --yes deletes it")
+            print("nothing is deleted: there is no terminal for the question; --yes deletes it")
         return False
     return input("delete it? [y/N] ").strip().lower() in ("y", "yes")
 
@@ -207,7 +205,7 @@ def run_rebuild(options: argparse.Namespace) -> int:
     pipeline = load_pipeline(options.overrides, options.config_dir)
     if not pipeline.tracking.mlflow:
         raise ConfigError(
-            "tracking.mlflow=false: there is no MLflow to refill; leave tracking as it is, or state tracking.uri"
+            "tracking.mlflow=false: there is no MLflow to refill; leave tracking as it is, or set tracking.uri"
         )
     require_store(pipeline.store)
     from lineage.mlflow.registry import refill  # imports mlflow, which takes a second
@@ -217,5 +215,5 @@ def run_rebuild(options: argparse.Namespace) -> int:
         print(json.dumps({"added": rebuilt.added, "present": rebuilt.present}))
         return 0
     counts = ", ".join(f"{count} {name}" for name, count in rebuilt.added.items())
-    print(f"MLflow: added {counts}; {rebuilt.present} runs were there")
+    print(f"MLflow: added {counts}; {rebuilt.present} runs were present")
     return 0

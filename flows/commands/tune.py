@@ -5,7 +5,7 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_json, add_overrides, name_among, words_of
+from flows.commands.arguments import add_json, add_overrides, name_among, recorded_cli_args
 
 if TYPE_CHECKING:
     from flows.sweep.tune import Tuner
@@ -16,11 +16,13 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
     add_json(parser)
     parser.add_argument("--rounds", type=int, default=4, metavar="N", help="default: 4")
-    parser.add_argument("--steps", type=int, metavar="N", help="of each trial; default: as the stage declares")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of each trial; default: as the stage declares")
     parser.add_argument("--metric", help="STAGE/METRIC, or one of the stage; default: its loss on held-out rows")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--budget-steps", type=int, metavar="N", help="end before the trials have trained more steps")
-    budget.add_argument("--budget-money", type=float, metavar="X", help="end before they cost more")
+    budget.add_argument(
+        "--budget-steps", type=int, metavar="N", help="stop before the trials exceed this number of steps"
+    )
+    budget.add_argument("--budget-money", type=float, metavar="X", help="stop before the trials cost more")
     parser.add_argument("--dry-run", action="store_true", help="print the first round; run nothing")
 
 
@@ -48,7 +50,8 @@ def run_tune(options: argparse.Namespace) -> int:
         print(_first_round(tuner, as_json=options.json))
         return 0
     done = conduct(
-        sweep, options.config_dir, [name, *stated, *words_of(options)], tuner.begin, partial(judge_trials, sweep),
+        sweep, options.config_dir, [name, *stated, *recorded_cli_args(options)], tuner.begin,
+        partial(judge_trials, sweep),
         command="tune", failing_is_a_result=True,
     )  # fmt: skip
     if options.json:
@@ -63,7 +66,7 @@ def run_tune(options: argparse.Namespace) -> int:
 
 
 def _first_round(tuner: "Tuner", *, as_json: bool) -> str:
-    """The trials of the first round, and what they need."""
+    """The trials of the first round with their estimated needs."""
     from dataclasses import asdict
 
     from flows.reports.tables import empty_table, plain_text

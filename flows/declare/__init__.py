@@ -1,1 +1,1 @@
-"""What is declared: Hydra composes it, dataclasses check it, and nothing of Hydra passes this border."""
+"""Configuration: composed by Hydra, checked by dataclasses; no other package sees Hydra's types."""

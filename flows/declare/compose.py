@@ -25,20 +25,18 @@ from lineage.errors import ConfigError, MissingValueError
 
 CONF = Path(__file__).parents[2] / "conf"
 
-_VALUE = re.compile(r"\w+(\.\w+)+=")  # a key that can be no group's
-
-_NO_SCHEDULE = "schedule=null"  # of the pipeline, whose key is also the name of a group
+_VALUE = re.compile(r"\w+(\.\w+)+=")  # a key that cannot be a group
+_NO_SCHEDULE = "schedule=null"  # the pipeline's key, which is also the name of a group
 
 _MISSING = "???"  # a mandatory value that is not set
 
-_CHOICE = re.compile(r"\w+=[^{\[]*")  # of a group, or a value at the root
+_CHOICE = re.compile(r"\w+=[^{\[]*")  # a group choice, or a value at the root
 
 
 def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> dict[str, object]:
     """The composed configuration as plain dicts, every interpolation resolved.
 
-    A value may be set whether or not any YAML states its key: the typed border that follows
-    refuses the keys that do not exist, and knows which is the nearest.
+    Values of keys that no YAML contains are accepted here; the typed check that follows refuses unknown keys.
 
     Raises:
         ConfigError: an override does not parse, a group has no such file, a mandatory value is missing.
@@ -46,14 +44,14 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
     others: list[str] = []
     values: list[str] = []
     for index, word in enumerate(overrides):
-        # A later deletion or addition, or a whole node, may be of the same field: the order decides.
+        # Later deletions, additions or whole nodes may affect the same field, so the order must be kept.
         is_last = all(_VALUE.match(later) or _CHOICE.fullmatch(later) for later in overrides[index:])
         (values if is_last and _sets_value(word, config_dir) else others).append(word)
     return _composer(tuple(others), config_dir, _files(config_dir)).tree(values)
 
 
 def _sets_value(word: str, config_dir: Path | None) -> bool:
-    """Whether an override sets a value, written plainly: it is no choice of a group, and deletes nothing."""
+    """Whether an override simply sets a value: no group choice, no deletion."""
     if not _CHOICE.fullmatch(word) or word == _NO_SCHEDULE:
         return word == _NO_SCHEDULE or bool(_VALUE.match(word))
     return not any((folder / field_of(word)).is_dir() for folder in (CONF, config_dir) if folder)
@@ -61,19 +59,19 @@ def _sets_value(word: str, config_dir: Path | None) -> bool:
 
 @lru_cache(maxsize=16)
 def _composer(overrides: tuple[str, ...], config_dir: Path | None, files: tuple[tuple[Path, int], ...]) -> "Composer":
-    """Of a process that composes more than once: a sweep, or several commands."""
+    """A cached composer, for processes that compose more than once, such as a sweep."""
     return Composer(overrides, config_dir)
 
 
 def _files(config_dir: Path | None) -> tuple[tuple[Path, int], ...]:
-    """The YAML files that a configuration is composed of, and when each was last written."""
+    """The YAML files of the configuration with their mtimes."""
     folders = [CONF, *([config_dir] if config_dir else [])]
     found = sorted(path for folder in folders for path in folder.rglob("*.yaml"))
     return tuple((path.absolute(), path.stat().st_mtime_ns) for path in found)
 
 
 class Composer:
-    """Composes configurations that differ in a few values: the groups once, each value on a copy.
+    """Composes configurations that differ in a few values: groups once, values on copies of the result.
 
     Raises:
         ConfigError: an override does not parse, a group has no such file.
@@ -85,38 +83,38 @@ class Composer:
         if config_dir:
             _refuse_shadows(config_dir)
         self._overrides, self._config_dir = list(overrides), config_dir
-        with _told(), _libyaml(), initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
+        with _hydra_errors(), _libyaml(), initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
             self._config = compose("config", overrides=_words(overrides, config_dir))
-        self._pickled = pickle.dumps(self._config)  # copied so in a third of deepcopy's time
+        self._pickled = pickle.dumps(self._config)  # a copy by pickle takes a third of deepcopy's time
 
     def tree(self, more: Sequence[str] = ()) -> dict[str, object]:
-        """The configuration with further overrides behind the first; as ``compose_tree`` gives it."""
+        """The configuration with further overrides, as ``compose_tree`` returns it."""
         if not all(
             _sets_value(word, self._config_dir) for word in more
         ):  # a choice of a group changes which files are read
             return Composer([*self._overrides, *more], self._config_dir).tree()
-        with _told():
+        with _hydra_errors():
             config = pickle.loads(self._pickled)
             for word in more:
                 override = _value(word)
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True, force_add=True)
             plain = _plain(config, resolve=False)
-            if not _is_plain(plain):  # else no key is missing, which OmegaConf takes half a second to find out
+            if not _is_plain(plain):  # OmegaConf takes half a second to search for missing keys
                 missing = sorted(OmegaConf.missing_keys(config))
                 if missing:
-                    raise MissingValueError(f"{missing[0]}: has no value; state {missing[0]}=...")
+                    raise MissingValueError(f"{missing[0]}: has no value; set {missing[0]}=...")
                 return _plain(config)
             return plain
 
     def part(self, key: str) -> dict[str, object]:
-        """What one key of the root holds, whether or not values elsewhere are missing."""
-        with _told():
+        """The value of one root key, even if values elsewhere are missing."""
+        with _hydra_errors():
             return _plain(self._config[key])
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """What Hydra and its parts find wrong, as the user's error."""
+def _hydra_errors() -> Iterator[None]:
+    """Converts errors of Hydra and OmegaConf to ``ConfigError``."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
@@ -125,7 +123,7 @@ def _told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _libyaml() -> Iterator[None]:
-    """Reads YAML in C: ten times as fast as the scanner and parser of OmegaConf's loader, whose rules stay."""
+    """Lets OmegaConf parse YAML with libyaml, ten times as fast and with the same rules."""
     if not yaml.__with_libyaml__:
         yield
         return
@@ -139,7 +137,7 @@ def _libyaml() -> Iterator[None]:
 
 
 def _is_plain(node: object) -> bool:
-    """Whether no value is missing, and none is an interpolation."""
+    """Whether there are no missing values and no interpolations."""
     if isinstance(node, dict | list):
         return all(map(_is_plain, node.values() if isinstance(node, dict) else node))
     return not isinstance(node, str) or (node != _MISSING and "${" not in node)
@@ -153,18 +151,18 @@ def _plain(config: DictConfig, *, resolve: bool = True) -> dict[str, object]:
 
 @cache
 def groups() -> list[str]:
-    """What a configuration is chosen from: ``pipeline``, ``model`` ..."""
+    """Names of the config groups: ``pipeline``, ``model`` ..."""
     defaults = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
     return [name for each in defaults if isinstance(each, dict) for name in each]
 
 
 def field_of(word: str) -> str:
-    """What an override is of: ``stages.dpo.method.beta`` of ``++stages.dpo.method.beta=0.2``."""
+    """The key of an override: ``stages.dpo.method.beta`` for ``++stages.dpo.method.beta=0.2``."""
     return word.lstrip("+~").partition("=")[0]
 
 
 def composed_files(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[Path, str]]:
-    """The YAML files of a configuration that composes, each with its package: the key that it fills, empty for all."""
+    """The YAML files of a valid configuration, each with its package: the key that it fills; empty: the root."""
     with initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         chosen = loader.compute_defaults_list("config", _words(overrides, config_dir), RunMode.RUN).defaults
@@ -173,19 +171,19 @@ def composed_files(overrides: Sequence[str], config_dir: Path | None = None) -> 
         (folder / name, package)
         for name, package in places
         for folder in (CONF, *([config_dir.resolve()] if config_dir else []))
-        if (folder / name).is_file()  # Hydra's own lie in neither
+        if (folder / name).is_file()  # not Hydra's own files
     ]
 
 
 def _words(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
-    """What Hydra is given for the overrides of a command."""
+    """The overrides of a command in the form for Hydra."""
     loader = GlobalHydra.instance().config_loader()
     search = [f"hydra.searchpath=[{_quoted(f'file://{config_dir.resolve()}')}]"] if config_dir else []
     return [*search, *(word for override in overrides for word in _accept(override, loader, config_dir))]
 
 
 def _refuse_shadows(config_dir: Path) -> None:
-    """Hydra would take the shipped file of a name and pass the user's over in silence."""
+    """Refuses user files with the name of a shipped file, which Hydra would silently ignore."""
     for path in sorted(config_dir.rglob("*.yaml")):
         name = path.relative_to(config_dir)
         if (CONF / name).exists():
@@ -195,7 +193,7 @@ def _refuse_shadows(config_dir: Path) -> None:
 
 
 def _value(word: str) -> Override:
-    """One override, refused where no field could have it."""
+    """Parses an override, and refuses those that no field accepts."""
     override = parsed(word)
     key = override.key_or_group
     if not key:
@@ -211,7 +209,7 @@ def _value(word: str) -> Override:
 
 
 def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
-    """One override as Hydra is to see it: a group choice as it is, a value forced in."""
+    """An override in the form for Hydra: group choices unchanged, values forced with ``++``."""
     override = _value(word)
     key = override.key_or_group
     options = _options(key, loader, config_dir)
@@ -237,7 +235,7 @@ def parsed(word: str) -> Override:
 
 
 def _options(group: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
-    """The files of a group, shipped and the user's; empty where there is no such group."""
+    """The options of a group, shipped and the user's; empty: there is no such group."""
     if "." in group:
         return []
     shipped = loader.get_group_options(group, ObjectType.CONFIG)
@@ -247,12 +245,12 @@ def _options(group: str, loader: ConfigLoader, config_dir: Path | None) -> list[
 
 def _group(word: str, override: Override, options: list[str]) -> list[str]:
     group, value = override.key_or_group, override.value()
-    if group == "schedule" and isinstance(value, dict):  # of the pipeline, not of learning rates
+    if group == "schedule" and isinstance(value, dict):  # the pipeline's schedule, not that of learning rates
         return ["++" + word.lstrip("+")]
     if override.is_delete() or value in options:
         return [word]
     if group == "model" and isinstance(value, str) and ("/" in value or Path(value).is_dir()):
-        # Any directory or hub id is a model: short for the two overrides that say so.
+        # A directory or hub id is short for two overrides.
         return ["model=pretrained", f"++sources.base.path={_quoted(value)}"]
     hint = " (a model is also a directory that exists, or a hub id owner/name)" if group == "model" else ""
     raise ConfigError(f"{word}: no such {group}; accepted: {', '.join(options)}{nearest(str(value), options)}{hint}")
@@ -263,7 +261,7 @@ def _quoted(value: str) -> str:
 
 
 def _first_lines(error: Exception) -> str:
-    """Hydra's message without its caret art and its advice on internals."""
+    """Hydra's message without caret lines and advice on internals."""
     lines = [line.strip() for line in str(error).splitlines()]
     kept = [
         line

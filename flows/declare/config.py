@@ -30,24 +30,24 @@ from tasks.train.compatibility import check_compatible
 T = TypeVar("T")
 Node = Mapping[str, object]
 
-_ADAPTERS: dict[type, TypeAdapter[object]] = {}  # each takes milliseconds to build; a sweep checks hundreds of trees
+_ADAPTERS: dict[type, TypeAdapter[object]] = {}  # building one takes milliseconds; a sweep checks hundreds of trees
 
 
 def typed(cls: type[T], node: Node, where: str, groups: Sequence[str] = ()) -> T:
     """Checks every key and type of a node against a dataclass, then builds it.
 
     Args:
-        groups: keys that are accepted beside its fields, and never get here.
+        groups: further keys to list as accepted in messages: Hydra consumes them.
     """
     try:
-        # Through JSON, because pydantic's strict mode then takes a string for an enum but never `true` for a number.
+        # Strict mode on JSON accepts a string for an enum, but not `true` for a number.
         if cls not in _ADAPTERS:
             _ADAPTERS[cls] = TypeAdapter(cls)
         return cast(T, _ADAPTERS[cls].validate_json(json.dumps(node), strict=True))
     except ValidationError as error:
         problems = [_problem(cls, dict(detail), where, groups) for detail in error.errors()]
         raise ConfigError("\n".join(problems)) from error
-    except ConfigError as error:  # of a dataclass that looks at its fields together, and knows not where it stands
+    except ConfigError as error:  # raised by a dataclass that checks its fields, without knowing its location
         if str(error).startswith(where):
             raise
         raise ConfigError(f"{where}: {error}") from error
@@ -62,14 +62,14 @@ def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[
         accepted = list(dict.fromkeys([*accepted, *groups])) if len(loc) == 1 else accepted
         return f"{path}: unknown key; accepted: {', '.join(accepted)}{nearest(str(loc[-1]), accepted)}"
     if detail["type"] in ("missing", "missing_argument"):
-        return f"{path}: is not stated and has no default; state {path}=..."
+        return f"{path}: is not set and has no default; set {path}=..."
     form = _form(cls, detail, loc)
     hint = f"; write {path}={form}" if form else ""
     return f"{path}={json.dumps(detail['input'])}: {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}{hint}"
 
 
 def _form(cls: type, detail: dict[str, object], loc: tuple[int | str, ...]) -> str:
-    """What a list or an object looks like in an override, where something else was given; else empty."""
+    """How to write the expected list or object in an override; empty: neither was expected."""
     if detail["type"] in ("list_type", "tuple_type"):
         return f"[{detail['input'] if isinstance(detail['input'], str | int | float) else '...'}]"
     if detail["type"] == "dataclass_type":
@@ -78,7 +78,7 @@ def _form(cls: type, detail: dict[str, object], loc: tuple[int | str, ...]) -> s
 
 
 def _class_at(cls: type, loc: tuple[int | str, ...]) -> type:
-    """The dataclass that a location inside ``cls`` belongs to."""
+    """The dataclass at a location inside ``cls``."""
     for part in loc:
         hints = {field.name: field.type for field in fields(cls)}
         cls = next(_dataclasses(hints.get(str(part))), cls)
@@ -86,7 +86,7 @@ def _class_at(cls: type, loc: tuple[int | str, ...]) -> type:
 
 
 def _dataclasses(hint: object) -> Iterator[type]:
-    """The dataclasses that a type is made of: of ``Mapping[str, Rule] | None`` it is ``Rule``."""
+    """The dataclasses in a type: ``Rule`` in ``Mapping[str, Rule] | None``."""
     if isinstance(hint, type) and is_dataclass(hint):
         yield hint
     for part in get_args(hint):
@@ -94,19 +94,19 @@ def _dataclasses(hint: object) -> Iterator[type]:
 
 
 def target_class(path: str, where: str, bases: tuple[type, ...], refusal: str) -> type:
-    """The class that ``package.module.Class`` names.
+    """Imports the class ``package.module.Class``.
 
-    A module that is not loaded is imported only where its source has a class statement of that name, or imports it, and
-    the class derives from one of ``bases``; modules on the way to them are read, not imported.
+    A module is imported only if its source defines or imports a class of that name that derives from one of ``bases``;
+    this is checked by parsing the source files, without importing them.
 
     Args:
-        refusal: what a message says of a class that derives from none of them.
+        refusal: error message for a class that derives from none of them.
     Raises:
-        ConfigError: there is none, it derives from none of ``bases``, or its module cannot be imported.
+        ConfigError: there is no such class, it derives from none of ``bases``, or its module cannot be imported.
     """
     module, _, name = path.rpartition(".")
     if module not in sys.modules:
-        source_file.cache_clear()  # it may have been written since
+        source_file.cache_clear()  # it may have been created since
         try:
             file = source_file(module)  # an empty name is a ValueError
             derives = _derives(module, name, bases, seen=set())
@@ -123,15 +123,15 @@ def target_class(path: str, where: str, bases: tuple[type, ...], refusal: str) -
 
 
 def dotted(path: str, where: str) -> object:
-    """What a dotted path names; its module is imported.
+    """Imports what a dotted path names.
 
     Raises:
-        ConfigError: nothing that can be imported.
+        ConfigError: it cannot be imported.
     """
     module, _, name = path.rpartition(".")
     try:
         found: object = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever a module of the user's raises when it is imported
+    except Exception as error:  # importing a user's module may raise anything
         raise _not_importable(path, where, error) from error
     return found
 
@@ -156,7 +156,7 @@ def _derives(module: str, name: str, bases: tuple[type, ...], seen: set[tuple[st
 
 
 def _origins(name: str, module: str, file: Path) -> Iterator[str]:
-    """Where a module imports a name from, or the bases of its class of that name."""
+    """Dotted paths of the origin of an imported name, or of the bases of the class of that name."""
     nodes, imports = list(ast.walk(parsed(file))), dict[str, str]()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -174,7 +174,7 @@ def _origins(name: str, module: str, file: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class StageNode:
-    """A stage as YAML states it, before its method's class is known."""
+    """A stage as in YAML, before its method's class is known."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
@@ -185,7 +185,7 @@ class StageNode:
 
 @dataclass(frozen=True, kw_only=True)
 class GateDefaults:
-    """What all gates of a pipeline share."""
+    """Defaults of all gates of a pipeline."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
@@ -194,11 +194,11 @@ class GateDefaults:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingDefaults:
-    """Fields that trainings take where their stage sets none: what ``preset=`` chooses.
+    """Default fields of trainings, selected by ``preset=``.
 
     Args:
-        every, sft: of all methods, and of SFT alone.
-        sft_adapter: of SFT where it trains an adapter, in place of those of ``sft``.
+        every, sft: for all methods, and for SFT only.
+        sft_adapter: for SFT with an adapter; replace those of ``sft``.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -213,8 +213,8 @@ class Root:
     """The keys of ``conf/config.yaml`` with everything it composes.
 
     Args:
-        adapter, quantization, optimizer, lr_schedule, save, precision, gate: what every method with such a field takes
-            from here, unless its stage states it.
+        adapter, quantization, optimizer, lr_schedule, save, precision, gate: defaults for every method with such a
+            field.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -298,7 +298,7 @@ def _root(tree: Node) -> Root:
 
 
 def stages_of(tree: Node) -> dict[str, Stage]:
-    """The stages of a configuration, each with its own keys and types checked, and nothing between them.
+    """The stages of a configuration, each checked on its own, without their connections.
 
     Raises:
         ConfigError: names what was found, what is accepted, what to do.
@@ -330,7 +330,7 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
             recipe[key] = _merged(defaults[key], recipe[key]) if key in recipe else defaults[key]
     shared = tree["resources"]
     assert isinstance(shared, dict)
-    # What a stage does not state about its resources, the root states for all.
+    # The root's resources are the defaults of all stages.
     resources = typed(Resources, {**shared, **parts.resources}, f"{where}.resources")
     if "adapter" not in taken or recipe.get("adapter") != AUTO:
         return _built(where, cls, recipe, resources, parts, root, tree["quantization"])
@@ -348,7 +348,7 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
 
 
 def _choices(resources: Resources) -> dict[str, Node | None]:
-    """What ``adapter=auto`` chooses from; a base in 4 bits needs a GPU."""
+    """The choices of ``adapter=auto``; a base in 4 bits needs a GPU."""
     few_bits = {"qlora": {"type": "lora", "quantization": "nf4"}} if resources.gpus_per_worker else {}
     return {"full": None, "lora": {"type": "lora"}, **few_bits}
 
@@ -357,11 +357,11 @@ def _built(
     where: str, cls: type[Method], recipe: dict[str, object], resources: Resources, parts: StageNode, root: Root,
     quantization: object,
 ) -> Stage:  # fmt: skip
-    """Args: quantization: of all stages."""
+    """Builds a stage; ``quantization`` is the default of all stages."""
     recipe, taken = dict(recipe), {field.name for field in fields(cls)}
     kept = _apply_training(cls, recipe, root.training) if issubclass(cls, Training) else []
     if recipe.get("adapter", False) is None and recipe.get("quantization") == quantization:
-        recipe.pop("quantization", None)  # of all stages; this one has no adapter
+        recipe.pop("quantization", None)  # the default needs an adapter, which this stage does not have
     notes: tuple[str, ...] = (
         (f"{where}.method: sets {', '.join(kept)} itself, and not as the preset does",) if kept else ()
     )
@@ -372,12 +372,12 @@ def _built(
     return Stage(method=typed(cls, recipe, f"{where}.method"), inputs=parts.inputs, resources=resources, notes=notes)
 
 
-AUTO = "auto"  # of an adapter: the plan chooses it
+AUTO = "auto"  # adapter=auto: the plan chooses it
 _LENGTH = ("num_steps", "num_epochs")  # one of them is set
 
 
 def _apply_training(cls: type[Training], recipe: dict[str, object], shared: TrainingDefaults) -> list[str]:
-    """Adds the fields of a preset to those of a stage; returns the fields that the stage sets to something else."""
+    """Adds the fields of a preset to those of a stage; returns the fields that the stage overrides."""
     defaults = dict(shared.every)
     if cls.name() == "SFT":
         defaults |= {**shared.sft, **(shared.sft_adapter if recipe.get("adapter") else {})}
@@ -416,12 +416,12 @@ def _refuse_ms_amp(tree: Node) -> None:
 
 
 def _applies_precision(cls: type[Method]) -> bool:
-    """False for a method whose own loop computes in fp32, whatever the precision of the other stages is."""
+    """False for a method with its own loop that always computes in fp32."""
     return not (issubclass(cls, Training) and cls.has_own_loop and "precision" in LOOP_FIELDS - cls.applies)
 
 
 def _merged(shared: object, own: object) -> object:
-    """A setting of one stage, completed by that of all stages, unless it names another optimizer, adapter ..."""
+    """A stage's setting merged over the default, unless it selects another optimizer, adapter ..."""
     if not isinstance(shared, Mapping) or not isinstance(own, Mapping):
         return own
     if any(own.get(key, shared.get(key)) != shared.get(key) for key in ("name", "type", "format")):
@@ -430,10 +430,10 @@ def _merged(shared: object, own: object) -> object:
 
 
 def method_class(where: str, target: str) -> type[Method]:
-    """The class that a stage's ``_target_`` names; its module is imported, where its source has such a class.
+    """Imports the method class that a stage's ``_target_`` names.
 
     Raises:
-        ConfigError: it cannot be imported, or is no complete method.
+        ConfigError: it cannot be imported, or is not a complete method.
     """
     cls = target_class(target, where, (Method,), "is no tasks.method.Method; derive the class from it")
     assert issubclass(cls, Method)
@@ -444,7 +444,7 @@ def method_class(where: str, target: str) -> type[Method]:
 
 
 def _refuse_unknown_sources(pipeline: Pipeline, overrides: Sequence[str], config_dir: Path | None) -> None:
-    """An override of a source that no stage reads and no YAML states is a typo."""
+    """Refuses overrides of a source that no stage reads and no YAML declares: they are typos."""
     used = {ref.removeprefix(SOURCE) for stage in pipeline.stages.values() for ref in stage.inputs.values()}
     unread = [override for override in overrides if _source_named(override) not in {None, *used}]
     if not unread:

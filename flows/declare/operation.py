@@ -19,21 +19,21 @@ _RANDOM = {"r", "h"}  # croniter's own extensions, which Prefect refuses
 
 
 def is_cron(expression: str) -> bool:
-    """Whether it is of five fields, or a name such as ``@daily``; Prefect takes it; and its time ever comes."""
+    """Whether a cron expression of five fields, or a name such as ``@daily``, is accepted by Prefect and ever fires."""
     croniter = _croniter()
     if len(expression.split()) != (1 if expression.startswith("@") else _FIELDS):
-        return False  # croniter takes seconds and years too
+        return False  # croniter also accepts seconds and years
     if not croniter.croniter.is_valid(expression) or _RANDOM & {part.casefold() for part in expression.split()}:
         return False
     try:
         croniter.croniter(expression).get_next()
-    except croniter.CroniterError:  # such as of 30 February
+    except croniter.CroniterError:  # such as 30 February
         return False
     return True
 
 
 def _croniter() -> ModuleType:
-    """Prefect's copy of croniter, without the second that the import of prefect takes: a plan is made without it."""
+    """Prefect's vendored croniter, loaded from its file: importing prefect would take a second."""
     if _MODULE not in sys.modules:
         prefect = importlib.util.find_spec("prefect")
         assert prefect is not None and prefect.submodule_search_locations
@@ -51,12 +51,12 @@ _BLOCK = re.compile(r"[a-z0-9-]+/[a-z0-9-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """Where a run is recorded beside its manifests. Execution, never identity.
+    """Where runs are recorded besides their manifests. Not identity.
 
     Args:
         mlflow: whether runs, data sets and models go to MLflow.
-        uri: of MLflow; None: ``MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db`` where the command is called.
-        dvc: whether a run of the pipeline as declared commits to DVC, in a DVC repository.
+        uri: of MLflow; None: ``MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db`` in the working directory.
+        dvc: whether runs of the pipeline as declared commit to DVC, in a DVC repository.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -68,10 +68,10 @@ class Tracking:
 
 @dataclass(frozen=True, kw_only=True)
 class Alias:
-    """What is stated of an alias of the model registry.
+    """Settings of an alias of the model registry.
 
     Args:
-        commercial: whether no model may have it that was made from anything with a non-commercial label.
+        commercial: refuse models whose ancestry has a non-commercial label.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -81,14 +81,14 @@ class Alias:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """When a deployment runs by the clock: by exactly one of ``cron`` and ``interval``.
+    """The schedule of a deployment: exactly one of ``cron`` and ``interval``.
 
     Args:
-        cron: five fields, or ``@daily`` and its kind.
-        interval: seconds from one start to the next, counted from midnight UTC of 2020-01-01, so that starting
-            ``posttrain serve`` again does not move the beat.
-        timezone: of the cron expression, as the IANA names it; None: UTC.
-        paused: registered, and does nothing until it is resumed in Prefect.
+        cron: five fields, or a name such as ``@daily``.
+        interval: seconds between two starts, counted from 2020-01-01 UTC, so that a restart of ``posttrain serve``
+            does not shift them.
+        timezone: IANA time zone of the cron expression; None: UTC.
+        paused: registered, but inactive until it is resumed in Prefect.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -101,13 +101,13 @@ class Schedule:
     def __post_init__(self) -> None:
         if (self.cron is None) == (self.interval is None):
             raise ConfigError(
-                f"schedule: cron={self.cron} and interval={self.interval}; state one of them, "
+                f"schedule: cron={self.cron} and interval={self.interval}; set one of them, "
                 'such as schedule.cron="0 3 * * *" or schedule.interval=3600'
             )
         if self.cron is not None and not is_cron(self.cron):
             raise ConfigError(
-                f"schedule.cron={self.cron!r}: is no cron expression, or one whose time never comes; give minute, "
-                'hour, day of month, month and day of week, such as "0 3 * * mon-fri", or @daily and its kind'
+                f"schedule.cron={self.cron!r}: is not a cron expression, or one that never fires; give minute, "
+                'hour, day of month, month and day of week, such as "0 3 * * mon-fri", or a name such as @daily'
             )
         try:
             ZoneInfo(self.timezone or "UTC")
@@ -119,13 +119,13 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Trigger:
-    """What starts a run besides the clock.
+    """What starts a run besides the schedule.
 
     Args:
         sources: names of sources; a run starts when the digest of one changes.
         poll: seconds between two checks of them.
-        settle: seconds that they must stay unchanged before a run starts: a burst of changes is one.
-        events: names of Prefect events; a run starts ``settle`` seconds after one, for all that arrive meanwhile.
+        settle: seconds without changes before a run starts, so that a burst of changes starts one run.
+        events: names of Prefect events; a run starts ``settle`` seconds after the first of them.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -138,17 +138,17 @@ class Trigger:
     def __post_init__(self) -> None:
         if not (self.sources or self.events):
             raise ConfigError(
-                "trigger: states neither sources nor events; name what is to start a run, or trigger=null"
+                "trigger: has neither sources nor events; name what is to start a run, or set trigger=null"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retrain:
-    """What follows the verdict of a pipeline that renews a model: promotion where the gate passes, else nothing.
+    """Promotes a retrained model if its gate passes.
 
     Args:
         promote: the stage whose model is promoted.
-        alias: what it is given.
+        alias: the alias that it gets.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
@@ -159,14 +159,14 @@ class Retrain:
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """How a pipeline runs without a command: on a schedule, by a trigger.
+    """How a pipeline runs by itself: on a schedule, by a trigger.
 
     Args:
         tags: of its deployments in Prefect.
-        notify: a notification block of Prefect, ``TYPE/NAME``, for the outcome of each run; None: no notifications.
+        notify: Prefect notification block, ``TYPE/NAME``, for the outcome of each run; None: no notifications.
 
     Raises:
-        ConfigError: ``notify`` is no name of a block.
+        ConfigError: ``notify`` is not the name of a block.
     """
 
     tags: tuple[str, ...] = ()
@@ -178,6 +178,6 @@ class Operation:
     def __post_init__(self) -> None:
         if self.notify is not None and not _BLOCK.fullmatch(self.notify):
             raise ConfigError(
-                f"notify={self.notify}: is no block of Prefect; give TYPE/NAME, such as slack-webhook/team or "
+                f"notify={self.notify}: is not a block of Prefect; give TYPE/NAME, such as slack-webhook/team or "
                 "custom-webhook/ops"
             )

@@ -23,10 +23,10 @@ Upstream = Mapping[str, Sequence[str]]  # stage -> the stages that it reads
 
 
 def execution_order(upstream: Upstream, data: Collection[str], training: Collection[str]) -> list[str]:
-    """Names of stages, each after those that come before it.
+    """Stage names in execution order.
 
     Args:
-        data, training: the stages that make rows, and those that take optimizer steps.
+        data, training: the stages that produce rows, and those that train.
 
     Raises:
         ConfigError: the stages form a cycle.
@@ -45,29 +45,31 @@ def execution_order(upstream: Upstream, data: Collection[str], training: Collect
 
 
 def roots(upstream: Upstream) -> set[str]:
-    """The stages that read sources alone."""
+    """The stages that read only sources."""
     return {name for name, read in upstream.items() if not read}
 
 
 def before(
     name: str, upstream: Upstream, first: Collection[str], data: Collection[str], training: Collection[str]
 ) -> set[str]:
-    """All that a stage waits for: what it reads, and what reads sources alone, so that a bad row is found first.
+    """The stages that a stage waits for: those that it reads, and all that read only sources, to find bad rows first.
 
-    One that trains waits for all other data too, unless that is made with what it trains.
+    A training stage also waits for all other data, unless that data depends on the stage.
 
     Args:
         first: the roots.
     """
     if not upstream[name]:
         return set()
-    rows = {other for other in data if name not in behind(other, upstream)} - {name} if name in training else set()
+    rows = (
+        {other for other in data if name not in ancestors_of(other, upstream)} - {name} if name in training else set()
+    )
     return {*upstream[name], *first, *rows}
 
 
-def behind(name: str, upstream: Upstream) -> set[str]:
-    """Every stage that a stage was made from, however far."""
-    return {other for parent in upstream[name] for other in (parent, *behind(parent, upstream))}
+def ancestors_of(name: str, upstream: Upstream) -> set[str]:
+    """All ancestors of a stage."""
+    return {other for parent in upstream[name] for other in (parent, *ancestors_of(parent, upstream))}
 
 
 CodeDrift = Literal["warn", "rerun", "refuse"]
@@ -88,10 +90,10 @@ class Stage:
     """A method placed in a pipeline.
 
     Args:
-        inputs: slot -> name of a stage, or of a source where no stage has that name; ``source:NAME``
-            always names a source.
-        notes: what was decided for its method where it says ``auto``, a line each.
-        choices: of ``adapter=auto``, by name, in the order of preference; the plan takes the first that fits.
+        inputs: slot -> name of a stage, or of a source if no stage has that name; ``source:NAME`` always names a
+            source.
+        notes: messages on how ``auto`` values were resolved.
+        choices: alternatives of ``adapter=auto`` by name, in order of preference; the plan takes the first that fits.
     """
 
     method: Method
@@ -103,16 +105,16 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A checked graph: building one raises ``ConfigError`` at the first thing that cannot work.
+    """A checked graph of stages; creating an invalid one raises ``ConfigError``.
 
     Args:
-        aliases: what is stated of them; one that is not named here is not commercial.
-        non_commercial_labels: patterns of labels, as of file names.
-        accept_label_drop: stages that may train less than half the share of tokens that they trained the last time.
-        restart: stages that begin at step 0 although they have checkpoints.
-        because: stage -> why its settings were changed, for the record: ``RULE:STAGE@FINGERPRINT`` of the doctor.
-        operation: when it runs by itself, and what follows.
-        advice: whether values outside the ranges of ``tasks.advice`` are reported, or refused.
+        aliases: settings of aliases; an alias that is not listed is not commercial.
+        non_commercial_labels: glob patterns of labels.
+        accept_label_drop: stages that may train less than half the share of tokens of the last time.
+        restart: stages that start from step 0 although they have checkpoints.
+        because: stage -> the finding that its settings follow: ``RULE:STAGE@FINGERPRINT`` of ``diagnose``.
+        operation: schedule, triggers and retraining.
+        advice: whether values outside the ranges of ``tasks.advice`` are reported or refused.
     """
 
     name: str
@@ -133,11 +135,11 @@ class Pipeline:
         for name in (self.name, *self.stages):
             if not _NAME.fullmatch(name) or name in RESERVED:
                 raise ConfigError(
-                    f"{name!r} is no name for a pipeline or a stage: it names directories; "
+                    f"{name!r} is not a name for a pipeline or a stage: it names directories; "
                     f"letters, digits, '_', '-' and '.' are accepted, and not {' or '.join(RESERVED)}"
                 )
         if not self.stages:
-            raise ConfigError("the pipeline has no stages; state at least one, or leave fewer of them out")
+            raise ConfigError("the pipeline has no stages; declare at least one")
         for name, stage in self.stages.items():
             self._check_slots(name, stage)
             check_compatible(f"stages.{name}", stage.method, stage.resources)
@@ -148,11 +150,11 @@ class Pipeline:
         return reference.startswith(SOURCE) or reference not in self.stages
 
     def key(self, reference: str) -> str:
-        """The one spelling of a reference: a stage's name, or ``source:NAME``."""
+        """The canonical form of a reference: a stage's name, or ``source:NAME``."""
         return SOURCE + reference.removeprefix(SOURCE) if self.is_source(reference) else reference
 
     def used_sources(self) -> list[str]:
-        """Names of the sources that some stage reads."""
+        """Names of the sources that stages read."""
         keys = {self.key(ref) for stage in self.stages.values() for ref in stage.inputs.values()}
         return sorted(key.removeprefix(SOURCE) for key in keys if key.startswith(SOURCE))
 
@@ -212,7 +214,7 @@ class Pipeline:
                 )
             if never_changes(self.sources[name]) or self.sources[name].path.startswith(ALIAS):
                 raise ConfigError(
-                    f"trigger.sources: {name} is {self.sources[name].path}, which no change of data reaches; name a "
+                    f"trigger.sources: {name} is {self.sources[name].path}, which never changes; name a "
                     "source that is a file, a directory, a glob, a URL, or a branch of the hub"
                 )
         if retrain and retrain.promote not in self.stages:
@@ -235,7 +237,7 @@ class Pipeline:
         missing = [slot for slot in slots if slot != "*" and slot not in optional and slot not in stage.inputs]
         if missing:
             raise ConfigError(
-                f"{where}: nothing fills {', '.join(missing)}; state {where}.{missing[0]}=<stage or source>"
+                f"{where}: nothing fills {', '.join(missing)}; set {where}.{missing[0]}=<stage or source>"
             )
         if "*" in slots and "*" not in optional and not stage.inputs.keys() - slots.keys():
             raise ConfigError(f"{where}: no {slots['*']} is compared; add one by any name, such as {where}.sft=sft")
@@ -266,6 +268,6 @@ class Pipeline:
 
 
 def nearest(word: str, words: Mapping[str, object] | list[str]) -> str:
-    """``; did you mean X?``, or nothing when no word is near."""
+    """``; did you mean X?`` for a similar word; empty: there is none."""
     close = get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""

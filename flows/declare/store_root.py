@@ -1,4 +1,4 @@
-"""Where the store lies, for commands that ask the record and read no pipeline. Imports no Hydra."""
+"""The location of the store, for commands that read only the record. Imports no Hydra."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ _KEY = "store="
 
 
 def store_root(overrides: Sequence[str], config_dir: Path | None = None) -> Path:
-    """The store that ``load_pipeline`` would name; without Hydra's half second where at most ``store=`` is stated.
+    """The store of the configuration; skips Hydra, which takes half a second, if only ``store=`` is overridden.
 
     Raises:
         ConfigError: an override is wrong.
@@ -29,5 +29,5 @@ def store_root(overrides: Sequence[str], config_dir: Path | None = None) -> Path
 
 
 def asked_store(overrides: Sequence[str], config_dir: Path | None = None) -> Path:
-    """The same, for commands that ask it; where there is no store, a ``ConfigError``."""
+    """``store_root`` for read-only commands; raises ``ConfigError`` if there is no store."""
     return require_store(store_root(overrides, config_dir))

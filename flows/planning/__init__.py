@@ -1,1 +1,1 @@
-"""What will run, and why: sources pinned, stages fingerprinted, the store asked. Nothing heavy is imported."""
+"""Planning: pins sources, fingerprints stages, looks them up in the store. Imports no heavy library."""

@@ -1,7 +1,7 @@
 """``adapter=auto``: the first of full, LoRA and QLoRA that fits into the memory of the machine.
 
-It is decided by the formula and total memory alone, so that the same command means the same model on a machine,
-whatever ran there before, and whatever else runs there now.
+The choice depends only on the formula and the total memory, so that the same command gives the same model on a
+machine, whatever has run or runs there.
 """
 
 import os
@@ -35,7 +35,7 @@ _SECONDS = 20
 
 
 def capacity(resources: Resources) -> int:
-    """Bytes that a worker may take on this machine: of its GPU, or its share of the main memory; 0: not known."""
+    """Memory of a worker on this machine in bytes: of its GPU, or its share of main memory; 0: unknown."""
     if resources.gpus_per_worker:
         return _of_gpu()
     on_this = -(-resources.num_workers // resources.num_nodes)
@@ -46,14 +46,14 @@ def capacity(resources: Resources) -> int:
 def _of_machine() -> int:
     try:
         limit = int(_LIMIT.read_text())
-    except (OSError, ValueError):  # no container, or `max`
+    except (OSError, ValueError):  # not a container, or no limit
         return psutil.virtual_memory().total
     return min(limit, psutil.virtual_memory().total)
 
 
 @cache
 def _of_gpu() -> int:
-    """Of the smallest."""
+    """Memory of the smallest GPU; 0: unknown."""
     try:
         listing = subprocess.run(_GPUS, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
         return min((int(line) << 20 for line in listing.split()), default=0)
@@ -62,10 +62,10 @@ def _of_gpu() -> int:
 
 
 def choose_adapters(pipeline: Pipeline) -> Pipeline:
-    """The pipeline with an adapter, or none, in place of each ``auto``.
+    """Resolves each ``adapter=auto`` of a pipeline.
 
     Raises:
-        ConfigError: the model or the memory of a stage's workers is not known here.
+        ConfigError: the model or the memory of a stage's workers is unknown.
     """
     chosen = {name: _chosen(name, stage, pipeline) for name, stage in pipeline.stages.items() if stage.choices}
     return replace(pipeline, stages={**pipeline.stages, **chosen}) if chosen else pipeline
@@ -76,7 +76,7 @@ def _chosen(name: str, stage: Stage, pipeline: Pipeline) -> Stage:
     elsewhere = resources.on_cluster and os.environ.get("RAY_ADDRESS")
     held, model = 0 if elsewhere else capacity(resources), _model(stage, pipeline)
     if not held or model is None:
-        lacks = "the model is not on this machine yet" if model is None else "the memory of its workers is not known"
+        lacks = "the model is not on this machine yet" if model is None else "the memory of its workers is unknown"
         raise ConfigError(f"{where}: {lacks}; set adapter=full, adapter=lora or adapter=qlora")
     needs = {label: _need(choice, *model) for label, choice in stage.choices.items()}
     label = next((each for each, need in needs.items() if need <= held), list(needs)[-1])
@@ -87,7 +87,7 @@ def _chosen(name: str, stage: Stage, pipeline: Pipeline) -> Stage:
 
 
 def _need(stage: Stage, found: Architecture, shapes: Shapes) -> int:
-    """Bytes of a worker, with rows as long as ``max_length``."""
+    """Memory of a worker in bytes, with rows of ``max_length``."""
     assert isinstance(stage.method, Training)
     beside = 0 if stage.resources.gpus_per_worker else PROCESS
     return beside + memory(stage.method, stage.resources, found, shapes, stage.method.max_length).total
@@ -98,7 +98,7 @@ def _gib(count: int) -> str:
 
 
 def _model(stage: Stage, pipeline: Pipeline) -> Model | None:
-    """Of the first model that a stage's policy comes from, since training keeps the shapes."""
+    """The first ancestor of a stage's policy, since training keeps the shapes."""
     while not isinstance(stage.method, BaseModel):
         models = [slot for slot, kind in stage.method.consumes.items() if kind == Kind.CHECKPOINT]
         slot = next((slot for slot in (POLICY, *models) if slot in stage.inputs), None)
@@ -108,11 +108,11 @@ def _model(stage: Stage, pipeline: Pipeline) -> Model | None:
         if key.startswith(SOURCE):
             return read_model(local_model(pipeline.sources[key.removeprefix(SOURCE)]))
         stage = pipeline.stages[key]
-    return model_to_be(stage.method)
+    return planned_model(stage.method)
 
 
 def local_model(source: Source | None) -> Path | None:
-    """Where a model lies; of a hub id nothing is known before it is fetched; an adapter has the shapes of its base."""
+    """Local directory of a model, or of an adapter's base; None: not on this machine, such as a hub id."""
     while source:
         paths = local_paths(source.path)
         if not paths or not is_peft(paths[0]):
@@ -122,14 +122,14 @@ def local_model(source: Source | None) -> Path | None:
 
 
 def read_model(path: Path | None) -> Model | None:
-    """Numbers and weights of a model directory."""
+    """Architecture and shapes of a model directory."""
     config = read_json(path, "config.json") if path else None
     found = architecture(config) if isinstance(config, dict) else None
     return (found, model_shapes(path) or found.shapes()) if path and found else None
 
 
-def model_to_be(made: BaseModel) -> Model | None:
-    """Numbers and weights of a model that a stage makes."""
+def planned_model(made: BaseModel) -> Model | None:
+    """Architecture and shapes of a model that a stage creates."""
     config: Mapping[str, object] = {
         **asdict(made), "model_type": "llama", "num_hidden_layers": made.num_layers,
         "num_attention_heads": made.num_heads, "tie_word_embeddings": made.tie_embeddings,

@@ -1,4 +1,4 @@
-"""What a plan says of values outside the ranges of ``tasks.advice``, and what ``advice=strict`` refuses."""
+"""Values of a plan outside the ranges of ``tasks.advice``, which ``advice=strict`` refuses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from lineage.errors import ConfigError
 from tasks.advice import Finding, case_of, findings
 from tasks.method import Method
 
-_MOST = 6  # lines of findings in a plan
+_MOST = 6  # findings that a plan prints
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """What is outside a range in the stages that a run would run.
+    """Values outside their ranges, in stages that would run.
 
     Args:
-        found: stage and finding, those outside a permissible range first.
-        scratch: stages that train a model that began with random weights; the ranges are for pretrained ones.
+        found: stage and finding; those outside a permissible range first.
+        scratch: stages that train a model from random weights; the ranges are for pretrained ones.
     """
 
     found: tuple[tuple[str, Finding], ...] = ()
     scratch: tuple[str, ...] = ()
 
     def to_dict(self) -> list[dict[str, object]]:
-        """What ``plan --json`` has under ``advice``."""
+        """The value of ``advice`` in ``plan --json``."""
         return [
             {
                 "stage": stage, "field": finding.field, "value": finding.value, "bound": finding.bound,
@@ -38,7 +38,7 @@ class Advice:
 
 
 def advice_lines(advice: Advice) -> list[str]:
-    """What a plan prints: a line for each stage and field, up to ``_MOST``."""
+    """Lines for the plan: one per stage and field, up to ``_MOST``."""
     lines = [f"advice: {stage}: {finding}" for stage, finding in advice.found[:_MOST]]
     more = [stage for stage, _ in advice.found[_MOST:]]
     if more:
@@ -54,7 +54,7 @@ def advice_of(pipeline: Pipeline, stages: Mapping[str, Hyperparameters | None]) 
     """Compares the stages that would run with the ranges.
 
     Args:
-        stages: name -> how long it trains; None: it does not.
+        stages: name -> hyperparameters; None: it does not train.
 
     Raises:
         ConfigError: ``advice=strict``, and a value is outside its range.
@@ -80,7 +80,7 @@ def advice_of(pipeline: Pipeline, stages: Mapping[str, Hyperparameters | None]) 
 
 
 def is_from_scratch(pipeline: Pipeline, name: str) -> bool:
-    """Whether a stage reads models, and all of them begin with random weights."""
+    """Whether a stage reads models, all of which start from random weights."""
     stage = pipeline.stages[name]
     models = [stage.inputs[slot] for slot in stage.inputs if _kind(stage.method, slot) in MODELS]
     return bool(models) and not any(pipeline.is_source(root_of(pipeline, each)) for each in models)

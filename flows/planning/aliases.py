@@ -1,4 +1,4 @@
-"""Sources that are aliases, such as the current champion: resolved when the plan is made."""
+"""Sources that are aliases, such as the current champion; resolved when the plan is made."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ from lineage.store import Entry, Store
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
-    """A pipeline whose alias is a certain model, or none.
+class ResolvedAlias:
+    """A pipeline with one alias resolved to a model, or to none.
 
     Args:
-        found: name of a source -> stage and fingerprint of the artifact that it stands for.
-        instead: name of each other source -> what is done for want of one, in words.
-        unread: stages that are left out, because what the alias names is read in their place.
+        found: name of a source -> stage and fingerprint of its artifact.
+        instead: name of every other source -> message on what replaces it.
+        unread: stages that are left out, because only a fallback would have read them.
     """
 
     pipeline: Pipeline
@@ -33,25 +33,25 @@ class Placed:
 
 
 def is_alias(source: Source) -> bool:
-    """Whether a source is what an alias names."""
+    """Whether a source is an alias."""
     return source.path.startswith(ALIAS)
 
 
 def check_fallbacks(pipeline: Pipeline) -> None:
-    """That every fallback can stand where its source does: also while nothing makes use of it.
+    """Checks that every fallback can replace its source, even if it is not used now.
 
     Raises:
-        ConfigError: names what is wrong with it.
+        ConfigError: names the problem.
     """
     for name, source in pipeline.sources.items():
         if source.fallback is None:
             continue
         where = f"sources.{name}.fallback={source.fallback}"
         if not is_alias(source):
-            raise ConfigError(f"{where}: is for an alias, which may name nothing yet; {source.path} is none: remove it")
+            raise ConfigError(f"{where}: is for an alias, which may be unset; {source.path} is not one: remove it")
         instead = pipeline.sources.get(source.fallback.removeprefix(SOURCE))
         if instead and is_alias(instead) and pipeline.is_source(source.fallback):
-            raise ConfigError(f"{where}: is an alias too, and may name nothing; give a stage, or another source")
+            raise ConfigError(f"{where}: is an alias too, which may be unset; give a stage, or another source")
         try:
             _without(pipeline, name)
         except ConfigError as error:
@@ -59,7 +59,7 @@ def check_fallbacks(pipeline: Pipeline) -> None:
 
 
 def sources_of_aliases(pipeline: Pipeline) -> dict[str, list[str]]:
-    """Alias -> the names of the sources that stages read by it."""
+    """Alias -> names of the sources that refer to it."""
     aliases: dict[str, list[str]] = {}
     for name in pipeline.used_sources():
         if is_alias(pipeline.sources[name]):
@@ -68,27 +68,27 @@ def sources_of_aliases(pipeline: Pipeline) -> dict[str, list[str]]:
 
 
 def artifact(event: Event) -> tuple[str, str]:
-    """Stage and fingerprint of the model that a promotion is of."""
-    assert event.stage is not None  # a promotion says whose output it is
+    """Stage and fingerprint of a promoted model."""
+    assert event.stage is not None
     return event.stage, event.fingerprint
 
 
-def place(pipeline: Pipeline, names: Sequence[str], holder: Event | None) -> Placed:
-    """Puts one holder of the alias behind these sources, or none.
+def resolve_alias(pipeline: Pipeline, names: Sequence[str], promotion: Event | None) -> ResolvedAlias:
+    """Resolves these sources to a promoted model or its ancestors; None: the alias is unset.
 
     Raises:
-        ConfigError: a source is nothing then, and a slot needs it.
+        ConfigError: a source cannot be resolved, and a slot requires it.
     """
     found: dict[str, tuple[str, str]] = {}
     instead: dict[str, str] = {}
     for name in names:
-        named = _named(pipeline, name, holder) if holder else None
+        named = _named(pipeline, name, promotion) if promotion else None
         if named:
             found[name] = named
         else:
             pipeline, instead[name] = _without(pipeline, name)
     stages, unread = _without_unread(pipeline.stages, [pipeline.sources[name].fallback for name in found])
-    return Placed(pipeline=replace(pipeline, stages=stages), found=found, instead=instead, unread=unread)
+    return ResolvedAlias(pipeline=replace(pipeline, stages=stages), found=found, instead=instead, unread=unread)
 
 
 def _alias_and_stage(source: Source) -> tuple[str, str]:
@@ -96,17 +96,17 @@ def _alias_and_stage(source: Source) -> tuple[str, str]:
     return alias, stage
 
 
-def _named(pipeline: Pipeline, name: str, holder: Event) -> tuple[str, str] | None:
-    """The holder itself, or the output of a stage that it was made from; None: it was made without that stage."""
+def _named(pipeline: Pipeline, name: str, promotion: Event) -> tuple[str, str] | None:
+    """The promoted model, or its ancestor of the named stage; None: it has no such ancestor."""
     stage = _alias_and_stage(pipeline.sources[name])[1]
     if not stage:
-        return artifact(holder)
-    identity = nearest_ancestor(Store(pipeline.store), *artifact(holder), stage)
+        return artifact(promotion)
+    identity = nearest_ancestor(Store(pipeline.store), *artifact(promotion), stage)
     return (stage, identity) if identity else None
 
 
 def _without(pipeline: Pipeline, name: str) -> tuple[Pipeline, str]:
-    """The pipeline whose slots that a source fills take its fallback, or stay empty; and what was done, in words."""
+    """The pipeline with a source replaced by its fallback or left out, and a message on that."""
     source = pipeline.sources[name]
     fallback = source.fallback
     changed: list[str] = []
@@ -118,7 +118,7 @@ def _without(pipeline: Pipeline, name: str) -> tuple[Pipeline, str]:
         if required and not fallback:
             raise ConfigError(
                 f"stages.{stage_name}.inputs.{required[0]}={name}: {source.path} names nothing that could fill it; "
-                f"promote a model (posttrain promote REF --alias ...), state sources.{name}.fallback, or give another "
+                f"promote a model (posttrain promote REF --alias ...), set sources.{name}.fallback, or give another "
                 "source"
             )
         inputs = {slot: fallback if slot in slots else ref for slot, ref in stage.inputs.items()}
@@ -128,7 +128,7 @@ def _without(pipeline: Pipeline, name: str) -> tuple[Pipeline, str]:
 
 
 def _without_unread(stages: Mapping[str, Stage], spared: Sequence[str | None]) -> tuple[Mapping[str, Stage], list[str]]:
-    """The stages but for those that only a fallback would have read, or another that is left out; and their names."""
+    """The stages without those that only fallbacks would have read, and the names of the left-out stages."""
     read = {ref for stage in stages.values() for ref in stage.inputs.values()}
     unread = [name for name in stages if name in spared and name not in read]
     if not unread:
@@ -140,7 +140,7 @@ def _without_unread(stages: Mapping[str, Stage], spared: Sequence[str | None]) -
 
 @dataclass(frozen=True, kw_only=True)
 class Champion:
-    """What a source stands for that an alias names: an artifact in its place in the store, with its own identity."""
+    """The artifact that an alias source resolves to, with its own fingerprint."""
 
     entry: Entry
     pinned: Pinned
@@ -148,12 +148,12 @@ class Champion:
 
 @dataclass(frozen=True, kw_only=True)
 class Champions:
-    """What became of a pipeline's aliases.
+    """A pipeline with all aliases resolved.
 
     Args:
-        pipeline: with what fills the slots that nothing of an alias fills yet, or without them.
-        found: name of a source -> the artifact that it stands for.
-        notes: a line for each source: which artifact it is, or what is done for want of one.
+        pipeline: with fallbacks or empty slots for unresolved sources.
+        found: name of a source -> its artifact.
+        notes: a line per source on how it was resolved.
     """
 
     pipeline: Pipeline
@@ -162,13 +162,13 @@ class Champions:
 
 
 def resolve_champions(pipeline: Pipeline, pinned: Callable[[str], str]) -> Champions:
-    """Finds what each source stands for that an alias names.
+    """Resolves all alias sources of a pipeline.
 
     Args:
         pinned: name of any other source -> its fingerprint.
 
     Raises:
-        ConfigError: there is no such artifact, and a slot needs one.
+        ConfigError: there is no such artifact, and a slot requires one.
         ArtifactError: its output is no longer in the store.
     """
     found: dict[str, Champion] = {}
@@ -176,45 +176,45 @@ def resolve_champions(pipeline: Pipeline, pinned: Callable[[str], str]) -> Champ
     stacked = stacks(read_events(pipeline.store))
     for alias, names in sources_of_aliases(pipeline).items():
         held = stacked.get(alias, [])
-        holder = _choose(pipeline, names, held, pinned)
-        placed = place(pipeline, names, holder)
-        since = "" if not held or holder is held[-1] else f", before {node_key(*artifact(held[-1]))} of this plan"
-        for name, (stage, identity) in placed.found.items():
+        promotion = _choose(pipeline, names, held, pinned)
+        resolved_alias = resolve_alias(pipeline, names, promotion)
+        since = "" if not held or promotion is held[-1] else f", before {node_key(*artifact(held[-1]))} of this plan"
+        for name, (stage, identity) in resolved_alias.found.items():
             found[name] = _champion(pipeline, name, Store(pipeline.store).entry(stage, identity), alias)
             notes.append(f"{SOURCE}{name} is {found[name].entry.path} (alias {alias}{since})")
-        lack = _lack(alias, held, holder)
-        notes += [f"{SOURCE}{name}: {lack}; {done}" for name, done in placed.instead.items()]
-        if placed.unread:
-            notes.append(f"left out, since alias {alias} names a model: {', '.join(placed.unread)}")
-        pipeline = placed.pipeline
+        lack = _lack(alias, held, promotion)
+        notes += [f"{SOURCE}{name}: {lack}; {done}" for name, done in resolved_alias.instead.items()]
+        if resolved_alias.unread:
+            notes.append(f"left out, since alias {alias} names a model: {', '.join(resolved_alias.unread)}")
+        pipeline = resolved_alias.pipeline
     return Champions(pipeline=pipeline, found=found, notes=notes)
 
 
 def _choose(
     pipeline: Pipeline, names: Sequence[str], held: Sequence[Event], pinned: Callable[[str], str]
 ) -> Event | None:
-    """The present holder; where this very plan makes the present holder, the one before it that the plan began from.
+    """The current model of the alias; if this plan itself produces it, the earlier model that the plan started from.
 
-    Else promoting a plan's model would change the plan: it would compare the model with itself, and train it on.
+    Otherwise promoting a plan's model would change the plan: it would compare the model with itself, and train it.
     """
     if not held:
         return None
-    present = artifact(held[-1])
+    current = artifact(held[-1])
     for event in [*reversed(held[:-1]), None]:
         try:
-            placed = place(pipeline, names, event)
-        except ConfigError:  # a slot needs what this one lacks: so no plan has begun from it
+            resolved_alias = resolve_alias(pipeline, names, event)
+        except ConfigError:  # a required slot would be empty, so no plan has started from this one
             continue
-        made = _outputs(placed, pinned)
-        if present in made and (event is None or artifact(event) not in made):
+        made = _outputs(resolved_alias, pinned)
+        if current in made and (event is None or artifact(event) not in made):
             return event
     return held[-1]
 
 
-def _outputs(placed: Placed, pinned: Callable[[str], str]) -> set[tuple[str, str]]:
-    """Name and fingerprint of the stages, but for those that read what another alias names."""
-    pipeline = placed.pipeline
-    known = {SOURCE + name: identity for name, (_, identity) in placed.found.items()}
+def _outputs(resolved_alias: ResolvedAlias, pinned: Callable[[str], str]) -> set[tuple[str, str]]:
+    """Name and fingerprint of all stages, except those that depend on another alias."""
+    pipeline = resolved_alias.pipeline
+    known = {SOURCE + name: identity for name, (_, identity) in resolved_alias.found.items()}
     for name in pipeline.used_sources():
         if not is_alias(pipeline.sources[name]):
             known[SOURCE + name] = pinned(name)
@@ -227,9 +227,9 @@ def _outputs(placed: Placed, pinned: Callable[[str], str]) -> set[tuple[str, str
     return {(name, known[name]) for name in pipeline.stages if name in known}
 
 
-def _lack(alias: str, held: Sequence[Event], holder: Event | None) -> str:
-    if holder:
-        return f"alias {alias} names {node_key(*artifact(holder))}, which was made without that stage"
+def _lack(alias: str, held: Sequence[Event], promotion: Event | None) -> str:
+    if promotion:
+        return f"alias {alias} names {node_key(*artifact(promotion))}, which was made without that stage"
     return f"alias {alias} names only models of this plan" if held else f"alias {alias} names no model yet"
 
 
@@ -239,19 +239,19 @@ def _champion(pipeline: Pipeline, name: str, entry: Entry, alias: str) -> Champi
     if manifest is None or manifest.missing(entry.output):
         raise ArtifactError(
             f"sources.{name}.path={source.path}: {entry.path} holds that {source.kind} no longer; restore it, "
-            f"or give the alias to another model with posttrain promote or posttrain rollback --alias {alias}"
+            f"or point the alias to another model with posttrain promote or posttrain rollback --alias {alias}"
         )
-    if manifest.produces not in (source.kind, None):  # None: recorded before manifests said what they are of
+    if manifest.produces not in (source.kind, None):  # None: an old manifest without the kind
         raise ConfigError(
-            f"sources.{name}.kind={source.kind}: {source.path} is {entry.path}, which is {manifest.produces}; state "
+            f"sources.{name}.kind={source.kind}: {source.path} is {entry.path}, which is {manifest.produces}; set "
             f"kind: {manifest.produces}"
         )
     check_options(name, source, is_hub=False, is_url=False)
-    return placed_artifact(source, entry, manifest)
+    return artifact_as_source(source, entry, manifest)
 
 
-def placed_artifact(source: Source, entry: Entry, manifest: Manifest) -> Champion:
-    """An artifact of the store in the place of a source."""
+def artifact_as_source(source: Source, entry: Entry, manifest: Manifest) -> Champion:
+    """An artifact of the store as a source."""
     record = SourceRecord(
         path=str(entry.output), kind=source.kind, revision=source.path if is_alias(source) else None,
         split=source.split, labels=sorted(source.labels), files={}, dvc=None,

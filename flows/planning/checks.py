@@ -1,4 +1,4 @@
-"""What the plan refuses of data, evaluations, gates and the packages of kernels, and what it says of a batch."""
+"""Checks of data, evaluations, gates and required packages, and notes on batches and precision."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ from tasks.train.optimizers import OPTIMIZERS
 
 
 def check_data(pipeline: Pipeline) -> None:
-    """That what is stated by name of a stage, a slot or a column names one.
+    """Checks the names of stages, slots and columns in settings.
 
     Raises:
         ConfigError: names the field, and what there is.
@@ -52,15 +52,21 @@ def check_data(pipeline: Pipeline) -> None:
                 raise ConfigError(f"stages.{name}.method: {error}") from error
 
 
-_DROPOUT = ("dropout", "pdrop", "dropout_p", "dropout_prob", "dropout_rate")  # how rates in a config.json end
-_OF_HEADS = ("classifier", "summary")  # how rates of heads begin that a language model does not have
+_DROPOUT = (
+    "dropout",
+    "pdrop",
+    "dropout_p",
+    "dropout_prob",
+    "dropout_rate",
+)  # suffixes of dropout rates in a config.json
+_OF_HEADS = ("classifier", "summary")  # prefixes of rates of heads that a language model does not have
 
 
 def check_positions(pipeline: Pipeline) -> None:
-    """That no row is longer than a model that looks positions up in a table.
+    """Checks ``max_length`` against models with a table of positions.
 
     Raises:
-        ConfigError: names the stage's field, and the most that is accepted.
+        ConfigError: names the field and the largest accepted value.
     """
     for name, method, config in _trainings(pipeline):
         positions = learned_positions(config)
@@ -70,7 +76,7 @@ def check_positions(pipeline: Pipeline) -> None:
 
 
 def position_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
-    """Of some stages, rows that are longer than what a model with computed positions was made for: they train."""
+    """Notes on rows longer than a model with computed positions was trained for, which is not refused."""
     found: dict[int, list[str]] = {}
     for name, method, config in _trainings(pipeline):
         known, rope = config.get("max_position_embeddings"), config.get("rope_scaling") or config.get("rope_parameters")
@@ -78,16 +84,16 @@ def position_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
         if name in stages and isinstance(known, int) and method.max_length > known and not is_scaled:
             found.setdefault(known, []).append(f"{name} ({method.max_length})")
     return [
-        f"max_length of {', '.join(names)} exceeds the model's max_position_embeddings={known}: longer rows would be "
-        f"read at positions that it does not know; set max_length={known} or less, or scale them (docs/models.md)"
+        f"max_length of {', '.join(names)} exceeds the model's max_position_embeddings={known}: longer rows would "
+        f"use positions that it was not trained on; set max_length={known} or less, or scale them (docs/models.md)"
         for known, names in found.items()
     ]
 
 
 def batch_notes(pipeline: Pipeline) -> dict[str, str]:
-    """Stage -> why its ``micro_batch_size`` and ``num_workers`` change the model, where they do.
+    """Stage -> why its ``micro_batch_size`` and ``num_workers`` change the model.
 
-    Elsewhere they change the order of additions alone.
+    In all other stages they only change the order of sums.
     """
     found = {}
     for name, method, config in _trainings(pipeline):
@@ -126,14 +132,14 @@ def _reasons(method: Training, config: Mapping[str, object]) -> Iterator[str]:
 
 
 def _disables_dropout(method: Training) -> bool:
-    """Whether the base's dropout is off: TRL's configs for pairs, single answers and prompts have an option for it,
-    which ``TrainingRun.trl`` sets; a loop of a method's own gets the model as it is."""
-    reads = getattr(method, "reads", None)  # a method with a run of its own has none
+    """Whether the base's dropout is off: ``TrainingRun.trl`` sets the option of TRL's configs for pairs, single answers
+    and prompts; methods with their own loop get the model unchanged."""
+    reads = getattr(method, "reads", None)  # methods with their own ``run`` have none
     return type(method).loop is Training.loop and reads not in (TEXT, CONVERSATIONS, None)
 
 
 def _trainings(pipeline: Pipeline) -> Iterator[tuple[str, Training, Mapping[str, object]]]:
-    """Each training with the ``config.json`` of the model that its chain begins with; empty: it is not known."""
+    """Each training with the ``config.json`` of its first model; empty: unknown."""
     for name in pipeline.order():
         method = pipeline.stages[name].method
         if isinstance(method, Training) and POLICY in getattr(method, "models", {}):
@@ -142,15 +148,15 @@ def _trainings(pipeline: Pipeline) -> Iterator[tuple[str, Training, Mapping[str,
             yield name, method, {**config, **text} if isinstance(text, dict) else config
 
 
-_THINKING = "thinking"  # of a method that trains on conversations
+_THINKING = "thinking"  # field of methods that train on conversations
 
 
 def check_evaluations(pipeline: Pipeline) -> None:
-    """That what an evaluation compares can be compared, and that its rows have a length.
+    """Checks that the models of an evaluation are comparable and that its row length is known.
 
     Raises:
-        ConfigError: a model has another tokenizer than the reference, ``max_length`` is unknown or too small, or
-            ``thinking`` is not set and the stages that trained the models differ in it.
+        ConfigError: tokenizers differ, ``max_length`` is unknown or too small, or ``thinking`` is not set and the
+            models were trained with different values.
     """
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Evaluate):
@@ -160,10 +166,10 @@ def check_evaluations(pipeline: Pipeline) -> None:
 
 
 def check_frozen_models(pipeline: Pipeline) -> None:
-    """That a teacher or a reward model has the tokens of the policy that is trained beside it, where both are known.
+    """Checks that a teacher or reward model has the tokens of the policy, if both vocabularies are known.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: tokens are missing or have other ids.
     """
     for name, stage in pipeline.stages.items():
         if not isinstance(stage.method, Training):
@@ -223,19 +229,19 @@ def _check_thinking(pipeline: Pipeline, name: str, method: Evaluate) -> None:
 
 
 def _has_record(path: str) -> bool:
-    """Whether what made a source may say how long its rows were."""
+    """Whether a source is an output with a manifest, which may record the length of rows."""
     return path.startswith(ALIAS) or Path(path).name == "output"
 
 
 def _models(pipeline: Pipeline, name: str) -> dict[str, str]:
-    """Slot -> what fills it, of every model that is measured."""
+    """Slot -> reference, of all measured models."""
     stage = pipeline.stages[name]
     kinds = stage.method.consumes
     return {slot: ref for slot, ref in stage.inputs.items() if kinds.get(slot, kinds["*"]) in MODELS}
 
 
 def _vocabulary(pipeline: Pipeline, ref: str) -> dict[str, int] | None:
-    """Token -> index; None: not known before the model is fetched or trained."""
+    """Token -> index; None: unknown until the model is fetched or trained."""
     return vocabulary_of(root_json(pipeline, ref, "tokenizer.json"))
 
 
@@ -243,10 +249,10 @@ _NAMED_BY_SLOT = (CANDIDATE, PARENT, CHAMPION)
 
 
 def check_gates(pipeline: Pipeline) -> None:
-    """That every rule names a metric and policies which the gate's report will have.
+    """Checks that the report of each gate will have the metrics and policies of its rules.
 
     Raises:
-        ConfigError: names the rule and what there is.
+        ConfigError: names the rule and the alternatives.
     """
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Gate):
@@ -258,10 +264,10 @@ def _check_rule(pipeline: Pipeline, gate: str, where: str, rule: Rule) -> None:
     inputs = pipeline.stages[gate].inputs
     if rule.against in (PARENT, CHAMPION) and rule.against not in inputs:
         slot = f"stages.{gate}.inputs.{rule.against}"
-        raise ConfigError(f"{where}.against={rule.against}: nothing fills {slot}; state it, or compare with a policy")
+        raise ConfigError(f"{where}.against={rule.against}: nothing fills {slot}; set it, or compare with a policy")
     report = pipeline.stages.get(inputs["report"])
     if report is None or not isinstance(report.method, Evaluate):
-        return  # what a method of the user's own measures shows when it has
+        return  # the metrics of a user's method are unknown
     metrics = report.method.measured_metrics()
     if rule.metric not in metrics:
         raise ConfigError(
@@ -279,7 +285,7 @@ def _check_rule(pipeline: Pipeline, gate: str, where: str, rule: Rule) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Package:
-    """What a setting needs: the module that it imports, and how it is installed."""
+    """A package that a setting needs: its module, and how to install it."""
 
     module: str
     install: str
@@ -300,10 +306,10 @@ _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
 
 
 def check_kernels(pipeline: Pipeline) -> None:
-    """Requires that this machine has what the resources of its trainings need.
+    """Checks that this machine has the compilers, packages and GPUs that trainings need.
 
     Raises:
-        ConfigError: names the field, what it needs, and the nearest that works.
+        ConfigError: names the field, what is missing, and a setting that works.
     """
     if os.environ.get("RAY_ADDRESS"):
         return  # they run on other machines
@@ -340,7 +346,7 @@ def _check_packages(where: str, method: Training, resources: Resources) -> None:
 
 
 def _check_fp8(asked: str) -> None:
-    """What the driver says of this machine's GPUs; where it says nothing, the training's start checks again."""
+    """Checks the compute capability by the driver; without a driver, the training itself checks it."""
     try:
         listing = subprocess.run(_CAPABILITIES, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -355,7 +361,7 @@ def _check_fp8(asked: str) -> None:
 
 
 def _check_optimizer(where: str, method: Training) -> None:
-    """Requires the package of an optimizer that is in none of the lock's."""
+    """Checks that the optional package of an optimizer is installed."""
     package = OPTIMIZERS[method.optimizer.name].package
     if package and package.is_missing:
         raise ConfigError(
@@ -365,7 +371,7 @@ def _check_optimizer(where: str, method: Training) -> None:
 
 
 def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:
-    """A suggestion for trainings that will run in fp32 on this machine's CPU, where it has instructions for bf16."""
+    """A suggestion for fp32 trainings on this CPU if it has bf16 instructions."""
     slow = [
         name
         for name, stage in stages.items()
@@ -383,7 +389,7 @@ def _could_use_bf16(method: Training, stage: Stage) -> bool:
 
 
 def bf16_instructions() -> str | None:
-    """The CPU's instructions for bf16; None: it has none, or does not say."""
+    """The CPU's bf16 instructions; None: none or unknown."""
     try:
         flags = set(_CPU_FLAGS.read_text().split())
     except OSError:

@@ -1,4 +1,4 @@
-"""Whether the disk of the store has space for all that a plan trains, as far as its models are known before."""
+"""Checks that the disk has space for all trainings of a plan whose models are known."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +14,10 @@ from tasks.method import Training
 
 
 def require_plan_disk(plan: Plan, stages: Sequence[PlannedStage]) -> None:
-    """Refuses what does not fit; a stage whose model is not known yet is looked at when it begins.
+    """Refuses trainings that do not fit on the disk; a stage with an unknown model is checked when it starts.
 
     Args:
-        stages: in the order in which they run: of those before their outputs stay, and their checkpoints go.
+        stages: in order of execution: outputs of earlier stages stay, their checkpoints do not.
 
     Raises:
         ConfigError: names the stage, what it needs, what is free, and what to do.
@@ -32,7 +32,7 @@ def require_plan_disk(plan: Plan, stages: Sequence[PlannedStage]) -> None:
 
 
 def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
-    """How much of its model each stage trains, where it is not all of it and the shapes of the model are known.
+    """Notes on the share of parameters that each stage with an adapter or ``freeze`` trains.
 
     Raises:
         ConfigError: a name in ``adapter`` or ``freeze`` matches nothing in the model.
@@ -54,7 +54,7 @@ def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
 
 
 def model_of(plan: Plan, planned: PlannedStage) -> Path | None:
-    """Where a model of the shapes of its own lies: the first that it comes from, since training keeps them."""
+    """Directory of a model with the shapes of a stage's policy; training keeps the shapes. None: not known yet."""
     given = planned.inputs.get(POLICY)
     if given is None:
         return None

@@ -1,4 +1,4 @@
-"""What a plan's trainings will need: by formula, corrected by the nearest runs that the store remembers."""
+"""Estimates of memory, time and cost of trainings: by formula, corrected by similar past runs in the store."""
 
 import contextlib
 import logging
@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from flows.planning.adapter_choice import PROCESS, Model, model_to_be, read_model
+from flows.planning.adapter_choice import PROCESS, Model, planned_model, read_model
 from flows.planning.disk_capacity import model_of
 from flows.planning.plan import Plan, PlannedStage
 from lineage.errors import ConfigError
@@ -26,11 +26,11 @@ from tasks.method import Training
 from tasks.train.speed import known_peak
 
 FILE = "estimates.jsonl"  # in the store: predicted and measured, a line per finished training
-FEW_STEPS = 8  # of a rehearsal: its memory has not grown to its peak
-_START_SECONDS = 6.0  # of a stage beside its steps, where no run is remembered: imports, loading, saving
-_FLOPS = {"cpu": 2.5e10, "gpu": 1e14}  # that a core and a GPU reach, where no peak has been measured
-_SHARE = 0.4  # of the measured peak, that a training reaches: of the quickstart's on two cores
-_LAYER_SECONDS = 0.002  # of a pass through a layer, whatever its size: starting some hundred operations
+FEW_STEPS = 8  # a run as short as a rehearsal, whose memory has not reached its peak
+_START_SECONDS = 6.0  # default time of a stage besides its steps: imports, loading, saving
+_FLOPS = {"cpu": 2.5e10, "gpu": 1e14}  # FLOP/s of a core and of a GPU, if no peak was measured
+_SHARE = 0.4  # share of the measured peak that a training reaches; measured with the quickstart on two cores
+_LAYER_SECONDS = 0.002  # constant time of a pass through a layer: starting some hundred operations
 
 
 logger = logging.getLogger(__name__)
@@ -38,13 +38,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Features:
-    """What a stage's estimate is computed from.
+    """The inputs of a stage's estimate.
 
     Args:
-        hardware: of its workers, as one word.
-        model_bytes, row_bytes: of memory, by formula: what does not depend on the rows, and what does.
-        row_tokens: of a row in the mean, all of its sequences together; 0: not known.
-        is_cut: whether a row may have been longer than ``max_length``.
+        hardware: identifies the hardware of its workers.
+        model_bytes, row_bytes: memory by formula: independent of the rows, and for the rows.
+        row_tokens: mean tokens per row, over all its sequences; 0: unknown.
+        is_cut: whether rows may have been longer than ``max_length``.
     """
 
     method: str
@@ -63,11 +63,11 @@ class Features:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A line of the file: a training that ended, or was rehearsed.
+    """A line of the file: a finished or rehearsed training.
 
     Args:
-        memory: bytes at the peak of a worker; seconds: of the steps; other_seconds: of the stage beside them.
-        predicted_memory, predicted_seconds: by the plan; None: it predicted nothing.
+        memory: peak of a worker in bytes; seconds: of the steps; other_seconds: of the rest of the stage.
+        predicted_memory, predicted_seconds: by the plan; None: no prediction.
     """
 
     time: float
@@ -83,16 +83,16 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a training stage is expected to need.
+    """The estimated needs of a training stage.
 
     Args:
-        memory: bytes of a worker at the peak, of which ``terms`` are by formula.
-        least: of these, those that are needed for sure: all, where a past run or joined rows say how long rows are.
+        memory: peak of a worker in bytes; ``terms``: its parts by formula.
+        least: the part that is certain: all of it if past runs or joined rows tell the length of rows.
         seconds: of the stage.
-        runs: how many past runs it is corrected by; 0: by formula alone.
-        error: of the predictions of these runs: the median share, of memory and of time; None: none was predicted.
+        runs: number of past runs that correct it; 0: formula only.
+        error: median relative error of memory and time of the predictions of these runs; None: no predictions.
         price: of its GPUs; None: no price is set. kwh: None: no power is set.
-        at_most: nothing says how long rows are, so all of them are taken to be as long as ``max_length``.
+        at_most: the length of rows is unknown, so all rows are assumed to have ``max_length``.
     """
 
     memory: int
@@ -118,7 +118,7 @@ class Estimate:
         return f"measured on {self.runs} {plural}{off}"
 
     def to_dict(self) -> dict[str, object]:
-        """What ``plan --json`` has under ``estimate``."""
+        """The value of ``estimate`` in ``plan --json``."""
         error = {"memory": self.error[0], "seconds": self.error[1]} if self.error else None
         return {
             "memory_bytes": self.memory, "terms": self.terms.to_dict(), "seconds": self.seconds, "basis": self.basis,
@@ -129,7 +129,7 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """The runs that a store remembers, the oldest first."""
+    """The past runs recorded in a store, oldest first."""
 
     runs: Sequence[Run] = field(default_factory=list)
 
@@ -138,26 +138,26 @@ class History:
         return History(runs=read_jsonl(store / FILE, _run))
 
     def near(self, features: Features) -> list[Run]:
-        """The runs of the same hardware, family and method."""
+        """Runs with the same hardware, family and method."""
         own = (features.hardware, features.family, features.method)
         return [run for run in self.runs if (run.features.hardware, run.features.family, run.features.method) == own]
 
     def row_tokens(self, features: Features) -> float | None:
-        """Tokens of a row of the same data, as the longest training of it counted them."""
+        """Mean tokens per row of the same data, from the longest training on it; None: unknown."""
         own = (features.rows, features.method)
         runs = [run.features for run in self.runs if (run.features.rows, run.features.method) == own]
         return max(runs, key=lambda each: each.num_steps).row_tokens if runs else None
 
     def longest(self, features: Features) -> int | None:
-        """Tokens that no row of the same data is longer than, since none was cut; None: not known."""
+        """Upper bound of the row length of the same data, from runs without cut rows; None: unknown."""
         own = (features.rows, features.method)
         runs = [run.features for run in self.runs if (run.features.rows, run.features.method) == own]
         return min((each.max_length for each in runs if not each.is_cut), default=None)
 
     def memory(self, features: Features) -> int | None:
-        """Bytes at the peak: the formula, and what the nearest run needed beside it, such as an allocator's gaps.
+        """Peak memory in bytes: the formula plus the excess of the most similar run, such as allocator gaps.
 
-        Measured on CPUs: with a model twice as wide these bytes are the same, and so are no share of the rows'.
+        The excess is constant: measured on CPUs, it is the same with a model twice as wide.
         """
         runs = self.near(features)
         runs = [run for run in runs if run.features.num_steps > FEW_STEPS] or runs
@@ -168,7 +168,7 @@ class History:
         return max(features.model_bytes, features.model_bytes + features.row_bytes + beside)
 
     def seconds(self, features: Features) -> float | None:
-        """Of all steps: a constant for each pass and the arithmetic, fitted to all runs of the same hardware."""
+        """Seconds of all steps: a constant per pass plus arithmetic, fitted to all runs on the same hardware."""
         near = self.near(features)
         if not near:
             return None
@@ -176,14 +176,14 @@ class History:
         points = [(run.features.flops / run.features.passes, run.seconds / run.features.passes) for run in same]
         constant, slope = _fit(points)
         size = features.flops / features.passes
-        whole = [run for run in near if run.features.num_steps > FEW_STEPS] or near  # first steps differ
+        whole = [run for run in near if run.features.num_steps > FEW_STEPS] or near  # the first steps are slower
         nearest = min(whole, key=lambda run: abs(run.features.flops / run.features.passes - size))
         ratio = nearest.seconds / (nearest.features.passes * constant + nearest.features.flops * slope)
         return ratio * (features.passes * constant + features.flops * slope)
 
 
 def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Constant and slope, neither below 0, by least squares of relative errors."""
+    """Non-negative constant and slope, by least squares of relative errors."""
     weights = [1 / y**2 for _, y in points]
     total = sum(weights)
     x_mean = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
@@ -216,18 +216,18 @@ class Estimator:
         self._speeds: dict[tuple[str, int, str, bool], float] = {}
 
     def estimates(self, stages: Sequence[PlannedStage]) -> dict[str, Estimate]:
-        """Name -> what each training needs whose model and length are known."""
+        """Name -> estimate of each training whose model and length are known."""
         found = {planned.name: self.estimate(planned) for planned in stages}
         return {name: each for name, each in found.items() if each}
 
     def estimate(self, planned: PlannedStage) -> Estimate | None:
-        """What a training needs; None: it is none, or its model or its length is not known yet."""
+        """The estimate of a stage; None: it does not train, or its model or length is unknown."""
         method, resources = planned.stage.method, planned.stage.resources
         known = self.model(planned) if isinstance(method, Training) else None
         num_steps = planned.hyperparameters.num_steps if planned.hyperparameters else None
         if not isinstance(method, Training) or known is None or num_steps is None:
             return None
-        with contextlib.suppress(ConfigError):  # a name matches nothing in the model: the plan and the stage report it
+        with contextlib.suppress(ConfigError):  # reported by the plan and the stage
             return self._estimate(planned, method, resources, *known, num_steps)
         return None
 
@@ -262,7 +262,7 @@ class Estimator:
         )  # fmt: skip
 
     def _speed(self, planned: PlannedStage, precision: str) -> float:
-        """FLOP/s that a worker reaches: a share of its measured peak, if it works on this host."""
+        """Expected FLOP/s of a worker: a share of its measured peak, if it runs on this host."""
         resources = planned.stage.resources
         kind, count = ("gpu", 1) if resources.gpus_per_worker else ("cpu", resources.cpus_per_worker)
         key = (kind, count, precision, planned.runs_elsewhere)
@@ -272,7 +272,7 @@ class Estimator:
         return self._speeds[key]
 
     def model(self, planned: PlannedStage) -> Model | None:
-        """Numbers and weights of the model that a stage starts from: of its files, or of the stage that makes it."""
+        """Architecture and shapes of the model that a stage starts from, by its files or the stage that creates it."""
         passed: list[str] = []
         while planned.name not in self._models:
             passed.append(planned.name)
@@ -287,14 +287,14 @@ class Estimator:
         return self._models[planned.name]
 
     def _made(self, maker: PlannedStage) -> Model | None:
-        """Of a stage that does not train."""
+        """The model of a stage that does not train."""
         entry, made = self._plan.entry(maker), maker.stage.method
         if (entry.output / "config.json").exists():
             return read_model(entry.output)
-        return model_to_be(made) if isinstance(made, BaseModel) else None
+        return planned_model(made) if isinstance(made, BaseModel) else None
 
     def record(self, planned: PlannedStage, manifest: Manifest, predicted: Estimate | None) -> None:
-        """Writes what a finished training was predicted to need, and needed; it is no part of its output."""
+        """Records the predicted and measured needs of a finished training."""
         found = self.measured(planned, manifest)
         if found is None:
             return
@@ -302,11 +302,11 @@ class Estimator:
             found = replace(found, predicted_memory=predicted.memory, predicted_seconds=predicted.seconds)
         try:
             append_jsonl(self._plan.home / FILE, asdict(found))
-        except OSError as error:  # an estimate is not worth a finished training
+        except OSError as error:  # must not fail a finished training
             logger.warning("file=%s state=not_written error=%s", self._plan.home / FILE, error)
 
     def measured(self, planned: PlannedStage, manifest: Manifest) -> Run | None:
-        """What a finished training needed; None: it is none, or reported too little."""
+        """The measured needs of a finished training; None: it is not a training, or reported too little."""
         guess, method, metrics = self.estimate(planned), planned.stage.method, manifest.metrics
         known = self.model(planned)
         reports = [report.metrics for report in read_reports(self._plan.entry(planned).metrics)]
@@ -332,7 +332,7 @@ class Estimator:
 
 
 def step_seconds(reports: Sequence[Mapping[str, float]]) -> float | None:
-    """Of the fastest step, by its tokens and their pace, which exclude saves; None: not reported."""
+    """Seconds of the fastest step, from tokens and tokens per second, which exclude saves; None: not reported."""
     totals = [0.0, *(step.get("num_tokens", 0.0) for step in reports)]
     tokens = [total - before for before, total in pairwise(totals)]
     paces = [step.get("tokens_per_second", 0.0) for step in reports]
@@ -347,7 +347,7 @@ def _error(runs: Sequence[Run]) -> tuple[float, float] | None:
 
 
 def _row_tokens(method: Training, features: Features, history: History) -> float:
-    """Tokens of a row: as counted before; joined rows are as long as they may be; else at the most."""
+    """Mean tokens per row: as counted in past runs, or the maximum."""
     reads = getattr(method, "reads", None)
     most = float(method.max_length * max(1, len(reads.answers) if reads else 1))
     if reads is not None and reads.joined:
@@ -356,7 +356,7 @@ def _row_tokens(method: Training, features: Features, history: History) -> float
 
 
 def _longest(method: Training, features: Features, history: History) -> int:
-    """Tokens of the longest sequence."""
+    """Length of the longest sequence in tokens."""
     reads = getattr(method, "reads", None)
     if reads is not None and reads.joined:
         return method.max_length

@@ -1,4 +1,4 @@
-"""Whether each training fits into the memory of its workers; the cheapest change that makes it fit, as overrides."""
+"""Checks that each training fits into the memory of its workers; proposes the cheapest change that makes it fit."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What would make a stage fit.
+    """A change that makes a stage fit.
 
     Args:
-        overrides: to paste; empty: nothing that is known does.
-        memory: bytes of a worker then.
+        overrides: empty: no known change suffices.
+        memory: memory of a worker in bytes with the change.
     """
 
     stage: str
@@ -35,11 +35,11 @@ class Change:
 
 
 def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator, suggest: Path | None = None) -> None:
-    """Refuses a plan with a training that does not fit, where ``check_memory`` is set; warns of what may not fit.
+    """Refuses trainings that do not fit into memory if ``check_memory`` is set; warns of those that may not fit.
 
     Args:
-        found: estimates of the stages that are to run.
-        suggest: where the overrides are written that make all stages fit.
+        found: estimates of the stages that would run.
+        suggest: file for the overrides that make all stages fit.
 
     Raises:
         ConfigError: names the stages, what they need, what there is, and what to change.
@@ -86,7 +86,7 @@ def _gib(count: int) -> str:
 
 
 def cheapest(estimator: Estimator, planned: PlannedStage, held: int) -> Change:
-    """The first change that fits: those that keep the model come first, then those that train fewer weights."""
+    """The first change that fits; changes that keep the model come before those that train fewer weights."""
     for overrides, changed in _changes(planned):
         need = estimator.estimate(changed)
         if need and need.memory <= held:
@@ -95,7 +95,7 @@ def cheapest(estimator: Estimator, planned: PlannedStage, held: int) -> Change:
 
 
 def _changes(planned: PlannedStage) -> Iterator[tuple[list[str], PlannedStage]]:
-    """Overrides, and the stage with them: the cheapest first."""
+    """Overrides and the changed stage, cheapest first."""
     method, resources = planned.stage.method, planned.stage.resources
     assert isinstance(method, Training)
     where = f"stages.{planned.name}"
@@ -133,7 +133,7 @@ def _smaller(planned: PlannedStage) -> Iterator[tuple[list[str], Resources]]:
 def _valid(
     planned: PlannedStage, words: list[str], method: Training, resources: Resources
 ) -> Iterator[tuple[list[str], PlannedStage]]:
-    """Nothing, where the plan would refuse it."""
+    """Yields the change, unless the plan would refuse it."""
     try:
         check_compatible(f"stages.{planned.name}", method, resources)
     except ConfigError:

@@ -28,14 +28,14 @@ POLICY = "policy"
 
 
 def root_of(pipeline: Pipeline, reference: str) -> str:
-    """The source, as ``source:NAME``, or the stage that a model's config and tokenizer come from."""
+    """The source (``source:NAME``) or stage that a model's config and tokenizer come from."""
     while not pipeline.is_source(reference) and POLICY in pipeline.stages[reference].inputs:
         reference = pipeline.stages[reference].inputs[POLICY]
     return pipeline.key(reference)
 
 
 def root_directory(pipeline: Pipeline, reference: str) -> Path | None:
-    """Where the model of ``root_of`` lies; None: a stage makes it, or it is not on this machine yet."""
+    """Directory of the model of ``root_of``; None: a stage creates it, or it is not on this machine yet."""
     root = root_of(pipeline, reference)
     if not pipeline.is_source(root):
         return None
@@ -43,24 +43,24 @@ def root_directory(pipeline: Pipeline, reference: str) -> Path | None:
 
 
 def root_config(pipeline: Pipeline, reference: str) -> Mapping[str, object]:
-    """Its ``config.json``; empty where that is not known, or cannot be read: the stage that loads it reports that."""
+    """``config.json`` of the model of ``root_of``; empty: unknown or unreadable, which the stage reports."""
     found = root_json(pipeline, reference, CONFIG)
     return found if isinstance(found, dict) else {}
 
 
 def root_json(pipeline: Pipeline, reference: str, name: str) -> object:
-    """A JSON file of the model of ``root_of``; None where it is not known, or cannot be read."""
+    """A JSON file of the model of ``root_of``; None: unknown or unreadable."""
     root = root_of(pipeline, reference)
     if not pipeline.is_source(root):
         return None
     return model_json(pipeline.sources[root.removeprefix(SOURCE)], pipeline.store / CACHE, name)
 
 
-_SPLIT = ("held_out", "seed")  # what decides the side of a row
+_SPLIT = ("held_out", "seed")  # fields that determine the split of a row
 
 
 def check_store(pipeline: Pipeline) -> None:
-    """Two hosts must not write one output at once.
+    """Refuses a store without locks across hosts, since two hosts could write one output.
 
     Raises:
         ConfigError: hosts that share the store do not see each other's locks.
@@ -74,8 +74,8 @@ def check_store(pipeline: Pipeline) -> None:
 
 
 def check_models(pipeline: Pipeline) -> None:
-    """Follows each model through the graph: is it one, will it have a chat template where one is needed, and does each
-    training work on it?
+    """Follows each model through the graph: checks that it is valid, that it has a chat template where one is needed,
+    and that each training works on it.
 
     Raises:
         ConfigError: names the source or stage, and what to do.
@@ -113,9 +113,9 @@ def check_models(pipeline: Pipeline) -> None:
 
 
 def _policy_config(pipeline: Pipeline, name: str) -> Mapping[str, object]:
-    """Config of the model that a stage starts from; empty where it is not known.
+    """Config of the model that a stage starts from; empty: unknown.
 
-    A model that was quantized before is so for the first stage alone: what that one saves is dequantized.
+    Only the first stage sees a source's quantization: it saves a dequantized model.
     """
     config = root_config(pipeline, name)
     policy = pipeline.stages[name].inputs.get(POLICY)
@@ -125,7 +125,7 @@ def _policy_config(pipeline: Pipeline, name: str) -> Mapping[str, object]:
 
 
 def _check_adapter_in(name: str, pipeline: Pipeline) -> None:
-    """That a stage which keeps the adapter of the stage before it gets one."""
+    """Checks that a stage that keeps its input's adapter gets one."""
     method = pipeline.stages[name].method
     kept = method.adapter_in if isinstance(method, Training) else None
     if kept not in ("continue", "stack") or pipeline.is_source(given := pipeline.stages[name].inputs[POLICY]):
@@ -151,7 +151,7 @@ def _check_adapter_in(name: str, pipeline: Pipeline) -> None:
 
 
 def _check_quantization(name: str, pipeline: Pipeline, config: Mapping[str, object]) -> None:
-    """That the packages for a base in few bits are installed, and that its format is a known one."""
+    """Checks that the packages for a quantized base are installed and its format is supported."""
     method, resources = pipeline.stages[name].method, pipeline.stages[name].resources
     if not isinstance(method, Training):
         return
@@ -168,10 +168,10 @@ def _check_quantization(name: str, pipeline: Pipeline, config: Mapping[str, obje
 
 
 def check_replay(pipeline: Pipeline) -> None:
-    """That old rows are given where a share of them is stated, and the other way round.
+    """Checks that ``replay_share`` and the slot ``replay`` are either both set or both unset.
 
     Raises:
-        ConfigError: names the field or the slot that is lacking.
+        ConfigError: names the missing field or slot.
     """
     for name, stage in pipeline.stages.items():
         if "replay" not in stage.method.consumes:
@@ -179,24 +179,23 @@ def check_replay(pipeline: Pipeline) -> None:
         share, given = stage.method.recipe().get("replay_share"), stage.inputs.get("replay")
         if share is not None and given is None:
             raise ConfigError(
-                f"stages.{name}.method.replay_share={share}: there are no old rows to replay; state "
+                f"stages.{name}.method.replay_share={share}: there are no old rows to replay; set "
                 f"stages.{name}.inputs.replay=<a source with path alias:NAME/{name}>, or replay_share=null"
             )
         if given is not None and share is None:
             raise ConfigError(
-                f"stages.{name}.inputs.replay={given}: nothing says how much of it is replayed; state "
+                f"stages.{name}.inputs.replay={given}: nothing says how much of it is replayed; set "
                 f"stages.{name}.method.replay_share=0.3, or remove the slot with ~stages.{name}.inputs.replay"
             )
 
 
 def check_same_split(pipeline: Pipeline, champions: Mapping[str, Champion]) -> None:
-    """That old rows were split as the new ones would be: else rows of one prompt or group could lie on both sides.
+    """Checks that replayed rows have the split settings of the new ones; else groups could be in both splits.
 
     Args:
-        pipeline: with only such aliases as name something.
-
-    Raises:
-        ConfigError: they were not, or nothing says how.
+        pipeline: with resolved aliases.
+            Raises:
+                ConfigError: the settings differ or are unknown.
     """
     for name, stage in pipeline.stages.items():
         given = stage.inputs.get("replay")
@@ -207,7 +206,7 @@ def check_same_split(pipeline: Pipeline, champions: Mapping[str, Champion]) -> N
             before, now = (" and ".join(f"{field}={recipe.get(field)}" for field in _SPLIT) for recipe in (old, new))
             raise ConfigError(
                 f"stages.{name}.inputs.replay={given}: the old rows were split with {before}, the new ones would be "
-                f"with {now}: rows of one prompt or group could be trained on and measured; state the old values as "
+                f"with {now}: rows of one prompt or group could be trained on and measured; set the old values as "
                 f"stages.{name}.method.{_SPLIT[0]} and {_SPLIT[1]}, or start from base with the whole data"
             )
 
@@ -215,7 +214,7 @@ def check_same_split(pipeline: Pipeline, champions: Mapping[str, Champion]) -> N
 def _recipe_behind(
     name: str, given: str, pipeline: Pipeline, champions: Mapping[str, Champion]
 ) -> Mapping[str, object]:
-    """What made the old rows that fill a stage's slot."""
+    """The recipe of the data stage that prepared the replayed rows."""
     if not pipeline.is_source(given):
         return pipeline.stages[given].method.recipe()
     source = given.removeprefix(SOURCE)
@@ -235,7 +234,7 @@ def _given(pipeline: Pipeline, inputs: Mapping[str, str], slot: str, has_templat
 
 
 def _source_has_template(name: str, source: Source, cache: Path) -> bool:
-    """Of a hub id nothing is known before it is fetched; its stage checks again."""
+    """Whether a model source has a chat template; True for a hub id, which is checked after it is fetched."""
     if source.model_kwargs:
         config = model_json(replace(source, model_kwargs={}), cache, CONFIG)
         if isinstance(config, dict):
@@ -266,11 +265,11 @@ def _has_template(directory: Path) -> bool:
 
 
 def check_merges(pipeline: Pipeline) -> None:
-    """That each merge has the models that it combines, and that they are models of one kind, where that is known.
+    """Checks that each merge has its models, and that they are compatible as far as known.
 
     Raises:
-        ConfigError: a slot, a weight, a base or an adapter is lacking, or a model has another architecture, vocabulary
-            or template.
+        ConfigError: a slot, a weight, a base or an adapter is missing, or architectures, vocabularies or templates
+            differ.
     """
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Merge):
@@ -283,7 +282,7 @@ def check_merges(pipeline: Pipeline) -> None:
 
 
 def _require_adapters(pipeline: Pipeline, method: Merge, inputs: Mapping[str, str]) -> None:
-    """Requires an adapter of each stage whose output is merged as one."""
+    """Checks that stages whose outputs are merged as adapters save adapters."""
     merges_own = method.combination is None and method.dtype is None
     if not merges_own and method.space != "adapters":
         return
@@ -316,7 +315,7 @@ def _check_alike(pipeline: Pipeline, name: str) -> None:
 
 
 def _config(pipeline: Pipeline, reference: str) -> dict[str, object]:
-    """Of a model that was quantized before, a training saves it dequantized."""
+    """Config of a model; a trained model is dequantized."""
     config = dict(root_config(pipeline, reference))
     if not pipeline.is_source(reference):
         config.pop("quantization_config", None)
@@ -324,7 +323,7 @@ def _config(pipeline: Pipeline, reference: str) -> dict[str, object]:
 
 
 def _template(pipeline: Pipeline, reference: str) -> str | None:
-    """The chat template of a model: the last that a stage installs, or that of its first model; None: not known."""
+    """The chat template of a model: the last one that a stage installs, or the source's; None: unknown."""
     while not pipeline.is_source(reference):
         stage = pipeline.stages[reference]
         installed = stage.method.recipe().get("chat_template")

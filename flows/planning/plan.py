@@ -1,4 +1,4 @@
-"""The one decider: which stages run, which are reused, and why. Running nothing, importing nothing heavy."""
+"""The plan: which stages run, which are reused, and why. Runs nothing, imports no heavy library."""
 
 import os
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ from flows.planning.staleness import (
     Hyperparameters,
     PlannedInput,
     State,
+    current_state,
     examples_file,
     hyperparameters,
-    judge,
     restarts,
     resume_reason,
     resumed,
@@ -42,7 +42,7 @@ from tasks.method import Method, Training
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedStage:
-    """One stage with its identity and what is to be done about it."""
+    """One stage with its fingerprint and state."""
 
     name: str
     stage: Stage
@@ -51,31 +51,31 @@ class PlannedStage:
     state: State
     reason: str
     code_digest: str
-    rerun_drifted: bool  # a finished output of other code does not count as finished
-    restart: bool = False  # from step 0, although there are checkpoints
-    examples: Path | None = None  # where it is counted how many examples its rows make; None: it trains on none
+    rerun_drifted: bool  # finished outputs of other code are not accepted
+    restart: bool = False  # start from step 0 despite checkpoints
+    examples: Path | None = None  # file with the number of examples of its rows; None: it trains on no examples
     hyperparameters: Hyperparameters | None = None  # None: it does not train
 
     @property
     def asks(self) -> tuple[int, int]:
-        """CPUs and GPUs that its workers take, wherever they are."""
+        """CPUs and GPUs of all its workers."""
         method, resources = self.stage.method, self.stage.resources
         workers = resources.num_workers if method.trains else 1
         return workers * resources.cpus_per_worker, workers * resources.gpus_per_worker if method.uses_gpu else 0
 
     @property
     def needs(self) -> tuple[int, int]:
-        """CPUs and GPUs of this machine that it takes; a cluster elsewhere admits its own work."""
+        """CPUs and GPUs that it takes on this machine; 0 for work on another cluster."""
         return (0, 0) if self.runs_elsewhere else self.asks
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether its workers are on a cluster that is not started here."""
+        """Whether its workers run on a cluster that is not started here."""
         return self.stage.method.trains and self.stage.resources.on_cluster and bool(os.environ.get("RAY_ADDRESS"))
 
     @property
     def pool(self) -> tuple[str, int] | None:
-        """The GPU pool that it draws on and how many slots of it: one too where it runs on CPUs."""
+        """The GPU pool that it uses and the number of slots, at least one."""
         pool = self.stage.resources.gpu_pool
         return (pool, max(1, self.asks[1])) if pool and self.stage.method.uses_gpu else None
 
@@ -95,9 +95,9 @@ class Plan:
     """Every stage of a pipeline in execution order.
 
     Args:
-        notes: what else was decided, a line each.
-        advice: values outside the ranges of the reference documents.
-        home: the store that it reads, and that its runs are noted in; a rehearsal has another one for its outputs.
+        notes: messages on other decisions.
+        advice: values outside the recommended ranges.
+        home: the store that it reads and that records its runs; a rehearsal writes its outputs to another one.
     """
 
     pipeline: Pipeline
@@ -108,18 +108,18 @@ class Plan:
 
     @property
     def stale(self) -> list[PlannedStage]:
-        """The stages that have something to do."""
+        """The stages that have to run."""
         return [planned for planned in self.stages if planned.state != "reuse"]
 
     def stage(self, name: str) -> PlannedStage:
         return next(planned for planned in self.stages if planned.name == name)
 
     def waits(self, planned: PlannedStage) -> set[str]:
-        """What comes before a stage: all that it reads, and data too, so that a bad row is found first."""
+        """The stages that a stage waits for."""
         return self.pipeline.before(planned.name)
 
     def path_of(self, given: PlannedInput) -> Path:
-        """Where an input lies: a stage's output, or the path of a source (of a hub id: its id)."""
+        """Path of an input: a stage's output, or the path or hub id of a source."""
         if given.entry:
             return given.entry.output
         if given.source is None:
@@ -154,14 +154,14 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Memo:
-    """What plans that are made together have looked up: the first looks, the others take it from here."""
+    """A cache of lookups that several plans share."""
 
     sources: dict[tuple[str, Source], PlannedInput] = field(default_factory=dict)
     stages: dict[tuple[str, str], tuple[State, str, str]] = field(default_factory=dict)
     codes: dict[type[Method], str] = field(default_factory=dict)
 
     def code_of(self, method: Method) -> str:
-        """Digest of a method's code, read once for all stages of its class; functions of rewards have their own."""
+        """Digest of a method's code, cached per class, except for methods with reward functions of their own."""
         if getattr(method, "rewards", None):
             return method.code_digest()
         if type(method) not in self.codes:
@@ -173,14 +173,12 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     """Fingerprints every stage and looks each one up in the store.
 
     Args:
-        placed: name of a source -> the artifact that it stands for; an alias needs none.
+        placed: name of a source -> the artifact that replaces it; aliases are resolved anyway.
 
     Raises:
-        ConfigError: a source does not exist or is no model, a chat template is lacking, rows may be longer than a
-            model's table of positions, a gate's rules cannot be judged, old rows were split otherwise, a mixture names
-            no slot, models that are merged do not fit, ``adapter=auto`` cannot be decided, a training cannot run on its
-            resources, ``code_drift=refuse`` and a reused stage's code changed, ``advice=strict`` and a value is outside
-            its range, a stage cannot go on from its checkpoints, or the store's file system does not lock across hosts.
+        ConfigError: one of the checks of ``flows.planning`` refuses the pipeline, a source does not exist, the code of
+            a reused stage changed (``code_drift=refuse``), a value is outside its range (``advice=strict``), or a
+            stage cannot resume from its checkpoints.
     """
     check_store(pipeline)
     check_gates(pipeline)
@@ -216,7 +214,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     effects = batch_notes(resolved)
     notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
     resolutions = [note for planned in stages for note in planned.stage.notes if planned.state != "reuse"]
-    notes = list(dict.fromkeys([*champions.notes, *resolutions, *notes]))  # one note may be of several stages
+    notes = list(dict.fromkeys([*champions.notes, *resolutions, *notes]))  # several stages may have the same note
     lengths = {planned.name: planned.hyperparameters for planned in stages if planned.state != "reuse"}
     advice = advice_of(resolved, lengths)
     return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=notes, advice=advice)
@@ -243,7 +241,7 @@ def _plan_stage(
     if (name, identity) not in memo.stages:
         code = memo.code_of(stage.method)
         entry = store.entry(name, identity)
-        state, reason = judge(name, entry, stage.method, inputs, store)
+        state, reason = current_state(name, entry, stage.method, inputs, store)
         if state == "reuse":
             state, reason = reused(name, entry, reason, code, pipeline)
         if state == "resume":

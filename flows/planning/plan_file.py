@@ -1,4 +1,4 @@
-"""A plan in a file that a person approves, and what differs from it when it is run: sources, code, configuration."""
+"""Plans in files, to be approved by a person: a run is refused if sources, code or configuration have changed."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ Document = Mapping[str, object]
 
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """What ``plan --out`` wrote.
+    """The content of a file of ``plan --out``.
 
     Args:
-        overrides: of that command, without the secrets of addresses.
+        overrides: of that command, without secrets of URLs.
         config_dir: an absolute path.
-        approved: what must be the same when it is run.
+        approved: what must be unchanged in the run.
     """
 
     path: Path
@@ -46,7 +46,7 @@ class PlanFile:
 
 
 def write_plan(plan: Plan, path: Path, overrides: Sequence[str], config_dir: Path | None) -> None:
-    """Writes what a run of a plan would do, and all that decides it."""
+    """Writes a plan and everything that determines it."""
     document = {
         "posttrain_plan": FORMAT,
         "overrides": list(overrides),
@@ -58,10 +58,10 @@ def write_plan(plan: Plan, path: Path, overrides: Sequence[str], config_dir: Pat
 
 
 def read_plan(path: Path) -> PlanFile:
-    """Reads what ``plan --out`` wrote.
+    """Reads a file of ``plan --out``.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is not such a file.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -74,16 +74,16 @@ def read_plan(path: Path) -> PlanFile:
         )  # fmt: skip
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{path}: is no plan of this version ({type(error).__name__}: {error}); a file that "
+            f"{path}: is not a plan of this version ({type(error).__name__}: {error}); a file that "
             "`posttrain plan --out FILE` wrote is accepted; write it again"
         ) from error
 
 
 def require_approved(plan: Plan, file: PlanFile) -> None:
-    """Refuses a plan that is not the one in the file. Less work is accepted: what was finished or begun since.
+    """Refuses a plan that differs from the approved one, except that more stages may be finished.
 
     Raises:
-        ConfigError: names what differs.
+        ConfigError: names the differences.
     """
     now = json.loads(redacted(json.dumps(_approved(plan), default=str)))
     before = {key: value for key, value in file.approved.items() if key != "finished"}
@@ -107,7 +107,7 @@ def _names(approved: Document) -> list[str]:
 
 
 def _approved(plan: Plan) -> Document:
-    """All that decides what a run would make, as it is now; fingerprints follow from it."""
+    """Everything that determines the outputs of a run."""
     given = {each.name: each for planned in plan.stages for each in planned.inputs.values()}
     modules = sorted({type(planned.stage.method).__module__ for planned in plan.stages})
     code: dict[str, str] = {}
@@ -130,7 +130,7 @@ def _approved(plan: Plan) -> Document:
 
 
 def _plain(value: object) -> object:
-    """Dataclasses as dicts, at any depth."""
+    """Converts nested dataclasses to dicts."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return {key: _plain(each) for key, each in value.items()} if isinstance(value, Mapping) else value

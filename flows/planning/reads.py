@@ -1,4 +1,4 @@
-"""What a run reads in the store, so that `gc` does not delete it during the run, nor soon after."""
+"""The outputs that a run uses in the store, which are protected from ``gc``."""
 
 import contextlib
 import os
@@ -14,22 +14,22 @@ from lineage.store import Entry, Store
 
 
 def reads(plan: Plan) -> dict[str, Entry]:
-    """Node -> directory of all that a plan makes or reuses, and of the outputs that its sources name by their path."""
+    """Node -> directory of all stages of a plan, and of outputs that its sources name by path."""
     found = {node_key(planned.name, planned.fingerprint): plan.entry(planned) for planned in plan.stages}
     return found | _named(plan)
 
 
 def claim(plans: Sequence[Plan], note: Callable[[], None] = lambda: None) -> None:
-    """Keeps what plans reuse or go on from: ``gc`` frees nothing that was used since it was found.
+    """Protects what plans reuse or resume from ``gc``, which keeps everything that was used since it looked.
 
     Args:
-        note: writes down that a run reads it, which keeps it for as long as that run lives.
+        note: records the use by a run, which protects it as long as the run lives.
 
     Raises:
-        ArtifactError: some of it was freed since its plan was made.
+        ArtifactError: some of it was deleted since its plan was made.
     """
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # of a store that may only be read, nothing is freed either
+        with contextlib.suppress(OSError):  # in a read-only store nothing is deleted
             for store in sorted({plan.home for plan in plans}):
                 stack.enter_context(guard(store))
         note()
@@ -43,11 +43,9 @@ def claim(plans: Sequence[Plan], note: Callable[[], None] = lambda: None) -> Non
 
 def _require_there(plan: Plan) -> None:
     gone = [plan.entry(each).path for each in _taken_up(plan) if not _is_there(each, plan.entry(each))]
-    gone += [file for file in _files(plan) if not file.exists()]  # of an unfinished output too, where one names it
+    gone += [file for file in _files(plan) if not file.exists()]  # also of unfinished outputs
     if gone:
-        raise ArtifactError(
-            f"{gone[0]}: was there when the plan was made, and is gone since, as when gc frees it; run again"
-        )
+        raise ArtifactError(f"{gone[0]}: was there when the plan was made, and is gone since, as after gc; run again")
 
 
 def _used(plan: Plan) -> list[Entry]:
@@ -59,18 +57,18 @@ def _taken_up(plan: Plan) -> list[PlannedStage]:
 
 
 def _is_there(planned: PlannedStage, entry: Entry) -> bool:
-    """Its checkpoints are looked for first: another run that finishes it removes them when its manifest is there."""
+    """Whether its output or checkpoints exist. Checkpoints first: a run that finishes it removes them last."""
     can_go_on = planned.state == "resume" and bool(entry.checkpoints.steps())
     return can_go_on or _is_made_now(planned, entry) or (entry.manifest() is not None and entry.output.is_dir())
 
 
 def _is_made_now(planned: PlannedStage, entry: Entry) -> bool:
-    """By a run that began it again, and will be waited for; `gc` has moved away what it still holds."""
+    """Whether another run has restarted it, for which this one will wait."""
     return planned.state == "resume" and entry.work.is_dir() and owner(entry.path) is not None
 
 
 def _files(plan: Plan) -> list[Path]:
-    """Of the store, that sources name."""
+    """Files of sources that are inside the store."""
     pinned = [given.pinned for planned in plan.stages for given in planned.inputs.values() if given.pinned]
     files = dict.fromkeys(file for each in pinned for file in each.record.files)
     return [Path(file) for file in files if artifact_at(plan.home, file)]

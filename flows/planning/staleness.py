@@ -1,4 +1,4 @@
-"""Why a stage runs, is reused or resumes, and the hyperparameters that apply to it."""
+"""Whether a stage runs, is reused or resumes, and why; the hyperparameters that apply to it."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -24,18 +24,18 @@ from tasks.data.tokens.tokenization import Tokenization
 from tasks.recipe import ADAPTER_FACTOR, Method, TrainingRecipe
 from tasks.train.sharding import require_readable
 
-_FORMER_STEPS = 1000  # of a training that set no length, before one epoch was the default
+_FORMER_STEPS = 1000  # former default length of a training
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedInput:
-    """What fills a slot: a stage's output to be, or a pinned source.
+    """What fills a slot: the output of a stage of the plan, or a pinned source.
 
     Args:
-        pinned: None where it is a stage of this plan.
-        entry: of a source that an alias names, the finished artifact that it stands for.
-        tokenizer: of a model, what decides its tokenizer and chat template: the fingerprint of the first model that it
-            comes from, and the template that a training in between installs.
+        pinned: None: it is a stage of this plan.
+        entry: for a source that is an alias: the finished artifact.
+        tokenizer: identity of a model's tokenizer and chat template: the fingerprint of its first ancestor, and the
+            template that a training in between installs.
     """
 
     name: str
@@ -51,15 +51,15 @@ class PlannedInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """What applies to one training stage.
+    """The resolved hyperparameters of a training stage.
 
     Args:
         learning_rate_reason, length_reason: where the values come from.
-        num_steps, num_epochs: the length in both; None: not known before the rows are tokenized.
-        num_examples: that are trained on in a pass; None: not known yet.
+        num_steps, num_epochs: the length in both units; None: unknown before the rows are tokenized.
+        num_examples: examples per epoch; None: unknown yet.
         is_exact: whether ``num_examples`` was counted on tokens; else it is the number of prepared rows.
-        warmup: steps; below 1: a share of all steps.
-        num_rows: that were prepared for it; None: not known yet.
+        warmup: in steps; below 1: a fraction of all steps.
+        num_rows: prepared rows; None: unknown yet.
     """
 
     learning_rate: float
@@ -101,11 +101,11 @@ class Hyperparameters:
 
 
 def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path | None) -> Hyperparameters:
-    """What applies to a training.
+    """Resolves the hyperparameters of a training.
 
     Args:
-        rows: of the data stage that it reads; None: unfinished, or a source.
-        counted: the file of ``examples_file``; None: nothing counts its rows.
+        rows: manifest of the data stage that it reads; None: unfinished, or a source.
+        counted: the file of ``examples_file``; None: its rows are not counted.
     """
     exact = _read(counted) if counted else None
     examples = exact or _prepared(method, rows)
@@ -143,7 +143,7 @@ def _length_reason(method: TrainingRecipe) -> str:
 
 
 def _prepared(method: TrainingRecipe, rows: Manifest | None) -> int | None:
-    """The prepared rows, where each is about an example: neither chunks of text nor packs of rows."""
+    """Number of prepared rows, if each is about one example (not for chunked text or packed rows)."""
     tokenization = method.tokenization()
     if tokenization is None or tokenization.kind == Kind.TEXT or tokenization.packing:
         return None
@@ -155,18 +155,18 @@ def _train_rows(rows: Manifest | None) -> int | None:
 
 
 def examples_file(store: Path, tokenization: Tokenization, rows: str, tokenizer: str) -> Path:
-    """Where it is written how many examples rows make, for plans.
+    """The file with the number of examples that rows yield, which plans read.
 
     Args:
         rows, tokenizer: fingerprints.
     """
-    options = {**asdict(tokenization), "chat_template": None}  # which is a part of ``tokenizer``
+    options = {**asdict(tokenization), "chat_template": None}  # the template is a part of ``tokenizer``
     key = hashlib.sha256(canonical_json([options, rows, tokenizer]).encode()).hexdigest()
     return store / CACHE / "examples" / short(key)
 
 
 def write_examples(path: Path, count: int) -> None:
-    """Keeps a count for plans to come."""
+    """Saves a count for later plans."""
     atomic_write(path, str(count))
 
 
@@ -178,7 +178,7 @@ def _read(path: Path) -> int | None:
 
 
 def former_defaults(method: TrainingRecipe, before: Mapping[str, object]) -> list[str]:
-    """What to say of a finished output that differs because a default does.
+    """Notes for a finished output that differs because a default has changed.
 
     Args:
         before: its recipe.
@@ -202,10 +202,10 @@ def former_defaults(method: TrainingRecipe, before: Mapping[str, object]) -> lis
 State = Literal["run", "reuse", "resume"]
 
 
-def judge(
+def current_state(
     name: str, entry: Entry, method: Method, inputs: Mapping[str, PlannedInput], store: Store
 ) -> tuple[State, str]:
-    """What is to be done about a stage whose code did not change, and why."""
+    """State of a stage and the reason, without regard to changes of its code."""
     manifest = entry.manifest()
     if manifest:
         missing = manifest.missing(entry.output)
@@ -215,30 +215,30 @@ def judge(
         return "reuse", f"finished {when}"
     busy = owner(entry.path)
     if busy:
-        return "run", f"process {busy.pid} on {busy.host} is making it now: a run waits for it and reuses it"
+        return "run", f"process {busy.pid} on {busy.host} is producing it now: a run waits for it and reuses it"
     checkpoint = entry.checkpoints.newest()
     if checkpoint:
         when = datetime.fromtimestamp(checkpoint.time).strftime("%Y-%m-%d %H:%M")
-        return "resume", f"goes on from step {checkpoint.step}, saved {when}; {_reached(entry)}"
+        return "resume", f"resumes from step {checkpoint.step}, saved {when}; {_reached(entry)}"
     if entry.checkpoints.steps():
-        return "resume", f"none of its checkpoints is whole; {_reached(entry)}"
+        return "resume", f"none of its checkpoints is intact; {_reached(entry)}"
     if entry.metrics.exists():
         return "run", f"{_reached(entry)}, before its first checkpoint; starts again"
     return "run", _why_stale(method, inputs, store.finished(name))
 
 
 def reused(name: str, entry: Entry, reason: str, code: str, pipeline: Pipeline) -> tuple[State, str]:
-    """What is to be done about a finished stage.
+    """State of a finished stage, with regard to changes of its code.
 
     Raises:
-        ConfigError: ``code_drift=refuse``, and other code made it, or a part of its steps.
+        ConfigError: ``code_drift=refuse``, and other code produced it, or some of its steps.
     """
     manifest = entry.manifest()
     assert manifest is not None
     if manifest.provenance.code_digests != [code]:
         return _drifted(name, pipeline.code_drift, reason)
     if name in pipeline.restart:
-        reason += f"; restart=[{name}] is for what is unfinished: change a field, or delete {entry.path}"
+        reason += f"; restart=[{name}] applies to unfinished stages: change a field, or delete {entry.path}"
     return "reuse", reason
 
 
@@ -246,7 +246,7 @@ def _drifted(name: str, drift: CodeDrift, reason: str) -> tuple[State, str]:
     if drift == "refuse":
         raise ConfigError(
             f"stage {name}: its code changed since its output was made, and code_drift=refuse; "
-            "run with code_drift=rerun to make it again, or code_drift=warn to reuse it"
+            "run with code_drift=rerun to run it again, or code_drift=warn to reuse it"
         )
     if drift == "rerun":
         return "run", "its code changed since (code_drift=rerun)"
@@ -254,7 +254,7 @@ def _drifted(name: str, drift: CodeDrift, reason: str) -> tuple[State, str]:
 
 
 def resumed(name: str, entry: Entry, reason: str, code: str, pipeline: Pipeline) -> tuple[State, str]:
-    """What is to be done about a stage that has checkpoints.
+    """State of an unfinished stage that has checkpoints, with regard to changes of its code.
 
     Raises:
         ConfigError: ``code_drift=refuse``, and other code trained some of its steps.
@@ -266,7 +266,7 @@ def resumed(name: str, entry: Entry, reason: str, code: str, pipeline: Pipeline)
     if pipeline.code_drift == "refuse":
         raise ConfigError(
             f"stage {name}: its code changed since it began ({reason}), and code_drift=refuse; "
-            f"run with restart=[{name}] to begin again, or code_drift=warn to go on"
+            f"run with restart=[{name}] to start again, or code_drift=warn to resume"
         )
     if pipeline.code_drift == "rerun":
         return "run", f"its code changed since an attempt before (code_drift=rerun): starts again; {_reached(entry)}"
@@ -274,7 +274,7 @@ def resumed(name: str, entry: Entry, reason: str, code: str, pipeline: Pipeline)
 
 
 def restarts(name: str, entry: Entry, code: str, pipeline: Pipeline) -> bool:
-    """Whether it was said that a stage begins at step 0, whatever checkpoints it has when its turn comes."""
+    """Whether a stage must start from step 0, whatever checkpoints it has when it runs."""
     return name in pipeline.restart or (pipeline.code_drift == "rerun" and _other_code(entry, code))
 
 
@@ -288,13 +288,13 @@ def _reached(entry: Entry) -> str:
 
 
 def _why_stale(method: Method, inputs: Mapping[str, PlannedInput], earlier: Iterator[Manifest]) -> str:
-    """The fields that set this stage apart from the finished one that is most like it."""
+    """The changed fields compared with the most similar finished artifact of the stage."""
     finished = list(earlier)
     recipe = method.recipe() if finished else {}
     candidates = [(list(_changes(recipe, inputs, manifest)), manifest) for manifest in finished]
     if not candidates:
         return "never run"
-    # `min` keeps the first of equals, and the newest comes first.
+    # Of equals, `min` returns the first, which is the newest.
     fewest, manifest = min(candidates, key=lambda each: len(each[0]))
     former = former_defaults(method, manifest.recipe) if isinstance(method, TrainingRecipe) else []
     return "; ".join([*fewest, *former])
@@ -313,7 +313,7 @@ def _changes(recipe: Mapping[str, object], inputs: Mapping[str, PlannedInput], m
 
 
 def _other_reading(old: InputRecord | None, new: PlannedInput | None) -> str:
-    """What is stated otherwise of a source than it was; empty where only its bytes changed, or it is another one."""
+    """Changed declaration of a source; empty: only its bytes changed, or it is another source."""
     if not (old and old.source and new and new.pinned and old.artifact == new.name):
         return ""
     changes = "; ".join(differences(old.source.stated(), new.pinned.record.stated()))
@@ -321,27 +321,27 @@ def _other_reading(old: InputRecord | None, new: PlannedInput | None) -> str:
 
 
 def resume_reason(name: str, stage: Stage, entry: Entry, reason: str) -> str:
-    """Why a stage is resumed, and what other machines than those before change about what comes out.
+    """Adds to the reason of a resume how changed workers affect the result.
 
     Raises:
-        ConfigError: a run would refuse: it has checkpoints and none is whole, or the workers cannot read the last.
+        ConfigError: a run would refuse: no checkpoint is intact, or the workers cannot read the last one.
     """
     checkpoint = entry.checkpoints.newest()
     if checkpoint is None:
         raise ConfigError(
-            f"stages.{name}: of its checkpoints in {entry.checkpoints.directory} each lacks a file, or a record that "
-            f"can be read; restore the files, or lose their steps and begin again with restart=[{name}]"
+            f"stages.{name}: each of its checkpoints in {entry.checkpoints.directory} lacks a file or a readable "
+            f"record; restore the files, or lose their steps and start again with restart=[{name}]"
         )
     try:
         require_readable(checkpoint, stage.resources)
     except ConfigError as error:
-        raise ConfigError(f"stages.{name}.resources: {error}, or begin again with restart=[{name}]") from error
+        raise ConfigError(f"stages.{name}.resources: {error}, or start again with restart=[{name}]") from error
     changes = ", ".join(_worker_changes(checkpoint, stage.resources))
     return f"{reason}; with {changes}: within tolerance, not to the bit" if changes else reason
 
 
 def _worker_changes(before: Checkpoint, now: Resources) -> Iterator[str]:
-    """What makes sums be added in another order."""
+    """Changes of resources that change the order of sums."""
     if now.num_workers != before.num_workers:
         workers = "1 worker" if now.num_workers == 1 else f"{now.num_workers} workers"
         yield f"{workers} instead of {before.num_workers}"

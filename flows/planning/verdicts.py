@@ -1,4 +1,4 @@
-"""What the gates of a plan said: who still has to be asked, and whether the run may end well."""
+"""The verdicts of a plan's gates: pending approvals, refusals, and the exit code of a run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Judgement:
     """A finished verdict of this plan.
 
     Args:
-        decided: what a person has last said of it.
+        decided: the last approval or rejection by a person; None: there is none.
     """
 
     gate: str
@@ -29,16 +29,16 @@ class Judgement:
 
     @property
     def awaits_approval(self) -> bool:
-        """Whether it passes as soon as a person approves it."""
+        """Whether only the approval of a person is missing."""
         demanded = self.verdict.result == "pass" and self.verdict.approval == "required"
         return demanded and not (self.decided and self.decided.action == "approve")
 
     def table(self) -> str:
-        """The evidence, for people."""
+        """The evidence as a table."""
         return (self.output / VERDICT_TABLE).read_text(encoding="utf-8")
 
     def refusal(self) -> str | None:
-        """Why the model may not be promoted; None: it may."""
+        """Why the model must not be promoted; None: it may."""
         name = f"gate {self.gate}@{short(self.manifest.fingerprint)}"
         if self.verdict.result == "refuse":
             rules = "\n".join(f"  {line}" for line in self.verdict.complaints())
@@ -54,39 +54,39 @@ class Judgement:
 
 
 def judgements(plan: Plan) -> Iterator[Judgement]:
-    """The verdicts of the gates that are finished.
+    """The verdicts of the finished gates.
 
     Raises:
-        ArtifactError: one is not what was committed.
+        ArtifactError: one was modified.
     """
     for planned in gates(plan):
         entry = plan.entry(planned)
         manifest = entry.manifest()
         if manifest is None:
             continue
-        entry.require_intact()  # a verdict that was altered is none
+        entry.require_intact()  # a modified verdict is invalid
         decided = decision(read_events(plan.pipeline.store), manifest.fingerprint, manifest.output_digest)
         verdict = read_verdict(entry.output)
         yield Judgement(gate=planned.name, output=entry.output, manifest=manifest, verdict=verdict, decided=decided)
 
 
 def gates(plan: Plan) -> list[PlannedStage]:
-    """The stages that give a verdict."""
+    """The stages that produce a verdict."""
     return [planned for planned in plan.stages if planned.stage.method.produces == Kind.VERDICT]
 
 
 def may_ask(plan: Plan) -> bool:
-    """Whether a person may have to be asked in this run."""
+    """Whether this run may have to ask a person for approval."""
     stale = {planned.name for planned in plan.stale}
     demanding = {each.name for each in gates(plan) if each.stage.method.recipe().get("approval") == "required"}
     return bool(demanding & stale) or any(each.awaits_approval for each in judgements(plan) if each.gate not in stale)
 
 
-def standing(plan: Plan) -> list[str]:
-    """A line for each finished gate that keeps a run from ending well, though it has nothing to make.
+def blocking_gates(plan: Plan) -> list[str]:
+    """A line for each finished gate that refuses or awaits approval, for runs with nothing else to do.
 
     Raises:
-        ArtifactError: a verdict is not what was committed.
+        ArtifactError: a verdict was modified.
     """
     stale = {planned.name for planned in plan.stale}
     lines = []
@@ -100,7 +100,7 @@ def standing(plan: Plan) -> list[str]:
 
 
 def record_decision(store: Path, judged: Judgement, *, approved: bool, who: str, why: str) -> None:
-    """Writes what a person said of a verdict."""
+    """Records a person's approval or rejection of a verdict."""
     event = Event(
         action="approve" if approved else "reject", fingerprint=judged.manifest.fingerprint, stage=judged.gate,
         digest=judged.manifest.output_digest, who=who, why=why,
@@ -110,7 +110,7 @@ def record_decision(store: Path, judged: Judgement, *, approved: bool, who: str,
 
 
 def require_passed(plan: Plan) -> None:
-    """Ends a command with exit code 3 where a gate, or a person, refused; every output is kept.
+    """Fails a command with exit code 3 if a gate or a person refused; every output is kept.
 
     Raises:
         GateError: names the rules that were not met.

@@ -34,7 +34,7 @@ from flows.declare.compose import CONF, Composer
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
 from flows.declared import adopt_view, show_declared, split_words
-from flows.open_run import note_before, open_run
+from flows.open_run import open_run, prepare_run
 from flows.planning.plan import Plan, make_plan
 from flows.planning.verdicts import may_ask, require_passed
 from flows.prefect.deployments import ANCHOR, ENTRY, Declared, Preset, declared
@@ -242,7 +242,7 @@ def _run(plan: Plan, cli_args: Sequence[str], finished: dict[str, Result]) -> St
     """
     start = time.perf_counter()
     show_plan(plan)
-    note_before(plan)
+    prepare_run(plan)
     outcome, is_approved = None, True
     if plan.stale or may_ask(plan) or promotion_due(plan):
         try:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from flows.commands.arguments import add_allow_code, add_overrides, words_of, write_rendered
+from flows.commands.arguments import add_allow_code, add_overrides, recorded_cli_args, write_rendered
 from flows.declare.compose import CONF, field_of
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline, nearest
@@ -257,7 +257,7 @@ def main() -> int:
     add_allow_code(parser)
 
     def rendered(options: argparse.Namespace) -> str:
-        return render(replace(Preset.of(words_of(options)), allow_code=options.allow_code))
+        return render(replace(Preset.of(recorded_cli_args(options)), allow_code=options.allow_code))
 
     return write_rendered(parser, Path.cwd() / FILE, rendered)
 

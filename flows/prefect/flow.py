@@ -35,7 +35,7 @@ from flows.progress.run_record import end_of
 from flows.stages.execute import Result, execute
 from flows.stages.resources import require_pools
 from flows.stages.run import Run
-from flows.stops import hearing_sigterm
+from flows.stops import handling_sigterm
 from lineage.errors import GateError, PipelineError, StoppedError
 from lineage.owner import Owner
 from lineage.remote_files import why_unreachable
@@ -47,7 +47,7 @@ _HEALTH_SECONDS = 5.0
 _REPORT_SECONDS = 30.0  # for Prefect to take the end of a run
 _STOP_SECONDS = 3.0  # the same of a stop, which gets 30 in all; stages that save have had most of them
 _AGAIN_SECONDS = 1.0  # Prefect, once interrupted, makes another call to report that
-_STOPPED = "stopped; run the same command again to go on"
+_STOPPED = "stopped; run the same command again to resume"
 
 
 def run_flow(run: Run, server: EmbeddedServer | None) -> dict[str, Result]:
@@ -138,7 +138,7 @@ class _Reported:
         threading.Thread(target=self._watch, daemon=True, name="prefect health").start()
         is_stop = False
         try:
-            with hearing_sigterm():
+            with handling_sigterm():
                 state = body()
         except BaseException as error:
             is_stop = end_of(error)[0] == "stopped"  # which is no crash

@@ -64,7 +64,7 @@ class Progress:
         """How it began: ``started (300 steps)``, or with what it goes on."""
         self.refresh()
         if self.step:
-            return f"goes on from step {self.step}{f' of {self.total}' if self.total else ''}"
+            return f"resumes from step {self.step}{f' of {self.total}' if self.total else ''}"
         return f"started{f' ({self.total} steps)' if self.total else ''}"
 
     def describe(self) -> str:

@@ -1,4 +1,4 @@
-"""Tells people how a run ended, through a notification block of Prefect."""
+"""Notifications on the outcome of runs, through a notification block of Prefect."""
 
 import inspect
 import sys
@@ -18,36 +18,34 @@ _PAYLOADS = {"custom-webhook": ["json_data={'text': '{{subject}}: {{body}}'}"]}
 
 
 def require_block(name: str) -> None:
-    """That there is such a block to notify, before anything runs.
+    """Checks before a run that the notification block exists.
 
     Raises:
-        ConfigError: there is none, with the command that makes one.
+        ConfigError: it does not exist; the message has the command that creates one.
     """
     try:
         block = Block.load(name)
-    except Exception as error:  # Prefect's, pydantic's, and those of blocks themselves: no common base
+    except Exception as error:  # errors of Prefect, pydantic and blocks have no common base
         if isinstance(error.__cause__, ObjectNotFound):
-            raise ConfigError(f"notify={name}: Prefect has no such block; {_how_to_make(name)}") from error
+            raise ConfigError(f"notify={name}: Prefect has no such block; {_creation_hint(name)}") from error
         raise ConfigError(
-            f"notify={name}: Prefect does not load that block ({_cause(error)}); mend it in Prefect, or notify=null"
+            f"notify={name}: Prefect does not load that block ({_cause(error)}); fix it in Prefect, or notify=null"
         ) from error
     if not isinstance(block, NotificationBlock):
-        raise ConfigError(
-            f"notify={name}: is a block that notifies nobody; accepted are: {', '.join(sorted(_types()))}"
-        )
+        raise ConfigError(f"notify={name}: is not a notification block; accepted are: {', '.join(sorted(_types()))}")
 
 
 def notify(name: str, subject: str, body: str) -> None:
-    """Sends a message; a failure costs one line on stderr."""
+    """Sends a message; a failure is only printed to stderr."""
     try:
         block = Block.load(name)
         block.notify(body, subject)
-    except Exception as error:  # whatever it is, the run is over, and nothing of it is worse for it
-        print(f"posttrain: notify={name}: nobody was told: {_cause(error)}", file=sys.stderr)
+    except Exception as error:  # must not fail a finished run
+        print(f"posttrain: notify={name}: not sent: {_cause(error)}", file=sys.stderr)
 
 
 def _cause(error: Exception) -> str:
-    """What went wrong in one line; no address, which for most services is the secret."""
+    """The error in one line, without the URL, which contains the secret of most services."""
     if isinstance(error, httpx.HTTPStatusError):
         return f"it answered {error.response.status_code}"
     if isinstance(error, httpx.TransportError):
@@ -55,7 +53,7 @@ def _cause(error: Exception) -> str:
     return type(error).__name__
 
 
-def _how_to_make(name: str) -> str:
+def _creation_hint(name: str) -> str:
     slug, _, document = name.partition("/")
     types = _types()
     if slug not in types:
@@ -64,14 +62,14 @@ def _how_to_make(name: str) -> str:
     required = [f"{key}='...'" for key, field in cls.model_fields.items() if field.is_required()]
     given = ", ".join([*required, *_PAYLOADS.get(slug, [])])
     statement = f"from prefect.blocks.notifications import {cls.__name__}; {cls.__name__}({given}).save('{document}')"
-    return f'make it with: python -c "{statement}"'
+    return f'create it with: python -c "{statement}"'
 
 
 def _types() -> dict[str, type[Block]]:
-    """Slug -> the notification blocks that come with Prefect."""
+    """Slug -> notification block class of Prefect."""
     found = [each for _, each in inspect.getmembers(notifications, inspect.isclass)]
     senders: list[type[Block]] = [
         each for each in found if issubclass(each, NotificationBlock) and not inspect.isabstract(each)
     ]
-    # A base class of theirs, whose type says nothing of where it sends.
+    # The base class has no destination of its own.
     return {str(each.get_block_type_slug()): each for each in senders if each is not AppriseNotificationBlock}

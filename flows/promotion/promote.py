@@ -1,4 +1,4 @@
-"""Promotion and rollback of an alias, behind the newest verdict of the gate."""
+"""Promotion and rollback of an alias, subject to the newest verdicts and to licences."""
 
 import getpass
 import re
@@ -26,11 +26,11 @@ _FORCE = "or promote with --force, which is recorded"
 
 
 def require_verdict(index: Index, model: Manifest, alias: str, events: Sequence[Event], *, force: bool) -> str | None:
-    """Fingerprint of the newest of the passing verdicts that a promotion rests on; None: it is forced.
+    """Fingerprint of the newest verdict that allows a promotion; None: the promotion is forced.
 
     Raises:
-        GateError: there is none, a gate refuses or has not met today's champion, or a person has rejected the model;
-            and it is not forced.
+        GateError: unless forced: there is no verdict, a gate refuses or has compared with another champion, or a person
+            has rejected the model.
     """
     try:
         judges = _judges(index, model)
@@ -47,21 +47,21 @@ def require_verdict(index: Index, model: Manifest, alias: str, events: Sequence[
 
 
 def _judges(index: Index, model: Manifest) -> list[Indexed]:
-    """Every verdict that read these weights, as candidate or for comparison, the newest first."""
+    """All verdicts that read these weights, as candidate or for comparison, newest first."""
     children = {child for node in index.with_prefix(short(model.fingerprint)) for child, _ in index.children(node)}
     found = [each for each in map(index.artifact, children) if each and each.kind == Kind.VERDICT]
     return sorted(found, key=lambda each: each.end, reverse=True)
 
 
 def _verdict_on(index: Index, found: Indexed, model: Manifest) -> Verdict | None:
-    """None: another model was the candidate, or other bytes of this one."""
+    """The verdict, if exactly this model (same bytes) was its candidate; else None."""
     verdict = read_verdict(index.entry(found.id).output)
     judged = (verdict.candidate.fingerprint, verdict.candidate.digest)
     return verdict if judged == (model.fingerprint, model.output_digest) else None
 
 
 def _newest_of_each_gate(index: Index, judges: Sequence[Indexed], model: Manifest) -> list[tuple[Indexed, Verdict]]:
-    """Every gate has a say: which one ended last is chance."""
+    """The newest verdict of each gate on the model: all of them must pass."""
     newest: dict[tuple[str, str], tuple[Indexed, Verdict]] = {}
     for found in judges:
         gate = (found.pipeline, found.stage)
@@ -77,7 +77,7 @@ def _newest_of_each_gate(index: Index, judges: Sequence[Indexed], model: Manifes
 
 
 def _refuse_rejected(index: Index, judges: Sequence[Indexed], model: Manifest, events: Sequence[Event]) -> None:
-    """A person's no stands until a person says yes, whatever gate the model is sent through next."""
+    """Refuses a model that a person rejected, until a person approves it, whatever other gates say."""
     known = {found.fingerprint: found for found in judges}
     said = [event for event in events if event.action in ("approve", "reject") and event.fingerprint in known]
     of_model = [event for event in said if _verdict_on(index, known[event.fingerprint], model)]
@@ -89,18 +89,18 @@ def _refuse_rejected(index: Index, judges: Sequence[Indexed], model: Manifest, e
 
 
 def _require_current(index: Index, found: Indexed, verdict: Verdict, alias: str, events: Sequence[Event]) -> None:
-    """That the verdict compared with the model that would be replaced."""
+    """Requires that the verdict compared with the model that would be replaced."""
     reason = _other_champion(index, found, verdict, alias, events)
     if reason:
-        raise GateError(f"{reason}; posttrain run of pipeline {found.pipeline} compares anew, {_FORCE}")
+        raise GateError(f"{reason}; posttrain run of pipeline {found.pipeline} compares again, {_FORCE}")
 
 
 def _other_champion(index: Index, found: Indexed, verdict: Verdict, alias: str, events: Sequence[Event]) -> str | None:
-    """Why a verdict says nothing of the model that would be replaced: it compared with another one."""
+    """Why a verdict does not apply: it compared with another model than the one to be replaced; None: it applies."""
     if not verdict.rests_on_champion:
         return None
     compared = verdict.champion
-    # Where nothing was compared yet, the verdict does not say which alias it would have been.
+    # A verdict without a champion does not record the alias that it would have compared with.
     aliases = [compared.alias] if compared and compared.alias else [alias, CHAMPION]
     own = _made_with(ancestry(index, found.id))
     moves = [each for name in aliases for each in stacks(events).get(name, [])]
@@ -130,7 +130,7 @@ def _require_pass(index: Index, found: Indexed, verdict: Verdict, events: Sequen
 
 
 def _made_with(graph: Graph) -> set[str]:
-    """The stages of the verdict's own plan: all that is reached without passing through a source."""
+    """The artifacts of the verdict's own plan: ancestors that are reached without passing through a source."""
     found: set[str] = set()
     waiting = [graph.root]
     while waiting:
@@ -144,11 +144,11 @@ def _made_with(graph: Graph) -> set[str]:
 def outcome(
     plan: Plan, before: str | None, after: str | None, kept: str, error: PipelineError | None
 ) -> tuple[str, str]:
-    """Subject and paragraph.
+    """Subject and text of the notification on a run.
 
     Args:
-        before, after: who held and who holds the alias that ``retrain`` gives.
-        kept: why it did not move.
+        before, after: the model of the alias of ``retrain`` before and after the run.
+        kept: why the alias did not move.
         error: why the run failed.
     """
     name, retrain = plan.pipeline.name, plan.pipeline.operation.retrain
@@ -171,7 +171,7 @@ def _end(plan: Plan, *, moved: bool) -> str:
 
 
 def _data(plan: Plan) -> Iterator[str]:
-    """``New rows: corpus 12 (and 5 replayed).``; where nothing is replayed, all rows count."""
+    """``New rows: corpus 12 (and 5 replayed).``, or ``Rows: ...`` for data without replay."""
     found = {}
     for planned in plan.stages:
         manifest = plan.entry(planned).manifest() if planned.stage.method.produces in DATA else None
@@ -214,21 +214,21 @@ def _verdict(judged: Judgement) -> str:
 
 def _champion(alias: str, before: str | None, after: str | None, kept: str) -> str:
     if before != after:
-        return f"Alias {alias}: {after}, before it {before or 'nobody'}."
+        return f"Alias {alias}: {after}, before it {before or 'none'}."
     why = f": {kept}" if kept else ""
-    return f"Alias {alias} stays with {after}{why}." if after else f"Nobody has alias {alias} yet{why}."
+    return f"Alias {alias} stays with {after}{why}." if after else f"Alias {alias} is not set yet{why}."
 
 
-_ALIAS = re.compile(r"(?!latest$|v\d+$)[A-Za-z0-9_-]+")  # what MLflow accepts too
+_ALIAS = re.compile(r"(?!latest$|v\d+$)[A-Za-z0-9_-]+")  # a subset of what MLflow accepts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """What became of an alias.
+    """The result of moving an alias.
 
     Args:
-        event: None: the alias names that model already.
-        before: the promotion of the holder until now.
+        event: the recorded event; None: the alias named that model already.
+        before: the promotion of the previous model.
     """
 
     alias: str
@@ -239,31 +239,33 @@ class Moved:
 
 
 def promote(pipeline: Pipeline, ref: str, alias: str, *, why: str, force: bool) -> Moved:
-    """Gives an alias to a model whose newest verdict passes.
+    """Points an alias to a model whose newest verdicts pass.
 
     Args:
-        force: promotes without such a verdict, and is recorded; no damage and no licence is passed over.
+        force: promotes without such a verdict, which is recorded; damage and licences are checked all the same.
 
     Raises:
-        ConfigError: ``ref`` names no model, or ``alias`` is no name for an alias.
-        ArtifactError: the model, or its verdict, is not what was committed.
+        ConfigError: ``ref`` names no model, or ``alias`` is not a valid name.
+        ArtifactError: the model or its verdict was modified.
         GateError: no verdict lets it pass, or a licence forbids it.
     """
     if not _ALIAS.fullmatch(alias):
         raise ConfigError(
-            f"--alias {alias}: is no name for an alias; letters, digits, '_' and '-' are accepted, and neither "
+            f"--alias {alias}: is not a name for an alias; letters, digits, '_' and '-' are accepted, and neither "
             "'latest' nor 'v1'"
         )
     with Index(pipeline.store) as index:
         found = resolve(ref, index)
         if found.entry is None:
-            raise ConfigError(f"{ref} is the source {found.node}; an alias names a model that a stage made")
+            raise ConfigError(f"{ref} is the source {found.node}; an alias names a model that a stage produced")
         manifest = found.entry.require_intact()
-        if manifest.produces not in (*MODELS, None):  # None: recorded before manifests said what they are of
+        if manifest.produces not in (*MODELS, None):  # None: an old manifest without the kind
             raise ConfigError(f"{ref} is {found.node}, which is {manifest.produces}; an alias names a model")
         with locked(pipeline.store):
-            if not found.entry.is_finished():  # reading every byte took its time; under this lock nothing is freed
-                raise ArtifactError(f"{found.entry.path}: was freed or damaged meanwhile; run its pipeline again")
+            if (
+                not found.entry.is_finished()
+            ):  # checked again: reading every byte took time, and under this lock gc deletes nothing
+                raise ArtifactError(f"{found.entry.path}: was deleted or damaged meanwhile; run its pipeline again")
             events = read_events(pipeline.store)
             commercial = _is_commercial(pipeline, alias, events)
             labels = _permitted(pipeline, index, found.node, alias, commercial=commercial)
@@ -281,21 +283,21 @@ def promote(pipeline: Pipeline, ref: str, alias: str, *, why: str, force: bool) 
 
 
 def roll_back(pipeline: Pipeline, alias: str, *, why: str) -> Moved:
-    """Gives an alias back to its holder before.
+    """Points an alias back to its previous model.
 
     Raises:
-        ConfigError: there is none.
-        ArtifactError: that model is not what was committed.
-        GateError: its licence forbids it by now.
+        ConfigError: there is no previous model.
+        ArtifactError: that model was modified.
+        GateError: its licence forbids it now.
     """
     with Index(pipeline.store) as index, locked(pipeline.store):
         events = read_events(pipeline.store)
         stack = stacks(events).get(alias, [])
         if len(stack) < 2:
-            found = f"{stack[0].stage}@{short(stack[0].fingerprint)} is its first" if stack else "no model holds it"
-            raise ConfigError(f"--alias {alias}: there is no holder to go back to: {found}; see posttrain promote")
+            found = f"{stack[0].stage}@{short(stack[0].fingerprint)} is its first" if stack else "it is not set"
+            raise ConfigError(f"--alias {alias}: there is no previous model: {found}; see posttrain promote")
         before, back = stack[-1], stack[-2]
-        assert back.stage is not None  # a promotion says whose output it is
+        assert back.stage is not None
         entry = Store(pipeline.store).entry(back.stage, back.fingerprint)
         manifest = entry.require_intact()
         commercial = _is_commercial(pipeline, alias, events)
@@ -310,7 +312,7 @@ def roll_back(pipeline: Pipeline, alias: str, *, why: str) -> Moved:
 
 
 def _is_commercial(pipeline: Pipeline, alias: str, events: Sequence[Event]) -> bool:
-    """As the configuration states; where it is silent, as at the last move: a mark on one command line stays."""
+    """As configured, or else as recorded at the last move of the alias."""
     if alias in pipeline.aliases:
         return pipeline.aliases[alias].commercial
     moves = [event for event in events if event.alias == alias]
@@ -318,7 +320,7 @@ def _is_commercial(pipeline: Pipeline, alias: str, events: Sequence[Event]) -> b
 
 
 def _permitted(pipeline: Pipeline, index: Index, node: str, alias: str, *, commercial: bool) -> list[str]:
-    """The labels of all that a model was made from, once its licence permits the alias."""
+    """The labels of a model's ancestry, after checking that its licences permit the alias."""
     graph = ancestry(index, node)
     stated = {name: source.labels for name, source in pipeline.sources.items()}
     labels = all_labels(graph, stated)
@@ -337,9 +339,9 @@ def _who() -> str:
 
 
 def all_labels(graph: Graph, stated: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
-    """Node of a source -> its labels: those that any manifest records, and those that are stated now.
+    """Node of a source -> its labels, recorded in any manifest or configured now.
 
-    What is stated of a source is so of the same bytes under another name.
+    Configured labels also apply to the same bytes under another name.
 
 
     Args:
@@ -353,12 +355,12 @@ def all_labels(graph: Graph, stated: Mapping[str, Iterable[str]]) -> dict[str, s
 
 
 def require_commercial(graph: Graph, labels: Mapping[str, set[str]], patterns: Sequence[str], alias: str) -> None:
-    """Refuses a model that was made from anything with a non-commercial label.
+    """Refuses a model with a non-commercial label in its ancestry.
 
     Raises:
-        GateError: names the label and the way from the source to the model; or the input that is missing.
+        GateError: names the label and the path from the source to the model; or the missing input.
     """
-    # A champion has the labels of all that it was made from: name where they come from before it.
+    # A champion inherits labels: name the original sources first.
     for source, found in sorted(labels.items(), key=lambda item: bool(graph.parents(item[0]))):
         for label in sorted(found):
             if any(fnmatchcase(label.lower(), pattern.lower()) for pattern in patterns):
@@ -372,6 +374,6 @@ def require_commercial(graph: Graph, labels: Mapping[str, set[str]], patterns: S
         if node.entry and node.manifest is None:
             way = " -> ".join(graph.path(node.id, graph.root))
             raise GateError(
-                f"alias {alias} is commercial, and nobody knows what {node.id} was made from: "
-                f"{node.entry.path} is not in the store: {way}; restore it, or train the model anew"
+                f"alias {alias} is commercial, and the ancestry of {node.id} is unknown: "
+                f"{node.entry.path} is not in the store: {way}; restore it, or train the model again"
             )

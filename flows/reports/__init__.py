@@ -1,1 +1,1 @@
-"""What the commands print and draw."""
+"""Text and HTML output of the commands."""

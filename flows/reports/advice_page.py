@@ -47,7 +47,7 @@ def _text(value: Value | None) -> str:
 
 
 def _files(group: str, names: Sequence[str]) -> str:
-    """What the files of a group set."""
+    """Table of the values that the files of a group set."""
     rows = []
     for name in names:
         tree = yaml.safe_load((CONF / group / f"{name}.yaml").read_text(encoding="utf-8"))

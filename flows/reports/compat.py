@@ -1,4 +1,4 @@
-"""What works with what: each value of a setting alone, and with each value of another, by the table of rules."""
+"""Compatibility of settings: each value alone, and with each value of another setting, by the table of rules."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from tasks.train.rule import Case, Fields, Refusal, Rule, assigned
 Works = Literal["yes", "on a GPU", "no"]
 
 _GPU: Fields = {"resources.gpus_per_worker": 1, "method.precision": "bf16"}  # as conf/resources/gpu.yaml
-# What a training states in these tables where no value of a setting says otherwise.
+# Fields of the trainings in these tables, unless a choice sets them.
 _BASE: Fields = {
     "method.learning_rate": 1e-3, "method.num_steps": 8, "method.max_length": 512, "method.global_batch_size": 8,
     "resources.micro_batch_size": 8,
@@ -52,10 +52,10 @@ class Outcome:
     """Whether choices work together.
 
     Args:
-        condition: what else must be set then.
-        case: a training with all of it, where they work.
-        rule: the id of the rule that refuses them; None: a setting refuses its own fields, or nothing does.
-        reason: of the refusal.
+        condition: what else must be set.
+        case: a training with these settings, if they work.
+        rule: id of the rule that refuses them; None: a setting refuses its own fields, or they work.
+        reason: why they are refused.
     """
 
     choices: tuple[Choice, ...]
@@ -90,7 +90,7 @@ def trainings() -> dict[str, type[Method]]:
 
 
 def choices() -> dict[str, list[Choice]]:
-    """Every value of every setting that the tables join."""
+    """All values of the settings that the tables combine."""
     return {
         "method": [Choice(setting="method", value=name, method=cls) for name, cls in trainings().items()],
         "adapter": [
@@ -119,13 +119,13 @@ def choices() -> dict[str, list[Choice]]:
 
 
 def _values(setting: str, path: str, cls: type) -> list[Choice]:
-    """The values of a field that takes one of several words."""
+    """The values of a ``Literal`` field."""
     hint = get_type_hints(cls)[path.rpartition(".")[2]]
     return [Choice(setting=setting, value=value, fields={path: value}) for value in get_args(hint)]
 
 
 def case_of(cls: type[Method], fields: Fields, config: Mapping[str, object] | None = None) -> Case:
-    """A training and its resources with these fields upon those of its file in ``conf/stage``, as YAML builds them.
+    """A training and its resources with these fields over those of its file in ``conf/stage``.
 
     Raises:
         ConfigError: a value is wrong, or a setting refuses its own fields.
@@ -147,13 +147,13 @@ def case_of(cls: type[Method], fields: Fields, config: Mapping[str, object] | No
 
 
 def outcome(*chosen: Choice) -> Outcome:
-    """Whether choices work together: on CPUs, else on a GPU, and what else must be set then."""
+    """Whether choices work together on CPUs or else on a GPU, and what else must be set."""
     on_cpu = _judged(chosen, {})
     return on_cpu if on_cpu.works != "no" else _judged(chosen, _GPU)
 
 
 def _judged(chosen: tuple[Choice, ...], machine: Fields) -> Outcome:
-    """Sets what each refusal says to set, until none is left, or one says to change a choice."""
+    """Applies the fix of each refusal until there is none, or one would change a choice."""
     cls = next((each.method for each in chosen if each.method), None) or trainings()["sft"]
     pinned: dict[str, object] = {}
     for each in chosen:
@@ -173,13 +173,13 @@ def _judged(chosen: tuple[Choice, ...], machine: Fields) -> Outcome:
 
 
 def _overlap(path: str, fields: Fields) -> bool:
-    """Whether setting a field changes one of these: it is one of them, or holds one, or is a field of one."""
+    """Whether a field is one of these, contains one, or is part of one."""
     return any(f"{path}.".startswith(f"{each}.") or f"{each}.".startswith(f"{path}.") for each in fields)
 
 
 @cache
 def all_outcomes() -> tuple[list[Outcome], list[Outcome]]:
-    """Those of every choice alone, and of every two choices of different settings that work alone."""
+    """Outcomes of every choice alone, and of all pairs of choices of different settings that work alone."""
     by_setting = choices()
     alone = [outcome(each) for values in by_setting.values() for each in values]
     working = {str(each.choices[0]) for each in alone if each.works != "no"}
@@ -204,7 +204,7 @@ def compat_dict() -> dict[str, object]:
 
 
 def rule_nearest(rule: Rule) -> Fields:
-    """What a rule says to set for its example."""
+    """The fix that a rule proposes for its example."""
     if not callable(rule.nearest):
         return rule.nearest
     return rule.nearest(case_of(trainings()[rule.stage], {**_BASE, **rule.example}, rule.config))
@@ -238,7 +238,7 @@ def _refusal_dict(refusal: Refusal, where: str) -> dict[str, object]:
 
 
 def compat_text() -> str:
-    """The tables of ``compat``: settings on a condition, what does not work together, and the rules."""
+    """The tables of ``compat``: settings with conditions, pairs that do not work together, and the rules."""
     alone, pairs = all_outcomes()
     parts = [f"Settings: {_values_text()}"]
     if conditions := condition_rows(alone):
@@ -256,7 +256,7 @@ def _values_text() -> str:
 
 
 def rule_rows() -> list[tuple[str, str, str, str]]:
-    """Every rule with its example, its reason, and what to set instead."""
+    """Every rule with its example, reason, and fix."""
     return [
         (rule.id, " ".join(assigned(_example(rule))), rule.reason, " ".join(assigned(rule_nearest(rule))))
         for rule in RULES
@@ -264,13 +264,13 @@ def rule_rows() -> list[tuple[str, str, str, str]]:
 
 
 def _example(rule: Rule) -> Fields:
-    """What a rule refuses; the method's name and the model's config in the words of ``Rule.fields``."""
+    """The example of a rule, with the method's name and the model's config as in ``Rule.fields``."""
     method = {"method": rule.stage} if rule.stage != "sft" else {}
     return {**method, **rule.example, **{f"config.{key}": value for key, value in rule.config.items()}}
 
 
 def condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, str, str]]:
-    """The choices that do not work alone, or only on a condition."""
+    """The choices that do not work alone, or only under a condition."""
     return [
         (str(each.choices[0]), each.works, each.reason or " ".join(assigned(each.condition)))
         for each in alone
@@ -279,9 +279,9 @@ def condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, str, str]]:
 
 
 def refused_rows(pairs: Sequence[Outcome]) -> list[tuple[str, str, str]]:
-    """A choice, the values of another setting that it does not work with, and the rule, or the reason, why.
+    """A choice, the values of another setting that it does not work with, and the rule or reason.
 
-    Of the two settings that a rule joins, that one begins a row which makes fewer of them.
+    Of the two settings of a rule, the one that gives fewer rows comes first.
     """
     rows: list[tuple[str, str, str]] = []
     groups: dict[tuple[str, ...], list[tuple[Choice, ...]]] = {}
@@ -299,7 +299,7 @@ def refused_rows(pairs: Sequence[Outcome]) -> list[tuple[str, str, str]]:
 
 
 def stages_text(found: Mapping[str, Sequence[Refusal]]) -> str:
-    """The trainings of a pipeline, and what to set where one does not work; lines are not folded, to be pasted."""
+    """The trainings of a pipeline and the fixes of those that do not work; long lines, to be pasted."""
     width = max(map(len, found), default=0)
     lines = []
     for name, refused in found.items():

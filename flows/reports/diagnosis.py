@@ -1,4 +1,4 @@
-"""What ``posttrain diagnose`` prints and writes: findings, a small plot of each, a patch, a page."""
+"""Output of ``posttrain diagnose``: findings with small plots, a patch, an HTML page."""
 
 import html
 import json
@@ -22,8 +22,8 @@ from lineage.run_file import RunFile
 from lineage.store import Entry
 
 _BARS = "▁▂▃▄▅▆▇█"
-_WIDTH = 60  # of a plot, letters
-# A short form that the pipeline's YAML may set, and that would contradict the setting which it is short for.
+_WIDTH = 60  # characters of a plot
+# Nested field -> its short form, which the pipeline's YAML may set and which would contradict a change.
 _SHORT_FORMS = {
     "method.schedule.warmup": "method.warmup_ratio", "method.schedule.name": "method.lr_schedule",
     "method.optimizer.weight_decay": "method.weight_decay",
@@ -35,8 +35,8 @@ class Diagnosis:
     """The findings on one stage.
 
     Args:
-        name: of the stage in its pipeline, without the number of a trial.
-        run: the last run that has the stage; None: there is no record of it.
+        name: name of the stage in its pipeline, without the number of a trial.
+        run: the last run that includes the stage; None: not recorded.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Diagnosis:
         return f"{self.name}@{self.entry.path.name}"
 
     def words(self) -> tuple[list[str], str | None]:
-        """The overrides of the run that has the stage, and its folder of groups; a sweep's are no overrides."""
+        """The overrides and ``--config-dir`` of the run that includes the stage; empty for a sweep."""
         noted = RunFile.read(self.entry.path)
         words = list(self.run.words if self.run else noted.words if noted else ())
         if "--multirun" in words or (self.run and self.run.sweep):
@@ -60,10 +60,10 @@ class Diagnosis:
 
 
 def read_diagnosis(ref: str, store: Path) -> Diagnosis:
-    """Reads and judges the curves of a stage that is finished, runs or failed.
+    """Reads and diagnoses the curves of a finished, running or failed stage.
 
     Raises:
-        ConfigError, ArtifactError: the REF names no stage that has begun.
+        ConfigError, ArtifactError: the REF names no stage that has started.
     """
     entry = stage_entry(ref, store)
     run, failure = None, ""
@@ -81,7 +81,7 @@ def read_diagnosis(ref: str, store: Path) -> Diagnosis:
 
 
 def _as_declared(found: Diagnosis) -> Curves:
-    """Of an unfinished stage, with the recipe and resources that its run declares; as before, if that fails."""
+    """The curves of an unfinished stage with the recipe and resources that its run declares, if they can be loaded."""
     words, config_dir = found.words()
     if not found.run or found.run.sweep:
         return found.curves
@@ -97,7 +97,7 @@ def _as_declared(found: Diagnosis) -> Curves:
 
 
 def overrides_of(name: str, finding: Finding) -> list[str]:
-    """Its change as words of a command."""
+    """The change of a finding as overrides."""
     nulled = {short: None for long, short in _SHORT_FORMS.items() if long in finding.change}
     return [f"stages.{name}.{field}={_value(value)}" for field, value in {**nulled, **finding.change}.items()]
 
@@ -107,7 +107,7 @@ def _value(value: object) -> str:
 
 
 def finding_dict(name: str, finding: Finding) -> dict[str, object]:
-    """A finding as JSON shows it."""
+    """A finding as in the JSON output."""
     return {
         "rule": finding.rule, "confidence": finding.confidence, "evidence": finding.evidence,
         "remedy": finding.remedy, "overrides": overrides_of(name, finding), "metric": finding.metric,
@@ -123,7 +123,7 @@ def diagnosis_dict(found: Diagnosis) -> dict[str, object]:
 
 
 def diagnosis_text(found: Diagnosis) -> str:
-    """The same for people, with a plot of each curve that shows something."""
+    """The diagnosis as text, with a plot of the curve of each finding."""
     head = f"{found.node}: {counted(found.curves.num_steps, 'step')}"
     if not found.findings:
         checked = [name for name in ("loss", found.curves.validation_name) if name in found.curves.series]
@@ -150,17 +150,17 @@ def _plots(curves: Curves, names: list[str]) -> Iterator[str]:
 
 
 def sparkline(curve: Curve, width: int = _WIDTH) -> str:
-    """A curve in one line: of each piece the mean, as a bar."""
+    """A curve as one line of bars, each the mean of a part."""
     means = curve.blocks(min(width, len(curve)))
     low, high = min(means), max(means)
     return "".join(_BARS[int((value - low) / ((high - low) or 1.0) * (len(_BARS) - 1) + 0.5)] for value in means)
 
 
 def patch_of(found: Diagnosis, rule: str | None) -> str:
-    """The overrides of the run with one change, as YAML for ``--overrides-from``, which also notes why.
+    """The overrides of the run with the change of one finding, as YAML for ``--overrides-from``.
 
     Args:
-        rule: whose change; None: the most certain that has one.
+        rule: the rule whose change is applied; None: the most certain finding with a change.
 
     Raises:
         ConfigError: no finding has a change.
@@ -168,7 +168,7 @@ def patch_of(found: Diagnosis, rule: str | None) -> str:
     able = {each.rule: each for each in found.findings if each.change}
     if not able or (rule and rule not in able):
         raise ConfigError(
-            f"--out: {found.node}: {f'{rule} has' if rule else 'no finding has'} no change that overrides can state; "
+            f"--out: {found.node}: {f'{rule} has' if rule else 'no finding has'} no change that overrides can make; "
             f"rules that have one here: {', '.join(able) or 'none'}"
         )
     finding = able[rule] if rule else next(iter(able.values()))
@@ -197,7 +197,7 @@ _BOX = (800, 220, 46)  # width, height and margin of a picture, pixels
 
 
 def diagnosis_page(found: Diagnosis, rule: str | None = None) -> str:
-    """A page with each finding and its curve; without findings, with the loss."""
+    """A page with each finding and its curve, or with the loss if there are no findings."""
     body = [f"<h1>{html.escape(found.node)}</h1><p>{counted(found.curves.num_steps, 'step')}</p>"]
     for each in found.findings:
         body.append(f"<h2>{each.rule} ({each.confidence} confidence)</h2><p>{html.escape(each.evidence)}</p>")

@@ -1,4 +1,4 @@
-"""What ``posttrain diff`` prints."""
+"""Output of ``posttrain diff``."""
 
 from collections.abc import Iterator, Sequence
 
@@ -33,7 +33,7 @@ _MOST_METRICS = 8  # of one stage
 
 
 def diff_text(found: Diff) -> str:
-    """The verdict, the causes in order, the consequence."""
+    """The verdict, the ranked causes, and the changed metrics."""
     lines = [
         f"A {found.first.id}",
         f"B {found.second.id}",
@@ -53,7 +53,7 @@ def _verdict(found: Diff) -> str:
     if found.same_fingerprint and found.same_output is False:
         return (
             "the fingerprints are equal and the outputs differ: the same work gave other bytes; "
-            "code, libraries and hardware are the suspects"
+            "likely causes are code, libraries and hardware"
         )
     return "what differs, the most likely cause first:" if found.causes else "nothing that is recorded differs"
 

@@ -1,4 +1,4 @@
-"""What ``posttrain impact`` prints."""
+"""Output of ``posttrain impact``."""
 
 from collections.abc import Iterator
 from datetime import datetime
@@ -15,7 +15,7 @@ _MOST_PIPELINES = 5
 
 
 def impact_text(found: Impact) -> str:
-    """What it went into, who must know, and what to do about it."""
+    """The affected artifacts and aliases, and how to retrain."""
     lines = [*_rows(found), *_artifacts(found), *_aliases(found), "", *_retrainings(found)]
     return "\n".join(map(printable, lines))
 
@@ -46,11 +46,11 @@ def _artifacts(found: Impact) -> Iterator[str]:
         yield f"  the newest {len(newest)} (--json lists all):"
     yield from _table([_artifact(found, each) for each in reversed(newest)])
     if found.unaffected:
-        yield f"  {found.unaffected} more models were trained on the other rows of such data; they never saw it"
+        yield f"  {found.unaffected} more models were trained on the other rows of such data, not on it"
 
 
 def _artifact(found: Impact, each: Indexed) -> list[str]:
-    held = "".join(f" [{alias}]" for alias, holder in found.aliases.items() if holder == each.id)
+    held = "".join(f" [{alias}]" for alias, model in found.aliases.items() if model == each.id)
     when = datetime.fromtimestamp(each.end).strftime("%Y-%m-%d %H:%M")
     where = str(found.index.entry(each.id).path)
     version = found.version(each)
@@ -59,18 +59,18 @@ def _artifact(found: Impact, each: Indexed) -> list[str]:
 
 
 def _table(rows: list[list[str]]) -> Iterator[str]:
-    # Without rich, whose import takes longer than the answer.
+    # Without rich, whose import takes longer than the query.
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _aliases(found: Impact) -> Iterator[str]:
-    for alias, holder in sorted(found.aliases.items()):
-        line = f"  alias {alias} is held by {holder}"
+    for alias, model in sorted(found.aliases.items()):
+        line = f"  alias {alias} names {model}"
         if alias in found.before:
-            line += f"; 0 s: posttrain rollback --alias {alias} gives it back to {found.before[alias]}, "
-            line += "which never met it"
+            line += f"; 0 s: posttrain rollback --alias {alias} points it back to {found.before[alias]}, "
+            line += "which is not affected"
         yield line
     if not found.aliases:
         yield "  aliases: none"
@@ -79,13 +79,13 @@ def _aliases(found: Impact) -> Iterator[str]:
 def _retrainings(found: Impact) -> Iterator[str]:
     if not found.retrainings:
         made = (
-            "what the pipelines stand on now was not made from it"
+            "the current artifacts of the pipelines were not made from it"
             if found.below.newest(1)
             else "nothing was made from it"
         )
         yield f"retraining: none is needed: {made}"
         return
-    yield "the cheapest retraining without it (seconds are an estimate: what the stages took when they last ran):"
+    yield "the cheapest retraining without it (estimated by the last durations of the stages):"
     for each in found.retrainings[:_MOST_PIPELINES]:
         yield from _retraining(found, each)
     if len(found.retrainings) > _MOST_PIPELINES:
@@ -101,19 +101,19 @@ def _retraining(found: Impact, each: Retraining) -> Iterator[str]:
         yield f"    training starts again from: {', '.join(one.id for one in each.restart)}"
     for stage, other in each.instead.items():
         when = datetime.fromtimestamp(other.end).strftime("%Y-%m-%d %H:%M")
-        yield f"    cheaper, 0 s: {other.id} ({when}) is a finished {stage} that never met it: use or promote it"
+        yield f"    cheaper, 0 s: {other.id} ({when}) is a finished {stage} that is not affected: use or promote it"
     if found.meant.rows and not any(one.kind in MODELS for one in each.again):
-        yield "    no model that stands now was trained on it: only data and measurements change"
-        yield "    (deleting it gives the data another identity all the same: a run would train again what reads it)"
+        yield "    no current model was trained on it: only data and measurements change"
+        yield "    (deleting it still changes the identity of the data: a run would train again what reads it)"
     slots = _filled_by_alias(found, each)
     if slots:
-        yield "    first fill these with something else (base, or nothing), since what the alias names may have met it:"
+        yield "    first fill these with something else (base, or nothing), since the alias's model may be affected:"
         yield f"      {', '.join(slots)}"
     yield f"    to do: {_to_do(found, each)}"
 
 
 def _filled_by_alias(found: Impact, each: Retraining) -> list[str]:
-    """The slots through which a champion, or the data that it was made from, goes into what is made again."""
+    """Slots of the stages to run again that an alias fills, with a champion or with its data."""
     slots = set()
     for one in each.again:
         for parent, slot in found.index.parents(one.id):

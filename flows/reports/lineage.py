@@ -1,4 +1,4 @@
-"""What ``posttrain lineage`` prints: the ancestry as a tree, each artifact once."""
+"""Output of ``posttrain lineage``: the ancestry as a tree, each artifact once."""
 
 import json
 from collections import Counter
@@ -12,13 +12,13 @@ from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, Node
 from lineage.manifest import Manifest, Provenance
 
-# Of no use to who asks where a model came from: named beside it, or at its default nearly always.
-_UNTOLD = ("method", "version", "warmup_ratio", "lr_schedule", "weight_decay", "max_grad_norm")
+# Fields that are shown elsewhere, or nearly always have their default.
+_HIDDEN_FIELDS = ("method", "version", "warmup_ratio", "lr_schedule", "weight_decay", "max_grad_norm")
 _MOST_FIELDS = 12
 
 
 def ancestry_tree(graph: Graph) -> str:
-    """A block of lines per artifact, what it was made from below it; one that comes again is only named."""
+    """A block of lines per artifact with its inputs below; repeated artifacts are only named."""
     lines = list(_block(graph, graph.root, slot="", indent="", below="", shown=set()))
     environment = list(_environment(graph))
     return "\n".join(map(printable, [*lines, "", *environment] if environment else lines))
@@ -50,7 +50,7 @@ def _details(node: Node) -> list[str]:
     if node.manifest:
         return _artifact(node.manifest, node)
     if node.entry:
-        return ["gone: deleted from the store"]
+        return ["deleted from the store"]
     return _source(node)
 
 
@@ -68,7 +68,7 @@ def _artifact(manifest: Manifest, node: Node) -> list[str]:
 
 
 def _certificate(manifest: Manifest, node: Node) -> list[str]:
-    """What was found of how its recipe survives interruptions, and when."""
+    """The result and date of the certificate."""
     if manifest.certificate is None or node.entry is None:
         return []
     try:
@@ -80,7 +80,9 @@ def _certificate(manifest: Manifest, node: Node) -> list[str]:
 
 
 def _recipe(recipe: Mapping[str, object]) -> str:
-    told = [f"{name}={_value(value)}" for name, value in recipe.items() if name not in _UNTOLD and value is not None]
+    told = [
+        f"{name}={_value(value)}" for name, value in recipe.items() if name not in _HIDDEN_FIELDS and value is not None
+    ]
     more = [f"and {len(told) - _MOST_FIELDS} more"] if len(told) > _MOST_FIELDS else []
     return " ".join(told[:_MOST_FIELDS] + more)
 
@@ -90,7 +92,7 @@ def _value(value: object) -> str:
 
 
 def _measured(metrics: Mapping[str, float]) -> str:
-    """Rows of data and the share of them that is trained on; of a training, its tokens."""
+    """Counts of rows of a data stage; share of trained tokens and loss of a training."""
     told = [f"{int(metrics[name]):,} {name.replace('_', ' ')}" for name in ("rows", "train_rows") if name in metrics]
     percent = metrics.get("trained_tokens_percent")
     if percent is not None:
@@ -117,7 +119,7 @@ def _labels(node: Node) -> list[str]:
 
 
 def _environment(graph: Graph) -> Iterator[str]:
-    """Python and the libraries, once; then the stages that ran with others."""
+    """Versions of Python and libraries, then the stages that ran with others."""
     ran = {node.name: node.manifest.provenance for node in graph.nodes.values() if node.manifest}
     if not ran:
         return

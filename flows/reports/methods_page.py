@@ -37,7 +37,7 @@ def render() -> str:
 
 
 def _losses() -> str:
-    """What each loss of DPO is from and reads."""
+    """Table of the losses of DPO."""
     rows = [
         (
             f"`{name}`", row.paper, ", ".join(f"`{each}`" for each in row.reads), "yes" if row.difference else "no",
@@ -55,7 +55,7 @@ def _losses() -> str:
 
 
 def _overview() -> list[tuple[str, ...]]:
-    """Each training with its slots, and the values of the settings that it works with."""
+    """Each training with its slots and the setting values that it works with."""
     _, pairs = all_outcomes()
     return [
         (f"[`{name}`](#{name})", _slots(cls), cls.produces.value, *(_works(name, each, pairs) for each in _SETTINGS))
@@ -75,7 +75,7 @@ def _plural(kind: Kind) -> str:
 
 
 def _works(method: str, setting: str, pairs: Sequence[Outcome]) -> str:
-    """The values of a setting that work with a method, or those that do not, whichever are fewer."""
+    """The values of a setting that work with a method, or that do not, whichever are fewer."""
     found: Mapping[str, str] = {
         right.value: each.works
         for each in pairs

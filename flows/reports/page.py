@@ -1,7 +1,7 @@
-"""A lineage graph as one HTML page that loads nothing: drawn as SVG, searched and read by a script of its own.
+"""A lineage graph as one self-contained HTML page: an SVG drawing and a script for details and search.
 
-All that comes from the graph is text: the drawing is built as a tree and written by ElementTree, the data travels as
-JSON in which no ``<`` is left, and the script makes text nodes only. The page's policy lets nothing else run or load.
+Content of the graph is always escaped: ElementTree writes the drawing, the data is JSON without ``<``, and the script
+creates only text nodes. The page's content security policy allows nothing else to run or load.
 """
 
 import base64
@@ -32,7 +32,7 @@ MARGIN = 30
 _PAD = 13  # from a box's side to its text
 _ROW = 19  # of badges
 _TEXT = 66  # height of a box without badges
-_NAME, _SMALL, _BADGE = 9.4, 6.6, 6.1  # pixels a letter takes, on the safe side
+_NAME, _SMALL, _BADGE = 9.4, 6.6, 6.1  # width of a letter in pixels, rounded up
 _BADGE_LETTERS = 22
 
 
@@ -43,7 +43,7 @@ Point = tuple[float, float]
 
 @dataclass(kw_only=True)
 class Box:
-    """A node's place; ``x`` and ``y`` are its upper left corner."""
+    """Position of a node; ``x`` and ``y`` are its upper left corner."""
 
     x: float = 0.0
     y: float = 0.0
@@ -51,7 +51,7 @@ class Box:
 
 
 def render(graph: Mapping[str, object]) -> str:
-    """The page of what ``posttrain lineage REF --json`` prints; pure ASCII.
+    """The page for the object that ``posttrain lineage REF --json`` prints; pure ASCII.
 
     Args:
         graph: ``{"ref", "root", "nodes", "edges"}``.
@@ -85,13 +85,13 @@ def _ascii_tree(element: Element) -> str:
 
 
 def _script_json(graph: Mapping[str, object]) -> str:
-    """JSON that ends no script element and opens no comment in it."""
+    """JSON that is safe inside a script element."""
     text = json.dumps(_finite(graph), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _finite(value: object) -> object:
-    """The value with nan and the infinities, which JSON has not, as words: a diverged loss is a finding."""
+    """The value with non-finite numbers as text, which JSON cannot express."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -119,7 +119,7 @@ def _legend(nodes: Collection[Node]) -> Iterator[str]:
 
 @dataclass(kw_only=True)
 class _View:
-    """What grandalf lays out: its layers lie below one another, ours side by side, so that ``w`` is a height."""
+    """A node for grandalf, whose layers are stacked vertically and ours horizontally, so ``w`` is a height."""
 
     w: float
     h: float = WIDTH
@@ -127,12 +127,12 @@ class _View:
 
 
 def layout(heights: Mapping[str, float], edges: Sequence[Edge]) -> tuple[dict[str, Box], list[list[Point]]]:
-    """Places each node, and per edge the ends of its horizontal pieces, which curves join.
+    """Positions of the nodes, and the points of each edge: ends of horizontal pieces, to be joined by curves.
 
-    Layers go from left to right, each node as near to its readers as they allow (Sugiyama et al. 1981, by grandalf).
+    Layers go from left to right, each node as near to its readers as possible (Sugiyama et al. 1981, by grandalf).
 
     Args:
-        heights: node -> what its text needs; a box grows with the number of edges that enter it.
+        heights: node -> height of its text; boxes grow with the number of incoming edges.
     """
     from grandalf.graphs import Edge as Link
     from grandalf.graphs import Graph, Vertex
@@ -168,7 +168,7 @@ def layout(heights: Mapping[str, float], edges: Sequence[Edge]) -> tuple[dict[st
 def _routes(
     edges: Sequence[Edge], boxes: Mapping[str, Box], waypoints: Mapping[tuple[str, str], Sequence[Point]]
 ) -> list[list[Point]]:
-    """The edges that enter a box spread over its left side in the order in which they come."""
+    """The points of each edge; incoming edges of a box are spread over its left side in order."""
     routes: list[list[Point]] = []
     for edge in edges:
         parent = boxes[edge.parent]
@@ -186,14 +186,14 @@ def _routes(
 
 
 def kind_of(node: Node) -> str:
-    """The kind of an artifact; manifests of the first schema state none."""
+    """The kind of an artifact; manifests of schema 1 have none."""
     return str(node["artifact_kind"] or "artifact")
 
 
 def draw(nodes: Mapping[str, Node], edges: Sequence[Edge], root: str) -> Element:
-    """The drawing; every text in it is a text of the tree, so that writing it escapes all.
+    """The drawing as a tree, which escapes all texts when it is written.
 
-    ``data-node`` and ``data-edge`` count: a name may hold letters that an HTML parser replaces.
+    ``data-node`` and ``data-edge`` are indices: an HTML parser would replace some characters of names.
     """
     badges = {name: list(_badge_rows(node)) for name, node in nodes.items()}
     boxes, routes = layout({name: _TEXT + _ROW * len(rows) for name, rows in badges.items()}, edges)
@@ -204,7 +204,7 @@ def draw(nodes: Mapping[str, Node], edges: Sequence[Edge], root: str) -> Element
     scene = SubElement(svg, "g", {"id": "scene"})
     for index, points in enumerate(routes):
         SubElement(scene, "path", {"class": "edge", "data-edge": str(index), "d": _curve(points)})
-    for index, (edge, points) in enumerate(zip(edges, routes, strict=True)):  # names lie on top of all curves
+    for index, (edge, points) in enumerate(zip(edges, routes, strict=True)):  # names are drawn above all curves
         x, y = points[-1]
         label = _text(scene, edge.slot, x - 8, y + 4, 13, "edge slot")
         label.attrib |= {"data-edge": str(index), "text-anchor": "end"}
@@ -215,7 +215,7 @@ def draw(nodes: Mapping[str, Node], edges: Sequence[Edge], root: str) -> Element
 
 
 def _curve(points: Sequence[Point]) -> str:
-    """Alternately a curve to the next layer and a line through it."""
+    """An SVG path of curves between layers and lines through them."""
     x, y = points[0]
     path = [f"M{x:.1f} {y:.1f}"]
     for index, (to_x, to_y) in enumerate(points[1:]):
@@ -263,7 +263,7 @@ def _rect(parent: Element, style: str, x: float, y: float, width: float, height:
 
 
 def _text(parent: Element, text: str, x: float, y: float, letters: int, style: str) -> Element:
-    """At most so many letters; what was cut off shows when one points at it."""
+    """A text of limited length; the full text is its tooltip."""
     element = SubElement(parent, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "class": style})
     element.text = _shorten(text, letters)
     if element.text != text:
@@ -272,7 +272,7 @@ def _text(parent: Element, text: str, x: float, y: float, letters: int, style: s
 
 
 def _subtitle(node: Node, letters: int) -> str:
-    """What it is and, where there is room, the method that made it; of a source, the last part of where it lies."""
+    """Kind and, if it fits, method of an artifact; last part of the path of a source."""
     if node["kind"] == "source":
         source = cast("Node", node["source"] or {"path": "source"})
         return str(source["path"]).rstrip("/").rsplit("/", 1)[-1]
@@ -282,7 +282,7 @@ def _subtitle(node: Node, letters: int) -> str:
 
 
 def _headline(node: Node) -> str:
-    """The number that says most at a glance."""
+    """The most informative number: loss, or number of rows."""
     metrics = cast("Mapping[str, object]", node.get("metrics") or {})
     loss, rows = metrics.get("loss"), metrics.get("rows", node.get("rows"))
     if isinstance(loss, int | float):
@@ -313,7 +313,7 @@ def _badge_width(word: str) -> float:
 
 
 def _width(text: str) -> int:
-    """In letters; those of East Asian scripts take two."""
+    """Width in letters; East Asian ones count twice."""
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 

@@ -1,4 +1,4 @@
-"""The runs of a store as another process sees them, and their reports in the terminal."""
+"""The runs of a store as seen by other processes, and the terminal reports of plans and runs."""
 
 import shlex
 import time
@@ -33,18 +33,18 @@ _LAST = 5
 
 @dataclass(frozen=True, kw_only=True)
 class StageView:
-    """One stage of a run, and how far it is.
+    """One stage of a run with its progress.
 
     Args:
-        waits_for: what has to come first, while its run is under way.
-        progress: of one that runs, or ran when its run ended.
-        dashboard: address of Ray's, where it has one.
-        attempts: of one that runs, or ran when its run ended: all that were made so far.
-        findings: of the loss-curve doctor, on one that runs.
+        waits_for: what it waits for, while its run is active.
+        progress: of a stage that runs, or ran when its run ended.
+        dashboard: address of Ray's dashboard; None: there is none.
+        attempts: all attempts so far, of a stage that runs, or ran when its run ended.
+        findings: of ``diagnose``, for a running stage.
     """
 
     title: str
-    note: StageRecord
+    record: StageRecord
     waits_for: str
     progress: Progress | None
     dashboard: str | None
@@ -57,96 +57,98 @@ class RunView:
     """One run.
 
     Args:
-        state: ``waiting`` where it waits as a whole, ``running``, how it ended, or ``died``: its driver was killed.
-        ended: None: it is not over. Of one that was killed: its last heartbeat.
-        trials: of a sweep: state -> how many trials have ended so by now, in whichever run.
-        went_on: the next run, of one that is over, which took up what it left.
+        state: ``waiting`` (as a whole), ``running``, its outcome, or ``died``: its driver was killed.
+        ended: time of its end, or of the last heartbeat if it was killed; None: it is active.
+        trials: for a sweep: state -> number of ended trials, of all its runs.
+        successor: the later run that resumed its unfinished stages, if any.
     """
 
-    note: RunRecord
+    record: RunRecord
     state: str
     ended: float | None
     stages: Sequence[StageView]
     trials: Mapping[str, int]
-    went_on: RunRecord | None = None
+    successor: RunRecord | None = None
 
     @property
     def command(self) -> str:
-        return shlex.join(["posttrain", self.note.command, *map(redacted, self.note.words)])
+        return shlex.join(["posttrain", self.record.command, *map(redacted, self.record.words)])
 
     @property
     def seconds(self) -> float:
-        return (self.ended or time.time()) - self.note.started
+        return (self.ended or time.time()) - self.record.started
 
     def reached(self) -> str:
-        """How far it was, or its stages were, when it was cut off."""
-        if self.note.waits_for:
-            return f"while it waited for {self.note.waits_for}"
+        """The progress of its stages when it was interrupted."""
+        if self.record.waits_for:
+            return f"while it waited for {self.record.waits_for}"
         cut = [(each.title, each.progress) for each in self.stages if each.progress]
         return ", ".join(f"at step {at.step} of {title}" if at.step else f"in {title}" for title, at in cut)
 
 
 def views(store: Path) -> tuple[list[RunView], list[RunView]]:
-    """The runs that wait or are under way, oldest first; and the last ones that ended, newest first."""
-    notes = list(latest(store))
-    live = [note for note in notes if note.is_live(store)]
-    over = [note for note in notes if note not in live]
-    return [_view(note, store, "waiting" if note.waits_for else "running") for note in reversed(live)], [
-        _view(note, store, note.outcome or "died", _next_steps(note, notes)) for note in islice(over, _LAST)
+    """The waiting and running runs, oldest first; and the last ended runs, newest first."""
+    records = list(latest(store))
+    live = [record for record in records if record.is_live(store)]
+    over = [record for record in records if record not in live]
+    return [_view(record, store, "waiting" if record.waits_for else "running") for record in reversed(live)], [
+        _view(record, store, record.outcome or "died", _successor(record, records)) for record in islice(over, _LAST)
     ]
 
 
-def _next_steps(note: RunRecord, notes: Sequence[RunRecord]) -> RunRecord | None:
-    """Args: notes: newest first."""
-    later = (each for each in reversed(notes) if each.started > note.started)
-    return next((each for each in later if _takes_up(each, note)), None)
+def _successor(record: RunRecord, records: Sequence[RunRecord]) -> RunRecord | None:
+    """The later run that resumes a run; ``records`` are sorted newest first."""
+    later = (each for each in reversed(records) if each.started > record.started)
+    return next((each for each in later if _resumes(each, record)), None)
 
 
-def _takes_up(later: RunRecord, note: RunRecord) -> bool:
-    """Whether all that a run left unfinished is in a later one, or its command was given again."""
-    left = {each.directory for each in note.stages.values() if each.state not in ("done", "reused")} - {""}
-    if left and note.command == "run" and not note.sweep:
+def _resumes(later: RunRecord, record: RunRecord) -> bool:
+    """Whether a later run has all unfinished stages of a run, or repeats its command."""
+    left = {each.directory for each in record.stages.values() if each.state not in ("done", "reused")} - {""}
+    if left and record.command == "run" and not record.sweep:
         return left <= {each.directory for each in later.stages.values()}
-    return (later.pipeline, later.command, later.words) == (note.pipeline, note.command, note.words)
+    return (later.pipeline, later.command, later.words) == (record.pipeline, record.command, record.words)
 
 
-def _view(note: RunRecord, store: Path, state: str, went_on: RunRecord | None = None) -> RunView:
-    ended = note.ended
+def _view(record: RunRecord, store: Path, state: str, successor: RunRecord | None = None) -> RunView:
+    ended = record.ended
     if state == "died":
-        path = run_record_path(store, note.id)
-        ended = path.stat().st_mtime if path.exists() else note.started
+        path = run_record_path(store, record.id)
+        ended = path.stat().st_mtime if path.exists() else record.started
     return RunView(
-        note=note, state=state, ended=ended,
-        stages=[_stage_view(title, note, ended) for title in note.stages],
-        trials=Counter(row.state for row in trial_results(Path(note.sweep.folder))) if note.sweep else {},
-        went_on=went_on,
+        record=record, state=state, ended=ended,
+        stages=[_stage_view(title, record, ended) for title in record.stages],
+        trials=Counter(row.state for row in trial_results(Path(record.sweep.folder))) if record.sweep else {},
+        successor=successor,
     )  # fmt: skip
 
 
 def _stage_view(title: str, run: RunRecord, ended: float | None) -> StageView:
-    note = run.stages[title]
-    if note.state != "running":
+    record = run.stages[title]
+    if record.state != "running":
         waits = "" if ended else waits_for(title, run)
-        return StageView(title=title, note=note, waits_for=waits, progress=None, dashboard=None)
-    directory = Path(note.directory)
-    progress = Progress(path=directory / "metrics.jsonl", total=note.total, started=note.since)
+        return StageView(title=title, record=record, waits_for=waits, progress=None, dashboard=None)
+    directory = Path(record.directory)
+    progress = Progress(path=directory / "metrics.jsonl", total=record.total, started=record.since)
     progress.refresh()
     made = attempts(directory)
     later = next((each for each in made if ended and each.time > ended), None)
-    if later or (ended and progress.last_time > ended + 2 * HEARTBEAT_SECONDS):  # of a run that began the stage again
+    if later or (
+        ended and progress.last_time > ended + 2 * HEARTBEAT_SECONDS
+    ):  # written by a run that restarted the stage
         reached = later.reached if later else 0
-        progress = Progress(path=progress.path, total=note.total, started=note.since, step=reached)
+        progress = Progress(path=progress.path, total=record.total, started=record.since, step=reached)
     try:
         dashboard = dashboard_file(directory).read_text().strip() or None
     except OSError:
         dashboard = None
     return StageView(
-        title=title, note=note, waits_for="", progress=progress, dashboard=dashboard, attempts=made,
+        title=title, record=record, waits_for="", progress=progress, dashboard=dashboard, attempts=made,
         findings=() if ended else live_findings(directory),
     )  # fmt: skip
 
 
-_TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}  # what people read of an output
+_TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}  # the readable file of an output
 
 
 def plan_dict(plan: Plan, estimates: Mapping[str, Estimate]) -> dict[str, object]:
@@ -161,7 +163,7 @@ def plan_dict(plan: Plan, estimates: Mapping[str, Estimate]) -> dict[str, object
 
 
 def _estimate_table(estimates: Mapping[str, Estimate]) -> list[str]:
-    """What each training is expected to need, and all of them; nothing where none is known."""
+    """Table of the estimates with totals; empty without estimates."""
     if not estimates:
         return []
     all_of = list(estimates.values())
@@ -181,7 +183,7 @@ def _most(estimates: Sequence[Estimate]) -> str:
 
 
 def _costs(estimates: Sequence[Estimate]) -> list[str]:
-    """GPU-hours, price and energy; empty where nothing says it."""
+    """GPU-hours, price and energy; empty cells if unknown."""
     hours = sum(each.gpu_hours for each in estimates)
     prices = [each.price for each in estimates if each.price is not None]
     energy = [each.kwh for each in estimates if each.kwh is not None]
@@ -193,7 +195,7 @@ def _costs(estimates: Sequence[Estimate]) -> list[str]:
 
 
 def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> str:
-    """A line per stage: what happens to it, and why; then what its trainings are expected to need."""
+    """A line per stage with state and reason, then the estimates of the trainings."""
     table = empty_table("stage", "state", "fingerprint", "reason")
     for planned in plan.stages:
         table.add_row(planned.name, planned.state, short(planned.fingerprint), planned.reason)
@@ -210,7 +212,7 @@ def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> s
 
 
 def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: str | None) -> dict[str, object]:
-    """The object that ``run --json`` prints: the plan's, with what each stage took and measured."""
+    """The object that ``run --json`` prints: the plan with durations and metrics."""
     document = plan.to_dict()
     rows = document["stages"]
     assert isinstance(rows, list)
@@ -223,7 +225,7 @@ def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: 
 
 
 def summary(plan: Plan, seconds: dict[str, float], wall: float, words: Sequence[str]) -> str:
-    """The end of a run for people: what was measured, what it took, where every model lies, what to try next."""
+    """The final report of a run: measurements, durations, paths of outputs, a suggestion."""
     shown = [(plan.entry(planned).output, _TABLES.get(planned.stage.method.produces)) for planned in plan.stages]
     tables = [output / name for output, name in shown if name]
     parts = [path.read_text() for path in tables if path.exists()]
@@ -242,7 +244,7 @@ def summary(plan: Plan, seconds: dict[str, float], wall: float, words: Sequence[
 
 
 def _next(plan: Plan, words: Sequence[str]) -> str:
-    """A change of one field that is worth a look: the last trained stage at half its learning rate."""
+    """Suggests a change to try: the last trained stage at half its learning rate."""
     trained = [planned for planned in plan.stages if isinstance(planned.stage.method, Training)]
     if not trained:
         return f"next: posttrain plan {shlex.join(words)}".rstrip()

@@ -37,7 +37,7 @@ Schema = Mapping[str, object]
 
 
 def rendered(file: Path, parts: Mapping[str, str]) -> str:
-    """A page in which these stand between ``<!-- NAME -->`` and ``<!-- end -->``; the rest is written by hand."""
+    """A page with these parts between ``<!-- NAME -->`` and ``<!-- end -->``; the rest is written by hand."""
     text = file.read_text(encoding="utf-8")
     return _PART.sub(lambda found: found[1] + parts[found[2]].strip("\n") + found[3], text)
 
@@ -54,7 +54,7 @@ def render() -> str:
 
 
 def _formats() -> str:
-    """What each format of a quantized base reads and needs."""
+    """Table of the quantization formats."""
     rows = [
         (
             f"`{name}`", ", ".join(f"`{field}`" for field in row.reads),
@@ -68,7 +68,7 @@ def _formats() -> str:
 
 
 def _optimizers() -> str:
-    """What each optimizer is, reads and needs."""
+    """Table of the optimizers."""
     rows = [
         (f"`{name}`", entry.about, ", ".join(f"`{field}`" for field in entry.reads), _needs(entry))
         for name, entry in OPTIMIZERS.items()
@@ -81,7 +81,7 @@ def _optimizers() -> str:
 
 
 def _adapters() -> str:
-    """What each type of adapter is from, and reads."""
+    """Table of the adapter types."""
     rows = [(f"`{name}`", row.paper, ", ".join(f"`{field}`" for field in row.reads)) for name, row in ADAPTERS.items()]
     said = (
         "Every type reads `target_modules`, `exclude_modules`, `layers` and `modules_to_save`; `ln_tuning` is on the "
@@ -97,7 +97,7 @@ def _needs(entry: Entry) -> str:
 
 
 def _schedules() -> str:
-    """What each schedule is and reads."""
+    """Table of the schedules."""
     rows = [
         (f"`{name}`", entry.about, ", ".join(f"`{field}`" for field in entry.reads))
         for name, entry in SCHEDULES.items()
@@ -107,7 +107,7 @@ def _schedules() -> str:
 
 
 def nested(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
-    """The dataclasses among a class's fields, and theirs, each by the path of its field; of a mapping its values."""
+    """Path and class of all nested dataclass fields, including the values of mappings."""
     hints = get_type_hints(cls)
     for each in fields(cls):
         for part in _types(hints[each.name]):
@@ -118,7 +118,7 @@ def nested(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
 
 
 def _types(hint: object) -> Iterator[type]:
-    """A type, and those that it is made of."""
+    """A type and its type arguments, recursively."""
     if isinstance(hint, type):
         yield hint
     for part in get_args(hint):
@@ -134,11 +134,11 @@ def section(title: str, where: str, cls: type, without: Collection[str] = (), ab
 
     Args:
         without: fields that are left out.
-        about: a paragraph between the first one of the docstring and the table.
+        about: a paragraph between the docstring's first one and the table.
     """
     schema = TypeAdapter(cls).json_schema()
     properties = cast("Mapping[str, Schema]", schema["properties"])
-    said, parts = _said(cls), dict(nested(cls))
+    said, parts = _descriptions(cls), dict(nested(cls))
     rows = [
         (
             f"`{each.name}`",
@@ -166,12 +166,12 @@ def lead(cls: type | None) -> str:
 
 
 def prose(text: str) -> str:
-    """A comment or docstring as Markdown, with YAML's words."""
+    """A comment or docstring as Markdown, with ``null`` for None."""
     return re.sub(r"\bNone\b", "`null`", text.replace("``", "`"))
 
 
-def _said(cls: type) -> dict[str, str]:
-    """What the docstrings and comments of a class and its bases say of each field."""
+def _descriptions(cls: type) -> dict[str, str]:
+    """Field -> its description in docstrings and comments of a class and its bases."""
     found: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         if not is_dataclass(each):

@@ -1,4 +1,4 @@
-"""What ``posttrain status`` says: the runs that wait or are under way, and the last ones."""
+"""Output of ``posttrain status``: waiting and running runs, and the last ones."""
 
 import time
 from collections import Counter
@@ -20,38 +20,38 @@ def status_dict(store: Path, live: Sequence[RunView], last: Sequence[RunView]) -
 
 
 def _run_dict(run: RunView) -> dict[str, object]:
-    note = run.note
+    record = run.record
     return {
-        "id": note.id, "pipeline": note.pipeline, "state": run.state, "cause": note.cause, "said": note.said,
-        "waits_for": "" if run.ended else note.waits_for,
-        "started": note.started, "ended": run.ended, "seconds": run.seconds, "command": run.command,
-        "driver": {"host": note.driver.host, "pid": note.driver.pid}, "sweep": _sweep_dict(run),
-        "links": dict(_links(run)), "prefect_flow_run": note.links.flow_run, "mlflow_run_id": note.links.mlflow_run,
+        "id": record.id, "pipeline": record.pipeline, "state": run.state, "cause": record.cause, "said": record.said,
+        "waits_for": "" if run.ended else record.waits_for,
+        "started": record.started, "ended": run.ended, "seconds": run.seconds, "command": run.command,
+        "driver": {"host": record.driver.host, "pid": record.driver.pid}, "sweep": _sweep_dict(run),
+        "links": dict(_links(run)), "prefect_flow_run": record.links.flow_run, "mlflow_run_id": record.links.mlflow_run,
         "stages": [_stage_dict(stage) for stage in run.stages],
     }  # fmt: skip
 
 
 def _stage_dict(stage: StageView) -> dict[str, object]:
-    note, progress = stage.note, stage.progress
+    record, progress = stage.record, stage.progress
     metrics = progress.metrics if progress else {}
     return {
-        "stage": stage.title, "state": note.state, "since": note.since, "seconds": note.seconds,
-        "waits_for": stage.waits_for, "cause": note.reason if note.state in ("failed", "pruned") else "",
-        "step": progress.step if progress else None, "total": note.total,
+        "stage": stage.title, "state": record.state, "since": record.since, "seconds": record.seconds,
+        "waits_for": stage.waits_for, "cause": record.reason if record.state in ("failed", "pruned") else "",
+        "step": progress.step if progress else None, "total": record.total,
         "loss": metrics.get("loss"), "tokens_per_second": metrics.get("tokens_per_second"),
         "tokens_per_second_per_worker": metrics.get("tokens_per_second_per_worker"), "mfu": metrics.get("mfu"),
         "eta_seconds": progress.seconds_left() if progress else None,
         "attempts": len(stage.attempts), "resumed_from": stage.attempts[-1].step if stage.attempts else 0,
         "restart_cause": stage.attempts[-1].cause if stage.attempts else "",
-        "workers": note.workers, "cpus": note.cpus, "gpus": note.gpus, "directory": note.directory,
+        "workers": record.workers, "cpus": record.cpus, "gpus": record.gpus, "directory": record.directory,
         "findings": [{"rule": each.rule, "evidence": each.evidence} for each in stage.findings],
     }  # fmt: skip
 
 
 def status_text(store: Path, live: Sequence[RunView], last: Sequence[RunView]) -> str:
-    """The same for people."""
+    """The status as text."""
     if not (live or last):
-        return f"no run has left a note in {store} yet; start one with: posttrain run"
+        return f"no run is recorded in {store} yet; start one with: posttrain run"
     blocks = ["\n".join(_live_lines(run)) for run in live] or [f"nothing runs in {store}"]
     if last:
         blocks.append("\n".join(["last runs", *(line for run in last for line in _last_lines(run))]))
@@ -59,67 +59,67 @@ def status_text(store: Path, live: Sequence[RunView], last: Sequence[RunView]) -
 
 
 def _live_lines(run: RunView) -> Iterator[str]:
-    note = run.note
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note.started))
-    driver = f"{note.driver.host}:{note.driver.pid}"
-    does = "waits" if note.waits_for else "runs"
-    yield f"{note.id}  {_what(note)}  {does} since {since} ({clock(run.seconds)})  on {driver}"
-    waits = [("waits for", note.waits_for)] if note.waits_for else []
+    record = run.record
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started))
+    driver = f"{record.driver.host}:{record.driver.pid}"
+    does = "waits" if record.waits_for else "runs"
+    yield f"{record.id}  {_what(record)}  {does} since {since} ({clock(run.seconds)})  on {driver}"
+    waits = [("waits for", record.waits_for)] if record.waits_for else []
     rows = [*waits, *_trial_rows(run), *_stage_rows(run.stages), *_links(run)]
     width = max((len(name) for name, _ in rows), default=0)
     yield from (f"  {name:<{width}}  {text}".rstrip() for name, text in rows)
-    yield from (f"  | {line}" for line in note.said.splitlines())
+    yield from (f"  | {line}" for line in record.said.splitlines())
 
 
-def _what(note: RunRecord) -> str:
-    if note.sweep:
-        return f"{note.pipeline}  sweep {Path(note.sweep.folder).name}"
-    return note.pipeline if note.command == "run" else f"{note.pipeline}  {note.command}"
+def _what(record: RunRecord) -> str:
+    if record.sweep:
+        return f"{record.pipeline}  sweep {Path(record.sweep.folder).name}"
+    return record.pipeline if record.command == "run" else f"{record.pipeline}  {record.command}"
 
 
 def _trial_rows(run: RunView) -> Iterator[tuple[str, str]]:
-    """How many trials of a sweep ended, and which stages each has of its own: they are listed as they begin."""
-    if run.note.sweep:
-        ended, own = sum(run.trials.values()), ", ".join(run.note.sweep.own)
+    """Number of ended trials of a sweep, and the stages that each trial has of its own."""
+    if run.record.sweep:
+        ended, own = sum(run.trials.values()), ", ".join(run.record.sweep.own)
         counts = ", ".join(f"{count} {state}" for state, count in run.trials.items())
-        of = f" of {run.note.sweep.trials}" if run.note.sweep.trials else ""
-        yield "trials", f"{ended}{of} ended{f' ({counts})' if counts else ''}; each makes {own}"
+        of = f" of {run.record.sweep.trials}" if run.record.sweep.trials else ""
+        yield "trials", f"{ended}{of} ended{f' ({counts})' if counts else ''}; each runs {own}"
 
 
 def _sweep_dict(run: RunView) -> dict[str, object] | None:
-    sweep = run.note.sweep
+    sweep = run.record.sweep
     if sweep is None:
         return None
     return {"folder": sweep.folder, "stages": sweep.own, "trials": sweep.trials, "ended": dict(run.trials)}
 
 
 def _stage_rows(stages: Sequence[StageView]) -> Iterator[tuple[str, str]]:
-    """Each stage; of a sweep, which has many, those that rest only by number."""
-    quiet = [stage for stage in stages if stage.note.state in ("done", "reused", "pending", "pruned")]
+    """A row per stage; for many stages, idle ones are only counted."""
+    quiet = [stage for stage in stages if stage.record.state in ("done", "reused", "pending", "pruned")]
     shown = [stage for stage in stages if stage not in quiet] if len(stages) > _MOST_ROWS else stages
     for stage in shown:
-        yield stage.title, _doing(stage)
+        yield stage.title, _state_text(stage)
         yield from (("", f"! {as_line(each)}; see posttrain diagnose {stage.title}") for each in stage.findings)
     if len(shown) < len(stages):
-        counts = Counter(stage.note.state for stage in quiet)
+        counts = Counter(stage.record.state for stage in quiet)
         yield "others", ", ".join(f"{count} {state}" for state, count in counts.items())
 
 
-def _doing(stage: StageView) -> str:
-    note = stage.note
+def _state_text(stage: StageView) -> str:
+    record = stage.record
     if stage.progress:
-        room = [counted(note.workers, "worker"), counted(note.cpus, "CPU")]
-        gpus = [counted(note.gpus, "GPU")] if note.gpus else []
-        return "  ".join([stage.progress.describe(), *room, *gpus, describe_last_attempt(stage.attempts)]).rstrip()
-    if note.state in ("pending", "waiting"):
+        capacity = [counted(record.workers, "worker"), counted(record.cpus, "CPU")]
+        gpus = [counted(record.gpus, "GPU")] if record.gpus else []
+        return "  ".join([stage.progress.describe(), *capacity, *gpus, describe_last_attempt(stage.attempts)]).rstrip()
+    if record.state in ("pending", "waiting"):
         return f"waits for {stage.waits_for}"
-    if note.state in ("failed", "pruned"):
-        return ("FAILED: " if note.state == "failed" else "") + note.reason.partition("\n")[0]
-    return f"done in {note.seconds:.1f} s" if note.state == "done" else "reused: another run made it"
+    if record.state in ("failed", "pruned"):
+        return ("FAILED: " if record.state == "failed" else "") + record.reason.partition("\n")[0]
+    return f"done in {record.seconds:.1f} s" if record.state == "done" else "reused: another run made it"
 
 
 def _links(run: RunView) -> Iterator[tuple[str, str]]:
-    links = run.note.links
+    links = run.record.links
     if links.flow_page or links.flow_run:
         yield "prefect", links.flow_page or f"flow run {links.flow_run}"
     if links.mlflow and links.mlflow_run:
@@ -131,19 +131,19 @@ def _links(run: RunView) -> Iterator[tuple[str, str]]:
 
 
 def _last_lines(run: RunView) -> Iterator[str]:
-    note = run.note
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note.started))
-    yield f"  {note.id}  {_what(note)}  {when}  {run.state} after {clock(run.seconds)}"
+    record = run.record
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started))
+    yield f"  {record.id}  {_what(record)}  {when}  {run.state} after {clock(run.seconds)}"
     reached = run.reached()
-    again = "go on" if note.command == "run" else "begin again"
-    took_up = "went on" if note.command == "run" else "began again"
-    by = f"{run.went_on.id} {took_up}" if run.went_on else None
+    again = "resume" if record.command == "run" else "start again"
+    resumed = "resumed it" if record.command == "run" else "restarted it"
+    by = f"{run.successor.id} {resumed}" if run.successor else None
     if run.state == "died":
-        killed = f"its driver on {note.driver.host} was killed{f' {reached}' if reached else ''}"
+        killed = f"its driver on {record.driver.host} was killed{f' {reached}' if reached else ''}"
         yield f"      {killed}; {by or f'run the same command again to {again}:'}"
         if not by:
             yield f"      {run.command}"
     elif run.state == "stopped":
         yield f"      {f'{reached}; ' if reached else ''}{by or f'{again} with: {run.command}'}"
-    elif note.cause:
-        yield from (f"      {line}" for line in note.cause.splitlines()[:3])
+    elif record.cause:
+        yield from (f"      {line}" for line in record.cause.splitlines()[:3])

@@ -1,4 +1,4 @@
-"""What a sweep prints: the union of its trials before, the trials after."""
+"""Output of a sweep: the union of its trials before the run, the results after it."""
 
 import shlex
 from collections import Counter
@@ -13,7 +13,7 @@ _MOST_TRIALS = 100
 
 
 def union_text(sweep: SweepPlan) -> str:
-    """What would run of all trials together, and how often each stage."""
+    """The stages of all trials together, and how many of each would run."""
     plan = sweep.plan
     head = [f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}", *plan.notes]
     return "\n".join([*head, *(_proposed(sweep) if sweep.known is None else _union(sweep.known, sweep))])
@@ -31,7 +31,7 @@ def _union(trials: Sequence[Trial], sweep: SweepPlan) -> list[str]:
 
 
 def _proposed(sweep: SweepPlan) -> list[str]:
-    """A sampler proposes its trials later."""
+    """For a sampler, whose trials are not known yet."""
     plan, settings = sweep.plan, sweep.sweep
     shared = [planned for planned in plan.stages if planned.name not in sweep.own]
     todo = sum(planned.state != "reuse" for planned in shared)
@@ -91,9 +91,9 @@ def sweep_dict(sweep: SweepPlan, files: SweepFiles, seconds: float, mlflow_run_i
 
 
 def sweep_summary(sweep: SweepPlan, files: SweepFiles, seconds: float) -> str:
-    """The end of a sweep for people: a line per trial, what is best, where it is written, what to do next."""
+    """The final report of a sweep: a line per trial, the best trial, the files, the next command."""
     rows = trial_results(files.folder)
-    columns = list(sweep.sweep.objectives) or _telling_metrics(rows, sweep)
+    columns = list(sweep.sweep.objectives) or _differing_metrics(rows, sweep)
     table = empty_table("trial", *columns, "state", "seconds", "parameters", numbers=("trial", *columns, "seconds"))
     for row in rows:
         numbers = {**row.metrics, **row.values}
@@ -109,8 +109,8 @@ def sweep_summary(sweep: SweepPlan, files: SweepFiles, seconds: float) -> str:
     return "\n\n".join(line for line in lines if line)
 
 
-def _telling_metrics(rows: Sequence[TrialResult], sweep: SweepPlan) -> list[str]:
-    """Metrics of the last stage of its own that differ between the trials, none of them a time."""
+def _differing_metrics(rows: Sequence[TrialResult], sweep: SweepPlan) -> list[str]:
+    """Metrics that differ between trials, of the last stage that varies, without durations."""
     names = [planned.name for planned in sweep.plan.stages if planned.name in sweep.own]
     for stage in reversed(names):
         values: dict[str, set[float]] = {}

@@ -310,7 +310,7 @@ def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
         raise StageError(
             planned.name,
             f"none of its checkpoints is what was committed: {first}{f', and {more} more' if more else ''}; restore "
-            f"the files, or lose their steps and begin again with restart=[{planned.name}]",
+            f"the files, or lose their steps and start again with restart=[{planned.name}]",
             str(log),
         )
     for damage in damaged:

@@ -106,7 +106,7 @@ def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> S
 def left(job: Job) -> str:
     """What a stage that was stopped goes on from."""
     steps = Entry(job.directory).checkpoints.steps()
-    return f"{job.stage} saved at step {steps[-1]}" if steps else f"{job.stage} begins again"
+    return f"{job.stage} saved at step {steps[-1]}" if steps else f"{job.stage} starts again"
 
 
 def cluster_lost(job: Job, cause: str) -> LostError:

@@ -1,1 +1,1 @@
-"""Many runs of one pipeline that differ in a few fields: what they share is made once."""
+"""Sweeps: trials of one pipeline that differ in a few fields and share all other stages."""

@@ -1,4 +1,4 @@
-"""The folder of a sweep, ``<store>/sweeps/<name>/``; its files are written again after every trial.
+"""The folder of a sweep, ``<store>/sweeps/<name>/``; its files are rewritten after every trial.
 
 - ``trials.csv``: a line per trial: number, state, seconds, parameters, objectives, metrics, cause.
 - ``best.yaml``: the overrides that reproduce the best trial; with several objectives ``best-N.yaml`` for each trial N
@@ -32,7 +32,7 @@ from lineage.store import Store
 FOLDER = "sweeps"  # in the store
 
 TrialState = Literal["complete", "pruned", "failed"]
-_MAX_STEPS = 20  # that a terminal shows
+_MAX_STEPS = 20  # rows of the table by step in a terminal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class TrialResult:
     Args:
         params: field -> value as an override writes it.
         seconds: of its own finished stages, whichever run produced them; waiting excluded.
-        cause: of a failure or a pruning.
-        values: objective -> number; empty unless complete.
+        cause: why it failed or was pruned.
+        values: objective -> value; empty unless complete.
         metrics: ``STAGE/METRIC`` -> number, of every finished stage.
         fingerprints: of every finished stage.
     """
@@ -59,7 +59,7 @@ class TrialResult:
 
 
 def trial_results(folder: Path) -> list[TrialResult]:
-    """Every trial that ended, by number; the last line of a number counts."""
+    """Results of all ended trials by number; of repeated numbers the last."""
     found = {result.number: result for result in read_jsonl(folder / "trials.jsonl", TrialResult)}
     return [found[number] for number in sorted(found)]
 
@@ -70,9 +70,9 @@ def sweep_folder(
     """Creates the folder, or finds that of the same sweep.
 
     Args:
-        params: field -> values of all that varies.
-        stages: names and fingerprints of those of its trials, of a sampler's of some: other data or other settings are
-            another sweep, wherever they are set; other resources are not.
+        params: field -> values, of all fields that vary.
+        stages: names and fingerprints of the trials' stages (for a sampler, of some): other data or settings are
+            another sweep, other resources are not.
 
     Raises:
         ConfigError: a sweep of that name tries something else.
@@ -102,12 +102,12 @@ def sweep_folder(
 
 
 class SweepFiles:
-    """Writes the files of a sweep; other processes may write them too.
+    """Writes the files of a sweep; safe with several processes.
 
     Args:
         shared: the overrides that all trials share.
         config_dir: of the command.
-        judge: gives the numbers of the best trials among the results of a folder, and the page of plots.
+        judge: returns the numbers of the best trials and the page of plots.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class SweepFiles:
         self._head, self._shared = own, list(map(redacted, shared))
 
     def add(self, result: TrialResult) -> None:
-        """Appends a result, and writes every other file again, each atomically."""
+        """Appends a result, and rewrites all other files atomically."""
         with _lock(self.folder):
             results = trial_results(self.folder)
             if result in results and (self.folder / "trials.csv").exists():  # a finished trial, read again
@@ -135,13 +135,13 @@ class SweepFiles:
                 self._write_best(results)
 
     def best(self) -> dict[Path, Mapping[str, object]]:
-        """The files of the best trials, by number, and what they hold; with several objectives, of the Pareto front."""
+        """Files of the best trials (with several objectives, of the Pareto front) with their content, by number."""
         with _lock(self.folder):
             found = {path: yaml.safe_load(path.read_text()) for path in self.folder.glob("best*.yaml")}
         return dict(sorted(found.items(), key=lambda item: int(item[1]["trial"])))
 
     def lines(self) -> list[str]:
-        """For the report of the command: the table by step, the best trials, the names of the files."""
+        """Lines for the report: the table by step, the best trials, the files."""
         results, best = trial_results(self.folder), self.best()
         lines = []
         if self._sweep.by_step:
@@ -203,10 +203,10 @@ class SweepFiles:
 
 
 def read_best(path: Path) -> tuple[list[str], Path | None]:
-    """The overrides of a ``best.yaml``, and the folder of the groups that they were composed with.
+    """The overrides and ``--config-dir`` in a ``best.yaml``.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: it cannot be read, or has another content.
     """
     try:
         held = yaml.safe_load(path.read_text())
@@ -225,12 +225,12 @@ def read_best(path: Path) -> tuple[list[str], Path | None]:
 
 
 def overrides(params: Mapping[str, str]) -> list[str]:
-    """Parameters as words of a command."""
+    """Parameters as overrides."""
     return [f"{field}={value}" for field, value in params.items()]
 
 
 def short_names(fields: Iterable[str]) -> dict[str, str]:
-    """Field -> its last parts, as few as tell it from the others; for headings."""
+    """Field -> its shortest unique suffix, for headings."""
     endings = {
         field: [field.split(".", start)[-1] for start in reversed(range(field.count(".") + 1))] for field in fields
     }

@@ -1,4 +1,4 @@
-"""The trials of a sweep as plans; what is refused before any of them starts; the numbers that they are judged by."""
+"""The trials of a sweep as plans, checks before the sweep starts, and the objectives of trials."""
 
 import contextlib
 import math
@@ -44,11 +44,11 @@ class Trial:
 
 
 class Planner:
-    """Plans trials: what they share is composed, pinned and looked up once.
+    """Plans trials; what they share is composed, pinned and looked up once.
 
     Args:
-        overrides: that every trial has.
-        until: the stage that a trial ends with; None: all of them.
+        overrides: the overrides that all trials share.
+        until: last stage of a trial; None: all stages run.
 
     Raises:
         ConfigError: the overrides do not compose.
@@ -83,7 +83,7 @@ def _refuse_foreground(pipeline: Pipeline) -> None:
 
 
 def _until(plan: Plan, stage: str | None) -> Plan:
-    """The part of a plan that one stage needs."""
+    """The part of a plan that one stage depends on."""
     if stage is None:
         return plan
     names = [planned.name for planned in plan.stages]
@@ -98,15 +98,15 @@ def _until(plan: Plan, stage: str | None) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """A sweep before anything of it runs.
+    """A sweep before it runs.
 
     Args:
-        params: field -> values of all that varies, as written.
-        space: the same, parsed.
-        overrides: of the command, that all trials share.
-        known: every trial, where they are fixed beforehand; None: a sampler proposes them.
-        samples: trials of the kind that will run, at least one; always the same for the same sweep.
-        own: names of the stages that may differ from trial to trial.
+        params: field -> values as written, of all fields that vary.
+        space: field -> parsed values.
+        overrides: overrides of the command that all trials share.
+        known: all trials, if they are fixed; None: a sampler proposes them.
+        samples: example trials, at least one; deterministic.
+        own: names of the stages that may differ between trials.
     """
 
     sweep: Sweep
@@ -120,50 +120,50 @@ class SweepPlan:
 
     @property
     def plan(self) -> Plan:
-        """Of one trial."""
+        """The plan of one trial."""
         return self.samples[0].plan
 
     @property
     def trials(self) -> list[Trial]:
-        """All that are known; of a sampler's, one of their kind."""
+        """All known trials; for a sampler, one example."""
         return self.samples[:1] if self.known is None else self.known
 
     @property
     def stages(self) -> set[Key]:
-        """What trials consist of, as far as it is known beforehand."""
+        """Keys of the stages of the example trials."""
         return {key_of(planned) for each in self.samples for planned in each.plan.stages}
 
     @property
     def stale(self) -> list[PlannedStage]:
-        """The stages that have something to do, each once."""
+        """The stages of all trials that have to run, each once."""
         return list({key_of(planned): planned for each in self.trials for planned in each.plan.stale}.values())
 
     @property
     def num_trials(self) -> int | None:
-        """How many there are; of a sampler's, how many at most."""
+        """Number of trials; for a sampler, the maximum."""
         return self.sweep.num_trials if self.known is None else len(self.known)
 
     def title(self, stage: str, number: int) -> str:
-        """The name of a stage, with the number of the trial where trials differ in it: ``dpo#3``."""
+        """The name of a stage, with the trial's number if trials differ in it: ``dpo#3``."""
         return f"{stage}#{number}" if stage in self.own else stage
 
 
 def key_of(planned: PlannedStage) -> Key:
-    """Two trials share a stage where these are equal."""
+    """Trials share a stage if these are equal."""
     return planned.name, planned.fingerprint
 
 
 def count_stages(trials: Sequence[Trial]) -> dict[str, int]:
-    """Stage -> how many different artifacts of it all trials together need."""
+    """Stage -> number of different artifacts that all trials need."""
     keys = dict.fromkeys(key_of(planned) for each in trials for planned in each.plan.stages)
     return {name: sum(stage == name for stage, _ in keys) for name in dict.fromkeys(stage for stage, _ in keys)}
 
 
 def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> SweepPlan:
-    """Reads, checks and, where its trials are known beforehand, plans a sweep.
+    """Reads and checks a sweep, and plans its trials if they are fixed.
 
     Raises:
-        ConfigError: an override, a setting or a trial, which is named, is wrong.
+        ConfigError: an override, a setting or a trial is wrong.
     """
     shared, swept = fixed_and_swept(overrides)
     sweep = typed(Sweep, Composer(shared, config_dir).part("sweep"), "sweep")
@@ -187,7 +187,7 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> Swee
 
 
 def _samples(planner: Planner, space: Mapping[str, Values]) -> Iterator[Trial]:
-    """One trial with the first values of all fields, and one for each further category: other data, other groups."""
+    """A trial with the first values of all fields, and one for each further value of categories."""
     first = {field: values.first for field, values in space.items()}
     yield planner.plan(0, first)
     for field, values in space.items():
@@ -197,10 +197,10 @@ def _samples(planner: Planner, space: Mapping[str, Values]) -> Iterator[Trial]:
 
 
 def varying(pipeline: Pipeline, fields: Iterable[str]) -> frozenset[str]:
-    """The stages that these fields may change: those that they belong to, and all that read their outputs."""
+    """The stages that these fields may change: their own stages and all descendants."""
     places = [field.split(".") for field in fields]
     if any(place[0] != "stages" or len(place) < 2 for place in places):
-        return frozenset(pipeline.stages)  # a group, a source, or what all stages take from the root
+        return frozenset(pipeline.stages)  # a group, a source, or a default of all stages
     found = {place[1] for place in places}
     for name in pipeline.order():
         if found & set(pipeline.upstream(name)):
@@ -209,7 +209,7 @@ def varying(pipeline: Pipeline, fields: Iterable[str]) -> frozenset[str]:
 
 
 def check_sweep(sweep: Sweep, space: Mapping[str, Values], stages: Sequence[str]) -> None:
-    """Refuses a sweep that trials of these stages cannot serve.
+    """Checks objectives, pruning and sampler of a sweep with trials of these stages.
 
     Raises:
         ConfigError: an objective or the pruning names another stage, an objective's function cannot be imported, or

@@ -1,4 +1,4 @@
-"""Runs a sweep: worker threads take up trials, and a stage that several trials need runs once."""
+"""Runs a sweep: worker threads execute trials; a stage that several trials share runs once."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from flows.declare.compose import field_of
-from flows.open_run import Trials, check_machine, note_before, open_run
+from flows.open_run import Trials, check_machine, open_run, prepare_run
 from flows.planning.plan import PlannedStage
 from flows.prefect.server import embedded_server
 from flows.progress.screen import Screen
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 AsTask = Callable[[str, Callable[[], None]], None]  # runs the work on a stage of this title, in the calling thread
 
-_ASK_SECONDS = 120.0  # for a cluster's answer
-_POLL_SECONDS = 0.2  # of reports that a trial may be pruned by
+_ASK_SECONDS = 120.0  # timeout for a cluster's answer
+_POLL_SECONDS = 0.2  # interval of reading reports for pruning
 _KEPT = (".csv", ".yaml", ".html", ".md")  # of the sweep's folder: artifacts of its run in MLflow
 
 
@@ -50,31 +50,31 @@ class _TrialsFailedError(PipelineError):
 
 
 class Proposer(Protocol):
-    """Proposes the trials of a sweep one after another; reads the outcome of each."""
+    """Proposes the trials of a sweep one after another, given the results so far."""
 
     def owning(self) -> AbstractContextManager[None]:
-        """Around the whole sweep."""
+        """A context for the whole sweep, in which the proposed trials belong to this process."""
 
     def ask(self) -> tuple[int, Mapping[str, str]] | None:
         """Number and parameters of the next trial; None: there is none."""
 
     def report(self, number: int, step: int, metrics: Mapping[str, float]) -> bool:
-        """What the pruning stage reports at a step; returns whether the trial is to be pruned."""
+        """Reports the metrics of the pruning stage at a step; returns whether to prune the trial."""
 
     def tell(self, result: TrialResult) -> str | None:
-        """The end of a trial; returns a line for the progress."""
+        """Reports the result of a trial; returns a progress line, or None."""
 
 
 def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Sequence[str], *, as_json: bool) -> int:
-    """Runs what no trial has yet, and reports; the progress goes to stderr, the result to stdout.
+    """Runs the unfinished trials and reports; progress goes to stderr, the result to stdout.
 
     Args:
         arguments: the overrides.
-        cli_args: of the command, for the record.
+        cli_args: arguments of the command, for the record.
 
     Raises:
-        ConfigError: the sweep or one of its trials cannot run; before anything starts.
-        PipelineError: trials failed; all others ran to their end.
+        ConfigError: the sweep or one of its trials is refused, before anything starts.
+        PipelineError: trials failed; all others were completed.
         KeyboardInterrupt: it was stopped; nothing is left running, and the same command resumes it.
     """
     sweep = read_sweep(arguments, config_dir)
@@ -87,11 +87,11 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
 
 @dataclass(frozen=True, kw_only=True)
 class Conducted:
-    """A sweep that ran to its end.
+    """A completed sweep.
 
     Args:
-        execution_id: how the tracker names it; None: there was nothing to do.
-        failure: which trials failed; None: none has.
+        execution_id: its id in the tracker; None: there was nothing to do.
+        failure: message on failed trials; None: none failed.
     """
 
     files: SweepFiles
@@ -111,25 +111,25 @@ def conduct(
     judge: Callable[[Sequence[TrialResult], Path], tuple[list[int], str]], *, command: str = "run",
     failing_is_a_result: bool = False,
 ) -> Conducted:  # fmt: skip
-    """Runs what no trial has yet; the progress goes to stderr.
+    """Runs the unfinished trials; progress goes to stderr.
 
     Args:
-        proposer_in: makes what proposes the trials, in the folder of the sweep; None: they are known.
-        judge: as of ``SweepFiles``.
-        command: of ``posttrain``, for the record.
-        failing_is_a_result: a failed trial is one of the worst, and no failure of the sweep if another is complete.
+        proposer_in: creates the proposer of trials for the folder of the sweep; returns None if the trials are fixed.
+        judge: as in ``SweepFiles``.
+        command: name of the ``posttrain`` command, for the record.
+        failing_is_a_result: failed trials do not fail the sweep if another trial is complete.
     """
     start = time.perf_counter()
     check_machine(sweep.stale)
     num_workers = _num_workers(sweep)
     plan = sweep.plan
     create_store(plan.pipeline.store)
-    note_before(plan)
+    prepare_run(plan)
     folder = sweep_folder(plan.pipeline.store, plan.pipeline.name, sweep.sweep, sweep.params, sweep.stages)
     shared = [word for word in sweep.overrides if field_of(word).split(".")[0] != "sweep"]
     files = SweepFiles(folder, sweep.sweep, [*shared, *fixed_overrides(sweep.sweep)], config_dir, judge)
     proposer = proposer_in(folder)
-    # The longest titles, for the columns of the screen.
+    # The longest titles, which set the width of the screen's columns.
     titles = [sweep.title(planned.name, (sweep.num_trials or 1) - 1) for planned in plan.stages]
     owning = proposer.owning() if proposer else contextlib.nullcontext()
     with stoppable(), owning, Screen(sys.stderr, titles) as screen:
@@ -138,10 +138,10 @@ def conduct(
         )
         execution_id = None
         if engine.has_work():
-            with contextlib.suppress(_TrialsFailedError):  # which the record needs
+            with contextlib.suppress(_TrialsFailedError):  # it marks the record as failed
                 _run_recorded(engine, cli_args, screen, command)
             execution_id = engine.run.tracker.execution_id()
-        else:  # the results are read, and nothing starts
+        else:  # only reads the results
             engine.drive(Run(plan=plan, processes=StageProcesses(), emit=screen.on, tracker=Tracker()))
     seconds = time.perf_counter() - start
     return Conducted(files=files, seconds=seconds, execution_id=execution_id, failure=engine.failure())
@@ -162,7 +162,7 @@ def _study(sweep: SweepPlan, folder: Path) -> Proposer | None:
 
 
 def _num_workers(sweep: SweepPlan) -> int:
-    """Trials at once: ``sweep.parallel``, or as many as CPUs and GPUs allow; here, stages wait for these by themselves.
+    """Number of concurrent trials: ``sweep.parallel``, or as many as CPUs and GPUs allow.
 
     Raises:
         ConfigError: there is no cluster at ``RAY_ADDRESS``.
@@ -184,7 +184,7 @@ def _num_workers(sweep: SweepPlan) -> int:
 
 
 def _num_fitting(planned: PlannedStage, capacity: tuple[float, float]) -> int:
-    """How many such stages the CPUs and GPUs allow at once; one that asks for more runs alone."""
+    """How many such stages fit on the CPUs and GPUs at once; at least one."""
     counts = [int(total // asked) for total, asked in zip(capacity, planned.asks, strict=True) if asked]
     return max(1, min(counts, default=1))
 
@@ -193,7 +193,7 @@ def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen, com
     """Runs a sweep as one Prefect flow run, with a task run per stage.
 
     Raises:
-        _TrialsFailedError: some failed; all ran to their end.
+        _TrialsFailedError: trials failed.
     """
     sweep, plan, folder = engine.sweep, engine.sweep.plan, engine.files.folder
     count = None if sweep.known is None else len(sweep.known)
@@ -228,12 +228,12 @@ def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen, com
 
 @dataclass(eq=False, kw_only=True)
 class _Node:
-    """A stage that one or more trials need, run once.
+    """A stage that one or more trials share, and that runs once.
 
     Args:
-        metrics: the file of its reports.
-        trials: numbers of those that need it.
-        is_unwanted: it was ended, since only pruned trials need it; a later trial runs it again.
+        metrics: file of its reports.
+        trials: numbers of the trials that need it.
+        is_unwanted: it was stopped, since only pruned trials needed it; a later trial runs it again.
     """
 
     title: str
@@ -246,12 +246,12 @@ class _Node:
 
 
 class Engine:
-    """One execution of a sweep. Methods of the study and the files are called by one thread at a time.
+    """One execution of a sweep; calls the study and the files from one thread at a time.
 
     Args:
-        study: proposes the trials; None: they are known.
-        num_workers: trials at once.
-        failing_is_a_result: as of ``conduct``.
+        study: proposes the trials; None: they are fixed.
+        num_workers: number of concurrent trials.
+        failing_is_a_result: as in ``conduct``.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class Engine:
         self._study, self._num_workers = study, num_workers
         self._lock = threading.RLock()
         self._nodes: dict[Key, _Node] = {}
-        self._is_over = False  # no further trial is taken up
+        self._is_over = False  # no further trial is started
         self._first = study.ask() if study else None
         self._known = iter(sweep.known or ())
 
@@ -271,7 +271,7 @@ class Engine:
         return bool(self._first) if self._study else bool(self.sweep.stale)
 
     def drive(self, run: Run, as_task: AsTask = lambda _, work: work()) -> None:
-        """Runs every trial to its end.
+        """Runs all trials.
 
         Raises:
             KeyboardInterrupt: it was stopped; no stage is left running.
@@ -290,7 +290,7 @@ class Engine:
                 raise
 
     def failure(self) -> str | None:
-        """Which trials failed, in this run of the sweep or before; None: none has."""
+        """Message on the trials that failed in this run of the sweep or before; None: none failed."""
         results = trial_results(self.files.folder)
         failed = [str(each.number) for each in results if each.state == "failed"]
         is_result = self._failing_is_a_result and len(failed) < len(results)
@@ -303,7 +303,7 @@ class Engine:
         )
 
     def _work(self) -> None:
-        """A worker thread: one trial after the other."""
+        """The loop of a worker thread."""
         while trial := self._next():
             with self._lock:
                 self.run.tracker.trial_begins(trial.number, trial.params)
@@ -333,7 +333,7 @@ class Engine:
         return None
 
     def _submit(self, trial: Trial) -> dict[str, _Node]:
-        """The stages that a trial has to run, by name; those of earlier trials are shared."""
+        """Submits the stages that a trial has to run, and returns them by name; stages of earlier trials are shared."""
         nodes: dict[str, _Node] = {}
         for planned in trial.plan.stale:
             known = self._nodes.get(key_of(planned))
@@ -354,7 +354,7 @@ class Engine:
     def _run_stage(
         self, node: _Node, run: Run, planned: PlannedStage, before: Sequence[Future[None]], unwanted: _Node | None
     ) -> None:
-        """One stage, in a thread of its own, once those before it are finished."""
+        """Runs one stage, in its own thread, after those that it depends on."""
         if unwanted:
             wait([unwanted.future])
         for each in before:
@@ -375,12 +375,12 @@ class Engine:
             raise PipelineError(f"stage {node.title}: Prefect ended it before it began")
 
     def _follow(self, trial: Trial, nodes: Mapping[str, _Node]) -> tuple[TrialState, str]:
-        """Waits for the stages of a trial, and prunes it when the study says so."""
+        """Waits for the stages of a trial, and prunes it if the study asks for it."""
         pruning = self.sweep.sweep.pruning
         watched = nodes.get(pruning.stage) if pruning else None
         reports = ReportFile(watched.metrics) if watched else None
         if watched and reports and not watched.has_started:
-            reports.read()  # those of an earlier attempt; the stage rewrites the file when it starts
+            reports.read()  # skip reports of an earlier attempt; the stage rewrites the file when it starts
         pending = {node.future for node in nodes.values()}
         while pending:
             pending = wait(pending, _POLL_SECONDS if reports else None, FIRST_COMPLETED).not_done
@@ -390,7 +390,7 @@ class Engine:
                         cause = f"pruned at step {report.step} of {watched.title if watched else ''}"
                         self._prune(trial, nodes, cause)
                         return "pruned", cause
-        for name, node in nodes.items():  # in order of execution: what reads a failed stage fails with the same error
+        for name, node in nodes.items():  # in order of execution: readers of a failed stage fail with the same error
             error = node.future.exception()
             if isinstance(error, StoppedError) or (error and not isinstance(error, PipelineError)):
                 raise error
@@ -401,7 +401,7 @@ class Engine:
         return "complete", ""
 
     def _prune(self, trial: Trial, nodes: Mapping[str, _Node], cause: str) -> None:
-        """Ends the stages that no other trial under way needs."""
+        """Stops the stages that no other running trial needs."""
         for node in nodes.values():
             node.trials.discard(trial.number)
             if not node.trials and not node.future.done():
@@ -439,7 +439,7 @@ class Engine:
             self._record(result, manifests)
 
     def _record(self, result: TrialResult, manifests: Mapping[str, Manifest]) -> None:
-        """Reports the end of a trial: first to the files, which a resumed sweep reads."""
+        """Records the result of a trial, first in the files, which a resumed sweep reads."""
         self.files.add(result)
         if result.state != "complete":
             cause = result.cause.strip().partition("\n")[0]

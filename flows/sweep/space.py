@@ -1,4 +1,4 @@
-"""Which fields of a sweep vary, and their values in Hydra's grammar."""
+"""The search space of a sweep: fields that vary, with values in Hydra's grammar."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from flows.declare.sweep import Sweep
 from lineage.errors import ConfigError
 
 _UNTIL = "{until}"  # in the name of a field: the stage that trials end with
-# Keys of the root that say which pipeline runs, where, when and how, and not what its stages produce.
+# Root keys that do not affect the outputs of stages, so that trials cannot differ in them.
 _NOT_VARIABLE = (
     "name", "pipeline", "store", "tracking", "code_drift", "advice", "resources", "sweep", "aliases",
     "non_commercial_labels", "accept_label_drop", "restart", "because", "tags", "schedule", "trigger", "retrain",
@@ -24,13 +24,13 @@ _NOT_VARIABLE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """The values of one field that varies.
+    """The values of a field that varies.
 
     Args:
-        choices: each as an override writes it; empty: every number from ``low`` to ``high``.
-        low: with ``high``, the bounds of numbers, both ``int`` where all are whole; None: categories.
-        step: between neighbours; None: real numbers between two.
-        log: a sampler draws evenly on a logarithmic scale.
+        choices: values as overrides write them; empty: all numbers from ``low`` to ``high``.
+        low: with ``high``, bounds of numbers, ``int`` for whole numbers; None: categories.
+        step: distance of neighbours; None: real numbers.
+        log: a sampler draws on a logarithmic scale.
     """
 
     choices: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Values:
         return self.choices[0] if self.choices else str(self.low)
 
     def count(self) -> float:
-        """How many there are."""
+        """Number of values; may be infinite."""
         if self.choices:
             return len(self.choices)
         return self.high - (self.low or 0) + 1 if self.is_whole else math.inf
@@ -84,7 +84,7 @@ def read_values(field: str, text: str) -> Values:
 
 
 def _range(word: str, value: RangeSweep, log: bool) -> Values:
-    def exact(number: float) -> float:  # sums of steps leave a rest in the last digits: 0.30000000000000004
+    def exact(number: float) -> float:  # rounds errors of summed steps: 0.30000000000000004
         return number if isinstance(number, int) else float(f"{number:.12g}")
 
     try:
@@ -112,7 +112,7 @@ def _require_between(word: str, low: float, high: float, log: bool) -> None:
 
 
 def _ordered(word: str, values: Iterable[str], shuffle: bool) -> tuple[str, ...]:
-    """Each value once; the shuffle is deterministic, because a trial is identified by its number."""
+    """Unique values; the shuffle is deterministic, because trials are identified by number."""
     each = list(dict.fromkeys(values))
     if shuffle:
         random.Random(word).shuffle(each)
@@ -136,7 +136,7 @@ def combinations(space: Mapping[str, Values]) -> list[dict[str, str]]:
 
 
 def fixed_and_swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The overrides that all trials share, and field -> values of those that vary.
+    """Splits overrides into those that all trials share, and field -> values of those that vary.
 
     Raises:
         ConfigError: an override does not parse, or a field cannot vary, or is swept twice.
@@ -158,7 +158,7 @@ def fixed_and_swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]
 
 
 def merged_params(sweep: Sweep, fixed: Sequence[str], swept: Mapping[str, str]) -> dict[str, str]:
-    """Field -> values of all that varies; those of the command line replace those of ``sweep.params``.
+    """Field -> values of all fields that vary; the command line overrides ``sweep.params``.
 
     Args:
         fixed: the overrides that all trials share, those of ``sweep.fixed`` included.

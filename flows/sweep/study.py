@@ -1,4 +1,4 @@
-"""Optuna: its samplers and pruners, the study that a sweep resumes, and the page of its plots. Imports Optuna."""
+"""Optuna: samplers and pruners, the resumable study of a sweep, and the page of plots. Imports Optuna."""
 
 import contextlib
 import inspect
@@ -40,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 _STUDY = "sweep"  # the name of the study; the database has no other
 _OWNER, _FAILURES = "owner", "failures"
-_MAX_FAILURES = 2  # of one trial, each in another run of the sweep
-# With these samplers the trials share one sequence, and so one seed.
+_MAX_FAILURES = 2  # attempts of a failing trial, each in another run of the sweep
+# With these samplers all trials share one sequence, and so one seed.
 _ONE_SEQUENCE = ("optuna.samplers.QMCSampler", "optuna.samplers.GridSampler")
-# An argument of a sampler or a pruner may be an object of these classes.
+# Classes of objects that samplers and pruners take as arguments.
 _PARTS = (BaseSampler, BasePruner, BaseCrossover, BaseMutation)
 _STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}
-_LOG_RATIO = 100  # high / low, from which an axis is logarithmic
-_MAX_CONTOURS = 6  # parameters; a page of more is unreadable
+_LOG_RATIO = 100  # ratio of high to low from which an axis is logarithmic
+_MAX_CONTOURS = 6  # most parameters for contour plots
 _OF_OBJECTIVE: dict[str, Callable[..., Figure]] = {
     "by trial": visualization.plot_optimization_history,
     "by parameter": visualization.plot_slice,
@@ -57,7 +57,7 @@ _OF_OBJECTIVE: dict[str, Callable[..., Figure]] = {
 
 
 def try_out(sweep: Sweep, space: Mapping[str, Values]) -> None:
-    """Builds sampler and pruner, and lets the sampler draw from this space once.
+    """Checks a sweep by building sampler and pruner and drawing once.
 
     Raises:
         ConfigError: Optuna refuses the sampler, the pruner or this space.
@@ -75,7 +75,7 @@ def try_out(sweep: Sweep, space: Mapping[str, Values]) -> None:
 
 
 def _sampler(sweep: Sweep, number: int) -> BaseSampler:
-    """The sampler for one trial, with a seed of its own: a resumed sweep must not draw the same again."""
+    """The sampler for one trial, with its own seed, so that a resumed sweep does not repeat draws."""
     node = dict(sweep.sampler or {})
     seed = node.get("seed")
     if isinstance(seed, int) and node.get("_target_") not in _ONE_SEQUENCE:
@@ -90,7 +90,7 @@ def _pruner(sweep: Sweep) -> BasePruner:
         return NopPruner()
     node = dict(sweep.pruning.pruner)
     if _sign(sweep) < 0 and node.get("_target_") == "optuna.pruners.ThresholdPruner":
-        bounds = {"lower": node.pop("upper", None), "upper": node.pop("lower", None)}  # of the negative
+        bounds = {"lower": node.pop("upper", None), "upper": node.pop("lower", None)}  # reports are negated
         node |= {name: -bound for name, bound in bounds.items() if isinstance(bound, int | float)}
     pruner = _build(node, "sweep.pruning.pruner", (BasePruner,))
     assert isinstance(pruner, BasePruner)
@@ -126,7 +126,7 @@ def _build(node: Mapping[str, object], where: str, bases: tuple[type, ...]) -> o
 
 
 def _sign(sweep: Sweep) -> int:
-    """The factor of each report: Optuna's pruners compare in the direction of the objective, not of the metric."""
+    """Factor for reports: Optuna's pruners compare in the direction of the objective, not of the metric."""
     assert sweep.pruning is not None
     (objective,) = sweep.objectives.values()
     return 1 if sweep.pruning.direction == objective.direction else -1
@@ -137,14 +137,14 @@ def _directions(sweep: Sweep) -> list[Direction]:
 
 
 def _silence() -> None:
-    """Keeps Optuna's notices out of the progress of a run; its errors are still shown."""
+    """Silences Optuna's notices, but not its errors."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", module=r"optuna\.")
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # attributed to the caller
 
 
 def _draw(trial: optuna.Trial, space: Mapping[str, Values]) -> dict[str, str]:
-    """Draws the parameters of a trial, as overrides write them; those that it has are kept."""
+    """Draws the parameters of a trial as override values; parameters that it has already are kept."""
     return {field: _text(values, _drawn(trial, field, values)) for field, values in space.items()}
 
 
@@ -157,17 +157,16 @@ def _drawn(trial: optuna.Trial, field: str, values: Values) -> object:
 
 
 def _text(values: Values, drawn: object) -> str:
-    if values.low is not None and values.choices:  # as the range writes it: sums of steps differ in their last digits
+    if values.low is not None and values.choices:  # the text of the range: summed steps differ in the last digits
         return min(values.choices, key=lambda text: abs(float(text) - float(str(drawn))))
     return str(drawn)
 
 
 class Study:
-    """Proposes ``sweep.num_trials`` trials in all, however often the study is opened again.
+    """Proposes ``sweep.num_trials`` trials in total, over all processes that open the study.
 
-    A trial whose process was killed stays open in the study: the next process that opens it gets this trial first,
-    with its number and its parameters. The same holds after a failure; a second one is reported to Optuna. SQLite
-    survives a kill, and serves several processes.
+    A trial whose process was killed, or that failed, stays open: the next process gets it first, with its number and
+    parameters. A second failure is reported to Optuna. SQLite survives kills and serves several processes.
 
     Args:
         folder: of the sweep.
@@ -178,8 +177,8 @@ class Study:
         self._sweep, self._space, self._num_trials = sweep, space, sweep.num_trials
         self._owners, self._me = folder / "processes", f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._running: dict[int, optuna.Trial] = {}
-        self._steps: dict[int, set[int]] = {}  # trial -> steps that were reported; of all that this process proposed
-        self._other_metrics: set[str] = set()  # that the pruning stage reports without the one to prune by
+        self._steps: dict[int, set[int]] = {}  # trial of this process -> reported steps
+        self._other_metrics: set[str] = set()  # reported by the pruning stage instead of the pruning metric
         self._has_warned = False
         self._lock = FileLock(folder / "study.lock", thread_local=False)
         _silence()
@@ -191,7 +190,7 @@ class Study:
 
     @contextlib.contextmanager
     def owning(self) -> Iterator[None]:
-        """Holds a lock meanwhile, by which other processes know that the trials of this one are not abandoned."""
+        """Holds a lock that shows other processes that the trials of this one are not abandoned."""
         directory = self._owners / self._me
         lock = Lock(directory)
         lock.try_acquire()
@@ -202,7 +201,7 @@ class Study:
             shutil.rmtree(directory, ignore_errors=True)
 
     def ask(self) -> tuple[int, dict[str, str]] | None:
-        """Number and parameters of the next trial; None: all were proposed."""
+        """Number and parameters of the next trial; None: there are no more."""
         with self._lock:
             trials = self._study.get_trials(deepcopy=False)
             left = next((each for each in trials if self._is_abandoned(each)), None)
@@ -241,7 +240,7 @@ class Study:
             failures = asked.user_attrs.get(_FAILURES, 0) + 1
             asked.set_user_attr(_FAILURES, failures)
             asked.set_user_attr(_OWNER, None)
-            if failures == _MAX_FAILURES:  # else it stays open: the cause of the failure may be fixed
+            if failures == _MAX_FAILURES:  # before that it stays open, since the cause may be fixed
                 self._end(asked, TrialState.FAIL, None)
 
     def _warn_of_metric(self, number: int) -> None:
@@ -256,7 +255,7 @@ class Study:
     def _end(self, asked: optuna.Trial, state: TrialState, values: list[float] | None) -> None:
         try:
             self._study.tell(asked, values, state, skip_if_finished=True)
-        except RuntimeError:  # some samplers stop Optuna's own loop when nothing is left; there is none here
+        except RuntimeError:  # some samplers try to stop Optuna's own loop, which is not used here
             if not self._study.get_trials(deepcopy=False)[asked.number].state.is_finished():
                 raise
 
@@ -281,7 +280,7 @@ def _storage(folder: Path) -> optuna.storages.RDBStorage:
 def best_and_plots(
     sweep: Sweep, space: Mapping[str, Values], results: Sequence[TrialResult], folder: Path
 ) -> tuple[list[int], str]:
-    """Numbers of the best trial, or of those on the Pareto front, and one HTML page of Optuna's plots."""
+    """Numbers of the best trials (one, or the Pareto front), and an HTML page of Optuna's plots."""
     _silence()
     study = optuna.create_study(directions=_directions(sweep))
     study.add_trials(_frozen(sweep, space, results, folder))
@@ -294,7 +293,7 @@ def best_and_plots(
 def _frozen(
     sweep: Sweep, space: Mapping[str, Values], results: Iterable[TrialResult], folder: Path
 ) -> Iterator[FrozenTrial]:
-    """The results by number; those that failed or have not ended have no parameters."""
+    """The results as Optuna trials; failed and unfinished trials have no parameters."""
     reports: dict[int, dict[int, float]] = {}
     if sweep.pruning:
         stored = optuna.load_study(study_name=_STUDY, storage=_storage(folder))
@@ -316,7 +315,7 @@ def _frozen(
 
 
 def _axis(values: Values) -> BaseDistribution:
-    """Choices that are all numbers get an axis of numbers; a logarithmic one where they span orders of magnitude."""
+    """The axis of a parameter: numeric if all choices are numbers, logarithmic if they span orders of magnitude."""
     if values.low is None:
         try:
             numbers = [float(text) for text in values.choices]
@@ -334,13 +333,13 @@ def _on_axis(axis: BaseDistribution, text: str) -> object:
 
 
 def _page(study: optuna.Study, sweep: Sweep, title: str) -> str:
-    """Every plot that these trials are enough for; plotly is included, and nothing is fetched."""
+    """All plots for which there are enough trials, with plotly included."""
     parts, left_out = [], []
     for name, draw in _plots(study, sweep):
         try:
             figure = draw()
             if not figure.data:
-                raise ValueError("these trials are not enough for it")
+                raise ValueError("there are not enough trials for it")
         except (ValueError, RuntimeError) as error:
             left_out.append(f"<p>{escape(f'{name} is left out: {error}'.rstrip('.'))}.</p>")
         else:
@@ -354,7 +353,7 @@ def _page(study: optuna.Study, sweep: Sweep, title: str) -> str:
 
 
 def _plots(study: optuna.Study, sweep: Sweep) -> Iterator[tuple[str, Callable[[], Figure]]]:
-    """Title and drawing of each plot."""
+    """Title and drawing function of each plot."""
     names = list(sweep.objectives)
     if len(names) > 1:
         yield "Pareto front", lambda: visualization.plot_pareto_front(study, target_names=names)
@@ -387,5 +386,5 @@ def _importances(study: optuna.Study, index: int, name: str) -> Figure:
     if len(found) == 1:
         raise ValueError("only one parameter varies")
     if not any(found.values()):
-        raise ValueError("these trials are too few to tell the parameters apart")
+        raise ValueError("there are too few trials to tell the parameters apart")
     return visualization.plot_param_importances(study, target=loss, target_name=name)

@@ -1,4 +1,4 @@
-"""``posttrain tune``: rounds of short trainings, in which the loss-curve doctor says what the next trial changes."""
+"""``posttrain tune``: rounds of short trainings, each with the changes that ``diagnose`` proposes."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,26 +26,26 @@ from tasks.evaluate.row_scores import REWARD, lower_is_better
 from tasks.method import Training
 
 RATE, BATCH, EPOCHS, REGULARIZATION = ORDER = ("learning rate", "batch", "epochs", "regularization")
-# Field of a method that a finding changes -> the round that tries it; fields that are not named: regularization.
+# Field of a method -> the round that tries its changes; other fields: regularization.
 _ROUND_OF = {
     "learning_rate": RATE, "schedule": RATE, "warmup_ratio": RATE, "lr_schedule": RATE, "max_grad_norm": RATE,
     "precision": RATE, "global_batch_size": BATCH, "num_generations": BATCH, "num_steps": EPOCHS,
     "num_epochs": EPOCHS, "max_length": None,
 }  # fmt: skip
-_SIDES = (3.0, 1 / 3)  # times the learning rate, where the doctor finds nothing to change in it
-_MEASUREMENTS = 10  # of the held-out loss in one training
+_SIDES = (3.0, 1 / 3)  # factors of the learning rate to try if there is no finding on it
+_MEASUREMENTS = 10  # validations per training
 _BEST = "best"  # the objective
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What the command asks for.
+    """The arguments of the command.
 
     Args:
-        metric: ``STAGE/METRIC``, or a metric of the stage itself; None: its loss on held-out rows.
-        rounds: how many; after regularization comes the learning rate again.
-        steps: of each trial, until the round of epochs changes it; None: as declared.
-        budget_steps, budget_money: what the trials may train and cost in all; None: anything.
+        metric: ``STAGE/METRIC``, or a metric of the stage; None: its held-out loss.
+        rounds: number of rounds; after regularization they repeat from the learning rate.
+        steps: steps of each trial, until the round of epochs changes them; None: as declared.
+        budget_steps, budget_money: limits for all trials together; None: no limit.
     """
 
     stage: str
@@ -58,7 +58,7 @@ class Tuning:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """A round that is over: what the doctor found, the trials that were compared, and the best of all so far."""
+    """A completed round: the finding, the compared trials, and the best trial so far."""
 
     name: str
     finding: str
@@ -77,7 +77,7 @@ class Proposal:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """Optimizer steps, seconds and price of trainings, as planned; None: nothing estimates it."""
+    """Planned optimizer steps, seconds and price of trainings; None: no estimate."""
 
     steps: int = 0
     seconds: float | None = 0.0
@@ -86,7 +86,7 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A trial of the first round before it runs; with ``over`` it would pass the budget."""
+    """A trial of the first round before it runs; ``over``: how it exceeds the budget, or empty."""
 
     params: Mapping[str, str]
     why: str
@@ -95,10 +95,10 @@ class Planned:
 
 
 def read_tuning(asked: Tuning, given: Sequence[str], config_dir: Path | None) -> SweepPlan:
-    """The sweep of one stage, with its first trial planned: the stage as it is declared.
+    """The sweep of one stage, with its first trial planned: the stage as declared.
 
     Raises:
-        ConfigError: there is no such training or metric, or an override varies or is wrong.
+        ConfigError: there is no such training or metric, or an override is wrong or has several values.
     """
     shared, swept = fixed_and_swept(given)
     for field, values in swept.items():
@@ -140,13 +140,13 @@ def read_tuning(asked: Tuning, given: Sequence[str], config_dir: Path | None) ->
 
 
 class Tuner:
-    """Proposes the trials of the rounds, as a sampler does; nothing is kept but the results of the trials.
+    """Proposes the trials of the rounds, as a sampler does; its only state are the results of the trials.
 
-    Each call walks through the rounds again, so that a command that was killed proposes what it would have.
+    Each call replays the rounds, so that a resumed command continues where the killed one was.
 
     Attributes:
-        rounds: those that are over.
-        stopped: which trial would have passed the budget; empty: none.
+        rounds: the completed rounds.
+        stopped: the trial that would have exceeded the budget; empty: none.
     """
 
     _folder: Path
@@ -162,17 +162,17 @@ class Tuner:
             self._require_price()
 
     def begin(self, folder: Path) -> "Tuner":
-        """Takes up what is in the folder of the sweep."""
+        """Loads the results in the folder of the sweep."""
         self._folder, before = folder, _results(folder)
         if not any(each.state == "complete" for each in before.values()):
-            self._void = before  # what made them fail may be mended
+            self._void = before  # all failed: try them again, since the cause may be fixed
         return self
 
     def owning(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def ask(self) -> tuple[int, Mapping[str, str]] | None:
-        """The next trial: the first that the rounds ask for and that has no result."""
+        """The first trial of the rounds without a result."""
         results = {number: each for number, each in _results(self._folder).items() if number not in self._void}
         found = next((each for each in self._walk(results) if each.number not in results), None)
         if found:
@@ -185,29 +185,29 @@ class Tuner:
         return False
 
     def tell(self, result: TrialResult) -> str:
-        """A line for the progress."""
+        """Returns a progress line on a result."""
         self._void.pop(result.number, None)
         value = f"{result.values[_BEST]:.6g}" if result.values else result.state
         return f"{self._titles[result.number]}: {' '.join(overrides(result.params)) or 'as declared'}: {value}"
 
     def text(self) -> str:
-        """The rounds that are over, as a table."""
+        """The completed rounds as a table."""
         rows = [
             (str(index), each.name, each.finding, ", ".join(map(str, each.trials)), str(each.best))
             for index, each in enumerate(self.rounds, 1)
         ]
-        return markdown_table(("round", "of", "the doctor", "trials", "best"), rows) + "\n"
+        return markdown_table(("round", "of", "finding", "trials", "best"), rows) + "\n"
 
     def to_dict(self) -> dict[str, object]:
-        """What ``tune --json`` adds to the object of a sweep."""
+        """The fields that ``tune --json`` adds to the object of a sweep."""
         return {"rounds": [asdict(each) for each in self.rounds], "stopped": self.stopped or None}
 
     def first_round(self) -> list[Planned]:
-        """The trials of the first round, and what each needs beside those before it; of a plan alone."""
+        """The trials of the first round with their additional needs, without running anything."""
         planned = self._planned(0, {})
         done = self._sweep.plan.entry(planned).manifest()
         first = TrialResult(number=0, params={}, state="complete")
-        found = self._changes(RATE, first) if done else (_sides(first, planned), "unless the doctor finds something")
+        found = self._changes(RATE, first) if done else (_sides(first, planned), "unless diagnose finds something")
         trials = [({}, "as declared"), *((params, found[1]) for params in found[0])]
         rows: list[Planned] = []
         seen = set[str]()
@@ -218,7 +218,7 @@ class Tuner:
         return rows
 
     def _walk(self, results: Mapping[int, TrialResult]) -> Iterator[Proposal]:
-        """Every trial in order; the next one needs the result of the last."""
+        """Yields every trial in order; continuing requires the result of the last one."""
         self.rounds, numbers, best = [], {_settings({}): 0}, 0
         for index in range(self._asked.rounds):
             name = ORDER[index % len(ORDER)]
@@ -239,13 +239,13 @@ class Tuner:
         return Proposal(number=number, params=params, title=self._titles[number])
 
     def _rank(self, result: TrialResult) -> float:
-        """The smaller the better; of equal ones the first."""
+        """Sort key: smaller is better."""
         if result.state != "complete":
             return float("inf")
         return result.values[_BEST] if self._is_small_good else -result.values[_BEST]
 
     def _changes(self, name: str, best: TrialResult) -> tuple[list[dict[str, str]], str]:
-        """Parameters of the trials of a round, and what the doctor found in the curves of the best trial so far."""
+        """Parameters of the trials of a round, and the finding in the curves of the best trial so far."""
         planned = self._planned(best.number, best.params)
         path = self._sweep.plan.entry(planned).path
         curves = read_curves(path, failure=best.cause if best.state == "failed" else "")
@@ -257,7 +257,7 @@ class Tuner:
                 because = {f"because.{planned.name}": f"{finding.rule}:{node_key(planned.name, planned.fingerprint)}"}
                 return [dict(best.params) | dict(word.split("=", 1) for word in words) | because], as_line(finding)
         sides = _sides(best, planned) if name == RATE and best.state == "complete" else []
-        return sides, "nothing: both sides are tried" if sides else "nothing"
+        return sides, "nothing: a higher and a lower one are tried" if sides else "nothing"
 
     def _plan(self, number: int, params: Mapping[str, str]) -> Plan:
         return self._sweep.planner.plan(number, params).plan
@@ -266,14 +266,14 @@ class Tuner:
         return self._plan(number, params).stage(self._asked.stage)
 
     def _over_budget(self, proposal: Proposal, results: Mapping[int, TrialResult]) -> str:
-        """Why a trial would pass the budget; empty: it does not."""
+        """Why a trial would exceed the budget; empty: it would not."""
         if self._asked.budget_steps is None and self._asked.budget_money is None:
             return ""
         past = self._past([self._spent(results), self._need(proposal.number, proposal.params, set())])
         return f"{proposal.title}: {past}; not started" if past else ""
 
     def _past(self, needs: Sequence[Need]) -> str:
-        """By what these pass the budget together; empty: they do not."""
+        """How these exceed the budget together; empty: they do not."""
         steps, money = sum(each.steps for each in needs), sum(each.money or 0.0 for each in needs)
         budgets = (("steps", steps, self._asked.budget_steps), ("money", money, self._asked.budget_money))
         past = (each for each in budgets if each[2] is not None and each[1] > each[2])
@@ -282,11 +282,11 @@ class Tuner:
         )
 
     def _spent(self, results: Mapping[int, TrialResult]) -> Need:
-        """What the trials have trained so far; what was finished before this sweep is not counted."""
+        """What the trials have used so far, without stages that were finished before this sweep."""
         began = (self._folder / "sweep.json").stat().st_mtime
         steps, money, seen = 0, 0.0, set[str]()
         for number, result in results.items():
-            with contextlib.suppress(ConfigError):  # such a trial failed before it began
+            with contextlib.suppress(ConfigError):  # such a trial failed before it started
                 plan = self._plan(number, result.params)
                 for planned in plan.stages:
                     manifest = plan.entry(planned).manifest()
@@ -301,17 +301,17 @@ class Tuner:
         return Need(steps=steps, money=money)
 
     def _need(self, number: int, params: Mapping[str, str], seen: set[str]) -> Need:
-        """What is not finished of a trial.
+        """The needs of the unfinished stages of a trial.
 
         Args:
-            seen: stages that are counted already; those of this trial are added.
+            seen: stages that were counted already; those of this trial are added.
 
         Raises:
-            ConfigError: there is a budget, and it cannot be said beforehand.
+            ConfigError: there is a budget, and no estimate.
         """
         try:
             plan = self._plan(number, params)
-        except ConfigError:  # of a method that refuses the change: the trial fails and costs nothing
+        except ConfigError:  # the method refuses the change: the trial fails and costs nothing
             return Need()
         todo = [each for each in plan.stages if each.stage.method.trains and not each.is_finished(plan.entry(each))]
         todo = [each for each in todo if node_key(each.name, each.fingerprint) not in seen]
@@ -335,7 +335,7 @@ class Tuner:
         )
 
     def _require_price(self) -> None:
-        """That money can be counted at all."""
+        """Requires a price and GPUs, by which money is counted."""
         planned = self._planned(0, {})
         where = f"stages.{planned.name}.resources"
         if planned.stage.resources.price_per_gpu_hour is None or not planned.asks[1]:
@@ -351,13 +351,13 @@ def _results(folder: Path) -> dict[int, TrialResult]:
 
 
 def _round_of(field: str) -> str | None:
-    """The round that tries a field, such as ``method.learning_rate``; None: none does."""
+    """The round that tries a field, such as ``method.learning_rate``; None: none."""
     place, _, name = field.partition(".")
     return _ROUND_OF.get(name.partition(".")[0], REGULARIZATION) if place == "method" else None
 
 
 def _sides(best: TrialResult, planned: PlannedStage) -> list[dict[str, str]]:
-    """A higher and a lower learning rate."""
+    """Parameters with a higher and with a lower learning rate."""
     method, field = planned.stage.method, f"stages.{planned.name}.method.learning_rate"
     assert isinstance(method, Training)
     kept = {name: value for name, value in best.params.items() if not name.startswith("because.")}
@@ -365,7 +365,7 @@ def _sides(best: TrialResult, planned: PlannedStage) -> list[dict[str, str]]:
 
 
 def _settings(params: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    """Parameters without the reason for them."""
+    """Parameters without the fields that record their reason."""
     return frozenset((name, value) for name, value in params.items() if not name.startswith("because."))
 
 
@@ -374,7 +374,7 @@ def _steps(planned: PlannedStage) -> int:
 
 
 def judge_trials(sweep: SweepPlan, results: Sequence[TrialResult], folder: Path) -> tuple[list[int], str]:
-    """Number of the best trial, and Optuna's page: every field that some trial sets is one parameter."""
+    """Number of the best trial, and Optuna's page with every field that some trial sets."""
     from flows.sweep.study import best_and_plots  # imports optuna
 
     names = dict.fromkeys(name for each in results for name, _ in sorted(_settings(each.params)))

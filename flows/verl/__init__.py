@@ -1,1 +1,1 @@
-"""Stages as verl runs them: rows, configuration, rewards."""
+"""Export of stages to verl: rows, configuration, rewards."""

@@ -1,4 +1,4 @@
-"""A stage as a folder that verl trains from: rows, settings, rewards and the command."""
+"""Exports a stage as a folder that verl trains from: rows, settings, rewards and the command."""
 
 import json
 import shlex
@@ -52,7 +52,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What an export wrote: settings by key, the overrides that replaced some, and what is not carried over."""
+    """The result of an export: folder, settings by key, overrides that replaced some, notes on what is not exported."""
 
     folder: Path
     num_rows: dict[str, int]
@@ -65,12 +65,12 @@ def export_verl(plan: Plan, stage: str, folder: Path, overrides: Sequence[str], 
     """Writes the folder.
 
     Args:
-        overrides: of verl's settings, in Hydra's grammar; they win.
-        ability: verl's name for what the rows train, such as math; it only labels them.
+        overrides: overrides of verl's settings, in Hydra's grammar.
+        ability: verl's label for the rows, such as math.
 
     Raises:
         ConfigError: verl has no such method or option, or an override has no value.
-        ArtifactError: what the stage reads is not finished.
+        ArtifactError: an input of the stage is not finished.
     """
     planned = plan.stage(stage)
     method = planned.stage.method
@@ -121,10 +121,10 @@ def _finished(plan: Plan, stage: str, given: PlannedInput) -> Path:
 
 
 def require_whole(stage: str, policy: Path) -> None:
-    """Requires weights that verl can load: an output that is an adapter has none.
+    """Requires a whole model, since verl cannot load an adapter without its base.
 
     Raises:
-        ConfigError: they are elsewhere.
+        ConfigError: the policy is an adapter.
     """
     if not any(policy.glob("model*.safetensors")):
         raise ConfigError(
@@ -134,7 +134,7 @@ def require_whole(stage: str, policy: Path) -> None:
 
 
 def _truth_column(rewards: Rewards) -> str | None:
-    """The column that verl calls the ground truth: the first that a reward function compares answers with."""
+    """The column for verl's ground truth: the first that a reward function compares answers with."""
     from tasks.reward_functions import scorers
 
     named = [each.column for each in rewards.values() if each.column]
@@ -150,10 +150,10 @@ def _counts_tokens(name: str) -> bool:
 
 
 def write_rows(rows: Path, target: Path, source: str, ability: str, truth: str | None) -> int:
-    """Writes prepared prompts in verl's schema; returns how many. Without rows nothing is written.
+    """Writes prepared prompts in verl's schema and returns their number; writes no file without rows.
 
-    ``extra_info.posttrain`` has what the stage's rewards read, the prompt and its columns, as JSON: the columns of two
-    rows may differ in type. ``reward_model.ground_truth`` is for verl's own functions.
+    ``extra_info.posttrain`` holds the prompt and its columns for our rewards, as JSON, since columns may differ in type
+    between rows. ``reward_model.ground_truth`` is for verl's own functions.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

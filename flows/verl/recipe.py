@@ -1,7 +1,7 @@
-"""A recipe of ours as settings of verl (Sheng et al. 2024, arXiv:2409.19256), with its FSDP engine and vLLM.
+"""Translates a recipe to settings of verl (Sheng et al. 2024, arXiv:2409.19256), with its FSDP engine and vLLM.
 
-The keys are those of ``verl/trainer/config/ppo_trainer.yaml`` of verl 0.9.1. A setting that verl has in no form is
-named in ``Recipe.notes``, with what verl does in its place.
+The keys are those of ``verl/trainer/config/ppo_trainer.yaml`` of verl 0.9.1. Settings that verl lacks are
+listed in ``Recipe.notes``, with what verl does instead.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,14 @@ from tasks.rloo import RLOO
 from tasks.train.generating import Generating
 
 VERSION = "0.9.1"
-_NEVER = 1e9  # a bound that nothing reaches, where verl has no "none"
+_NEVER = 1e9  # a bound that is never reached, since verl has no "none"
 _ACTOR, _ROLLOUT, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "critic"
 _AGGREGATION = {  # loss of GRPO -> how verl averages over tokens
     "grpo": "seq-mean-token-mean", "dapo": "token-mean", "bnpo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm",
     "gspo": "seq-mean-token-mean", "cispo": "token-mean", "sapo": "seq-mean-token-mean",
 }  # fmt: skip
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_INSTEAD = {  # field -> what verl does in its place
+_INSTEAD = {  # field -> what verl does instead
     "sampling.min_p": "samples without it",
     "scale_rewards": "scales by the group's standard deviation, or not at all",
     "mask_truncated": "trains completions without an end too",
@@ -45,7 +45,7 @@ _INSTEAD = {  # field -> what verl does in its place
 
 
 class _PPO(Protocol):
-    """What ``tasks.ppo.PPO`` has beside the fields of every method that generates."""
+    """Fields of ``tasks.ppo.PPO`` beyond those of every generating method."""
 
     kl_coef: float
     kl_target: float | None
@@ -64,8 +64,8 @@ class Recipe:
 
     Args:
         config: key -> value.
-        notes: what is not carried over, a line each.
-        read: fields of ours that ``config`` or ``notes`` speak of; a setting's fields are named with dots.
+        notes: lines on fields that are not exported.
+        read: our fields that ``config`` or ``notes`` cover; nested ones by dotted names.
     """
 
     config: dict[str, object] = field(default_factory=dict)
@@ -73,19 +73,19 @@ class Recipe:
     read: set[str] = field(default_factory=set)
 
     def put(self, prefix: str, *read: str, **values: object) -> None:
-        """Adds keys below a prefix, which carry these fields of ours over."""
+        """Adds keys below a prefix, which cover these fields of ours."""
         self.config |= {f"{prefix}.{name}": value for name, value in values.items()}
         self.read |= {*read}
 
     def leave(self, name: str, value: object) -> None:
-        """Notes a field that is not carried over."""
+        """Notes a field that is not exported."""
         self.read.add(name)
         self.notes.append(f"{name}={value}: verl {_INSTEAD.get(name, 'has no such setting')}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Where verl finds what it reads; ``reward_model`` is None where the slot is empty."""
+    """Paths of verl's inputs; ``reward_model`` is None if the slot is empty."""
 
     policy: str
     train: str
@@ -97,13 +97,13 @@ class Places:
 
 
 def verl_recipe(method: Method, resources: Resources, places: Places, num_rows: int) -> Recipe:
-    """The settings that a stage has in verl.
+    """The settings of a stage in verl.
 
     Args:
-        num_rows: prompts that it trains on, where ``num_epochs`` sets its length.
+        num_rows: number of training prompts, which ``num_epochs`` refers to.
 
     Raises:
-        ConfigError: verl has no such method, or not this form of it.
+        ConfigError: verl lacks the method or this form of it.
     """
     if not isinstance(method, GRPO | RLOO) and method.name() != "PPO":
         raise ConfigError(
@@ -137,7 +137,7 @@ def verl_recipe(method: Method, resources: Resources, places: Places, num_rows: 
 
 
 def unread(setting: object, read: set[str], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The fields that differ from their defaults, or act by them, and that nothing has spoken of."""
+    """Fields with non-default values (or effective defaults) that are not covered yet."""
     assert is_dataclass(setting)
     for each in fields(setting):
         name, value = prefix + each.name, getattr(setting, each.name)
@@ -153,7 +153,7 @@ def unread(setting: object, read: set[str], prefix: str = "") -> Iterator[tuple[
 def _check_adapter(method: Generating) -> None:
     if method.adapter and method.adapter.type != "lora":
         raise ConfigError(
-            f"adapter.type={method.adapter.type}: verl trains LoRA alone; set adapter.type=lora, or adapter=null"
+            f"adapter.type={method.adapter.type}: verl trains only LoRA; set adapter.type=lora, or adapter=null"
         )
     if method.quantization:
         raise ConfigError(
@@ -272,7 +272,7 @@ def _model(method: Generating, resources: Resources, places: Places, recipe: Rec
         target_modules="all-linear" if adapter.target_modules == "all-linear" else adapter.target_names,
         exclude_modules=[each.strip() for each in (adapter.exclude_modules or "").split(",") if each.strip()] or None,
     )  # fmt: skip
-    recipe.put(_ROLLOUT, load_format="safetensors")  # as verl asks for with LoRA
+    recipe.put(_ROLLOUT, load_format="safetensors")  # required by verl with LoRA
 
 
 def _rewards(method: Generating, places: Places, recipe: Recipe) -> None:
@@ -313,7 +313,7 @@ def _grpo(method: GRPO, recipe: Recipe) -> None:
     recipe.put(f"{_ACTOR}.policy_loss", loss_mode=modes.get(method.loss, "vanilla"))
     recipe.put(_ACTOR, loss_agg_mode=_AGGREGATION[method.loss], entropy_coeff=0)
     high = method.epsilon_high or variant.epsilon_high or 0.2
-    if method.loss == "cispo":  # ours is the largest ratio, verl's its distance from 1; and ours has no lower bound
+    if method.loss == "cispo":  # ours is the largest ratio without a lower bound, verl's the distance from 1
         _clipped(1.0, high - 1, recipe)
     else:
         _clipped(method.epsilon or variant.epsilon or 0.2, high, recipe)

@@ -133,6 +133,6 @@ def _load_plain(engine: object, path: str, map_location: object = None) -> objec
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise ArtifactError(
             f"{path} was not loaded: it names {named[1] if named else 'what is no tensor'}, and reading that could run "
-            "code; tensors and plain data, as DeepSpeed writes them, are accepted; restore the file, or begin again "
+            "code; tensors and plain data, as DeepSpeed writes them, are accepted; restore the file, or start again "
             "with restart=[STAGE]"
         ) from None

@@ -61,7 +61,7 @@ def test_a_cancelled_run_saves_and_the_next_one_goes_on(served, environment, pre
 
     run = held_in(7)
     log = tmp_path / "serve.log"  # Prefect drops a batch of its own log that a busy server does not take
-    wait_until(lambda: f"train: goes on from step 4 of {NUM_STEPS}" in log.read_text(), "it logs where it resumes")
+    wait_until(lambda: f"train: resumes from step 4 of {NUM_STEPS}" in log.read_text(), "it logs where it resumes")
     assert " is stopped; " in call(["cancel", "latest"], tmp_path, environment).stdout
     assert api.end(run)["type"] == "CANCELLED"
     assert "step-7" in saved()
@@ -69,7 +69,7 @@ def test_a_cancelled_run_saves_and_the_next_one_goes_on(served, environment, pre
     hold.unlink()
     last = api.start(DEPLOYMENT)
     assert api.end(last)["type"] == "COMPLETED"
-    assert "train: goes on from step" in api.log(run) + api.log(last)
+    assert "train: resumes from step" in api.log(run) + api.log(last)
     assert steps() == list(range(1, NUM_STEPS + 1))
     assert digests(tmp_path / "artifacts")["train"] == unbroken(ToyInterrupted(num_steps=NUM_STEPS))
     [manifest] = tmp_path.glob("artifacts/train/*/manifest.json")

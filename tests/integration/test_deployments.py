@@ -71,7 +71,7 @@ def test_a_pipeline_has_its_tags_and_its_name(tmp_path):
 def test_one_that_lacks_a_value_is_known_by_name_and_says_what_it_lacks():
     found = declared("toy", Preset(config_dir=CONF, overrides=("model=none",)))
     assert (found.name, found.pipeline) == ("toy", None)
-    assert found.problem == "sources.rows.path: has no value; state sources.rows.path=..."
+    assert found.problem == "sources.rows.path: has no value; set sources.rows.path=..."
 
 
 def test_those_of_which_nothing_can_be_told_do_not_keep_the_others_away(tmp_path):
@@ -119,7 +119,7 @@ def test_a_pipeline_that_is_not_there_is_refused_with_the_nearest():
 def test_a_limit_below_one_is_refused(limit, capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--limit", limit])
-    assert "is no number of runs" in capsys.readouterr().err
+    assert "not a valid number of runs" in capsys.readouterr().err
 
 
 def test_the_committed_file_deploys_every_shipped_pipeline():

@@ -60,7 +60,7 @@ def test_a_full_disk_ends_the_stage_with_one_line_and_the_next_run_goes_on(toy: 
     [line] = [line for line in errors.splitlines() if line.startswith("posttrain: ")]
     assert f"the disk of {stage}/" in line
     assert "is full (OSError: [Errno 28] No space left on device" in line
-    assert "goes on from its checkpoint" not in errors  # it is not tried again
+    assert "resumes from its checkpoint" not in errors  # it is not tried again
     saved = sorted(int(path.name.removeprefix("step-")) for path in stage.glob("*/checkpoints/step-*"))
     assert saved[0] == 4  # the best one
     assert f"its checkpoint of step {saved[-1]} is kept" in line

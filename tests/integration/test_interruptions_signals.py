@@ -217,7 +217,7 @@ def test_on_a_cluster_what_is_killed_is_replaced(toy, kill, cause):
     kill(run)
     run.hold.unlink()
     assert run.wait() == 0
-    [line] = [line for line in run.said.read_text().splitlines() if "it goes on from its checkpoint of step" in line]
+    [line] = [line for line in run.said.read_text().splitlines() if "it resumes from its checkpoint of step" in line]
     assert line.startswith("stage train failed: ") and cause in line
     assert len(run.resumed_at()) == 1
 

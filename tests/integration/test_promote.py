@@ -100,7 +100,7 @@ def test_promote_and_rollback_from_the_command_line(toy):
     back = json.loads(toy("rollback", "--alias", "champion", "--json", *arguments).stdout)
     assert (back["action"], back["model"], back["before"]) == ("rollback", first, second)
     again = toy("rollback", "--alias", "champion", *arguments)
-    assert again.returncode == 2 and "there is no holder to go back to" in again.stderr
+    assert again.returncode == 2 and "there is no previous model" in again.stderr
     assert [event.action for event in read_events(toy.folder / "artifacts")] == ["promote", "promote", "rollback"]
 
 
@@ -168,7 +168,7 @@ def test_a_verdict_against_another_champion_is_refused(move, toy):
 @pytest.mark.parametrize(
     ("model", "alias", "message"),
     [
-        *(("toy-gated/left", name, "is no name for an alias") for name in ("latest", "v3", "a b", "", "a/b")),
+        *(("toy-gated/left", name, "is not a name for an alias") for name in ("latest", "v3", "a b", "", "a/b")),
         ("toy-gated/data", "champion", "is text; an alias names a model"),
         ("source:rows", "champion", "is the source"),
     ],

@@ -85,7 +85,7 @@ def test_workers_on_a_cluster_end_with_the_same_bits_also_where_one_dies_and_is_
     (toy.folder / "artifacts" / TROUBLE_FILE).write_text(trouble)
     result = command("run", *words)
     assert result.returncode == 0, result.stderr
-    lost = [line for line in result.stderr.splitlines() if "it goes on from its checkpoint of step 4" in line]
+    lost = [line for line in result.stderr.splitlines() if "it resumes from its checkpoint of step 4" in line]
     assert bool(lost) == bool(trouble)
     assert not lost or (lost[0].startswith("stage train failed: rank 1 on ") and " died at step " in lost[0])
     assert digests(toy.folder / "artifacts")["train"] == unbroken(ToyInterrupted(num_steps=8))

@@ -85,7 +85,7 @@ def test_four_generations_of_growing_data_end_with_the_right_champion(generation
     assert generations.toy("rollback", "--alias", "champion", "--why", "complaints").returncode == 0
     assert {row["state"] for row in generations.run().values()} == {"reuse"}
     assert champion(folder) == two
-    assert "and a person took it back: posttrain promote learner@" in generations.toy("plan").stdout
+    assert "and a person rolled it back: posttrain promote learner@" in generations.toy("plan").stdout
     assert generations.heard == []
 
     (folder / "rows.jsonl").write_text("no JSON\n")
@@ -103,19 +103,19 @@ def test_a_promotion_that_a_kill_prevented_is_made_by_the_next_run(tmp_path, pre
     save_block("deaf", "http://127.0.0.1:9/its-secret", toy.environment)
     done = toy("run", "--json", "notify=custom-webhook/deaf")
     assert done.returncode == 0, done.stderr
-    assert "posttrain: notify=custom-webhook/deaf: nobody was told: ConnectError" in done.stderr
+    assert "posttrain: notify=custom-webhook/deaf: not sent: ConnectError" in done.stderr
     assert "its-secret" not in done.stderr
     document = json.loads(done.stdout)
     assert champion(tmp_path) == document["stages"][2]["fingerprint"][:16]
     assert document["outcome"].startswith("toy-retrain: New rows: data 60. gate passes learner@")
 
 
-def test_each_notification_block_of_prefect_is_told_how_to_make_one():
-    from flows.promotion.notify import _how_to_make
+def test_each_notification_block_of_prefect_is_told_creation_hint_one():
+    from flows.promotion.notify import _creation_hint
 
-    assert "SlackWebhook(url='...').save('team')" in _how_to_make("slack-webhook/team")
-    assert "json_data={'text': '{{subject}}: {{body}}'}" in _how_to_make("custom-webhook/team")
-    assert "did you mean slack-webhook?" in _how_to_make("slack-webhok/team")
+    assert "SlackWebhook(url='...').save('team')" in _creation_hint("slack-webhook/team")
+    assert "json_data={'text': '{{subject}}: {{body}}'}" in _creation_hint("custom-webhook/team")
+    assert "did you mean slack-webhook?" in _creation_hint("slack-webhok/team")
 
 
 @pytest.mark.slow

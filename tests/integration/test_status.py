@@ -68,7 +68,7 @@ def test_a_run_is_seen_followed_and_cancelled_from_outside(toy, slow, prefect_ur
     assert not document["running"]
     assert (document["last"][0]["id"], document["last"][0]["state"]) == (run["id"], "stopped")
     assert toy("logs", "toy/left", "-n", "1").stdout == said.splitlines(keepends=True)[-1]
-    assert toy("cancel", "latest").stdout == f"{run['id']} is over: stopped\n"
+    assert toy("cancel", "latest").stdout == f"{run['id']} has ended: stopped\n"
 
 
 def test_a_run_that_was_killed_is_shown_as_died_with_the_command_that_goes_on(toy, slow):

@@ -106,7 +106,7 @@ def test_a_dry_run_prints_the_first_round_and_runs_nothing(toy):
     assert [row["steps"] for row in rows] == [60, 60, 60]
     assert not (toy.folder / "artifacts").exists()
     text = toy("tune", "tuned", "--dry-run", "--budget-steps", "130").stdout
-    assert text.count("unless the doctor finds something") == 2
+    assert text.count("unless diagnose finds something") == 2
     assert text.count("it would make") == 1 and "it would make 180 of --budget-steps 130" in text
 
 

@@ -140,7 +140,7 @@ def test_the_command_stops_refuses_other_workers_and_goes_on_to_the_same_bits(tm
     refused = command("plan", "resources.cpus_per_worker=1")
     assert refused.returncode == 2
     assert "stages.sft.resources: its checkpoint of step" in refused.stderr
-    assert "set num_workers=2 and zero_stage=2, or begin again with restart=[sft]" in refused.stderr
+    assert "set num_workers=2 and zero_stage=2, or start again with restart=[sft]" in refused.stderr
     assert command.states("restart=[sft]")["sft"] == "run"
     assert command.states(*saving)["sft"] == "resume"
 

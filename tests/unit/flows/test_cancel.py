@@ -70,7 +70,7 @@ def test_a_run_that_is_none_is_refused(runs, tmp_path):
         find_run("202601", runs)
     with pytest.raises(ConfigError, match=r"nope: no such run in .*; the last are: 20260103-000000-aa03"):
         find_run("nope", runs)
-    with pytest.raises(ConfigError, match=r"latest: no such run in .*no run has left a note"):
+    with pytest.raises(ConfigError, match=r"latest: no such run in .*no run is recorded"):
         find_run("latest", tmp_path / "empty")
 
 
@@ -79,7 +79,7 @@ def test_what_is_over_is_let_be(tmp_path):
     for each in (ended, dead):
         each.write(tmp_path)
         assert psutil.pid_exists(each.driver.pid)
-    assert cancel(ended, tmp_path) == f"{ended.id} is over: failed"
+    assert cancel(ended, tmp_path) == f"{ended.id} has ended: failed"
     assert cancel(dead, tmp_path).startswith(f"{dead.id} died before: its process ")
 
 
@@ -100,10 +100,10 @@ def test_what_a_killed_run_left_is_ended_and_what_another_run_has_started_is_let
 def test_a_run_on_another_host_and_what_it_left_are_ended_there(tmp_path, left_behind):
     dead = note(driver=replace(Owner.here(), host="elsewhere"))
     dead.write(tmp_path)
-    with pytest.raises(PipelineError, match=rf"runs on elsewhere .*call posttrain cancel {dead.id} on that machine"):
+    with pytest.raises(PipelineError, match=rf"runs on elsewhere .*run posttrain cancel {dead.id} on that machine"):
         cancel(dead, tmp_path)
     os.utime(run_record_path(tmp_path, dead.id), (0, 0))
-    assert cancel(dead, tmp_path).endswith(f"call posttrain cancel {dead.id} there to end what it may have left")
+    assert cancel(dead, tmp_path).endswith(f"run posttrain cancel {dead.id} there to end what it may have left")
     assert left_behind.poll() is None
 
 
@@ -111,14 +111,14 @@ def test_a_run_has_not_ended_while_something_that_it_started_lives(tmp_path, sle
     monkeypatch.setattr(module, "_WAIT_SECONDS", 0.5)
     running = note(driver=sleeper)
     running.write(tmp_path)
-    with pytest.raises(PipelineError, match=rf"not within 0 s \(processes {left_behind.pid}\)"):
+    with pytest.raises(PipelineError, match=rf"has not ended within 0 s \(processes {left_behind.pid}\)"):
         cancel(running, tmp_path)
 
 
 @pytest.mark.parametrize("words", [["20260101", "store={}"], ["store={}", "20260101"]])
 def test_a_run_is_named_before_or_after_its_store(runs, words, capsys):
     assert main(["cancel", *(word.format(runs) for word in words)]) == 0
-    assert capsys.readouterr().out == "20260101-000000-aa01 is over: done\n"
+    assert capsys.readouterr().out == "20260101-000000-aa01 has ended: done\n"
 
 
 def test_a_run_of_this_host_is_ended(tmp_path, sleeper):
@@ -133,7 +133,9 @@ def test_what_does_not_end_in_time_is_told(tmp_path, sleeper, monkeypatch):
     monkeypatch.setattr(module.os, "kill", lambda *_: None)
     running = note(driver=sleeper)
     running.write(tmp_path)
-    with pytest.raises(PipelineError, match=rf"not within 0 s \(processes {sleeper.pid}\); .* kill -9 {sleeper.pid}"):
+    with pytest.raises(
+        PipelineError, match=rf"not ended within 0 s \(processes {sleeper.pid}\); .* kill -9 {sleeper.pid}"
+    ):
         cancel(running, tmp_path)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.open_run import Trials, note_before, open_run
+from flows.open_run import Trials, open_run, prepare_run
 from flows.planning.plan import make_plan
 from flows.progress.run_record import RUN_VARIABLE, read_run_record, run_ids, run_record_path
 from flows.rehearsal import scratch_plan
@@ -69,15 +69,15 @@ def test_a_rehearsal_is_noted_in_the_real_store_with_its_command(plan, tmp_path)
         raise KeyboardInterrupt
     assert the_note(plan).outcome == "stopped"
     shown = status_text(plan.pipeline.store, *views(plan.pipeline.store))
-    assert "begin again with: posttrain rehearse x=1" in shown
+    assert "start again with: posttrain rehearse x=1" in shown
 
 
 def test_what_is_found_finished_is_claimed_before_anything_is_said_of_it(plan):
     finish(plan)
     done = make_plan(plan.pipeline)
     os.utime(done.entry(done.stage("data")).output, (0, 0))
-    note_before(done)
+    prepare_run(done)
     assert done.entry(done.stage("data")).output.stat().st_mtime > 0
     shutil.rmtree(done.entry(done.stage("data")).path)
     with pytest.raises(ArtifactError, match="run again"):
-        note_before(done)
+        prepare_run(done)

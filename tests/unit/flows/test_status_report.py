@@ -132,7 +132,7 @@ def test_a_run_whose_driver_is_gone_has_died_and_says_how_to_go_on(store, live):
     shown = text(store)
     assert shown.startswith("nothing runs in ")
     assert "died after 1:05" in shown
-    assert f"its driver on {host()} was killed at step 3 of dpo; run the same command again to go on:" in shown
+    assert f"its driver on {host()} was killed at step 3 of dpo; run the same command again to resume:" in shown
     assert "posttrain run stages.dpo.method.beta=0.2" in shown
     [run] = status_dict(store, *views(store))["last"]
     assert {stage["stage"]: stage["waits_for"] for stage in run["stages"]}["evaluate"] == ""
@@ -151,24 +151,24 @@ def test_the_step_of_a_run_is_still_known_when_a_later_one_went_on(store, live):
     record_attempt(store / "dpo" / "0123456789abcdef", 2, "code", reached=3)
     (store / "dpo" / "0123456789abcdef" / "metrics.jsonl").write_text("")
     run_record_path(store, live.id).unlink()
-    assert "      at step 3 of dpo; go on with: posttrain run" in text(store)
+    assert "      at step 3 of dpo; resume with: posttrain run" in text(store)
 
 
 @pytest.mark.parametrize("words", [["stages.dpo.method.beta=0.2", "x='a b'"], ["resources.save_steps=4"]])
 def test_what_a_later_run_has_taken_up_is_not_offered(store, live, words):
     stopped(live).write(store)
     replace(live, words=words).write(store)
-    assert f"      at step 3 of dpo; {live.id} went on" in text(store)
-    assert "go on with" not in text(store)
+    assert f"      at step 3 of dpo; {live.id} resumed it" in text(store)
+    assert "resume with" not in text(store)
     replace(live, words=words, stages={"sft": live.stages["sft"]}).write(store)  # which left dpo as it was
-    assert "      at step 3 of dpo; go on with: posttrain run" in text(store)
+    assert "      at step 3 of dpo; resume with: posttrain run" in text(store)
 
 
 def test_a_rehearsal_that_died_is_taken_up_by_the_same_command_alone(store, live):
     replace(died(stopped(live)), outcome=None, command="rehearse").write(store)
-    assert "run the same command again to begin again" in text(store)
+    assert "run the same command again to start again" in text(store)
     replace(live, command="rehearse").write(store)
-    assert f"was killed at step 3 of dpo; {live.id} began again" in text(store)
+    assert f"was killed at step 3 of dpo; {live.id} restarted it" in text(store)
 
 
 def test_the_last_runs_say_how_they_ended(store, live):
@@ -190,7 +190,7 @@ def test_the_last_runs_say_how_they_ended(store, live):
     assert heads[0][-2:] == ["after", "0:03"]
     assert "      stage dpo failed: no memory (log: x)" in lines
     assert "        too bad" in lines
-    assert any(line.startswith("      at step 3 of dpo; go on with: posttrain run") for line in lines)
+    assert any(line.startswith("      at step 3 of dpo; resume with: posttrain run") for line in lines)
 
 
 def test_a_pruned_stage_is_no_failure(store, live):
@@ -207,10 +207,10 @@ def test_a_sweep_says_how_many_trials_ended(store, live):
     sweep = SweepRecord(folder=str(folder), own=["dpo", "evaluate"], trials=8)
     replace(live, sweep=sweep).write(store)
     assert "cpt-sft-dpo  sweep toy-1234  runs since" in text(store)
-    assert "  trials    0 of 8 ended; each makes dpo, evaluate" in text(store)
+    assert "  trials    0 of 8 ended; each runs dpo, evaluate" in text(store)
     results = (complete(0), complete(1), ended(2, "failed"))
     (folder / "trials.jsonl").write_text("".join(json.dumps(asdict(each)) + "\n" for each in results))
-    assert "  trials    3 of 8 ended (2 complete, 1 failed); each makes dpo, evaluate" in text(store)
+    assert "  trials    3 of 8 ended (2 complete, 1 failed); each runs dpo, evaluate" in text(store)
     [run] = json.loads(json.dumps(status_dict(store, *views(store))))["running"]
     assert run["sweep"] == {
         "folder": str(folder), "stages": ["dpo", "evaluate"], "trials": 8, "ended": {"complete": 2, "failed": 1},
@@ -221,7 +221,7 @@ def test_a_sweep_says_how_many_trials_ended(store, live):
 
 def test_a_stop_between_two_stages_says_how_to_go_on(store, live):
     replace(live, outcome="stopped", ended=time.time(), stages={"corpus": live.stages["corpus"]}).write(store)
-    assert f"      go on with: posttrain run {live.words[0]}" in text(store)
+    assert f"      resume with: posttrain run {live.words[0]}" in text(store)
 
 
 def test_of_a_sweep_the_stages_that_rest_are_counted(store, live):

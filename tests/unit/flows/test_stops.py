@@ -11,7 +11,7 @@ import pytest
 
 from flows import __main__ as module
 from flows import stops
-from flows.stops import hearing_sigterm, stoppable
+from flows.stops import handling_sigterm, stoppable
 from lineage.owner import host
 
 
@@ -26,7 +26,7 @@ def test_a_command_that_is_asked_to_end_while_it_imports_ends_with_130(number, m
         assert signal.getsignal(number) == handler
     finally:
         signal.signal(number, before)
-    assert capsys.readouterr().err == "posttrain: stopped; run the same command again to go on\n"
+    assert capsys.readouterr().err == "posttrain: stopped; run the same command again to resume\n"
 
 
 def test_a_command_that_was_stopped_says_in_one_line_by_whom_and_what_goes_on_from_where(monkeypatch, capsys):
@@ -36,7 +36,7 @@ def test_a_command_that_was_stopped_says_in_one_line_by_whom_and_what_goes_on_fr
     monkeypatch.setattr(module, "_end_soon", lambda: None)
     monkeypatch.setattr(module, "_run", stopped)
     assert module.main(["run"]) == module.STOPPED
-    said = "posttrain: stopped by SIGTERM on here: sft saved at step 9; run the same command again to go on\n"
+    said = "posttrain: stopped by SIGTERM on here: sft saved at step 9; run the same command again to resume\n"
     assert capsys.readouterr().err == said
 
 
@@ -50,11 +50,11 @@ def test_who_is_asked_to_end_by_any_signal_ends_once(number):
 def test_who_is_asked_to_end_says_what_each_stage_goes_on_from():
     def stop() -> None:
         with stoppable():
-            stops.ended.extend(["sft saved at step 9", "corpus begins again"])
+            stops.ended.extend(["sft saved at step 9", "corpus starts again"])
             os.kill(os.getpid(), signal.SIGINT)
 
     stops.ended.append("of a run before")
-    with pytest.raises(KeyboardInterrupt, match=f"^by SIGINT on {host()}: sft saved at step 9, corpus begins again$"):
+    with pytest.raises(KeyboardInterrupt, match=f"^by SIGINT on {host()}: sft saved at step 9, corpus starts again$"):
         stop()
 
 
@@ -110,7 +110,7 @@ def test_sigterm_too_inside_of_a_flow_run_where_prefect_would_hear_it(tmp_path, 
         with stoppable():
             signal.signal(signal.SIGTERM, prefects)
             try:
-                with hearing_sigterm():
+                with handling_sigterm():
                     then_wait(lambda: importlib.import_module("asked_by_sigterm"))
             finally:
                 assert signal.getsignal(signal.SIGTERM) == prefects

@@ -98,7 +98,7 @@ def test_a_store_that_can_only_be_read_is_named(toy, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("words", [["store=one", "store=two"], ["+store=one", "++store=two"]])
 def test_of_a_field_that_is_given_twice_it_is_said_which_counts(toy, words):
-    warning = f"{words[0]} does not count, since {words[1]} follows it"
+    warning = f"{words[0]} is ignored, since {words[1]} follows it"
     planned, verified = toy("plan", *words), toy("verify", *words)
     assert planned.returncode == 0 and warning in planned.stderr
     assert "/two" in planned.stdout and "/one" not in planned.stdout
@@ -193,9 +193,9 @@ def test_a_password_in_the_address_of_mlflow_is_used_and_never_printed(guarded, 
 def test_the_next_command_of_a_run_has_no_password(toy):
     from argparse import Namespace
 
-    from flows.commands.arguments import words_of
+    from flows.commands.arguments import recorded_cli_args
 
-    words = words_of(Namespace(config_dir=None, overrides=["tracking.uri=http://ann:PW-7@h:5000", "a=1"]))
+    words = recorded_cli_args(Namespace(config_dir=None, overrides=["tracking.uri=http://ann:PW-7@h:5000", "a=1"]))
     assert words == ["tracking.uri=http://h:5000", "a=1"]
 
 

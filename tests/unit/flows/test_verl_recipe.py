@@ -196,7 +196,7 @@ def test_what_verl_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="SFT: is not exported to verl; stages of GRPO, RLOO and PPO"):
         verl_recipe(SFT(num_steps=1), Resources(), PLACES, 10)
     for fields_, found in (
-        ({"adapter": Adapter(type="dora")}, "adapter.type=dora: verl trains LoRA alone"),
+        ({"adapter": Adapter(type="dora")}, "adapter.type=dora: verl trains only LoRA"),
         ({"adapter": Adapter(), "quantization": Quantization(format="nf4")}, "quantization.format=nf4: verl trains on"),
         ({"adapter": Adapter(), "adapter_in": "continue"}, "adapter_in=continue: verl starts a LoRA from nothing"),
     ):

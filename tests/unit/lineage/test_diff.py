@@ -96,7 +96,7 @@ def test_equal_outputs_equal_fingerprints_and_one_artifact_are_named_as_such(sto
     assert "the outputs are equal, byte for byte, though the fingerprints differ" in text(store, first, second)
     assert answer(store, first, second)["same_output"]
     left, right = (store.stage(name, {}, recipe={"method": "Same"}, output=name) for name in ("left", "right"))
-    assert "the same work gave other bytes; code, libraries and hardware are the suspects" in text(store, left, right)
+    assert "the same work gave other bytes; likely causes are code, libraries and hardware" in text(store, left, right)
     assert found(store, left, left) == []
     assert "A and B are one artifact" in text(store, left, left)
 

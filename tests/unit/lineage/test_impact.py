@@ -84,7 +84,7 @@ def test_a_rollback_is_offered_where_the_holder_before_never_met_it(store):
     store.event(clean)
     store.event(made["dpo"])
     shown = text(store, "source:pairs")
-    assert f"alias champion is held by {node(made['dpo'])}; 0 s: posttrain rollback --alias champion" in shown
+    assert f"alias champion names {node(made['dpo'])}; 0 s: posttrain rollback --alias champion" in shown
     assert "rollback" not in text(store, node(clean))
 
 
@@ -163,9 +163,9 @@ def test_rows_are_found_by_id_and_by_a_part_of_their_text(store, with_rows):
 def test_a_row_that_was_only_held_out_asks_for_no_training(store, with_rows):
     shown = text(store, f"source:corpus#{HELD}")
     assert "registered versions: none" in shown
-    assert "they never saw it" in shown
+    assert "of such data, not on it" in shown
     shown = text(store, f"source:corpus#{TRAINED}")  # of what stands now, held out as well
-    assert "no model that stands now was trained on it" in shown
+    assert "no current model was trained on it" in shown
     assert "delete the row from /data/corpus.jsonl; posttrain run pipeline=p" in shown
 
 

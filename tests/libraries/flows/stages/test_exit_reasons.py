@@ -168,7 +168,7 @@ def test_before_it_trains_an_error_is_told_without_a_place(job, tmp_path):
 
 
 def test_a_stage_that_was_stopped_says_what_it_goes_on_from(job):
-    assert left(job) == "sft begins again"
+    assert left(job) == "sft starts again"
     for step in (3, 12):
         save(Entry(job.directory), step)
     assert left(job) == "sft saved at step 12"

@@ -97,7 +97,7 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
         ("pipeline=cpt-sft-dop", "did you mean cpt-sft-dpo"),
         ("stages.left.method=null", "stages.left: no such stage"),
         ("resources.gpus_per_worker=2", "less than or equal to 1"),
-        ("name=a/b", "no name for a pipeline or a stage"),
+        ("name=a/b", "not a name for a pipeline or a stage"),
         ("stages.left.method._target_=tasks.method.Method", "lacks consumes, produces"),
         ("a b c", "is no override .*write key=value"),
         ("stages.left.method.learning_rate=[", "is no override"),
@@ -140,7 +140,7 @@ def test_mistakes_of_a_methods_fields_together_name_the_stage():
 
 
 def test_a_mandatory_value_that_nobody_gave():
-    with pytest.raises(ConfigError, match=r"sources.rows.path: has no value; state sources.rows.path="):
+    with pytest.raises(ConfigError, match=r"sources.rows.path: has no value; set sources.rows.path="):
         load_pipeline(["pipeline=toy", "model=none"], CONF)
 
 

@@ -27,11 +27,11 @@ def test_what_is_no_cron_expression_is_refused_with_its_key(expression):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("schedule={paused: true}", "state one of them"),
-        ('schedule={cron: "@daily", interval: 60}', "state one of them"),
+        ("schedule={paused: true}", "set one of them"),
+        ('schedule={cron: "@daily", interval: 60}', "set one of them"),
         ("schedule={interval: 0}", r"schedule\.interval=0"),
         ('schedule={cron: "@daily", timezone: Mars/Base}', r"schedule\.timezone=Mars/Base: no such time zone"),
-        ("trigger={poll: 1}", "states neither sources nor events"),
+        ("trigger={poll: 1}", "has neither sources nor events"),
         ("trigger={sources: [row]}", "did you mean rows"),
         ("trigger={sources: [rows], poll: 0}", r"trigger\.poll=0"),
         ("trigger={sources: [rows], settle: 0}", r"trigger\.settle=0"),
@@ -47,7 +47,7 @@ def test_what_cannot_work_is_refused(override, message):
     ["{path: 'quickstart:corpus'}", "{path: 'alias:champion'}", f"{{path: owner/data, revision: {'a' * 40}}}"],
 )
 def test_a_trigger_on_what_cannot_change_is_refused(source):
-    with pytest.raises(ConfigError, match="which no change of data reaches"):
+    with pytest.raises(ConfigError, match="which never changes"):
         toy("trigger={sources: [rows]}", f"sources.rows={source}")
     assert toy("trigger={sources: [rows]}", "sources.rows={path: owner/data, revision: main}").operation.trigger
 

@@ -187,7 +187,7 @@ def test_old_rows_that_no_alias_names_need_the_record_of_how_they_were_split(ren
             "sources.start.fallback=data",
             r"sources\.start\.fallback=data: .*data gives text, this slot takes checkpoint",
         ),
-        ("sources.start.fallback=source:champion", "is an alias too, and may name nothing"),
+        ("sources.start.fallback=source:champion", "is an alias too, which may be unset"),
         ("sources.start.fallback=exam", "fallback=exam: .*(gives report|cycle)"),
         ("sources.rows.fallback=blank", r"sources\.rows\.fallback=blank: is for an alias"),
     ],

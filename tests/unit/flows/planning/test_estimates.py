@@ -240,7 +240,7 @@ def test_adapter_auto_is_refused_where_it_cannot_be_decided(demo, monkeypatch):
     ):
         demo("model=qwen2.5-0.5b", "adapter=auto", "stages.cpt.method.adapter=null")
     monkeypatch.setattr(adapter_choice, "capacity", lambda resources: 0)
-    with pytest.raises(ConfigError, match=r"adapter=auto: the memory of its workers is not known; set adapter=full"):
+    with pytest.raises(ConfigError, match=r"adapter=auto: the memory of its workers is unknown; set adapter=full"):
         demo("adapter=auto")
 
 

@@ -68,7 +68,7 @@ def test_a_finished_output_that_is_gone_is_named(toy, tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"posttrain_plan": 99, "overrides": [], "approved": {}}'])
 def test_another_file_is_refused(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
-    with pytest.raises(ConfigError, match="is no plan of this version"):
+    with pytest.raises(ConfigError, match="is not a plan of this version"):
         read_plan(tmp_path / "plan.json")
 
 

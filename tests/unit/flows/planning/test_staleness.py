@@ -65,11 +65,11 @@ def test_credentials_are_not_identity_and_are_not_recorded(toy, monkeypatch):
 def test_the_plan_goes_on_from_what_a_run_would_and_refuses_what_it_would_refuse(toy, lost):
     entry = toy().entry(toy().stage("left"))
     older, newer = save(entry, 4), save(entry, 6)
-    assert toy().stage("left").reason.startswith("goes on from step 6, ")
+    assert toy().stage("left").reason.startswith("resumes from step 6, ")
     (newer / lost).unlink()
-    assert toy().stage("left").reason.startswith("goes on from step 4, ")
+    assert toy().stage("left").reason.startswith("resumes from step 4, ")
     (older / lost).unlink()
-    with pytest.raises(ConfigError, match=r"stages.left: of its checkpoints .* begin again with restart=\[left\]"):
+    with pytest.raises(ConfigError, match=r"stages.left: each of its checkpoints .* start again with restart=\[left\]"):
         toy()
     again = toy("restart=[left]").stage("left")
     assert (again.state, again.restart) == ("run", True)
@@ -79,7 +79,7 @@ def test_a_restart_of_a_finished_stage_is_not_passed_over_in_silence(toy):
     finish(toy())
     left, right = (toy("restart=[left]").stage(name) for name in ("left", "right"))
     assert left.state == "reuse"
-    assert "; restart=[left] is for what is unfinished: change a field, or delete " in left.reason
+    assert "; restart=[left] applies to unfinished stages: change a field, or delete " in left.reason
     assert "restart" not in right.reason
 
 
@@ -157,6 +157,6 @@ def test_who_cannot_read_it_is_refused(toy, num_workers, zero_stage, overrides):
     with pytest.raises(ConfigError, match="cannot resume from it") as refused:
         toy(*overrides)
     assert str(refused.value).startswith("stages.left.resources: its checkpoint of step 7 was written with ")
-    remedy = f"set num_workers={num_workers} and zero_stage={zero_stage}, or begin again with restart=[left]"
+    remedy = f"set num_workers={num_workers} and zero_stage={zero_stage}, or start again with restart=[left]"
     assert str(refused.value).endswith(remedy)
     assert toy(*overrides, "restart=[left]").stage("left").state == "run"

@@ -67,7 +67,7 @@ def test_a_stage_that_goes_on_says_from_where(tmp_path):
     write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
     with Screen(stream, ["dpo"]) as board:
         board.on(event("running", directory=tmp_path, num_steps=10))
-    assert stream.getvalue() == "dpo  goes on from step 3 of 10\n"
+    assert stream.getvalue() == "dpo  resumes from step 3 of 10\n"
 
 
 def test_a_reader_that_has_gone_does_not_stop_the_run(tmp_path):

@@ -20,7 +20,7 @@ from tests.unit.flows.declare.test_config import CONF
 @pytest.fixture
 def told(monkeypatch) -> list[tuple[str, str, str]]:
     heard: list[tuple[str, str, str]] = []
-    monkeypatch.setattr(retrain, "_tell", lambda *said: heard.append(said))
+    monkeypatch.setattr(retrain, "_notify", lambda *said: heard.append(said))
     return heard
 
 
@@ -41,7 +41,7 @@ def test_a_failure_is_told_with_its_cause_and_what_to_type(toy, told):
     body = retrain.follow_up(plan, ["pipeline=toy", "a=[1, 2]"], StageError("left", "told\nto fail", "stage.log"))
     assert body == (
         "toy: New models: model. The run failed: stage left failed: told to fail (log: stage.log) "
-        "To go on from what is finished: posttrain run pipeline=toy 'a=[1, 2]'"
+        "To resume from what is finished: posttrain run pipeline=toy 'a=[1, 2]'"
     )
     assert told == [("custom-webhook/ops", "toy: failed", body)]
 
@@ -103,9 +103,7 @@ def test_without_a_prefect_api_one_line_says_that_nobody_was_told(toy, monkeypat
     plan = toy(NOTIFY)
     finish(plan)
     assert retrain.follow_up(plan, [])
-    assert capsys.readouterr().err == (
-        "posttrain: notify=custom-webhook/ops: nobody was told: no Prefect API is running\n"
-    )
+    assert capsys.readouterr().err == ("posttrain: notify=custom-webhook/ops: not sent: no Prefect API is running\n")
 
 
 def test_a_model_that_is_freed_while_its_bytes_are_read_gets_no_alias(toy, monkeypatch):
@@ -121,7 +119,7 @@ def test_a_model_that_is_freed_while_its_bytes_are_read_gets_no_alias(toy, monke
     ref = f"left@{left.path.name}"
     with monkeypatch.context() as patch:
         patch.setattr(Entry, "require_intact", slow)
-        with pytest.raises(ArtifactError, match=r"was freed or damaged meanwhile; run its pipeline again"):
+        with pytest.raises(ArtifactError, match=r"was deleted or damaged meanwhile; run its pipeline again"):
             promote(plan.pipeline, ref, "champion", why="", force=True)
     assert read_events(plan.pipeline.store) == []
     finish(make_plan(plan.pipeline), "left")

@@ -86,7 +86,7 @@ def test_checkpoints_that_are_all_damaged_are_not_passed_over(toy, caplog):
     log = stage.entry.logs / "stage.log"
     assert str(caught.value) == (
         "stage left failed: none of its checkpoints is what was committed: step-4/checkpoint.json is missing, and 1 "
-        f"more; restore the files, or lose their steps and begin again with restart=[left] (log: {log})"
+        f"more; restore the files, or lose their steps and start again with restart=[left] (log: {log})"
     )
     assert caplog.text == ""  # it is said once
     assert [line.partition("checkpoints/")[2] for line in log.read_text().splitlines()] == [

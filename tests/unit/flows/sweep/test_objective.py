@@ -79,15 +79,15 @@ PRUNING = Pruning(pruner={}, stage="left", metric="loss", direction="minimize")
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"num_trials": 3}, r"sweep\.num_trials: is stated without sweep\.sampler"),
-        ({"pruning": PRUNING}, r"sweep\.pruning: is stated without sweep\.sampler"),
-        ({"sampler": TPE, "objectives": {"best": maximize()}}, r"state sweep\.num_trials"),
-        ({"sampler": TPE, "num_trials": 3}, r"state sweep\.objectives"),
+        ({"num_trials": 3}, r"sweep\.num_trials: is set without sweep\.sampler"),
+        ({"pruning": PRUNING}, r"sweep\.pruning: is set without sweep\.sampler"),
+        ({"sampler": TPE, "objectives": {"best": maximize()}}, r"set sweep\.num_trials"),
+        ({"sampler": TPE, "num_trials": 3}, r"set sweep\.objectives"),
         (
             {"sampler": TPE, "num_trials": 3, "pruning": PRUNING, "objectives": {"a": maximize(), "b": minimize()}},
             "Optuna prunes by one objective, there are 2: a, b",
         ),
-        ({"by_step": "loss"}, r"sweep\.until; state it"),
+        ({"by_step": "loss"}, r"sweep\.until; set it"),
         ({"name": "../../evil"}, r"sweep\.name=\.\./\.\./evil: names a directory"),
     ],
 )
@@ -98,5 +98,5 @@ def test_settings_that_cannot_work_together_are_refused(changes, why):
 
 @pytest.mark.parametrize("stated", [{}, {"metric": "left/score", "function": "math.sqrt"}])
 def test_an_objective_is_either_a_metric_or_a_function(stated):
-    with pytest.raises(ConfigError, match="state one of them"):
+    with pytest.raises(ConfigError, match="set one of them"):
         Objective(direction="minimize", **stated)
