@@ -53,7 +53,7 @@ def prepare_run(plan: Plan) -> None:
 @contextlib.contextmanager
 def open_run(
     plan: Plan, words: Sequence[str], listener: Listener, stages: Sequence[PlannedStage],
-    trials: Trials | None = None, *, in_flow: bool = True, command: str = "run",
+    trials: Trials | None = None, *, recorder: RunRecorder | None = None, in_flow: bool = True, command: str = "run",
 ) -> Iterator[Run]:  # fmt: skip
     """Opens a run of some stages of a plan; at the end of the context its processes end and its record is closed.
 
@@ -61,6 +61,7 @@ def open_run(
         words: arguments of the command, for the record.
         listener: displays the run.
         trials: of a sweep; the plan is then that of one trial, and the stages are those of all.
+        recorder: an open one; None: the record of the run starts here.
         in_flow: whether the stages run in a Prefect flow.
         command: name of the ``posttrain`` command.
 
@@ -74,18 +75,24 @@ def open_run(
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
     sweep = _sweep_record(plan, trials) if trials else None
-    record = RunRecorder(plan, words, tracker, stages, sweep, in_flow=in_flow, command=command)
-    with record.open(), _with_run_id(record.run_id), tracker.execution(_execution(plan, words, trials)):
+    with contextlib.ExitStack() as stack:
+        if recorder is None:
+            recorder = RunRecorder(plan.home, plan.pipeline.name, words, in_flow=in_flow, command=command)
+            stack.enter_context(recorder.open())
+        listeners = [listener, recorder.on, tracker.on]
+        stack.enter_context(recorder.running(plan, tracker, stages, sweep))
+        stack.enter_context(_with_run_id(recorder.record.id))
+        stack.enter_context(tracker.execution(_execution(plan, words, trials)))
         modules = [] if foreground else shared_modules(stages)
         if modules:
             processes.warm_up(modules)
 
         def emit(event: Event) -> None:
-            for each in (listener, record.on, tracker.on):
+            for each in listeners:
                 each(event)
 
         try:
-            yield Run(plan=plan, processes=processes, emit=emit, tracker=tracker, claim=record.claim)
+            yield Run(plan=plan, processes=processes, emit=emit, tracker=tracker, recorder=recorder)
         except PipelineError:
             processes.end_all()
             raise

@@ -1,18 +1,22 @@
 """Use of MLflow by commands: create the tracker, complete the record of killed runs, mirror aliases."""
 
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline
-from flows.progress.run_record import silent_drivers
+from flows.progress.run_record import left_open, silent_drivers
 from lineage.errors import PipelineError
 from lineage.manifest import Manifest
 from lineage.mlflow.address import require_reachable, tracking_uri
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.promotions import locked, read_events, stacks
-from lineage.run_file import is_left, open_records
 from lineage.store import Entry, Store
 from lineage.tracker import Tracker
+
+if TYPE_CHECKING:
+    from lineage.mlflow.registry import Rebuilt
 
 
 def make_tracker(tracking: Tracking) -> Tracker:
@@ -30,20 +34,30 @@ def make_tracker(tracking: Tracking) -> Tracker:
 
 def complete_record(pipeline: Pipeline) -> None:
     """Closes runs in MLflow that a killed command left open, and adds what it committed."""
-    opened = open_records(pipeline.store) if pipeline.tracking.mlflow else []
-    silent = silent_drivers(pipeline.store) if opened else []
-    notes = [note for note in opened if is_left(note, silent)]
-    if not notes:
-        return
+    store = pipeline.store
+    if pipeline.tracking.mlflow and (any(each.open_mlflow for each in left_open(store)) or _of_earlier_versions(store)):
+        try:
+            rebuild(pipeline)
+        except PipelineError as error:
+            print(f"posttrain: the record of an earlier run stays incomplete: {error}", file=sys.stderr)
+
+
+def rebuild(pipeline: Pipeline) -> "Rebuilt":
+    """Writes everything to MLflow that the store has and MLflow lacks. Raises as ``refill``."""
     from lineage.mlflow.registry import refill  # imports mlflow, which takes a second
 
-    try:
-        refill(pipeline.tracking.uri, pipeline.store, silent)
-    except PipelineError as error:
-        print(f"posttrain: the record of an earlier run stays incomplete: {error}", file=sys.stderr)
-        return
+    left, notes = left_open(pipeline.store), _of_earlier_versions(pipeline.store)
+    rebuilt = refill(pipeline.tracking.uri, pipeline.store, silent_drivers(pipeline.store))
+    for record in left:
+        record.reported(pipeline.store, to_mlflow=True)
     for note in notes:
         note.unlink(missing_ok=True)
+    return rebuilt
+
+
+def _of_earlier_versions(store: Path) -> list[Path]:
+    """Files of runs that were not wholly recorded."""
+    return list((store / "logs" / "mlflow-open").glob("*.json"))
 
 
 def mirror_alias(pipeline: Pipeline, alias: str) -> None:

@@ -1,4 +1,4 @@
-"""Notes for MLflow: the start record beside each stage, and one per execution that is not wholly recorded."""
+"""The start record beside each stage: what MLflow is to be told of its last attempt, and where that is recorded."""
 
 import json
 import threading
@@ -10,7 +10,6 @@ from lineage.manifest import Manifest
 from lineage.owner import Owner
 
 _RUN_FILE = "mlflow.json"
-_OPEN = Path("logs/mlflow-open")
 _CHANGING = threading.Lock()  # a stage ends in one thread while another notes the run that it made for it
 
 
@@ -75,42 +74,12 @@ class RunFile:
                 changed.write(directory)
 
 
-class OpenRecord:
-    """The note of an execution: written when it starts, removed when MLflow has all of it."""
-
-    def __init__(self, store: Path, writer: Owner) -> None:
-        self._writer = writer
-        self._path = store / _OPEN / f"{writer.host}-{writer.pid}-{writer.token[:8]}.json"
-
-    def write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(asdict(self._writer)))
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-
-def open_records(store: Path) -> list[Path]:
-    """All notes, also of executions that are running."""
-    return sorted((store / _OPEN).glob("*.json"))
-
-
-def is_left(path: Path, silent: Collection[Owner]) -> bool:
-    """Whether the process of a note is gone: it was killed, or no MLflow answered it.
+def is_gone(writer: Owner, silent: Collection[Owner]) -> bool:
+    """Whether a process that writes to MLflow has ended.
 
     Args:
         silent: processes of other hosts whose heartbeats timed out.
     """
-    try:
-        return is_gone(Owner(**json.loads(path.read_text())), silent)
-    except FileNotFoundError:
-        return False
-    except (ValueError, TypeError):  # cut by the kill
-        return True
-
-
-def is_gone(writer: Owner, silent: Collection[Owner]) -> bool:
-    """Whether a process that writes to MLflow has ended; ``silent`` as above."""
     # By pid and start alone, which is what MLflow's tags say: it may be of an earlier boot, or of a container.
     ended = replace(writer, machine="", booted=None).is_dead(silent_seconds=0.0)
     return ended or any(writer.is_process(each) for each in silent)

@@ -73,10 +73,13 @@ def _close_dead(pipelines: "Sequence[Pipeline]") -> None:
 
     for store in {each.store for each in pipelines}:
         for left in settle_left(store):
-            print(f"flow run {left.flow_run}: {left.end.lower()}: {left.message}", file=sys.stderr)
+            flow = left.open_flow
+            assert flow is not None
+            print(f"flow run {flow.flow_run}: {flow.end.lower()}: {flow.message}", file=sys.stderr)
+            crashed = left.pipeline if left.links.deployed and flow.end == "CRASHED" else None
             for each in pipelines:
-                if left.end == "CRASHED" and (each.store, each.name) == (store, left.pipeline):
-                    notify_of(each, left.flow_run, "crashed", left.message)
+                if (each.store, each.name) == (store, crashed):
+                    notify_of(each, flow.flow_run, "crashed", flow.message)
 
 
 def _serve(

@@ -199,7 +199,7 @@ def _seconds(word: str) -> float:
 
 def run_rebuild(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
-    from flows.progress.run_record import silent_drivers
+    from flows.tracking import rebuild
     from lineage.store import require_store
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
@@ -208,9 +208,7 @@ def run_rebuild(options: argparse.Namespace) -> int:
             "tracking.mlflow=false: there is no MLflow to refill; leave tracking as it is, or set tracking.uri"
         )
     require_store(pipeline.store)
-    from lineage.mlflow.registry import refill  # imports mlflow, which takes a second
-
-    rebuilt = refill(pipeline.tracking.uri, pipeline.store, silent_drivers(pipeline.store))
+    rebuilt = rebuild(pipeline)
     if options.json:
         print(json.dumps({"added": rebuilt.added, "present": rebuilt.present}))
         return 0

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from typing import Annotated, Literal
 
@@ -39,18 +38,16 @@ from flows.planning.plan import Plan, make_plan
 from flows.planning.verdicts import may_ask, require_passed
 from flows.prefect.deployments import ANCHOR, ENTRY, Declared, Preset, declared
 from flows.prefect.flow import approved, flow_run_here, open_flow, run_stages, task_runner
-from flows.prefect.open_runs import OpenFlow
 from flows.prefect.page import RunPage, show_plan
-from flows.progress.recorder import WaitingNote
+from flows.progress.recorder import RunRecorder
+from flows.progress.run_record import latest
 from flows.promotion.notify import notify, require_block
 from flows.promotion.retrain import follow_up, promotion_due
-from flows.stages.execute import Result
 from lineage.code import code_digest
 from lineage.digest import digest_file, digest_of
 from lineage.errors import ConfigError, GateError, PipelineError
 from lineage.fingerprint import short
 from lineage.lock import Lock, acquire_or
-from lineage.owner import Owner
 from lineage.secrets import redacted
 from lineage.source_checks import PYTHON, code_of, python_function
 from lineage.store import create_store
@@ -137,7 +134,9 @@ def pipeline_flow(pipeline: Declared, preset: Preset) -> Flow[..., None]:
         with contextlib.suppress(ConfigError):  # there is neither a store nor a block to notify
             cli_args = preset.words(pipeline.option, flow_run.parameters.get("overrides") or [])
             found = load_pipeline(*split_words(cli_args))
-            OpenFlow(flow_run=str(flow_run.id), driver=Owner.here(), api=None).remove(found.store)
+            for record in latest(found.store):
+                if record.open_flow and record.open_flow.flow_run == str(flow_run.id):
+                    record.reported(found.store, to_prefect=True)
             if state.is_cancelled() or state.is_cancelling() or state.is_crashed():
                 _notify_of_end(found, flow_run, state)
 
@@ -184,13 +183,14 @@ def _run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_
         pipeline = load_pipeline(*split_words(cli_args))
     except ConfigError as error:
         return Failed(message=str(error))
-    finished: dict[str, Result] = {}
+    recorder = RunRecorder(pipeline.store, pipeline.name, list(map(redacted, cli_args)))
     try:
         if not any_code:
             _require_planned_code(flow_run.deployment_version, deployed_code(option, preset))
         create_store(pipeline.store)
-        open_flow(pipeline.name).write(pipeline.store)
-        state = _run_in_turn(pipeline, list(map(redacted, cli_args)), finished, may_leave=not overrides)
+        with recorder.open():
+            recorder.open_flow(open_flow())
+            state = _run_in_turn(pipeline, recorder, may_leave=not overrides)
     except GateError as refusal:
         state = Failed(name="Refused", message=str(refusal))
     except Exception as error:  # foreseen or not: of the store, full or away; of Prefect's server
@@ -199,24 +199,20 @@ def _run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_
             logger.exception("run=%s state=failed", flow_run.name)
         notify_of(pipeline, flow_run.name, "failed", cause)
         state = Failed(message=cause)
-    end, message = state.type.value, state.message or ""
-    replace(open_flow(pipeline.name), end=end, message=message, finished=list(finished)).write(pipeline.store)
+    recorder.open_flow(open_flow(state))
     return state
 
 
-def _run_in_turn(
-    pipeline: Pipeline, cli_args: Sequence[str], finished: dict[str, Result], *, may_leave: bool
-) -> State[None]:
+def _run_in_turn(pipeline: Pipeline, recorder: RunRecorder, *, may_leave: bool) -> State[None]:
     """Serialises deployed runs of a pipeline per store: the next makes its plan when the one before it is over.
 
     A lock, and no concurrency limit of Prefect's deployment: its client ends a run whose server is away, and a server
     that restarts forgets who has the slots.
 
     Args:
-        finished: filled as stages finish.
         may_leave: to a run with the same cli_args that waits already.
     """
-    runs = pipeline.store / "runs"
+    runs, cli_args = pipeline.store / "runs", recorder.record.words
     lock = Lock(runs / f"{pipeline.name}.turn")
     with contextlib.ExitStack() as stack:
         if not lock.try_acquire():
@@ -225,28 +221,28 @@ def _run_in_turn(
                 return Completed(message="left to another run with the same overrides, which waits already")
             waiting = f"another run of {pipeline.name}"
             get_run_logger().info(f"waits for {waiting}")
-            note = WaitingNote(pipeline.store, pipeline.name, cli_args)
-            with alike.holding(), note.open():
-                acquire_or(lock, lambda: False, lambda: note.waits_for(waiting))
+            with alike.holding():
+                acquire_or(lock, lambda: False, lambda: recorder.waits_for(waiting))
+            recorder.waits_for("")
         stack.enter_context(lock.holding())
         adopt_view(pipeline)
-        return _run(make_plan(pipeline), cli_args, finished)
+        return _run(make_plan(pipeline), recorder)
 
 
-def _run(plan: Plan, cli_args: Sequence[str], finished: dict[str, Result]) -> State[None]:
+def _run(plan: Plan, recorder: RunRecorder) -> State[None]:
     """Runs a plan.
 
     Raises:
         GateError: a gate, or a person, refused.
         PipelineError: the run failed; the caller reports it.
     """
-    start = time.perf_counter()
+    start, cli_args = time.perf_counter(), recorder.record.words
     show_plan(plan)
     prepare_run(plan)
     outcome, is_approved = None, True
     if plan.stale or may_ask(plan) or promotion_due(plan):
         try:
-            is_approved = _execute(plan, cli_args, finished)
+            is_approved = _execute(plan, recorder)
         except PipelineError as error:
             if follow_up(plan, cli_args, error) is None:
                 raise
@@ -267,13 +263,14 @@ def _run(plan: Plan, cli_args: Sequence[str], finished: dict[str, Result]) -> St
     return Completed(message=outcome or (done if plan.stale else f"nothing to do: all {count} stages are finished"))
 
 
-def _execute(plan: Plan, cli_args: Sequence[str], finished: dict[str, Result]) -> bool:
+def _execute(plan: Plan, recorder: RunRecorder) -> bool:
     """Runs what is stale; whether every approval that was asked for was given."""
     if plan.pipeline.operation.notify:
         require_block(plan.pipeline.operation.notify)
-    with RunPage(plan) as page, open_run(plan, cli_args, page.on, plan.stale) as run:
+    words = recorder.record.words
+    with RunPage(plan) as page, open_run(plan, words, page.on, plan.stale, recorder=recorder) as run:
         page.link(run.tracker)
-        run_stages(run, finished)
+        run_stages(run, {})
         return approved(run)
 
 

@@ -7,9 +7,7 @@ next command reports to it.
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import FrameType
 from uuid import UUID
 
@@ -29,15 +27,15 @@ from prefect.utilities.urls import url_for
 from flows.planning.plan import PlannedStage
 from flows.planning.verdicts import Judgement, judgements, record_decision, require_passed
 from flows.prefect.address import configured_api_url, prefix_of_command
-from flows.prefect.open_runs import End, OpenFlow, api_here, report_unknown, settle, settle_left
+from flows.prefect.open_runs import api_here, report_unknown, settle, settle_left
 from flows.prefect.server import EmbeddedServer
-from flows.progress.run_record import end_of
+from flows.progress.recorder import RunRecorder
+from flows.progress.run_record import End, OpenFlow, end_of
 from flows.stages.execute import Result, execute
 from flows.stages.resources import require_pools
 from flows.stages.run import Run
 from flows.stops import handling_sigterm
 from lineage.errors import GateError, PipelineError, StoppedError
-from lineage.owner import Owner
 from lineage.remote_files import why_unreachable
 from tasks.context import Launcher
 
@@ -65,25 +63,25 @@ def run_flow(run: Run, server: EmbeddedServer | None) -> dict[str, Result]:
         run_stages(run, results)
         return verdict_state(run)
 
-    in_flow(run, body, results.keys(), server, name=run.plan.pipeline.name)
+    in_flow(run, body, server, name=run.plan.pipeline.name)
     return results
 
 
 def in_flow(
-    run: Run, body: Callable[[], State[None] | None], finished: Collection[str], server: EmbeddedServer | None, *,
-    name: str, flow_run_name: str | None = None,
+    run: Run, body: Callable[[], State[None] | None], server: EmbeddedServer | None, *, name: str,
+    flow_run_name: str | None = None,
 ) -> None:  # fmt: skip
     """Runs the body of a command as one Prefect flow run.
 
     Args:
         body: returns the state that the flow run ends in; None: completed.
-        finished: names of the task runs whose stages are committed, as they come to be.
         server: that was started for this run alone; None: it is the user's.
 
     Raises:
         BaseException: what the body raised, whether or not Prefect could be told.
     """
-    reported = _Reported(run.plan.pipeline.store, finished)
+    assert run.recorder is not None
+    reported = _Reported(run.recorder)
 
     @flow(name=name, flow_run_name=flow_run_name, persist_result=False, task_runner=task_runner())
     def pipeline_flow() -> State[None] | None:
@@ -110,7 +108,7 @@ def in_flow(
 
 
 class _Reported:
-    """How a flow run ended, in a file of the store until Prefect knows it.
+    """How a flow run ended, in the record of the run until Prefect knows it.
 
     Attributes:
         has_begun: the body was called.
@@ -119,10 +117,9 @@ class _Reported:
         error: of the body.
     """
 
-    def __init__(self, store: Path, finished: Collection[str]) -> None:
-        self._store, self._finished = store, finished
+    def __init__(self, recorder: RunRecorder) -> None:
+        self._recorder = recorder
         self._flow_run: FlowRun | None = None
-        self._note: OpenFlow | None = None
         self._closed = threading.Event()
         self._was_away = False
         self.has_begun = False
@@ -134,7 +131,7 @@ class _Reported:
         """The body of the flow run; from its end on Prefect has some seconds to take that end."""
         self.has_begun = True
         self._flow_run = flow_run_here()
-        self._write(open_flow())
+        self._recorder.open_flow(open_flow())
         threading.Thread(target=self._watch, daemon=True, name="prefect health").start()
         is_stop = False
         try:
@@ -145,32 +142,26 @@ class _Reported:
             self.error = KeyboardInterrupt() if is_stop and not isinstance(error, StoppedError) else error
             state = Cancelled(message=_STOPPED) if is_stop else Failed(message=str(error))
         self.is_over = True
-        assert self._note is not None
-        end: End = state.type.value if state else "COMPLETED"
-        message = (state and state.message) or ""
-        self._write(replace(self._note, end=end, message=message, finished=list(self._finished)))
+        self._recorder.open_flow(open_flow(state))
         is_away = not is_stop and _is_away()
         self._was_away |= is_away
         self._limit(_STOP_SECONDS if is_stop or is_away else _REPORT_SECONDS)
         return state
 
     def close(self) -> None:
-        """Removes the file if Prefect knows the end."""
+        """Clears the record if Prefect knows the end."""
         self._alarm()
         self._closed.set()
-        if self._note is None:
+        flow = self._recorder.record.open_flow
+        if flow is None:
             return
         state = self._flow_run.state if self._flow_run else None
         if not (state and state.is_final()):
-            report_unknown(self._note)
-        elif self._was_away or state.type.value != self._note.end:  # the states of task runs are events, which get lost
-            settle(self._note, self._store)
-        else:
-            self._note.remove(self._store)
-
-    def _write(self, note: OpenFlow) -> None:
-        self._note = note
-        note.write(self._store)
+            report_unknown(flow)
+            return
+        # The states of task runs are events, which get lost.
+        if not (self._was_away or state.type.value != flow.end) or settle(self._recorder.record):
+            self._recorder.open_flow(None)
 
     def _watch(self) -> None:
         while not self._closed.wait(_HEALTH_SECONDS):
@@ -198,9 +189,18 @@ def _is_away() -> bool:
     return url is not None and why_unreachable(url, _HEALTH_SECONDS) is not None
 
 
-def open_flow(pipeline: str = "") -> OpenFlow:
-    """Of the flow run that this code runs in."""
-    return OpenFlow(flow_run=str(flow_run_here().id), driver=Owner.here(), api=api_here(), pipeline=pipeline)
+_RUNNING: State[None] = Crashed()  # what a kill makes of it
+
+
+def open_flow(state: State[None] | None = _RUNNING) -> OpenFlow:
+    """What Prefect has yet to know of the flow run that this code runs in.
+
+    Args:
+        state: that it ended in; None: completed.
+    """
+    end: End = state.type.value if state else "COMPLETED"
+    message = (state and state.message) or ""
+    return OpenFlow(flow_run=str(flow_run_here().id), api=api_here(), end=end, message=message)
 
 
 def flow_run_here() -> FlowRun:

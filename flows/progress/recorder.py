@@ -12,7 +12,7 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim, reads
 from flows.planning.verdicts import judgements
 from flows.progress.run_record import (
-    Links,
+    OpenFlow,
     Outcome,
     RunRecord,
     StageRecord,
@@ -60,67 +60,86 @@ _TEXT_LENGTH = 4000
 
 
 class RunRecorder:
-    """Keeps the record of one run within its context, as a listener.
+    """Keeps the record of one run: while it waits, while it runs a plan, and until Prefect knows how it ended.
 
     Args:
+        store: of the record.
         words: the options and overrides of the command.
-        stages: those that the run is to make, which it shows before they begin, but for those that trials own.
-        sweep: None: it is none.
-        in_flow: whether Prefect orders them.
+        in_flow: whether Prefect orders its stages.
         command: of ``posttrain``.
     """
 
     def __init__(
-        self, plan: Plan, words: Sequence[str], tracker: Tracker, stages: Sequence[PlannedStage],
-        sweep: SweepRecord | None = None, *, in_flow: bool = True, command: str = "run",
-    ) -> None:  # fmt: skip
-        self._plan = plan
-        self._stages = stages
-        self._tracker = tracker
-        self._store = plan.home
+        self, store: Path, pipeline: str, words: Sequence[str], *, in_flow: bool = True, command: str = "run"
+    ) -> None:
+        self._store = store
+        self._plan: Plan | None = None
+        self._stages: Sequence[PlannedStage] = ()
+        self._tracker = Tracker()
         self._lock = threading.Lock()
         self._writing = threading.Lock()
         self._changed = threading.Event()
-        self._ended = threading.Event()
+        self._closed = threading.Event()
         self._written: RunRecord | None = None
         self._api = os.environ.get("PREFECT_API_URL")
-        mlflow = shown(tracking_uri(plan.pipeline.tracking.uri)) if plan.pipeline.tracking.mlflow else None
-        now = time.time()
-        self._note = RunRecord(
-            id=new_id(), pipeline=plan.pipeline.name, words=list(words), driver=Owner.here(), started=now,
-            stages=expected(plan, stages, sweep.own if sweep else (), now), links=Links(mlflow=mlflow),
-            sweep=sweep, in_flow=in_flow, command=command,
+        self.record = RunRecord(
+            id=new_id(), pipeline=pipeline, words=list(words), driver=Owner.here(), started=time.time(), stages={},
+            in_flow=in_flow, command=command,
         )  # fmt: skip
-
-    @property
-    def run_id(self) -> str:
-        return self._note.id
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Starts the record; at the end writes the outcome.
+        """Starts the heartbeat; at the end writes the outcome, unless that of a plan is there."""
+        self._link()
+        thread = threading.Thread(target=self._keep, daemon=True, name="run-record")
+        thread.start()
+        end: tuple[Outcome, str] = "done", ""
+        try:
+            yield
+        except BaseException as error:
+            end = end_of(error)
+            raise
+        finally:
+            self._closed.set()
+            self._changed.set()
+            thread.join()
+            if self.record.outcome is None:
+                self._end(*end)
+
+    @contextlib.contextmanager
+    def running(
+        self, plan: Plan, tracker: Tracker, stages: Sequence[PlannedStage], sweep: SweepRecord | None = None
+    ) -> Iterator[None]:
+        """Records the run of a plan, and at its end the outcome.
+
+        Args:
+            stages: those that the run is to make, which it shows before they begin, but for those that trials own.
+            sweep: None: it is none.
 
         Raises:
             ArtifactError: what the plan reuses was deleted before the record protected it.
         """
-        self._link()
-        thread = threading.Thread(target=self._keep, daemon=True, name="run-record")
-        thread.start()
-        outcome: Outcome = "done"
-        cause = ""
+        self._plan, self._stages, self._tracker = plan, stages, tracker
+        mlflow = shown(tracking_uri(plan.pipeline.tracking.uri)) if plan.pipeline.tracking.mlflow else None
+        with self._lock:
+            blanks = expected(plan, stages, sweep.own if sweep else (), time.time())
+            links = replace(self.record.links, mlflow=mlflow)
+            self.record = replace(self.record, stages=blanks, links=links, sweep=sweep)
+        end: tuple[Outcome, str] = "done", ""
         try:
-            self.claim([self._plan])
+            self.claim([plan])
             yield
-            outcome, cause = self._verdict()
+            end = self._verdict(plan)
         except BaseException as error:
-            outcome, cause = end_of(error)
+            end = end_of(error)
             raise
         finally:
-            self._ended.set()
-            self._changed.set()
-            thread.join()
-            self._note = replace(self._note, outcome=outcome, cause=cause[:_TEXT_LENGTH], ended=time.time())
-            self._write()
+            self._end(*end)
+
+    def _end(self, outcome: Outcome, cause: str) -> None:
+        with self._lock:
+            self.record = replace(self.record, outcome=outcome, cause=cause[:_TEXT_LENGTH], ended=time.time())
+        self._write()
 
     def claim(self, plans: Sequence[Plan]) -> None:
         """Records what further plans read too, which ``gc`` then keeps while this run lives.
@@ -129,21 +148,33 @@ class RunRecorder:
             ArtifactError: some of it was deleted since its plan was made.
         """
         with self._lock:
-            noted = [*self._note.reads, *(key for plan in plans for key in reads(plan))]
-            self._note = replace(self._note, reads=list(dict.fromkeys(noted)))
+            noted = [*self.record.reads, *(key for plan in plans for key in reads(plan))]
+            self.record = replace(self.record, reads=list(dict.fromkeys(noted)))
         claim(plans, self._write)
+
+    def waits_for(self, what: str) -> None:
+        """Records for which other run this one waits; nothing: for none."""
+        with self._lock:
+            self.record = replace(self.record, waits_for=what)
+        self._changed.set()
+
+    def open_flow(self, flow: OpenFlow | None) -> None:
+        """Records, before anything else happens, what the next command has to report to Prefect if this one cannot."""
+        with self._lock:
+            self.record = replace(self.record, open_flow=flow)
+        self._write()
 
     def on(self, event: Event) -> None:
         """Listens to the run."""
         title, state, text = event.title, event.state, event.text.strip()[:_TEXT_LENGTH]
-        if state == "stopped":  # the outcome of the run says so
+        if state == "stopped" or self._plan is None:  # the outcome of the run says so
             return
         with self._lock:
             if state == "message":
-                self._note = replace(self._note, said=text)
+                self.record = replace(self.record, said=text)
             else:
                 now = time.time()
-                before = self._note.stages.get(title) or blank(self._plan, title, now)
+                before = self.record.stages.get(title) or blank(self._plan, title, now)
                 if state == "waiting" and (before.state, before.reason) == (state, text):
                     return
                 after = replace(
@@ -151,86 +182,48 @@ class RunRecorder:
                     total=event.num_steps or before.total,
                     directory=str(event.start.directory) if event.start else before.directory,
                 )  # fmt: skip
-                self._note = replace(self._note, stages={**self._note.stages, title: after})
+                self.record = replace(self.record, stages={**self.record.stages, title: after})
         self._link()
         self._changed.set()
 
     def _link(self) -> None:
         is_ours = os.environ.get("PREFECT_API_URL") != self._api  # set since: a server was started for this run
         with self._lock:
-            self._note = replace(self._note, links=with_flow_run(self._note.links, is_ours=is_ours))
+            self.record = replace(self.record, links=with_flow_run(self.record.links, is_ours=is_ours))
 
     def _keep(self) -> None:
         """Writes what changed; else touches the file, which is the heartbeat that other hosts see."""
-        while not self._ended.is_set():
+        while not self._closed.is_set():
             self._changed.wait(HEARTBEAT_SECONDS)
             self._changed.clear()
-            self._write()
-            self._ended.wait(_BURST_SECONDS)
+            if not self._closed.is_set():
+                self._write()
+            self._closed.wait(_BURST_SECONDS)
 
     def _write(self) -> None:
-        with self._writing:  # around the look at what is to be written: no older note comes after a newer one
+        with self._writing:  # around the look at what is to be written: no older record comes after a newer one
             with self._lock:
-                links = replace(self._note.links, mlflow_run=self._tracker.execution_id())
-                note = self._note = replace(self._note, links=links)
+                links = replace(self.record.links, mlflow_run=self._tracker.execution_id())
+                is_open = not self._tracker.is_complete
+                record = self.record = replace(self.record, links=links, open_mlflow=is_open)
             with contextlib.suppress(OSError):  # a store that cannot be written is reported by the stage that needs it
-                if note == self._written:
-                    os.utime(run_record_path(self._store, note.id))
+                if record == self._written:
+                    os.utime(run_record_path(self._store, record.id))
                 else:
-                    note.write(self._store)
-                    self._written = note
+                    record.write(self._store)
+                    self._written = record
 
-    def _verdict(self) -> tuple[Outcome, str]:
+    def _verdict(self, plan: Plan) -> tuple[Outcome, str]:
         """A run that came to its end may hold trials that failed, or a model that its gate refused."""
-        stages = self._note.stages.items()
+        stages = self.record.stages.items()
         failed = [title for title, stage in stages if stage.state == "failed"]
         if failed:
             return "failed", f"{', '.join(failed)} failed; see posttrain logs {failed[0]}"
-        if self._note.sweep:
+        if self.record.sweep:
             return "done", ""  # a gate judges each trial, and none of them the sweep
-        made = replace(self._plan, stages=list(self._stages) or self._plan.stages)
+        made = replace(plan, stages=list(self._stages) or plan.stages)
         try:
             refusals = [refusal for refusal in (each.refusal() for each in judgements(made)) if refusal]
         except (PipelineError, OSError) as error:
             return "failed", str(error)
         return ("refused", refusals[0]) if refusals else ("done", "")
-
-
-class WaitingNote:
-    """Tells whoever asks from another process of a run that waits, and lets them cancel it.
-
-    Args:
-        words: the options and overrides of its command.
-    """
-
-    def __init__(self, store: Path, pipeline: str, words: Sequence[str]) -> None:
-        self._store = store
-        self._note = RunRecord(
-            id=new_id(), pipeline=pipeline, words=list(words), driver=Owner.here(), started=time.time(), stages={},
-            links=with_flow_run(Links(), is_ours=False),
-        )  # fmt: skip
-        self._written = 0.0
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Ends the note with what cuts the wait off; else it is gone: a run that begins writes one with its stages."""
-        try:
-            yield
-        except BaseException as error:
-            outcome, cause = end_of(error)
-            self._write(replace(self._note, outcome=outcome, cause=cause, ended=time.time()))
-            raise
-        with contextlib.suppress(OSError):
-            run_record_path(self._store, self._note.id).unlink(missing_ok=True)
-
-    def waits_for(self, what: str) -> None:
-        """Call it at every look that was in vain: that is the heartbeat too, by which another host hears of it."""
-        now = time.monotonic()
-        if what != self._note.waits_for or now - self._written >= HEARTBEAT_SECONDS:
-            self._write(replace(self._note, waits_for=what))
-            self._written = now
-
-    def _write(self, note: RunRecord) -> None:
-        self._note = note
-        with contextlib.suppress(OSError):  # a store that cannot be written is told by whoever needs it
-            note.write(self._store)

@@ -1,6 +1,8 @@
 """The run record, ``<store>/runs/<id>.json``: the state of a run, for any process, also after the run was killed."""
 
+import contextlib
 import json
+import os
 import secrets
 import sys
 import time
@@ -16,9 +18,12 @@ from lineage.owner import EXPIRY_SECONDS, SKEW_SECONDS, Owner
 Outcome = Literal["done", "failed", "stopped", "refused"]
 StageState = Literal["pending", "waiting", "running", "done", "reused", "failed", "pruned"]
 
+End = Literal["COMPLETED", "FAILED", "CANCELLED", "CRASHED"]  # Prefect's types of final states
+
 RUN_VARIABLE = "POSTTRAIN_RUN"  # the id of the run, in the environment of every process that it starts
 _FOLDER = "runs"
 _CHECKED = 50  # records that are read beside those that were written just now
+_CHECKED_OPEN = 200  # the same where one may still have to be reported: to a Prefect that is used now and then
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +73,22 @@ class Links:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OpenFlow:
+    """A flow run of Prefect, until Prefect knows how it ended.
+
+    Args:
+        api: of Prefect; None: a server that we started, on the user's own database.
+        end: type of its final state; CRASHED while it is under way, since that is what a kill makes of it.
+        message: the reason.
+    """
+
+    flow_run: str
+    api: str | None
+    end: End = "CRASHED"
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SweepRecord:
     """What makes a run a sweep.
 
@@ -98,6 +119,8 @@ class RunRecord:
         said: its last message: what it waits for, a trial that failed.
         reads: ``stage@fingerprint`` of all artifacts that it makes, that it reuses, and that its sources lie in.
         command: of ``posttrain``; those other than ``run`` restart after a kill.
+        open_flow: what Prefect has yet to know; None: nothing.
+        open_mlflow: whether MLflow lacks a part of it.
     """
 
     id: str
@@ -116,6 +139,8 @@ class RunRecord:
     said: str = ""
     reads: Sequence[str] = field(default_factory=list)
     command: str = "run"
+    open_flow: OpenFlow | None = None
+    open_mlflow: bool = False
 
     def write(self, store: Path) -> None:
         atomic_write(run_record_path(store, self.id), json.dumps(asdict(self), indent=1) + "\n")
@@ -131,6 +156,21 @@ class RunRecord:
     def is_live(self, store: Path) -> bool:
         """Whether it runs; of a driver on another machine this is known up to five minutes late."""
         return self.outcome is None and not self.is_dead(store)
+
+    def reported(self, store: Path, *, to_prefect: bool = False, to_mlflow: bool = False) -> None:
+        """Notes that Prefect or MLflow knows the end; the time of the file stays that of the last heartbeat.
+
+        A run of a deployment that had neither to wait nor to run anything leaves no record then.
+        """
+        path = run_record_path(store, self.id)
+        with contextlib.suppress(OSError):  # a full disk: the next command reports it again
+            times, now = path.stat(), read_run_record(path) or self
+            open_flow, open_mlflow = None if to_prefect else now.open_flow, now.open_mlflow and not to_mlflow
+            if open_flow or now.stages or now.reads or now.waits_for:
+                replace(now, open_flow=open_flow, open_mlflow=open_mlflow).write(store)
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+            else:
+                path.unlink()
 
 
 def end_of(error: BaseException) -> tuple[Outcome, str]:
@@ -156,10 +196,11 @@ def read_run_record(path: Path) -> RunRecord | None:
         fields = json.loads(path.read_text())
         stages = {title: StageRecord(**stage) for title, stage in fields.pop("stages").items()}
         driver, links = Owner(**fields.pop("driver")), Links(**fields.pop("links"))
-        sweep = fields.pop("sweep", None)
+        sweep, open_flow = fields.pop("sweep", None), fields.pop("open_flow", None)
         return RunRecord(
-            **fields, stages=stages, driver=driver, links=links, sweep=SweepRecord(**sweep) if sweep else None
-        )
+            **fields, stages=stages, driver=driver, links=links, sweep=SweepRecord(**sweep) if sweep else None,
+            open_flow=OpenFlow(**open_flow) if open_flow else None,
+        )  # fmt: skip
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -169,15 +210,21 @@ def run_ids(store: Path) -> list[str]:
     return sorted((path.stem for path in (store / _FOLDER).glob("*.json")), reverse=True)
 
 
-def latest(store: Path) -> Iterator[RunRecord]:
+def latest(store: Path, number: int | None = None) -> Iterator[RunRecord]:
     """The records of runs that may be live, and of the last runs; newest first."""
     now = time.time()
     for index, run_id in enumerate(run_ids(store)):
         path = run_record_path(store, run_id)
-        if index < _CHECKED or _age(path, now) < EXPIRY_SECONDS + SKEW_SECONDS:
+        if index < (number or _CHECKED) or _age(path, now) < EXPIRY_SECONDS + SKEW_SECONDS:
             record = read_run_record(path)
             if record:
                 yield record
+
+
+def left_open(store: Path) -> list[RunRecord]:
+    """Runs whose process ended before MLflow and Prefect knew their end."""
+    recorded = latest(store, _CHECKED_OPEN)
+    return [each for each in recorded if (each.open_flow or each.open_mlflow) and each.is_dead(store)]
 
 
 def silent_drivers(store: Path) -> list[Owner]:

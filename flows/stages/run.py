@@ -13,6 +13,7 @@ from pathlib import Path
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
 from flows.planning.staleness import PlannedInput, write_examples
+from flows.progress.recorder import RunRecorder
 from flows.stages.job import CheckJob, JobInput
 from flows.stages.launch import StageProcesses
 from flows.stages.resources import Waiting, admitted
@@ -299,7 +300,7 @@ class Run:
     Args:
         emit: passes an event to all listeners.
         titles: stage -> its title in events, where that is not its name.
-        claim: keeps what further plans read, such as those of trials; raises as ``claim`` of the same name.
+        recorder: None: nothing records it, since nothing runs.
     """
 
     plan: Plan
@@ -308,10 +309,14 @@ class Run:
     tracker: Tracker
     titles: Mapping[str, str] = field(default_factory=dict)
     checks: DataChecks = field(default_factory=DataChecks)
-    claim: Callable[[Sequence[Plan]], None] = claim
+    recorder: RunRecorder | None = None
 
     def title(self, planned: PlannedStage) -> str:
         return self.titles.get(planned.name, planned.name)
+
+    def claim(self, plans: Sequence[Plan]) -> None:
+        """Keeps what further plans read, such as those of trials; raises as ``claim`` of the same name."""
+        (self.recorder.claim if self.recorder else claim)(plans)
 
     def announce(self, text: str) -> None:
         """Emits lines that belong to no single stage."""

@@ -207,20 +207,12 @@ def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen, com
 
         if server:
             server.wait_until_ready()
-        finished: set[str] = set()
-
-        def run_stage(title: str, work: Callable[[], None]) -> None:
-            as_task(title, work)
-            finished.add(title)
 
         def body() -> "State[None] | None":
-            engine.drive(run, run_stage)
+            engine.drive(run, as_task)
             return failed_state(engine.failure())
 
-        in_flow(
-            run, body, finished, server,
-            name=f"{plan.pipeline.name}-sweep", flow_run_name=folder.name,
-        )  # fmt: skip
+        in_flow(run, body, server, name=f"{plan.pipeline.name}-sweep", flow_run_name=folder.name)
         run.tracker.keep([path for path in sorted(folder.iterdir()) if path.suffix in _KEPT])
         if failure := engine.failure():
             raise _TrialsFailedError(failure)

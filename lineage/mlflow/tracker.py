@@ -14,7 +14,7 @@ from lineage.errors import StoppedError, TakenOverError
 from lineage.manifest import Manifest
 from lineage.mlflow.address import connect, shown
 from lineage.owner import Owner
-from lineage.run_file import OpenRecord, RunFile
+from lineage.run_file import RunFile
 from lineage.store import Entry
 from lineage.tracker import Event, Execution, RunIds, StageStart, Tracker, TrialEnd
 
@@ -71,7 +71,8 @@ class MlflowTracker(Tracker):
         self._artifacts: set[tuple[str, str]] = set()  # stage and fingerprint, of the rows of the table
         self._status: tuple[str, str] | None = None  # of the execution, at its end
         self._was_stopped = False
-        self._is_complete = True  # all was written the last time
+        self._is_written = True  # all was, the last time
+        self._is_closed = False
         self._is_reported = False
         self._changed = threading.Condition()
         self._is_woken = False
@@ -80,9 +81,6 @@ class MlflowTracker(Tracker):
     def execution(self, execution: Execution) -> Iterator[None]:
         """Opens the record, beside all else that starts; closes it with what leaves the context."""
         self._execution, self._start = execution, time.time()
-        note = OpenRecord(execution.store, self._me)
-        with contextlib.suppress(OSError):  # a store that cannot be written is reported by the run
-            note.write()
         thread = threading.Thread(target=self._write, daemon=True, name="mlflow")
         for title, manifest in execution.reused.items():
             self.on(Event(title=title, state="reused", manifest=manifest))
@@ -100,8 +98,7 @@ class MlflowTracker(Tracker):
             self._status = status
             self.wake()
             self._join(thread, _STOP_SECONDS if self._was_stopped else _CLOSE_SECONDS)
-            if not thread.is_alive() and self._is_complete:
-                note.remove()
+            self._is_closed = not thread.is_alive()
 
     def on(self, event: Event) -> None:
         title, manifest, error = event.title, event.manifest, event.error
@@ -163,6 +160,10 @@ class MlflowTracker(Tracker):
         current = self._mirror.runs.current if self._mirror else None
         return current.run_id if current else None
 
+    @property
+    def is_complete(self) -> bool:
+        return self._is_closed and self._is_written
+
     def run_ids(self, title: str) -> RunIds:
         """Of a stage that runs; waits for them while nothing fails."""
         stage = self._running(title)
@@ -191,7 +192,7 @@ class MlflowTracker(Tracker):
                 self._is_woken = False
             status = self._status
             stages = list(self._stages)
-            self._is_complete = self._write_all(stages, status) or (
+            self._is_written = self._write_all(stages, status) or (
                 status is not None and self._write_all(list(self._stages), status)  # there is no next time
             )
             with self._changed:

@@ -1,10 +1,10 @@
 """Prefect's server dies under a run, goes away, or hangs: training finishes, and Prefect learns how it ended."""
 
-import json
 import shutil
 import signal
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +13,8 @@ import pytest
 from flows.prefect.flow import as_task, failed_state, in_flow
 from flows.prefect.open_runs import settle_left
 from flows.prefect.server import read_settings_again, send_events
+from flows.progress.recorder import RunRecorder
+from flows.progress.run_record import RunRecord, StageRecord, latest
 from lineage.errors import PipelineError
 from tests.chaos.record import digests
 from tests.command import TOY, Command, alive, family, wait_until, wait_until_gone
@@ -59,8 +61,9 @@ def is_unbroken(toy: Command) -> bool:
     return digests(toy.folder / "artifacts")["left"] == unbroken(ToyTraining(num_steps=NUM_STEPS))
 
 
-def notes(toy: Command) -> list[Path]:
-    return list((toy.folder / "artifacts/logs/prefect-open").glob("*.json"))
+def notes(toy: Command) -> list[RunRecord]:
+    """Runs of which Prefect has yet to know something."""
+    return [record for record in latest(toy.folder / "artifacts") if record.open_flow]
 
 
 @pytest.fixture
@@ -68,7 +71,10 @@ def run(tmp_path, monkeypatch, users) -> SimpleNamespace:
     """A run in this process, of no stages, on that server."""
     monkeypatch.setenv("PREFECT_API_URL", users.url)
     read_settings_again()
-    yield SimpleNamespace(plan=SimpleNamespace(pipeline=SimpleNamespace(store=tmp_path / "artifacts")))
+    store = tmp_path / "artifacts"
+    yield SimpleNamespace(
+        plan=SimpleNamespace(pipeline=SimpleNamespace(store=store)), recorder=RunRecorder(store, "toy", [])
+    )
     send_events()
     monkeypatch.undo()
     read_settings_again()
@@ -84,9 +90,9 @@ def test_how_a_body_ends_is_how_its_flow_run_does(run, toy, tmp_path):
 
     for body, error in ((stopped, KeyboardInterrupt), (failing, PipelineError)):
         with pytest.raises(error):
-            in_flow(run, body, [], None, name="toy")
-    in_flow(run, lambda: failed_state("a gate refused"), [], None, name="toy")
-    in_flow(run, lambda: None, [], None, name="toy")
+            in_flow(run, body, None, name="toy")
+    in_flow(run, lambda: failed_state("a gate refused"), None, name="toy")
+    in_flow(run, lambda: None, None, name="toy")
     assert states(tmp_path / "prefect/prefect.db")[0] == ["CANCELLED", "FAILED", "FAILED", "COMPLETED"]
     assert not notes(toy)
 
@@ -98,12 +104,13 @@ def test_a_server_that_goes_away_costs_one_line_and_learns_the_end_from_the_next
         as_task("left", users.leave)
         as_task("right", lambda: None)
 
-    in_flow(run, body, ["left", "right"], None, name="toy")
+    stages = {name: StageRecord(state="done", since=0.0, directory="") for name in ("left", "right")}
+    run.recorder.record = replace(run.recorder.record, stages=stages)
+    in_flow(run, body, None, name="toy")
     assert capsys.readouterr().err.count("does not answer, and shows the flow run") == 1
     [note] = notes(toy)
-    fields = json.loads(note.read_text())
-    assert (fields["end"], fields["finished"]) == ("COMPLETED", ["left", "right"])
-    note.write_text(json.dumps(fields | {"driver": fields["driver"] | {"started": 0.0}}))  # as of another process
+    assert note.open_flow.end == "COMPLETED"
+    replace(note, driver=replace(note.driver, started=0.0)).write(tmp_path / "artifacts")  # as of another process
     users.start()
     assert len(settle_left(tmp_path / "artifacts")) == 1
     assert states(tmp_path / "prefect/prefect.db")[0] == ["COMPLETED"]
@@ -195,6 +202,6 @@ def test_a_stop_is_130_within_its_grace_though_prefect_does_not_answer(toy, user
     assert "Traceback" not in errors
     assert "does not answer" in errors
     [note] = notes(toy)
-    assert json.loads(note.read_text())["end"] == "CANCELLED"
+    assert note.open_flow.end == "CANCELLED"
     assert list(toy.folder.glob("artifacts/left/*/checkpoints/step-*"))
     wait_until_gone(started)

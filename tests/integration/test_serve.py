@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.prefect.open_runs import OpenFlow
+from flows.progress.run_record import Links, OpenFlow, RunRecord, new_id
 from lineage.owner import Owner
 from tests.command import CONF, REPOSITORY, alive, family, wait_until
 from tests.prefect_api import PrefectApi, serve
@@ -326,9 +326,10 @@ def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_
     unheard = api.start("toy/local")
     api.set_state(unheard, "RUNNING")
     gone = replace(Owner.here(), started=0.0)  # our pid, of another time
-    OpenFlow(flow_run=unheard, driver=gone, api=environment["PREFECT_API_URL"], pipeline="toy").write(
-        folder / "artifacts"
-    )
+    RunRecord(
+        id=new_id(), pipeline="toy", words=[], driver=gone, started=0.0, stages={}, links=Links(deployed=True),
+        open_flow=OpenFlow(flow_run=unheard, api=environment["PREFECT_API_URL"]),
+    ).write(folder / "artifacts")  # fmt: skip
     process = serve(folder, environment, "--config-dir", "groups", *WORDS, NOTIFY)
     try:
         assert api.end(unheard)["type"] == "CRASHED"

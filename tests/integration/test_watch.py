@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from flows.prefect.open_runs import OpenFlow
+from flows.progress.run_record import Links, OpenFlow, RunRecord, new_id
 from lineage.artifact import Source
 from lineage.digest import DigestCache
 from lineage.owner import Owner
@@ -85,7 +85,10 @@ def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
     dead = server.start("toy/workers")
     server.set_state(dead, "RUNNING")
     gone = replace(Owner.here(), started=0.0)  # our pid, of another time
-    OpenFlow(flow_run=dead, driver=gone, api=server.url, pipeline="toy").write(tmp_path / "artifacts")
+    RunRecord(
+        id=new_id(), pipeline="toy", words=[], driver=gone, started=0.0, stages={}, links=Links(deployed=True),
+        open_flow=OpenFlow(flow_run=dead, api=server.url),
+    ).write(tmp_path / "artifacts")  # fmt: skip
     with serving(server, tmp_path, *TOY, TRIGGER, "--name", "workers", "--watch-only") as said:
         rows.write_text("second")
         wait_until(lambda: len(server.runs()) == 1, "a run is created")

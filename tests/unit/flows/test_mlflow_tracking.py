@@ -16,7 +16,7 @@ from lineage.errors import ConfigError
 from lineage.mlflow.address import require_reachable, shown, sqlite_file, tracking_uri
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.owner import Owner
-from lineage.run_file import OpenRecord, is_left, open_records
+from lineage.run_file import is_gone
 from lineage.tracker import Tracker
 
 
@@ -52,24 +52,13 @@ LATER = replace(ELSEWHERE, started=ELSEWHERE.started + 60)  # its pid was given 
 SAID = replace(ELSEWHERE, token="another")  # as the note of its run has it
 
 
-@pytest.fixture
-def noted(tmp_path):
-    def note(holder: Owner):
-        OpenRecord(tmp_path, HERE).write()
-        [path] = open_records(tmp_path)
-        path.write_text(json.dumps(asdict(holder)))
-        return path
-
-    return note
-
-
 @pytest.mark.parametrize(
     ("writer", "silent", "left"),
     [(HERE, [], False), (DEAD, [], True), (ELSEWHERE, [], False), (ELSEWHERE, [SAID], True), (LATER, [SAID], False)],
     ids=["lives", "died", "elsewhere", "elsewhere and silent", "another process elsewhere"],
 )
-def test_a_record_is_left_by_who_is_gone(noted, writer, silent, left):
-    assert is_left(noted(writer), silent) is left
+def test_a_record_is_left_by_who_is_gone(writer, silent, left):
+    assert is_gone(writer, silent) is left
 
 
 def test_mlflow_records_unless_it_is_off():
@@ -84,22 +73,42 @@ def test_a_wrong_address_is_told_before_anything_starts():
         make_tracker(Tracking(mlflow=True, uri="http://127.0.0.1:1", dvc=False))
 
 
-def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_silent(toy, tmp_path, monkeypatch):
-    elsewhere = replace(Owner.here(), host="elsewhere")
-    OpenRecord(tmp_path, elsewhere).write()
-    [path] = open_records(tmp_path)
-    run = RunRecord(id="20260101-000000-aaaa", pipeline="toy", words=[], driver=elsewhere, started=0.0, stages={})
-    run.write(tmp_path)
-    told = []
-    registry = SimpleNamespace(refill=lambda uri, store, silent: told.append(list(silent)))
+@pytest.fixture
+def told(monkeypatch):
+    """The silent processes of each refill."""
+    found = []
+    registry = SimpleNamespace(refill=lambda uri, store, silent: found.append(list(silent)))
     monkeypatch.setitem(sys.modules, "lineage.mlflow.registry", registry)  # which imports mlflow
-    tracked = Tracking(mlflow=True, uri=None, dvc=False)
-    pipeline = replace(toy().pipeline, store=tmp_path, tracking=tracked)
+    return found
+
+
+@pytest.fixture
+def pipeline(toy, tmp_path):
+    return replace(toy().pipeline, store=tmp_path, tracking=Tracking(mlflow=True, uri=None, dvc=False))
+
+
+def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_silent(pipeline, told, tmp_path):
+    elsewhere = replace(Owner.here(), host="elsewhere")
+    run = RunRecord(
+        id="20260101-000000-aaaa", pipeline="toy", words=[], driver=elsewhere, started=0.0, stages={}, open_mlflow=True,
+        waits_for="another run",
+    )  # fmt: skip
+    run.write(tmp_path)
     module.complete_record(pipeline)
-    assert told == [] and path.exists()
+    assert told == []
     os.utime(run_record_path(tmp_path, run.id), (0, 0))
     module.complete_record(pipeline)
-    assert told == [[elsewhere]] and not path.exists()
+    module.complete_record(pipeline)
+    assert told == [[elsewhere]]
+
+
+def test_what_an_earlier_version_left_open_is_completed_once(pipeline, told, tmp_path):
+    path = tmp_path / "logs" / "mlflow-open" / f"{DEAD.host}-1-abc.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(asdict(DEAD)))
+    module.complete_record(pipeline)
+    module.complete_record(pipeline)
+    assert told == [[]] and not path.exists()
 
 
 def test_the_variable_wins_over_the_default_and_the_configuration_over_the_variable(monkeypatch):

@@ -1,16 +1,19 @@
 """Flow runs whose end Prefect may not know."""
 
+import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
-from flows.prefect.open_runs import OpenFlow, left_open, settle_left
-from flows.progress.run_record import Links, RunRecord, run_record_path
+from flows.prefect import open_runs
+from flows.prefect.open_runs import settle_left
+from flows.progress.run_record import Links, OpenFlow, RunRecord, StageRecord, left_open
 from lineage.owner import Owner
 
 ID = "00000000-0000-0000-0000-000000000001"
 API = "http://127.0.0.1:9/api"
+FLOW = OpenFlow(flow_run=ID, api=API)
 
 
 @pytest.fixture
@@ -18,49 +21,58 @@ def dead() -> Owner:
     return replace(Owner.here(), started=0.0)
 
 
-def test_only_the_notes_of_the_dead_are_left_and_say_how_they_died(tmp_path, dead):
-    OpenFlow(flow_run=ID, driver=Owner.here(), api=API).write(tmp_path)
-    assert list(left_open(tmp_path)) == []
-    OpenFlow(flow_run=ID, driver=dead, api=API).write(tmp_path)
-    [flow] = left_open(tmp_path)
-    assert (flow.end, flow.api) == ("CRASHED", API)
-    assert f"its process {os.getpid()} on {dead.host} was killed" in flow.message
-    flow.remove(tmp_path)
-    assert list(left_open(tmp_path)) == []
-
-
-def test_what_a_run_came_to_is_kept(tmp_path, dead):
-    flow = OpenFlow(flow_run=ID, driver=dead, api=None, end="FAILED", message="no memory", finished=["data"])
-    flow.write(tmp_path)
-    assert list(left_open(tmp_path)) == [flow]
-
-
-def test_a_prefect_that_is_away_leaves_the_file_for_the_next_command(tmp_path, dead, monkeypatch, capsys):
+@pytest.fixture
+def settled(monkeypatch):
+    """What Prefect, which takes all, was told."""
+    found = []
     monkeypatch.setenv("PREFECT_API_URL", API)
-    flow = OpenFlow(flow_run=ID, driver=dead, api="http://elsewhere/api")
-    flow.write(tmp_path)
+    monkeypatch.setattr(open_runs, "settle", lambda record: found.append(record) or True)
+    return found
+
+
+def record_of(store, driver, flow=FLOW, **fields) -> RunRecord:
+    stages = {"data": StageRecord(state="done", since=0.0, directory="", after=[])}
+    known = {"pipeline": "toy", "words": [], "started": 0.0, "stages": stages}
+    record = RunRecord(id="20260101-000000-aaaa", driver=driver, open_flow=flow, **{**known, **fields})
+    record.write(store)
+    return record
+
+
+def test_only_the_runs_of_the_dead_are_reported_once_and_say_how_they_died(tmp_path, dead, settled):
+    record_of(tmp_path, Owner.here())
+    assert settle_left(tmp_path) == []
+    record_of(tmp_path, dead)
+    [record] = settle_left(tmp_path)
+    assert record.open_flow.end == "CRASHED" and settled == [record]
+    assert f"its process {os.getpid()} on {dead.host} was killed" in record.open_flow.message
+    assert settle_left(tmp_path) == []
+
+
+def test_what_a_run_came_to_is_reported(tmp_path, dead, settled):
+    record = record_of(tmp_path, dead, replace(FLOW, end="FAILED", message="no memory"), outcome="failed")
+    assert settle_left(tmp_path) == [record]
+
+
+def test_a_prefect_that_is_away_leaves_it_to_the_next_command(tmp_path, dead, monkeypatch, capsys):
+    monkeypatch.setenv("PREFECT_API_URL", API)
+    record_of(tmp_path, dead, replace(FLOW, api="http://elsewhere/api"))
     assert settle_left(tmp_path) == [] and capsys.readouterr().err == ""  # of another Prefect
-    replace(flow, api=API).write(tmp_path)
+    record = record_of(tmp_path, dead)
     assert settle_left(tmp_path) == []
     assert f"Prefect at {API} does not answer, and shows the flow run {ID} as running" in capsys.readouterr().err
-    assert list(left_open(tmp_path))
+    assert left_open(tmp_path) == [record]
 
 
-def test_a_note_that_a_kill_has_cut_is_passed_over(tmp_path, dead):
-    flow = OpenFlow(flow_run=ID, driver=dead, api=API)
-    flow.write(tmp_path)
-    next(tmp_path.rglob(f"{ID}.json")).write_text('{"flow_run": "0')
-    assert list(left_open(tmp_path)) == []
-
-
-def test_of_another_machine_its_run_tells_by_its_silence(tmp_path):
-    elsewhere = replace(Owner.here(), host="elsewhere")
-    OpenFlow(flow_run=ID, driver=elsewhere, api=API).write(tmp_path)
-    run = RunRecord(
-        id="20260101-000000-aaaa", pipeline="toy", words=[], driver=elsewhere, started=0.0, stages={},
-        links=Links(flow_run=ID),
-    )  # fmt: skip
-    run.write(tmp_path)
-    assert list(left_open(tmp_path)) == []
-    os.utime(run_record_path(tmp_path, run.id), (0, 0))
-    assert [flow.flow_run for flow in left_open(tmp_path)] == [ID]
+@pytest.mark.parametrize(("content", "is_reported"), [("", True), ('{"flow_run": "0', False)])
+def test_what_an_earlier_version_left_is_reported_once_unless_a_kill_has_cut_it(
+    tmp_path, dead, settled, content, is_reported
+):
+    path = tmp_path / "logs" / "prefect-open" / f"{ID}.json"
+    path.parent.mkdir(parents=True)
+    fields = {"flow_run": ID, "driver": asdict(dead), "api": API, "end": "FAILED", "message": "no memory"}
+    path.write_text(content or json.dumps({**fields, "finished": ["data"], "pipeline": "toy"}))
+    assert len(settle_left(tmp_path)) == is_reported
+    assert path.exists() is not is_reported and settle_left(tmp_path) == []
+    for record in settled:
+        assert (record.pipeline, record.links, list(record.stages)) == ("toy", Links(deployed=True), ["data"])
+        assert record.open_flow == replace(FLOW, end="FAILED", message="no memory")

@@ -1,5 +1,6 @@
 """The note of a run: what it is at, for what it waits, how it ends, and whether it lives."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -14,14 +15,16 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.progress import recorder, run_record
-from flows.progress.recorder import RunRecorder, WaitingNote
+from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import (
     Links,
+    OpenFlow,
     RunRecord,
     StageRecord,
     SweepRecord,
     is_to_begin,
     latest,
+    left_open,
     new_id,
     read_run_record,
     run_ids,
@@ -44,6 +47,7 @@ class Recorded(Tracker):
     """A tracker whose record is opened a moment later."""
 
     run_id: str | None = None
+    is_complete = True
 
     def execution_id(self):
         return self.run_id
@@ -57,9 +61,13 @@ def plan(tmp_path):
     return make_plan(load_pipeline([*words, *workers], CONF))
 
 
-@pytest.fixture
-def journal(plan):
-    return RunRecorder(plan, ["pipeline=toy"], Recorded(), plan.stale)
+@contextlib.contextmanager
+def recording(plan, tracker=None, stages=None, sweep=None):
+    """The record of a run of a plan."""
+    recorder = RunRecorder(plan.home, plan.pipeline.name, ["pipeline=toy"])
+    running = recorder.running(plan, tracker or Recorded(), plan.stale if stages is None else stages, sweep)
+    with recorder.open(), running:
+        yield recorder
 
 
 def the_note(store):
@@ -69,9 +77,9 @@ def the_note(store):
     return note
 
 
-def test_a_run_shows_its_stages_before_they_begin_and_writes_every_change(plan, journal):
+def test_a_run_shows_its_stages_before_they_begin_and_writes_every_change(plan):
     store = plan.pipeline.store
-    with journal.open():
+    with recording(plan) as journal:
         note = the_note(store)
         assert (note.pipeline, note.words, note.outcome) == ("toy", ["pipeline=toy"], None)
         assert note.driver.pid == os.getpid()
@@ -101,9 +109,9 @@ def test_a_run_shows_its_stages_before_they_begin_and_writes_every_change(plan, 
     assert note.ended
 
 
-def test_a_run_is_done_though_a_trial_was_pruned_and_refused_by_a_gate_unless_it_is_a_sweep(plan, journal, monkeypatch):
+def test_a_run_is_done_though_a_trial_was_pruned_and_refused_by_a_gate_unless_it_is_a_sweep(plan, monkeypatch):
     store = plan.pipeline.store
-    with journal.open():
+    with recording(plan) as journal:
         journal.on(event("done", title="left", seconds=1.5))
         journal.on(event("pruned", "step 3: others do better", title="right#2"))
     assert (the_note(store).outcome, the_note(store).stages["right#2"].state) == ("done", "pruned")
@@ -113,7 +121,7 @@ def test_a_run_is_done_though_a_trial_was_pruned_and_refused_by_a_gate_unless_it
         (SweepRecord(folder=str(store / "sweeps" / "s"), own=["left", "right"], trials=3), "done", ""),
     ):
         shutil.rmtree(store / "runs")
-        with RunRecorder(plan, [], Recorded(), plan.stale, sweep).open():
+        with recording(plan, sweep=sweep):
             shown = set(the_note(store).stages)
         assert shown == ({"data", "model"} if sweep else {"data", "model", "left", "right"})
         assert (the_note(store).outcome, the_note(store).cause, the_note(store).sweep) == (outcome, cause, sweep)
@@ -128,28 +136,28 @@ def test_a_run_is_done_though_a_trial_was_pruned_and_refused_by_a_gate_unless_it
         (ValueError(), "failed", "ValueError"),
     ],
 )
-def test_the_end_is_what_leaves_the_context(plan, journal, error, outcome, cause):
-    with pytest.raises(type(error)), journal.open():
+def test_the_end_is_what_leaves_the_context(plan, error, outcome, cause):
+    with pytest.raises(type(error)), recording(plan):
         raise error
     assert (the_note(plan.pipeline.store).outcome, the_note(plan.pipeline.store).cause) == (outcome, cause)
 
 
 def test_the_run_of_mlflow_is_named_as_soon_as_there_is_one(plan):
     tracker = Recorded()
-    with RunRecorder(plan, [], tracker, plan.stale).open():
+    with recording(plan, tracker):
         assert the_note(plan.pipeline.store).links.mlflow_run is None
         tracker.run_id = "abc"
     links = the_note(plan.pipeline.store).links
     assert links.mlflow_run == "abc" and links.mlflow.startswith("sqlite:///")
 
 
-def test_a_store_that_cannot_be_written_stops_no_run_and_ends_no_wait(plan, journal):
+def test_a_store_that_cannot_be_written_stops_no_run_and_ends_no_wait(plan):
     store = plan.pipeline.store
     store.mkdir()
     (store / "runs").write_text("in the way")
-    with journal.open():
+    with recording(plan) as journal:
         journal.on(event("running", title="left", directory=store))
-    waiting = WaitingNote(store, "toy", [])
+    waiting = RunRecorder(store, "toy", [])
     with waiting.open():
         waiting.waits_for("another run")
     assert (store / "runs").read_text() == "in the way"
@@ -159,12 +167,12 @@ def test_a_stage_comes_after_all_data_though_it_reads_none(plan):
     extra = replace(plan.stage("data"), name="extra")
     pipeline = replace(plan.pipeline, stages={"extra": extra.stage, **plan.pipeline.stages})
     wide = replace(plan, pipeline=pipeline, stages=[extra, *plan.stages])
-    with RunRecorder(wide, [], Recorded(), wide.stale).open():
+    with recording(wide):
         assert the_note(plan.pipeline.store).stages["model"].after == ["extra", "data"]
 
 
 def test_what_is_reused_is_waited_for_by_nothing(plan):
-    with RunRecorder(plan, [], Recorded(), [plan.stage("model")]).open():
+    with recording(plan, stages=[plan.stage("model")]):
         assert the_note(plan.pipeline.store).stages["model"].after == []
 
 
@@ -172,19 +180,19 @@ def test_what_is_deleted_before_a_run_has_noted_it_ends_the_run_at_its_begin(pla
     finish(plan, "data")
     again = make_plan(plan.pipeline)
     shutil.rmtree(again.entry(again.stage("data")).path)
-    with pytest.raises(ArtifactError, match="run again"), RunRecorder(again, [], Recorded(), again.stale).open():
+    with pytest.raises(ArtifactError, match="run again"), recording(again):
         pytest.fail("it began")
     assert the_note(plan.pipeline.store).outcome == "failed" and "run again" in the_note(plan.pipeline.store).cause
 
 
-def test_what_a_further_plan_reads_is_noted_too(plan, journal):
+def test_what_a_further_plan_reads_is_noted_too(plan):
     """As that of a trial, which may read what another pipeline has made."""
     store = plan.pipeline.store
     named = WrittenStore(store)
     rows = named.stage("corpus", {"rows": named.source("rows")})
     path = f"sources.rows.path={store}/corpus/{rows.fingerprint[:16]}/output/content.txt"
     trial = make_plan(load_pipeline(["pipeline=toy", "model=none", path, f"store={store}"], CONF))
-    with journal.open():
+    with recording(plan) as journal:
         before = the_note(store).reads
         journal.claim([trial])
         assert set(the_note(store).reads) - set(before) >= {node(rows)}
@@ -193,11 +201,11 @@ def test_what_a_further_plan_reads_is_noted_too(plan, journal):
             journal.claim([trial])
 
 
-def test_a_run_that_begins_waits_until_gc_has_deleted_what_it_is_at(plan, journal):
+def test_a_run_that_begins_waits_until_gc_has_deleted_what_it_is_at(plan):
     begun, store = [], plan.pipeline.store
 
     def begin():
-        with journal.open():
+        with recording(plan):
             begun.append(run_ids(store))
 
     run = threading.Thread(target=begin)
@@ -261,16 +269,30 @@ def test_a_driver_of_another_machine_is_gone_when_none_of_its_runs_is_heard(tmp_
 # For what a run or a stage waits.
 
 
-def test_a_run_that_waits_is_noted_until_its_turn_comes(tmp_path):
-    waiting = WaitingNote(tmp_path, "toy", ["pipeline=toy"])
-    with waiting.open():
-        assert run_ids(tmp_path) == []  # it has not had to wait
-        waiting.waits_for("another run of toy: daily")
-        note = the_note(tmp_path)
-        assert (note.pipeline, note.words, note.driver.pid) == ("toy", ["pipeline=toy"], os.getpid())
-        assert note.waits_for == "another run of toy: daily" and note.is_live(tmp_path)
-        waiting.waits_for("another run of toy: nightly")
-        assert the_note(tmp_path).waits_for == "another run of toy: nightly"
+def test_a_run_of_a_deployment_has_one_record_from_its_wait_to_the_end_that_prefect_knows(plan):
+    store, flow = plan.pipeline.store, OpenFlow(flow_run="f", api=None)
+    recorder = RunRecorder(store, "toy", ["pipeline=toy"])
+    with recorder.open():
+        recorder.open_flow(flow)
+        assert (the_note(store).open_flow, the_note(store).driver.pid) == (flow, os.getpid())
+        for waiting in ("another run of toy: daily", "another run of toy: nightly", ""):
+            recorder.waits_for(waiting)
+            wait_until(lambda waiting=waiting: the_note(store).waits_for == waiting, "is written", seconds=5)
+            assert the_note(store).is_live(store)
+        with recorder.running(plan, Recorded(), plan.stale):
+            assert list(the_note(store).stages) == ["data", "model", "left", "right"]
+    recorder.open_flow(replace(flow, end="COMPLETED"))
+    assert (the_note(store).outcome, the_note(store).open_flow.end) == ("done", "COMPLETED")
+    the_note(store).reported(store, to_prefect=True)
+    assert the_note(store).open_flow is None
+
+
+def test_a_run_of_a_deployment_that_has_nothing_to_do_leaves_no_record(tmp_path):
+    recorder = RunRecorder(tmp_path, "toy", [])
+    with recorder.open():
+        recorder.open_flow(OpenFlow(flow_run="f", api=None))
+    the_note(tmp_path).reported(tmp_path, to_mlflow=True)
+    the_note(tmp_path).reported(tmp_path, to_prefect=True)
     assert run_ids(tmp_path) == []
 
 
@@ -278,17 +300,54 @@ def test_a_run_that_waits_is_noted_until_its_turn_comes(tmp_path):
     ("error", "outcome", "cause"), [(KeyboardInterrupt(), "stopped", ""), (OSError("disk full"), "failed", "disk full")]
 )
 def test_what_cuts_a_wait_off_is_its_end(tmp_path, error, outcome, cause):
-    def wait():
-        waiting = WaitingNote(tmp_path, "toy", [])
-        with waiting.open():
-            waiting.waits_for("another run")
-            raise error
-
-    with pytest.raises(type(error)):
-        wait()
+    waiting = RunRecorder(tmp_path, "toy", [])
+    waiting.waits_for("another run")
+    with pytest.raises(type(error)), waiting.open():
+        raise error
+    the_note(tmp_path).reported(tmp_path, to_prefect=True)
     note = the_note(tmp_path)
     assert (note.outcome, note.cause, note.waits_for) == (outcome, cause, "another run")
     assert note.ended
+
+
+# What MLflow and Prefect have yet to know.
+
+
+def test_a_run_is_open_in_mlflow_until_all_of_it_is_there(plan):
+    store, tracker = plan.pipeline.store, Recorded()
+    for is_complete in (True, False):
+        tracker.is_complete = False
+        with recording(plan, tracker) as journal:
+            assert the_note(store).open_mlflow
+            tracker.is_complete = is_complete
+        assert the_note(store).open_mlflow is not is_complete
+        assert left_open(store) == []  # its process lives, and has it written
+        dead = replace(the_note(store), driver=replace(HERE, started=0.0))
+        dead.write(store)
+        assert left_open(store) == ([] if is_complete else [dead])
+        run_record_path(store, journal.record.id).unlink()
+
+
+def test_what_is_reported_is_no_heartbeat(tmp_path):
+    note = note_of(ELSEWHERE, open_mlflow=True, open_flow=OpenFlow(flow_run="f", api=None), waits_for="another run")
+    note.write(tmp_path)
+    assert left_open(tmp_path) == []
+    os.utime(run_record_path(tmp_path, note.id), (0, 0))
+    assert left_open(tmp_path) == [note]
+    note.reported(tmp_path, to_mlflow=True)
+    note.reported(tmp_path, to_prefect=True)  # another command
+    assert (the_note(tmp_path).open_mlflow, the_note(tmp_path).open_flow) == (False, None)
+    assert note.is_dead(tmp_path) and left_open(tmp_path) == []
+
+
+def test_what_prefect_has_yet_to_know_is_found_behind_many_later_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_record, "_CHECKED", 2)
+    dead = replace(HERE, started=0.0)
+    note = note_of(dead, "20260101-000000-0000", open_flow=OpenFlow(flow_run="f", api=None))
+    for each in [note, *(note_of(dead, f"2026010{day}-000000-0000", outcome="done") for day in range(2, 7))]:
+        each.write(tmp_path)
+        os.utime(run_record_path(tmp_path, each.id), (0, 0))
+    assert left_open(tmp_path) == [note]
 
 
 SWEEP = SweepRecord(folder="s", own=["left"], trials=3)
