@@ -285,8 +285,9 @@ def scratch_plan(
 
     Args:
         one_micro_batch: one micro batch per worker and step, which needs the same memory and runs the same code.
-            Raises:
-                ConfigError: the pipeline is refused.
+
+    Raises:
+        ConfigError: the pipeline is refused.
     """
     stages = {
         name: _short(stage, num_steps, save_steps, one_micro_batch=one_micro_batch)

@@ -26,9 +26,10 @@ def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
 
     Args:
         words: arguments of the command.
-            Raises:
-                PipelineError: a stage failed; after the report: a gate refused.
-                KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM; nothing is left running.
+
+    Raises:
+        PipelineError: a stage failed; after the report: a gate refused.
+        KeyboardInterrupt: the run was stopped by Ctrl-C or SIGTERM; nothing is left running.
     """
     start = time.perf_counter()
     prepare_run(plan)

@@ -27,9 +27,10 @@ def stoppable() -> Iterator[None]:
     """Turns the first Ctrl-C, SIGTERM or closed terminal into a ``KeyboardInterrupt``, whatever libraries do.
 
     It is raised at once, but not inside an import; and raised again if it was swallowed, as by a finalizer. A second
-        Ctrl-C only ends the wait for stages that save.
-        Raises:
-            KeyboardInterrupt: names the signal, the host, and where the stopped stages resume.
+    Ctrl-C only ends the wait for stages that save.
+
+    Raises:
+        KeyboardInterrupt: names the signal, the host, and where the stopped stages resume.
     """
     stop = _Stop()
     ended.clear()

@@ -171,8 +171,9 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool, is_d
 
     Args:
         is_hub, is_url, is_directory: what its path is.
-            Raises:
-                ConfigError: names the field and what to do.
+
+    Raises:
+        ConfigError: names the field and what to do.
     """
     twice = [theirs for theirs, count in Counter(source.columns.values()).items() if count > 1]
     if twice:

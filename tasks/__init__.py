@@ -1,1 +1,1 @@
-"""What a stage does. Runs in a plain Python process: no ray, no prefect."""
+"""The work of stages. Runs in a plain Python process: no ray, no prefect."""

@@ -1,7 +1,7 @@
-"""Ranges of settings: the default, the recommended and the permissible values of two reference documents, in one table.
+"""Ranges of settings: default, recommended and permissible values of two reference documents, in one table.
 
-It judges values and refuses nothing. ``flows.planning.advice`` compares a plan with it, ``posttrain advise`` makes a
-recipe of it, and ``docs/advice.md`` prints it, with the contradictions of the documents and what was chosen.
+It refuses nothing. ``flows.planning.advice`` compares a plan with it, ``posttrain advise`` derives a recipe from it,
+and ``docs/advice.md`` prints it, with the contradictions of the documents and the choices made.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,13 +23,13 @@ Bound = Literal["recommended", "permissible"]
 JOB_FORM = "reference documents, job form"
 BY_SIZE = "reference documents, by data size"
 WARM_UP = "reference documents, warm-up"
-BATCH_FACTOR = 1.4  # of the learning rate where the global batch is twice as large
+BATCH_FACTOR = 1.4  # factor of the learning rate for a doubled global batch
 SIZES: Mapping[Size, str] = {
     "small": "< 5K rows", "medium": "5-50K rows", "large": "> 50K rows",
     "short": "< 500 steps", "middle": "500-5000 steps", "long": "> 5000 steps",
 }  # fmt: skip
 BANDS: tuple[Band, ...] = ("small", "medium", "large")
-# The documents' learning rates are AdamW's; other optimizers have another scale.
+# The learning rates of the documents are for AdamW; other optimizers have another scale.
 ADAMW = frozenset({
     "adamw_torch_fused", "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "adamw_torch_4bit",
     "adamw_torch_8bit", "stable_adamw",
@@ -46,7 +46,7 @@ class Range:
     """The values between two bounds, or one name.
 
     Args:
-        text: ``1e-5..2e-5``, ``< 16``, ``<= 100``, ``> 0.8``, ``32``, or a name, which stands for all that begin so.
+        text: ``1e-5..2e-5``, ``< 16``, ``<= 100``, ``> 0.8``, ``32``, or the prefix of a name.
     """
 
     text: str
@@ -61,24 +61,24 @@ class Range:
         return self.nearest(value) == value
 
     def nearest(self, value: float) -> float:
-        """The number between the two bounds that is nearest to a value."""
+        """The number within the bounds that is nearest to a value."""
         low, _, high = self.text.partition("..")
         return min(max(value, float(low)), float(high or low))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a document says of a field.
+    """An entry of a document on a field.
 
     Args:
-        field: as an override of a stage names it, or what is computed from such fields.
-        methods: names of classes; empty: every training.
-        tuned: what is trained; empty: whatever it is.
-        size: of the data, or of the training; None: any.
-        default, recommended, permissible: as the document has them; None: it has none.
-        share: of a warm-up, the same as ``recommended`` as a share of all steps.
-        advised: the value that ``posttrain advise`` takes.
-        silent: why no warning comes of ``recommended``; empty: one does.
+        field: name as in overrides of a stage, or of a value computed from such fields.
+        methods: class names; empty: every training.
+        tuned: kinds of tuning; empty: all.
+        size: of the data or of the training; None: any.
+        default, recommended, permissible: of the document; None: not given.
+        share: ``recommended`` for a warm-up as a fraction of all steps.
+        advised: the value that ``posttrain advise`` chooses.
+        silent: why ``recommended`` causes no warning; empty: it does.
     """
 
     field: str
@@ -95,7 +95,7 @@ class Row:
 
     @property
     def breaks_itself(self) -> bool:
-        """Whether its default is outside a range of its own."""
+        """Whether the document's default is outside its own ranges."""
         ranges = [each for each in (self.recommended, self.permissible) if each]
         return self.default is not None and any(self.default not in each for each in ranges)
 
@@ -115,7 +115,7 @@ def _by_size(
     field: str, ranges: str, *advised: Value, methods: tuple[str, ...] = (), tuned: tuple[Tuned, ...] = (),
     silent: str = "",
 ) -> list[Row]:  # fmt: skip
-    """A row for each size of data, or one for all: ``SMALL / MEDIUM / LARGE``, or ``ANY``."""
+    """Rows for each size of data (``SMALL / MEDIUM / LARGE``), or one for all (``ANY``)."""
     texts = ranges.split(" / ")
     found = zip(BANDS if len(texts) > 1 else [None], texts, advised, strict=True)
     return [
@@ -183,12 +183,12 @@ TABLE: tuple[Row, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What the table is asked about: the settings of a stage.
+    """The settings of a stage, to be compared with the table.
 
     Args:
-        trains: whether rows for every training are about it.
-        num_rows, num_steps: of the training; None: not known yet. Without the rows, those of every size of data count.
-        values: field -> value; a field that is not set is not compared.
+        trains: whether rows for every training apply.
+        num_rows, num_steps: of the training; None: unknown. With unknown rows, rows of every size of data apply.
+        values: field -> value, of all set fields.
     """
 
     method: str
@@ -199,7 +199,7 @@ class Case:
     num_steps: int | None = None
 
     def rows(self, field: str) -> list[Row]:
-        """The rows about a field of it."""
+        """The rows that apply to a field."""
         return [row for row in _rows(self.method, self.tuned, self.trains).get(field, ()) if self._has(row.size)]
 
     def _has(self, size: Size | None) -> bool:
@@ -208,7 +208,7 @@ class Case:
         return size is None or (self.num_steps is not None and size == _length_of(self.num_steps))
 
     def is_inside(self, row: Row, bound: Range) -> bool:
-        """Whether the value of the row's field is inside a range of it."""
+        """Whether the value of the row's field is inside a range of the row."""
         value = self.values[row.field]
         if row.field != WARMUP or self.num_steps is None or isinstance(value, str):
             return value in bound
@@ -222,7 +222,7 @@ class Finding:
 
     Args:
         accepted: the range.
-        source: of the range, with the size that it is for.
+        source: source of the range, with the size that it applies to.
     """
 
     field: str
@@ -238,7 +238,7 @@ class Finding:
 
 
 def findings(case: Case) -> Iterator[Finding]:
-    """The values that are outside a range, each once. One that some row recommends is outside none."""
+    """Values outside their ranges, one finding per field; a value that some row recommends is fine."""
     for field in case.values:
         rows = case.rows(field)
         recommended = [(row, row.recommended) for row in rows if row.recommended and not row.silent]
@@ -254,7 +254,7 @@ def _finding(case: Case, bound: Bound, found: Sequence[tuple[Row, Range]]) -> Fi
     row = found[0][0]
     shares = [f"{row.share.text} of all steps" for row, _ in found if row.share]
     texts = dict.fromkeys([*(each.text for _, each in found), *shares])
-    known = row.size and len(found) == 1  # else the number of rows is not known yet, and each size counts
+    known = row.size and len(found) == 1  # else the number of rows is unknown, and the ranges of all sizes apply
     source = f"{row.source}: {SIZES[row.size]}" if known and row.size else row.source
     return Finding(
         field=row.field, value=case.values[row.field], bound=bound, accepted=" or ".join(texts), source=source
@@ -271,7 +271,7 @@ def _rows(method: str, tuned: Tuned, trains: bool) -> Mapping[str, Sequence[Row]
 
 
 def band_of(num_rows: int) -> Band:
-    """The size of data."""
+    """The size class of a number of rows."""
     return "small" if num_rows < 5_000 else "medium" if num_rows <= 50_000 else "large"
 
 
@@ -286,7 +286,7 @@ def case_of(
     """The settings of a stage, as the table names them.
 
     Args:
-        num_epochs: that the training makes; a method that sets its steps states none.
+        num_epochs: epochs of the training, also if the method sets steps instead.
     """
     training = method if isinstance(method, Training) else None
     tuned = _tuned(training) if training else "other"
@@ -305,13 +305,13 @@ def case_of(
 def _tuned(method: TrainingRecipe) -> Tuned:
     if method.adapter is None:
         return "full"
-    if method.adapter.type not in ("lora", "dora") or method.adapter.rslora:  # of which alpha / rank is no scale
+    if method.adapter.type not in ("lora", "dora") or method.adapter.rslora:  # their scale is not alpha / rank
         return "other"
     return "qlora" if method.quantization else "lora"
 
 
 def _unread(method: Training, fields: Iterable[str]) -> list[str]:
-    """The fields that a loop of its own does not apply, or that mean something else with its optimizer."""
+    """Fields that a method's own loop ignores, or whose ranges do not apply to its optimizer."""
     ignored = LOOP_FIELDS - method.applies if method.has_own_loop else frozenset()
     found = [field for field in fields if field.removeprefix("method.").partition(".")[0] in ignored]
     if method.optimizer.name not in ADAMW:

@@ -1,4 +1,4 @@
-"""A small Llama from scratch, with a tokenizer of its own: what the quickstart trains, so that it needs no network."""
+"""Creates a small Llama with random weights and its tokenizer, so that the quickstart needs no network."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class BaseModel(Method):
     consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
 
-    vocab_size: Annotated[int, Ge(_BYTES + 3)] = 4096  # at most: a small corpus fills less
+    vocab_size: Annotated[int, Ge(_BYTES + 3)] = 4096  # maximum; a small corpus yields fewer tokens
     hidden_size: Annotated[int, Gt(0)] = 192
     intermediate_size: Annotated[int, Gt(0)] = 512
     num_layers: Annotated[int, Gt(0)] = 4
@@ -41,7 +41,7 @@ class BaseModel(Method):
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_heads):
             raise ConfigError(
-                f"hidden_size={self.hidden_size} over num_heads={self.num_heads} is no even number of dimensions "
+                f"hidden_size={self.hidden_size} over num_heads={self.num_heads} is not an even number of dimensions "
                 f"per head; give a hidden_size that is a multiple of {2 * self.num_heads}"
             )
 
@@ -66,7 +66,7 @@ class BaseModel(Method):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = LlamaForCausalLM(config)
-        # A model before fine-tuning ends a document, one after it ends a turn: both end an answer.
+        # A base model ends a document, a fine-tuned one ends a turn: generation stops at both.
         ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
         model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
         tokenizer.save_pretrained(ctx.output_dir)
@@ -76,7 +76,7 @@ class BaseModel(Method):
 
 
 def train_tokenizer(rows: Path, vocab_size: int) -> "PreTrainedTokenizerFast":
-    """A byte-level BPE (any text encodes) trained on the column ``text``; the same rows give the same merges."""
+    """Trains a byte-level BPE tokenizer on the column ``text``; deterministic."""
     import pyarrow.parquet as pq
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

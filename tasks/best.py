@@ -1,4 +1,4 @@
-"""When a training is measured on held-out rows, and which checkpoint is the best by a metric."""
+"""When a training is validated, and which checkpoint is best by a metric."""
 
 import math
 import re
@@ -14,23 +14,22 @@ from lineage.errors import ConfigError
 
 VAL_LOSS = "val/loss"
 HELD_OUT_LOSS = "held_out_loss"  # the mean loss on the held-out rows of the stage's own data
-# By the end of a metric's name.
+# By suffixes of metric names.
 _SMALL_IS_GOOD = re.compile(r"(loss|perplexity|grad_norm)$")
 _LARGE_IS_GOOD = re.compile(r"(accuracy|accuracies|margins)$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """An order of checkpoints by one metric.
+    """A ranking of checkpoints by one metric.
 
     Args:
-        metric: one that the stage reports, as the mean of its last steps, each before its own update; or
-            ``held_out_loss``, of the model itself.
-        mode: whether small or large is good; None: small for what ends in loss, perplexity or grad_norm, large for
-            what ends in accuracy, accuracies or margins.
+        metric: a reported metric, as the mean of the last steps; or ``held_out_loss``, of the model itself.
+                mode: whether small or large values are better; None: small for names that end in loss, perplexity or
+                    grad_norm, large for names that end in accuracy, accuracies or margins.
 
     Class attributes:
-        key: where it is stated.
+        key: name of the setting.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -43,19 +42,19 @@ class Ranking:
     def __post_init__(self) -> None:
         if self.mode is None and not _SMALL_IS_GOOD.search(self.metric) and not _LARGE_IS_GOOD.search(self.metric):
             raise ConfigError(
-                f"{self.key}.metric={self.metric}: whether small or large is good does not show in its name; state "
+                f"{self.key}.metric={self.metric}: whether small or large is good does not show in its name; set "
                 f"{self.key}.mode=min or max"
             )
 
     def is_better(self, value: float, than: float | None) -> bool:
-        """Of equal values the earlier is the better one; what is no number is never better."""
+        """Whether a value is strictly better; a non-finite value never is."""
         if not math.isfinite(value):
             return False
         small = self.mode == "min" or (self.mode is None and bool(_SMALL_IS_GOOD.search(self.metric)))
         return than is None or (value < than if small else value > than)
 
     def best(self, checkpoints: Sequence[Checkpoint], count: int = 1) -> list[Checkpoint]:
-        """The best first; those that do not have the metric are left out.
+        """The best checkpoints, best first; those without the metric are left out.
 
         Args:
             checkpoints: by step, ascending.
@@ -80,7 +79,7 @@ class Ranking:
 
 @dataclass(frozen=True, kw_only=True)
 class KeepBest(Ranking):
-    """Which checkpoints are kept beside the newest, and beside the output when the stage is finished: execution."""
+    """Keeps the best checkpoints besides the newest ones, also after the stage is finished. Not identity."""
 
     key: ClassVar[str] = "resources.keep_best"
 
@@ -89,10 +88,10 @@ class KeepBest(Ranking):
 
 @dataclass(frozen=True, kw_only=True)
 class Best(Ranking):
-    """Which model is a stage's best: that of all multiples of ``every_steps``, and of the last step. Identity.
+    """Makes the best model the output of a stage, among multiples of ``every_steps`` and the last step. Identity.
 
     Args:
-        every_steps: None: those that ``validation`` measures compete.
+        every_steps: None: all steps that ``validation`` measures compete.
     """
 
     key: ClassVar[str] = "method.best"
@@ -101,24 +100,26 @@ class Best(Ranking):
     every_steps: Annotated[int, Gt(0)] | None = None
 
     def competes(self, step: int) -> bool:
-        """Whether a model before the last one competes: checkpoints of other steps were saved for other reasons.
+        """Whether the model of a step before the last one competes; the last one always does.
 
         Args:
-            step: optimizer steps that it was trained for; the last one competes whatever their number.
+            step: optimizer steps of the model.
         """
-        return self.every_steps is None or step % self.every_steps == 0  # else only what was measured has the metric
+        return (
+            self.every_steps is None or step % self.every_steps == 0
+        )  # without ``every_steps``, only measured steps have the metric
 
 
 def kept_steps(
     checkpoints: Sequence[Checkpoint], keep_last: int, keep_best: KeepBest | None, best: Best | None
 ) -> set[int]:
-    """The steps whose checkpoints stay while the stage trains.
+    """The steps whose checkpoints are kept while the stage trains.
 
     Args:
         checkpoints: by step, ascending.
-        best: also the one that was the best at each of the newest, so that a stage that goes on from an older one,
-            because the newest is damaged, still ends with the same model. It is one at the most: what became the best
-            later is a checkpoint itself, and so among the newest.
+        best: also keep the best checkpoint as of each of the newest, so that a stage that resumes from an older one,
+            because the newest is damaged, yields the same model. This keeps at most one more checkpoint: later bests
+            are among the newest.
     """
     newest = [each.step for each in checkpoints[-keep_last:]]
     kept = set(newest)
@@ -133,13 +134,13 @@ def kept_steps(
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Measures the loss on held-out rows while a stage trains, and after its last step.
+    """Measures the loss on held-out rows during training and after the last step.
 
     Args:
-        every_steps: optimizer steps from one measurement to the next.
-        every_epochs: the same in passes over the rows: 0.5 is twice a pass. One of the two is set.
-        patience: measurements in a row without a smaller loss, after which the training ends; None: it never does.
-        max_rows: the first of the held-out examples; None: all.
+        every_steps: optimizer steps between measurements.
+        every_epochs: epochs between measurements; 0.5 is twice per epoch. One of the two is set.
+        patience: number of consecutive measurements without a smaller loss after which training stops; None: never.
+        max_rows: use only the first held-out examples; None: all.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -153,12 +154,12 @@ class Validation:
         if (self.every_steps is None) == (self.every_epochs is None):
             found = "neither is" if self.every_steps is None else "both are"
             raise ConfigError(
-                f"validation.every_steps and validation.every_epochs: {found} set, and one of them says when the loss "
-                "is measured; set validation.every_steps=N or validation.every_epochs=1, and the other to null"
+                f"validation.every_steps and validation.every_epochs: {found} set, and exactly one of them sets when "
+                "the loss is measured; set validation.every_steps=N or validation.every_epochs=1, and the other to null"
             )
 
     def is_due(self, step: int, num_rows: int, rows_per_step: int | Fraction) -> bool:
-        """Whether the loss is measured after a step that is not the last, which is always measured."""
+        """Whether the loss is measured after a step; after the last step it always is."""
         if self.every_steps is not None:
             return step % self.every_steps == 0
         assert self.every_epochs
@@ -167,7 +168,7 @@ class Validation:
 
 @dataclass
 class Patience:
-    """The measurements so far: the smallest, and how many in a row were no smaller."""
+    """The smallest loss so far, and the number of measurements since."""
 
     least: float = math.inf
     waited: int = 0
@@ -181,15 +182,15 @@ class Patience:
 
 
 def steps_of_epochs(epochs: float, num_rows: int, rows_per_step: int | Fraction) -> int:
-    """Optimizer steps of so many passes over the rows; the last one is filled from the next pass."""
+    """Optimizer steps of a number of epochs; the last step is filled from the next epoch."""
     return max(1, math.ceil(_rows(epochs, num_rows) / rows_per_step))
 
 
 def completes_epochs(epochs: float, step: int, num_rows: int, rows_per_step: int | Fraction) -> bool:
-    """Whether a step is the first that completes a multiple of so many passes over the rows."""
+    """Whether a step is the first that completes a multiple of a number of epochs."""
     rows = _rows(epochs, num_rows)
     return step * rows_per_step // rows > (step - 1) * rows_per_step // rows
 
 
 def _rows(epochs: float, num_rows: int) -> Fraction:
-    return Fraction(str(epochs)) * num_rows  # exact: 1.1 x 100 rows are 110, and as floats a little more
+    return Fraction(str(epochs)) * num_rows  # exact: as floats, 1.1 x 100 is more than 110

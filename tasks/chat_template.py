@@ -1,4 +1,4 @@
-"""The chat templates that we install where a model has none."""
+"""Our chat templates, for models without one."""
 
 from typing import TYPE_CHECKING
 
@@ -8,11 +8,11 @@ from lineage.model_source import SPECIAL_TOKEN, template_families
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENS = ("<|im_start|>", "<|im_end|>")  # what begins and what ends a turn, in each of them
+TOKENS = ("<|im_start|>", "<|im_end|>")  # start and end of a turn in both of them
 
-# ChatML, except that the newline after a turn belongs to the next turn: so a turn ends exactly with its
-# <|im_end|>, which is what a model generates last and what a completion mask must end with. A prefix of
-# the messages renders to a prefix of the text.
+# ChatML, except that the newline after a turn belongs to the next turn, so that a turn ends exactly with its
+# <|im_end|>, the last token that a model generates and the last one of a completion mask. A prefix of the
+# messages renders to a prefix of the text.
 CHATML = (
     "{% for message in messages %}"
     "{% if not loop.first %}{{ '\\n' }}{% endif %}"
@@ -21,8 +21,8 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '\\n<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-# ChatML as above, with tools as Hermes 2 Pro and Qwen 2.5 write them: their JSON schemas at the end of the system turn,
-# each call as JSON in <tool_call>, the results of a round in one turn of the user, each in <tool_response>.
+# ChatML as above, with tools in the form of Hermes 2 Pro and Qwen 2.5: JSON schemas at the end of the system turn,
+# each call as JSON in <tool_call>, all results of a round in one user turn, each in <tool_response>.
 HERMES = (
     "{% set begins_with_system = messages[0]['role'] == 'system' %}"
     "{% if tools %}"
@@ -63,10 +63,10 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"  # of a model directory
 
 
 def check_name(name: str | None) -> None:
-    """That a template of this name exists.
+    """Checks the name of a template.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such template.
     """
     if name is None or name in CHAT_TEMPLATES:
         return
@@ -79,12 +79,12 @@ def check_name(name: str | None) -> None:
 
 
 def template_text(name: str) -> str:
-    """One of our templates, or that of a family in TRL."""
+    """The text of one of our templates, or of TRL's for a model family."""
     return CHAT_TEMPLATES.get(name) or template_families()[name].read_text(encoding="utf-8")
 
 
 def install_chat_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> None:
-    """Gives the tokenizer a template.
+    """Sets the template of a tokenizer.
 
     Raises:
         ConfigError: the vocabulary lacks the template's tokens; adding them would change the tokenizer.
@@ -92,7 +92,7 @@ def install_chat_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> No
     text, vocabulary = template_text(name), tokenizer.get_vocab()
     needed = TOKENS if name in CHAT_TEMPLATES else tuple(dict.fromkeys(SPECIAL_TOKEN.findall(text)))
     missing = [token for token in needed if token not in vocabulary]
-    # Families name tokens for images and tools too, which a text model lacks.
+    # Templates of families also name tokens for images and tools, which a text model lacks.
     if missing and (name in CHAT_TEMPLATES or len(missing) == len(needed)):
         raise ConfigError(
             f"chat_template={name} needs the tokens {', '.join(needed)} and the model's vocabulary lacks "

@@ -1,4 +1,4 @@
-"""What can be known of a stage's rows long before it trains on them: their tokens, and whether they are measured on."""
+"""Early checks of a training stage's rows: tokenization, labels, and leakage into other held-out sets."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tasks.context import Metrics, TrainContext
     from tasks.recipe import Input
 
-_VERSION = 2  # raise it when the same rows are now found to repeat others
+_VERSION = 2  # raise it when the search for leakage changes
 EXAMPLES = "examples"
-POLICY = "policy"  # the slot of what a training stage starts from, and takes its tokenizer from
+POLICY = "policy"  # the slot of the model that a training stage starts from, with its tokenizer
 
 
 def check_rows(
@@ -31,19 +31,19 @@ def check_rows(
     chat_template: str | None,
     previous_percent: float | None,
 ) -> "Metrics":
-    """Makes the tokens that the stage will train on, into the cache, and checks their labels.
+    """Tokenizes the rows that a stage will train on into the cache, and checks their labels.
 
     Args:
-        method: one that states its tokenization.
-        inputs: the rows; as policy, the model that brings the tokenizer.
-        chat_template: that it will have by then; None: that of the policy.
-        previous_percent: of tokens that were trained the last time; None: nothing to compare with.
+        method: a method with a tokenization.
+                inputs: the rows, and the policy with the tokenizer.
+                chat_template: the template that the model will have; None: the policy's.
+                previous_percent: percentage of trained tokens of the last run; None: no last run.
 
     Returns:
-        What became of the rows, and ``examples``: how many are trained on in a pass.
+        Statistics of the rows, and ``examples``: examples per epoch.
 
     Raises:
-        DataError: rows cannot be rendered, nothing would be trained, or less than half of what was the last time.
+        DataError: rows cannot be rendered, nothing would be trained, or less than half of the last time's share.
         ConfigError: the chat template cannot be used.
     """
     from tasks.data.tokens.cache import load_or_make, show
@@ -64,13 +64,13 @@ def rows_slot(method: TrainingRecipe) -> str:
 
 
 def leaked(rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext") -> Path | None:
-    """The list of the rows of other data stages' held-out sets that these training rows repeat; None: there are none.
+    """Finds rows of other data stages' held-out sets that these training rows repeat; None: there are none.
 
     Args:
-        held_out: data stage -> its output. That of the rows' own stage was compared when it was made.
+        held_out: data stage -> its output; the rows' own stage is skipped, since it has made the comparison itself.
 
     Returns:
-        Parquet with a line for each, and the ids on both sides.
+        A Parquet file with a row per overlap, and the ids of both rows.
     """
     import pyarrow.parquet as pq
 

@@ -1,4 +1,4 @@
-"""Where a stage runs: resources, directories, reports. Nothing here may change the model."""
+"""The execution of a stage: resources, directories, reports. Nothing here may change the model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,38 +31,42 @@ class Launcher(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """Machines for one stage: execution, never identity."""
+    """Resources of a stage. Not identity."""
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
     num_nodes: Annotated[int, Gt(0)] = 1
     num_workers: Annotated[int, Gt(0)] = 1  # over all nodes
     cpus_per_worker: Annotated[int, Gt(0)] = 2  # also the threads that torch may use, pinned
-    gpus_per_worker: Annotated[int, Ge(0), Le(1)] = 0  # more would be DataParallel, another global batch
+    gpus_per_worker: Annotated[int, Ge(0), Le(1)] = 0  # more would be DataParallel, with another global batch
     micro_batch_size: Annotated[int, Gt(0)] = 8  # rows per worker in one forward pass
     launcher: Launcher = Launcher.AUTO
-    zero_stage: Literal[0, 2] = 0  # 2: gradients and optimizer state are divided over the workers
-    gpu_pool: str | None = None  # a global concurrency limit of Prefect's that counts GPUs over several machines
-    save_steps: Annotated[int, Gt(0)] | None = None  # optimizer steps from one checkpoint to the next
-    save_epochs: Annotated[float, Gt(0)] | None = None  # the same in passes over the rows
-    save_minutes: Annotated[float, Gt(0)] | None = 10.0  # the same by the clock; all may be set
-    keep_last: Annotated[int, Gt(0)] = 2  # checkpoints
-    keep_best: KeepBest | None = None  # checkpoints beside them, also when the stage is finished
-    max_failures: Annotated[int, Ge(0)] = 2  # how often a lost worker is replaced without a checkpoint in between
-    deterministic: Literal["auto"] | bool = "auto"  # equal trainings are equal to the bit; auto: on CPUs, not on GPUs
-    weights: Dtype | Literal["auto"] = "auto"  # of what is frozen: see frozen_dtype
+    zero_stage: Literal[0, 2] = 0  # 2: gradients and optimizer state are sharded over the workers
+    gpu_pool: str | None = None  # a global concurrency limit of Prefect that counts GPUs over several machines
+    save_steps: Annotated[int, Gt(0)] | None = None  # optimizer steps between checkpoints
+    save_epochs: Annotated[float, Gt(0)] | None = None  # epochs between checkpoints
+    save_minutes: Annotated[float, Gt(0)] | None = 10.0  # minutes between checkpoints; all three may be set
+    keep_last: Annotated[int, Gt(0)] = 2  # newest checkpoints to keep
+    keep_best: KeepBest | None = None  # best checkpoints to keep, also after the stage is finished
+    max_failures: Annotated[int, Ge(0)] = 2  # retries after a lost worker, counted since the last checkpoint
+    deterministic: Literal["auto"] | bool = "auto"  # equal trainings are bit-identical; auto: on CPUs, not on GPUs
+    weights: Dtype | Literal["auto"] = "auto"  # dtype of frozen models: see frozen_dtype
     attention: Attention = "auto"  # auto: the fastest that is installed; see tasks.train.kernels.attention_of
-    gradient_checkpointing: Literal["off", "on"] | bool | Annotated[int, Gt(0)] = "off"  # N: of every Nth layer
-    compile: bool = False  # layers by torch.compile
-    precompute_reference: bool = False  # a reference's log-probabilities once, before training, into the store's cache
-    liger: bool = False  # norms, rotary positions and MLPs by the kernels of liger-kernel
-    empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps from one return of unused GPU memory to the next
-    dataloader_workers: Annotated[int, Ge(0)] = 0  # processes that collate batches ahead; 0: the training's own
-    price_per_gpu_hour: Annotated[float, Ge(0)] | None = None  # for the plan's estimate; null: no price is shown
+    gradient_checkpointing: Literal["off", "on"] | bool | Annotated[int, Gt(0)] = "off"  # N: every Nth layer
+    compile: bool = False  # compile layers with torch.compile
+    precompute_reference: bool = (
+        False  # compute the reference's log-probabilities once before training, into the store's cache
+    )
+    liger: bool = False  # use liger-kernel for norms, rotary positions and MLPs
+    empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps between releases of unused GPU memory
+    dataloader_workers: Annotated[int, Ge(0)] = (
+        0  # processes that collate batches ahead; 0: the training process itself
+    )
+    price_per_gpu_hour: Annotated[float, Ge(0)] | None = None  # for the plan's estimate; null: show no price
     currency: str = "USD"  # of the price
     watts_per_worker: Annotated[float, Gt(0)] | None = None  # mean power of a worker, for the plan's estimate of energy
-    check_memory: bool = True  # refuse a stage that does not fit by the plan's estimate
-    hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # without a step, after which a worker is taken for hung
+    check_memory: bool = True  # refuse a stage that does not fit into memory by the plan's estimate
+    hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # minutes without a step after which a worker counts as hung
 
     @property
     def on_cluster(self) -> bool:
@@ -76,33 +80,33 @@ class Resources:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether only deterministic kernels are used."""
+        """Whether kernels must be deterministic."""
         return self.gpus_per_worker == 0 if self.deterministic == "auto" else self.deterministic
 
     @property
     def checkpointed_layers(self) -> int | None:
-        """N where the activations of every Nth layer are recomputed in the backward pass; None: of none."""
+        """N if activations of every Nth layer are recomputed in the backward pass; None: none."""
         chosen = self.gradient_checkpointing
         if isinstance(chosen, bool | str):
             return 1 if chosen in (True, "on") else None
         return chosen
 
     def frozen_dtype(self, precision: Precision | None) -> Dtype:
-        """Dtype of references, teachers, reward models, evaluated models, and the base under an adapter.
+        """Dtype of frozen models: references, teachers, reward models, evaluated models, bases of adapters.
 
         Args:
-            precision: of the training; None: nothing is trained. A base in bf16 computes in bf16, so ``auto`` keeps
-                fp32 where the training does not.
+            precision: of the training; None: nothing is trained. A base in bf16 computes in bf16, so ``auto`` uses fp32
+                unless the training is in bf16.
         """
         if self.weights != "auto":
             return self.weights
         return "bf16" if self.gpus_per_worker and precision in ("bf16", None) else "fp32"
 
     def accumulation_steps(self, global_batch_size: int) -> int:
-        """Micro batches per optimizer step, derived so that the global batch stays what the recipe says.
+        """Micro batches per optimizer step, derived from the global batch of the recipe.
 
         Raises:
-            ConfigError: the global batch does not divide.
+            ConfigError: the global batch is not divisible.
         """
         rows = self.num_workers * self.micro_batch_size
         if global_batch_size % rows:
@@ -115,19 +119,19 @@ class Resources:
 
 
 def _no_report(step: int, metrics: Metrics) -> None:
-    """Drops a report: for calls outside a run."""
+    """Ignores a report, outside a run."""
 
 
-def _no_mark(step: int | None, phase: Phase) -> None:
-    """Nobody watches a call outside a run."""
+def _no_heartbeat(step: int | None, phase: Phase) -> None:
+    """Ignores a heartbeat, outside a run."""
 
 
 def _no_lease() -> None:
-    """Nobody else writes where a call outside a run does."""
+    """No lock is needed outside a run."""
 
 
 def _never() -> bool:
-    """Nobody asks a call outside a run to stop."""
+    """No stop is requested outside a run."""
     return False
 
 
@@ -136,16 +140,16 @@ class TrainContext:
     """One worker's view of a running stage.
 
     Args:
-        output_dir: the artifact is written here (``output/`` of the stage's directory).
-        work_dir: scratch space of the stage, deleted when it ends.
+        output_dir: directory of the artifact (``output/`` of the stage's directory).
+        work_dir: scratch space, deleted at the end of the stage.
         report: ``report(step, metrics)``; every rank calls it, rank 0 records.
-        cache_dir: what stages of one store share and can make again, such as tokens; None: nothing is kept.
-        checkpoint_dir: where checkpoints are committed; None: none are.
-        require_lease: raises where another run writes there now.
-        resume_from: the checkpoint to go on from, whose every byte was checked; None: from the beginning.
-        should_stop: whether the stage was asked to save and to end.
-        mark: ``mark(step, phase)``; every rank of a training calls it as it goes on, as ``report`` does by itself:
-            one that does not for ``resources.hang_minutes`` is taken for hung; step None: it has yet to begin.
+        cache_dir: shared cache of the store, such as for tokens; None: no cache.
+        checkpoint_dir: directory of the checkpoints; None: no checkpoints.
+        require_lease: raises if another run owns the stage's lock.
+        resume_from: the verified checkpoint to resume from; None: start from step 0.
+        should_stop: whether the stage was asked to save and stop.
+        mark: ``mark(step, phase)``, the heartbeat, which every rank calls regularly (``report`` does too); a rank
+            without a heartbeat for ``resources.hang_minutes`` counts as hung; step None: not started yet.
     """
 
     output_dir: Path
@@ -159,9 +163,9 @@ class TrainContext:
     require_lease: Callable[[], None] = _no_lease
     resume_from: Path | None = None
     should_stop: Callable[[], bool] = _never
-    mark: Callable[[int | None, Phase], None] = _no_mark
+    mark: Callable[[int | None, Phase], None] = _no_heartbeat
 
     @property
     def checkpoints(self) -> Checkpoints | None:
-        """The stage's own; None: none are committed."""
+        """The checkpoints of the stage; None: it has none."""
         return Checkpoints(self.checkpoint_dir, self.require_lease) if self.checkpoint_dir else None

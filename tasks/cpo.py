@@ -16,10 +16,10 @@ class CPO(PairLoss):
     """Tunes a policy on preference pairs without a reference: contrast, and likelihood of the chosen answer.
 
     Args:
-        beta: scale of the rewards; of ``ipo`` its regularization, tau.
+        beta: scale of the rewards; for ``ipo`` its regularization tau.
         loss_type: ``sigmoid`` is eq. 3 of the paper, on whole answers; ``hinge`` arXiv:2305.10425, likewise; ``ipo``
             arXiv:2310.12036, per token.
-        sft_weight: of the chosen answer's mean negative log-likelihood per token.
+        sft_weight: weight of the chosen answer's mean negative log-likelihood per token.
     """
 
     beta: Annotated[float, Gt(0)] = 0.1

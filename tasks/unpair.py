@@ -30,11 +30,11 @@ class Unpair(Method):
         import pyarrow.parquet as pq
 
         from tasks.data.kinds import HELD_OUT, TRAIN
-        from tasks.data.preparing.staging import SideFiles
+        from tasks.data.preparing.staging import SplitFiles
 
         pairs = inputs["pairs"]
         ctx.output_dir.mkdir(parents=True, exist_ok=True)
-        files = SideFiles(ctx.output_dir, Kind.UNPAIRED, (TRAIN, HELD_OUT))
+        files = SplitFiles(ctx.output_dir, Kind.UNPAIRED, (TRAIN, HELD_OUT))
         for side in files.counts:
             for batch in pq.ParquetFile(pairs.path / side).iter_batches():
                 files.write(side, split(batch))

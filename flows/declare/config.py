@@ -101,6 +101,7 @@ def target_class(path: str, where: str, bases: tuple[type, ...], refusal: str) -
 
     Args:
         refusal: error message for a class that derives from none of them.
+
     Raises:
         ConfigError: there is no such class, it derives from none of ``bases``, or its module cannot be imported.
     """

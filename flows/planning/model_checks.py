@@ -194,8 +194,9 @@ def check_same_split(pipeline: Pipeline, champions: Mapping[str, Champion]) -> N
 
     Args:
         pipeline: with resolved aliases.
-            Raises:
-                ConfigError: the settings differ or are unknown.
+
+    Raises:
+        ConfigError: the settings differ or are unknown.
     """
     for name, stage in pipeline.stages.items():
         given = stage.inputs.get("replay")

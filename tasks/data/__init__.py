@@ -1,4 +1,4 @@
-"""Data of users, on its way to a trainer: read, brought into one form, checked and split, tokenized.
+"""Data of users: reading, conversion to one form, checks and splits, tokenization.
 
-The rooms, in the order in which a row passes them: ``reading`` -> ``formats`` -> ``preparing`` -> ``tokens``.
+The packages in the order of processing: ``reading`` -> ``formats`` -> ``preparing`` -> ``tokens``.
 """

@@ -1,4 +1,4 @@
-"""Looks at a user's rows as a data stage would prepare them, without a pipeline."""
+"""Prepares and reports on a user's rows as a data stage would, without a pipeline."""
 
 import json
 import os
@@ -41,19 +41,19 @@ from tasks.recipe import Input
 if TYPE_CHECKING:
     from tasks.data.preparing.convert_rows import Opened
 
-_AGAINST = "against"  # the slot of other sets in the report
+_AGAINST = "against"  # slot of the compared data sets in the report
 _METHODS = (PrepareText, PrepareConversations, PreparePreferences, PrepareUnpaired, PreparePrompts)
 
 
 @dataclass(kw_only=True)
 class Examined:
-    """What a data stage did with rows.
+    """The result of a data stage on rows.
 
     Args:
-        name: of the rows.
-        kind: what they become.
-        output: what the stage leaves behind.
-        refusals: why a data stage or what trains on it would not take these rows; none: they would.
+        name: name of the rows.
+        kind: kind of the prepared rows.
+        output: output directory of the stage.
+        refusals: why a data stage or a training would refuse these rows; empty: they are accepted.
     """
 
     name: str
@@ -64,16 +64,16 @@ class Examined:
 
     @staticmethod
     def of(name: str, kind: Kind, output: Path) -> "Examined":
-        """What a data stage left behind."""
+        """The result in the output of a data stage."""
         return Examined(name=name, kind=kind, output=output, report=DataReport.read(output))
 
     @property
     def num_trained(self) -> int | None:
-        """Training rows; None: the rows were refused before any were written."""
+        """Number of training rows; None: the rows were refused before any was written."""
         return self.report.counts.get("train_rows")
 
     def bad_rows(self) -> tuple[list[str], int]:
-        """The first of those that cannot be used, ``place: problem``, and how many there are."""
+        """The first bad rows as ``place: problem``, and their total number."""
         if not (self.output / REJECTS).exists():
             return [], 0
         with (self.output / REJECTS).open(encoding="utf-8") as rejects:
@@ -82,19 +82,20 @@ class Examined:
 
 
 def method_of(kind: Kind) -> type[Prepare]:
-    """The data stage that makes rows of a kind."""
+    """The data stage that produces rows of a kind."""
     return next(method for method in _METHODS if method.produces == kind)
 
 
 def examine(method: Prepare, rows: Sequence["Opened"], directory: Path, tokenizer: Path | None = None) -> Examined:
-    """Prepares rows in a directory, as a stage does, and says what came of it.
+    """Prepares rows in a directory, as a data stage does.
 
     Args:
-        rows: of one kind; several are prepared together.
-        tokenizer: the directory of a model, in whose tokens rows are measured.
+        rows: sources of one kind, prepared together.
+        tokenizer: directory of the model whose tokenizer measures lengths.
+
     Raises:
         ConfigError: a mixture does not fit the rows.
-        DataError: nothing can be said of them.
+        DataError: the rows are refused without a report.
     """
     from tasks.data.preparing.prepare import prepare
 
@@ -124,7 +125,7 @@ def examine(method: Prepare, rows: Sequence["Opened"], directory: Path, tokenize
 
 
 def keep(found: Examined, directory: Path) -> None:
-    """Writes the reports and all that they name to a directory; what an earlier call left there goes."""
+    """Writes the reports and their files to a directory, and removes files of earlier calls."""
     write_reports(found.report, directory)
     for name in (REJECTS, NEAR_DUPLICATES, LEAKAGE):
         (directory / name).unlink(missing_ok=True)
@@ -133,10 +134,10 @@ def keep(found: Examined, directory: Path) -> None:
 
 
 def fetch_tokenizer(model: str) -> Path:
-    """The directory of a model's tokenizer; of a hub id it is fetched, without the weights.
+    """The directory of a model's tokenizer; for a hub id it is downloaded, without weights.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no such model.
     """
     if os.path.isdir(model):
         directory = Path(model)
@@ -163,10 +164,10 @@ def add_labels(
     chat_template: str | None,
     thinking: Thinking | None = None,
 ) -> None:
-    """Adds what of the training rows would be trained; refuses where nothing would be or it is unknown.
+    """Adds statistics of the trained tokens; adds a refusal if nothing would be trained.
 
     Args:
-        max_length: in tokens, of prompt and answer, or of a prompt alone; None: the suggested one.
+        max_length: in tokens, of prompt and answer, or of prompts only; None: the suggested length.
     """
     from tasks.data.tokens.cache import load_or_make, show
     from tasks.data.tokens.tokenization import Tokenization
@@ -191,12 +192,12 @@ def add_labels(
 
 
 def add_overlaps(found: Examined, sources: Sequence[Source], directory: Path) -> None:
-    """Adds to the report how other sets were read, and which of their rows the examined ones repeat.
+    """Adds to the report how other data sets were read, and which of their rows the examined rows repeat.
 
-    Of these sets bad rows are counted, and cannot be compared; one of which nothing can be read is a refusal.
+    Bad rows of these sets are counted, but not compared; a set without readable rows is a refusal.
 
     Args:
-        directory: for what is made on the way.
+        directory: scratch space.
     """
     import duckdb
 

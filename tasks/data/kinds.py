@@ -1,8 +1,7 @@
-"""The kinds of prepared rows: one record each, with everything that differs between them.
+"""The kinds of prepared rows: a record for each, with everything that differs between them.
 
-A method names the record that it trains on (``reads = PREFERENCES``). The data stages, tokenization, the label gate,
-the leak check and evaluation look kinds up here, and have no table of kinds of their own. Below it: messages, tools and
-texts in the columns of prepared rows.
+A method names the record that it trains on (``reads = PREFERENCES``). Data stages, tokenization, the label check,
+the leak check and evaluation use these records. Below: messages, tools and texts in the columns of prepared rows.
 """
 
 import json
@@ -22,13 +21,13 @@ Row = Mapping[str, object]
 Columns = Mapping[str, object]  # of one example in a file of tokens
 Collator = Callable[[list[dict[str, object]]], object]
 IGNORED = -100  # label of a token that is not trained
-MISMATCHED = "KL_"  # columns of a batch of single answers: its prompts with answers of other rows, as TRL names them
+MISMATCHED = "KL_"  # TRL's prefix for columns with the prompts of a batch paired with answers of other rows
 ROW_ID = "row_id"
 TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"  # the files of the splits
-RESTING = "resting.parquet"  # rows that models were trained on before, and that wait for another turn
+RESTING = "resting.parquet"  # rows of earlier models that are not replayed this time
 LABEL_NAMES = {True: "desirable", False: "undesirable"}  # of single answers
 MESSAGE_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id")
-# Names that a column of a prompt cannot have: ours, and the arguments that TRL passes to reward functions.
+# Reserved names of prompt columns: ours, and the arguments that TRL passes to reward functions.
 RESERVED_COLUMNS = frozenset({
     "prompt_ids", "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric",
     "environments",
@@ -37,16 +36,16 @@ RESERVED_COLUMNS = frozenset({
 
 @dataclass(kw_only=True)
 class RowOutcome:
-    """What happened to a row.
+    """The outcome of tokenizing a row.
 
     Args:
-        length: its tokens before anything was cut; of a pair, those of the longer answer with the prompt.
-        tokens, trained: tokens that a trainer reads, and those of them that get loss.
-        cut, prompt_cut: it lost its end; it lost the beginning of its prompt.
-        dropped: the reason why it is not trained on, such as ``nothing_to_train``; None: it is.
-        label: of a single answer: whether it is desirable; None: rows of its kind have none.
-        stops: the tokens that end the assistant's turns.
-        num_examples: examples that it is trained as: several where its turns cannot be rendered in one text.
+        length: tokens before cuts; for a pair, of the prompt with the longer answer.
+        tokens, trained: tokens that a trainer reads, and those with loss.
+        cut, prompt_cut: whether its end, or the beginning of its prompt, was cut.
+        dropped: why it is not trained on, such as ``nothing_to_train``; None: it is.
+        label: for a single answer: whether it is desirable; None: rows of its kind have no label.
+        stops: tokens that end the assistant's turns.
+        num_examples: number of examples; several if its turns cannot be rendered in one text.
     """
 
     row_id: str
@@ -67,9 +66,9 @@ class TokenRow:
 
     Args:
         columns: its tokens.
-        rest: further columns of a file of tokens of its kind, such as a label.
-        more: the tokens of further examples: of a conversation whose chat template renders earlier turns otherwise
-            than the last one.
+        rest: further columns of its kind, such as a label.
+        more: tokens of further examples: of a conversation whose chat template renders earlier turns differently
+            from the last one.
     """
 
     outcome: RowOutcome
@@ -102,20 +101,20 @@ class RowKind:
     """One kind of prepared rows.
 
     Args:
-        kind: of the artifact that a data stage produces.
-        slot: of a training that reads such rows.
-        asked: the column of the prompt; of conversations it also holds the answers, and a text is its own prompt. Rows
-            with the same prompt are held out together, and the leak check compares prompts.
-        answers: the columns of answers. ``asked`` and ``answers`` are the content of a row: the leak check and the
-            near-duplicates compare it, and lengths are measured on it.
+        kind: kind of the artifact of a data stage.
+        slot: slot of a training that reads such rows.
+        asked: column of the prompt; in conversations it includes the answers, and a text is its own prompt. Rows with
+            the same prompt are in the same split, and the leak check compares prompts.
+        answers: columns of answers. ``asked`` and ``answers`` are the content of a row, used by the leak check, the
+            search for near-duplicates, and lengths.
         others: further columns.
-        tokens: the columns of a file of tokens.
-        chat: rows are rendered by a chat template.
-        joined: rows are concatenated, and cut into chunks of one length.
-        trained: tokens of the rows get loss. The label gate compares their share with that of the last run, and refuses
-            rows without any; of prompts, which get none, it counts tokens, cut rows and dropped rows.
-        tokenize: the tokens of each row, and its outcome.
-        examples: turns examples of a file of tokens into those that a trainer gets.
+        tokens: columns of a token file.
+        chat: whether rows are rendered by a chat template.
+        joined: whether rows are concatenated and cut into chunks of one length.
+        trained: whether tokens of the rows get loss. The label check compares their share with that of the last run,
+            and refuses rows without any; for prompts it only counts tokens, cut rows and dropped rows.
+        tokenize: returns the tokens and the outcome of each row.
+        examples: converts the examples of a token file to those for the trainer.
         collator: pads examples to a batch, with a pad token.
         sample: an example as text, for the log, with the trained part in ⟦ ⟧.
     """
@@ -136,18 +135,18 @@ class RowKind:
 
     @property
     def said(self) -> tuple[str, ...]:
-        """The columns of a row's content."""
+        """The content columns of a row."""
         return (self.asked, *self.answers)
 
     @property
     def columns(self) -> Mapping[str, Column]:
-        """Of prepared rows, without ``row_id``."""
+        """Columns of prepared rows, without ``row_id``."""
         said = Column.MESSAGES if self.chat else Column.TEXT
         return {**dict.fromkeys(self.said, said), **self.others}
 
     @property
     def schema(self) -> "pa.Schema":
-        """Of prepared rows, which data stages write and training stages read."""
+        """Arrow schema of prepared rows."""
         return arrow_schema({ROW_ID: Column.TEXT, **self.columns})
 
 
@@ -165,7 +164,7 @@ def arrow_schema(columns: Mapping[str, Column]) -> "pa.Schema":
 
 
 def kind_of_columns(names: Sequence[str]) -> RowKind:
-    """The kind of prepared rows with such columns: of the kinds whose content is there, the one with most columns."""
+    """The kind of prepared rows with these columns: of the kinds whose content is there, the one with most columns."""
     return max((each for each in ROW_KINDS.values() if set(each.said) <= set(names)), key=lambda each: len(each.said))
 
 
@@ -191,10 +190,10 @@ def _single_answers(pad_token_id: int) -> Collator:
 
 
 def _with_mismatched(examples: "Dataset") -> "Dataset":
-    """Adds the answer of the example before it in the order of training to each example, of the last to the first.
+    """Adds the answer of the previous example in training order to each example, cyclically.
 
-    KTO estimates its KL term on these mismatched pairs: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1. The
-    micro batch and the workers do not change them.
+    KTO estimates its KL term on these mismatched pairs (Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1). They do
+    not depend on the micro batch or the workers.
     """
     from datasets import Dataset
 
@@ -206,14 +205,14 @@ def _with_mismatched(examples: "Dataset") -> "Dataset":
 
 
 def _unpadded(pad_token_id: int) -> Collator:
-    """A list of examples: the trainer pads prompts when it generates."""
+    """Returns examples as a list: the trainer pads prompts when it generates."""
     return lambda examples: examples
 
 
 def _with_columns(examples: "Dataset") -> "Dataset":
-    """Prompts as messages, with their tokens and the columns for reward functions.
+    """Decodes prompts to messages, with their tokens and the columns for reward functions.
 
-    Every example has every column; it is None where the row lacks it.
+    Every example has every column; missing values are None.
     """
     names = list(dict.fromkeys(name for text in examples["columns"] for name in json.loads(text or "{}")))
 
@@ -299,12 +298,12 @@ ROW_KINDS: Mapping[Kind, RowKind] = {
 
 
 Message = dict[str, object]
-"""``role`` (system, user, assistant, tool) and ``content``; where they have one: ``name``, ``tool_call_id``, and
+"""``role`` (system, user, assistant, tool) and ``content``; optionally ``name``, ``tool_call_id``, and
 ``tool_calls``, a list as OpenAI's chat has it, stored as JSON text since the arguments of each tool differ."""
 
 
 def texts_of(rows: "pa.RecordBatch") -> "pa.Array":
-    """The text of each prepared row: all that is said in it, a line for each message; what it is called is left out."""
+    """The text of each prepared row: the content of its messages, a line each."""
     import pyarrow.compute as pc
 
     said = [rows.column(name) for name in kind_of_columns(rows.schema.names).said]
@@ -323,12 +322,12 @@ def _said(column: "pa.Array") -> "pa.Array":
     calls = messages.field("tool_calls")
     if calls.null_count < len(calls):
         lines = pc.binary_join_element_wise(lines, calls, "\n", null_handling="skip")
-    offsets = pc.subtract(column.offsets, column.offsets[0])  # a part of a longer array begins within it
+    offsets = pc.subtract(column.offsets, column.offsets[0])  # a slice starts within its parent array
     return pc.binary_join(pa.ListArray.from_arrays(offsets, lines), "\n")
 
 
 def messages_of(stored: object) -> list[Message]:
-    """Messages as a chat template takes them, from a column of messages."""
+    """Messages in the form for chat templates, from a column of messages."""
     assert isinstance(stored, list)
     return [_message(message) for message in stored]
 
@@ -341,13 +340,13 @@ def _message(stored: Mapping[str, str | None]) -> Message:
 
 
 def tools_of(row: Mapping[str, object]) -> list[dict[str, object]] | None:
-    """The tools that a row's assistant may call, as a chat template takes them: JSON schemas of functions."""
+    """The tools of a row in the form for chat templates: JSON schemas of functions."""
     stored = row.get("tools")
     return json.loads(str(stored)) if stored is not None else None
 
 
 def columns_of(row: Mapping[str, object]) -> dict[str, object]:
-    """The columns of a row of prompts that reward functions get: its further ones, and its ``tools``."""
+    """The columns of a prompt row that reward functions get, with its ``tools``."""
     columns: dict[str, object] = json.loads(str(row.get("columns") or "{}"))
     tools = tools_of(row)
     return {**columns, "tools": tools} if tools else columns

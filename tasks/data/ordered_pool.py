@@ -1,4 +1,4 @@
-"""Batches of rows, and a pool of processes that works on them and keeps their order."""
+"""Batches of rows, and an order-preserving process pool."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-_AHEAD = 3  # items per worker that are read before their results are asked for: no worker waits for the reader
+_AHEAD = 3  # items per worker that are read ahead, so that no worker waits for the reader
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"} | dict.fromkeys(
     ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "ARROW_NUM_THREADS"), "1"
 )
@@ -29,14 +29,15 @@ _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"} | dict.fromkeys(
 def ordered_map(
     function: Callable[[Item], Result], items: Iterable[Item], workers: int, *, inline_below: int
 ) -> Iterator[Result]:
-    """``function`` of each item, in order.
+    """Maps ``function`` over items in a process pool, in order.
 
     Args:
-        function: is sent to each process once, and so may keep what it builds there from one item to the next.
-        workers: processes, of one thread each, and no more than this machine has CPUs; 1: this process alone.
-        inline_below: fewer items than this are worked on here: a process takes a second to start.
+        function: sent to each process once, so that it may cache state between items.
+        workers: number of single-threaded processes, at most the number of CPUs; 1: only this process.
+        inline_below: fewer items than this are processed here, since starting a process takes a second.
+
     Raises:
-        PipelineError: a process died. What ``function`` or ``items`` raises comes out as itself.
+        PipelineError: a process died. Exceptions of ``function`` and ``items`` are raised unchanged.
     """
     workers = min(workers, os.cpu_count() or 1)
     remaining = iter(items)
@@ -46,7 +47,7 @@ def ordered_map(
         return
     pool = ProcessPoolExecutor(
         workers,
-        mp_context=multiprocessing.get_context("spawn"),  # a fork would copy threads' locks as they stand
+        mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks that threads hold
         initializer=_begin,
         initargs=(pickle.dumps(function),),
     )
@@ -54,7 +55,7 @@ def ordered_map(
         yield from _in_order(pool, chain(first, remaining), workers * _AHEAD)
     except BrokenProcessPool as error:
         raise PipelineError(
-            "a process that works on rows died without a word; out of memory? Free some, or set fewer "
+            "a process that works on rows died without a message; out of memory? Free some, or set fewer "
             "cpus_per_worker: each CPU is one process"
         ) from error
     finally:
@@ -73,7 +74,7 @@ def _in_order(pool: ProcessPoolExecutor, items: Iterable[Item], window: int) -> 
 
 
 def _begin(function: bytes) -> None:
-    """Of a process: the threads are set before the function's imports read them; it ends when its parent does."""
+    """Initializes a worker: limits threads before the function's imports, and exits with the parent."""
     global _work_on
     os.environ.update(_ONE_THREAD)
     threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
@@ -94,14 +95,14 @@ def _work(item: object) -> object:
     return _work_on(item)
 
 
-MAX_BYTES = 2**22  # what is computed of a text takes ten times its memory, and more
+MAX_BYTES = 2**22  # processing a text takes more than ten times its memory
 
 
 def row_batches(file: Path, max_rows: int, columns: Sequence[str] | None = None) -> Iterator["pa.RecordBatch"]:
-    """The rows of a Parquet file in order, at most so many at a time, and at most ``MAX_BYTES`` of them or one row.
+    """Batches of a Parquet file in order, each of at most ``max_rows`` rows and ``MAX_BYTES`` (or one row).
 
     Args:
-        columns: those to read that the file has; None: all.
+        columns: columns to read, if the file has them; None: all.
     """
     import pyarrow.parquet as pq
 
@@ -116,7 +117,7 @@ def row_batches(file: Path, max_rows: int, columns: Sequence[str] | None = None)
 
 
 def _small(rows: "pa.RecordBatch") -> Iterator["pa.RecordBatch"]:
-    """The same in parts; each a copy, since a slice keeps all of the rows, and takes them along to another process."""
+    """Splits a large batch into copies of parts; a slice would keep, and pickle, all rows."""
     import pyarrow as pa
 
     if rows.nbytes <= MAX_BYTES or len(rows) == 1:

@@ -58,7 +58,7 @@ def test_a_bad_row_ends_with_2_its_place_and_the_report_unless_it_is_allowed(cal
     assert code == 2 and "left out not text: 1" in told(out)
     assert err.endswith(
         f"posttrain: 1 of 201 rows cannot be used:\n{problem}\n"
-        "all of them are in rejects.jsonl, which --out DIR keeps; mend them, or leave them out with max_bad_rows=1\n"
+        "all of them are in rejects.jsonl, which --out DIR keeps; correct them, or leave them out with max_bad_rows=1\n"
     )
     assert allowed == 0 and "cannot be used" not in nothing and problem in shown.splitlines()
     assert len(json.loads(many)["bad_rows"]) == 20
@@ -80,7 +80,7 @@ def test_a_bad_row_ends_with_2_its_place_and_the_report_unless_it_is_allowed(cal
         (["a.jsonl", "kind=preferences"], "which gives text; preferences is accepted by kind=preferences; leave it"),
         (["a.jsonl", "max_length=9"], "max_length=9: it is about tokens, so it needs a model; set model="),
         (["a.jsonl", "chat_template=chatml", "model=."], "chat_template=chatml: text goes through no chat template"),
-        (["a.jsonl", "a.jsonl", "proportions.more=1.0"], "the slots of rows are rows, rows_2; state a share for each"),
+        (["a.jsonl", "a.jsonl", "proportions.more=1.0"], "the slots of rows are rows, rows_2; set a share for each"),
         (["a.jsonl", "model=/nowhere"], "model=/nowhere: no such directory"),
         (["a.jsonl", "year=2024.jsonl"], "year: unknown key, and no file is called year=2024.jsonl; accepted: "),
         (["a.jsonl", "--against", "nothing.jsonl"], "sources.rows.path=nothing.jsonl: no such file or directory"),
@@ -99,7 +99,7 @@ def test_what_cannot_be_is_refused_with_2(call, words, message):
 def test_columns_the_other_way_round_are_refused_with_the_words_to_type(call):
     code, _, err = call("a.jsonl", "columns.context=prompt", a_jsonl=lines(ASKED))
 
-    assert code == 2 and "columns maps our name to the rows' column: state columns.prompt=context" in err
+    assert code == 2 and "columns maps our name to the rows' column: set columns.prompt=context" in err
 
 
 def test_single_answers_and_prompts_are_counted_in_tokens(call, tmp_path):
@@ -253,7 +253,7 @@ def test_of_more_than_twenty_it_is_said_how_many_and_all_are_kept_where_that_is_
     assert not (kept / "rejects.jsonl").exists()  # of the call before
 
     code, _, err = call("a.jsonl", "--out", "refused", a_jsonl=lines(rows))
-    assert code == 2 and "\n  and 10 more\nall of them are in refused/rejects.jsonl; mend them" in err
+    assert code == 2 and "\n  and 10 more\nall of them are in refused/rejects.jsonl; correct them" in err
     (tmp_path / "b.html").symlink_to("nowhere/b.html")
     code, out, err = call("b.jsonl", "--html", "b.html")
     assert code == 2 and "40 read, 40 used" in out and "--html b.html: cannot be written; name a file" in err

@@ -88,11 +88,11 @@ def test_a_temperature_makes_slots_more_alike(tmp_path: Path) -> None:
             r"^proportions=.*: the sum is 0.9; shares above 0 with the sum 1",
         ),
         ({"proportions": {"rows": 1.5, "more": -0.5}}, r"the sum is 1; shares above 0 with the sum 1 are accepted"),
-        ({"proportions": EVEN, "temperature": 2.0}, "both say how much of each slot is taken; state one of them"),
-        ({"stopping": "all_exhausted"}, "there is no mixture to stop; state proportions or temperature"),
+        ({"proportions": EVEN, "temperature": 2.0}, "both say how much of each slot is taken; set one of them"),
+        ({"stopping": "all_exhausted"}, "there is no mixture to stop; set proportions or temperature"),
         (
             {"proportions": EVEN, "stopping": "all_exhausted", "replay_share": 0.3},
-            "rows that are repeated and rows that come back would have one name; state stopping=first_exhausted",
+            "rows that are repeated and rows that come back would have one name; set stopping=first_exhausted",
         ),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_mixture_that_cannot_be_is_refused_when_it_is_stated(fields: dict[str,
 
 
 def test_a_mixture_that_does_not_fit_its_slots_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^proportions name rows, more; the slots of rows are rows, other; state a"):
+    with pytest.raises(ConfigError, match=r"^proportions name rows, more; the slots of rows are rows, other; set a"):
         mixed(tmp_path, PrepareText(proportions=EVEN), rows=30, other=30)
     with pytest.raises(ConfigError, match=r"^temperature=2: there is one slot of rows, and nothing to mix; "):
         mixed(tmp_path, PrepareText(temperature=2.0), rows=30)
@@ -119,5 +119,5 @@ def test_a_mixture_that_does_not_fit_its_slots_is_refused(tmp_path: Path) -> Non
     ],
 )
 def test_a_mixture_that_leaves_a_slot_out_or_cannot_be_written_is_refused(method: PrepareText, slot: str) -> None:
-    with pytest.raises(DataError, match=rf"^a mixture of rows, more: {slot}, which has .*; state a larger share"):
+    with pytest.raises(DataError, match=rf"^a mixture of rows, more: {slot}, which has .*; set a larger share"):
         mixed_counts({"rows": 300, "more": 40}, method)

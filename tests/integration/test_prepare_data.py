@@ -210,14 +210,14 @@ def test_a_template_makes_prompts_of_columns(tmp_path: Path) -> None:
     assert of_rows(tmp_path)["ignored_columns"] == {"id": 40}
 
 
-SHARE = "a share of the rows above 0.0 and below 1.0, or a count of them from 1 on, is accepted; state held_out=0.05"
+SHARE = "a share of the rows above 0.0 and below 1.0, or a count of them from 1 on, is accepted; set held_out=0.05"
 
 
 @pytest.mark.parametrize(
     ("cls", "fields", "message"),
     [
-        (PrepareText, {"system_prompt": "a"}, "^system_prompt: this stage makes raw text, which has neither system"),
-        (PrepareText, {"prompt_template": "{a}"}, "^prompt_template: this stage makes raw text, which has neither"),
+        (PrepareText, {"system_prompt": "a"}, "^system_prompt: this stage produces raw text, which has neither system"),
+        (PrepareText, {"prompt_template": "{a}"}, "^prompt_template: this stage produces raw text, which has neither"),
         (PrepareConversations, {"prompt_template": "a question"}, "^prompt_template: no placeholder; accepted: "),
         *((PrepareText, {"held_out": each}, f"^held_out={each}: {SHARE}") for each in (0, -1, 0.0, 1.0, -0.5, True)),
         (PrepareText, {"held_out": 50, "replay_share": 0.3}, "^held_out=50 and replay_share=0.3: .*held_out=0.05$"),
@@ -238,8 +238,8 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
         prepare(tmp_path, PrepareConversations(), numbered(10))
     assert str(refusal.value) == (
         f"{tmp_path}/rows.jsonl: detected text (has text: 10 of 10 rows looked at), which gives text; "
-        "conversations is accepted by this stage; use conf/stage/text.yaml for it, or say with format=NAME how "
-        "else it is read"
+        "conversations is accepted by this stage; use conf/stage/text.yaml for it, or set another format "
+        "with format=NAME"
     )
 
 
@@ -376,7 +376,7 @@ def test_a_bad_row_is_named_with_its_file_and_line(tmp_path: Path) -> None:
     where = f"{tmp_path}/rows.jsonl:50"
     assert str(refusal.value) == (
         f"1 of 50 rows cannot be used:\n  {where}: {listed[0]['problem']}\n"
-        f"all of them are in {tmp_path}/out/rejects.jsonl; mend them, or leave them out with max_bad_rows=1"
+        f"all of them are in {tmp_path}/out/rejects.jsonl; correct them, or leave them out with max_bad_rows=1"
     )
     assert listed == [{"where": where, "reason": "no text", "problem": listed[0]["problem"], "raw": '{"text": ""}'}]
     assert of_rows(tmp_path)["dropped"] == {"no text": 1}

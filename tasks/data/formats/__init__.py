@@ -1,1 +1,1 @@
-"""The formats of users' rows: detected, converted into one form per kind, checked."""
+"""Formats of users' rows: detection, checks, conversion to one form per kind."""

@@ -1,6 +1,6 @@
-"""Tells the format of a source from its first rows, says why, and refuses where two would do; renames its columns.
+"""Detects the format of a source from its first rows, and refuses ambiguous ones; renames columns.
 
-Before that a template may make the prompt of several columns; after it a row may be given a system turn.
+Before conversion a template may build the prompt from several columns; afterwards a system turn may be added.
 """
 
 import string
@@ -14,21 +14,21 @@ from lineage.errors import ConfigError, DataError
 from tasks.data.formats.known import BY_NAME, FORMATS, REST, Format
 from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, images_are_not_read, is_nothing, named
 
-_NEAR = 3  # formats of which the message says why they do not fit
+_NEAR = 3  # number of formats whose mismatch a message explains
 _MEDIA = frozenset({"images", "image", "videos", "video", "audios", "audio"})
-# What formats read, and what says which rows are held out together.
+# Columns that formats read, and the column that groups rows for the split.
 _KNOWN_NAMES = frozenset({"group", *(name for each in FORMATS for name in each.mapping if name != REST)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Detected:
-    """How the rows of one source are read. Can be pickled: the format is looked up by name where it is used.
+    """How the rows of a source are read. Picklable: the format is looked up by name.
 
     Args:
-        evidence: why, and how many of the first rows say so, for the report.
+        evidence: reason, and number of matching rows, for the report.
         columns: the format's names -> the user's.
         seen: the format's columns that the source has.
-        stated: the user sets the format, and with it that what it does not read may be lost.
+        stated: the user has set the format, which permits to ignore columns that it does not read.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Detected:
 
     @property
     def mapping(self) -> dict[str, str]:
-        """The user's columns -> what they become, for the report."""
+        """The user's columns -> their meaning, for the report."""
         used = [name for name in self.format.mapping if name in self.seen or name == REST]
         return {self.columns.get(name, name): self.format.mapping[name] for name in used}
 
     def read_columns(self, fields: Fields) -> set[str]:
-        """The columns of a row that are read: what else it has is ignored."""
+        """The columns of a row that are read; others are ignored."""
         return set(fields) if REST in self.format.mapping else fields.keys() & self._read
 
     @cached_property
@@ -79,7 +79,7 @@ class Detected:
 
 @dataclass(frozen=True, kw_only=True)
 class _Fit:
-    """The rows of a sample that are of a format, by their index, and the columns that make them so."""
+    """The rows of a sample that match a format, by index, and the columns that match."""
 
     format: Format
     rows: frozenset[int]
@@ -90,18 +90,18 @@ class _Fit:
 def detect(
     sample: Sequence[Fields], place: str, *, columns: Mapping[str, str] | None = None, stated: str | None = None
 ) -> Detected:
-    """The format of a source.
+    """Detects the format of a source.
 
     Args:
         sample: its first rows.
         place: its path, for messages.
-        columns: our names -> the columns of the user that hold them.
-        stated: the name of the format, where the user sets it.
+        columns: our names -> the user's columns.
+        stated: name of the format, if the user sets it.
 
     Raises:
         ConfigError: there is no format of that name.
-        DataError: no format fits, or several do that explain the columns as well; both name the candidates. Or a rename
-            does not fit the columns.
+        DataError: no format fits, or several fit equally well; the message names the candidates. Or a rename does
+            not fit the columns.
     """
     if stated and stated not in BY_NAME:
         nearest = get_close_matches(stated, BY_NAME, n=1, cutoff=0.0)[0]
@@ -110,7 +110,7 @@ def detect(
         raise DataError(f'{place}: no rows; give at least one row, such as a line {{"text": "..."}}')
     _check_renames(sample, place, columns or {})
     rows = [_renamed(fields, columns or {}) for fields in sample]
-    # Tables have columns that are null throughout: these say nothing.
+    # Columns that are null in all rows are ignored.
     present = frozenset(name for fields in rows for name, value in fields.items() if value is not None)
     known = [BY_NAME[stated]] if stated else FORMATS
     fits = [_fit(each, rows, present, stated=stated is not None) for each in known]
@@ -146,9 +146,10 @@ def _fit(format: Format, rows: Sequence[Fields], present: frozenset[str], *, sta
 
 
 def _best(fits: Sequence[_Fit], needed: float) -> list[_Fit]:
-    """Of the formats that fit enough rows, those that no other explains better: by the same columns and more.
+    """Formats that fit enough rows, without those whose columns are a proper subset of another one's.
 
-    One that explains only a few rows better stands beside them: they say something that would be lost.
+    A format that explains only a few rows, but more of their columns, is kept as a candidate: those columns would be
+    lost.
     """
     enough = [each for each in fits if len(each.rows) >= needed]
     best = [each for each in enough if not any(each.columns < other.columns for other in enough)]
@@ -157,7 +158,7 @@ def _best(fits: Sequence[_Fit], needed: float) -> list[_Fit]:
 
 
 def _misfit(fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str]) -> str:
-    """Why none of some formats fits: what those that come nearest miss in the first row that is not of them."""
+    """Why no format fits: what the nearest formats miss in the first row that does not match them."""
     columns = list(dict.fromkeys(str(name) for fields in rows for name in fields))
     near = [each for each in fits if each.rows or each.format.mapping.keys() & set(columns) or len(fits) == 1]
     near.sort(key=lambda each: (-len(each.rows), -len(each.format.mapping.keys() & set(columns))))
@@ -185,7 +186,7 @@ def _problem(fit: _Fit, rows: Sequence[Fields]) -> str:
 
 
 def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
-    """A row under the names that formats know."""
+    """A row with its columns renamed to the formats' names."""
     ours = {theirs: name for name, theirs in columns.items()}
     renamed = {ours.get(name, name): value for name, value in fields.items()}
     if len(renamed) < len(fields):
@@ -195,32 +196,32 @@ def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
 
 
 def check_direction(field: str, columns: Mapping[str, str], format: str | None) -> None:
-    """That a source maps our names to the rows' columns and not the other way round, as far as names tell.
+    """Checks that ``columns`` maps our names to the rows' columns and not vice versa, as far as names tell.
 
     Args:
-        field: the one that sets it, such as ``sources.rows.columns``.
-        format: of the source, where it is set.
+        field: name of the setting, such as ``sources.rows.columns``.
+                format: format of the source, if set.
 
     Raises:
-        ConfigError: shows the mapping the other way round.
+        ConfigError: shows the inverted mapping.
     """
     for ours, theirs in columns.items():
         # Prompts keep all columns for reward functions, which may have any name.
         if ours not in _KNOWN_NAMES and theirs in _KNOWN_NAMES and format != "prompts":
             raise ConfigError(
-                f"{field}.{ours}={theirs}: {ours!r} is no name that a format knows; {_turned(field, theirs, ours)} "
-                f"(or format=prompts, where the rows' column {theirs!r} is for a reward function that calls it "
-                f"{ours!r})"
+                f"{field}.{ours}={theirs}: {ours!r} is not a name that a format knows; "
+                f"{_inverted_hint(field, theirs, ours)} "
+                f"(or format=prompts, if the rows' column {theirs!r} is for a reward function that calls it {ours!r})"
             )
 
 
 def _check_renames(sample: Sequence[Fields], place: str, columns: Mapping[str, str]) -> None:
-    """Refuses a rename of a column that the source lacks, or one that would put two columns in one place."""
+    """Refuses renames of missing columns, and renames of two columns to one name."""
     present = list(dict.fromkeys(str(name) for fields in sample for name in fields))
     for ours, theirs in columns.items():
-        turned = f"; {_turned('columns', theirs, ours)}" if ours in present else ""
+        turned = f"; {_inverted_hint('columns', theirs, ours)}" if ours in present else ""
         if theirs not in present:
-            found = f"{theirs!r} is no column; there are: {', '.join(present)}{turned or '; name one of these'}"
+            found = f"{theirs!r} is not a column; there are: {', '.join(present)}{turned or '; name one of these'}"
         elif list(columns.values()).count(theirs) > 1:
             found = f"the column {theirs!r} is named twice; one name for a column is accepted; remove the other"
         elif ours in present and ours not in columns.values():
@@ -231,23 +232,22 @@ def _check_renames(sample: Sequence[Fields], place: str, columns: Mapping[str, s
         raise DataError(f"{place}: columns.{ours}={theirs}: {found}")
 
 
-def _turned(field: str, ours: str, theirs: str) -> str:
+def _inverted_hint(field: str, ours: str, theirs: str) -> str:
     text = f"{field}.{ours}={theirs}"
     quoted = f'"{text}"' if set(text) & set(" '\"$&|;()<>*?") else text
-    return f"columns maps our name to the rows' column: state {quoted}"
+    return f"columns maps our name to the rows' column: set {quoted}"
+    # Prompt templates and system turns.
 
-
-# Prompts made of several columns, and the system turn that rows are given.
 
 _TEMPLATE = "text with named placeholders, such as '{context}\\n\\n{question}'"
 
 
 @lru_cache(maxsize=8)
 def placeholders(template: str) -> frozenset[str]:
-    """The columns that a prompt template names.
+    """The columns in a prompt template.
 
     Raises:
-        ConfigError: it names none, or does more with one than to put it in.
+        ConfigError: it has no placeholder, or one with a conversion or format.
     """
     try:
         parts = list(string.Formatter().parse(template))
@@ -262,7 +262,7 @@ def placeholders(template: str) -> frozenset[str]:
 
 
 def with_prompt(fields: Fields, template: str) -> Fields:
-    """A row of the user whose ``prompt`` is the template, filled from the columns that it names; these go away.
+    """A row with ``prompt`` filled from the template, in place of the columns that the template names.
 
     Raises:
         BadRowError: the row lacks one of them, or it holds no text.
@@ -281,7 +281,7 @@ def with_prompt(fields: Fields, template: str) -> Fields:
 
 
 def with_system(row: CanonicalRow, text: str) -> CanonicalRow:
-    """A row that begins with a system turn: its own, or this one."""
+    """A row with this system turn, unless it has its own."""
     name = "messages" if "messages" in row else "prompt"
     turns = row[name]
     assert isinstance(turns, list), "rows of text have no turns"

@@ -1,4 +1,4 @@
-"""All formats in one table: how the rows of each are recognized, and how one becomes a row of its kind.
+"""All formats in one table: how rows of each are recognized and converted to rows of its kind.
 
 Sources: alpaca is Taori et al. 2023, github.com/tatsu-lab/stanford_alpaca, with ``system`` and ``history`` of
 LLaMA-Factory; function_calling is xLAM, Liu et al. 2024, arXiv:2406.18518; transcript_preference is Bai et al. 2022,
@@ -39,13 +39,12 @@ from tasks.data.formats.turns import (
 )
 from tasks.data.kinds import RESERVED_COLUMNS
 
-REST = "*"  # in a mapping: every column that it does not name
-
+REST = "*"  # in a mapping: all other columns
 _COMPLETION = ("completion", "response")
-_PROMPTS = ("question", "instruction", "query", "problem")  # as other sets call a prompt
-_JUDGED = frozenset({"label", "chosen", "rejected"})  # what says which answers are wanted
+_PROMPTS = ("question", "instruction", "query", "problem")  # other common names of a prompt
+_JUDGED = frozenset({"label", "chosen", "rejected"})  # columns with a judgement of answers
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-_ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # of a transcript
+_ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # role names in transcripts
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant|System):")
 _TRANSCRIPT = re.compile(r"\s*(?:Human:.*?\n\nAssistant:|System:.*?\n\nHuman:.*?\n\nAssistant:)", re.DOTALL)
 
@@ -84,7 +83,7 @@ def _alpaca(fields: Fields) -> CanonicalRow:
         asked = text(instruction, "instruction", "empty prompt")
     else:
         asked = text(more, "input", "empty prompt")
-        if instruction != "":  # some sets have all they ask in ``input``
+        if instruction != "":  # some data sets put the whole question in ``input``
             asked = f"{text(instruction, 'instruction', 'empty prompt')}\n{asked}"
     output = answer(text_of(fields, "no answer", "output"), "output")
     return add_tools({"messages": [*messages, _user(asked), *output]}, fields)
@@ -134,7 +133,7 @@ def _unpaired(fields: Fields) -> CanonicalRow:
 
 
 def _label(value: object, unjudged: str) -> bool:
-    """Whether an answer is wanted; ``unjudged`` is the format of such rows without a label, for the message."""
+    """Whether an answer is desirable; ``unjudged`` names the format without labels, for the message."""
     known = _LABELS.get(str(value).lower()) if isinstance(value, bool | int | float | str) else None
     if known is None:
         remedy = f"correct it, or, if it is no judgement of the answer, set format={unjudged}"
@@ -171,11 +170,11 @@ def _prompts(fields: Fields) -> CanonicalRow:
     return add_tools(row, fields)
 
 
-# Formats of preferences: a prompt, and two answers of which one is better.
+# Formats of preferences: a prompt with a better and a worse answer.
 
 
 def _paired(asked: list[Message], chosen: list[Message], rejected: list[Message], fields: Fields) -> CanonicalRow:
-    """A row of preferences; ``kind`` names what is wrong with the rejected answer, ``tools`` what it may call."""
+    """A row of preferences; ``kind`` names the flaw of the rejected answer."""
     if chosen == rejected:
         raise BadRowError("chosen and rejected are the same", "nothing to prefer")
     kind = optional_name(fields.get("kind"), "kind")
@@ -190,7 +189,7 @@ def _answers(fields: Fields) -> tuple[object, object]:
 
 
 def _preference(fields: Fields) -> CanonicalRow:
-    """The answers may be whole conversations that begin with the prompt."""
+    """The answers may be whole conversations that start with the prompt."""
     asked = required(fields, "prompt", "empty prompt")
     chosen, rejected = _answers(fields)
     if isinstance(chosen, list) and isinstance(rejected, list) and len(chosen) > 1:
@@ -203,7 +202,7 @@ def _preference(fields: Fields) -> CanonicalRow:
 
 
 def _implicit_preference(fields: Fields) -> CanonicalRow:
-    """What both answers begin with is the prompt."""
+    """The common beginning of both answers is the prompt."""
     chosen, rejected = _answers(fields)
     for name, value, other in (("chosen", chosen, rejected), ("rejected", rejected, chosen)):
         if not isinstance(value, str | list) or (isinstance(other, list) and not isinstance(value, list)):
@@ -217,9 +216,9 @@ def _implicit_preference(fields: Fields) -> CanonicalRow:
 
 
 def common_beginning(chosen: Sequence[object], rejected: Sequence[object]) -> int:
-    """How many turns, or characters, two answers begin with alike.
+    """Number of equal turns or characters at the beginning of two answers.
 
-    Of an answer something is left, and a space before it is part of it.
+    At least one is left for each answer, and a space before the answer belongs to the answer.
     """
     shortest = max(min(len(chosen), len(rejected)) - 1, 0)
     end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:shortest], rejected, strict=False)))
@@ -227,7 +226,7 @@ def common_beginning(chosen: Sequence[object], rejected: Sequence[object]) -> in
 
 
 def _transcript_preference(fields: Fields) -> CanonicalRow:
-    """Both transcripts are whole and differ in their last answer; or the prompt is one, and the answers are not."""
+    """Either two full transcripts that differ in the last answer, or a transcript as prompt with two plain answers."""
     said = dict(zip(("chosen", "rejected"), _answers(fields), strict=True))
     for name, value in said.items():
         if not isinstance(value, str):
@@ -249,7 +248,7 @@ def _transcript_preference(fields: Fields) -> CanonicalRow:
 
 
 def _recognize_transcripts(fields: Fields) -> tuple[str, ...]:
-    """The columns that make a row a transcript: what they say decides, since other formats have their names too."""
+    """The columns of a transcript, recognized by content, since other formats use the same names."""
     names = [name for name in ("prompt", "chosen", "rejected") if name in fields]
     found = [name for name in names if _is_transcript(fields[name])]
     known = (["chosen", "rejected"], ["prompt", "chosen", "rejected"], ["prompt"])
@@ -263,7 +262,7 @@ def _is_transcript(value: object) -> bool:
 
 
 def _turns_of(transcript: str, what: str) -> list[Message]:
-    """The turns of a transcript, without the white space around each."""
+    """The turns of a transcript, stripped of white space."""
     parts = _TURN.split(transcript)
     if parts[0].strip() or len(parts) == 1:
         raise BadRowError(f"{what} does not begin with 'Human:'", "no transcript")
@@ -272,13 +271,13 @@ def _turns_of(transcript: str, what: str) -> list[Message]:
 
 
 def _prompt_of(transcript: str) -> list[Message]:
-    """The turns of a prompt; its ``Assistant:`` at the end says where the answer begins."""
+    """The turns of a prompt, without the ``Assistant:`` at its end."""
     turns = _turns_of(transcript, "prompt")
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
 
 
 def _require_one_beginning(fields: Fields, chosen: list[Message], rejected: list[Message]) -> None:
-    """That whole transcripts begin alike, and with what a prompt beside them says."""
+    """Checks that full transcripts have the same beginning, which agrees with a separate prompt."""
     if chosen != rejected:
         pairs = zip(chosen, rejected, strict=False)
         place = next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(chosen), len(rejected)))
@@ -293,7 +292,7 @@ def _require_one_beginning(fields: Fields, chosen: list[Message], rejected: list
 
 
 def _sharegpt_ranking(fields: Fields) -> CanonicalRow:
-    """ShareGPT with two answers: ``conversations`` up to them, ``chosen`` and ``rejected`` as a turn each."""
+    """ShareGPT with two answers: ``conversations`` is the prompt, ``chosen`` and ``rejected`` are one turn each."""
     turns, spelling = sharegpt_turns(fields)
     asked, (chosen, rejected) = prompt_turns(turns, "conversations", spelling), _answers(fields)
     left, right = answer(chosen, "chosen", spelling_of(chosen)), answer(rejected, "rejected", spelling_of(rejected))
@@ -301,11 +300,13 @@ def _sharegpt_ranking(fields: Fields) -> CanonicalRow:
 
 
 def _openai_preference(fields: Fields) -> CanonicalRow:
-    """As OpenAI's fine-tuning has them: ``input.messages``, ``preferred_output``, ``non_preferred_output``."""
+    """OpenAI's fine-tuning format: ``input.messages``, ``preferred_output``, ``non_preferred_output``."""
     given = required(fields, "input", "empty prompt")
     if not isinstance(given, Mapping):
         raise BadRowError(f"input is {named(given)}")
-    require_nothing_else(given, ("messages", "tools", "parallel_tool_calls"), "input")  # the last says nothing here
+    require_nothing_else(
+        given, ("messages", "tools", "parallel_tool_calls"), "input"
+    )  # the last one is irrelevant here
     asked = prompt_turns(required(given, "messages", "empty prompt"), "input.messages")
     names = ("preferred_output", "non_preferred_output")
     left, right = (answer(required(fields, name, "no answer"), name) for name in names)
@@ -313,35 +314,35 @@ def _openai_preference(fields: Fields) -> CanonicalRow:
 
 
 def _oumi_preference(fields: Fields) -> CanonicalRow:
-    """As Oumi has them: ``messages`` up to the answers, ``chosen.messages``, ``rejected.messages``."""
+    """Oumi's format: ``messages`` is the prompt; ``chosen.messages``, ``rejected.messages``."""
     asked = prompt_turns(listed(fields, "messages", "empty prompt"), "messages")
     return _paired(asked, _oumi_answer(fields, "chosen"), _oumi_answer(fields, "rejected"), fields)
 
 
 def _oumi_answer(fields: Fields, name: str) -> list[Message]:
-    """An answer as Oumi has it, or bare: a string, a turn, or a list of this one turn."""
+    """An answer in Oumi's form, or as a string, a turn, or a list with one turn."""
     given = required(fields, name, "no answer")
     if not isinstance(given, Mapping) or "role" in given:
         return answer(given, name)
-    require_nothing_else(given, ("messages", "conversation_id", "metadata"), name)  # the last two name an answer
+    require_nothing_else(given, ("messages", "conversation_id", "metadata"), name)  # the last two are ids
     return answer(required(given, "messages", "no answer"), f"{name}.messages")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One shape in which users bring rows.
+    """A format of users' rows.
 
     Args:
-        name: what ``format=`` is set to.
-        kind: what its rows become.
-        accepted: a row of it, for messages.
-        mapping: column -> what it becomes, as the report shows it; all columns that the format reads.
-        needs: the columns that make a row one of this format, one with several names under any of them. Names alone
-            decide: a bad value is a bad row, and no reason to take the row for one of another format.
-        read: brings a row into the form of ``kind``; raises ``BadRowError``.
-        by_value: recognizes rows instead of ``needs``, by what they say: the columns, or nothing.
-        losing: columns that it does not read and that change what a row teaches: a row that has one is of this format
-            only where the user says so.
+        name: value of ``format=``.
+        kind: kind of the converted rows.
+        accepted: an example row, for messages.
+        mapping: column -> its meaning, for the report; all columns that the format reads.
+        needs: the required columns, with alternative names. Only names decide: a bad value is a bad row, not a row
+            of another format.
+        read: converts a row to the form of ``kind``; raises ``BadRowError``.
+        by_value: recognizes rows by their content instead of ``needs``; returns the columns, or nothing.
+        losing: columns that it does not read although they matter for training: rows with one match this format only
+            if the user sets it.
     """
 
     name: str
@@ -354,7 +355,7 @@ class Format:
     losing: frozenset[str] = frozenset()
 
     def recognize(self, fields: Fields) -> tuple[str, ...]:
-        """The columns that make a row one of this format; none: it is not."""
+        """The columns by which a row matches this format; empty: it does not match."""
         if self.by_value:
             return self.by_value(fields)
         either = [(names,) if isinstance(names, str) else names for names in self.needs]
@@ -438,7 +439,7 @@ FORMATS: tuple[Format, ...] = (
         name="implicit_preference", kind=Kind.PREFERENCES, needs=("chosen", "rejected"), read=_implicit_preference,
         accepted='{"chosen": "...", "rejected": "..."}, both strings or both lists of messages, that begin alike',
         mapping={**_PAIR, "chosen": "prompt and chosen", "rejected": "prompt and rejected"},
-        # Two texts mostly begin alike somehow: where a column may hold the prompt, it is to be named so.
+        # Two texts often have some common beginning, so a column that may hold the prompt must be named as such.
         losing=frozenset({"prompt", "input", "messages", "conversations", *_PROMPTS}),
     ),
     Format(

@@ -1,6 +1,4 @@
-"""Values, tools and turns in rows of any format: what is there, of the right type, readable, and in the one form that
-chat templates take.
-"""
+"""Checks and conversion of values, tools and turns in rows of any format, to the form that chat templates take."""
 
 import json
 import re
@@ -10,27 +8,27 @@ from itertools import takewhile
 from typing import NamedTuple
 
 Fields = Mapping[str, object]
-CanonicalRow = dict[str, object]  # the columns of its kind, without ``row_id`` and without nulls
+CanonicalRow = dict[str, object]  # a row with the columns of its kind, without ``row_id`` and nulls
 
 _SHOWN = 40  # characters of a text in a message
 _SPACES = "".join(character for character in map(chr, range(0x3001)) if character.isspace())
-_UNSEEN = _SPACES + "\u200b\u200c\u200d\u2060\ufeff"  # and what has no width
+_UNSEEN = _SPACES + "\u200b\u200c\u200d\u2060\ufeff"  # and characters without width
 _BAD_TOOLS, _BAD_CALL, _UNCLOSED = "tools that cannot be read", "tool call that cannot be read", "unclosed tool call"
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
-_OUTER = ("type", "id", "index")  # beside a function; the index is that of a part of a stream
+_OUTER = ("type", "id", "index")  # keys beside a function; ``index`` comes from streamed responses
 
 
 class BadRowError(Exception):
     """The refusal of one row.
 
     Args:
-        found: what is wrong, such as ``output is the number 42``.
-        reason: a few words to count by, such as ``no answer``.
-        accepted: what would be read; empty: a row of the format, which ``Format.convert`` fills in.
+        found: the problem, such as ``output is the number 42``.
+        reason: its category for counts, such as ``no answer``.
+        accepted: what is accepted; empty: ``Format.convert`` fills in a row of the format.
     """
 
     def __init__(self, found: str, reason: str = "not of the format", accepted: str = "", remedy: str = "") -> None:
-        found = found.encode(errors="backslashreplace").decode()  # it may quote what cannot be written
+        found = found.encode(errors="backslashreplace").decode()  # it may quote invalid characters
         super().__init__(found, reason, accepted, remedy)
         self.found, self.reason, self.accepted = found, reason, accepted
         self.remedy = remedy or "correct or remove the row"
@@ -40,7 +38,7 @@ class BadRowError(Exception):
 
 
 def named(value: object) -> str:
-    """How a message calls a value that is not what belongs in its place."""
+    """Describes an unexpected value in a message."""
     match value:
         case None:
             return "null"
@@ -60,24 +58,24 @@ def named(value: object) -> str:
 
 
 def is_nothing(value: object) -> bool:
-    """Whether an optional field says nothing: tables have null or an empty value where a row lacks it."""
+    """Whether an optional field is unset: tables have null or an empty value for missing fields."""
     return value is None or value == "" or value == [] or value == {}
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing of a text can be seen."""
+    """Whether a text has no visible characters."""
     return not text.strip(_UNSEEN)
 
 
 def required(fields: Fields, name: str, missing: str = "missing field") -> object:
-    """A field that has to be there; a row without it is counted as ``missing``."""
+    """A required field; a row without it is counted as ``missing``."""
     if name not in fields:
         raise BadRowError(f"no field {name!r} (fields: {', '.join(sorted(map(str, fields))) or 'none'})", missing)
     return fields[name]
 
 
 def one_of(fields: Fields, names: Sequence[str]) -> str:
-    """Which of several names of one column a row uses."""
+    """The name of a column that a row uses, among alternatives."""
     used = [name for name in names if not is_nothing(fields.get(name))]
     if len(used) > 1:
         raise BadRowError(f"{' and '.join(used)} are both there")
@@ -85,14 +83,14 @@ def one_of(fields: Fields, names: Sequence[str]) -> str:
 
 
 def require_nothing_else(value: Mapping[str, object], known: Container[str | None], what: str) -> None:
-    """Refuses what would be lost, such as arguments of another name."""
+    """Refuses unknown keys, which would be lost."""
     extra = sorted(str(key) for key, item in value.items() if key not in known and not is_nothing(item))
     if extra:
         raise BadRowError(f"{what} has {', '.join(extra)}", "unknown field")
 
 
 def text(value: object, what: str, empty: str) -> str:
-    """A text that says something; a row without it is counted as ``empty``."""
+    """A non-empty text; a row without it is counted as ``empty``."""
     if not isinstance(value, str):
         raise BadRowError(f"{what} is {named(value)}", empty if value is None else "not text")
     if is_blank(value):
@@ -101,20 +99,20 @@ def text(value: object, what: str, empty: str) -> str:
 
 
 def text_of(fields: Fields, empty: str, *names: str) -> str:
-    """The text of a required column, which may have one of several names."""
+    """The text of a required column with alternative names."""
     name = one_of(fields, names)
     return text(required(fields, name, empty), name, empty)
 
 
 def optional_name(value: object, what: str, reason: str = "not text") -> str | None:
-    """A short text that may be null or empty, such as the cell of a table."""
+    """An optional short text."""
     if not (value is None or isinstance(value, str)):
         raise BadRowError(f"{what} is {named(value)}", reason, "a string or null")
     return value or None
 
 
 def whole_characters(value: str, what: str) -> str:
-    """A text that can be written as UTF-8: JSON can spell half a surrogate pair, which is no character."""
+    """Refuses a text with half a surrogate pair, which JSON can express but UTF-8 cannot."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -124,7 +122,7 @@ def whole_characters(value: str, what: str) -> str:
 
 
 def parsed_json(value: str, what: str, reason: str) -> object:
-    """What a column holds as JSON text."""
+    """Parses a JSON text in a column."""
     try:
         return json.loads(value, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
@@ -140,25 +138,25 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def as_json(value: object, what: str) -> str:
-    """JSON with the keys in the order in which the user has them: it is text that a model reads or writes."""
+    """JSON with keys in the user's order, since a model reads or writes it as text."""
     try:
         return whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False), what)
     except (TypeError, ValueError, RecursionError) as error:
         cause = str(error).partition(": ")[0]  # Python 3.13 adds the value
-        raise BadRowError(f"{what} is no JSON value: {cause}") from error
+        raise BadRowError(f"{what} is not a JSON value: {cause}") from error
 
 
 def canonical(value: object) -> str:
-    """One text for equal rows."""
+    """A canonical text, the same for equal rows."""
     return _CANONICAL.encode(value)
 
 
 def add_tools(row: CanonicalRow, fields: Fields, name: str = "tools") -> CanonicalRow:
-    """The row, with the tools of a user's column where it holds some."""
+    """Adds the tools in a user's column, if any, to a row."""
     listed = [] if is_nothing(fields.get(name)) else _items(fields[name], name, _BAD_TOOLS, _BAD_TOOLS)
     tools = [_function(tool, f"{name}[{index}]", _BAD_TOOLS) for index, tool in enumerate(listed)]
     if tools:
@@ -172,7 +170,7 @@ def _without_type(function: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def calls_json(value: object, what: str) -> str:
-    """JSON text of at least one call; one that is no JSON is counted as unclosed: mostly it ends too early."""
+    """JSON text of at least one call; invalid JSON is counted as unclosed, since it is mostly truncated."""
     calls = _items(value, what, _BAD_CALL, _UNCLOSED)
     if not calls:
         raise BadRowError(f"{what} is empty", "no answer")
@@ -193,7 +191,7 @@ def _call(value: object, what: str) -> Mapping[str, object]:
 
 
 def _items(value: object, what: str, reason: str, not_json: str) -> list[object]:
-    """Of a list, of one object, or of their JSON text."""
+    """The items of a list, of a single object, or of their JSON text."""
     if isinstance(value, str):
         value = parsed_json(value, what, not_json)
     if not isinstance(value, Mapping | list):
@@ -202,7 +200,7 @@ def _items(value: object, what: str, reason: str, not_json: str) -> list[object]
 
 
 def _function(value: object, what: str, reason: str) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    """A tool or a call, and the function of it: the same where it is bare."""
+    """A tool or call, and its function: the same object if there is no wrapper."""
     if not isinstance(value, Mapping):
         raise BadRowError(f"{what} is {named(value)}", reason)
     if value.get("type") not in (None, "function"):
@@ -216,11 +214,11 @@ def _function(value: object, what: str, reason: str) -> tuple[Mapping[str, objec
 
 
 Message = dict[str, object]
-"""``role`` and ``content``; where it has them ``name``, ``tool_call_id``, and ``tool_calls`` as JSON text."""
+"""``role`` and ``content``; optionally ``name``, ``tool_call_id``, and ``tool_calls`` as JSON text."""
 
 
 class Spelling(NamedTuple):
-    """The keys under which a format has a turn's role and content."""
+    """The keys of a turn's role and content in a format."""
 
     role: str
     content: str
@@ -228,10 +226,10 @@ class Spelling(NamedTuple):
 
 OPENAI, FROM_VALUE = Spelling("role", "content"), Spelling("from", "value")
 
-_CALL_ROLE = "function_call"  # a role of ShareGPT: the content is the JSON text of the calls
+_CALL_ROLE = "function_call"  # ShareGPT's role whose content is the JSON text of calls
 _EMPTY = {"assistant": "no answer", "user": "empty prompt", "system": "empty prompt", "tool": "no tool result"}
 _MEDIA = ("image", "audio", "video", "file")
-_CALLS = ("tool_calls", "function_call")  # the second as OpenAI had it before
+_CALLS = ("tool_calls", "function_call")  # the second is OpenAI's former name
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _WRITTEN = re.compile(f"{_OPEN}((?:(?!{_OPEN}).)*?){_CLOSE}", re.DOTALL)
 _ROLES = {
@@ -241,14 +239,14 @@ _ROLES = {
     **dict.fromkeys(("observation", "function_response"), "tool"), _CALL_ROLE: _CALL_ROLE,
 }  # fmt: skip
 _START, _CALLED = "at the beginning", "after a tool call that no tool answered"
-_NEXT = {  # what a turn was -> what may follow
+_NEXT = {  # turn -> turns that may follow
     _START: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",),
     _CALLED: ("tool",), "tool": ("tool", "assistant", "user"),
 }  # fmt: skip
 
 
 def listed(fields: Fields, name: str, missing: str = "missing field") -> object:
-    """Turns of a required column; a table of texts has them as JSON text of a list."""
+    """The turns of a required column, which may be JSON text of a list."""
     value = required(fields, name, missing)
     if isinstance(value, str) and value.lstrip().startswith("["):
         return parsed_json(value, name, "no messages")
@@ -256,7 +254,7 @@ def listed(fields: Fields, name: str, missing: str = "missing field") -> object:
 
 
 def conversation(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
-    """A conversation with at least one answer to learn from."""
+    """A conversation with at least one assistant turn."""
     messages = _turns(value, what, spelling, "no answer")
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRowError(f"{what} has no assistant turn", "no answer")
@@ -264,14 +262,14 @@ def conversation(value: object, what: str, spelling: Spelling = OPENAI) -> list[
 
 
 def prompt(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
-    """Turns that end where an assistant answers; a string is what a user says."""
+    """The turns of a prompt, which end before an assistant's turn; a string is a user's turn."""
     if not isinstance(value, list):
         return [{"role": "user", "content": text(value, what, "empty prompt")}]
     return prompt_turns(value, what, spelling)
 
 
 def prompt_turns(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
-    """The same without strings."""
+    """``prompt`` without strings."""
     messages = _turns(value, what, spelling, "empty prompt")
     if messages[-1]["role"] not in ("user", "tool"):
         raise BadRowError(f"{what} ends with the role {messages[-1]['role']!r}, not with 'user'", "wrong role order")
@@ -279,7 +277,7 @@ def prompt_turns(value: object, what: str, spelling: Spelling = OPENAI) -> list[
 
 
 def answer(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
-    """One turn of the assistant: as a string, as a turn, or as a list of this one turn."""
+    """One assistant turn, given as a string, a turn, or a list of one turn."""
     if not isinstance(value, list | Mapping):
         return [{"role": "assistant", "content": _answer_text(value, what)}]
     whole = isinstance(value, Mapping)
@@ -292,13 +290,13 @@ def answer(value: object, what: str, spelling: Spelling = OPENAI) -> list[Messag
 
 
 def system_turn(fields: Fields) -> list[Message]:
-    """What the column ``system`` says, where it says something."""
+    """The turn of the column ``system``, if it is set."""
     system = fields.get("system")
     return [] if is_nothing(system) else [{"role": "system", "content": text(system, "system", "empty prompt")}]
 
 
 def sharegpt_turns(fields: Fields) -> tuple[object, Spelling]:
-    """The turns, after what the column ``system`` says, and how they are written."""
+    """The turns, with that of the column ``system``, and their spelling."""
     turns, system = listed(fields, "conversations"), fields.get("system")
     spelling = spelling_of(turns)
     if is_nothing(system) or not isinstance(turns, list):
@@ -307,13 +305,13 @@ def sharegpt_turns(fields: Fields) -> tuple[object, Spelling]:
 
 
 def spelling_of(turns: object) -> Spelling:
-    """How these turns are written, judged by the first: some sets have OpenAI's keys in ShareGPT's columns."""
+    """The spelling of turns, detected from the first: some data sets use OpenAI's keys in ShareGPT's columns."""
     first = turns[0] if isinstance(turns, list) and turns else turns
     return OPENAI if isinstance(first, dict) and "role" in first and "from" not in first else FROM_VALUE
 
 
 def _turns(value: object, what: str, spelling: Spelling, empty: str) -> list[Message]:
-    """Turns in our form and in order; a row without them is counted as ``empty``."""
+    """Turns in our form and in valid order; a row without them is counted as ``empty``."""
     if spelling is OPENAI and _is_plain(value):
         assert isinstance(value, list)
         return value
@@ -323,7 +321,7 @@ def _turns(value: object, what: str, spelling: Spelling, empty: str) -> list[Mes
 
 
 def _is_plain(value: object) -> bool:
-    """Whether turns are in our form and in order as they stand: most are, and need no check one by one."""
+    """Whether turns are already in our form and in order, as most are: a fast path."""
     if type(value) is not list or not value:
         return False
     expected = "user"
@@ -354,7 +352,7 @@ def _each(value: object, what: str, spelling: Spelling, empty: str) -> list[Mess
 
 
 def _message(value: object, what: str, spelling: Spelling) -> Message:
-    """A turn in our form; refused where it says nothing, or something that would be lost."""
+    """A turn in our form; refuses empty turns and unknown keys."""
     if not isinstance(value, Mapping):
         raise BadRowError(f"{what} is {named(value)}")
     said = _key(value, spelling.role, what, "unknown role")
@@ -388,16 +386,16 @@ def _content(value: object, what: str, role: str) -> str:
     if isinstance(value, list) and value:
         value = "".join(_part(part, f"{what}[{index}]") for index, part in enumerate(value))
     if role == "tool" and value == "":
-        return ""  # a tool may have nothing to say
+        return ""  # a tool may return nothing
     return _answer_text(value, what) if role == "assistant" else text(value, what, _EMPTY[role])
 
 
 def _answer_text(value: object, what: str) -> str:
-    """What an assistant says; calls that it writes out as text have to begin and end."""
+    """An assistant's text; tool calls written as text must be closed."""
     content = text(value, what, "no answer")
     if _CLOSE in content or _OPEN in content:
         for call in _WRITTEN.findall(content):
-            if call.lstrip()[:1] in ("{", "["):  # some models write calls in other ways than JSON
+            if call.lstrip()[:1] in ("{", "["):  # some models write calls in other syntaxes
                 parsed_json(call, f"{what} {_OPEN}", _UNCLOSED)
         left = _WRITTEN.sub("", content)
         for mark, missing in ((_OPEN, _CLOSE), (_CLOSE, _OPEN)):
@@ -407,7 +405,7 @@ def _answer_text(value: object, what: str) -> str:
 
 
 def _part(value: object, what: str) -> str:
-    """The text of one of several parts of a content."""
+    """The text of one part of a content."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and any(medium in kind for medium in _MEDIA):
         raise images_are_not_read(f"{what} is of type {kind!r}")
@@ -418,14 +416,14 @@ def _part(value: object, what: str) -> str:
 
 
 def images_are_not_read(found: str) -> BadRowError:
-    """The refusal of a row that is more than text."""
+    """The error for a row with media."""
     return BadRowError(found, "images are not read", "text: images, audio and video are not read")
 
 
 def _add_rest(made: Message, value: Mapping[str, object], what: str, read: set[str | None]) -> None:
-    """Adds a turn's name and the id of the call that it answers; refuses what else it says: it would be lost."""
+    """Adds a turn's name and tool call id; refuses other keys, which would be lost."""
     rest = {key: item for key, item in value.items() if key not in read and not is_nothing(item)}
-    if rest.get("weight") == 1:  # OpenAI's word for: this turn is trained, as all are
+    if rest.get("weight") == 1:  # OpenAI: this turn is trained, which is the default
         del rest["weight"]
     for key in [key for key in rest if key == "name" or (key == "tool_call_id" and made["role"] == "tool")]:
         item = rest.pop(key)
@@ -449,7 +447,7 @@ def _check_order(messages: Sequence[Message], what: str) -> None:
 
 
 def _check_answered(messages: Sequence[Message], what: str) -> None:
-    """Whether the last turns, of tools, answer the calls before them: each by its id, where all have one."""
+    """Checks that the last turns, of tools, answer the calls before them, by id if all have one."""
     answered = [turn.get("tool_call_id") for turn in takewhile(lambda turn: turn["role"] == "tool", messages[::-1])]
     index = len(messages) - len(answered) - 1
     calls = [call.get("id") for call in json.loads(str(messages[index]["tool_calls"]))]

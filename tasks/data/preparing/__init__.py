@@ -1,1 +1,1 @@
-"""From checked rows to the files of a data stage: duplicates, splits, mixtures, and the report."""
+"""From converted rows to the files of a data stage: duplicates, splits, mixtures, and the report."""

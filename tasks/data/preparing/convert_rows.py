@@ -1,6 +1,4 @@
-"""How a source is read, and what a process does with a piece of it: every row is brought into one form, checked, named
-and measured.
-"""
+"""Detects the format of a source, and converts its chunks: each row is checked, converted and hashed."""
 
 import hashlib
 import json
@@ -40,16 +38,16 @@ _NOT_DETECTED = BadRowError(
     "correct the first rows",
 )  # fmt: skip
 _CONTROL = "control characters"
-# Sought one by one: a search for a single character is so fast that all of them take a third of a regex.
+# Searched one by one, which takes a third of the time of a regex.
 _OF_ASCII = "".join(map(chr, (*range(1, 9), 11, 12, *range(14, 32), 127)))
 _BEYOND = {
-    _CONTROL: "".join(map(chr, range(0x80, 0xA0))),  # mostly text of Windows that was read as Latin-1
+    _CONTROL: "".join(map(chr, range(0x80, 0xA0))),  # mostly Windows text that was read as Latin-1
     "bidirectional controls": "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069",
     "byte order marks U+FEFF": "\ufeff",
-    "replacement characters U+FFFD": "\ufffd",  # a decoder could not read: the text was broken before it came here
+    "replacement characters U+FFFD": "\ufffd",  # the text was broken by an earlier decoder
 }
 
-ROLE_MARKS = "role marks in an answer"  # a transcript stands where one turn should
+ROLE_MARKS = "role marks in an answer"  # probably a transcript instead of one turn
 _ROLE_MARKS = (
     "<|im_start|>", "<|start_header_id|>", "<|user|>", "<start_of_turn>", "[INST]", "### Instruction:", "USER:",
     "\nUser:", "\nHuman:",
@@ -58,16 +56,16 @@ _ROLE_MARKS = (
 
 @dataclass(kw_only=True)
 class Converted:
-    """A chunk's rows.
+    """The converted rows of a chunk.
 
     Args:
-        count: of the rows, good and bad.
-        rows: the good ones as an Arrow stream: it takes no work to write it.
-        keys: one row for each of them: ``place`` among all rows of the chunk, ``content`` and ``share`` (their hashes),
-            ``bytes`` of text, and the bands of near-duplicates.
-        rejects: rows that cannot be used, each after its place among all rows of the chunk.
+        count: number of rows, good and bad.
+        rows: the good rows as an Arrow stream.
+        keys: a row for each good row: ``place`` in the chunk, the hashes ``content`` and ``share``, ``bytes`` of
+            text, and the bands for near-duplicates.
+        rejects: place in the chunk and problem of each bad row.
         remarks, ignored: as in the report of the source.
-        split_by: what of a plain text was a row.
+        split_by: unit of a row in plain text.
     """
 
     split_by: str | None
@@ -81,12 +79,12 @@ class Converted:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertRows:
-    """Converts chunks of one source. Can be pickled.
+    """Converts chunks of one source. Picklable.
 
     Args:
-        kind: of the rows that come out.
-        seed: of the split.
-        detected: how they are read; None: not one of the first rows can be.
+        kind: kind of the converted rows.
+        seed: seed of the split.
+        detected: how rows are read; None: none of the first rows is readable.
     """
 
     kind: Kind
@@ -148,7 +146,7 @@ def _reject(row: Row, error: BadRowError) -> Broken:
 
 
 def _stream_of(batch: pa.RecordBatch) -> pa.Buffer:
-    """A batch as an Arrow stream of its own; many of them, one behind the other, are a file."""
+    """A batch as an Arrow stream; concatenated streams form a file."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
         writer.write_batch(batch)
@@ -156,7 +154,7 @@ def _stream_of(batch: pa.RecordBatch) -> pa.Buffer:
 
 
 def remarks(row: CanonicalRow) -> tuple[str, ...]:
-    """What is odd in a row's texts, in words to count by: mostly nothing."""
+    """Warnings on a row's texts, as categories for counts."""
     said = "\n".join(_texts(row))
     found = ["NUL characters"] if "\0" in said else []
     if any(map(said.__contains__, _OF_ASCII)):
@@ -172,7 +170,7 @@ def remarks(row: CanonicalRow) -> tuple[str, ...]:
 
 
 def _texts(row: CanonicalRow, role: str | None = None) -> list[str]:
-    """Of a row, or of its messages of one role."""
+    """The texts of a row, or of its messages of one role."""
     texts: list[str] = []
     for value in row.values():
         if isinstance(value, str) and role is None:
@@ -182,16 +180,16 @@ def _texts(row: CanonicalRow, role: str | None = None) -> list[str]:
     return texts
 
 
-SAMPLE = 1000  # rows that are looked at
+SAMPLE = 1000  # rows for the detection of the format
 
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A source whose format was looked for: its rows are read once, from where that ended.
+    """A source with its detected format, whose rows are read only once.
 
     Args:
-        detected: how its rows are read; None: not one of the first can be.
-        chunks: all rows.
+        detected: how rows are read; None: none of the first rows is readable.
+        chunks: all rows, including those read for the detection.
     """
 
     source: Source
@@ -200,11 +198,11 @@ class Opened:
 
     @property
     def kind(self) -> Kind | None:
-        """What the rows become."""
+        """Kind of the converted rows."""
         return self.detected.format.kind if self.detected else None
 
     def report(self) -> SourceReport:
-        """Of no row yet."""
+        """The report before any row is counted."""
         return SourceReport(
             path=self.source.path,
             format=self.detected.name if self.detected else "unknown",
@@ -213,15 +211,15 @@ class Opened:
         )
 
     def refusal(self, accepted: Kind, remedy: str) -> DataError:
-        """That they are of another kind than ``accepted``; the remedy says where that is set, and what else to do."""
+        """The error for rows of another kind than ``accepted``."""
         assert self.detected
         return DataError(
             f"{self.source.path}: detected {self.detected.name} ({self.detected.evidence}), which gives {self.kind}; "
-            f"{accepted} is accepted {remedy}, or say with format=NAME how else it is read"
+            f"{accepted} is accepted {remedy}, or set another format with format=NAME"
         )
 
     def require_kind(self, kind: Kind) -> None:
-        """Refuses rows that another stage reads."""
+        """Refuses rows of another kind."""
         if self.kind not in (kind, None):
             splits = (self.kind, kind) == (Kind.PREFERENCES, Kind.UNPAIRED)
             after = " and conf/stage/unpair.yaml after it, which splits pairs" if splits else ""
@@ -229,10 +227,11 @@ class Opened:
 
 
 def detect_source(source: Source, template: str | None = None) -> Opened:
-    """Looks for the format of a source in its first rows.
+    """Opens a source and detects its format from the first rows.
 
     Args:
-        template: of prompts; it makes columns that the format reads.
+        template: prompt template, applied before the detection.
+
     Raises:
         DataError: there are no rows, no format fits them, or several do.
     """
@@ -245,7 +244,7 @@ def detect_source(source: Source, template: str | None = None) -> Opened:
         for entry in chunk.rows():
             count += 1
             if isinstance(entry, Row) and len(sample) < SAMPLE:
-                with suppress(BadRowError):  # named when all rows are read
+                with suppress(BadRowError):  # reported when all rows are read
                     sample.append(with_prompt(entry.fields, template) if template else entry.fields)
         if count >= SAMPLE:
             break
@@ -256,12 +255,12 @@ def detect_source(source: Source, template: str | None = None) -> Opened:
 
 
 def record_batch(rows: Sequence[CanonicalRow], schema: pa.Schema) -> pa.RecordBatch:
-    """Rows of one kind; what a row leaves out is null. Column by column is six times as fast as row by row."""
+    """A batch of rows of one kind; missing values are null. By column, which is six times as fast as by row."""
     return pa.record_batch([_array([row.get(field.name) for row in rows], field.type) for field in schema], schema)
 
 
 def _array(values: Sequence[object], kind: pa.DataType) -> pa.Array:
-    """A column of texts, truth values or lists of messages; messages are never null."""
+    """A column of texts, booleans or lists of messages."""
     if not pa.types.is_list(kind):
         return pa.array(values, kind)
     conversations = [messages for messages in values if isinstance(messages, list)]
@@ -277,14 +276,14 @@ def _array(values: Sequence[object], kind: pa.DataType) -> pa.Array:
 
 
 def content_hash(text: str) -> int:
-    """64 bits of a row's canonical text; in hexadecimal digits they are the row's id."""
+    """64-bit hash of a row's canonical text; in hexadecimal it is the row's id."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
 def key_of(row: CanonicalRow) -> str:
-    """What a row is held out together with, if it does not say: all answers to one prompt, else what is equal to it.
+    """The default group of a row for the split: its prompt, or else the row itself.
 
-    An answer to a prompt that was seen in training measures little.
+    All answers to a prompt belong to one split: a prompt that was trained on measures little.
     """
     if "prompt" in row:
         return canonical(row["prompt"])
@@ -297,5 +296,5 @@ def key_of(row: CanonicalRow) -> str:
 
 
 def key_share(key: str, seed: int) -> int:
-    """Where in [0, 2^64) the rows of one key lie, whatever other rows there are: the lowest are held out."""
+    """Hash in [0, 2^64) of a group, independent of other rows; the lowest values are held out."""
     return content_hash(f"{seed}:{key}")

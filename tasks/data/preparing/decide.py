@@ -1,4 +1,4 @@
-"""Decides which rows go where: selected, named, split, mixed, and with a share of the rows of earlier models (replay).
+"""Decides which rows are used and in which split: slices, samples, ids, splits, mixtures, and replay of earlier rows.
 
 Robins 1995, "Catastrophic forgetting, rehearsal and pseudorehearsal"; for language models Scialom et al. 2022,
 arXiv:2205.12393, where 1 % is enough.
@@ -30,19 +30,19 @@ _OUTSIDE, _UNSAMPLED, _BETWEEN = "outside the slice", "not in the sample", "betw
 _UNMIXED = "left out by the mixture"
 _PARTED = "away from its group, beside the row that it is a copy of"
 _SHARES = 2**64
-_MEMORY = "256MB"  # twice that is held beside it, by Python, Arrow and the rows of a batch
+_MEMORY = "256MB"  # Python, Arrow and the current batch take about twice that in addition
 
 
 @dataclass(kw_only=True)
 class Decided:
-    """What was decided of the rows that are not bad.
+    """The decisions on the good rows.
 
     Args:
-        known: rows that there were before.
-        duplicates: rows that say what an earlier one says.
-        lowest: the smallest share of a row, in [0, 1]: a ``held_out`` above it holds out one at least.
-        repeated: how often the mixture takes a row once more.
-        as_read: whether rows are written in the order in which they were read.
+        known: number of rows that the replayed data already has.
+        duplicates: number of exact duplicates.
+        lowest: smallest share of a row, in [0, 1]: a ``held_out`` above it holds out at least one row.
+        repeated: number of repetitions of rows by the mixture.
+        as_read: whether rows are written in reading order.
     """
 
     known: int
@@ -53,37 +53,38 @@ class Decided:
 
 
 def open_database(directory: Path, threads: int) -> DuckDBPyConnection:
-    """An empty one in a scratch directory: it decides over narrow columns, in bounded memory, and spills to the disk.
+    """An empty DuckDB database in a scratch directory, with bounded memory, which spills to disk.
 
-    It draws by hashes that stay what they are from one version of DuckDB to the next, and every order is total.
+    Rows are drawn by hashes that do not change between versions of DuckDB, and every order is total.
     """
     config: dict[str, str | bool | int | float | list[str]] = {
         "memory_limit": _MEMORY, "temp_directory": str(directory / "spilled"), "threads": threads,
         "autoinstall_known_extensions": False,
     }  # fmt: skip
     connection = duckdb.connect(str(directory / "decide.duckdb"), config=config)
-    connection.execute("SET enable_progress_bar = false")  # it would be drawn on stdout, where results are
+    connection.execute("SET enable_progress_bar = false")  # it would be printed to stdout
     return connection
 
 
 def _number(connection: DuckDBPyConnection, query: str) -> int:
-    """The one number that a query gives."""
+    """The single number that a query returns."""
     [(found,)] = connection.execute(query).fetchall()
     return int(found)
 
 
-def _lot(seed: int, column: str) -> str:
-    """SQL of a hash in [0, 2^64) by which rows are drawn."""
+def _draw_hash(seed: int, column: str) -> str:
+    """SQL for a hash in [0, 2^64) by which rows are drawn."""
     return f"md5_number_lower('{seed}:' || {column})"
 
 
 def decide(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -> Decided:
-    """Makes the table ``placed`` (row, held_out, row_id, position) of the rows that are used and new; reports the rest.
+    """Creates the table ``placed`` (row, held_out, row_id, position) of the used new rows; reports the others.
 
     Args:
-        connection: its table ``old`` (row_id, held_out) has the rows that there were before.
+        connection: with the table ``old`` (row_id, held_out) of the earlier rows.
+
     Raises:
-        DataError: a slot has nothing to mix.
+        DataError: a slot of the mixture is empty.
     """
     connection.read_parquet(str(staging.keys)).create_view("keys")
     connection.execute("CREATE TABLE selected (row BIGINT, slot INT, place BIGINT, content UBIGINT, share UBIGINT)")
@@ -106,22 +107,22 @@ def decide(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -
 
 
 def _select(connection: DuckDBPyConnection, staged: StagedSource) -> None:
-    """Takes the rows of a source's slice and sample; counts the others."""
+    """Selects the rows of a source's slice and sample; counts the others."""
     source, report = staged.source, staged.report
     inside = f"FROM keys WHERE slot = {staged.number} AND place >= {staged.start} AND place < {staged.stop}"
     dropped = {_OUTSIDE: report.rows_read - (staged.stop - staged.start)}
     sample = ""
     if source.sample_count is not None:
         dropped[_UNSAMPLED] = max(0, _number(connection, f"SELECT count(*) {inside}") - source.sample_count)
-        sample = f"ORDER BY {_lot(source.shuffle_seed or 0, 'content')}, row LIMIT {source.sample_count}"
+        sample = f"ORDER BY {_draw_hash(source.shuffle_seed or 0, 'content')}, row LIMIT {source.sample_count}"
     connection.execute(f"INSERT INTO selected SELECT row, slot, place, content, share {inside} {sample}")
     report.dropped |= {reason: count for reason, count in dropped.items() if count}
 
 
 def _name(connection: DuckDBPyConnection) -> None:
-    """Makes ``named``: rows that say the same are numbered, and all have the share of the first, hence its side.
+    """Creates ``named``: duplicates are numbered, and get the share of the first one, hence its split.
 
-    ``own`` is the share that each would have by itself: another one where it is of another group.
+    ``own`` is the share of the row's own group.
     """
     connection.execute(
         f"CREATE TABLE named AS SELECT *, {CONTENT} || CASE WHEN copy > 0 THEN '-' || copy ELSE '' END AS row_id FROM ("
@@ -132,12 +133,12 @@ def _name(connection: DuckDBPyConnection) -> None:
 
 
 def _split(connection: DuckDBPyConnection, options: Prepare) -> list[tuple[int, int, list[str]]]:
-    """Makes ``sided``: ``held_out`` is null of rows between the sides. A copy of an old row goes where that one is.
+    """Creates ``sided``: ``held_out`` is null for rows between the splits. A copy of an old row joins its split.
 
     Returns:
-        Slot, count and the first ids of the copies that are on the other side than their group.
+        Slot, count and first ids of the copies that are in another split than their group.
     """
-    highest, between = _border(connection, options)
+    highest, between = _thresholds(connection, options)
 
     def side(share: str) -> str:
         return f"CASE WHEN {share} <= {highest} THEN true WHEN {share} > {between} THEN false END"
@@ -153,8 +154,8 @@ def _split(connection: DuckDBPyConnection, options: Prepare) -> list[tuple[int, 
     return found
 
 
-def _border(connection: DuckDBPyConnection, options: Prepare) -> tuple[int, int]:
-    """The highest share that is held out, and the highest that is not trained on."""
+def _thresholds(connection: DuckDBPyConnection, options: Prepare) -> tuple[int, int]:
+    """The highest share that is held out, and the highest one that is not trained on."""
     if isinstance(options.held_out, float):
         highest = options.highest_share()
         return highest, highest
@@ -165,17 +166,17 @@ def _border(connection: DuckDBPyConnection, options: Prepare) -> tuple[int, int]
     return highest, min(2 * highest, _SHARES - 1)
 
 
-_FEWEST, _MOST = 0.5, 2**40  # rows of a slot: what rounds to one, and more than any disk holds
+_FEWEST, _MOST = 0.5, 2**40  # bounds for the rows of a slot: rounds to one; more than any disk holds
 
 
 def mixed_counts(counts: Mapping[str, int], options: Prepare) -> Mapping[str, int]:
-    """Training rows to take of each slot: more than it has where rows are repeated.
+    """Number of training rows to take from each slot; may exceed its rows, which are then repeated.
 
     Args:
-        counts: slot -> training rows that it has.
+        counts: slot -> number of its training rows.
 
     Raises:
-        DataError: a slot has none, or none is taken of it.
+        DataError: a slot is empty, or none of its rows would be taken.
     """
     weights = _weights(counts, options)
     if weights is None:
@@ -193,21 +194,21 @@ def mixed_counts(counts: Mapping[str, int], options: Prepare) -> Mapping[str, in
         if not _FEWEST < count < _MOST:
             raise DataError(
                 f"a mixture of {', '.join(counts)}: {count:.3g} rows of {slot}, which has {counts[slot]}; a mixture of "
-                "one row of each slot at least is accepted, and one that can be written; state a larger share for the "
+                "one row of each slot at least is accepted, and one that can be written; set a larger share for the "
                 "slot of the fewest rows, or a temperature nearer to 1"
             )
     return {slot: round(count) for slot, count in wanted.items()}
 
 
 def _weights(counts: Mapping[str, int], options: Prepare) -> Mapping[str, float] | None:
-    largest = max(counts.values()) or 1  # a power of the ratio to it cannot overflow
+    largest = max(counts.values()) or 1  # powers of ratios cannot overflow
     if options.temperature is not None:
         return {slot: (count / largest) ** (1 / options.temperature) for slot, count in counts.items()}
     return options.proportions
 
 
 def _arrange(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -> tuple[int, bool]:
-    """Makes, of the table ``sided``, the table ``placed``; returns ``repeated`` and ``as_read`` of ``Decided``."""
+    """Creates ``placed`` from ``sided``; returns ``repeated`` and ``as_read`` of ``Decided``."""
     found = dict(connection.execute("SELECT slot, count(*) FROM sided WHERE NOT held_out GROUP BY slot").fetchall())
     have = {slot: found.get(source.number, 0) for slot, source in staging.sources.items()}
     want = mixed_counts(have, options)
@@ -224,7 +225,7 @@ def _arrange(connection: DuckDBPyConnection, staging: Staging, options: Prepare)
 
 
 def _take(connection: DuckDBPyConnection, have: Mapping[str, int], want: Mapping[str, int], seed: int) -> None:
-    """Makes ``taken``: all held-out rows, and as many training rows as wanted. Repeated, they are copies."""
+    """Creates ``taken``: all held-out rows, and the wanted number of training rows, repeated as copies if needed."""
     if want == have:
         connection.execute("CREATE VIEW taken AS SELECT *, 0 AS repetition FROM sided WHERE held_out IS NOT NULL")
         return
@@ -234,7 +235,7 @@ def _take(connection: DuckDBPyConnection, have: Mapping[str, int], want: Mapping
     )
     connection.execute(
         f"CREATE TABLE taken AS WITH drawn AS (SELECT *, row_number() OVER (PARTITION BY slot ORDER BY "
-        f"{_lot(seed, 'row_id')}, row) AS rank FROM sided JOIN mixture USING (slot) WHERE NOT held_out), "
+        f"{_draw_hash(seed, 'row_id')}, row) AS rank FROM sided JOIN mixture USING (slot) WHERE NOT held_out), "
         "repeated AS (SELECT *, unnest(range(want // have + (rank <= want % have)::INT)) AS repetition FROM drawn) "
         f"SELECT row, slot, place, held_out, repetition, CASE WHEN repetition = 0 THEN row_id "
         f"ELSE {CONTENT} || '-' || (copy + repetition * copies) END AS row_id FROM repeated "
@@ -243,7 +244,7 @@ def _take(connection: DuckDBPyConnection, have: Mapping[str, int], want: Mapping
 
 
 def _positions(sources: Sequence[Source]) -> str:
-    """SQL: each slot in its own order, and the slots in one another like cards, however many rows each has."""
+    """SQL that interleaves the slots evenly, each in its own order."""
     keys = " ".join(f"WHEN {slot} THEN {_key(source)}" for slot, source in enumerate(sources))
     return (
         "SELECT row, held_out, row_id, "
@@ -254,10 +255,10 @@ def _positions(sources: Sequence[Source]) -> str:
 
 
 def _key(source: Source) -> str:
-    """SQL of what a source's rows are ordered by: their places, moved by up to ``shuffle_buffer`` rows, or anywhere."""
+    """SQL for the sort key of a source's rows: their places, shuffled within ``shuffle_buffer`` rows or fully."""
     if source.shuffle_seed is None:
         return "place::DOUBLE"
-    share = f"{_lot(source.shuffle_seed, 'place')} / {2**64}::DOUBLE"
+    share = f"{_draw_hash(source.shuffle_seed, 'place')} / {2**64}::DOUBLE"
     return share if source.shuffle_buffer is None else f"place + {share} * {source.shuffle_buffer}"
 
 
@@ -265,12 +266,12 @@ _ROWS_PER_READ = 10_000
 
 
 def read_old(connection: DuckDBPyConnection, given: Input | None) -> None:
-    """Makes the table ``old`` of all rows that were ever trained on or held out; their contents stay where they are.
+    """Creates the table ``old`` of all rows that were ever trained on or held out, without their contents.
 
-    The plan has seen that they were split alike.
+    The plan has checked that they have the same split settings.
 
     Args:
-        given: the data that the last model was made from, and its predecessors; None: there is none.
+        given: the data of the last model, which includes that of its predecessors; None: there is none.
     """
     connection.execute("CREATE TABLE old (number BIGINT, row_id VARCHAR, held_out BOOLEAN)")
     first = 0
@@ -284,13 +285,13 @@ def read_old(connection: DuckDBPyConnection, given: Input | None) -> None:
 
 
 def draw_old(connection: DuckDBPyConnection, given: Input, share: float, seed: int, num_new: int) -> int:
-    """Makes the table ``again`` (number) of the old rows that are trained on again; returns how many.
+    """Creates the table ``again`` (number) of the old rows to replay; returns their number.
 
-    As many are drawn that they are ``share`` of the training rows, or all there are; all where nothing is new.
+    Their number makes them ``share`` of the training rows, limited by what there is; all if nothing is new.
 
     Args:
-        given: its fingerprint is in the choice, so that each generation replays others.
-        num_new: training rows that are new.
+        given: its fingerprint seeds the choice, so that each generation replays other rows.
+        num_new: number of new training rows.
     """
     trained = _number(connection, "SELECT count(*) FROM old WHERE NOT held_out")
     count = round(num_new * share / (1 - share)) if num_new else trained
@@ -302,7 +303,7 @@ def draw_old(connection: DuckDBPyConnection, given: Input, share: float, seed: i
 
 
 def old_rows(connection: DuckDBPyConnection, given: Input) -> Iterator[tuple[str, pa.RecordBatch]]:
-    """The old rows with the side that each is on now: what was held out stays so, and what is not drawn rests."""
+    """The old rows with their current split: held out, replayed, or excluded (``RESTING``)."""
     first = 0
     for side, path in _files(given):
         for batch in row_batches(path, _ROWS_PER_READ):
@@ -321,7 +322,7 @@ def _files(given: Input | None) -> list[tuple[str, Path]]:
 
 
 def _drawn(connection: DuckDBPyConnection, first: int, count: int) -> pa.Array:
-    """Of so many old rows from one on, whether each is trained on again."""
+    """Whether each of ``count`` old rows, starting at ``first``, is replayed."""
     query = (
         "SELECT again.number IS NOT NULL AS drawn FROM old LEFT JOIN again USING (number) "
         f"WHERE old.number >= {first} AND old.number < {first + count} ORDER BY old.number"

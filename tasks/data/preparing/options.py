@@ -1,4 +1,4 @@
-"""The fields that every data stage has."""
+"""Fields of every data stage."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -21,29 +21,29 @@ _SUM_TOLERANCE = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Prepare(Method):
-    """Reads, checks, names, splits and writes a user's rows.
+    """Reads, checks, identifies, splits and writes a user's rows.
 
     Slots:
-        rows, and any further ones: rows to prepare. Several are a mixture.
-        replay: prepared rows that an earlier model was trained on.
-        tokenizer: a model, in whose tokens the report measures rows.
+        rows, and any further ones: rows to prepare; several slots are a mixture.
+        replay: prepared rows of an earlier model.
+        tokenizer: a model whose tokenizer measures the lengths in the report.
 
     Args:
-        held_out: below 1 a share of the keys; from 1 on a number of rows, rounded up to whole keys. A key is a row's
-            ``group``, else its prompt (of a conversation, all before the last answer), else the row itself. The hash of
+        held_out: below 1: a share of the keys; from 1 on: a number of rows, rounded up to whole keys. A key is a row's
+            ``group``, else its prompt (in a conversation, all before the last answer), else the row itself. The hash of
             the key decides. With a share, added rows move no row to the other split. With a number, added rows lower
             the threshold: a row that was trained on is never held out, and a row that is no longer held out is
             excluded from both splits (counted as ``between the sides``) until there is about twice as much data.
-        seed: of the split, and of what a mixture takes.
-        replay_share: of the training rows, drawn from the old ones.
-        max_bad_rows: how many may be left out; one more, and the stage refuses. ``rejects.jsonl`` holds all of them.
-        system_prompt: put before every conversation or prompt that has none.
-        prompt_template: makes the prompt of a row out of its columns, such as ``{context}\\n\\n{question}``.
-        proportions: slot -> share of the training rows, of all slots, with the sum 1. Held-out rows are all kept.
+        seed: of the split and of the mixture.
+        replay_share: share of replayed rows in the training rows.
+        max_bad_rows: number of bad rows that may be left out; with more, the stage fails. ``rejects.jsonl`` lists them.
+        system_prompt: added to every conversation or prompt without one.
+        prompt_template: builds the prompt of a row from its columns, such as ``{context}\\n\\n{question}``.
+        proportions: slot -> share of the training rows, for all slots, with the sum 1. All held-out rows are kept.
         temperature: proportions by size: a slot of n rows weighs n^(1/temperature), so that 1 is the sizes themselves
             and more makes them more alike (Raffel et al. 2020, arXiv:1910.10683, section 3.5.2).
-        stopping: of a mixture: ``first_exhausted`` (None means it) is the largest that repeats no row,
-            ``all_exhausted`` the smallest that has every row.
+        stopping: ``first_exhausted`` (the default): the largest mixture without repeated rows; ``all_exhausted``: the
+            smallest mixture with every row.
     """
 
     version: ClassVar[int] = 2
@@ -68,7 +68,7 @@ class Prepare(Method):
         if not ROW_KINDS[self.produces].chat and (self.system_prompt is not None or self.prompt_template is not None):
             field = "system_prompt" if self.system_prompt is not None else "prompt_template"
             raise ConfigError(
-                f"{field}: this stage makes raw text, which has neither system nor user; remove it, or prepare "
+                f"{field}: this stage produces raw text, which has neither system nor user; remove it, or prepare "
                 "conversations with conf/stage/conversations.yaml"
             )
 
@@ -77,25 +77,24 @@ class Prepare(Method):
         if isinstance(self.held_out, bool) or not (self.held_out >= 1 if counted else 0 < self.held_out < 1):
             raise ConfigError(
                 f"held_out={self.held_out}: a share of the rows above 0.0 and below 1.0, or a count of them from 1 on, "
-                "is accepted; state held_out=0.05 or held_out=200"
+                "is accepted; set held_out=0.05 or held_out=200"
             )
         if counted and self.replay_share is not None:
             raise ConfigError(
-                f"held_out={self.held_out} and replay_share={self.replay_share}: the border of a count moves as rows "
-                "are added, and new rows of a group that was held out would be trained on; give a share: held_out=0.05"
+                f"held_out={self.held_out} and replay_share={self.replay_share}: the threshold of a count moves as "
+                "rows are added, and new rows of a group that was held out would be trained on; set a "
+                "share: held_out=0.05"
             )
 
     def _check_mixture(self) -> None:
         if self.proportions is not None and self.temperature is not None:
-            raise ConfigError("proportions and temperature both say how much of each slot is taken; state one of them")
+            raise ConfigError("proportions and temperature both say how much of each slot is taken; set one of them")
         if self.stopping is not None and self.proportions is None and self.temperature is None:
-            raise ConfigError(
-                f"stopping={self.stopping}: there is no mixture to stop; state proportions or temperature"
-            )
+            raise ConfigError(f"stopping={self.stopping}: there is no mixture to stop; set proportions or temperature")
         if self.stopping == "all_exhausted" and self.replay_share is not None:
             raise ConfigError(
                 "stopping=all_exhausted and replay_share: rows that are repeated and rows that come back would have "
-                "one name; state stopping=first_exhausted"
+                "one name; set stopping=first_exhausted"
             )
         shares = self.proportions or {}
         total = math.fsum(shares.values())
@@ -109,28 +108,29 @@ class Prepare(Method):
         """The slots of rows, in the order in which they are read.
 
         Args:
-            filled: all slots that something fills.
+            filled: all slots with an input.
+
         Raises:
-            ConfigError: a mixture is stated that does not name them all, or that has nothing to mix.
+            ConfigError: ``proportions`` does not name all slots, or there is nothing to mix.
         """
         slots = [ROWS, *sorted(set(filled) - self.consumes.keys())]
         if self.proportions is not None and set(self.proportions) != set(slots):
             raise ConfigError(
-                f"proportions name {', '.join(self.proportions)}; the slots of rows are {', '.join(slots)}; state a "
+                f"proportions name {', '.join(self.proportions)}; the slots of rows are {', '.join(slots)}; set a "
                 "share for each of them"
             )
         if self.temperature is not None and len(slots) == 1:
             raise ConfigError(
                 f"temperature={self.temperature:g}: there is one slot of rows, and nothing to mix; fill a second one, "
-                "such as inputs.more=<source>, or state temperature=null"
+                "such as inputs.more=<source>, or set temperature=null"
             )
         return slots
 
     def highest_share(self) -> int:
-        """The highest ``key_share`` that is held out, of a ``held_out`` that is a share."""
+        """The highest ``key_share`` that is held out, for a fractional ``held_out``."""
         return math.ceil(Fraction(self.held_out) * 2**64) - 1
 
 
 def slots(kind: Kind) -> Mapping[str, Kind]:
-    """What a stage that makes rows of a kind consumes."""
+    """The slots of a stage that prepares rows of a kind."""
     return {ROWS: Kind.ROWS, REPLAY: kind, TOKENIZER: Kind.CHECKPOINT, "*": Kind.ROWS}

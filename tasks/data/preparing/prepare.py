@@ -1,4 +1,4 @@
-"""What a data stage does, from a user's rows to files, numbers (lengths too) and a report."""
+"""The work of a data stage: from a user's rows to files, counts, lengths and a report."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from tasks.data.preparing.decide import Decided, decide, draw_old, old_rows, ope
 from tasks.data.preparing.options import REPLAY, TOKENIZER, Prepare
 from tasks.data.preparing.repeats import BANDS, NamedSet, find_leakage, find_near_duplicates
 from tasks.data.preparing.report import REJECTS, DataReport, Lengths, write_reports
-from tasks.data.preparing.staging import MAX_SHOWN, SideFiles, Staging, placed_rows, settle_rejects, stage
+from tasks.data.preparing.staging import MAX_SHOWN, SplitFiles, Staging, placed_rows, settle_rejects, stage
 from tasks.data.tokens.template import Template
 from tasks.recipe import Input, Inputs
 
@@ -32,13 +32,14 @@ if TYPE_CHECKING:
 
 
 def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping[str, Opened] | None = None) -> Metrics:
-    """Checks, names, splits and writes every row, replays old ones, and reports what became of them.
+    """Checks, identifies, splits and writes all rows, replays old ones, and writes a report.
 
     Args:
-        opened: slot -> its source, where it was opened before.
+        opened: slot -> its source, if it was opened before.
+
     Raises:
         ConfigError: a mixture does not fit the slots.
-        DataError: rows cannot be used, or one side has none; the report is written all the same.
+        DataError: too many bad rows, or a split is empty; the report is written all the same.
     """
     sources = {slot: inputs[slot].source or Source(path=str(inputs[slot].path)) for slot in options.row_slots(inputs)}
     workers = ctx.resources.cpus_per_worker
@@ -77,7 +78,7 @@ def _settle_bad_rows(staging: Staging, report: DataReport, options: Prepare, dir
     """Reports the bad rows.
 
     Raises:
-        DataError: more are bad than may be; the report is written all the same.
+        DataError: there are more than ``max_bad_rows``; the report is written all the same.
     """
     shown = settle_rejects(staging, directory / REJECTS)
     report.rejects = REJECTS if shown else None
@@ -90,7 +91,7 @@ def _settle_bad_rows(staging: Staging, report: DataReport, options: Prepare, dir
         more = [f"and {count - MAX_SHOWN} more"] if count > MAX_SHOWN else []
         listed = "\n  ".join([f"{count} of {num_rows} rows cannot be used:", *shown, *more])
         where = f"all of them are in {directory / REJECTS}"
-        raise DataError(f"{listed}\n{where}; mend them, or leave them out with max_bad_rows={count}")
+        raise DataError(f"{listed}\n{where}; correct them, or leave them out with max_bad_rows={count}")
 
 
 def _write(
@@ -101,9 +102,9 @@ def _write(
     directory: Path,
     decided: Decided,
 ) -> dict[str, int]:
-    """Writes new rows and old ones; returns how many there are."""
+    """Writes new and replayed rows; returns their counts."""
     replay, share = inputs.get(REPLAY), options.replay_share
-    files = SideFiles(directory, options.produces, (TRAIN, HELD_OUT, RESTING) if replay else (TRAIN, HELD_OUT))
+    files = SplitFiles(directory, options.produces, (TRAIN, HELD_OUT, RESTING) if replay else (TRAIN, HELD_OUT))
     for side, rows in placed_rows(connection, staging, as_read=decided.as_read):
         files.write(side, rows)
     new = files.counts[TRAIN] + files.counts[HELD_OUT] - decided.repeated
@@ -125,7 +126,7 @@ logger = logging.getLogger(__name__)
 
 
 def _log_report(report: DataReport) -> None:
-    """One line for each source, and for each thing about it that a user may want to know."""
+    """Logs the report: a line per source, dropped reason, remark and ignored column."""
     for slot, source in report.sources.items():
         read = ", ".join(f"{column} -> {meaning}" for column, meaning in source.mapping.items())
         logger.info("slot=%s path=%s format=%s (%s): %s", slot, source.path, source.format, source.evidence, read)
@@ -139,11 +140,11 @@ def _log_report(report: DataReport) -> None:
 
 
 def _check_rows(connection: DuckDBPyConnection, report: DataReport, tokenizer: Input | None, directory: Path) -> None:
-    """Adds to the report what is found; nothing is dropped for it.
+    """Adds near-duplicates, lengths, leakage and labels to the report; drops nothing.
 
     Args:
-        tokenizer: a model in whose tokens rows are measured; None: they are measured in bytes.
-        directory: where the rows were written. The files of what is found get there too.
+        tokenizer: a model whose tokenizer measures lengths; None: bytes.
+        directory: where the rows were written, and the files of findings are.
     """
     bands = ", ".join(BANDS)
     connection.execute(
@@ -160,7 +161,7 @@ def _check_rows(connection: DuckDBPyConnection, report: DataReport, tokenizer: I
 
 
 def _labels(connection: DuckDBPyConnection, train: Path) -> dict[str, int]:
-    """Training rows with a desirable and with an undesirable answer; nothing of rows that have no label."""
+    """Numbers of training rows with a desirable and an undesirable answer; empty for rows without labels."""
     rows = connection.read_parquet(str(train))
     if "label" not in rows.columns:
         return {}
@@ -169,7 +170,7 @@ def _labels(connection: DuckDBPyConnection, train: Path) -> dict[str, int]:
 
 
 def _lengths(files: Sequence[Path], tokenizer: Input | None) -> Lengths | None:
-    """Of the rows of all files; None: there are none."""
+    """Statistics of the lengths of all rows; None: there are none."""
     if tokenizer is None:
         counted = byte_lengths(files)
     else:
@@ -179,23 +180,23 @@ def _lengths(files: Sequence[Path], tokenizer: Input | None) -> Lengths | None:
     return measure(counted, tokenizer=tokenizer.name if tokenizer else None) if len(counted) else None
 
 
-MAX_COUNTED = 20_000  # rows whose tokens are counted: the 99th percentile is then known to a tenth of a percent
+MAX_COUNTED = 20_000  # rows to tokenize: gives the 99th percentile within a tenth of a percent
 
 _NUM_BINS = 40
-_WIDTHS = [digit * 10**zeros for zeros in range(19) for digit in (1, 2, 5)]  # of a bin: borders that are easy to read
-_LONG_TAIL = 20  # times the median: a longer row makes equal bins useless
-_STEP = 64  # of a suggested length
+_WIDTHS = [digit * 10**zeros for zeros in range(19) for digit in (1, 2, 5)]  # widths of bins with round edges
+_LONG_TAIL = 20  # longest row relative to the median from which bins grow geometrically
+_STEP = 64  # suggested lengths are multiples of it
 _ROWS_PER_READ = 1000
 _ROWS_AT_ONCE = 32  # twice as fast as a thousand
 
 
 def measure(lengths: npt.NDArray[np.int64], *, tokenizer: str | None = None) -> Lengths:
-    """What is worth knowing of the lengths of rows, in bytes of UTF-8 or in a tokenizer's tokens.
+    """Statistics of the lengths of rows, in bytes of UTF-8 or in tokens.
 
-    Packing is suggested where the mean row fills less than half of the suggested length.
+    Packing is suggested if the mean row fills less than half of the suggested length.
 
     Args:
-        lengths: of one row at least.
+        lengths: of at least one row.
     """
     p50, p95, p99 = (int(value) for value in np.quantile(lengths, [0.5, 0.95, 0.99], method="inverted_cdf"))
     edges = _edges(int(lengths.min()), p50, int(lengths.max()))
@@ -216,7 +217,7 @@ def measure(lengths: npt.NDArray[np.int64], *, tokenizer: str | None = None) -> 
 
 
 def _edges(shortest: int, median: int, longest: int) -> list[int]:
-    """Borders of bins of one width; of one ratio, where a few rows are far longer than the others."""
+    """Edges of bins of equal width, or of equal ratio if a few rows are far longer than the others."""
     if longest > _LONG_TAIL * max(median, 1):
         edges = np.geomspace(max(shortest, 1), longest + 1, _NUM_BINS + 1).astype(np.int64)
         return sorted({min(shortest, 1), *edges.tolist()[1:-1], longest + 1})
@@ -225,15 +226,15 @@ def _edges(shortest: int, median: int, longest: int) -> list[int]:
 
 
 def byte_lengths(files: Sequence[Path]) -> npt.NDArray[np.int64]:
-    """Bytes of what is said in prepared rows."""
+    """Lengths of the texts of prepared rows in bytes."""
     found = [pc.binary_length(texts_of(rows)) for file in files for rows in row_batches(file, _ROWS_PER_READ)]
     return np.concatenate([np.empty(0, dtype=np.int64), *map(np.asarray, found)])
 
 
 def token_lengths(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase") -> npt.NDArray[np.int64]:
-    """Tokens of prepared rows as they are trained on; of a pair with its longer answer.
+    """Lengths of prepared rows in tokens, rendered as for training; for a pair with the longer answer.
 
-    Of many rows only about ``MAX_COUNTED`` are counted, chosen by their ids.
+    If there are many rows, about ``MAX_COUNTED`` are sampled by id.
 
     Raises:
         DataError: the chat template refuses a row.
@@ -255,13 +256,13 @@ def _sampled(files: Sequence[Path]) -> Iterator[pa.RecordBatch]:
     share = MAX_COUNTED / max(sum(pq.read_metadata(file).num_rows for file in files), 1)
     for batch in (batch for file in files for batch in row_batches(file, _ROWS_PER_READ)):
         if share < 1:
-            # Ids begin with a hash of the row in hexadecimal.
+            # Ids start with a hash of the row in hexadecimal.
             batch = batch.filter(pc.less(batch.column("row_id"), f"{int(share * 16**8):08x}"))
         yield from (batch.slice(start, _ROWS_AT_ONCE) for start in range(0, len(batch), _ROWS_AT_ONCE))
 
 
 def _rendered(row: Mapping[str, object], template: Template) -> list[str]:
-    """The texts that are tokenized for a row: two of a pair, else one."""
+    """The texts to tokenize for a row: two for a pair, else one."""
     kind = kind_of_columns(list(row))
     if not kind.chat:
         return [str(row[kind.asked])]

@@ -1,19 +1,18 @@
-"""Rows that repeat others, nearly or on the other side of the split.
+"""Near-duplicates, and leakage between splits.
 
 **Near-duplicates** say nearly the same, found by MinHash: Broder 1997, "On the resemblance and containment of
 documents".
 
 A row's signature is 128 minima of hashes of its word 5-grams, of which the lowest byte is kept (b-bit minwise hashing:
-Li and Koenig 2010, arXiv:0910.3349). Eight of them are a band. Rows that share one of the 16 bands are compared
-(Leskovec, Rajaraman and Ullman, "Mining of Massive Datasets", ch. 3.4), and found where the estimate of their Jaccard
-index, with its error of about 0.03, is 0.8 or more: of pairs at 0.7 hardly any, of those at 0.8 about half, at 0.85 19
-of 20, at 0.9 all. Rows of at most five words are compared as a whole: there 1 + 1 and 1 - 1 are two questions.
+Li and Koenig 2010, arXiv:0910.3349). Eight of them form a band. Rows that share one of the 16 bands are compared
+(Leskovec, Rajaraman and Ullman, "Mining of Massive Datasets", ch. 3.4), and reported if their estimated Jaccard index
+(error about 0.03) is at least 0.8: hardly any pairs with an index of 0.7, about half of those with 0.8, 19 of 20 with
+0.85, all with 0.9. Rows of at most five words are compared as a whole, so that 1 + 1 and 1 - 1 differ.
+Words are separated by white space, punctuation and symbols, and lower-cased. In scripts without spaces, such as
+Chinese, each character is a word.
 
-A word is what stands between white space, punctuation and symbols, in lower case: none of these makes two texts differ.
-In a script that sets no spaces between words, such as that of Chinese, each character is one.
-
-**Leakage** is held-out rows that training rows repeat: what is measured on them is memory. They are found by n-grams of
-13 words, as in Brown et al. 2020 (GPT-3), arXiv:2005.14165, appendix C.
+**Leakage** are held-out rows that training rows repeat, so that they measure memorization. It is found by n-grams of 13
+words, as in Brown et al. 2020 (GPT-3), arXiv:2005.14165, appendix C.
 """
 
 import string
@@ -43,8 +42,8 @@ Places = npt.NDArray[np.int64]
 Texts: TypeAlias = "Sequence[str] | pa.Array"
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: Knuth, The Art of Computer Programming 3, 6.4
-_BLOCK = 8  # bytes of a word that are hashed at once
-_MAX_BLOCKS = 8  # a longer word, such as an encoded image, is hashed by itself
+_BLOCK = 8  # bytes that are hashed at once
+_MAX_BLOCKS = 8  # longer words, such as encoded images, are hashed separately
 _LOW_BYTES = np.array([2 ** (8 * count) - 1 for count in range(_BLOCK + 1)], dtype=np.uint64)
 _TO_SPACES = bytes.maketrans(string.whitespace.encode(), b" " * len(string.whitespace))
 _BORDERS = (string.punctuation + string.whitespace).encode()
@@ -55,11 +54,11 @@ _TO_WORDS = bytes.maketrans(
 
 @dataclass(frozen=True, kw_only=True)
 class Shingles:
-    """The n-grams of rows, one row after another.
+    """The n-grams of several rows.
 
     Args:
         hashes: of each n-gram.
-        offsets: [rows + 1]: row i has ``hashes[offsets[i]:offsets[i + 1]]``.
+        offsets: [rows + 1]; row i has ``hashes[offsets[i]:offsets[i + 1]]``.
     """
 
     hashes: Hashes
@@ -67,10 +66,10 @@ class Shingles:
 
 
 def shingles(texts: Texts, size: int) -> Shingles:
-    """The n-grams of ``size`` words of each text; of a shorter text one, of all its words; of no words none."""
+    """The n-grams of ``size`` words of each text; a shorter text has one, of all its words; an empty one has none."""
     words, offsets = _word_hashes(texts)
     num_words = np.diff(offsets)
-    # Zeros after each row keep a window from reaching into the next one.
+    # Zeros after each row separate its windows from the next row.
     shift = np.arange(len(texts)) * (size - 1)
     padded = np.zeros(len(words) + (len(texts) + 1) * (size - 1), dtype=np.uint64)
     padded[np.arange(len(words)) + np.repeat(shift, num_words)] = words
@@ -84,13 +83,13 @@ def shingles(texts: Texts, size: int) -> Shingles:
 
 
 def whole_hashes(texts: Texts, places: Places) -> Hashes:
-    """Of all that some of the texts say, punctuation too, but neither case nor the kind of white space."""
+    """Hashes of whole texts, including punctuation, but ignoring case and kind of white space."""
     given = texts if isinstance(texts, pa.Array) else pa.array(texts, type=pa.large_string())
     return np.array([_whole_hash(text) for text in given.take(pa.array(places)).to_pylist()], dtype=np.uint64)
 
 
 def _whole_hash(text: str) -> int:
-    """A third of the time that ``" ".join(text.lower().split())`` takes."""
+    """Hash of a normalized text; takes a third of the time of ``" ".join(text.lower().split())``."""
     folded = text.lower().encode().translate(_TO_SPACES)
     while b"  " in folded:
         folded = folded.replace(b"  ", b" ")
@@ -98,12 +97,12 @@ def _whole_hash(text: str) -> int:
 
 
 def _word_hashes(texts: Texts) -> tuple[Hashes, Places]:
-    """The hash of every word; and where each row begins among them, with the end of the last."""
+    """The hash of every word, and the offsets of the rows."""
     data, offsets, of_words = _lower_words(texts)
     is_word = np.frombuffer(data, dtype=np.uint8) != ord(" ")
     is_edge = np.ones(len(data) + 1, dtype=np.bool_)
     is_edge[1:-1] = is_word[1:] != is_word[:-1]
-    is_edge[offsets] = True  # two rows share no word
+    is_edge[offsets] = True  # words do not span rows
     is_edge[of_words] = True
     edges = np.flatnonzero(is_edge)
     begins_word = is_word[edges[:-1]]
@@ -112,14 +111,14 @@ def _word_hashes(texts: Texts) -> tuple[Hashes, Places]:
 
 
 def _lower_words(texts: Texts) -> tuple[bytes, Places, Places]:
-    """All texts in one, words in lower case, spaces between them; where each text begins; where words meet else."""
+    """All texts joined, with lower-case words and spaces; offsets of the texts; further word boundaries."""
     given = texts if isinstance(texts, pa.Array) else pa.array(texts, type=pa.large_string())
     data, places = _joined(given.cast(pa.large_string()))
     of_words = np.empty(0, dtype=np.int64)
     if not data.isascii():
         data, places = _joined(pc.utf8_lower(given).cast(pa.large_string()))
         data, of_words = spaced(data)
-    # Below 128 a byte is no part of a longer UTF-8 character, so the bytes may be exchanged one by one.
+    # In UTF-8, bytes below 128 are whole characters, so they can be translated one by one.
     return data.translate(_TO_WORDS), places, of_words
 
 
@@ -130,10 +129,10 @@ def _joined(array: pa.LargeStringArray) -> tuple[bytes, Places]:
 
 
 def _block_hashes(data: bytes, starts: Places, lengths: Places) -> Hashes:
-    """Of each word, eight bytes at a time; of the few long ones at once."""
+    """Hash of each word, eight bytes at a time; the few long ones at once."""
     blocks: npt.NDArray[np.uint64] = np.ndarray(
         len(data) + 1, dtype="<u8", buffer=data + bytes(_BLOCK), strides=(1,)
-    )  # at every byte the eight that begin there
+    )  # the eight bytes from every position
     hashes = lengths.astype(np.uint64)
     is_long = lengths > _MAX_BLOCKS * _BLOCK
     long = zip(starts[is_long].tolist(), lengths[is_long].tolist(), strict=True)
@@ -149,12 +148,12 @@ def _block_hashes(data: bytes, starts: Places, lengths: Places) -> Hashes:
 
 
 def _mixed(hashes: Hashes) -> Hashes:
-    """Multiplication moves nothing downwards; this does."""
+    """Mixes high bits into low ones, which multiplication does not."""
     return hashes ^ (hashes >> np.uint64(32))
 
 
-_PART, _BORDER, _WORD = 0, 1, 2  # of a word, between words, a word of its own
-_UNSPACED = (  # scripts that set no spaces between words: of these each character is one
+_PART, _BORDER, _WORD = 0, 1, 2  # part of a word, separator, a word of its own
+_UNSPACED = (  # scripts without spaces between words, where each character is a word
     (0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF),  # Thai and Lao, Burmese, Khmer
     (0x2E80, 0x2FDF), (0x3005, 0x3007), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xF900, 0xFAFF),  # Chinese
     (0x3040, 0x30FF), (0x31F0, 0x31FF), (0xFF66, 0xFF9F),  # Japanese syllables
@@ -163,11 +162,11 @@ _IDEOGRAPHS = 0x20000  # and all beyond
 
 
 def spaced(text: bytes) -> tuple[bytes, npt.NDArray[np.int64]]:
-    """Marks the words of a text in UTF-8.
+    """Finds the words of a non-ASCII text in UTF-8.
 
     Returns:
-        The text with spaces for its punctuation, symbols and white space beyond ASCII, of as many bytes; and the places
-        where characters that are words begin and end.
+        The text of the same length with spaces for non-ASCII punctuation, symbols and white space; and the start and
+        end positions of characters that are words.
     """
     characters = np.frombuffer(text.decode().encode("utf-32-le"), dtype="<u4")
     characters = characters[characters >= 0x80]
@@ -183,7 +182,7 @@ def spaced(text: bytes) -> tuple[bytes, npt.NDArray[np.int64]]:
 
 @cache
 def _roles() -> npt.NDArray[np.uint8]:
-    """Of each character up to the ideographs beyond the basic plane."""
+    """Role of each character; the last entry is for the ideographs beyond the basic plane."""
     roles = np.full(_IDEOGRAPHS + 1, _PART, dtype=np.uint8)
     for first, last in _UNSPACED:
         roles[first : last + 1] = _WORD
@@ -194,18 +193,18 @@ def _roles() -> npt.NDArray[np.uint8]:
 
 
 NUM_BANDS = 16
-BANDS = tuple(f"band_{band}" for band in range(NUM_BANDS))  # the columns that hold them
+BANDS = tuple(f"band_{band}" for band in range(NUM_BANDS))  # column names
 THRESHOLD = 0.8  # of the estimated Jaccard index
 
 _NUM_MINIMA = NUM_BANDS * 8  # a byte each
 _NUM_WORDS = 5
-_NO_WORDS = 2**64 - 1  # the first band of a row that has none: such rows are not compared
-_ROWS_AT_ONCE = 128  # whose arrays stay in the cache of a processor: twice as fast as a thousand
-_BY_CHANCE = 1 / 256  # how often two bytes are equal that have nothing to do with each other
+_NO_WORDS = 2**64 - 1  # first band of rows without words, which are not compared
+_ROWS_AT_ONCE = 128  # fits into the CPU cache: twice as fast as a thousand
+_BY_CHANCE = 1 / 256  # probability that unrelated bytes are equal
 
 
 def band_hashes(texts: Texts) -> Hashes:
-    """Signatures of texts: uint64 [rows, NUM_BANDS], each with eight bytes of the signature."""
+    """Signatures of texts: uint64 [rows, NUM_BANDS], each with eight bytes."""
     pieces = [texts[start : start + _ROWS_AT_ONCE] for start in range(0, len(texts), _ROWS_AT_ONCE)]
     return np.concatenate([np.empty((0, NUM_BANDS), dtype=np.uint64), *map(_signatures, pieces)])
 
@@ -221,17 +220,16 @@ def _signatures(texts: Texts) -> Hashes:
 
 
 def find_near_duplicates(connection: "DuckDBPyConnection", keys: str, directory: Path) -> tuple[int, list[Likeness]]:
-    """The rows that say nearly the same as an earlier one, exact copies apart.
+    """Finds rows that are similar to an earlier one, except exact copies.
 
-    A row is compared with the first that has a band in common, of each of its bands, so that a thousand rows alike are
-    a thousand pairs and not a million. ``near_duplicates.parquet`` gets all that are found, each with the row that it
-    is most like.
+    Each row is compared with the first row of each of its bands, so that a thousand similar rows are a thousand pairs
+    and not a million. ``near_duplicates.parquet`` lists all findings, each with the most similar row.
 
     Args:
-        keys: what a query can read from, with ``ordinal``, ``content``, which exact copies share, ``row_id`` and
-            ``BANDS``.
+        keys: a table with ``ordinal``, ``content`` (equal for exact copies), ``row_id`` and ``BANDS``.
+
     Returns:
-        How many there are, and the first of them.
+        The number of findings, and the first of them.
     """
     bands = ", ".join(f"any_value({band}) AS {band}" for band in BANDS)
     connection.execute(
@@ -259,7 +257,7 @@ def find_near_duplicates(connection: "DuckDBPyConnection", keys: str, directory:
 
 
 def _found() -> str:
-    """The query of the candidates that are alike, in the order of the rows."""
+    """Query for the similar candidates, in row order."""
     equal = " + ".join(_equal_bytes(f"xor(one.{band}, other.{band})") for band in BANDS)
     similarity = f"greatest(0, (({equal}) / {_NUM_MINIMA} - {_BY_CHANCE}) / (1 - {_BY_CHANCE}))"
     return (
@@ -273,7 +271,7 @@ def _found() -> str:
 
 
 def _equal_bytes(differing: str) -> str:
-    """How many of eight bytes are zero: Warren, "Hacker's Delight", ch. 6-1."""
+    """SQL for the number of zero bytes among eight: Warren, "Hacker's Delight", ch. 6-1."""
     low, high = 0x7F7F7F7F7F7F7F7F, 0x8080808080808080
     return f"(8 - bit_count(((({differing} & {low}) + {low}) | {differing}) & {high}::UBIGINT)::INTEGER)"
 
@@ -282,14 +280,14 @@ def _quoted(path: Path) -> str:
     return str(path).replace("'", "''")
 
 
-SHARE = 0.5  # of a row's n-grams: below it rows of one subject and one template are met by chance, above it few are
+SHARE = 0.5  # of a row's n-grams; below it, rows of one subject or template match by chance
 
 _NUM_LEAKED_WORDS = 13
-_TEMPLATE_ROWS = 10  # n-grams of more held-out rows are their template, such as a system prompt: GPT-3 has 10 too
+_TEMPLATE_ROWS = 10  # n-grams in more held-out rows are template text, such as a system prompt; 10 as in GPT-3
 _ROWS_PER_READ = 256
 _HASHES_PER_READ = 100_000
-_FILTER_BITS = 26  # of a hash, by which most that are not searched for are skipped without a look-up
-_WHOLE, _GRAM, _PROMPT = range(3)  # what is hashed: all of a row, a part of it, what it asks
+_FILTER_BITS = 26  # bits of a hash for a filter that skips most lookups
+_WHOLE, _GRAM, _PROMPT = range(3)  # hashed parts: the whole row, an n-gram, the prompt
 _ZERO = np.zeros(1, dtype=np.uint64)
 _HASHES = pa.schema([("hash", pa.uint64()), ("row", pa.int64()), ("of", pa.uint8())])
 
@@ -299,7 +297,7 @@ class NamedSet:
     """Prepared rows of any kind.
 
     Args:
-        name: for the report: a stage's, and of its sides where they are several.
+        name: name in the report: of a stage, or of a split.
         file: Parquet.
     """
 
@@ -310,15 +308,15 @@ class NamedSet:
 def find_leakage(
     train: Sequence[NamedSet], held_out: Sequence[NamedSet], connection: "DuckDBPyConnection", directory: Path
 ) -> tuple[int, list[Overlap]]:
-    """The held-out rows whose words a training set has in one row too (exact), or at least half of whose n-grams, or
-    whose prompt, whatever its answer there.
+    """Finds held-out rows that training rows repeat: all words in one row (exact), at least half of the n-grams, or
+    the prompt with another answer.
 
-    Words are compared without case and punctuation; prompts, and rows of at most 13 words, as a whole and with
-    punctuation: there 1 + 1 and 1 - 1 are two questions. Each is listed with one training row of each set: of those
-    that were the first to say something of it, the one that said most. All are written to ``leakage.parquet``.
+    Words are compared without case and punctuation; prompts and rows of at most 13 words as a whole with punctuation,
+    so that 1 + 1 and 1 - 1 differ. Each is listed with one training row per set: of the rows that were first with an
+    n-gram, the one with most. All are written to ``leakage.parquet``.
 
     Returns:
-        How many there are, each counted once, and the first that are listed.
+        The number of leaked rows, and the first findings.
     """
     connection.execute(
         "CREATE OR REPLACE TEMP TABLE leaked (kind VARCHAR, train_row_id VARCHAR, held_out_row_id VARCHAR, "
@@ -337,9 +335,9 @@ def find_leakage(
 
 
 def _measure(measured: NamedSet, connection: "DuckDBPyConnection") -> None:
-    """What there is to find: the table ``measured`` of the hashes of held-out rows, without those of their template.
+    """Creates the table ``measured`` of the hashes of held-out rows, without those of template text.
 
-    A row that says nothing else keeps them.
+    A row that consists only of template text keeps its hashes.
     """
     connection.register("read_hashes", pa.RecordBatchReader.from_batches(_HASHES, _hashes(measured.file)))
     connection.execute("CREATE OR REPLACE TEMP TABLE measured AS SELECT DISTINCT * FROM read_hashes")
@@ -354,9 +352,9 @@ def _measure(measured: NamedSet, connection: "DuckDBPyConnection") -> None:
 
 
 def _meet(trained: NamedSet, connection: "DuckDBPyConnection") -> None:
-    """The table ``met``: which of the hashes training rows have, and the first row that has each.
+    """Creates the table ``met``: the hashes that training rows have too, and the first row with each.
 
-    The first alone: rows of one template would be as many pairs as the product of their numbers.
+    Only the first row: otherwise rows of one template would give quadratically many pairs.
     """
     maybe = np.zeros(2**_FILTER_BITS, dtype=np.bool_)
     for batch in connection.sql("SELECT hash FROM measured").to_arrow_reader(_HASHES_PER_READ):
@@ -375,7 +373,7 @@ def _filter_place(hashes: pa.Array) -> npt.NDArray[np.uint64]:
 
 
 def _hashes(file: Path) -> Iterator[pa.RecordBatch]:
-    """Of each row: of all of it, of its n-grams, and of its prompt."""
+    """Hashes of each row: of the whole row, its n-grams, and its prompt."""
     num_read = 0
     for batch in row_batches(file, _ROWS_PER_READ):
         yield _hashes_of(batch, num_read)
@@ -402,7 +400,7 @@ def _hashes_of(batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
 
 
 def _list(trained: NamedSet, measured: NamedSet, connection: "DuckDBPyConnection") -> None:
-    """Adds to the table ``leaked``."""
+    """Adds the overlaps of two sets to the table ``leaked``."""
     connection.execute(
         _OVERLAPS,
         {
@@ -438,12 +436,12 @@ ORDER BY best.row
 
 
 def prompts_of(rows: pa.RecordBatch) -> pa.Array:
-    """The prompt of each row: its turns up to the user's last, a line each, without the system's; of raw text all."""
+    """The prompt of each row: its turns up to the last user turn, without the system's; for raw text all of it."""
     kind = kind_of_columns(rows.schema.names)
     turns = rows.column(kind.asked)
     if not kind.chat:
         return turns
-    offsets = np.asarray(turns.offsets) - turns.offsets[0].as_py()  # a part of a longer array begins within it
+    offsets = np.asarray(turns.offsets) - turns.offsets[0].as_py()  # a slice starts within its parent array
     messages = turns.flatten()
     role, place = messages.field("role"), np.arange(len(messages))
     last_user = np.concatenate([[-1], np.maximum.accumulate(np.where(_is(role, "user"), place, -1))])

@@ -1,6 +1,6 @@
-"""What a data stage did with a user's rows: nothing is lost without being counted, named and explained.
+"""The report of a data stage: every dropped row is counted and explained.
 
-As JSON, and as one HTML page that loads nothing; all that comes from the rows is escaped in it.
+Written as JSON and as a self-contained HTML page, in which content of rows is escaped.
 """
 
 import html
@@ -13,16 +13,16 @@ from lineage.markup import html_page
 
 REPORT, REJECTS = "report.json", "rejects.jsonl"
 LEAKAGE, NEAR_DUPLICATES = "leakage.parquet", "near_duplicates.parquet"
-MAX_PLACES = 5  # of rows that a remark names
-NUM_LISTED = 20  # of near-duplicates and overlaps in a report; files beside it hold all
+MAX_PLACES = 5  # rows that a remark names
+NUM_LISTED = 20  # near-duplicates and overlaps in a report; separate files list all
 
 
 @dataclass(kw_only=True)
 class Remark:
-    """Something odd in rows that are used all the same.
+    """A warning on rows that are used all the same.
 
     Args:
-        places: of the first of them.
+        places: of the first rows.
     """
 
     count: int = 0
@@ -35,15 +35,14 @@ class Remark:
 
 @dataclass(kw_only=True)
 class SourceReport:
-    """What became of the rows of one source.
+    """The report on one source.
 
     Args:
         format, evidence, mapping: how its rows were read, and why.
-        split_by: what of plain text is a row; None: it is none.
-        rows_read: lines or rows, good and bad; ``rows_used`` of them are in the output.
-        dropped: reason -> rows that are not in the output: bad ones, those outside a slice or a sample, those that a
-            mixture left out.
-        ignored_columns: column -> rows that had it, of those that nothing reads.
+        split_by: unit of a row in plain text; None: not plain text.
+        rows_read: number of rows, good and bad; ``rows_used`` of them are in the output.
+        dropped: reason -> number of rows: bad ones, those outside a slice or sample, those left out by a mixture.
+        ignored_columns: column that is not read -> number of rows with it.
     """
 
     path: str
@@ -63,11 +62,11 @@ class Lengths:
     """Lengths of rows.
 
     Args:
-        unit: ``tokens``, counted by ``tokenizer``; or ``bytes`` of UTF-8 where none was given.
-        rows: how many of both sides were measured: all of them, or a sample.
-        edges, counts: the histogram: ``counts[i]`` rows are at least ``edges[i]`` and below ``edges[i + 1]`` long.
-        suggested_max_length: the smallest multiple of 64 that holds 95 % of the rows; tokens alone.
-        suggests_packing: whether the mean row fills less than half of that.
+        unit: ``tokens`` of ``tokenizer``, or ``bytes`` of UTF-8.
+        rows: number of measured rows of both splits: all, or a sample.
+        edges, counts: the histogram: ``counts[i]`` rows have lengths in [``edges[i]``, ``edges[i + 1]``).
+        suggested_max_length: smallest multiple of 64 that holds 95 % of the rows; only for tokens.
+        suggests_packing: whether the mean row fills less than half of it.
     """
 
     unit: str
@@ -83,7 +82,7 @@ class Lengths:
     suggests_packing: bool | None = None
 
     def described(self) -> str:
-        """The numbers in words, with what they suggest."""
+        """The statistics and suggestions as text."""
         words = f"of {self.rows} rows half have at most {self.p50} {self.unit}, 95 % {self.p95}, 99 % {self.p99}, "
         words += f"all {self.max}"
         if self.suggested_max_length is None:
@@ -94,7 +93,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Likeness:
-    """Two rows that say nearly the same: ``similarity`` is the estimated Jaccard index of their word 5-grams."""
+    """Two similar rows; ``similarity`` is the estimated Jaccard index of their word 5-grams."""
 
     row_id: str
     other_row_id: str
@@ -106,8 +105,8 @@ class Overlap:
     """A held-out row that training rows repeat.
 
     Args:
-        kind: ``exact``, the same words; ``n-gram``, ``shared`` of its word 13-grams, which is half of them or more; or
-            ``prompt``, the same question with another answer.
+        kind: ``exact``: the same words; ``n-gram``: the share ``shared`` of its word 13-grams, at least half;
+            ``prompt``: the same prompt with another answer.
     """
 
     kind: str
@@ -120,15 +119,15 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True)
 class Labels:
-    """What of the training rows is learnt from.
+    """Statistics of the trained tokens.
 
     Args:
-        max_length: in tokens; a longer row is cut, and dropped where nothing is left to train.
-        trained_tokens_percent: None: nothing is trained before it is generated, as of prompts.
-        num_tokens: that a trainer reads.
-        rows_cut, prompts_cut: rows that lose their end, and the beginning of their prompt.
-        labels: of single answers: desirable and undesirable -> rows.
-        samples: the first rows as they are trained, the trained part in ⟦ ⟧.
+        max_length: in tokens; longer rows are cut, or dropped if nothing is left to train.
+        trained_tokens_percent: None: prompts, whose answers are generated.
+        num_tokens: tokens that a trainer reads.
+        rows_cut, prompts_cut: rows that lose their end, or the beginning of their prompt.
+        labels: for single answers: desirable and undesirable -> number of rows.
+        samples: the first rows, with the trained part in ⟦ ⟧.
     """
 
     max_length: int
@@ -141,7 +140,7 @@ class Labels:
     labels: Mapping[str, int] = field(default_factory=dict)
 
     def described(self) -> list[tuple[str, str]]:
-        """The numbers, each with its name."""
+        """Names and values of the statistics."""
         percent, cut = self.trained_tokens_percent, f"at max_length={self.max_length}"
         trained = f"{percent:.1f} %" if percent is not None else f"none of {self.num_tokens}: answers are generated"
         found = [("trained tokens", trained)]
@@ -155,13 +154,13 @@ class Labels:
 
 @dataclass(kw_only=True)
 class DataReport:
-    """Of one data stage.
+    """The report of a data stage.
 
     Args:
         counts: rows, train_rows, held_out_rows, duplicates (exact), near_duplicates ...: also the stage's metrics.
-        near_duplicates, leakage: the first of them; the files beside the report hold all.
-        rejects: the file that holds every bad row with its reason.
-        labels: where a model was named, and so its tokens.
+        near_duplicates, leakage: the first findings; separate files list all.
+        rejects: the file with every bad row and its reason.
+        labels: None: no model was given.
     """
 
     counts: dict[str, int]
@@ -174,11 +173,11 @@ class DataReport:
 
     def write(self, directory: Path) -> None:
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
-        # Half a surrogate pair, of a file name that is not UTF-8, then stands there as JSON writes it.
+        # Lone surrogates, from file names that are not UTF-8, are escaped.
         (directory / REPORT).write_text(text + "\n", encoding="utf-8", errors="backslashreplace")
 
     def to_dict(self) -> dict[str, object]:
-        """The counts beside the rest; how a text is split, where there is one."""
+        """The report as JSON object, with counts at the top level."""
         fields = asdict(self)
         for source in fields["sources"].values():
             if source["split_by"] is None:
@@ -187,38 +186,38 @@ class DataReport:
 
     @staticmethod
     def read(directory: Path) -> "DataReport":
-        """The report that a data stage wrote there."""
-        told = json.loads((directory / REPORT).read_text(encoding="utf-8"))
-        sources = told.pop("sources")
+        """Reads the report of a data stage."""
+        document = json.loads((directory / REPORT).read_text(encoding="utf-8"))
+        sources = document.pop("sources")
         for source in sources.values():
             source["remarks"] = {what: Remark(**remark) for what, remark in source["remarks"].items()}
         return DataReport(
             sources={slot: SourceReport(**source) for slot, source in sources.items()},
-            near_duplicates=[Likeness(**pair) for pair in told.pop("near_duplicates")],
-            leakage=[Overlap(**overlap) for overlap in told.pop("leakage")],
-            lengths=Lengths(**lengths) if (lengths := told.pop("lengths")) else None,
-            labels=Labels(**labels) if (labels := told.pop("labels")) else None,
-            rejects=told.pop("rejects"),
-            counts=told,
+            near_duplicates=[Likeness(**pair) for pair in document.pop("near_duplicates")],
+            leakage=[Overlap(**overlap) for overlap in document.pop("leakage")],
+            lengths=Lengths(**lengths) if (lengths := document.pop("lengths")) else None,
+            labels=Labels(**labels) if (labels := document.pop("labels")) else None,
+            rejects=document.pop("rejects"),
+            counts=document,
         )
 
 
 PAGE = "report.html"
-_WIDTH, _HEIGHT, _BOTTOM = 900, 220, 24  # of the histogram; its bottom holds the lengths
+_WIDTH, _HEIGHT, _BOTTOM = 900, 220, 24  # of the histogram, with labels at the bottom
 _NUM_LABELS = 10
 
 Section = tuple[str, Sequence[str | tuple[str, str]]]
-"""A title, and lines, or names with their values."""
+"""A title, and lines or name-value pairs."""
 
 
 def sections(
     report: DataReport, kept: Path | None, bad_rows: Sequence[str] = (), num_bad_rows: int = 0
 ) -> Iterator[Section]:
-    """What a report says, for the screen and the page.
+    """The sections of a report, for the terminal and the page.
 
     Args:
-        kept: the folder of the files that hold all of what is listed; None: they were not kept.
-        bad_rows: the first of them, ``place: problem``.
+        kept: folder of the files with all findings; None: they were not kept.
+        bad_rows: the first bad rows, ``place: problem``.
     """
     for slot, source in report.sources.items():
         yield f"{slot}: {source.path}" if len(report.sources) > 1 else source.path, list(_source(source))
@@ -268,7 +267,7 @@ def _source(source: SourceReport) -> Iterator[tuple[str, str]]:
 
 
 def write_reports(report: DataReport, directory: Path) -> None:
-    """``report.json`` and ``report.html``."""
+    """Writes ``report.json`` and ``report.html``."""
     report.write(directory)
     (directory / PAGE).write_text(render(report, sections(report, Path())), encoding="ascii")
 

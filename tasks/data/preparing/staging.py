@@ -1,8 +1,8 @@
-"""Rows on their way through: converted by processes, they wait on the disk until it is known where each belongs; then
-they are written as Parquet, in order and in bounded memory.
+"""Staging of converted rows: processes convert them to scratch files; once their splits are decided, they are written
+as Parquet, in order and in bounded memory.
 
-DuckDB sorts rows too, but keeps so much of nested ones that a gigabyte of them does not pass its memory limit; and the
-bytes of the files would be those of its writer.
+DuckDB is not used to sort the rows: with nested columns a gigabyte exceeds its memory limit, and the bytes of the files
+would depend on its writer.
 """
 
 import json
@@ -25,10 +25,10 @@ from tasks.data.preparing.convert_rows import KEYS, Converted, ConvertRows, Open
 from tasks.data.preparing.report import Remark, SourceReport
 from tasks.data.reading.chunk import parse_split
 
-INLINE_BELOW = 8  # chunks, of about a megabyte: converting these takes as long as starting processes
+INLINE_BELOW = 8  # chunks of about a megabyte: converting them takes as long as starting processes
 MAX_SHOWN = 20  # bad rows in one message
-BYTES_AT_ONCE = 2**25  # of rows in memory
-MAX_PIECES = 256  # files that are open at a time: of more than 8 GB each holds more
+BYTES_AT_ONCE = 2**25  # rows in memory
+MAX_PIECES = 256  # open files; with more than 8 GB of rows the pieces are larger
 _ROWS_PER_GROUP = 10_000  # of Parquet
 _STAGED_KEYS = pa.schema([("row", pa.int64()), ("slot", pa.int32()), *KEYS])
 
@@ -37,12 +37,12 @@ Batches = Iterator[pa.RecordBatch]
 
 @dataclass(kw_only=True)
 class StagedSource:
-    """A slot.
+    """The source of one slot.
 
     Args:
-        number: in the order in which the slots are read.
-        start, stop: its slice, among all rows that were read.
-        report: what was read.
+        number: position in the order of reading.
+        start, stop: its slice of the rows read.
+        report: its report.
     """
 
     number: int
@@ -54,16 +54,16 @@ class StagedSource:
 
 @dataclass(kw_only=True)
 class Staging:
-    """The rows of all slots.
+    """The staged rows of all slots.
 
     Args:
-        count: of the good rows.
+        count: number of good rows.
 
     Files:
-        rows: the good ones as Arrow streams, one behind the other, without ids; ``row`` in ``keys`` counts them from 0.
-        keys: what decides where they belong, as Parquet: ``row``, ``slot``, ``place`` among all that were read of its
-            source, and the columns of ``Converted.keys``.
-        bad: a JSON object a line for each bad row: its slot and place, and what is wrong.
+        rows: the good rows as concatenated Arrow streams, without ids; ``row`` in ``keys`` numbers them from 0.
+        keys: Parquet with ``row``, ``slot``, ``place`` among the rows of its source, and the columns of
+            ``Converted.keys``.
+        bad: a JSON line per bad row: slot, place and problem.
     """
 
     directory: Path
@@ -83,7 +83,7 @@ class Staging:
         return self.directory / "bad.jsonl"
 
     def batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """The good rows in the order in which they were read, each batch with the number of its first."""
+        """The good rows in reading order; each batch with the number of its first row."""
         first = 0
         with pa.OSFile(str(self.rows)) as file:
             while file.tell() < file.size():
@@ -99,14 +99,15 @@ def stage(
     directory: Path,
     opened: Mapping[str, Opened] | None = None,
 ) -> Staging:
-    """Reads and converts the rows of every source, slot by slot.
+    """Reads and converts the rows of all sources.
 
     Args:
-        convert: what is done to every row, whatever its source.
-        workers: processes that do it, where there are more than a few rows.
-        opened: slot -> its source, where it was opened before.
+        convert: the conversion, without the detected format.
+        workers: number of processes, unless there are only few rows.
+        opened: slot -> its source, if it was opened before.
+
     Raises:
-        DataError: one has no rows, or rows of no format or of another kind than the stage's.
+        DataError: a source has no rows, or rows of no format or of another kind.
     """
     staging = Staging(directory=directory)
     with (
@@ -132,7 +133,7 @@ def stage(
                     bad.write(json.dumps({**at, **what, "raw": reject.raw}) + "\n")
                 _count(report, converted)
                 if part and part.last is not None and report.rows_read >= part.last:
-                    break  # the end of its slice is known beforehand
+                    break  # the slice ends here
             staged.start, staged.stop = part.bounds(report.rows_read) if part else (0, report.rows_read)
             report.ignored_columns = dict(sorted(report.ignored_columns.items()))
     return staging
@@ -159,9 +160,9 @@ def _keys(staging: Staging, staged: StagedSource, keys: pa.RecordBatch) -> pa.Re
 
 
 def settle_rejects(staging: Staging, file: Path) -> list[str]:
-    """Writes the bad rows of the slices that were asked for, and counts them; returns the first: ``where: problem``.
+    """Writes and counts the bad rows inside the slices; returns the first ones as ``where: problem``.
 
-    The stage's ``output/`` stays when a stage refuses: until the same stage runs again, which writes them anew.
+    They stay in the stage's ``output/`` after a failure, until the stage runs again.
     """
     shown: list[str] = []
     with staging.bad.open() as bad, file.open("w") as rejects:
@@ -181,11 +182,11 @@ def settle_rejects(staging: Staging, file: Path) -> list[str]:
     return shown
 
 
-class SideFiles:
-    """The files of the sides while they are written; the same rows give the same bytes.
+class SplitFiles:
+    """Writers for the files of the splits; the same rows give the same bytes.
 
     Attributes:
-        counts: rows that were written, of each side.
+        counts: split -> number of written rows.
     """
 
     def __init__(self, directory: Path, kind: Kind, sides: tuple[str, ...]) -> None:
@@ -195,14 +196,14 @@ class SideFiles:
         self._pending: dict[str, list[pa.RecordBatch]] = {side: [] for side in sides}
 
     def write(self, side: str, rows: pa.RecordBatch) -> None:
-        """Adds rows to a side; they go to the disk in groups, however they came."""
+        """Adds rows to a split; row groups do not depend on the batches."""
         while len(rows):
             pending = self._pending[side]
-            room = _ROWS_PER_GROUP - sum(map(len, pending))
-            part, rows = rows.slice(0, room), rows.slice(room)
+            capacity = _ROWS_PER_GROUP - sum(map(len, pending))
+            part, rows = rows.slice(0, capacity), rows.slice(capacity)
             pending.append(_conformed(part, self._schema))
             self.counts[side] += len(part)
-            if len(part) == room or sum(each.nbytes for each in pending) > BYTES_AT_ONCE:
+            if len(part) == capacity or sum(each.nbytes for each in pending) > BYTES_AT_ONCE:
                 self._flush(side)
 
     def close(self) -> None:
@@ -217,7 +218,7 @@ class SideFiles:
 
 
 def _conformed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Prepared rows in the schema of now: data of an earlier version had fewer columns."""
+    """Rows in the current schema; data of earlier versions may lack columns."""
     if batch.schema.equals(schema):
         return batch
     names = batch.schema.names
@@ -231,18 +232,18 @@ def _conformed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 def placed_rows(
     connection: DuckDBPyConnection, staging: Staging, *, as_read: bool
 ) -> Iterator[tuple[str, pa.RecordBatch]]:
-    """The rows of the table ``placed``, each with its id, in their order."""
+    """Split and rows of the table ``placed``, with ids, in order."""
     batches = _placed(connection, staging)
     if not as_read:
-        batches = in_order(batches, staging.directory, _borders(connection))
+        batches = sorted_rows(batches, staging.directory, _boundaries(connection))
     for rows in batches:
         held_out = rows.column("held_out")
         yield TRAIN, rows.filter(pc.invert(held_out))
         yield HELD_OUT, rows.filter(held_out)
 
 
-def _borders(connection: DuckDBPyConnection) -> list[int]:
-    """Positions that part all rows into pieces of about the size that is put in order at once."""
+def _boundaries(connection: DuckDBPyConnection) -> list[int]:
+    """Positions that divide all rows into pieces that can be sorted in memory."""
     found = connection.execute(
         "WITH piled AS (SELECT position, sum(bytes) OVER (ORDER BY position) AS height "
         "FROM placed JOIN keys USING (row)) "
@@ -253,7 +254,7 @@ def _borders(connection: DuckDBPyConnection) -> list[int]:
 
 
 def _placed(connection: DuckDBPyConnection, staging: Staging) -> Batches:
-    """The rows that are used, as often as they are, in the order in which they were read."""
+    """The used rows, with repetitions, in reading order."""
     for first, batch in staging.batches():
         query = (
             f"SELECT row - {first} AS place, held_out, row_id, position FROM placed "
@@ -266,18 +267,18 @@ def _placed(connection: DuckDBPyConnection, staging: Staging) -> Batches:
             yield rows
 
 
-def in_order(batches: Batches, directory: Path, borders: Sequence[int]) -> Batches:
-    """The rows by their column ``position``.
+def sorted_rows(batches: Batches, directory: Path, boundaries: Sequence[int]) -> Batches:
+    """Sorts rows by their column ``position``, with files as buckets.
 
     Args:
         directory: for scratch files.
-        borders: the positions, in order, at which they are parted into pieces that memory holds.
+        boundaries: ascending positions that divide the rows into pieces that fit into memory.
     """
-    files = [directory / f"piece-{number}.arrows" for number in range(len(borders) + 1)]
-    with ExitStack() as opened:  # each row goes to the file of its piece
+    files = [directory / f"piece-{number}.arrows" for number in range(len(boundaries) + 1)]
+    with ExitStack() as opened:  # writes each row to the file of its piece
         writers: dict[int, pa.ipc.RecordBatchStreamWriter] = {}
         for rows in _gathered(batches):
-            edges = [0, *rows["position"].to_numpy().searchsorted(borders).tolist(), len(rows)]
+            edges = [0, *rows["position"].to_numpy().searchsorted(boundaries).tolist(), len(rows)]
             for number, (first, last) in enumerate(pairwise(edges)):
                 if first < last:
                     if number not in writers:
@@ -291,7 +292,7 @@ def in_order(batches: Batches, directory: Path, borders: Sequence[int]) -> Batch
 
 
 def _gathered(batches: Batches) -> Iterator[pa.Table]:
-    """Sorted parts as large as memory allows, so that a file gets few batches."""
+    """Larger sorted tables, so that each file gets few batches."""
     pending: list[pa.RecordBatch] = []
     for batch in batches:
         pending.append(batch)

@@ -1,1 +1,1 @@
-"""Where rows come from: files, directories, buckets, the hub, a function; each row with its place."""
+"""Reading of rows from files, directories, buckets, the hub, and functions."""

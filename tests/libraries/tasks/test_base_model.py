@@ -61,6 +61,6 @@ def test_heads_of_an_odd_width_are_refused() -> None:
     with pytest.raises(ConfigError) as refusal:
         BaseModel(hidden_size=190, num_heads=6)
     assert str(refusal.value) == (
-        "hidden_size=190 over num_heads=6 is no even number of dimensions per head; "
+        "hidden_size=190 over num_heads=6 is not an even number of dimensions per head; "
         "give a hidden_size that is a multiple of 12"
     )

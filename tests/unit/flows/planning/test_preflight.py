@@ -142,7 +142,7 @@ def test_a_drop_is_accepted_of_a_stage_that_trains(tmp_path):
 def test_columns_the_other_way_round_are_refused_with_the_line_to_type(tmp_path):
     words = [f"store={tmp_path}", "sources.instructions.columns.The_Question=prompt"]
     with pytest.raises(
-        ConfigError, match=r"columns maps our name to the rows' column: state sources.instructions.columns.prompt=The_Q"
+        ConfigError, match=r"columns maps our name to the rows' column: set sources.instructions.columns.prompt=The_Q"
     ):
         make_plan(load_pipeline(words))
     make_plan(load_pipeline([words[0], "sources.instructions.columns.prompt=The_Question"]))

@@ -111,12 +111,12 @@ def test_columns_are_renamed_before_anything_is_told():
     [
         (
             {"text": "body"},
-            "columns.text=body: 'body' is no column; there are: instruction, input, output; name one of these",
+            "columns.text=body: 'body' is not a column; there are: instruction, input, output; name one of these",
         ),
         (
             {"instruction": "prompt", "output": "completion"},
-            "columns.instruction=prompt: 'prompt' is no column; there are: instruction, input, output; columns maps "
-            "our name to the rows' column: state columns.prompt=instruction",
+            "columns.instruction=prompt: 'prompt' is not a column; there are: instruction, input, output; columns maps "
+            "our name to the rows' column: set columns.prompt=instruction",
         ),
         (
             {"output": "input"},

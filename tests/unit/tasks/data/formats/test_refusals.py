@@ -113,7 +113,7 @@ CASES = [  # format, row, how what is found begins, reason
     ("function_calling", {"query": "q", "tools": "[]", "answers": "[]"}, "answers is empty", "no answer"),
     ("function_calling", xlam('{"city": "Paris", "city": "Rome"}'), "answers is not JSON: the key 'city' is there twi",
      UNCLOSED),
-    ("function_calling", xlam('{"x": 1e400}'), "answers is no JSON value: Out of range", "not of the format"),
+    ("function_calling", xlam('{"x": 1e400}'), "answers is not a JSON value: Out of range", "not of the format"),
     ("preference", {"prompt": "q", "chosen": "a"}, "no field 'rejected' (fields: chosen, prompt)", "no answer"),
     ("preference", {"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same",
      "nothing to prefer"),
@@ -141,7 +141,7 @@ CASES = [  # format, row, how what is found begins, reason
     ("messages_label", {"messages": [Q, A]}, "label is null", "no label"),
     ("messages_label", {"messages": [Q, A, Q], "label": True}, "messages ends with the role 'user'", "no answer"),
     ("prompts", {"prompt": "q", "prompt_ids": [1]}, "the column prompt_ids is reserved", "reserved column"),
-    ("prompts", {"prompt": "q", "x": float("nan")}, "one of x is no JSON value: Out of range", "not of the format"),
+    ("prompts", {"prompt": "q", "x": float("nan")}, "one of x is not a JSON value: Out of range", "not of the format"),
 ]  # fmt: skip
 
 

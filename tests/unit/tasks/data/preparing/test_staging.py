@@ -63,7 +63,7 @@ def test_rows_come_out_by_their_positions(
         pa.record_batch({"text": list(map(str, part)), "position": part})
         for part in (positions[start : start + per_batch] for start in range(0, 50, per_batch))
     )
-    found = list(staging.in_order(batches, tmp_path, borders))
+    found = list(staging.sorted_rows(batches, tmp_path, borders))
     assert [text for batch in found for text in batch.column("text").to_pylist()] == list(map(str, range(50)))
     assert not list(tmp_path.iterdir())
 
