@@ -8,10 +8,11 @@ from tests.command import CONF
 
 
 @pytest.fixture
-def toy(tmp_path):
-    """Makes a plan with some overrides, on rows and a store of its own."""
+def toy(tmp_path, request):
+    """Makes a plan with some overrides, on rows and a store of its own; a file may state its ``PIPELINE``."""
+    name = getattr(request.module, "PIPELINE", "toy")
     (tmp_path / "rows.txt").write_text("rows")
-    base = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+    base = [f"pipeline={name}", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
 
     def plan(*overrides: str):
         return make_plan(load_pipeline([*base, *overrides], CONF))

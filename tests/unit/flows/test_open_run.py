@@ -14,15 +14,12 @@ from flows.reports.run import views
 from flows.reports.status import status_text
 from flows.stages.launch import StageProcesses
 from lineage.errors import ArtifactError
-from tests.command import CONF
 from tests.finished import finish
 
 
 @pytest.fixture
-def plan(tmp_path):
-    (tmp_path / "rows.txt").write_text("rows")
-    words = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
-    return make_plan(load_pipeline([*words, "tracking=none"], CONF))
+def plan(toy):
+    return toy("tracking=none")
 
 
 def the_note(plan):

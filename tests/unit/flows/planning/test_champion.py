@@ -6,19 +6,10 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from lineage.errors import ArtifactError, ConfigError
 from lineage.promotions import Event, append, locked
-from tests.unit.flows.declare.test_config import CONF
+from tests.command import CONF
 from tests.unit.flows.planning.test_plan import finish, states
 
-
-@pytest.fixture
-def toy(tmp_path):
-    (tmp_path / "rows.txt").write_text("rows")
-    base = ["pipeline=toy-gated", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
-
-    def plan(*overrides: str):
-        return make_plan(load_pipeline([*base, *overrides], CONF))
-
-    return plan
+PIPELINE = "toy-gated"
 
 
 def hold(plan, stage: str, alias: str = "champion") -> str:

@@ -7,9 +7,6 @@ import socket
 
 import pytest
 
-from flows.declare.config import load_pipeline
-from flows.planning.plan import make_plan
-from flows.stages import execute as attempts_module
 from flows.stages import execute as execute_module
 from flows.stages.execute import begin, execute, workers_hardware
 from flows.stages.run import Run
@@ -18,7 +15,6 @@ from lineage.attempts import attempts, record_attempt
 from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
 from lineage.lock import Lock
 from lineage.tracker import Tracker
-from tests.command import CONF
 from tests.finished import finish, save
 
 
@@ -43,10 +39,8 @@ class Ending:
 
 
 @pytest.fixture
-def plan(tmp_path):
-    (tmp_path / "rows.txt").write_text("rows")
-    words = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
-    return make_plan(load_pipeline(words, CONF))
+def plan(toy):
+    return toy()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +162,7 @@ def test_a_stage_that_is_gone_on_with_on_another_machine_says_from_where(half_do
     (entry.path / "attempts.jsonl").unlink()
     begin(planned, entry, None, lambda: None)  # makes it all on this machine ...
     save(entry, 4)
-    monkeypatch.setattr(attempts_module, "hardware", lambda: {"cpu": "another"})  # ... and then on another
+    monkeypatch.setattr(execute_module, "hardware", lambda: {"cpu": "another"})  # ... and then on another
     run = Run(plan=half_done, processes=Writing(), emit=Heard(), tracker=Tracker())
     made_by = execute(run, planned).manifest.provenance
     assert (made_by.resumed_at, made_by.changed_at) == ([4], [4])
