@@ -23,6 +23,7 @@ def command(tmp_path_factory: pytest.TempPathFactory, prefect_url: str) -> Comma
     return trained
 
 
+@pytest.mark.slow  # libraries/tasks/data/test_kinds.py finds it, unit/flows/stages/test_data_checks.py tells of it
 def test_a_held_out_text_among_the_rows_of_another_stage_is_listed_with_both_ids(command: Command) -> None:
     (corpus,) = (command.folder / "artifacts" / "corpus").iterdir()
     held_out = pq.read_table(corpus / "output" / "held_out.parquet").to_pylist()

@@ -1,4 +1,4 @@
-"""The formulas against what torch allocates for a tiny model."""
+"""The formulas against what torch allocates for a tiny model; the peak of this machine."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tasks.context import Resources
 from tasks.estimate import architecture, memory
 from tasks.sft import SFT
+from tasks.train.speed import measured_peak
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -39,3 +40,10 @@ def test_formulas_are_what_torch_allocates(kv_heads):
     assert own.weights == sum(each.nbytes for each in model.parameters())
     assert (own.gradients, own.optimizer) == (gradients, moments)
     assert own.activations + own.logits == pytest.approx(saved, rel=0.25)
+
+
+def test_a_cpu_has_a_peak_and_the_random_numbers_of_the_training_stay():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    assert 1e8 < measured_peak(False, "fp32") < 1e14
+    assert torch.equal(torch.get_rng_state(), before)
