@@ -195,7 +195,8 @@ def _noisy(curves: Curves) -> Finding | None:
     if loss.noise < max(of_last * loss.last, of_fall * (loss.first - loss.last)):
         return None
     evidence = f"{_ends(loss)}, at global batch {batch}"
-    return Finding(confidence="medium", change={"method.global_batch_size": batch * 2}, evidence=evidence)
+    change: Change = {"method.global_batch_size": batch * 2}
+    return Finding(confidence="high" if batch <= 4 else "medium", change=change, evidence=evidence)
 
 
 @_rule(
