@@ -76,7 +76,7 @@ def test_a_version_leads_to_its_run_its_data_its_parent_and_the_root_also_after_
     (toy.folder / "mlflow.db").unlink()
     rebuilt = toy("rebuild")
     assert rebuilt.returncode == 0, rebuilt.stderr
-    assert "added 1 executions, 4 runs, 3 models, 3 versions, 0 aliases; 0 runs were there" in rebuilt.stdout
+    assert "added 1 executions, 4 runs, 3 models, 3 versions, 0 aliases; 0 runs were present" in rebuilt.stdout
     client = connect(f"sqlite:///{toy.folder}/./mlflow.db")  # another spelling: no connection to the deleted file
     again = walk(client, "toy", versions(client)["left"])
     for each in (first[0], again[0]):
@@ -193,7 +193,7 @@ def test_the_same_on_a_server(toy, server):
     assert len(hops[1]["metrics"]["loss"]) == 3
     assert hops[1]["from"] == hops[2]["made"]
     again = toy("rebuild")
-    assert "added 0 executions, 0 runs, 0 models, 0 versions, 0 aliases; 4 runs were there" in again.stdout, (
+    assert "added 0 executions, 0 runs, 0 models, 0 versions, 0 aliases; 4 runs were present" in again.stdout, (
         again.stderr
     )
     assert not (toy.folder / "mlflow.db").exists()
