@@ -89,7 +89,9 @@ def test_dpo_starts_at_its_reference_trains_one_adapter_and_saves_what_it_traine
                 assert torch.equal(other, value)
 
 
-@pytest.mark.parametrize("adapter_in", [pytest.param("merge", marks=pytest.mark.slow), "continue", "stack"])
+@pytest.mark.parametrize(
+    "adapter_in", [*(pytest.param(way, marks=pytest.mark.slow) for way in ("merge", "continue")), "stack"]
+)
 def test_an_output_that_is_an_adapter_is_the_whole_output_and_goes_through_a_third_stage(
     made: Made, adapter_in: str
 ) -> None:

@@ -28,7 +28,7 @@ LORA = Adapter(rank=4, alpha=8, dropout=0.1)
 WORST = Best(metric="held_out_loss", mode="max", every_steps=2)
 
 
-@pytest.mark.parametrize(("name", "adapter"), [("reward", LORA), ("dpo", None)])
+@pytest.mark.parametrize(("name", "adapter"), [("reward", LORA), pytest.param("dpo", None, marks=pytest.mark.slow)])
 def test_the_best_model_wins_also_after_an_interruption(root: Path, tmp_path: Path, name: str, adapter) -> None:
     stage = training.method(name, num_steps=7, adapter=adapter, best=WORST, output="best")
     whole = StageFolder(tmp_path / "whole", root)

@@ -164,7 +164,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"simpo", "cpo"}  # the others show their terms too
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(each, marks=pytest.mark.slow) if each in SLOW else each for each in CASES]
+)
 @pytest.mark.parametrize("adapter", [pytest.param(None, marks=pytest.mark.slow), LORA], ids=["full", "lora"])
 def test_it_trains_as_trls_trainer(root: Path, tmp_path: Path, case: str, adapter: Adapter | None) -> None:
     ours, theirs, fields, size = CASES[case]
