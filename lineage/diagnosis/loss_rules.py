@@ -295,7 +295,7 @@ def _validation_flat(curves: Curves) -> Finding | None:
     step = _flat_from(found)
     share = step / curves.num_steps
     fall = loss.mean(share, share + 0.1) - loss.last
-    if share > 0.6 or fall < max(_SIGMAS * loss.error(), 0.1 * loss.last):
+    if share > 0.6 or fall < max(_SIGMAS * loss.error(), 0.1 * loss.last, 0.005 * loss.first):
         return None
     evidence = f"held-out loss is flat from step {step} ({min(found.values):.4g}); training loss falls by {fall:.3g}"
     change = length(step)
@@ -329,7 +329,7 @@ def _still_falling(curves: Curves) -> Finding | None:
     found = _measured(curves)
     if found is None or not curves.is_over or lowest(found) != len(found) - 1:
         return None
-    quarter = found.values[int(_at_rate(curves, 0.75) * (len(found) - 1))] - found.values[-1]
+    quarter = min(found.values[: int(_at_rate(curves, 0.75) * (len(found) - 1)) + 1]) - found.values[-1]
     if quarter < max(0.1 * (found.values[0] - found.values[-1]), 0.02 * found.values[-1]):
         return None
     evidence = (

@@ -115,12 +115,12 @@ def _kl_explodes(curves: Curves) -> Finding | None:
 
 
 @_rule(
-    "equal-rewards", "groups", "all rewards are equal in 80 % of the groups, which then have no gradient",
+    "equal-rewards", "groups", "all rewards are equal in 70 % of the groups, which then have no gradient",
     "twice the completions per prompt, a higher temperature; prompts that are neither solved nor hopeless",
 )  # fmt: skip
 def _equal_rewards(curves: Curves) -> Finding | None:
     equal = curves["frac_reward_zero_std"]
-    if len(equal) < 10 or equal.mean(0.5, 1.0) < 0.8:
+    if len(equal) < 10 or equal.mean(0.5, 1.0) < 0.7:
         return None
     change: Change = {
         f"method.{name}": int(curves.number(name, default=default) * 2)

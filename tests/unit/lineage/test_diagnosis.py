@@ -114,6 +114,18 @@ CASES: dict[str, tuple[Curves, set[str]]] = {
     "at a batch of one": (curves({**RECIPE, "global_batch_size": 1}, loss=line(7.0, 2.0, 1.4, 1.2, 1.1, noise=0.2)),
                           {"noisy"}),
     "pairs as noisy": (curves(loss=line(7.0, 2.0, 1.4, 1.2, 1.1, noise=0.45), rewards__margins=line(0.0, 1.0)), set()),
+    "a held-out loss that only wanders": (
+        curves(loss=line(6.0, 1.65, 1.65, 1.65, 1.65, 1.65, noise=0.05), learning_rate=line(5e-2, 4.9e-2, 4e-2),
+               val__loss=Curve(steps=[25, 50, 75, 100, 125, 150, 175, 200],
+                               values=[2.2, 1.87, 1.64, 1.57, 1.83, 1.84, 1.6, 1.55])),
+        {"plateau"},
+    ),
+    "learned at once, with a rest that still falls": (
+        curves(report={**ROWS, "rows": 3000.0}, loss=line(5.0, 0.02, 0.015, 0.01, 0.006, 0.004, 0.002, 0.001, 0.001),
+               val__loss=Curve(steps=[20, 40, 60, 80, 100, 120, 140, 160, 180, 200],
+                               values=[2.8, 0.01, 0.004, 0.003, 0.002, 0.001, 0.001, 0.001, 0.001, 0.001])),
+        {"early-plateau"},
+    ),
     "learned at once": (
         curves(report={**ROWS, "rows": 3000.0}, loss=line(5.0, *[0.001] * 9),
                val__loss=Curve(steps=[20, 40, 60, 80, 100, 120, 140, 160, 180, 200],
