@@ -65,4 +65,4 @@ def _kept(directory: Path) -> str:
     """What a later run resumes from, and how to free space."""
     last = Entry(directory).checkpoints.newest()
     kept = f"its checkpoint of step {last.step} is kept" if last else "it has no checkpoint"
-    return f"{kept}; free space (posttrain gc shows what may go) and run again"
+    return f"{kept}; free space (posttrain gc shows what may be deleted) and run again"

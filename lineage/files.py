@@ -80,7 +80,7 @@ def parse_jsonl(content: bytes, parse: Callable[..., Parsed], otherwise: str | N
             found.append(parse(**json.loads(line)))
         except (ValueError, TypeError, KeyError) as error:
             if otherwise:
-                raise ArtifactError(f"{otherwise.format(number)} ({error}); mend or delete that line") from error
+                raise ArtifactError(f"{otherwise.format(number)} ({error}); correct or delete that line") from error
     return found
 
 

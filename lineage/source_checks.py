@@ -100,7 +100,7 @@ def code_of(function: PythonFunction, takes: str = "takes no argument and yields
     except SyntaxError as error:
         raise ConfigError(
             f"{error.filename or file}:{error.lineno}: not Python: {error.msg}; Python {python_version()} is accepted; "
-            "mend the line"
+            "correct the line"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""What a training stage writes, in bytes: from its recipe, and the shapes of the model that it starts from."""
+"""How many bytes a training stage writes, from its recipe and the shapes of its model."""
 
 import contextlib
 import json
@@ -21,14 +21,14 @@ from tasks.train.adapters import ADAPTERS, HEADS, Adapter, adapts_experts, targe
 from tasks.train.freeze import Freeze
 from tasks.train.quantization import CONV1D_MODELS
 
-_WEIGHT_BYTES = 4  # what is trained is kept in fp32
+_WEIGHT_BYTES = 4  # trained weights are kept in fp32
 _ZERO_BYTES = 8  # beside them: the fp32 weights in DeepSpeed's own file, and the copy that its optimizer steps
-_UNKNOWN_STEPS = 10**9  # of num_epochs, until the rows are known: as many saves as can be
+_UNKNOWN_STEPS = 10**9  # for num_epochs while the number of rows is unknown: as many saves as possible
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _EXPERT = re.compile(r"\.experts\.\d+\.")  # in names of the weights of one expert
-_HALVES = ("w1", "w3", "gate_proj", "up_proj")  # layers of an expert that are one parameter once they are loaded
+_HALVES = ("w1", "w3", "gate_proj", "up_proj")  # layers of an expert that are loaded as one parameter
 _ROUTER = ".gate.weight"
-_NOT_LINEAR = ("embed", "wte", "wpe")  # two-dimensional too, and no layer that an adapter is put on
+_NOT_LINEAR = ("embed", "wte", "wpe")  # two-dimensional too, but not layers that get an adapter
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Together:
-    """What lies on the disk at one time.
+    """Files that are on the disk at the same time.
 
     Args:
         num_checkpoints: of ``checkpoint`` bytes each.
@@ -61,13 +61,13 @@ class Together:
 
 @dataclass(frozen=True, kw_only=True)
 class DiskNeed:
-    """What a stage needs while it trains.
+    """The disk space that a stage needs while it trains.
 
     Args:
         checkpoint: bytes of one.
-        fewest, most: how many checkpoints there come to be at one time, with the one that is being written.
-        kept: how many there may be when the output is written.
-        staying: how many surely stay beside the output.
+        fewest, most: number of checkpoints at the same time, including the one that is being written.
+        kept: the most checkpoints when the output is written.
+        staying: the fewest checkpoints that remain beside the output.
         output: bytes.
     """
 
@@ -80,12 +80,12 @@ class DiskNeed:
 
     @property
     def least(self) -> Together:
-        """The output may be written when the one checkpoint is gone beside which the last was."""
+        """With the fewest checkpoints: the output may be written after the last but one was deleted."""
         return self._larger(self.fewest, max(self.fewest - 1, 0))
 
     @property
     def total(self) -> Together:
-        """With every checkpoint that there may be."""
+        """With the most checkpoints."""
         return self._larger(self.most, self.kept)
 
     def _larger(self, saving: int, done: int) -> Together:
@@ -96,7 +96,7 @@ class DiskNeed:
 
 
 def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> DiskNeed:
-    """What a stage writes that starts from a model of these shapes."""
+    """The disk space of a stage that starts from a model of these shapes."""
     weights = sum(map(math.prod, shapes.values()))
     trained, adapter = (weights, 0)
     if method.adapter:
@@ -110,7 +110,7 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
         saved, trained = saved + weights, trained + weights
     keep_best = resources.keep_best.n if resources.keep_best else 0
     by_steps, saves = _saves(method, resources)
-    # One by the clock is written beside the one before, in whatever time the stage takes.
+    # A checkpoint by time is written beside the one before, however long the stage takes.
     by_clock = min(2, saves) if resources.save_minutes is not None else 0
     kept = resources.keep_last + keep_best + bool(method.best)
     return DiskNeed(
@@ -125,12 +125,12 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
 
 
 def _saves(method: TrainingRecipe, resources: Resources) -> tuple[int, int]:
-    """How many checkpoints are surely made, and at the most: none of the last step; any step may be the last."""
+    """The fewest and the most checkpoints: none at the last step, which any step may be."""
     before_last = (method.num_steps or _UNKNOWN_STEPS) - 1
     by_steps = before_last // resources.save_steps if resources.save_steps else 0
     if resources.save_minutes is not None or resources.save_epochs is not None:
         return by_steps, before_last
-    # At which steps an epoch ends is not known before the rows are.
+    # The steps at which epochs end are unknown until the number of rows is known.
     every = method.best and (method.best.every_steps or (method.validation and method.validation.every_steps) or 1)
     competing = before_last // every if every else 0
     stopped = 1
@@ -140,20 +140,20 @@ def _saves(method: TrainingRecipe, resources: Resources) -> tuple[int, int]:
 def require_disk(
     stage: str, method: TrainingRecipe, resources: Resources, model: Path | None, entry: Entry, before: int = 0
 ) -> int:  # fmt: skip
-    """Refuses a stage that its disk has surely no room for, and warns of one that it may have none for.
+    """Refuses a stage that certainly does not fit on its disk, and warns of one that may not fit.
 
     Args:
-        model: what it starts from, or another of the same shapes; without weights there nothing is known.
-        entry: where it is made.
-        before: bytes that come to be there before it begins; below 0: that go.
+        model: the model that it starts from, or another of the same shapes; without weights, nothing is checked.
+        entry: of its artifact.
+        before: bytes that are written before it begins; negative: that are deleted.
 
     Returns:
-        How many bytes more there will be when it is finished; below 0: fewer.
+        How many more bytes are on the disk when it is finished; negative: fewer.
 
     Raises:
         ConfigError: names what it needs, what is free, and what to do.
     """
-    there = sum(_sizes(entry))  # of an attempt before: it goes, or is not written again
+    there = sum(_sizes(entry))  # of an earlier attempt: deleted, or not written again
     if model:
         require_sound(model)
     shapes = model_shapes(model) if model else {}
@@ -173,7 +173,7 @@ def require_disk(
 
 
 def _beside(stage: str, there: int, before: int) -> str:
-    """What changes the room beside what is free now."""
+    """What changes the free space before the stage writes."""
     changes = [
         *([f"less {gigabytes(before)} for the stages before it"] if before > 0 else []),
         *([f"and {gigabytes(-before)} once the stages before it are finished"] if before < 0 else []),
@@ -183,7 +183,7 @@ def _beside(stage: str, there: int, before: int) -> str:
 
 
 def _lack(stage: str, resources: Resources, room: int, needs: Callable[[Resources], Together]) -> str:
-    """What is needed and what to do; empty where there is room for it."""
+    """What is needed and what to do; empty: it fits."""
     wanted = needs(resources)
     if wanted.bytes <= room:
         return ""
@@ -197,13 +197,13 @@ def _lack(stage: str, resources: Resources, room: int, needs: Callable[[Resource
     remedy = next((f"set {options}, " for options, each in smaller.items() if needs(each).bytes <= room), "")
     lacking = gigabytes(wanted.bytes - room)
     return (
-        f"about {gigabytes(wanted.bytes)}: {wanted}; {remedy}free {lacking} more (posttrain gc shows what may go), or "
-        "state a larger store (store=...)"
+        f"about {gigabytes(wanted.bytes)}: {wanted}; {remedy}free {lacking} more (posttrain gc shows what may be "
+        "deleted), or set a larger store (store=...)"
     )
 
 
 def _sizes(entry: Entry) -> Iterator[int]:
-    """Bytes of each file that an attempt before has left."""
+    """Bytes of each file that an earlier attempt has left."""
     for directory in (entry.checkpoints.directory, entry.output, entry.work):
         for path in directory.rglob("*"):
             with contextlib.suppress(OSError):  # it was removed meanwhile
@@ -212,9 +212,9 @@ def _sizes(entry: Entry) -> Iterator[int]:
 
 
 def model_shapes(directory: Path) -> Shapes:
-    """The shape of each weight of a model, from the headers of its files; empty where there is no whole one.
+    """The shape of each weight of a model, from the headers of its files; empty: there is no complete model.
 
-    Those of GPT-2's layers are turned round, so that outputs come first, as in linear layers.
+    Those of GPT-2's layers are transposed, so that outputs come first, as in linear layers.
     """
     from safetensors import safe_open
 
@@ -256,19 +256,19 @@ def adapter_weights(adapter: Adapter, shapes: Shapes, *, is_quantized: bool = Fa
 
 
 def _is_of_mixture(name: str) -> bool:
-    """Whether it is a layer of an expert or a router, which are parameters, and no linear layers, once loaded."""
+    """Whether it is a layer of an expert or a router, which are loaded as parameters and not as linear layers."""
     return _EXPERT.search(name) is not None or name.endswith(_ROUTER)
 
 
 def _of_expert(adapter: Adapter, name: str, shape: tuple[int, ...]) -> int:
-    """Two layers of an expert are one parameter once they are loaded, whose LoRA has twice the rank."""
+    """Weights of an expert's adapter: two layers are loaded as one parameter, whose LoRA has twice the rank."""
     outputs, inputs = _layer(shape)
     is_half = name.split(".")[-2] in _HALVES
     return adapter.rank * (inputs + (2 * outputs if is_half else outputs))
 
 
 def _buffers(adapter: Adapter, shapes: Shapes) -> int:
-    """Numbers that are saved with the adapter, and are no parameters: of VeRA two matrices that all layers share."""
+    """Numbers that are saved with the adapter but are not parameters: VeRA's two matrices, shared by all layers."""
     layers = [_layer(shapes[f"{name}.weight"]) for name in _targets(adapter, shapes)] if adapter.type == "vera" else []
     if not layers:
         return 0
@@ -296,7 +296,7 @@ def percent_trained(method: TrainingRecipe, shapes: Shapes) -> float | None:
 
 
 def _frozen_weights(freeze: Freeze, shapes: Shapes) -> int | None:
-    """None: it cannot be known, because parts of a mixture have other names once they are loaded."""
+    """How many weights are frozen; None: unknown, because parts of a mixture are loaded under other names."""
     try:
         return sum(math.prod(shapes[name]) for name in freeze.frozen(shapes))
     except ConfigError:
@@ -317,7 +317,7 @@ def _targets(adapter: Adapter, shapes: Shapes) -> list[str]:
     try:
         return targets(adapter, modules)
     except ConfigError:
-        if any("expert" in name for name in shapes):  # whose layers have other names once they are loaded
+        if any("expert" in name for name in shapes):  # their layers are loaded under other names
             return []
         raise
 
@@ -347,6 +347,6 @@ def _biases(adapter: Adapter, shapes: Shapes) -> int:
 
 
 def _width(shapes: Shapes) -> int:
-    """Of the hidden states."""
+    """The size of the hidden states."""
     embeddings = [shape for name, shape in shapes.items() if "embed" in name or name.endswith("wte.weight")]
     return next((shape[-1] for shape in embeddings), 0)

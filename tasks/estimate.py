@@ -1,4 +1,4 @@
-"""What a training needs: peak memory of a worker, term by term, and arithmetic. No module here imports torch."""
+"""Estimates a training: a worker's peak memory, term by term, and its arithmetic. Imports no torch."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from tasks.recipe import FROZEN_POLICY, REWARD_HEAD, REWARD_MODEL, TEACHER, VALU
 
 _FLOAT = 4
 _BITS = {"nf4": 4, "fp4": 4, "quanto_int4": 4, "hqq": 4, "gptq": 4, "awq": 4, "aqlm": 2, "mxfp4": 4}  # others: 8
-_SCALES = 1.03  # of blocks of 64 weights, themselves rounded: QLoRA, arXiv:2305.14314, section 3
+_SCALES = 1.03  # with the rounded scales of blocks of 64 weights: QLoRA, arXiv:2305.14314, section 3
 _NAMES = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -26,12 +26,12 @@ _LOGIT_COPIES = 3  # logits, log-probabilities, their gradient
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """The numbers of a decoder that decide its size.
+    """The numbers that determine the size of a decoder.
 
     Args:
         family: ``model_type``.
         heads, kv_heads, head: attention: queries, keys and values, and dimensions of each.
-        experts, active: of a mixture: how many there are in a layer, and how many a token visits; 1: it is none.
+        experts, active: of a mixture of experts: how many there are in a layer, and how many process a token; 1: none.
     """
 
     family: str
@@ -47,7 +47,7 @@ class Architecture:
     active: int = 1
 
     def shapes(self) -> Shapes:
-        """The weights, as a model of the Llama family names them."""
+        """The shapes of the weights, under the names of the Llama family."""
         queries, keys = self.heads * self.head, self.kv_heads * self.head
         own = {
             "self_attn.q_proj": (queries, self.hidden), "self_attn.k_proj": (keys, self.hidden),
@@ -68,7 +68,7 @@ class Architecture:
 
 
 def architecture(config: Mapping[str, object]) -> Architecture | None:
-    """The numbers in a ``config.json``; None: it has not all of them."""
+    """The architecture in a ``config.json``; None: a number is missing."""
     nested = config.get("text_config")
     if isinstance(nested, Mapping):
         config = {**config, **nested}
@@ -93,7 +93,7 @@ def _number(config: Mapping[str, object], *names: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of one worker at the peak of a step, by what they are of.
+    """Bytes of one worker at the peak of a step, by purpose.
 
     Args:
         frozen: reference, teacher and reward model.
@@ -110,12 +110,12 @@ class Memory:
 
     @property
     def model(self) -> int:
-        """What does not depend on the rows."""
+        """Bytes that do not depend on the rows."""
         return self.weights + self.gradients + self.optimizer + self.frozen
 
     @property
     def total(self) -> int:
-        """Generation is over when the backward pass begins: the larger of the two counts."""
+        """All bytes; generation ends before the backward pass begins, so that only the larger of the two counts."""
         return self.model + max(self.activations + self.logits, self.cache)
 
     def to_dict(self) -> dict[str, int]:
@@ -124,7 +124,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Weights of a policy.
+    """Numbers of weights of a policy.
 
     Args:
         base: of the model that it starts from.
@@ -220,14 +220,14 @@ def _num_frozen(method: TrainingRecipe, resources: Resources) -> int:
 
 
 def describe(found: Memory) -> str:
-    """The terms of more than a hundredth, the largest first."""
+    """The terms above one hundredth of the total, the largest first."""
     terms = {each.name: getattr(found, each.name) for each in fields(found)}
     shown = sorted((name for name in terms if terms[name] * 100 > found.total), key=lambda name: -terms[name])
     return ", ".join(f"{name} {terms[name] / 2**30:.2f}" for name in shown)
 
 
 def flops_per_token(found: Architecture, method: TrainingRecipe, resources: Resources, tokens: int) -> float:
-    """Of a training step, forward and backward, for each token: Kaplan et al. 2020, arXiv:2001.08361, table 1.
+    """Operations of a training step, forward and backward, per token: Kaplan et al. 2020, arXiv:2001.08361, table 1.
 
     Two per weight in the forward pass, four in the backward pass (two, where the weights are frozen and an adapter is
     trained); attention over a row; two more per weight for each frozen model, for recomputed activations, and for
@@ -239,7 +239,7 @@ def flops_per_token(found: Architecture, method: TrainingRecipe, resources: Reso
     queries, keys = found.heads * found.head, found.kv_heads * found.head
     layer = found.hidden * (2 * queries + 2 * keys) + 3 * found.hidden * found.intermediate * found.active
     weights = found.layers * layer + found.hidden * found.vocabulary
-    attention = 4 * found.layers * queries * tokens / 2  # a token sees half of its row
+    attention = 4 * found.layers * queries * tokens / 2  # on average, a token attends to half of its row
     forward = 2 * weights + attention
     backward = forward if method.adapter or method.quantization else 2 * forward
     recomputed = forward if resources.checkpointed_layers else 0

@@ -39,11 +39,11 @@ class Input:
 
     Args:
         name: the stage or source that it comes from, for messages.
-        kind, fingerprint: of the artifact.
+        kind, fingerprint: those of the artifact.
         path: the ``output/`` directory of a stage, or the directory of a model source (a hub id is
             fetched before the stage starts). Rows of a source are read through ``source``.
         source: the pinned source; None: it is a stage's output.
-        digest: of its bytes; None: unknown.
+        digest: digest of its bytes; None: unknown.
     """
 
     name: str
@@ -65,10 +65,10 @@ _HEAVY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Method(ABC):
-    """Hyperparameters and what they do. Its fields, class name and ``version`` are its identity.
+    """Hyperparameters, and the computation that they define. Fields, class name and ``version`` are the identity.
 
     Class attributes:
-        version: raise it when the same fields now give other numbers.
+        version: raise it when the same fields give other results than before.
         consumes: slot -> kind. The slot ``*`` stands for any further slots of that kind.
         optional: the slots that may stay empty; with ``*`` among them, further slots are optional.
         produces: kind of the output.
@@ -112,7 +112,7 @@ class Method(ABC):
         """Digest of the code that it runs: of its class, and of the Python functions among its rewards.
 
         Args:
-            now: of the files as they are at this moment, not as they were when this process first looked for them.
+            now: read the files again, instead of using the digests from when this process first read them.
 
         Raises:
             ConfigError: there is no such function.
@@ -175,11 +175,11 @@ class TrainingRecipe(Method):
 
     Class attributes:
         reads: the kind of rows that it trains on: an entry of ``tasks.data.kinds``.
-        models: name -> role of every model that it uses; ``policy`` is trained, and becomes its output.
+        models: name -> role of every model that it uses; ``policy`` is trained and becomes the output.
         has_own_loop: whether it trains without a trainer of transformers (``tasks.method.Training.loop``).
-        default_learning_rate: where ``learning_rate`` is not set, for the training of every weight.
-        option_versions: option -> (entry of the recipe, how much higher it is where the option is set), for options
-            whose numbers changed while those of other recipes did not.
+        default_learning_rate: used where ``learning_rate`` is not set, for a training of all weights.
+        option_versions: option -> (entry of the recipe, amount by which it is higher where the option is set), for
+            options whose results changed while those of other recipes did not.
 
     ``consumes``, ``produces`` and ``chat_slot`` are derived from ``reads`` and ``models``, unless a class sets them.
     """
@@ -254,7 +254,7 @@ class TrainingRecipe(Method):
         """Optimizer steps: as set, or those of ``num_epochs`` passes over the rows, the last one filled from the next.
 
         Args:
-            num_rows: counts the examples, where that decides.
+            num_rows: counts the examples; called only where ``num_epochs`` is set.
         """
         if self.num_steps is not None:
             return self.num_steps
@@ -267,7 +267,7 @@ class TrainingRecipe(Method):
         return self.global_batch_size
 
     def rows_of(self, num_steps: int) -> int:
-        """Rows that so many steps read."""
+        """Number of rows that ``num_steps`` steps read."""
         return num_steps * self.global_batch_size
 
     @property
@@ -281,7 +281,7 @@ class TrainingRecipe(Method):
         return FROZEN_POLICY in self.models.values()
 
     def recipe(self) -> dict[str, object]:
-        """As of every method; settings as they were before they had names of their own, so that old outputs stay."""
+        """The recipe of every method, with settings in their first form, so that old outputs stay valid."""
         recipe = {name: value for name, value in super().recipe().items() if _ADDED_LATER.get(name) != value}
         for name in ("optimizer", "schedule", "adapter", "quantization"):
             recipe.pop(name, None)
@@ -344,7 +344,7 @@ class TrainingRecipe(Method):
             object.__setattr__(self, "learning_rate", float(f"{self.default_learning_rate * factor:g}"))
 
     def _check_adapter(self) -> None:
-        """Refuses settings of the trained part that do not go together."""
+        """Refuses settings of the trained weights that cannot be combined."""
         if self.adapter is None:
             if self.adapter_in is not None:
                 raise ConfigError(

@@ -1,12 +1,12 @@
-"""Which models may run Python files of their own: those whose source pins a commit and asks for it, and no others."""
+"""Which models may run their own Python files: only those whose source pins a commit and sets trust_remote_code."""
 
 from pathlib import Path
 
-_TRUSTED: set[Path] = set()  # by this process, for what it was given
+_TRUSTED: set[Path] = set()  # directories of models, in this process
 
 
 def trust(directory: Path) -> None:
-    """Lets the code in a model's directory run in this process: its source, or that of its base, asks for it."""
+    """Lets the code in a model's directory run in this process, as its source, or that of its base, requests."""
     _TRUSTED.add(directory.resolve())
 
 

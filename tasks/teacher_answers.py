@@ -40,7 +40,7 @@ class TeacherAnswers(Method):
     Args:
         max_length: tokens of prompt and answer; a prompt keeps the last of them that ``max_new_tokens`` leaves.
         sampling: of the answers; the noise of each follows from the seed and its row. None: the most probable tokens.
-        num_beams: of a beam search, as in the paper.
+        num_beams: number of beams of a beam search, as in the paper.
         unfinished: what is done with an answer without an end within ``max_new_tokens``.
     """
 
@@ -165,7 +165,7 @@ class TeacherAnswers(Method):
 
 
 def _asked(row: Row) -> Row:
-    """A row of prompts: of a conversation, what precedes its last answer."""
+    """A row of prompts: for a conversation, the messages before its last answer."""
     if "prompt" in row:
         return row
     messages = row["messages"]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(policy: Input) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model; a missing pad token is set in memory only, since padding is never trained."""
+    """The tokenizer of a model; a missing pad token is set only in memory, since padding is never trained."""
     return tokenizer_of(policy.path)
 
 
@@ -24,11 +24,11 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # of loading and saving weights: it only fills logs
+    disable_progress_bar()  # for loading and saving weights: it only fills logs
     tokenizer: PreTrainedTokenizerBase
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, **local_options(directory))
-    except Exception as error:  # whatever the libraries raise for JSON that is no tokenizer
+    except Exception as error:  # the libraries raise various errors for JSON that is not a tokenizer
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigError(
             f"{directory}: its tokenizer cannot be loaded ({said}); files as save_pretrained writes them are accepted"
@@ -64,7 +64,7 @@ def differing_tokens(vocabulary: Mapping[str, int], known: Mapping[str, int]) ->
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copies every file that makes the tokenizer and its chat template."""
+    """Copies all files of the tokenizer and its chat template."""
     for name in TOKENIZER_FILES:
         path = source / name
         if path.is_dir():

@@ -48,7 +48,7 @@ class Unpair(Method):
 
 
 def split(pairs: "pa.RecordBatch") -> "pa.RecordBatch":
-    """The answers of pairs, each after the other of its pair."""
+    """The answers of pairs: each chosen answer, followed by the rejected one."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

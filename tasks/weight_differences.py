@@ -1,4 +1,4 @@
-"""How far two models are apart, beside how far a training moved them from the one that it was given."""
+"""The distance of two models, and the distance by which a training moved its model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDifference:
-    """Of two models.
+    """The difference of two models.
 
     Args:
-        tensors: the names of those that are not equal to the bit, in order.
-        distance: Euclidean norm of the difference of all weights; infinite where a tensor is lacking, of another shape
-            or type, or no number in one of the two.
+        tensors: names of the tensors that are not equal to the bit, in order.
+        distance: Euclidean norm of the difference of all weights; infinite where a tensor of one of the two is missing,
+            of another shape or type, or not a number.
     """
 
     tensors: tuple[str, ...]
@@ -25,7 +25,7 @@ class WeightDifference:
 
 
 def weight_difference(first: Path, second: Path) -> WeightDifference:
-    """Of the safetensors of two directories."""
+    """The difference of the safetensors in two directories."""
     left, right = dict(_places(first)), dict(_places(second))
     apart = {name: _square(name, left.get(name), right.get(name)) for name in sorted(left.keys() | right.keys())}
     differ = {name: square for name, square in apart.items() if square is not None}
@@ -33,7 +33,7 @@ def weight_difference(first: Path, second: Path) -> WeightDifference:
 
 
 def movement(start: Path, end: Path) -> float | None:
-    """Euclidean norm of what a training added to the weights that it was given; 0.0: no step shows in any.
+    """Euclidean norm of what a training added to its initial weights; 0.0: no weight has changed.
 
     Of an adapter B began at zero, whatever was given (Hu et al. 2021, arXiv:2106.09685, section 4.1). What began at
     random (its A, a new head) or has grown is not counted: its own norm would hide how little the rest has moved.
@@ -63,7 +63,7 @@ def _places(directory: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _square(name: str, first: Path | None, second: Path | None) -> float | None:
-    """Of the distance of two tensors; None: they are equal to the bit."""
+    """The squared distance of two tensors; None: they are equal to the bit."""
     import torch
 
     if first is None or second is None:
@@ -71,7 +71,7 @@ def _square(name: str, first: Path | None, second: Path | None) -> float | None:
     one, other = _tensor(name, first), _tensor(name, second)
     if one.shape != other.shape or one.dtype != other.dtype:
         return float("inf")
-    # What is no number in both is the same in both.
+    # A nan in both counts as equal.
     same = (one == other) | ((one != one) & (other != other))
     if bool(same.all()):
         return None
@@ -80,7 +80,7 @@ def _square(name: str, first: Path | None, second: Path | None) -> float | None:
 
 
 def _moved_square(name: str, start: Path | None, end: Path) -> float | None:
-    """Of one tensor; None: what it began with is not known."""
+    """The squared movement of one tensor; None: its initial value is unknown."""
     tensor = _tensor(name, end)
     if ".lora_B." in name:
         return _finite_square(tensor)

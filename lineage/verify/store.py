@@ -155,7 +155,7 @@ def check_promotions(root: Path, checked: Checked) -> Iterator[Finding]:
     try:
         events = read_events(root)
     except PipelineError as error:
-        yield _changed(PROMOTIONS, str(error), "mend the line")
+        yield _changed(PROMOTIONS, str(error), "correct the line")
         return
     held = {manifest.fingerprint for _, manifest in checked.all.values()}
     for alias, stack in stacks(events).items():

@@ -20,7 +20,7 @@ class Answer:
     Args:
         text: the completion; with ``answer_tag``, the text in the last such tag.
         row: column -> its value in the prompt's row.
-        num_tokens: of the completion, where the function counts tokens.
+        num_tokens: number of tokens of the completion, where the function counts them.
     """
 
     text: str
@@ -37,11 +37,11 @@ class BuiltIn:
     """One built-in function.
 
     Args:
-        score: of an answer.
-        options: those that it reads.
-        columns: those that it needs in the rows of prompts.
+        score: scores an answer.
+        options: the options that it reads.
+        columns: the columns that it needs in the rows of prompts.
         check_row: refuses values of those columns, before the first step.
-        check_options: refuses options that do not go together.
+        check_options: refuses options that cannot be combined.
         counts_tokens: whether it needs a tokenizer.
         starts_processes: whether it waits for processes, so that several answers are scored at once.
     """
@@ -61,7 +61,7 @@ def column_of(reward: RewardFunction) -> str:
 
 
 def credit(reward: RewardFunction, share: float) -> float:
-    """Of an answer that is not wholly right."""
+    """The partial credit of an answer of which ``share`` is right."""
     return (reward.partial_credit or 0.0) * share
 
 
@@ -84,7 +84,7 @@ def json_of(value: object, what: str) -> object:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
-        raise DataError(f"{what} is not JSON: {error}; mend the row") from error
+        raise DataError(f"{what} is not JSON: {error}; correct the row") from error
 
 
 def unfenced(text: str) -> str:
@@ -105,7 +105,7 @@ def require_pattern(pattern: str) -> None:
     try:
         regex.compile(pattern)
     except regex.error as error:
-        raise ConfigError(f"pattern {pattern!r}: {error}; a regular expression is accepted; mend it") from error
+        raise ConfigError(f"pattern {pattern!r}: {error}; a regular expression is accepted; correct it") from error
 
 
 def matches(pattern: str, text: str, *, whole: bool) -> bool:

@@ -3,8 +3,8 @@
 For the text of an answer: exact, numeric, regex, format, length. For one in a formal
 language: json, tool_call, countdown.
 
-An answer may be anything: empty, very long, or made to break its judge. No function raises on an answer, or takes
-more than a fixed time for it.
+An answer may be anything: empty, very long, or written to break the function. No function raises on an answer, or
+takes more than a fixed time for it.
 """
 
 import ast
@@ -64,7 +64,7 @@ def _exact(reward: RewardFunction, answer: Answer) -> float:
 def _require_plain(reward: RewardFunction, row: Mapping[str, object]) -> None:
     name = column_of(reward)
     if not isinstance(row[name], str | int | float) or as_text(row[name]).strip() == "":
-        raise DataError(f"{name} is {row[name]!r}; text or a number is accepted; mend the row, or set column")
+        raise DataError(f"{name} is {row[name]!r}; text or a number is accepted; correct the row, or set column")
 
 
 def _numeric(reward: RewardFunction, answer: Answer) -> float:
@@ -87,7 +87,7 @@ def _numeric(reward: RewardFunction, answer: Answer) -> float:
 def _require_number(reward: RewardFunction, row: Mapping[str, object]) -> None:
     name = column_of(reward)
     if isinstance(row[name], bool) or last_number(as_text(row[name])) is None:
-        raise DataError(f"{name} is {row[name]!r}, without a number; mend the row, or set column")
+        raise DataError(f"{name} is {row[name]!r}, without a number; correct the row, or set column")
 
 
 def last_number(text: str) -> float | None:
@@ -237,7 +237,7 @@ def _check_json(reward: RewardFunction, row: Mapping[str, object]) -> None:
     if isinstance(wanted, list) and wanted and all(isinstance(key, str) for key in wanted):
         return
     if not isinstance(wanted, dict):
-        raise DataError(f"{reward.column} is {wanted!r}; a list of keys or a JSON Schema is accepted; mend the row")
+        raise DataError(f"{reward.column} is {wanted!r}; a list of keys or a JSON Schema is accepted; correct the row")
     _require_schema(wanted, reward.column)
 
 
@@ -256,13 +256,13 @@ def _require_schema(schema: Mapping[str, object], what: str) -> None:
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
-        raise DataError(f"{what} is not a JSON Schema: {error.message}; mend the row") from error
+        raise DataError(f"{what} is not a JSON Schema: {error.message}; correct the row") from error
 
 
 def _fits(schema: Mapping[str, object], value: object) -> bool:
     try:
         return bool(_validator(json.dumps(schema)).is_valid(value))
-    except Exception:  # a reference that cannot be resolved, or a number beyond the range of floats
+    except Exception:  # an unresolvable reference, or a number beyond the range of floats
         return False
 
 
@@ -271,7 +271,7 @@ def _validator(schema: str) -> "Draft202012Validator":
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
-    return Draft202012Validator(json.loads(schema), registry=Registry())  # which fetches no reference
+    return Draft202012Validator(json.loads(schema), registry=Registry())  # an empty registry: no reference is fetched
 
 
 def _tool_call(reward: RewardFunction, answer: Answer) -> float:
@@ -314,16 +314,16 @@ def _parameters(value: object, what: str) -> Mapping[str, Mapping[str, object]]:
     tools = json_of(value, what)
     if not isinstance(tools, list) or not tools:
         raise DataError(
-            f"{what} is {tools!r}; a list of tools in OpenAI's form is accepted; mend the row, or set column"
+            f"{what} is {tools!r}; a list of tools in OpenAI's form is accepted; correct the row, or set column"
         )
     found: dict[str, Mapping[str, object]] = {}
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f"{what} has a tool {tool!r} without a name; OpenAI's form is accepted; mend the row")
+            raise DataError(f"{what} has a tool {tool!r} without a name; OpenAI's form is accepted; correct the row")
         parameters = function.get("parameters") or {}
         if not isinstance(parameters, dict):
-            raise DataError(f"{what}: the parameters of {function['name']} are no JSON Schema; mend the row")
+            raise DataError(f"{what}: the parameters of {function['name']} are not a JSON Schema; correct the row")
         found[function["name"]] = parameters
     return found
 
@@ -379,10 +379,10 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
 def _check_countdown(reward: RewardFunction, row: Mapping[str, object]) -> None:
     numbers, name = row[_NUMBERS], reward.column or _TARGET
     if not isinstance(numbers, list) or not numbers or not all(type(each) is int for each in numbers):
-        raise DataError(f"{_NUMBERS} is {numbers!r}; a list of whole numbers is accepted; mend the row")
+        raise DataError(f"{_NUMBERS} is {numbers!r}; a list of whole numbers is accepted; correct the row")
     target = row[name]
     if isinstance(target, bool) or not re.fullmatch(r"-?\d{1,30}(\.\d{1,30})?", str(target)):
-        raise DataError(f"{name} is {target!r}; a number is accepted; mend the row, or set column")
+        raise DataError(f"{name} is {target!r}; a number is accepted; correct the row, or set column")
 
 
 STRUCTURED: Mapping[str, BuiltIn] = {

@@ -19,14 +19,14 @@ from tasks.reward_functions.function import RewardFunction
 _SANDBOX = Path(__file__).with_name("sandbox.py")
 _TESTS = "tests"  # column
 _TIMEOUT_SECONDS, _MEMORY_MIB = 2, 512  # defaults
-_WAIT = 5  # seconds beyond three times the processor time: a program that sleeps is killed then
+_WAIT = 5  # seconds added to three times the processor time, after which a program that sleeps is killed
 
 
 def _code(reward: RewardFunction, answer: Answer) -> float:
     """The share of tests that pass; with ``partial_credit`` the share times it, unless all pass.
 
     The program is the last Markdown code block of an answer, or else all of it. The tests run after it, in its
-    namespace and in order, each as a statement or several; what is left when the time is over has not passed.
+    namespace and in order, each as one or more statements; tests that did not run in time have not passed.
     """
     tests = _tests(answer.row[_column(reward)])
     program = unfenced(answer.text)
@@ -98,12 +98,12 @@ def _check_tests(reward: RewardFunction, row: Mapping[str, object]) -> None:
 def _tests(value: object) -> list[str]:
     tests = [value] if isinstance(value, str) else value
     if not isinstance(tests, list) or not tests or not all(isinstance(each, str) and each.strip() for each in tests):
-        raise DataError(f"the tests are {value!r}; Python text, or a list of such texts, is accepted; mend the row")
+        raise DataError(f"the tests are {value!r}; Python text, or a list of such texts, is accepted; correct the row")
     for test in tests:
         try:
             compile(test, "test", "exec")
         except (SyntaxError, ValueError) as error:
-            raise DataError(f"the test {test!r} is not Python: {error}; mend the row") from error
+            raise DataError(f"the test {test!r} is not Python: {error}; correct the row") from error
     return tests
 
 

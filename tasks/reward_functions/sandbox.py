@@ -1,7 +1,7 @@
 """Runs an answer's program and its tests in a process that can compute and read files, and do nothing else.
 
 It is started as a script by ``code.py``, and imports nothing of this project. A filter of system calls (seccomp) lets
-only those through that are listed below: no socket, no process or thread, no signal, no file that is opened for
+only the calls listed below through: no socket, no process or thread, no signal, no file that is opened for
 writing, created, renamed or removed. The limits are of processor time, memory, and bytes written.
 """
 
@@ -112,7 +112,7 @@ def _filter_calls() -> None:
 
 
 def _require_filtered() -> None:
-    """Tries what must be refused, so that a machine where the filter does not hold is refused too."""
+    """Tries calls that the filter must refuse, so that a machine where it has no effect is refused."""
     for name, attempt in (
         ("a socket", lambda: socket.socket()), ("a file for writing", lambda: os.open("/dev/null", os.O_WRONLY)),
         ("a process", os.fork), ("a signal", lambda: os.kill(os.getpid(), 0)),

@@ -61,14 +61,14 @@ class Scorer:
         if not isinstance(found, list | tuple) or len(found) != len(completions):
             shown = f"{len(found)} values" if isinstance(found, list | tuple) else reprlib.repr(found)
             raise PipelineError(
-                f"rewards.{self.name} returned {shown} for {len(completions)} completions; {_ACCEPTED}; mend "
+                f"rewards.{self.name} returned {shown} for {len(completions)} completions; {_ACCEPTED}; correct "
                 "the function"
             )
         for row, value in enumerate(found):
             if not _is_finite(value):
                 raise PipelineError(
                     f"rewards.{self.name} returned {reprlib.repr(value)} for row {row} ({_shown(prompts[row])}, "
-                    f"completion {reprlib.repr(completions[row])}); {_ACCEPTED}; mend the function"
+                    f"completion {reprlib.repr(completions[row])}); {_ACCEPTED}; correct the function"
                 )
         return [float(value) for value in found]
 
@@ -231,7 +231,7 @@ def _require_columns(scorer: Scorer, columns: Collection[str]) -> None:
 def _python_score(
     key: str, path: str, function: PythonFunction
 ) -> tuple[Callable[[Sequence[Sequence[Message]], Sequence[str], Columns], object], tuple[str, ...]]:
-    """A user's function, and the columns that it cannot do without."""
+    """A user's function, and the columns that it requires."""
     loaded = load_function(function, path, _ACCEPTED)
     if inspect.iscoroutinefunction(loaded):
         raise DataError(f"rewards.{key}: {path} is async; a plain function is accepted; write it with def")
@@ -255,8 +255,8 @@ def _python_score(
             row = _failing_row(loaded, given, takes_all, len(completions))
             where = "" if row is None else f" for row {row} ({_shown(prompts[row])}, {reprlib.repr(completions[row])})"
             raise PipelineError(
-                f"rewards.{key}: {path}: {place_of_error(error, function)}{type(error).__name__}: {error}{where}; mend "
-                "the function"
+                f"rewards.{key}: {path}: {place_of_error(error, function)}{type(error).__name__}: {error}{where}; "
+                "correct the function"
             ) from error
 
     return score, needed
@@ -265,7 +265,7 @@ def _python_score(
 def _failing_row(
     function: Callable[..., object], given: Mapping[str, Sequence[object]], takes_all: bool, num_rows: int
 ) -> int | None:
-    """The first row on which a function that raised raises alone; None: it raises on the batch only."""
+    """The first row that makes the function raise by itself; None: the function raises only on the batch."""
     names = given if takes_all else [name for name in given if name in inspect.signature(function).parameters]
     for row in range(num_rows):
         try:

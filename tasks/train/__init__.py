@@ -1,1 +1,1 @@
-"""Trainings: what all of them share, and each of its parts."""
+"""The parts that all trainings share."""

@@ -1,4 +1,4 @@
-"""The terms of proximal policy optimization, and what its models say of sampled completions, gathered from all workers.
+"""The terms of proximal policy optimization, and the outputs of its models for completions, gathered from all workers.
 
 Shapes: B completions of a step, C tokens of the longest completion, T of the longest row (prompt and completion), K
 last positions of rows, V vocabulary, G prompts. A mask (B, C) is 1 on the tokens of a completion, its end token
@@ -151,7 +151,7 @@ class Tokens:
         return Tokens(input_ids_BT=ids_BT, starts_B=starts_B, mask_BC=mask_BC.float())
 
     def gather(self, values_BK: Tensor, first: int) -> Tensor:
-        """Of a value at each place from ``first`` on, those before the tokens of completions: (B, C)."""
+        """Of values at positions from ``first`` on, those before the tokens of completions: (B, C)."""
         places_BC = self.starts_B.unsqueeze(1) + torch.arange(self.mask_BC.shape[1], device=values_BK.device)
         return values_BK.gather(1, (places_BC - 1 - first).clamp(max=values_BK.shape[1] - 1)) * self.mask_BC
 
@@ -176,7 +176,7 @@ def token_logps(
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """The completions of a step, of all workers in one order, and what the models say of them before its updates.
+    """The completions of a step, of all workers in one order, and the models' outputs for them before its updates.
 
     Args:
         scores_B: rewards of the completions.
@@ -193,7 +193,7 @@ class Batch:
 
 
 class ActorCritic:
-    """Samples the completions of a step and measures them: each worker its share, and the batch is that of all."""
+    """Samples and measures the completions of a step: each worker handles its share; the batch holds all."""
 
     def __init__(self, run: "TrainingRun", value: "PreTrainedModel", optimization: "Optimization") -> None:
         self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, optimization.autocast

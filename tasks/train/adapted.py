@@ -1,4 +1,4 @@
-"""Adapters on models, through PEFT: a new one, the input's adapter trained further, or a new one upon the input's."""
+"""Adapters on models, through PEFT: a new one, the input's adapter trained further, or a new one on top of it."""
 
 import copy
 import logging
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT, REFERENCE = "default", "ref"  # names of PEFT and TRL: the adapter in training, and its frozen copy
-_INIT_ROWS, _INIT_BATCH = 32, 8  # of initializations that read data; their own, so that no execution setting counts
+_INIT_ROWS, _INIT_BATCH = 32, 8  # for initializations that read data; fixed, so that execution settings have no effect
 _WARMUP, _FINAL = 0.1, 0.5  # of the steps of AdaLoRA: before ranks are pruned, and after
-_LEAST_STEPS = 8  # some that score ranks after their weights have moved, some that prune, some after
+_LEAST_STEPS = 8  # enough to move weights and score ranks, to prune, and to train afterwards
 
 Batches = list[dict[str, "Tensor"]]
 
@@ -49,7 +49,7 @@ def peft_config(adapter: Adapter, model: "PreTrainedModel", num_steps: int) -> P
     """An adapter as PEFT's configuration; the new head of a reward model is trained and saved in full.
 
     Args:
-        num_steps: of the training, which AdaLoRA plans its ranks by.
+        num_steps: optimizer steps of the training, over which AdaLoRA plans its ranks.
 
     Raises:
         ConfigError: the model has no module of such a name, or the type cannot be put on it.
@@ -83,7 +83,7 @@ def peft_config(adapter: Adapter, model: "PreTrainedModel", num_steps: int) -> P
 
 
 def _own(adapter: Adapter, model: "PreTrainedModel", num_steps: int) -> dict[str, object]:
-    """The arguments that the fields of the adapter become."""
+    """The arguments of PEFT's configuration, from the fields of the adapter."""
     row = ADAPTERS[adapter.type]
     found: dict[str, object] = {}
     for name, argument in row.reads.items():
@@ -129,7 +129,7 @@ def _require_fit(adapter: Adapter, model: "PreTrainedModel") -> None:
 
 
 def _require_blocks(adapter: Adapter, model: "PreTrainedModel") -> None:
-    """PEFT takes another size of blocks where this one does not divide a layer's inputs."""
+    """Requires a block size that divides the inputs of every layer: PEFT would silently use another one."""
     size = adapter.value("block_size")
     for name, _, inputs in _targets(adapter, model):
         if inputs % size:
@@ -183,7 +183,7 @@ def _saved(adapter: Adapter, model: "PreTrainedModel") -> list[str]:
                 "and PEFT would train two, of which one is saved; remove it, train single rows with "
                 "adapter.trainable_token_indices, or all weights with adapter=full"
             )
-    return found  # PEFT would take "norm" for every name that ends in it, such as input_layernorm
+    return found  # PEFT would match "norm" with every name that ends in it, such as input_layernorm
 
 
 def _layers_beside_experts(config: PeftConfig, model: "PreTrainedModel") -> list[str] | None:
@@ -208,7 +208,7 @@ def _targets(adapter: Adapter, model: "PreTrainedModel") -> list[tuple[str, int,
 
 
 def _modules(adapter: Adapter, model: "PreTrainedModel") -> list[tuple[str, int, int]]:
-    """The modules that could get one: linear layers without the head, or the norms."""
+    """The modules that could get an adapter: linear layers without the head, or the norms."""
     head = model.get_output_embeddings()
     found = []
     for name, module in model.named_modules():
@@ -228,7 +228,7 @@ def new_adapter(
     """The model with a new adapter; an initialization that needs data reads the first rows of the training.
 
     Args:
-        pad: the token of padding.
+        pad: id of the padding token.
 
     Raises:
         ConfigError: PEFT refuses the adapter for this model.
@@ -261,7 +261,7 @@ def _accumulate(model: "PreTrainedModel", batches: "Batches") -> None:
 
 
 def _batches(rows: "Dataset", pad: int, device: torch.device) -> "Batches":
-    """The first rows of the training, of pairs the chosen answers."""
+    """The first rows of the training; for pairs, the chosen answers."""
     sequences = [_tokens(rows[index]) for index in range(min(_INIT_ROWS, len(rows)))]
     parts = [sequences[start : start + _INIT_BATCH] for start in range(0, len(sequences), _INIT_BATCH)]
     names = ("input_ids", "attention_mask")
@@ -282,10 +282,10 @@ def continued(model: "PreTrainedModel", adapter: Adapter, config: PeftConfig, di
     """The model with a saved adapter, to be trained further.
 
     Args:
-        config: of the adapter as the recipe sets it: it must be what was saved, but for its dropout.
+        config: the adapter in the recipe: except for dropout, it must be equal to the saved one.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: they differ.
     """
     saved = PeftConfig.from_pretrained(directory)
     require_same(adapter, config, saved, model)
@@ -331,7 +331,7 @@ def stacked(model: "PreTrainedModel", directories: Sequence[Path]) -> PeftModel:
     """The model with saved adapters, all of them active and frozen.
 
     Raises:
-        ConfigError: one is no LoRA: PEFT adds up only those.
+        ConfigError: one is not a LoRA: PEFT adds up only LoRAs.
     """
     adapted: PeftModel | None = None
     for index, directory in enumerate(directories):
@@ -353,13 +353,13 @@ def stacked(model: "PreTrainedModel", directories: Sequence[Path]) -> PeftModel:
     assert adapted is not None
     for name, module in adapted.named_modules():
         if ".lora_dropout." in name and isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # of a training that is over
+            module.p = 0.0  # dropout of a finished training
     activate(adapted)
     return adapted
 
 
 def upon(adapted: PeftModel, config: PeftConfig) -> PeftModel:
-    """Adds a new adapter upon frozen ones.
+    """Adds a new adapter on top of frozen ones.
 
     Raises:
         ConfigError: both it and one of these have modules that are trained in full.
@@ -378,7 +378,7 @@ def upon(adapted: PeftModel, config: PeftConfig) -> PeftModel:
 
 
 def activate(adapted: PeftModel) -> None:
-    """Activates all adapters but the reference, and trains the default one alone."""
+    """Activates all adapters except the reference, and trains only the default one."""
     names = [name for name in adapted.peft_config if name not in (DEFAULT, REFERENCE)]
     first = [DEFAULT] if DEFAULT in adapted.peft_config else []  # a trainer saves and loads the first
     adapted.base_model.set_adapter([*first, *names])
@@ -393,7 +393,7 @@ def save_only_the_trained(adapted: PeftModel) -> None:
 
 
 def add_reference(adapted: PeftModel) -> None:
-    """Adds a frozen copy of the adapter, where there is none yet, as TRL does; TRL copies some types incompletely."""
+    """Adds a frozen copy of the adapter if there is none, as TRL does; TRL copies some types incompletely."""
     if REFERENCE not in adapted.peft_config:
         adapted.add_adapter(REFERENCE, copy.deepcopy(adapted.peft_config[DEFAULT]))
     values = dict([*adapted.named_parameters(), *adapted.named_buffers()])
@@ -416,10 +416,10 @@ def complete_head(model: torch.nn.Module) -> None:
 
 
 def reference_of(method: "TrainingRecipe") -> Literal["off", "copy", "model"]:
-    """What the frozen start of a policy with an adapter is.
+    """How the frozen start of a policy with an adapter is represented.
 
     ``off``: the policy without its adapter. ``copy``: the policy with a frozen copy of the adapter, which did not start
-    at zero. ``model``: a model of its own, because the adapter changes weights of the base, or lies upon another.
+    at zero. ``model``: a separate model, because the adapter changes weights of the base, or is on top of another one.
     """
     adapter = method.adapter
     if adapter is None or adapter.bias is not None or method.adapter_in == "stack":
@@ -437,12 +437,12 @@ def adapter_weights_of(adapted: PeftModel) -> "dict[str, Tensor]":
 
 
 def _is_half_of_experts(parameter: torch.nn.Parameter) -> bool:
-    """Whether it holds experts in 4 bits, two in a byte, of which PEFT counts the bytes."""
+    """Whether it holds experts in 4 bits, two weights in a byte, of which PEFT counts only the bytes."""
     return type(parameter) is torch.nn.Parameter and parameter.dtype == torch.uint8
 
 
 def share_trained(model: torch.nn.Module) -> dict[str, float]:
-    """How many parameters are trained, of how many, and the percentage."""
+    """The number of trained parameters, the number of all parameters, and the percentage."""
     if isinstance(model, PeftModel):
         trained, total = model.get_nb_trainable_parameters()
         total += sum(each.numel() for each in model.parameters() if _is_half_of_experts(each))

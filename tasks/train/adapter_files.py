@@ -1,4 +1,4 @@
-"""Files of adapters: how one is saved alone, and how its base is found.
+"""Files of adapters: how an adapter is saved without its base, and how the base is found.
 
 An output that is an adapter names its base by fingerprint. The base is looked up in the store, or at its source.
 """
@@ -40,7 +40,7 @@ class Base:
 
     Args:
         name: the stage, or ``source:NAME``, in its pipeline.
-        digest: of its bytes; None where the revision is the identity.
+        digest: digest of its bytes; None: the revision is the identity.
         hub_id, wheel, revision: of a model of the hub, or of a wheel (``wheel:NAME==VERSION``). The path of a directory
             is in the manifest beside ``output/``, because it is not part of an artifact's identity.
         options: what the source of the base sets beside its path.
@@ -64,7 +64,7 @@ class Base:
 
     @staticmethod
     def recorded(given: InputRecord) -> "Base":
-        """That of the adapter that was merged into a stage's output: the policy that the stage started from."""
+        """The base of the adapter that was merged into a stage's output: the policy that the stage started from."""
         reading = given.source.reading if given.source else {}
         options = {name: value for name, value in reading.items() if name in MODEL_OPTIONS}
         return Base._at(given.artifact, given.fingerprint, given.digest, given.source, options)
@@ -89,19 +89,19 @@ class Base:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a model's directory holds an adapter alone, as a stage with ``save=adapter`` writes it."""
+    """Whether a model's directory holds only an adapter, as a stage with ``save=adapter`` writes it."""
     return (directory / BASE_FILE).exists()
 
 
 def base_and_adapters(directory: Path) -> tuple[Path, list[Path]]:
-    """The full model under a model, and the adapters upon it in the order of their training.
+    """The full model of a model's directory, and the adapters on it in the order of their training.
 
     Args:
         directory: a full model; an output that is an adapter; or what ``fetch_model`` gives for a source: of an adapter
             of PEFT, its own directory is in the list.
 
     Raises:
-        ArtifactError: a base is missing, or is no longer what its adapter was trained on.
+        ArtifactError: a base is missing, or differs from the one that its adapter was trained on.
     """
     adapters: list[Path] = []
     while True:
@@ -126,14 +126,14 @@ def rounding_of_base(adapter: Path) -> Mapping[str, object] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Intake:
-    """A model as a stage takes it in.
+    """How a stage loads its input model.
 
     Args:
         base: the directory of the full model.
         merged: adapters that are merged into it, in order.
-        carried: adapters that stay adapters.
-        beneath: what the adapter in training lies upon: it, not the stage's input, is the base that a saved adapter
-            names. None: the input.
+        carried: adapters that are kept as adapters.
+        beneath: what the adapter in training is on top of, which a saved adapter names as its base. None: the stage's
+            input.
     """
 
     base: Path
@@ -143,10 +143,10 @@ class Intake:
 
 
 def intake(method: TrainingRecipe, policy: Input) -> Intake:
-    """How a stage takes in a model that is an adapter, or that has one beside it in ``adapter/``.
+    """How a stage loads a model that is an adapter, or that has one beside it in ``adapter/``.
 
     Raises:
-        ConfigError: the adapter is to stay one, and there is none, or its base has no name.
+        ConfigError: an adapter is to be kept, but there is none, or its base has no name.
         ArtifactError: its base is missing.
     """
     if method.adapter_in not in ("continue", "stack"):
@@ -174,7 +174,7 @@ def intake(method: TrainingRecipe, policy: Input) -> Intake:
 
 
 def base_and_kept_adapters(directory: Path) -> tuple[Path, list[Path], Base | None]:
-    """The full model under a model, its adapters, and what the last of them lies upon; None: it has no name."""
+    """The full model of a model's directory, its adapters, and the base of the last one; None: it has no name."""
     base, adapters = base_and_adapters(directory)
     if adapters:
         return base, adapters, _base_of(adapters[-1]) if is_adapter(adapters[-1]) else None
@@ -185,7 +185,7 @@ def base_and_kept_adapters(directory: Path) -> tuple[Path, list[Path], Base | No
         return base, [], None
     named = Base.recorded(given)
     policy = _base_directory(directory, named)
-    if manifest.recipe.get("adapter_in") == "continue":  # it lies upon what the adapter before it does
+    if manifest.recipe.get("adapter_in") == "continue":  # on the same base as the adapter that it continues
         base, adapters, beneath = base_and_kept_adapters(policy)
         return base, [*adapters[:-1], own], beneath
     base, adapters = base_and_adapters(policy)
@@ -242,7 +242,7 @@ def _sources(adapter: Path, base: Base) -> Iterator[Source]:
 
 
 def _with_options(source: Source, recorded: Mapping[str, object]) -> Source:
-    """A source with what was set beside its path."""
+    """A source with the options that were set beside its path."""
     options = {name: value for name, value in recorded.items() if name in MODEL_OPTIONS}
     return replace(source, **json.loads(json.dumps(options)))
 
@@ -254,7 +254,7 @@ def _recorded(adapter: Path, base: Base) -> Iterator[SourceRecord]:
         if record.source and record.fingerprint == base.fingerprint:
             yield record.source
     given = manifest.inputs.get(POLICY) if manifest and manifest.recipe.get("adapter_in") == "continue" else None
-    if given and given.fingerprint != base.fingerprint:  # the base is that of the adapter which was trained further
+    if given and given.fingerprint != base.fingerprint:  # the base belongs to the adapter that was trained further
         for entry in _artifacts(adapter, Base.recorded(given), adapter.absolute().parents[2:4]):
             yield from _recorded(entry.output, base)
 
@@ -276,7 +276,7 @@ def save_adapter(
     """Saves the adapter with bytes that depend on the training only: without paths, module names sorted.
 
     Args:
-        base: what it lies upon.
+        base: the model that it is on top of.
         start: its weights before the first step, where its initialization changed the base: see ``_on_original``.
     """
     model.save_pretrained(directory, safe_serialization=True)
@@ -298,9 +298,9 @@ def save_adapter(
 
 
 def _on_original(directory: Path, start: "Mapping[str, Tensor]") -> None:
-    """Makes a saved LoRA, whose initialization took its product off the base, one upon the original base.
+    """Converts a saved LoRA, whose initialization subtracted its product from the base, to one on the original base.
 
-    Base - start + adapter is a LoRA of twice the rank: B A - B0 A0 = [B, -B0] [A; A0]. PEFT would initialize again
+    Base - start + adapter is a LoRA of twice the rank: B A - B0 A0 = [B, -B0] [A; A0]. PEFT would initialize it again
     whenever the adapter is loaded.
     """
     import torch
@@ -322,7 +322,7 @@ def _on_original(directory: Path, start: "Mapping[str, Tensor]") -> None:
 
 
 def plain_config(model: "PreTrainedModel") -> "PreTrainedConfig":
-    """A model's config as in full precision."""
+    """A model's config without its quantization."""
     config: PreTrainedConfig = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     if "quantization_config" in config:

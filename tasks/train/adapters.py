@@ -29,11 +29,11 @@ Type = Literal[
 ]  # fmt: skip
 DEFAULT: Type = "lora"
 HEADS = ("lm_head", "embed_out", "score")  # linear, and left out of all-linear
-# The base is changed by these, so that base + adapter is the input: the adapter alone starts from something else.
+# These change the base, so that base + adapter is the input model.
 CHANGE_THE_BASE = ("pissa", "olora", "lora_ga")
 ON_QUANTIZED = ("lora", "dora", "oft")  # the types that PEFT trains on a quantized base
-NOT_ON_CONV1D = ("oft", "boft", "loha", "lokr", "hra", "miss", "osf")  # the types that PEFT puts on linear layers alone
-STACKED = ("lora", "dora")  # the types that can lie upon each other
+NOT_ON_CONV1D = ("oft", "boft", "loha", "lokr", "hra", "miss", "osf")  # the types that PEFT puts only on linear layers
+STACKED = ("lora", "dora")  # the types that can be stacked
 FROM_DATA = ("eva", "lora_ga")  # need rows of the training
 _INITS = ("gaussian", "pissa", "olora", "orthogonal", "mica", "eva", "lora_ga")
 _ADDED_LATER = {"type": DEFAULT, "rslora": False}  # defaults other than None that stay out of the fingerprint
@@ -42,7 +42,7 @@ _GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """Few weights that are trained beside a frozen base. The output is the merged model.
+    """A few weights that are trained beside a frozen base. The output is the merged model.
 
     A type reads some of the fields (``ADAPTERS``); another one that is set is refused.
 
@@ -121,7 +121,7 @@ class Adapter:
         return self.init is not None and self.init.startswith(CHANGE_THE_BASE)
 
     def value(self, name: str) -> int:
-        """A number as set, or as its type has it."""
+        """A number as it is set, or the default of its type."""
         found = getattr(self, name)
         found = ADAPTERS[self.type].defaults.get(name) if found is None else found
         if name == "target_rank" and found is None:
@@ -164,7 +164,7 @@ def _names(text: str | None) -> list[str]:
     return [name.strip() for name in text.split(",")] if text is not None else []
 
 
-# Of one layer: the adapter, its outputs and its inputs -> how many weights.
+# Number of an adapter's weights in one layer, from the adapter and the layer's numbers of outputs and inputs.
 Count = Callable[[Adapter, int, int], int]
 
 
@@ -178,12 +178,12 @@ class AdapterType:
 
     Args:
         config: the class of PEFT.
-        paper: where it is from.
-        reads: a field of ours -> the argument of the class that it becomes.
-        trained: weights of a layer that are trained.
-        frozen: weights of a layer that are saved beside them.
+        paper: the paper that introduced it.
+        reads: field of ``Adapter`` -> argument of the class.
+        trained: counts a layer's weights that are trained.
+        frozen: counts a layer's weights that are saved beside them.
         fixed: further arguments of the class.
-        defaults: of fields that are not set.
+        defaults: values of fields that are not set.
     """
 
     config: str
@@ -227,7 +227,7 @@ def _lokr(adapter: Adapter, outputs: int, inputs: int) -> int:
 
 
 def _factors(number: int) -> tuple[int, int]:
-    """Two factors as near to each other as can be, the smaller first."""
+    """The two factors that are closest to each other, the smaller first."""
     small = next(each for each in range(math.isqrt(number), 0, -1) if number % each == 0)
     return small, number // small
 
@@ -319,7 +319,7 @@ ADAPTERS: Mapping[str, AdapterType] = {
         config="OSFConfig", paper="Nayak et al. 2025, arXiv:2504.07097", reads={"rank": "rank_pattern"}, trained=_osf
     ),
 }  # fmt: skip
-# Architectures with experts that are parameters of three dimensions, on which PEFT puts a LoRA: its own table.
+# Architectures whose experts are parameters of three dimensions on which PEFT can put a LoRA, from PEFT's own table.
 MIXTURES = (
     "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe",
     "flex_olmo", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum",
@@ -329,19 +329,19 @@ _OF_SOME_TYPES = frozenset(name for row in ADAPTERS.values() for name in row.rea
 
 
 def is_plain(adapter: Adapter) -> bool:
-    """Whether its targets are what PEFT itself finds: all linear layers, or names of some."""
+    """Whether PEFT itself can find its targets: all linear layers, or names of some."""
     beyond = any(name in GROUPS or _GLOB.search(name) or "." in name for name in adapter.target_names)
     return not (beyond or adapter.excluded_names or adapter.layers is not None or adapter.type == "ln_tuning")
 
 
 def adapts_experts(adapter: Adapter) -> bool:
-    """Whether PEFT puts it on the experts of a mixture too, which are parameters and no linear layers."""
+    """Whether PEFT also puts it on the experts of a mixture, which are parameters rather than linear layers."""
     on_parameters = ADAPTERS[adapter.type].config == "LoraConfig"
     return on_parameters and is_plain(adapter) and adapter.target_modules == ALL_LINEAR
 
 
 def why_not_on_experts(adapter: Adapter) -> str | None:
-    """What PEFT cannot do on the experts of a mixture; None: nothing, or the adapter is not put on them."""
+    """The setting that PEFT cannot apply to the experts of a mixture; None: none, or they get no adapter."""
     if not adapts_experts(adapter):
         return None
     if adapter.type == "dora":
@@ -354,7 +354,7 @@ def why_not_on_experts(adapter: Adapter) -> str | None:
 def targets(adapter: Adapter, modules: Sequence[str]) -> list[str]:
     """The full names of the modules that get an adapter.
 
-    PEFT itself ignores a name that matches nothing, and takes a glob for a regular expression.
+    PEFT itself ignores a name that matches nothing, and reads a glob as a regular expression.
 
     Args:
         modules: the full names of those that could: linear layers, or for ``ln_tuning`` the norms.

@@ -1,4 +1,4 @@
-"""Metrics and heartbeats of each step, final metrics as means of the last steps, and the proof at step 0."""
+"""Metrics and heartbeats of each step, final metrics as means of the last steps, and the check at step 0."""
 
 import logging
 import math
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Not computed by the padding-free forward (they need the whole distribution of every token), or not about the step.
+# Not computed by the padding-free forward (they need every token's whole distribution), or not metrics of the step.
 UNREPORTED = frozenset({"entropy", "logits/chosen", "logits/rejected", "epoch"})
 _COMPUTED_WITH_REWARDS = frozenset({"entropy"})  # by trainers that generate
 _MASKS = ("prompt_mask", "completion_mask")  # of TRL's trainers that generate: they have no attention mask
@@ -46,7 +46,7 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 # are in bf16 differs from a policy in fp32 by their rounding too.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2, "fp8": 5e-2, "bf16 reference": 0.1}
 PROOF_BETA = 0.1  # turns the tolerance of a reward into that of a log-ratio
-WINDOW_STEPS = 10  # tokens per second are those of the last steps; the final loss is their mean
+WINDOW_STEPS = 10  # last steps over which tokens per second are measured, and the final loss is averaged
 
 
 class StepCounts(TrainerCallback):
@@ -66,7 +66,7 @@ class StepCounts(TrainerCallback):
     def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         counts = [entry["num_tokens"] for entry in state.log_history if "num_tokens" in entry]
         self.num_tokens = int(counts[-1]) if counts else 0
-        self.trainer._total_train_tokens = self.num_tokens  # TRL keeps none in a checkpoint
+        self.trainer._total_train_tokens = self.num_tokens  # TRL does not save it in checkpoints
 
     def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
         if "loss" not in logs:
@@ -116,7 +116,7 @@ class Recorder(TrainerCallback):
             self.record(state.global_step, logs, args.device)
 
     def begin(self, num_tokens: float) -> None:
-        """Starts the clock, at the tokens of the attempts before; the device's peak is known by then."""
+        """Starts the clock, after the tokens of earlier attempts; the device's peak is known by then."""
         if self.speed.found:
             assert self.speed.peak
         self.window.append((time.perf_counter(), num_tokens))
@@ -161,8 +161,8 @@ class StepMarks(TrainerCallback):
 class NewRandomState(TrainerCallback):
     """Seeds every worker at the first step after a checkpoint that another number of workers wrote.
 
-    A saved random state is valid for its rank and number of workers only. Transformers would load it on the same rank,
-    which has other rows now, and a rank without a saved state would repeat the random numbers of step 0.
+    A saved random state is valid only for its rank and number of workers. Transformers would load it on the same rank,
+    which now has other rows, and a rank without a saved state would repeat the random numbers of step 0.
     """
 
     def __init__(self, ctx: "TrainContext") -> None:
@@ -224,7 +224,7 @@ class StepZeroProof(TrainerCallback):
             )  # fmt: skip
             return
         loss = logs["loss"] - getattr(self.trainer, "router_aux_loss_coef", 0.0) * logs.get("aux_loss", 0.0)
-        # Written so that nan fails: it is neither above nor below the tolerance.
+        # Written so that nan fails.
         is_off = self.is_sigmoid and not abs(loss - math.log(2)) <= self.tolerance
         if is_off or not all(abs(reward) <= self.tolerance for reward in rewards.values()):
             name = f"{self.policy.name} ({self.policy.fingerprint[:16]})"

@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Never read: their content is in the recipe and in the manifest.
+# Files that are never read: their content is in the recipe and the manifest.
 _UNREAD = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
 
 
 class Saver:
-    """When a training saves and stops, and which checkpoints are kept; for transformers' loop and for others.
+    """Decides when a training saves and stops, and which checkpoints are kept; for any loop.
 
     Args:
         method: its ``best`` says which models compete for the output; the best of them is kept.
         seconds_before: training time of earlier attempts.
-        num_rows: that are trained on in a pass.
+        num_rows: number of rows in an epoch.
     """
 
     def __init__(self, ctx: TrainContext, method: "TrainingRecipe", seconds_before: float, num_rows: int) -> None:
@@ -88,7 +88,7 @@ class Saver:
         logger.info("checkpoint=%s state=committed seconds=%.1f", path, time.monotonic() - start)
 
     def saved(self) -> None:
-        """Restarts the clock that the next checkpoint follows."""
+        """Restarts the clock for the next checkpoint."""
         self.last_save = time.monotonic()
 
     def _is_due(self, step: int) -> bool:
@@ -127,8 +127,8 @@ class Checkpointing(TrainerCallback):
             control.should_training_stop = True
 
     def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
-        """Refuses ``best`` by a metric that the first step does not report; for ``keep_best`` a warning is enough."""
-        if control.should_save:  # decided by now; the save comes next
+        """Refuses a ``best`` metric that the first step does not report; only warns for ``keep_best``."""
+        if control.should_save:  # already decided; the save is next
             self.ctx.mark(state.global_step, Phase.SAVING)
         if "loss" not in logs or self.metrics_known:
             return
@@ -145,7 +145,7 @@ class Checkpointing(TrainerCallback):
         self.metrics_known = True
 
     def _save_averaged(self, *args: object, **kwargs: object) -> None:
-        """Replaces the trainer's ``_save_checkpoint``: its model is the one that would be the output now."""
+        """Replaces the trainer's ``_save_checkpoint``: saves the model that would be the output now."""
         with averaged(self.trainer.optimizer):
             self._save(*args, **kwargs)
 
@@ -162,7 +162,7 @@ class Checkpointing(TrainerCallback):
 
 
 def discard_drafts(work_dir: Path) -> None:
-    """Deletes what an attempt left that was killed in the middle of a save."""
+    """Deletes drafts of an attempt that was killed while it saved."""
     for draft in work_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -172,7 +172,7 @@ class Divergence(TrainerCallback):
 
     Args:
         checkpoint_dir: of the stage; None: it has none.
-        go_back_to: the best model; None: the training fails.
+        go_back_to: the best model, which becomes the output; None: the training fails.
 
     Attributes:
         step: the step that diverged; None: none did.
@@ -223,10 +223,10 @@ def agreed(value: float, args: "Args") -> float:
 
 
 class BestModel(TrainerCallback):
-    """Saves each model that is better than all that competed before it.
+    """Saves each model that is better than all earlier candidates.
 
     Attributes:
-        step: of the best model so far; None: none has competed.
+        step: step of the best model so far; None: there was no candidate.
     """
 
     def __init__(self, trainer: "Trainer", best: Best, ctx: TrainContext) -> None:
@@ -265,7 +265,7 @@ class BestModel(TrainerCallback):
             control.should_save = True
 
     def end_at_best(self) -> int:
-        """Loads the best model, where it is not the last; returns its step.
+        """Loads the best model if it is not the last one; returns its step.
 
         Raises:
             PipelineError: the metric was non-finite at every step that competed.
@@ -371,7 +371,7 @@ def held_out_loss(trainer: "Trainer", rows: "Dataset", ctx: TrainContext) -> flo
 
 
 def _batches(num_rows: int, ctx: TrainContext) -> Iterator[tuple[range, bool]]:
-    """A worker's micro batches, and whether it counts them.
+    """A worker's micro batches, each with whether the worker counts it.
 
     TRL's losses gather over the workers, so all workers take the same number of batches: each computes the rows that
     remain after the division, and rank 0 counts them.

@@ -1,8 +1,8 @@
-"""What works with what: the rules that join settings of a training with each other, its model and its resources.
+"""Compatibility rules: which settings of a training work together, with its model and with its resources.
 
-A rule of one setting alone is in its dataclass; one that joins several is an entry of ``RULES``: of adapters, quantized
-bases, precision and kernels in ``model_rules.py``; of references, rows, optimizers, schedules, batches and workers
-here. The plan refuses what a rule refuses, ``posttrain compat`` prints the table, and ``docs/settings.md`` is rendered
+A rule about a single setting is in its dataclass; a rule about several is an entry of ``RULES``: for adapters,
+quantized bases, precision and kernels in ``model_rules.py``; for references, rows, optimizers, schedules, batches and
+workers here. The plan applies every rule, ``posttrain compat`` prints the table, and ``docs/settings.md`` is rendered
 from it.
 """
 
@@ -54,7 +54,7 @@ def _one_micro_batch(case: Case) -> Fields:
 
 
 def _state_unpaged(case: Case) -> Fields:
-    """The optimizer with its state in one memory."""
+    """The same optimizer without paged state."""
     rest = case.method.optimizer.name.removeprefix("paged_")
     return {"method.optimizer.name": rest if rest in OPTIMIZERS else "adamw_torch_fused"}
 
@@ -98,7 +98,7 @@ def _leaves_a_worker_idle(case: Case) -> bool:
 
 
 def _ends_before_its_patience(case: Case) -> bool:
-    """Whether no measurement can end the training: that after the last step, which it also takes, ends nothing."""
+    """Whether no measurement can end the training early; the one after the last step does not count."""
     patience, every = case.get("method.validation.patience"), case.get("method.validation.every_steps")
     steps = case.method.num_steps
     if not (isinstance(patience, int) and isinstance(every, int) and steps):
@@ -411,7 +411,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def refusals(case: Case) -> Iterator[Refusal]:
-    """What every rule that refuses a training says."""
+    """A refusal from each rule that refuses a training."""
     for rule in RULES:
         if rule.refuses(case):
             yield Refusal(

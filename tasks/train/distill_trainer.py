@@ -72,8 +72,8 @@ class Interpolation(TrainerCallback, ExportableState):
 
     Args:
         t_start, t_end: of the teacher's share t in the intermediate logits.
-        alpha: largest part of what remains to 1 that a step adds to t.
-        momentum: of the relative change of the objective.
+        alpha: largest share of 1 - t that a step adds to t.
+        momentum: decay of the mean relative change of the objective.
     """
 
     def __init__(self, *, t_start: float, t_end: float, alpha: float, momentum: float) -> None:
@@ -122,13 +122,13 @@ class Interpolation(TrainerCallback, ExportableState):
 
 
 class DistillTrainer(Trainer):
-    """Trains towards a teacher's distribution at the trained tokens, as a mean over those of the step.
+    """Trains towards a teacher's distribution at the trained tokens; the loss is a mean over those of the step.
 
     Only their hidden states go through the heads, in chunks whose logits are computed again in the backward pass.
 
     Args:
-        teacher_model: frozen; of any architecture with the same tokens. Where one model has logits for more tokens,
-            which no tokenizer gives, they are left out.
+        teacher_model: frozen; of any architecture with the same tokens. Where one model has more logits, for ids that
+            no tokenizer gives, they are left out.
         divergence: of the logits of N tokens.
         cross_entropy_weight: of the rows' own tokens in the loss; the divergence has the rest.
         interpolation: replaces the teacher by an intermediate one in training; None: does not. Held-out rows are
@@ -185,7 +185,7 @@ class DistillTrainer(Trainer):
         return loss
 
     def _measured(self, student: "PreTrainedModel", inputs: "Batch") -> "tuple[Tensor, Tensor, Tensor]":
-        """Sums over the trained tokens of divergence and cross-entropy, the auxiliary loss, and how many there are."""
+        """Sums of divergence and cross-entropy over trained tokens, the auxiliary loss, and the number of tokens."""
         labels_RL = inputs["labels"]
         trained_RL = labels_RL[:, 1:] != IGNORED
         batch = {name: each for name, each in inputs.items() if name != "labels"}
@@ -262,7 +262,7 @@ class _Heads:
 
 
 def logits(model: "PreTrainedModel", hidden_NH: "Tensor") -> "Tensor":
-    """What the model's forward makes of its last hidden states, in fp32."""
+    """The logits that the model's forward computes from its last hidden states, in fp32."""
     config = model.config.get_text_config()
     found = model.get_output_embeddings()(hidden_NH).float() * _logit_scale(config)
     cap = getattr(config, "final_logit_softcapping", None)
@@ -270,7 +270,7 @@ def logits(model: "PreTrainedModel", hidden_NH: "Tensor") -> "Tensor":
 
 
 def _logit_scale(config: "PreTrainedConfig") -> float:
-    """The factor of the logits, which has other names in other architectures; as TRL's fused head has it."""
+    """The factor of the logits, whose name depends on the architecture; as in TRL's fused head."""
     for name in _SCALES:
         if getattr(config, name, None) is not None:
             return float(getattr(config, name))

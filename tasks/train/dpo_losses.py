@@ -1,4 +1,4 @@
-"""The losses of DPO: what each is from and reads, which options go together, and the four that are ours.
+"""The losses of DPO: the paper and options of each, which options can be combined, and our four implementations.
 
 TRL computes the others. ``aot``, ``aot_unpaired`` and ``kto_pair`` compare a pair with all others; TRL does so within a
 micro batch (and has no ``kto_pair``), ours within the whole step, so that micro batch and workers change nothing. TRL's
@@ -32,13 +32,13 @@ class LossRow:
     """One loss.
 
     Args:
-        paper: where it is from.
-        reads: options that it reads beside ``beta``.
-        needs: the one among them that it cannot do without.
-        difference: it is a function of the difference of the two rewards, in which an f-divergence's unknown constant
-            cancels: Wang et al. 2023, arXiv:2309.16240.
-        is_ours: TRL does not compute it.
-        of_step: it compares each pair with the others of the step.
+        paper: the paper that defines it.
+        reads: options that it reads in addition to ``beta``.
+        needs: the one among them that it requires.
+        difference: whether it is a function of the difference of the two rewards, in which an f-divergence's unknown
+            constant cancels: Wang et al. 2023, arXiv:2309.16240.
+        is_ours: whether it is computed here, and not by TRL.
+        of_step: whether it compares each pair with the others of the step.
     """
 
     paper: str
@@ -86,7 +86,7 @@ class ReferenceSync:
 
 
 class LossOptions(AnswerTraining):
-    """What becomes of the fields of a DPO, which stand in ``tasks/dpo.py``: which go together, and TRL's names."""
+    """How the fields of ``tasks/dpo.py`` are used: which can be combined, and their names in TRL."""
 
     beta: float
     loss_type: LossType
@@ -102,7 +102,7 @@ class LossOptions(AnswerTraining):
 
     @property
     def weights(self) -> dict[LossType, float]:
-        """Its losses, which it adds up with these weights, in the order of ``LOSSES``."""
+        """The weight of each of its losses, in the order of ``LOSSES``."""
         losses = self.losses or {self.loss_type: 1.0}
         return {name: losses[name] for name in LOSSES if name in losses}
 
@@ -126,7 +126,7 @@ class LossOptions(AnswerTraining):
         return {"beta": self.beta, "loss_type": [*theirs], **stated}
 
     def check_losses(self) -> None:
-        """Refuses options that change nothing, or that cannot go together."""
+        """Refuses options that have no effect, or that cannot be combined."""
         self._check_names()
         chosen = self.weights
         rows, named = [LOSSES[name] for name in chosen], ", ".join(chosen)
@@ -294,7 +294,7 @@ def _ranks(values_S: "Tensor") -> "Tensor":
 
 
 def _smoothed(margins_B: "Tensor", smoothing: float) -> "Tensor":
-    """The sigmoid loss where a share of the labels is wrong."""
+    """The sigmoid loss for labels of which a share is wrong."""
     from torch.nn.functional import logsigmoid
 
     return -(1 - smoothing) * logsigmoid(margins_B) - smoothing * logsigmoid(-margins_B)

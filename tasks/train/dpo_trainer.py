@@ -1,4 +1,4 @@
-"""TRL's trainer of DPO with losses of ours, and a moving reference that a resume finds.
+"""TRL's trainer of DPO with our own losses, and with a moving reference that is saved in checkpoints.
 
 Shapes: B pairs of a micro batch, R = 2B rows (the chosen answers, then the rejected ones), T tokens of the longest row,
 S pairs of a step, of all workers.
@@ -26,7 +26,7 @@ _REFERENCE_FILE = "reference.safetensors"  # in a checkpoint
 
 
 class OwnLossesTrainer(DPOTrainer):
-    """Adds losses of ours to those of TRL.
+    """Adds our own losses to those of TRL.
 
     A loss of the step (``LossRow.of_step``) needs the log-probabilities of all its pairs before the first backward
     pass: where the step has several micro batches, another forward pass without gradients and dropout finds them.
@@ -115,7 +115,7 @@ class OwnLossesTrainer(DPOTrainer):
 
     @contextmanager
     def _recorded(self) -> "Iterator[list[Tensor]]":
-        """The log-probabilities (R, T) that the policy computes meanwhile, and then the reference."""
+        """Collects the log-probabilities (R, T) that the policy, and then the reference, compute in the block."""
         found: list[Tensor] = []
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         hooks = [each.register_forward_hook(lambda _model, _args, out: found.append(out.log_probs)) for each in models]

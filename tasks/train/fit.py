@@ -1,4 +1,4 @@
-"""The training loop: transformers' own, with what measures, reports, checkpoints and ends it."""
+"""The training loop: transformers' own, with callbacks that measure, report, save and end it."""
 
 import contextlib
 import logging
@@ -102,7 +102,7 @@ class AdaptiveRate(TrainerCallback, ExportableState):
     It runs before the callbacks that measure and report, and after those that complete the log of a step.
 
     Args:
-        best: what to go back to; None: ``divergence_z`` is not set.
+        best: the model to go back to; None: ``divergence_z`` is not set.
     """
 
     def __init__(self, trainer: "Trainer", setting: Adaptive, ctx: "TrainContext", best: "BestModel | None") -> None:
@@ -148,7 +148,7 @@ class AdaptiveRate(TrainerCallback, ExportableState):
         self.best.restore()
         self.trainer._tr_loss.zero_()  # transformers subtracts it from itself, which leaves nan as it is
         logger.warning("[adaptive] step %d | back to the model of step %d", step, self.best.step)
-        if not is_finite:  # no later callback takes it for a step that trained
+        if not is_finite:  # so that later callbacks ignore this step
             self.ctx.report(step, {name: value for name, value in logs.items() if name.startswith("adaptive/")})
             for each in (logs, entry):
                 del each["loss"]
@@ -166,11 +166,11 @@ class Validating(TrainerCallback):
     It runs before the callbacks that read the loss. A resume finds the measurements in the log of the checkpoint.
 
     Args:
-        rows: to measure on.
-        num_rows: that are trained on in a pass.
+        rows: the held-out rows.
+        num_rows: number of training rows in an epoch.
 
     Attributes:
-        ended_at: the step after which ``patience`` ended the training, which is its last then; None: it did not.
+        ended_at: the step after which ``patience`` ended the training; None: it did not.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Validating(TrainerCallback):
         step, is_last = state.global_step, state.global_step == state.max_steps
         if "loss" not in logs or has_diverged(logs) or not (is_last or self._validates(step) or self._competes(step)):
             return
-        # For the report of this step, and for the log that a resume loads.
+        # Both the report of this step and the log that a resume loads get the loss.
         logs[HELD_OUT_LOSS] = loss = held_out_loss(self.trainer, self.rows, self.ctx)
         state.log_history[-1][HELD_OUT_LOSS] = loss
         if self.method.validation is None or not (is_last or self._validates(step)):
@@ -210,9 +210,9 @@ class Validating(TrainerCallback):
             "step=%d state=ended early: no val/loss below %g in %d measurements (validation.patience)",
             state.global_step, self.patience.least, self.patience.waited,
         )  # fmt: skip
-        self.ended_at = state.max_steps = state.global_step  # the last step: others compare with max_steps
+        self.ended_at = state.max_steps = state.global_step  # this is the last step: other callbacks read max_steps
         control.should_training_stop = True
-        control.should_save = False  # as after the last step, its weights are the output
+        control.should_save = False  # as after any last step, the weights become the output
 
     def _validates(self, step: int) -> bool:
         validation = self.method.validation
@@ -233,7 +233,7 @@ def validating(
     num_rows: int,
     rows: Dataset | None = None,
 ) -> Validating | None:
-    """The measurement that a recipe asks for; None: it asks for none.
+    """The measurement that a recipe sets; None: it sets none.
 
     Args:
         rows: the held-out rows; None: they are read.
@@ -260,7 +260,7 @@ def fit(
     num_rows: int,
     held_out: Dataset | None = None,
 ) -> dict[str, float]:
-    """Trains to the last step and reports each; a trainer that is already there takes no step.
+    """Trains to the last step and reports each step; a trainer that is already there takes none.
 
     The trainer then holds the weights of the stage's output: those of the last step, or of the best.
 
@@ -319,7 +319,7 @@ def _train(
 ) -> None:
     name_accumulation(trainer)
     trainer.remove_callback(PrinterCallback)
-    # The order matters: measure, then report, then save.
+    # In this order: measure, report, save.
     for callback in (NewRandomState(ctx), StepCounts(trainer)):
         trainer.add_callback(callback)
     start_scaler(trainer)
@@ -329,11 +329,11 @@ def _train(
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
     trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
     if callable(getattr(trainer.optimizer, "eval", None)):
-        trainer.optimizer.eval()  # the output of one that averages its steps is the average
+        trainer.optimizer.eval()  # switches an averaging optimizer to the average, which is the output
 
 
 def seconds_before(ctx: "TrainContext") -> float:
-    """Training time of the attempts before this one."""
+    """Training time of earlier attempts."""
     if ctx.resume_from is None:
         return 0.0
     return Checkpoints.at(ctx.resume_from).train_seconds

@@ -1,4 +1,4 @@
-"""Training of a part of the weights: which parameters stay as they are."""
+"""Training of some of the weights: which parameters are frozen."""
 
 import fnmatch
 import logging
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Freeze:
-    """The weights that a full training leaves as they are.
+    """The weights that a full training freezes.
 
     Args:
-        except_last_layers: how many of the last blocks are trained, with what follows them: the last norm, and a head
-            that is not the embedding.
+        except_last_layers: how many of the last blocks are trained, together with the last norm and with a head that is
+            not the embedding.
         modules: names of modules, or globs over full names of parameters, such as ``*.mlp.*``, separated by commas.
     """
 
@@ -50,10 +50,10 @@ class Freeze:
         return [name.strip() for name in (self.modules or "").split(",")]
 
     def frozen(self, parameters: Iterable[str]) -> set[str]:
-        """The names of the parameters that are frozen.
+        """The names of the frozen parameters.
 
         Raises:
-            ConfigError: a name matches nothing, there are too few blocks, or nothing is left to train.
+            ConfigError: a name matches nothing, there are too few blocks, or no weight is trained.
         """
         every = list(parameters)
         found = self._before_last_layers(every) if self.except_last_layers else self._named(every)

@@ -1,7 +1,7 @@
-"""Methods that learn from their own completions: what GRPO, RLOO, online DPO and PPO share.
+"""The parts shared by methods that learn from their own completions: GRPO, RLOO, online DPO and PPO.
 
-``tasks.train.rollouts`` generates, scores and keeps samples, in a trainer of TRL
-(``tasks.train.generating_trainer``) and in a loop of its own alike.
+``tasks.train.rollouts`` generates, scores and keeps samples, both in a trainer of TRL
+(``tasks.train.generating_trainer``) and in a method's own loop.
 """
 
 from dataclasses import dataclass, field
@@ -22,13 +22,13 @@ MISSING_EOS = "missing_eos"  # the penalty's name among the rewards
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are sampled. A loss has log-probabilities at the same temperature; the rest changes samples only.
+    """How completions are sampled. The loss uses the same temperature; the other fields affect only the samples.
 
     Args:
         temperature: of the softmax.
-        top_p: the most probable tokens whose probabilities sum up to it; 1: all.
-        top_k: so many of the most probable tokens; None: all.
-        min_p: tokens of at least this share of the most probable one's probability.
+        top_p: samples from the most probable tokens, up to this sum of their probabilities; 1: from all.
+        top_k: samples from this number of the most probable tokens; None: from all.
+        min_p: samples from tokens with at least this share of the most probable token's probability.
         repetition_penalty: divides the logits of tokens that are in the prompt or completion; 1: none.
     """
 
@@ -49,7 +49,7 @@ class Completing(Training):
     workers and resumes draw the same; they change only the last bits of logits.
 
     Args:
-        max_length: tokens of prompt and completion; a prompt has what ``max_completion_length`` leaves of it.
+        max_length: tokens of prompt and completion; the prompt may have those that ``max_completion_length`` leaves.
         max_prompt_length: a lower limit for prompts; a longer prompt keeps its last tokens.
         too_long: what is done with a prompt of more tokens: cut its beginning (None), drop it, or fail.
     """
@@ -64,7 +64,7 @@ class Completing(Training):
     sampling: Sampling = field(default_factory=Sampling)
 
     def tokenization(self) -> Tokenization | None:
-        """Of prompts, cut so that a completion of ``max_completion_length`` tokens fits."""
+        """The tokenization of prompts, cut so that a completion of ``max_completion_length`` tokens fits."""
         room = self.max_length - self.max_completion_length
         limit = room if self.max_prompt_length is None else self.max_prompt_length
         if not 0 < limit <= room:
@@ -87,7 +87,7 @@ class Generating(Completing):
         global_batch_size: completions per step, over all workers; a multiple of ``num_generations``.
         rewards: name -> reward function; their weighted sum is the reward.
         reward_model_weight: of the reward model's score in the sum, where the slot ``reward_model`` is filled.
-        missing_eos_penalty: subtracted from the reward of a completion that has no end.
+        missing_eos_penalty: subtracted from the reward of a completion without an end.
         equal_rewards_patience: steps in a row in which no group has two different rewards, after which it fails.
         vllm: generates by vLLM: on a ``server``, or in the training's process.
     """
@@ -152,5 +152,5 @@ class Generating(Completing):
         return Fraction(self.global_batch_size, self.num_generations * self.steps_per_generation)
 
     def rows_of(self, num_steps: int) -> int:
-        """Prompts of all generations, of which the last may have fewer steps."""
+        """Prompts of all generations; the last generation may have fewer steps."""
         return -(-num_steps // self.steps_per_generation) * self.global_batch_size // self.num_generations

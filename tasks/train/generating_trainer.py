@@ -1,8 +1,8 @@
-"""TRL's trainers that generate, on the completions and rewards of ``Rollouts``.
+"""TRL's trainers that generate, with the completions and rewards of ``Rollouts``.
 
-TRL draws noise from the one generator of a worker, so that completions depend on workers, and on what drew before. It
-reloads the reference from a path, counts a reward that is not a number as none, shuffles completions, and forgets them
-between the steps of a generation when a training resumes. Here none of it does.
+TRL draws noise from a worker's single generator, so that completions depend on the workers and on earlier draws. It
+reloads the reference from a path, ignores a reward that is not a number, shuffles completions, and loses them
+between the steps of a generation when a training resumes. These trainers do none of this.
 """
 
 import math
@@ -38,8 +38,8 @@ def generating_trainer(run: "TrainingRun", trainer_class: type, config_class: ty
     """Builds a trainer of TRL that generates.
 
     Args:
-        trainer_class: GRPO's or RLOO's, or a class upon one of them.
-        own: as of ``run.trl``; ``kl_beta`` is the weight of the KL.
+        trainer_class: GRPO's or RLOO's, or a subclass of one.
+        own: as for ``run.trl``; ``kl_beta`` is the weight of the KL.
     """
     method, rollouts = run.method, Rollouts(run)
     assert isinstance(method, Generating)
@@ -79,7 +79,7 @@ def _named(name: str) -> Callable[..., list[float]]:
 
 
 class WithRollouts(_BaseTrainer):
-    """What stands before a trainer of TRL that generates."""
+    """A base class in front of a trainer of TRL that generates."""
 
     def __init__(
         self, *args: object, rollouts: "Rollouts", kl_beta: float, ref_model: "PreTrainedModel | None" = None,
@@ -100,7 +100,7 @@ class WithRollouts(_BaseTrainer):
         self._of_generation: dict[str, list[float]] = {}
 
     def _prepare_inputs(self, examples: list[dict[str, object]]) -> "dict[str, Tensor]":
-        """The completions of a micro batch: new ones at the first of a generation, in the order of the batch."""
+        """The completions of a micro batch, in the order of the batch; the first one of a generation generates all."""
         number, accumulation = self._step % self.args.steps_per_generation, self.args.steps_per_generation
         if number == 0 and (self.state.global_step % self.num_iterations == 0 or not self._buffered):
             generated = self._generate_and_score_completions(examples)
@@ -150,7 +150,7 @@ class WithRollouts(_BaseTrainer):
         proof(((policy_BC - reference_BC) * batch["completion_mask"]).sum(1))
 
     def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
-        """Logs at each step the metrics of its generation; one that no token has a value for is 0."""
+        """Logs at each step the metrics of its generation; a metric for which no token has a value is 0."""
         metrics = self._metrics["train"]
         for name, values in self._of_generation.items():
             metrics.setdefault(name, [*values])
@@ -188,7 +188,7 @@ class WithRollouts(_BaseTrainer):
 class OnlineDPOTrainer(GRPOTrainer):
     """The loss of DPO on the best and the worst completion of each prompt.
 
-    TRL's trainer of this name generates anew for each micro batch, and renders the prompts itself. Shapes: G prompts.
+    TRL's trainer of this name generates again for each micro batch, and renders the prompts itself. Shapes: G prompts.
     """
 
     def __init__(self, *args: object, pair_loss: str, **kwargs: object) -> None:
@@ -226,7 +226,7 @@ class OnlineDPOTrainer(GRPOTrainer):
         return loss / self.current_gradient_accumulation_steps
 
     def _add_metrics(self, values: "Mapping[str, Tensor]", weights: "Tensor") -> None:
-        """Means over all workers; of no weight at all, nan, which ``log`` takes for 0."""
+        """Means over all workers; nan where all weights are 0, which ``log`` replaces by 0."""
         for name, each in values.items():
             sums = torch.stack([(each.detach() * weights).sum(), weights.sum().float()])
             total, weight = self.accelerator.reduce(sums, "sum").tolist()
@@ -234,7 +234,7 @@ class OnlineDPOTrainer(GRPOTrainer):
 
 
 def pair_losses(log_ratios_G: "Tensor", beta: float, loss: str) -> "Tensor":
-    """The loss of pairs whose chosen log-ratio exceeds the rejected one by so much.
+    """The loss of pairs, from the chosen log-ratio less the rejected one.
 
     Source:
         ``sigmoid``: Rafailov et al. 2023, arXiv:2305.18290, eq. 7. ``ipo``: Azar et al. 2024, arXiv:2310.12036, eq. 17.
@@ -245,9 +245,9 @@ def pair_losses(log_ratios_G: "Tensor", beta: float, loss: str) -> "Tensor":
 
 
 class OnPolicyTrainer(DistillationTrainer):
-    """TRL's ``DistillationTrainer``, on prompts that are tokens already, with noise that depends on no worker.
+    """TRL's ``DistillationTrainer``, on tokenized prompts, with noise that does not depend on the workers.
 
-    TRL leaves autocast out of the loss, so that bf16 would train in fp32, and numbers the positions of padding.
+    TRL computes the loss without autocast, so that bf16 would train in fp32, and counts padding in the positions.
 
     Args:
         method: whose sampling it uses.
@@ -272,7 +272,7 @@ class OnPolicyTrainer(DistillationTrainer):
             return super()._compute_loss(*args)
 
     def log(self, logs: dict[str, float], *args: object) -> None:
-        """Leaves out a time, which no resume could repeat."""
+        """Omits a duration, which a resume could not reproduce."""
         self._metrics["train"].pop("step_time", None)
         super().log(logs, *args)
 
@@ -292,7 +292,7 @@ def on_policy_trainer(run: "TrainingRun", method: "Completing", **own: object) -
             "many or more are accepted; take another teacher, or distil on rows (conf/stage/distill.yaml), which "
             "leaves out the tokens that one model lacks"
         )
-    if theirs > ours:  # tokens that the tokenizer does not have
+    if theirs > ours:  # for ids that the tokenizer does not have
         teacher.resize_token_embeddings(ours)
     for model in (run.policy.model, teacher):
         number_real_tokens(model)

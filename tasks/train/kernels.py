@@ -1,4 +1,4 @@
-"""What a training takes from its machine: precision, products of matrices, recomputed activations, compiled layers.
+"""A training's use of its machine: precision, matrix products, recomputed activations, compiled layers.
 
 Trainers of transformers and loops of a method's own use the same functions on their models.
 """
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FIRST_SCALE = 1024.0  # torch's own 65536 overflows at the first steps of most language models
-EMULATE_FP8 = False  # tests: computes what a GPU would, in bf16
+EMULATE_FP8 = False  # for tests: computes in bf16 what a GPU would compute
 FP8_CAPABILITY = (8, 9)
-_FP8_MULTIPLE = 16  # of both sides of a layer's weights
+_FP8_MULTIPLE = 16  # both dimensions of a layer's weights must be multiples of it
 _HEADS = ("lm_head", "score")
 COMPILER = "inductor"
 AMPERE, HOPPER = 8, 9  # generations of GPUs: the first number of their compute capability
@@ -60,9 +60,9 @@ def kernel_args(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
     precision, on_gpu = resources.resolved_precision(method.precision), resources.gpus_per_worker > 0
     require_precision(precision, on_gpu=on_gpu)
     return {
-        "bf16": precision in ("bf16", "fp8"),  # what is not multiplied in fp8
+        "bf16": precision in ("bf16", "fp8"),  # fp8 also computes other operations in bf16
         "fp16": precision == "fp16",
-        # fp32 means fp32: TF32 has 10 bits of mantissa.
+        # Not TF32, which has only 10 bits of mantissa.
         "tf32": precision != "fp32" and torch.cuda.get_device_capability()[0] >= AMPERE if on_gpu else None,
         "use_cpu": not on_gpu,
         "activation_checkpointing": resources.checkpointed_layers is not None,
@@ -79,7 +79,7 @@ def plain(model: "PreTrainedModel | PeftModel") -> "PreTrainedModel":
 
 
 def hold_in(model: "PreTrainedModel", dtype: "Dtype") -> "PreTrainedModel":
-    """Casts what is frozen of a model in place, one parameter at a time, so that no two copies of it are in memory.
+    """Casts a model's frozen parameters in place, one at a time, so that there are never two copies in memory.
 
     The head of a reward model stays in fp32, in which it computes. So do buffers, such as those of rotary positions.
     """
@@ -99,7 +99,7 @@ def replace_kernels(model: "PreTrainedModel", precision: "Precision", resources:
     A reference gets the same as its policy, so that the two agree at step 0.
 
     Raises:
-        ConfigError: there are none for its architecture.
+        ConfigError: there are no such modules for its architecture.
     """
     if resources.liger:
         _apply_liger(model)
@@ -119,7 +119,7 @@ def _apply_liger(model: "PreTrainedModel") -> None:
 
 
 def _multiply_in_fp8(model: "PreTrainedModel") -> None:
-    """torchao's recipe: linear layers but the head, scaled by tensor at each step; weights stay in fp32."""
+    """torchao's recipe: all linear layers except the head, scaled by tensor at each step; weights stay in fp32."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     chosen: list[str] = []
@@ -144,7 +144,7 @@ def attention_of(resources: "Resources", precision: "Precision") -> str | None:
     """The attention of a training's models; None: that of transformers, SDPA where the architecture has it.
 
     ``auto`` is FlashAttention where its package is installed and the GPU can run it, unless kernels must be
-    deterministic, with which its backward pass is slower than that of SDPA.
+    deterministic: its deterministic backward pass is slower than SDPA's.
     """
     if resources.attention != "auto":
         return resources.attention
@@ -160,7 +160,7 @@ def prepare_layers(model: "PreTrainedModel | PeftModel", resources: "Resources",
     """Sets which layers of a model recompute their activations, and which are compiled.
 
     Args:
-        own_loop: whether no trainer of transformers switches the recomputation on.
+        own_loop: whether there is no trainer of transformers that would switch on recomputation.
 
     Raises:
         ConfigError: the architecture cannot do it.
@@ -179,7 +179,7 @@ def prepare_layers(model: "PreTrainedModel | PeftModel", resources: "Resources",
         if not layers:
             raise ConfigError(f"compile: no layers are known of the model ({name}); set compile=false")
         for layer in layers:
-            # Dynamic shapes from the first call on, so that a resumed run has the same kernels.
+            # Dynamic shapes from the first call, so that a resumed run uses the same kernels.
             layer.compile(backend=COMPILER, dynamic=True)
 
 
@@ -197,7 +197,7 @@ def require_precision(precision: str, *, on_gpu: bool) -> None:
     """Requires hardware for a precision.
 
     Raises:
-        ConfigError: it lacks it.
+        ConfigError: it is missing.
     """
     if precision == "fp16" and not on_gpu:
         raise ConfigError(
@@ -268,13 +268,13 @@ def compute_dtype(states: "Tensor") -> torch.dtype:
 
 
 def is_exact() -> bool:
-    """Whether a product of matrices keeps the last bits of fp32: one of numbers that bf16 and TF32 would round."""
+    """Whether matrix products keep the last bits of fp32, tried with numbers that bf16 and TF32 would round."""
     fine = torch.full((_SIDE, _SIDE), 1 + 2**-20)
     return bool(torch.equal(fine @ torch.eye(_SIDE), fine))
 
 
 def start_scaler(trainer: "Trainer") -> None:
-    """Starts the loss scale of fp16 at ``FIRST_SCALE``; a checkpoint that is resumed has its own."""
+    """Starts the loss scale of fp16 at ``FIRST_SCALE``; a resumed checkpoint has its own."""
     scaler = trainer.accelerator.scaler
     if scaler is not None:
         scaler.load_state_dict({**scaler.state_dict(), "scale": FIRST_SCALE})

@@ -1,7 +1,7 @@
-"""Merged models: what must agree, where weights lie, how two tensors are interpolated, and the golden prompts.
+"""Merged models: what must agree, where weights are, how two tensors are interpolated, and the golden prompts.
 
 A base in few bits is merged in full precision, which is another model by the quantization error of the base. Golden
-prompts are a few fixed rows: what the model says of them before and after a merge is recorded with the stage.
+prompts are a few fixed rows, whose values before and after a merge are recorded with the stage.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ CONFIG, _GENERATION = "config.json", "generation_config.json"
 _WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 _NEARLY_PARALLEL = 1e-6  # sine of the angle between two tensors, below which their interpolation is linear
-# Settings of config.json that two models must share: with others, the same weights are another function.
+# Settings of config.json that two models must share: if they differ, the same weights define another function.
 _SHARED = (
     "model_type", "vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer", "num_attention_heads",
     "n_head",
@@ -62,7 +62,7 @@ Places = Mapping[str, Path]  # name of a tensor -> its file
 
 
 def config_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) -> str | None:
-    """The first setting in which two ``config.json`` are of different models: name, and both values; None: none is."""
+    """The first setting by which two ``config.json`` describe different models, with both values; None: none."""
     for name in _SHARED:
         found = [each.get(name) for each in (ours, theirs)]
         if None not in found and found[0] != found[1]:
@@ -111,7 +111,7 @@ def require_same_template(name: str, other: str, ours: str | None, theirs: str |
     """Requires that another model has the policy's chat template, or none: a model before fine-tuning has none.
 
     Raises:
-        ConfigError: it has another one.
+        ConfigError: it has a different one.
     """
     if theirs is None or ours == theirs:
         return
@@ -137,10 +137,10 @@ def template_of(directory: Path) -> str | None:
 
 
 def require_alike(inputs: "Inputs") -> None:
-    """Requires that all models have the architecture, the vocabulary and the chat template of the policy.
+    """Requires that all models have the policy's architecture, vocabulary and chat template.
 
     Raises:
-        ConfigError: one has not, naming both.
+        ConfigError: one differs; names both models.
     """
     from tasks.train.models import load_config
 
@@ -159,7 +159,7 @@ def require_alike(inputs: "Inputs") -> None:
 
 
 def whole_weights(inputs: "Inputs", work: Path) -> dict[str, Places]:
-    """Where the weights of each slot lie: in its own files, or in ``work`` where an adapter has to be merged first.
+    """Where the weights of each slot are: in its own files, or in ``work`` if an adapter has to be merged first.
 
     Raises:
         ConfigError: the models have different weights.
@@ -236,8 +236,8 @@ def write_config(source: Path, target: Path, dtype: str | None) -> None:
 def slerp(left: "Tensor", right: "Tensor", share: float) -> "Tensor":
     """The point at ``share`` of the arc from one tensor to another, as vectors: Shoemake 1985, section 3.3.
 
-    sin((1 - t) a) / sin(a) left + sin(t a) / sin(a) right, with a the angle between them. Where that is nearly 0 or pi,
-    or one is 0, the arc is not defined, and the line is taken.
+    sin((1 - t) a) / sin(a) left + sin(t a) / sin(a) right, with a the angle between them. Where a is nearly 0 or pi, or
+    a tensor is 0, the arc is not defined, and the result is on the line between them.
     """
     lengths = float(left.norm() * right.norm())
     cosine = max(-1.0, min(1.0, float((left * right).sum()) / lengths)) if lengths else 1.0
@@ -250,7 +250,7 @@ def slerp(left: "Tensor", right: "Tensor", share: float) -> "Tensor":
 
 @contextmanager
 def drawn(seed: int, name: str) -> Iterator[None]:
-    """Random numbers of a seed and a tensor, whatever was drawn before: PEFT draws from torch's global generator."""
+    """Seeds torch's global generator, from which PEFT draws, with a seed and a tensor's name."""
     import torch
 
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
@@ -260,7 +260,7 @@ def drawn(seed: int, name: str) -> Iterator[None]:
 
 
 def adapters_on_one_base(inputs: "Inputs") -> tuple[Path, Sequence[Path], dict[str, Path]]:
-    """The base of all models, the adapters that are beneath each, and by slot the last adapter.
+    """The base of all models, the adapters below the last one of each, and the last adapter by slot.
 
     Raises:
         ConfigError: one has no adapter, or another base, or an adapter whose matrices cannot be combined.
@@ -291,7 +291,7 @@ def plain_lora(label: str, adapter: Path, target: Path) -> Path:
     an initialization such as pissa would change the base. What it leaves out, as DoRA's magnitudes, is refused.
 
     Raises:
-        ConfigError: the adapter is no plain LoRA.
+        ConfigError: the adapter is not a plain LoRA.
     """
     config = read_json(adapter, _ADAPTER)
     assert isinstance(config, dict)
@@ -314,7 +314,7 @@ def plain_lora(label: str, adapter: Path, target: Path) -> Path:
 
 
 def golden_prompts(rows: "TokenizedRows") -> Golden:
-    """The tokens of the first rows of a stage: a prompt with its answer, or with the chosen one."""
+    """The tokens of a stage's first rows: each a prompt with its answer, or with its chosen answer."""
     first = rows.examples.select(range(min(NUM_PROMPTS, len(rows))))
     return [_tokens(row)[:_MAX_TOKENS] for row in first]
 
@@ -331,7 +331,7 @@ def _tokens(row: Mapping[str, list[int]]) -> list[int]:
 
 
 def golden_values(model: "PreTrainedModel | PeftModel", prompts: Golden) -> list[float]:
-    """Of each row the mean log-probability of its tokens, in nats; of a reward model its score."""
+    """The mean log-probability of each row's tokens, in nats; for a reward model, each row's score."""
     import torch
     from peft import PeftModel
 

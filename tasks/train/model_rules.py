@@ -9,7 +9,7 @@ from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Rule, own_loo
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 _OF_MATRICES = tuple(name for name, row in OPTIMIZERS.items() if row.matrices)
-# Models of examples.
+# Models in examples.
 _IN_FOUR_BITS: Fields = {
     "config.quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 }
@@ -51,7 +51,7 @@ def _changes_the_base(case: Case) -> object:
 
 
 def _not_on_experts(case: Case) -> str | None:
-    """What of the adapter PEFT cannot put on the experts of the model; on a quantized base they get none."""
+    """The adapter's setting that PEFT cannot apply to the model's experts, which get no adapter on a quantized base."""
     adapter = case.method.adapter
     return why_not_on_experts(adapter) if adapter and not case.method.quantization else None
 
@@ -62,7 +62,7 @@ def _reads_what_layers_get(case: Case) -> bool:
 
 
 def _drops_out_of_its_start(case: Case) -> bool:
-    """Whether the adapter adds something from the first step on, of which its dropout takes some."""
+    """Whether the adapter is not zero at the first step, so that dropout would change it."""
     adapter = case.method.adapter
     if adapter is None or not adapter.dropout or not _has_frozen_policy(case):
         return False

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from tasks.context import Dtype, TrainContext
 
-# Of a generation config: fields that only sampling reads, and fields that only beam search reads.
+# Fields of a generation config that only sampling reads, or only beam search.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _BEAMS = ("early_stopping", "length_penalty")
 
@@ -63,7 +63,7 @@ def load_config(directory: Path, **options: object) -> "PreTrainedConfig":
     """The config of a model in a directory.
 
     Raises:
-        ConfigError: its class is code of its own, which no source asks to run, or the file is not a config.
+        ConfigError: its class is the model's own code, which no source allows to run, or the file is not a config.
     """
     from transformers import AutoConfig
 
@@ -86,7 +86,7 @@ def load_policy(
     Under QLoRA its linear layers, which are frozen, are in few bits.
 
     Args:
-        taken: leaves out the adapters that it carries; None: all are merged.
+        taken: its ``carried`` adapters are left out; None: all are merged.
         dtype: in which it will be held (``kernels.hold_in``): see ``whole_model``.
     """
     require_trainable(method, policy, ctx)
@@ -213,9 +213,9 @@ def whole_model(
 
     Args:
         kind: a policy, or a reward model; of a policy's directory a reward model is its backbone under a new head.
-        config: replaces that of the directory.
+        config: used in place of the directory's.
         last: one more adapter, merged after those of the directory.
-        rounding: of the base of ``last`` (``Quantization.rounding``); None: that base is in full precision.
+        rounding: of the base of ``last`` (``Quantization.rounding``); None: the base is in full precision.
         quantizer: how its linear layers are rounded after the merge.
         taken: the base and the adapters, in place of those of the directory.
         dtype: ``bf16`` reads weights into bf16 one by one, so that there is no copy in fp32: what ``kernels.hold_in``
@@ -328,7 +328,7 @@ def _adapted(model: "PreTrainedModel", adapter: Path) -> "PeftModel":
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys")
             adapted = PeftModel.from_pretrained(model, adapter, config=config)
-            loaded = adapted.load_adapter(str(adapter), "default")  # `from_pretrained` only warns of what it lacks
+            loaded = adapted.load_adapter(str(adapter), "default")  # `from_pretrained` only warns of missing weights
     except (RuntimeError, ValueError) as error:  # of torch: shapes that differ; of PEFT: no such layers
         raise _misfit(model, adapter, " ".join(str(error).split())[:300]) from error
     # A policy's adapter may be on the head, which its backbone under a reward model's head does not have.
@@ -394,7 +394,7 @@ def save_output(
 
 
 def _rounding(method: TrainingRecipe) -> dict[str, object] | None:
-    """What the weights were rounded to into which the adapter is merged; None: to nothing."""
+    """How the weights into which the adapter is merged were rounded; None: they were not."""
     setting = method.quantization
     return setting.rounding() if setting and setting.merge == "dequantized" else None
 
@@ -422,7 +422,7 @@ def _merge(method: TrainingRecipe, model: "PeftModel", policy: Input, adapter: P
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies every file that makes the tokenizer and its chat template, with its code where that may run."""
+    """Copies all files of the tokenizer and its chat template, with its code where that may run."""
     copy_tokenizer_files(source, target)
     if trusts(source):
         for path in source.glob("*.py"):

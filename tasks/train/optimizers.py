@@ -1,4 +1,4 @@
-"""Optimizers by name: the setting, the table of what each name reads and needs, and how one is built."""
+"""Optimizers by name: the setting, the table of the options and requirements of each, and how one is built."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 Arguments = dict[str, object]
-Group = dict[str, object]  # of parameters: ``params``, and what holds for them alone
+Group = dict[str, object]  # of parameters: ``params``, and the options for these parameters
 Beta = Annotated[float, Ge(0), Lt(1)]
 Name = Literal[
     "adamw_torch_fused", "adamw_torch", "sgd", "adafactor", "adagrad", "rmsprop",
@@ -29,7 +29,7 @@ Name = Literal[
     "prodigy", "came", "grokadamw", "lomo",
 ]  # fmt: skip
 DEFAULT: Name = "adamw_torch_fused"
-EXTRA = "optimizers"  # of pyproject.toml: the packages below, but those of a non-commercial licence
+EXTRA = "optimizers"  # of pyproject.toml: the packages below, except those with a non-commercial licence
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Optimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Of its state for each trained weight, in a checkpoint, at the least."""
+        """The fewest bytes of its state in a checkpoint, per trained weight."""
         of_momentum = 4 if self.name in ("sgd", "rmsprop") and self.momentum else 0
         return OPTIMIZERS[self.name].state_bytes + of_momentum
 
@@ -106,11 +106,11 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """A package that an optimizer needs and the lock does not hold.
+    """A package that an optimizer needs and that is not in the lock.
 
     Args:
         module: that it brings; name: on PyPI, with the version that was tried.
-        licence: said where it forbids commercial use.
+        licence: named where it forbids commercial use.
     """
 
     module: str
@@ -136,11 +136,11 @@ class Entry:
     Args:
         about: what it does, and its paper.
         target: the class, or a function with the class's arguments, as ``module:name``.
-        reads: the fields of the setting that it has, beside ``weight_decay``.
-        options: arguments that are always given.
-        optim: the name of transformers' that its trainer must see; None: its default.
-        package: that it needs; None: one of the lock.
-        needs_gpu: its state is in memory that pages between GPU and CPU.
+        reads: the fields of the setting that it reads, in addition to ``weight_decay``.
+        options: arguments that are always passed.
+        optim: transformers' name, where its trainer must see one; None: its default.
+        package: the package that it needs; None: it is in the lock.
+        needs_gpu: whether its state is in memory that is paged between GPU and CPU.
         matrices: what holds for the matrices of linear layers alone, other than the head's; it may be set in a field
             of that name.
         state_bytes: of its state for each trained weight, in a checkpoint, at the least; matrices only where it
@@ -293,7 +293,7 @@ OPTIMIZERS: Mapping[str, Entry] = {
 
 
 def refuse_unread(where: str, setting: object, key: str, reads: Mapping[str, Collection[str]]) -> None:
-    """Refuses a field that what a setting names does not read, so that none is ignored.
+    """Refuses a field that the named optimizer, schedule or type does not read, so that none is ignored.
 
     Args:
         where: the setting.
@@ -328,13 +328,13 @@ def optimizer_args(setting: Optimizer) -> Arguments:
 def install_optimizer(trainer: "Trainer", setting: Optimizer, learning_rate: float) -> None:
     """Has a trainer of transformers build the optimizer, where its own arguments do not choose it.
 
-    By its names transformers drops settings without a word: the betas and the weight decay of GaLore, the warm-up of
-    schedule-free optimizers; and not all of its optimizers save a state that it can load.
+    Under its own names transformers silently ignores settings: the betas and the weight decay of GaLore, the warm-up of
+    schedule-free optimizers; and some of its optimizers save a state that cannot be loaded.
     """
     if setting.name in ("adamw_torch", "adamw_torch_fused") and setting.lora_plus_ratio is None:
         return
     make = partial(build, setting, learning_rate, trainer.get_decay_parameter_names)
-    trainer.optimizer_cls_and_kwargs = (lambda: make, {})  # what is no class, transformers calls with the model
+    trainer.optimizer_cls_and_kwargs = (lambda: make, {})  # transformers calls a non-class with the model
 
 
 def build(

@@ -85,11 +85,11 @@ class Optimization:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
+        """The learning rate of the next update."""
         return float(self._trainer.lr_scheduler.get_last_lr()[0])
 
     def autocast(self) -> AbstractContextManager[None]:
-        """For the forward pass: bf16 where the method's ``precision`` is."""
+        """Autocast for the forward pass, in the method's ``precision``."""
         context: AbstractContextManager[None] = self._trainer.accelerator.autocast()
         return context
 
@@ -123,11 +123,11 @@ class OwnLoop:
     """The steps of one training.
 
     Args:
-        state: all that changes from step to step but the random state, by name; equal on all workers.
+        state: everything that changes between steps, except the random state, by name; equal on all workers.
 
     Attributes:
-        step: optimizer steps that are done.
-        num_tokens: that were reported so far, over all workers.
+        step: number of completed optimizer steps.
+        num_tokens: tokens reported so far, over all workers.
     """
 
     def __init__(self, run: "TrainingRun", state: Mapping[str, Stateful]) -> None:
@@ -229,7 +229,7 @@ class OwnLoop:
         own = Path(self.ctx.resume_from, _RANDOM.format(rank=self.ctx.rank))
         if Checkpoints.at(self.ctx.resume_from).num_workers == self.ctx.world_size:
             _set_random_state(torch.load(own, weights_only=True))
-        else:  # a saved state is valid for its rank and number of workers only
+        else:  # a saved state is valid only for its rank and number of workers
             seed_worker(self.run.method.seed, self.step, self.ctx.rank)
 
     def _wait(self) -> None:

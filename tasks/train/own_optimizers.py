@@ -1,7 +1,7 @@
-"""Parameter groups, and the optimizers that no package has as a whole, or whose state would not survive a checkpoint.
+"""Parameter groups, and optimizers that no package has as a whole, or whose state checkpoints would lose.
 
-A training that is killed resumes to the bit only if ``state_dict`` holds all that ``step`` reads, in types that
-``torch.load`` reads without unpickling code, and if ``load_state_dict`` puts it back. Each class here mends one that
+A killed training resumes exactly only if ``state_dict`` holds everything that ``step`` reads, in types that
+``torch.load`` reads without unpickling code, and if ``load_state_dict`` puts it back. Each class here corrects one that
 does not, or joins two.
 """
 
@@ -65,7 +65,7 @@ def _part(model: nn.Module, getter: str) -> nn.Module | None:
 def split_groups(
     model: nn.Module, decayed: Sequence[str], weight_decay: float, own: Mapping[str, object]
 ) -> list[Group]:
-    """The matrices of linear layers with what holds for them alone, then the other parameters as above."""
+    """The matrices of linear layers with their own options, then the other parameters as in ``plain_groups``."""
     chosen = linear_weights(model)
     trained = _trained(model)
     first: Group = {"params": [trained[n] for n in trained if n in chosen], "weight_decay": weight_decay, **own}
@@ -97,7 +97,7 @@ class Muon(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Has the parts read the state and the groups of the whole."""
+        """Lets both parts use the state and the groups of the whole optimizer."""
         start = 0
         for part in self.parts:
             end = start + len(part.param_groups)
@@ -132,7 +132,7 @@ def keep_embeddings_in_32_bits(model: nn.Module) -> None:
 
 
 def torchao_adamw(groups: object, lr: float, bits: int, **options: object) -> Optimizer:
-    """AdamW of torchao. On a CPU it is not compiled: that takes a minute, and its steps are no faster for it."""
+    """AdamW of torchao. On a CPU it is not compiled: that takes a minute, and steps are not faster."""
     base = _class("torchao.optim", f"AdamW{bits}bit")
 
     class Eager(base):  # type: ignore[misc, valid-type]
@@ -147,7 +147,7 @@ def torchao_adamw(groups: object, lr: float, bits: int, **options: object) -> Op
 
 
 def schedule_free(groups: object, lr: float, kind: str, momentum: float | None = None, **options: object) -> Optimizer:
-    """An optimizer of ``schedulefree`` that returns from evaluation to the very weights that it trained.
+    """An optimizer of ``schedulefree`` that returns from evaluation to exactly the weights that it trained.
 
     Its model is an average of the steps, and it trains other weights, between that and the last step. The package
     computes each from the other, with another rounding each time; here the trained weights are kept meanwhile, and are
@@ -181,7 +181,7 @@ def schedule_free(groups: object, lr: float, kind: str, momentum: float | None =
 
 @contextlib.contextmanager
 def averaged(optimizer: object) -> Iterator[None]:
-    """The model as it would be the output, for a measurement or a checkpoint; every optimizer but averaging ones."""
+    """Switches an averaging optimizer to the model that would be the output, for a measurement or a checkpoint."""
     if not callable(getattr(optimizer, "eval", None)):
         yield
         return
@@ -199,12 +199,12 @@ def galore(groups: list[Group], lr: float, **options: object) -> Optimizer:
 
 
 def apollo(groups: list[Group], lr: float, **options: object) -> Optimizer:
-    """APOLLO's AdamW, likewise."""
+    """APOLLO's AdamW, whose projections are in its state as matrices."""
     return _with_plain_projections(_class("apollo_torch", "APOLLOAdamW"))(groups, lr=lr, **options)
 
 
 def _with_plain_projections(base: type[Optimizer]) -> type[Optimizer]:
-    """The optimizer with projections in checkpoints as tensors and numbers: it would pickle its own class."""
+    """The optimizer, with projections in checkpoints as tensors and numbers instead of a pickled class."""
 
     class Plain(base):
         def state_dict(self) -> State:
@@ -287,7 +287,7 @@ class LayerWise(Optimizer):
 
 
 def grokadamw(groups: object, lr: float, **options: object) -> Optimizer:
-    """GrokAdamW with its moments in the optimizer's state: its own keeps them where a checkpoint loses them."""
+    """GrokAdamW with its moments in the optimizer's state, where a checkpoint saves them."""
     handler, root = logging.NullHandler(), logging.getLogger()
     root.addHandler(handler)  # without one, the import would have everything logged twice
     base = _class("grokadamw", "GrokAdamW")
@@ -311,7 +311,7 @@ def lomo(model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
 
 
 class PlateauShare:
-    """The share of the learning rate: up to 1 in the warm-up, then less each time that the loss no longer falls."""
+    """The share of the learning rate: rises to 1 in the warm-up, then falls each time that the loss stops falling."""
 
     def __init__(self, *, num_warmup_steps: int, factor: float, patience: int, floor: float) -> None:
         self.num_warmup_steps, self.factor, self.patience, self.floor = num_warmup_steps, factor, patience, floor
@@ -321,7 +321,7 @@ class PlateauShare:
         return min(1.0, step / self.num_warmup_steps) * self.share if self.num_warmup_steps else self.share
 
     def measured(self, loss: float) -> bool:
-        """Counts a loss on held-out rows; whether it lowers the share. The rules of torch's ReduceLROnPlateau."""
+        """Counts a loss on held-out rows, as torch's ReduceLROnPlateau does; returns whether it lowers the share."""
         if loss < self.best * (1 - 1e-4):
             self.best, self.num_bad = loss, 0
             return False
@@ -340,7 +340,7 @@ class Plateau(LambdaLR):
         super().__init__(optimizer, share)
 
     def measured(self, loss: float) -> bool:
-        """Counts a loss on held-out rows; whether it lowers the learning rate, from the next step on."""
+        """Counts a loss on held-out rows; returns whether it lowers the learning rate, from the next step on."""
         if not self.lr_lambdas[0].measured(loss):  # one for all groups
             return False
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
@@ -350,7 +350,7 @@ class Plateau(LambdaLR):
 
 
 def install_plateau(trainer: "Trainer", *, factor: float, patience: int, floor: float) -> None:
-    """Has a trainer of transformers use ``Plateau``: its own wants an evaluation of its own, and ignores warm-up."""
+    """Lets a trainer of transformers use ``Plateau``: its own schedule needs its own evaluation, and has no warm-up."""
 
     def create(num_training_steps: int, optimizer: Optimizer | None = None) -> LambdaLR:
         if trainer.lr_scheduler is None:
@@ -363,7 +363,7 @@ def install_plateau(trainer: "Trainer", *, factor: float, patience: int, floor: 
 
 
 def count_measured(trainer: "Trainer", loss: float) -> None:
-    """Passes a loss on held-out rows to a schedule that waits for it."""
+    """Passes a loss on held-out rows to the schedule if it is a ``Plateau``."""
     schedule = trainer.lr_scheduler
     if isinstance(schedule, Plateau) and schedule.measured(loss):
         logger.info(

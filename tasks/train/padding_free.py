@@ -3,7 +3,7 @@
 TRL pads the rows of a micro batch to the longest, runs every layer on the padding too, and (where there is
 no Triton) projects every position through the LM head although only completions are trained. Here the
 tokens of a micro batch are concatenated: embeddings, projections, norms and MLPs see each token once, and
-attention works row by row. The numbers are those of the padded forward up to the order of additions; TRL's
+attention is computed per row. The results equal the padded forward's up to the order of additions; TRL's
 trainers compute their losses from them unchanged. There are two layouts:
 
 - ``pack``: from padded rows. The two answers of a preference pair share the tokens of their prompt, whose

@@ -1,4 +1,4 @@
-"""Methods whose loss is a function of the answers' log-probabilities: of pairs, or of single answers.
+"""Methods whose loss is a function of the log-probabilities of answers: of pairs, or of single answers.
 
 Shapes: B pairs of a micro batch; R rows, of pairs R = 2B.
 """
@@ -90,7 +90,7 @@ def pair_trainer(run: "TrainingRun", loss: "Loss") -> "Trainer":
 
 
 def rows_trainer(run: "TrainingRun", loss: "RowsLoss", **own: object) -> "Trainer":
-    """The same around a loss of rows.
+    """A trainer around a loss of rows, with the same check.
 
     Args:
         own: further arguments of ``run.trl``.
@@ -102,7 +102,7 @@ def rows_trainer(run: "TrainingRun", loss: "RowsLoss", **own: object) -> "Traine
 
 
 def of_rows(loss: "Loss") -> "RowsLoss":
-    """A loss of pairs as the trainer calls it: of rows, the chosen answers, then the rejected ones."""
+    """A loss of pairs, in the form that the trainer calls: of rows, first the chosen and then the rejected answers."""
 
     def loss_of_rows(rows: "Rows") -> "Measured":
         references = (None, None) if rows.reference_R is None else rows.reference_R.chunk(2)
@@ -158,8 +158,8 @@ def label_weights(
     """The weights of desirable and undesirable answers; warns of a ratio that eq. 8 of KTO advises against.
 
     Args:
-        desirable, undesirable: as set; None: what gives all answers of both labels the same weight, and the more
-            numerous ones 1.
+        desirable, undesirable: as set; None: chosen so that both labels have the same total weight, with 1 for the
+            more numerous one.
         num_desirable, num_undesirable: among the training rows.
     """
     ratio = num_desirable / num_undesirable if num_desirable and num_undesirable else 1.0

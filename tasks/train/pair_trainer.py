@@ -33,11 +33,11 @@ _LABELS = frozenset({"completion_mask", "label", *COLUMNS})  # columns of a batc
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What a loss is a function of: the answers of a micro batch.
+    """The answers of a micro batch, which a loss is computed from.
 
     Args:
         sums_R: log-probability of each answer, given its prompt, in nats.
-        counts_R: its tokens; at least 1 where they divide.
+        counts_R: number of its tokens; at least 1 as a divisor.
         reference_R: ``sums_R`` under the frozen policy; None: there is none.
         desirable_R: of single answers, which of them are.
         divergence: of single answers: KL(policy, reference), a number >= 0 for all rows of the step; None: the loss
@@ -89,7 +89,7 @@ class PairTrainer(Trainer):
         super().__init__(model=model, args=args, **kwargs)
         self.pair_loss, self.ref_model, self.proof = pair_loss, ref_model, proof
         self.estimates_divergence = estimates_divergence
-        self._step: list[Batch] = []  # the micro batches of the step, until its divergence is estimated
+        self._step: list[Batch] = []  # the micro batches of the step, until the divergence is estimated
         self._divergence: Tensor | None = None
         # Sums over the rows of a step, and their number.
         self._metrics: dict[str, dict[str, tuple[float, int]]] = {"train": {}, "eval": {}}
@@ -203,7 +203,7 @@ class PairTrainer(Trainer):
 
 
 def _read(inputs: "Batch") -> "tuple[Batch, Tensor]":
-    """What a model reads of a batch, and the labels of its answers."""
+    """The part of a batch that a model reads, and the labels of the answers."""
     labels_RT = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
     own = {name: each for name, each in inputs.items() if name not in _LABELS and not name.startswith(MISMATCHED)}
     return own, labels_RT
@@ -224,7 +224,7 @@ def _logps(rows: Rows) -> "dict[str, Tensor]":
 
 
 def of_labels(name: str, values_R: "Tensor", desirable_R: "Tensor") -> "dict[str, Tensor]":
-    """A metric of desirable answers, and of the others."""
+    """A metric for desirable answers, and for the others."""
     desirable_R = desirable_R.bool()
     return {
         f"{name}/chosen": values_R.detach().where(desirable_R, math.nan),

@@ -33,7 +33,7 @@ class Quantization:
 
     Args:
         format: an entry of ``FORMATS``.
-        double: whether the scales of the blocks are rounded too, to 8 bits; None: they are.
+        double: whether the scales of the blocks are also rounded, to 8 bits; None: they are.
         compute_dtype: of the products with dequantized weights; None: that of the training's precision.
         storage_dtype: of the tensors that hold the packed bits; it changes no number, and is not in the recipe.
         skip_modules: names of further modules that stay in full precision, separated by commas, as transformers
@@ -91,7 +91,7 @@ class Quantization:
         return {"adapter": {**adapter, "quantization": self.format}, **({"quantization": own} if own else {})}
 
     def rounding(self) -> dict[str, object]:
-        """The fields that decide what the weights are rounded to."""
+        """The fields that determine how the weights are rounded."""
         names = ("format", "double", "skip_modules", "group_size")
         return {name: value for name, value in set_fields(self).items() if name in names}
 
@@ -107,10 +107,10 @@ class FormatRow:
         configure: transformers' configuration, from the setting, the dtype of products, and the modules that stay in
             full precision, None for transformers' own choice; None: the format is read only from models that were
             quantized before.
-        reads: the fields of the setting that it has, beside those of every format.
-        package: module, and what pip installs; None: it comes with the pipeline.
-        gpu: it needs one.
-        conv1d: it also rounds the layers of GPT-2, which are not linear layers of torch.
+        reads: the fields of the setting that it reads, in addition to those of every format.
+        package: the module, and the command that installs it; None: it is installed with the pipeline.
+        gpu: whether it needs a GPU.
+        conv1d: whether it also rounds the layers of GPT-2, which are not linear layers of torch.
         dequantizes: whether ``rounded_weights`` reads its weights.
         reason: why it cannot be trained on, or what else it needs; empty: nothing.
     """
@@ -125,7 +125,7 @@ class FormatRow:
 
 
 def torch_dtype(name: str) -> "dtype":
-    """Torch's own dtype of a name."""
+    """Torch's dtype of a name."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "uint8": torch.uint8}[name]
@@ -144,7 +144,7 @@ def _four_bits(setting: Quantization, compute: "dtype", skip: list[str] | None) 
 def _int8(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
     from transformers import BitsAndBytesConfig
 
-    # It warns at each product that inputs are rounded to fp16, which the documentation says once.
+    # It warns at each product that inputs are rounded to fp16, which is documented.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
 
@@ -232,7 +232,7 @@ QUANTIZED_BEFORE: Mapping[str, Format] = {
     "hqq": "hqq", "eetq": "eetq", "gptq": "gptq", "awq": "awq", "aqlm": "aqlm",
 }  # fmt: skip
 CONV1D_MODELS = ("gpt2", "openai-gpt")  # whose layers are ``transformers.pytorch_utils.Conv1D``
-DEQUANTIZED_ON_LOAD = ("fp8", "mxfp4")  # nothing is left of their rounding but the values
+DEQUANTIZED_ON_LOAD = ("fp8", "mxfp4")  # only the rounded values remain
 
 
 def options_quantized_before(found: str) -> dict[str, object]:
@@ -244,7 +244,7 @@ def options_quantized_before(found: str) -> dict[str, object]:
 
 
 def missing(name: Format, *, on_gpu: bool) -> str | None:
-    """What a format lacks on this machine, and what to do; None: nothing."""
+    """What this machine lacks for a format, and what to do; None: nothing."""
     row = FORMATS[name]
     trained_here = ", ".join(other for other, each in FORMATS.items() if each.configure and not each.gpu)
     if row.gpu and not on_gpu:
@@ -257,7 +257,7 @@ def missing(name: Format, *, on_gpu: bool) -> str | None:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the package that it is a part of
+    except ModuleNotFoundError:  # its parent package is not installed
         return False
 
 

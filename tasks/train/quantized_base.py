@@ -1,4 +1,4 @@
-"""Bases in few bits: how a model is rounded as it is loaded, and what its weights are then."""
+"""Bases in few bits: how a model is rounded when it is loaded, and how its weights are read."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +52,7 @@ class Quantizer:
 
     @staticmethod
     def like(rounding: Mapping[str, object]) -> "Quantizer":
-        """One that rounds as ``Quantization.rounding`` says, in fp32 and without a GPU."""
+        """A quantizer with the fields of ``Quantization.rounding``, in fp32 and without a GPU."""
         return Quantizer(setting=Quantization(**rounding), compute_dtype=torch_dtype("fp32"))  # type: ignore[arg-type]
 
     def options(self, skip: list[str] | None) -> dict[str, object]:
@@ -63,9 +63,9 @@ class Quantizer:
         return {"quantization_config": config, "device_map": {"": self.device}}
 
     def kept(self, model: "PreTrainedModel") -> list[str] | None:
-        """The modules that stay in full precision, where the setting names some; None: transformers' choice.
+        """The modules that stay in full precision, if the setting names some; None: transformers' choice.
 
-        transformers takes names instead of its own choice, and would round the head.
+        transformers would use the names in place of its own choice, and round the head.
 
         Raises:
             ConfigError: the model has no module of such a name, which transformers ignores.
@@ -105,7 +105,7 @@ class Quantizer:
         """Completes a model that was loaded with ``options``: experts, layout, and a check that anything was rounded.
 
         Raises:
-            ConfigError: nothing was.
+            ConfigError: nothing was rounded.
         """
         if self.setting.format in ("nf4", "fp4"):
             keep_layout(model)
@@ -144,9 +144,7 @@ def are_experts(parameter: "Tensor") -> bool:
 
 
 def rounded_weights(module: "nn.Module") -> Iterator[tuple[str, Callable[[], "Tensor"]]]:
-    """The weights of a module, without those of its parts, that are held in few bits: name, and a call that gives them
-    dequantized, outputs x inputs.
-    """
+    """The weights in few bits of a module itself: names, and calls that dequantize them to outputs x inputs."""
     from torch.nn.utils.parametrize import is_parametrized
 
     if is_parametrized(module):  # experts
@@ -172,7 +170,7 @@ def _of_bitsandbytes(module: "nn.Module", weight: "Tensor") -> "Tensor":
 
 
 def fill_dequantized(model: "PreTrainedModel", rounded: "PreTrainedModel") -> "PreTrainedModel":
-    """Copies the weights of a model in few bits into one of the same architecture in full precision, which it returns.
+    """Copies the weights of a model in few bits into one of the same architecture in full precision, and returns that.
 
     transformers dequantizes bitsandbytes only, and leaves GPT-2 with linear layers, whose weights its own layers would
     read transposed.

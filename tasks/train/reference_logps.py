@@ -1,6 +1,6 @@
-"""Log-probabilities of the reference, computed once before the first step, and kept in the store's cache.
+"""Log-probabilities of the reference, computed once before the first step and kept in the store's cache.
 
-A sweep over ``beta`` or the loss then pays the reference once, and a training has no reference in memory.
+A sweep over ``beta`` or the loss then computes the reference once, and a training has no reference in memory.
 """
 
 import hashlib
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")  # TRL's names
 _FILE = "logps.safetensors"
-_VERSION = 1  # raise it when the same model and rows now give other numbers
-_ROWS, _BATCH = 64, 16  # between two heartbeats, and of a forward pass: their own, so that no execution setting counts
+_VERSION = 1  # raise it when the same model and rows give other numbers than before
+_ROWS, _BATCH = 64, 16  # rows per heartbeat and per forward pass: fixed, so that execution settings have no effect
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -56,7 +56,7 @@ def with_reference(
             compute(Path(scratch))
             return concatenate_datasets([examples, _read(Path(scratch))], axis=1)
     entry = ctx.cache_dir / REFERENCE_LOGPS / short(key)
-    ctx.mark(None, Phase.FETCHING)  # a worker that waits for the one that computes is not taken for hung
+    ctx.mark(None, Phase.FETCHING)  # so that a worker that waits for another one does not count as hung
     with cached(entry, compute) as is_new:
         logger.info("reference=%s logps=%s state=%s", inputs["policy"].name, entry, "made" if is_new else "reused")
         ctx.mark(None, Phase.LOADING)
@@ -68,7 +68,7 @@ def _read(entry: Path) -> Dataset:
 
 
 def _key(examples: Dataset, method: "TrainingRecipe", inputs: "Inputs", ctx: "TrainContext") -> str:
-    """Digest of all that decides the numbers: tokens, model, and arithmetic."""
+    """Digest of everything that determines the numbers: tokens, model, and arithmetic."""
     tokens = hashlib.sha256()
     for batch in examples.with_format("arrow").iter(_ROWS):
         for name in ("prompt_ids", "chosen_ids", "rejected_ids"):

@@ -2,7 +2,7 @@
 
 transformers reads the score at the last token that is not the pad token. Where the pad token is also the end of
 sequence, that is the token before the end: a finished and a cut-off answer would score equal. Here the attention mask
-says which tokens belong to the row. Under bf16 autocast a head would round every score to 8 bits.
+tells which tokens belong to the row. Under bf16 autocast a head would round every score to 8 bits.
 
 Shapes: B rows, T tokens of the longest, H hidden size.
 """
@@ -41,7 +41,7 @@ def token_values(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mas
     """The value (B, T) of each token in fp32 under a VALUE_MODEL: the output of its head at every token.
 
     Args:
-        attention_mask_BT: None: padding is on the right, where causal attention needs no mask.
+        attention_mask_BT: None: none is needed, because padding is on the right and attention is causal.
     """
     outputs = model.base_model(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False)
     return _score(model, outputs.last_hidden_state)

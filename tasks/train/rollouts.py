@@ -8,10 +8,10 @@ In a loop of its own:
     rewards_BK = rollouts.score(step, examples, completion_ids)
     metrics = rollouts.record(step, examples, completion_ids, rewards_BK)
 
-The prompt of a group of completions is read once: its keys and values serve all of them. Attention is causal, so that
-the hidden states of a prompt do not depend on what follows. The layers then read each prompt once, and of a row its
-last prompt token and its completion; TRL's head, which on a CPU also projects positions without a loss, reads the same.
-The numbers are those of whole rows up to the order of additions.
+The prompt of a group of completions is read once: its keys and values serve all of them, because attention is causal
+and the hidden states of a prompt do not depend on later tokens. Of each row the layers then read only the last prompt
+token and the completion, as does TRL's head, which on a CPU also projects positions without a loss. The numbers are
+those of whole rows up to the order of additions.
 
 Shapes: P tokens of the longest prompt; B completions of this worker, N of all workers, K rewards, V vocabulary.
 """
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SAMPLES_FILE = "samples.parquet"
-SAMPLES_PER_STEP = 16  # of the first prompts of a step
-MAX_SAMPLES = 10_000  # in the output; of a longer training, those of every so many steps
+SAMPLES_PER_STEP = 16  # from the first prompts of a step
+MAX_SAMPLES = 10_000  # in the output; a longer training keeps those of every n-th step
 LOGGED = 10  # samples in the log
 _FUSED = {"input_ids", "attention_mask", "labels"}  # tensors of TRL's fused forward
 _TOKENS = ("prompt", "prompt_ids")  # of an example, beside its columns
@@ -66,7 +66,7 @@ class Rollouts:
     Attributes:
         names, weights: of the rewards: the functions, then the reward model, then the penalty of a missing end.
         equal_steps: the last steps in a row in which no group has two different rewards.
-        samples: kept so far.
+        samples: the samples kept so far.
     """
 
     def __init__(self, run: "TrainingRun") -> None:
@@ -97,7 +97,7 @@ class Rollouts:
 
     @property
     def num_local(self) -> int:
-        """Completions of this worker in a step."""
+        """Number of this worker's completions in a step."""
         return self.method.global_batch_size // self.ctx.world_size
 
     def examples(self, step: int) -> "list[Example]":
@@ -114,8 +114,8 @@ class Rollouts:
         """Samples a completion of each example's prompt, up to its end token, with this policy.
 
         Args:
-            model: without the wrapper of a process group; with autocast where it is used.
-            step: of the generation, which makes its noise another than that of other steps.
+            model: without the wrapper of a process group; called under autocast where that is used.
+            step: of the generation; its noise differs from that of other steps.
         """
         seeds = seeds_of(self.method.seed, step, self.ctx.rank * self.num_local, len(examples))
         prompts = [list(map(int, each["prompt_ids"])) for each in examples]  # type: ignore[call-overload]
@@ -126,7 +126,7 @@ class Rollouts:
 
     @cached_property
     def stop_tokens(self) -> list[int]:
-        """Each of them ends a completion."""
+        """The tokens that end a completion."""
         found = self.run.stop_tokens
         return [*dict.fromkeys([*found, *filter(None, [self.tokenizer.eos_token_id])])]
 
@@ -164,11 +164,11 @@ class Rollouts:
         return torch.stack([each.float() for each in found], dim=1).to(self.run.device)
 
     def truncated(self, completion_ids: Sequence[Sequence[int]]) -> "Tensor":
-        """Whether completions (B) have no end."""
+        """Which completions (B) have no end."""
         return torch.tensor([not ids or ids[-1] not in self.stop_tokens for ids in completion_ids])
 
     def texts(self, completion_ids: Sequence[Sequence[int]]) -> list[str]:
-        """Completions as reward functions read them: without special tokens."""
+        """The texts of completions for reward functions, without special tokens."""
         found: list[str] = self.tokenizer.batch_decode([*completion_ids], skip_special_tokens=True)
         return found
 
@@ -209,7 +209,7 @@ class Rollouts:
         return rewards_NK @ torch.tensor(self.weights, device=rewards_NK.device)
 
     def equal_groups(self, rewards_NK: "Tensor") -> "Tensor":
-        """Whether all rewards of each prompt are equal; where it has one completion, all of the step."""
+        """Whether all rewards of each prompt are equal; with one completion per prompt, whether all of the step are."""
         size = self.method.num_generations
         groups = self.total(rewards_NK).view(-1, size if size > 1 else len(rewards_NK))
         return torch.isclose(groups, groups[:, :1]).all(1)
@@ -307,7 +307,7 @@ class Rollouts:
         return scores
 
     def _check_columns(self) -> None:
-        """Checks what reward functions need of all prompts, before the first step."""
+        """Checks the columns of all prompts that reward functions need, before the first step."""
         if not self.scorers:
             return
         rows = self.run.rows
@@ -316,7 +316,7 @@ class Rollouts:
 
 
 def seeds_of(seed: int, step: int, first: int, num_completions: int) -> list[int]:
-    """Of the noise of completions, from the first one's place in the batch of all workers on."""
+    """The seeds of completions' noise; ``first`` is the position of the first one in the batch of all workers."""
     places = range(first, first + num_completions)
     return [random.Random(f"{seed} {step} {place}").getrandbits(63) for place in places]
 
@@ -349,7 +349,7 @@ def sample(
 def prompt_cache(
     model: "PreTrainedModel", ids_BP: "Tensor", mask_BP: "Tensor", position_ids_BP: "Tensor | None" = None
 ) -> "Cache | None":
-    """Keys and values of all tokens of the prompts but the last.
+    """Keys and values of all tokens of the prompts except the last.
 
     Args:
         ids_BP: padded on the left; equal prompts side by side.
@@ -401,7 +401,7 @@ def read_prompts_once(model: "PreTrainedModel | PeftModel") -> None:
 
 
 def number_real_tokens(model: "PreTrainedModel | PeftModel") -> None:
-    """Numbers positions from the first token behind the padding, in a model with a table of them.
+    """Numbers positions from the first token after the padding, in a model with a table of positions.
 
     Trainers of TRL pad prompts on the left and pass no positions, so that such a model would read a prompt at other
     positions than those it was sampled at.
@@ -439,7 +439,7 @@ class _Draw(LogitsProcessor):
 
 
 def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
-    """Those of transformers, in its order."""
+    """The logits processors of transformers, in its order."""
     found: list[LogitsProcessor] = []
     if sampling.temperature != 1:
         found.append(TemperatureLogitsWarper(sampling.temperature))

@@ -1,4 +1,4 @@
-"""A rule of what works with what, and the training that it judges."""
+"""A compatibility rule, and the training that it is applied to."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ class Case:
     config: Mapping[str, object] = field(default_factory=dict)
 
     def get(self, path: str) -> object:
-        """The value of a field, such as ``method.adapter.type``; None: it, or the setting that it is of, is not set."""
+        """The value of a field, such as ``method.adapter.type``; None: it, or the setting around it, is not set."""
         return self.found(path)[1]
 
     def found(self, path: str) -> tuple[str, object]:
@@ -48,12 +48,12 @@ class Case:
 
     @property
     def optimizer(self) -> Entry:
-        """What the optimizer is and needs."""
+        """The entry of the optimizer."""
         return OPTIMIZERS[self.method.optimizer.name]
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step adds up several micro batches."""
+        """Whether a step accumulates several micro batches."""
         return self.method.global_batch_size > self.resources.num_workers * self.resources.micro_batch_size
 
     @property
@@ -63,22 +63,22 @@ class Case:
 
 Condition = object  # a value; several of them, as a tuple; or a function of the case
 Fit = Fields | Callable[[Case], Fields]
-SET = bool  # any value but None, 0 and false
+SET = bool  # any value except None, 0 and false
 
 
-HAVE_B = ("lora", "dora")  # adapters with two matrices of which one starts at 0
+HAVE_B = ("lora", "dora")  # adapters with two matrices, one of which starts at 0
 # Parts of examples.
 GPU: Fields = {"resources.gpus_per_worker": 1}
 ZERO: Fields = {"resources.num_workers": 2, "resources.zero_stage": 2}
 
 
 def own_loop(case: Case) -> bool:
-    """Of ``method``: it trains without a trainer of transformers."""
+    """Condition of ``method``: it trains without a trainer of transformers."""
     return case.method.has_own_loop
 
 
 def shown(_case: Case) -> bool:
-    """Of a field that a refusal shows, whatever its value."""
+    """Condition of a field that a refusal shows, whatever its value."""
     return True
 
 
@@ -88,11 +88,11 @@ class Rule:
 
     Args:
         id: its name in ``posttrain compat``.
-        when: the fields that it joins, which a refusal shows, and the values of them that together are refused.
-        reason: why, as half a sentence after the values of the fields.
-        detail: what to say in place of ``reason`` of the training that is refused.
+        when: the fields that it concerns, which a refusal shows, with the combination of values that is refused.
+        reason: why, as a clause after the values of the fields.
+        detail: a more specific reason for a given training, used in place of ``reason``.
         nearest: the values that make it work with the fewest changes; they pass every rule.
-        also: beside the values of ``when``, those of an example that it refuses: the tests try both.
+        also: values that, together with those of ``when``, make an example that it refuses; tests try it.
         stage: of the example: a file of ``conf/stage``, or ``own_loop`` for a method with a loop of its own.
     """
 
@@ -105,7 +105,7 @@ class Rule:
     detail: Callable[[Case], str] | None = None
 
     def refuses(self, case: Case) -> bool:
-        """Whether all fields have the values."""
+        """Whether all fields have the refused values."""
         return all(_has(case, path, wanted) for path, wanted in self.when.items())
 
     @property
@@ -119,7 +119,7 @@ class Rule:
 
     @property
     def config(self) -> Fields:
-        """Of the example's model."""
+        """The config of the example's model."""
         return {
             path.removeprefix(_CONFIG): value for path, value in self._values.items() if path.startswith(_CONFIG)
         }  # fmt: skip
@@ -140,7 +140,7 @@ def _has(case: Case, path: str, wanted: Condition) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A rule that refuses a training, and what to do.
+    """A refused training: the rule's finding, and what to do.
 
     Args:
         found: the fields that do not work together -> their values.

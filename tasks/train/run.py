@@ -1,4 +1,4 @@
-"""What all trainings share: loading of models and rows, the trainer's arguments, the loop, and the output."""
+"""The parts of every training: loading of models and rows, the trainer's arguments, the loop, and the output."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -78,9 +78,9 @@ class TrainingRun:
     Attributes:
         method, inputs, ctx: of the stage.
         trained: the model to save; None: that of ``policy``.
-        share: how many parameters are trained, where it is not all of them; for the metrics.
-        writers: of further files in the output directory, beside the model.
-        device: where a loop of its own trains; trainers of transformers place models and batches themselves.
+        share: metrics of the number of trained parameters, where not all are trained.
+        writers: functions that write further files into the output directory, beside the model.
+        device: where a method's own loop trains; trainers of transformers place models and batches themselves.
     """
 
     def __init__(self, method: "TrainingRecipe", inputs: "Inputs", ctx: "TrainContext") -> None:
@@ -152,7 +152,7 @@ class TrainingRun:
 
     @cached_property
     def num_steps(self) -> int:
-        """Optimizer steps; of a method that sets ``num_epochs``, those that the rows make."""
+        """Optimizer steps; with ``num_epochs``, derived from the number of rows."""
         steps = self.method.steps(lambda: len(self.rows))
         if self.method.num_steps is None:
             logger.info("num_epochs=%g rows=%d num_steps=%d", self.method.num_epochs, len(self.rows), steps)
@@ -196,7 +196,7 @@ class TrainingRun:
         return models.frozen(hold_in(model, self._frozen_dtype))
 
     def _frozen_policy(self) -> "PreTrainedModel | None":
-        """The policy as it was given; None: it is the policy in training, without its adapter or with a copy of it."""
+        """The input policy; None: it is the policy in training, without its adapter or with a copy of it."""
         found = reference_of(self.method)
         if found == "off" or (found == "copy" and not self.method.has_own_loop):
             return None
@@ -300,7 +300,7 @@ class TrainingRun:
 
     @property
     def speed(self) -> Speed:
-        """The measure of its speed."""
+        """Measures the training's speed."""
         return Speed.of(self.method, self.ctx.resources, self._start.model.config)
 
     @property
@@ -389,13 +389,13 @@ class TrainingRun:
 
     @property
     def _base_dtype(self) -> "Dtype":
-        """Of the weights that training starts from: fp32 where they are trained, or an initialization changes them."""
+        """The dtype of the initial weights: fp32 if they are trained, or an initialization changes them."""
         adapter = self.method.adapter
         return self._frozen_dtype if adapter and not adapter.changes_the_base else "fp32"
 
     @property
     def _proof_tolerance(self) -> str:
-        """Of a policy in fp32 and a reference in bf16 the log-probabilities differ more than by the kernels."""
+        """The entry of ``TOLERANCE``: a policy in fp32 and a reference in bf16 differ by more than the kernels do."""
         rounded = self.method.adapter is None and self._frozen_dtype == "bf16"
         return "bf16 reference" if rounded else self.method.precision
 
@@ -412,7 +412,7 @@ class TrainingRun:
         return peft_config(self.method.adapter, model, self.num_steps)
 
     def _adapted(self, model: "PreTrainedModel") -> "PeftModel":
-        """The model with its adapter: the input's, a new one upon the input's, or a new one."""
+        """The model with its adapter: the input's, a new one on top of the input's, or only a new one."""
         adapter, config = self.method.adapter, self._peft_config(model)
         assert adapter
         below = stacked(model, self._intake.carried) if self.method.adapter_in == "stack" else None
@@ -439,7 +439,7 @@ class TrainingRun:
         return self.model(next(name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY))
 
     def _collator(self, own: object, is_line: bool) -> Collator:
-        """The method's own or that of the rows' kind; adds the layout of tokens for a padding-free forward."""
+        """The method's own collator or that of the rows' kind; adds the layout of tokens for a padding-free forward."""
         reads, tokenization = type(self.method).reads, self.method.tokenization()
         collate = cast(Collator, own or reads.collator(self._start.tokenizer.pad_token_id))
         if self._packs or (is_line and tokenization and reads.kind != Kind.TEXT):  # chunks have no padding

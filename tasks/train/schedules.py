@@ -33,19 +33,19 @@ class Adaptive:
     """Cuts the schedule's learning rate when the loss of a step spikes, stays where it is, or diverges.
 
     Args:
-        spike_z: a loss so many standard deviations above its average is a spike; None: none is.
-        spike_factor: of the learning rate after a spike; it rises back linearly.
+        spike_z: a loss this many standard deviations above its average is a spike; None: none is.
+        spike_factor: factor of the learning rate after a spike, from which it rises back linearly.
         recovery_steps: steps until it is back.
-        plateau_steps: steps without a smaller average, after which the learning rate is cut for good; None: never.
-        plateau_factor: of that cut.
+        plateau_steps: steps without a smaller average, after which the learning rate is permanently cut; None: never.
+        plateau_factor: factor of that cut.
         min_improvement: by which share an average must be smaller to count.
         divergence_z: a loss so far above its average, or a non-finite one, has the training go back to the weights and
             the optimizer of its best checkpoint (``best``); rows and schedule go on. None: it never goes back.
-        divergence_factor: of the learning rate after that, for good.
+        divergence_factor: permanent factor of the learning rate after that.
         max_returns: how often it goes back.
         smoothing: of the average: the share of the average before in that of a step.
-        start_steps: steps of which only the average is taken, at the start and after a return.
-        min_factor: below which no cut for good goes.
+        start_steps: steps at the start and after a return that only update the average.
+        min_factor: smallest factor of permanent cuts.
     """
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -146,7 +146,7 @@ class Schedule:
         return self.min_learning_rate / learning_rate
 
     def is_longer_than(self, num_steps: int) -> bool:
-        """Whether warm-up and decay of ``warmup_stable_decay`` are more than all steps."""
+        """Whether warm-up and decay of ``warmup_stable_decay`` have more steps than the training."""
         if self.name != "warmup_stable_decay":
             return False
         warmup = int(self.warmup) if self.warmup >= 1 else math.ceil(self.warmup * num_steps)
@@ -164,7 +164,7 @@ class Entry:
     Args:
         about: the learning rate after the warm-up, and its paper.
         args: fields of transformers' TrainingArguments, from the setting, the learning rate and the number of steps.
-        reads: the fields of the setting that it has, beside ``warmup``.
+        reads: the fields of the setting that it reads, in addition to ``warmup``.
     """
 
     about: str
@@ -275,7 +275,7 @@ def schedule_args(setting: Schedule, learning_rate: float, num_steps: int, updat
 
 
 def install_schedule(trainer: "Trainer", setting: Schedule, learning_rate: float) -> None:
-    """Has a trainer of transformers build the schedule, where its arguments do not choose it."""
+    """Lets a trainer of transformers build the schedule, where its arguments cannot choose it."""
     if setting.name == PLATEAU:
         from tasks.train.own_optimizers import install_plateau
 
@@ -288,7 +288,7 @@ def install_schedule(trainer: "Trainer", setting: Schedule, learning_rate: float
 
 
 class Event(StrEnum):
-    """What an intervention answers."""
+    """The reason for an intervention."""
 
     SPIKE = "spike"
     PLATEAU = "plateau"
@@ -297,13 +297,13 @@ class Event(StrEnum):
 
 @dataclass(kw_only=True)
 class LossWatch:
-    """The moving average of the loss, and the cuts so far: all that a resume needs, as JSON.
+    """The moving average of the loss, and the cuts so far; the state that a resume needs is JSON.
 
     Attributes:
         count: losses in the average.
         least, waited: the smallest average so far, and the steps since.
-        cut: the cuts for good, multiplied.
-        recovering: steps that are left until a spike is over.
+        cut: the product of all permanent cuts.
+        recovering: remaining steps until the learning rate has recovered from a spike.
         events: step, event and the factor of the learning rate after it.
     """
 
@@ -320,7 +320,7 @@ class LossWatch:
 
     @property
     def factor(self) -> float:
-        """Of the schedule's learning rate, at the next step."""
+        """The factor of the schedule's learning rate at the next step."""
         setting = self.setting
         return self.cut * (1 - (1 - setting.spike_factor) * self.recovering / setting.recovery_steps)
 
@@ -341,7 +341,7 @@ class LossWatch:
         return (loss - self.mean) / math.sqrt(self.variance)
 
     def observe(self, step: int, loss: float, *, can_return: bool) -> Event | None:
-        """Takes in the loss of a step; returns what it did about it.
+        """Processes the loss of a step; returns the intervention, if any.
 
         Args:
             can_return: whether there is a best checkpoint to go back to.
@@ -356,7 +356,7 @@ class LossWatch:
         if not math.isfinite(loss):
             return None
         if setting.spike_z is not None and z >= setting.spike_z:
-            self._average(self.mean + setting.spike_z * math.sqrt(self.variance))  # no spike hides the next
+            self._average(self.mean + setting.spike_z * math.sqrt(self.variance))  # so that no spike hides the next one
             self.recovering = setting.recovery_steps
             return self._note(step, Event.SPIKE)
         self._average(loss)
@@ -380,7 +380,7 @@ class LossWatch:
 
     def _average(self, loss: float) -> None:
         self.count += 1
-        share = max(1 - self.setting.smoothing, 1 / self.count)  # the first steps count alike
+        share = max(1 - self.setting.smoothing, 1 / self.count)  # the first steps have equal weights
         difference = loss - self.mean
         self.mean += share * difference
         self.variance = (1 - share) * (self.variance + share * difference * difference)

@@ -110,16 +110,16 @@ def _bring_in(*, on_gpu: bool) -> None:
     import deepspeed
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
-    TorchCheckpointEngine.load = _load_plain  # its own unpickles whatever the file names
+    TorchCheckpointEngine.load = _load_plain  # its own method unpickles anything
     # All-reduces for inference through shared memory: compiling them takes 80 s at the start of a process group.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _load_plain(engine: object, path: str, map_location: object = None) -> object:
-    """What DeepSpeed reads of a checkpoint: tensors, plain data, and the three classes that its own files hold.
+    """Loads a DeepSpeed checkpoint: only tensors, plain data, and the three classes that its own files contain.
 
     Raises:
-        ArtifactError: the file names anything else, which reading it could run.
+        ArtifactError: the file names anything else, whose code could run when it is read.
     """
     import torch
     from deepspeed.runtime.fp16.loss_scaler import LossScaler

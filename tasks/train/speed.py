@@ -1,4 +1,4 @@
-"""How fast a training is: its tokens per second, and its share of the arithmetic that its devices can do (MFU).
+"""Speed of a training: its tokens per second, and its share of its devices' peak arithmetic (MFU).
 
 The peak of a device is the largest that a product of matrices reached at the start of a training on this host; it is
 kept in the user's cache directory.
@@ -40,12 +40,12 @@ def peaks_file() -> Path:
 
 
 def known_peak(resources: "Resources", precision: str) -> float | None:
-    """FLOP/s of a worker's device, if a training on this host has measured them."""
+    """FLOP/s of a worker's device; None: no training on this host has measured them."""
     return _known(peaks_file()).get(peak_key(resources, precision))
 
 
 def peak(resources: "Resources", precision: str) -> float:
-    """FLOP/s of a worker's device: the most that this host ever measured, since other work on it slows a product."""
+    """FLOP/s of a worker's device: the highest ever measured on this host, since other work slows a product down."""
     path, key = peaks_file(), peak_key(resources, precision)
     measured = measured_peak(bool(resources.gpus_per_worker), precision)
     try:
@@ -67,7 +67,7 @@ def measured_peak(on_gpu: bool, precision: str) -> float:
 
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     device = torch.device("cuda" if on_gpu else "cpu")
-    generator = torch.Generator(device).manual_seed(0)  # a training's own random numbers stay as they are
+    generator = torch.Generator(device).manual_seed(0)  # does not change the training's random state
     side, best = _FIRST_SIDE, 0.0
     while best < _LONG_ENOUGH and side <= _LAST_SIDE:  # a CPU without instructions for a dtype takes seconds
         left, right = (torch.rand(side, side, device=device, generator=generator).to(dtype) for _ in range(2))
@@ -122,7 +122,7 @@ class Speed:
     def metrics(self, tokens_per_second: float, *, num_tokens: float, num_steps: int) -> dict[str, float]:
         """Speed, and model FLOPs utilization: Chowdhery et al. 2022, arXiv:2204.02311, section 4.1.
 
-        Activations that are computed again do not count as arithmetic.
+        Recomputed activations do not count as arithmetic.
 
         Args:
             num_tokens, num_steps: so far, which gives the mean length of a row.

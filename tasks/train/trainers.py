@@ -1,4 +1,4 @@
-"""Trainers of TRL and of users: the arguments that each takes, and how it reads tokens that exist already."""
+"""Trainers of TRL and of users: the arguments that each takes, and how it reads rows that are already tokens."""
 
 import difflib
 import inspect
@@ -69,7 +69,7 @@ def reads_lines(trainer_class: type) -> bool:
 
 
 def on_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
-    """The trainer without TRL's preparation of data: the rows are tokens already."""
+    """The trainer without TRL's preparation of data: the rows are already tokens."""
     if _GENERATE & {base.__module__ for base in trainer_class.__mro__}:
         return _on_prompt_tokens(trainer_class)
     if not hasattr(trainer_class, "_prepare_dataset"):
@@ -94,7 +94,7 @@ def on_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
 
 
 def _on_prompt_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
-    """The trainer that generates from the tokens of prompts: TRL would render them again, uncut and without tools."""
+    """The trainer, generating from the tokens of prompts: TRL would render them again, uncut and without tools."""
 
     class OnPromptTokens(trainer_class):
         def _generate_and_score_completions(self, inputs: list[dict[str, object]]) -> object:
@@ -136,7 +136,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
         **kernel_args(method, resources),
         "train_sampling_strategy": "sequential",  # the dataset is in the order of training
         "max_length": None,  # rows are already cut, and counted
-        "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are tokens already
+        "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are already tokens
         "remove_unused_columns": False,  # the collator reads what it needs
         "logging_steps": 1,
         "logging_nan_inf_filter": False,

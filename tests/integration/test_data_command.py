@@ -180,7 +180,7 @@ def test_what_a_directory_holds_of_other_splits_is_told_once(call, tmp_path):
     code, _, err = call("rows", "--json")
 
     assert code == 0
-    assert err.count("rows: split=train is read; not read, being of other splits by name: test.jsonl\n") == 1
+    assert err.count("rows: split=train is read; not read, because their names are of other splits: test.jsonl\n") == 1
 
 
 def test_a_function_is_called_once_and_prints_nothing_into_the_json(call, tmp_path):
@@ -192,7 +192,7 @@ def test_a_function_is_called_once_and_prints_nothing_into_the_json(call, tmp_pa
     assert found == 0 and json.loads(out)["rows"] == 30 and "hello\n" in err
     assert (tmp_path / "calls").read_text() == "x"
     found, _, err = call("python:a.py:ends", "allow_code=true")
-    assert found == 2 and "a.py:6: SystemExit: 0; mend the function" in err
+    assert found == 2 and "a.py:6: SystemExit: 0; correct the function" in err
 
 
 def test_rows_that_are_measured_on_elsewhere_are_named(call):

@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path, sma
     assert f"store {small_disk}/artifacts has " in line
     assert "MB free; cpt needs about " in line
     assert "at one time 3 checkpoints of " in line
-    assert " MB more (posttrain gc shows what may go)" in line
+    assert " MB more (posttrain gc shows what may be deleted)" in line
 
 
 SAVING = Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=2, save_minutes=None)

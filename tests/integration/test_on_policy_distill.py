@@ -1,4 +1,4 @@
-"""On-policy distillation by TRL's trainer: on our tokens and noise, with its traps mended."""
+"""On-policy distillation by TRL's trainer: on our tokens and noise, with its faults corrected."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What readers hand on: rows, and what is none, in pieces that another process can take apart; and parts of splits."""
+"""What readers return: rows and unusable places, in chunks that another process can parse; and slices of splits."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,12 +8,12 @@ from functools import partial
 from lineage.errors import ConfigError, DataError
 from lineage.text_split import SplitBy
 
-SHOWN_BYTES = 200  # of what is no row
+SHOWN_BYTES = 200  # of an unusable place, in messages
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row as the user has it.
+    """A row as it is in the user's data.
 
     Args:
         where: ``file:line`` or ``dataset[index]``, for messages.
@@ -25,11 +25,11 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A place where a row should be and is none, or one that cannot be used.
+    """A place where a row was expected but there is none, or one that cannot be used.
 
     Args:
         found: what is wrong.
-        reason: a few words to count by, such as ``not JSON``.
+        reason: a few words that such places are counted by, such as ``not JSON``.
         raw: the beginning of what was found.
     """
 
@@ -54,8 +54,8 @@ class Chunk:
     """Some consecutive rows of a source, not yet parsed. Can be pickled.
 
     Args:
-        rows: parses them: a ``partial`` of a function of a module.
-        split_by: what of a plain text is a row.
+        rows: parses the rows: a ``partial`` of a module's function.
+        split_by: the unit of plain text that is a row.
     """
 
     rows: Callable[[], Rows]
@@ -63,34 +63,34 @@ class Chunk:
 
 
 def parsed(*entries: Row | Broken, split_by: SplitBy | None = None) -> Chunk:
-    """Rows that came as such, from a reader whose library parses them."""
+    """A chunk of rows that the reader's library has already parsed."""
     return Chunk(rows=partial(iter, entries), split_by=split_by)
 
 
 def shown(raw: bytes) -> str:
-    """The beginning of what is no row, as far as it is text."""
+    """The beginning of an unusable place, as far as it is text."""
     return raw[:SHOWN_BYTES].decode(errors="replace")
 
 
 def not_utf8(error: UnicodeDecodeError, where: str, raw: bytes) -> Broken:
-    """Of a line that does not decode."""
+    """A line that cannot be decoded as UTF-8."""
     found = f"byte {raw[error.start]:#04x} at column {error.start + 1} is not UTF-8"
     remedy = "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`, or correct the row"
     return Broken(where=where, reason="not UTF-8", raw=shown(raw), found=found, accepted="UTF-8", remedy=remedy)
 
 
 def no_rows(name: str, found: str) -> DataError:
-    """Of a file without a row."""
+    """The error for a file without a row."""
     return DataError(f"{name}{found}; at least one row is accepted; write it again or leave it out")
 
 
 def two_columns(name: str, column: str) -> DataError:
-    """Of a table."""
+    """The error for a table with two columns of one name."""
     return DataError(f"{name}: two columns are named {column!r}; one of each name is accepted; rename one")
 
 
 def no_split(name: str, split: str, splits: Iterable[str]) -> ConfigError:
-    """Of a directory that has other splits."""
+    """The error for a directory that has only other splits."""
     return ConfigError(f"{name}: no split {split!r} in it; it has {', '.join(splits)}; set split to one of them")
 
 
@@ -113,30 +113,30 @@ class Slice:
 
     @property
     def last(self) -> int | None:
-        """How many rows from the beginning hold the slice; None: that depends on how many there are."""
+        """How many rows from the beginning contain the slice; None: this depends on the number of rows."""
         return int(self.stop) if self.start.isdecimal() and self.stop.isdecimal() else None
 
     def bounds(self, count: int) -> tuple[int, int]:
-        """Indices of the first row and of the one after the last, of so many rows.
+        """Indices of the first row and of the one after the last, in a split of ``count`` rows.
 
         Raises:
-            DataError: it leaves none.
+            DataError: the slice is empty.
         """
         start, stop = _index(self.start, count), _index(self.stop, count)
         if start >= stop:
-            raise DataError(f"split={self.text!r} of {count} rows leaves none; give a part that has at least one row")
+            raise DataError(f"split={self.text!r} of {count} rows has no row; set a part that has at least one row")
         return start, stop
 
 
 def parse_split(text: str) -> tuple[str, Slice | None]:
-    """The name of a split and the part of it.
+    """The name of a split, and the slice of it.
 
     Raises:
         ConfigError: it is neither.
     """
     found = _SPLIT.fullmatch(text)
     if not found or any(bound and bound.endswith("%") and abs(int(bound[:-1])) > 100 for bound in found.groups()[1:]):
-        raise ConfigError(f"split={text!r}: {_PARTS} is accepted; write it so")
+        raise ConfigError(f"split={text!r}: {_PARTS} is accepted")
     name, start, stop = found.groups()
     return name, Slice(text=text, start=start or "0", stop=stop or "100%") if text != name else None
 

@@ -13,18 +13,18 @@ from tasks.data.reading.lines import BLOCK_BYTES, MAX_ROW_BYTES, MOST, opened
 _SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 _MAX_ROWS = 10_000  # per chunk
 _MAX_COLUMNS = 10_000
-_MAX_CELLS = 1_000_000  # of one row that is wrong: separators in text count too
+_MAX_CELLS = 1_000_000  # of one faulty row, where separators in text count too
 _QUOTES = "a cell that holds a quote stands in quotes, and doubles it"
 _ACCEPTED = f"one cell in UTF-8 per column; {_QUOTES}, and one that holds a separator or a line break stands in quotes"
 
 _Line = tuple[int, Sequence[str] | str]
-"""Number of a row's first line, and its cells; or what is wrong with its quotes."""
+"""The number of a row's first line, with its cells or with the fault in its quotes."""
 
 
 def read_csv(path: Path, name: str, separator: str = ",") -> Iterator[Chunk]:
     """Cells between commas."""
     with opened(path, name) as stream:
-        # Bytes that are no UTF-8 pass as half surrogates, which UTF-8 never yields, until their row is known.
+        # Bytes that are not UTF-8 are kept as half surrogates, which UTF-8 never yields, until their row is known.
         text = TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
         lines = _lines(text, name, separator)
         columns = _header(next(lines, None), name, separator)
@@ -40,7 +40,7 @@ def read_csv(path: Path, name: str, separator: str = ",") -> Iterator[Chunk]:
         if pending:
             yield Chunk(rows=partial(_rows, name, columns, separator, pending))
         elif not found:
-            raise no_rows(name, ": a header alone")
+            raise no_rows(name, ": only a header")
 
 
 def read_tsv(path: Path, name: str) -> Iterator[Chunk]:
@@ -59,7 +59,7 @@ def _rows(name: str, columns: Sequence[str], separator: str, lines: Sequence[_Li
 
 
 def _fault(number: int, cells: Sequence[str] | str, columns: Sequence[str], separator: str) -> tuple[str, str] | None:
-    """The reason, and what was found."""
+    """The reason why a row is unusable, and what was found; None: it is usable."""
     if isinstance(cells, str):
         return "quotes", cells
     if len(cells) != len(columns):
@@ -81,9 +81,9 @@ def _odd_count(cells: Sequence[str], columns: Sequence[str]) -> str:
 
 
 def _holds_rows(cell: str, place: int, last: int, separator: str) -> bool:
-    """Whether every line of a cell, with what surrounds the cell, would be a row of its own.
+    """Whether every line of a cell, together with the cells around it, would be a row of its own.
 
-    Prose has spaces behind its commas; a text of two lines says too little.
+    Prose has spaces after its commas; a text of two lines is too little evidence.
     """
     counts = [line.count(separator) for line in cell.split("\n")]
     expected = [last - place, *[last] * (len(counts) - 2), place]
@@ -91,10 +91,10 @@ def _holds_rows(cell: str, place: int, last: int, separator: str) -> bool:
 
 
 def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
-    """Rows, without blank lines. After a fault the reader goes on with the next line.
+    """Rows, without blank lines. After a fault, reading continues at the next line.
 
     Raises:
-        DataError: the fault is of several lines: which of them are rows cannot be told.
+        DataError: the fault spans several lines, so that rows cannot be told apart.
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default a document of 128 kB is refused
     bounded = _Bounded(text, name, separator)
@@ -121,7 +121,7 @@ def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
 
 
 class _Bounded:
-    """Lines, up to the size of a row: of a file that unpacks to gigabytes no more is ever held."""
+    """Lines, up to the size of a row, so that a file that unpacks to gigabytes never fills the memory."""
 
     def __init__(self, text: TextIOWrapper, name: str, separator: str) -> None:
         self._text, self._name, self._separator = text, name, separator
@@ -154,10 +154,10 @@ def _swallowed(name: str, fault: str, first: int, last: int) -> DataError:
 
 def _header(line: _Line | None, name: str, separator: str) -> tuple[str, ...]:
     if line is None:
-        raise no_rows(name, ": blank lines alone")
+        raise no_rows(name, ": only blank lines")
     columns = line[1]
     if isinstance(columns, str):
-        raise DataError(f"{name}:{line[0]}: {columns}; a header of column names is accepted; mend it")
+        raise DataError(f"{name}:{line[0]}: {columns}; a header of column names is accepted; correct it")
     others = [each for each in _SEPARATORS if each != separator and len(columns) == 1 and each in columns[0]]
     if others:
         raise DataError(
@@ -177,7 +177,7 @@ def _header(line: _Line | None, name: str, separator: str) -> tuple[str, ...]:
 
 
 def _stray_byte(cell: str) -> int | None:
-    """The first byte of a cell that is no UTF-8."""
+    """The first byte of a cell that is not UTF-8."""
     try:
         cell.encode()
     except UnicodeEncodeError as error:

@@ -1,7 +1,7 @@
-"""JSON: lines with an object each, or one array over the whole file, whose items are found here and parsed later.
+"""JSON: an object per line, or one array over the whole file, whose items are found here and parsed later.
 
-Python's parser tells where a value ends, and so where the next begins, in a text of which the rest is still to be read.
-ijson would parse the items too, but tells no place, and makes "?" of half a surrogate pair.
+Python's parser tells where a value ends, and so where the next one begins, also in a text that is read only in part.
+ijson would parse the items too, but reports no position, and turns half a surrogate pair into "?".
 """
 
 import json
@@ -22,8 +22,8 @@ _DIGITS = bytes(ord("0") if chr(byte).isdecimal() and byte < 128 else 0 for byte
 _LONG = 19  # digits of the shortest number that may be beyond 64 bits
 _ARRAY = "correct or remove it; if the whole file is one JSON array, name it .json, or `jq -c '.[]' FILE > NEW.jsonl`"
 _SPACE = re.compile(r"[ \t\r\n]*")
-_LONGEST_WORD = 16  # characters; how much of a literal or an escape must be there to be known as what it is
-_SHOWN = 40  # characters of the place of a fault
+_LONGEST_WORD = 16  # characters of a literal or an escape by which it can be recognized
+_SHOWN = 40  # characters around a fault
 
 
 def read_json_lines(path: Path, name: str) -> Iterator[Chunk]:
@@ -42,7 +42,7 @@ def read_json(path: Path, name: str) -> Iterator[Chunk]:
 
 
 def json_row(raw: bytes, where: str) -> Row | Broken:
-    """A row, of a line of JSON Lines or of an item of an array."""
+    """The row in a line of JSON Lines, or in an item of an array."""
     try:
         fields = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -51,9 +51,9 @@ def json_row(raw: bytes, where: str) -> Row | Broken:
         return _broken(raw, where, "not an object", f"not an object, but the JSON {shown(raw)[:_SHOWN]}")
     try:
         orjson.dumps(fields)
-    except TypeError:  # nested deeper than orjson writes, and than Python's own parser goes
+    except TypeError:  # nested deeper than orjson can write and Python's own parser can read
         return _broken(raw, where, "nested too deep", "values nested more than 250 deep")
-    # A number so long has three digits in places that are multiples of six: few lines are parsed again.
+    # Such a long number has three digits at multiples of six, so that few lines are parsed again.
     if b"000" in raw[::6].translate(_DIGITS) and b"0" * _LONG in raw.translate(_DIGITS):
         beyond = list[str]()
         json.loads(raw, parse_int=lambda digits: None if -(2**63) <= int(digits) < 2**64 else beyond.append(digits))
@@ -63,7 +63,7 @@ def json_row(raw: bytes, where: str) -> Row | Broken:
 
 
 def _fault(raw: bytes, where: str, refusal: orjson.JSONDecodeError) -> Broken:
-    """Why orjson refused: by the message of Python's own parser, which says more, where it refuses too."""
+    """Why orjson refused a row, in the more exact words of Python's own parser where that refuses it too."""
     if raw.startswith(_BOM):
         return _broken(raw, where, "not JSON", "a byte order mark in the middle of the file (files were joined?)")
     try:
@@ -74,7 +74,7 @@ def _fault(raw: bytes, where: str, refusal: orjson.JSONDecodeError) -> Broken:
         json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip()):
-            found = "the line ends inside a value: it was cut here, or goes on in the next line"
+            found = "the line ends inside a value: it was cut here, or continues in the next line"
             return _broken(raw, where, "cut short", found)
         return _broken(raw, where, "not JSON", f"not JSON: {error.msg.removesuffix(' at')} at {_place(error)}")
     except (RecursionError, ValueError):  # too deep, or a number of thousands of digits
@@ -104,12 +104,12 @@ def _item_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
     """The items of an array.
 
     Raises:
-        DataError: it has none, or is malformed in such a way that what follows cannot be told apart.
+        DataError: the array is empty, or malformed so that the items that follow cannot be told apart.
     """
     text, items, size, last_line, cut = _Array(stream, name), list[tuple[str, bytes]](), 0, 0, False
     try:
         for line, raw in text.items():
-            # Items that begin on one line are told apart by their numbers.
+            # Several items may begin on one line, so that messages also name an item by its number.
             items.append((f"{name}:{line}" if line != last_line else f"{name}:{line}[{text.index}]", raw))
             size, last_line = size + len(raw), line
             if size >= BLOCK_BYTES:
@@ -128,13 +128,17 @@ def _item_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
 
 
 def _rows(items: Sequence[tuple[str, bytes]]) -> Rows:
-    """Of items of an array as they stand in the file, each after its place."""
+    """The rows in items of an array.
+
+    Args:
+        items: the place and the bytes of each.
+    """
     for where, raw in items:
         yield json_row(raw, where)
 
 
 class _Array:
-    """What was read of a file and not yet passed, a character for each byte; always at a position in it."""
+    """The part of a file that was read but not yet consumed, as one character per byte, with a position in it."""
 
     def __init__(self, stream: BufferedReader, name: str) -> None:
         self._stream, self._name = stream, name
@@ -142,9 +146,9 @@ class _Array:
         self.text, self.position, self.line, self.index = "", 0, 1, 0
 
     def items(self) -> Iterator[tuple[int, bytes]]:
-        """Line and bytes of each item; ``index`` counts them."""
+        """The line and the bytes of each item; ``index`` counts the items."""
         self._next()
-        mark = self._next(step=1)  # over the bracket, by which the file was known as an array
+        mark = self._next(step=1)  # after the opening bracket, by which the array was recognized
         while mark not in ("]", ""):
             yield self.line, self._value()
             self.index += 1
@@ -158,23 +162,23 @@ class _Array:
             raise self._malformed("something after the end of the array", self.position)
 
     def _next(self, step: int = 0) -> str:
-        """Goes to the next character that is no white space; empty at the end of the file."""
+        """Moves to the next character other than white space, and returns it; empty at the end of the file."""
         self._pass(self.position + step)
         while True:
             found = _SPACE.match(self.text, self.position)
-            assert found  # even nothing is white space
+            assert found  # the pattern also matches an empty text
             self._pass(found.end())
             if self.position < len(self.text) or not self._more():
                 return self.text[self.position : self.position + 1]
 
     def _value(self) -> bytes:
-        """Passes one JSON value."""
+        """Consumes one JSON value, and returns its bytes."""
         while True:
             try:
                 end = self._decode(self.text, self.position)[1]
             except json.JSONDecodeError as error:
                 is_open = error.msg.startswith("Unterminated")
-                # What comes could mend it; a file that was cut ends no string, list or object behind the fault.
+                # Further text could complete the value, unless a string, list or object was closed after the fault.
                 if (is_open or error.pos > len(self.text) - _LONGEST_WORD) and self._more():
                     continue
                 if is_open or not set(self.text[error.pos :]) & set('"]}'):
@@ -182,7 +186,7 @@ class _Array:
                 raise self._malformed(error.msg, error.pos) from error
             except RecursionError as error:
                 raise self._malformed("values nested too deep", self.position) from error
-            if end < len(self.text) or not self._more():  # a number may go on in what comes
+            if end < len(self.text) or not self._more():  # a number may continue in the text that is read next
                 raw = self.text[self.position : end].encode("latin-1")
                 self._pass(end)
                 return raw
@@ -192,7 +196,7 @@ class _Array:
         self.position = end
 
     def _more(self) -> bool:
-        """Reads on: as much again as is there, so that a long item is not looked at too often."""
+        """Doubles the text, so that a long item is not parsed too often."""
         pending = self.text[self.position :]
         if len(pending) > MAX_ROW_BYTES:
             raise self._malformed(f"an item of more than {MOST}", self.position)
@@ -206,5 +210,5 @@ class _Array:
         near = self.text[position : position + _SHOWN].encode("latin-1").decode(errors="replace")
         return DataError(
             f"{self._name}:{line}: not a JSON array: {found} at {near!r} (item [{self.index}]); objects between commas "
-            "are accepted; mend it there: what follows cannot be told apart into rows"
+            "are accepted; correct it there, since the items that follow cannot be told apart"
         )

@@ -1,7 +1,7 @@
-"""Local files opened as bytes, unpacked on the way, and their rows: a line each, read in blocks.
+"""Opens local files as bytes, unpacking packed ones, and reads text in blocks of lines.
 
-Text is a row per line, or a document per line, per paragraph, or per file, which is what Markdown is by itself. Other
-processes take the blocks apart. A file that is not what its name says is refused.
+A row is a line, or, of plain text, a line, a paragraph or the file, which is the default for Markdown. Other
+processes parse the blocks. A file whose content does not match its name is refused.
 """
 
 import shutil
@@ -17,13 +17,13 @@ from lineage.text_split import BLANK_LINE, SplitBy, compression_of, detected_spl
 from tasks.data.reading.chunk import Broken, Chunk, Row, Rows, no_rows, not_utf8, parsed
 
 BLOCK_BYTES = 2**20
-MAX_ROW_BYTES = 64 * 2**20  # some ten million tokens; more is a file whose lines do not end
+MAX_ROW_BYTES = 64 * 2**20  # about ten million tokens; a longer line is a file without line ends
 MOST = f"{MAX_ROW_BYTES // 2**20} MB"
 
-_BOM = b"\xef\xbb\xbf"  # of UTF-8; says nothing
+_BOM = b"\xef\xbb\xbf"  # of UTF-8; without meaning
 _ICONV = "UTF-8 is accepted; convert it: `iconv -f {} -t UTF-8 FILE > NEW`"
 _PACKED = "text is accepted; if it is packed text, add {} to its name"
-_NO_TEXT = {  # how a file begins -> what it is, and what to do; of two that fit, the first
+_NO_TEXT = {  # first bytes of a file -> what it is, and what to do; the first that fits counts
     b"\xff\xfe\x00\x00": ("UTF-32 (by its byte order mark)", _ICONV.format("UTF-32")),
     b"\x00\x00\xfe\xff": ("UTF-32 (by its byte order mark)", _ICONV.format("UTF-32")),
     b"\xff\xfe": ("UTF-16 (by its byte order mark)", _ICONV.format("UTF-16")),
@@ -40,7 +40,7 @@ _NO_TEXT = {  # how a file begins -> what it is, and what to do; of two that fit
 }
 
 Parse = Callable[[bytes, str], Row | Broken]
-"""Makes a row of a line; its second argument is the place. A function of a module, so that it can be pickled."""
+"""Turns a line into a row; the second argument is its place. A module's function, so that it can be pickled."""
 
 
 @contextmanager
@@ -51,12 +51,12 @@ def opened(path: Path, name: str) -> Iterator[BufferedReader]:
         name: of the file, for messages.
 
     Raises:
-        DataError: it is empty, cannot be read, is damaged, or begins as what is no text in UTF-8.
+        DataError: it is empty, cannot be read, is damaged, or its first bytes are not those of UTF-8 text.
     """
     with _unpacked(path, name) as stream:
-        found, mend = kind_of(stream.peek(64), name)
-        if mend:
-            raise DataError(f"{name} is {found}; {mend}")
+        found, remedy = kind_of(stream.peek(64), name)
+        if remedy:
+            raise DataError(f"{name} is {found}; {remedy}")
         if stream.peek(64).startswith(_BOM):
             stream.read(len(_BOM))
         yield stream
@@ -64,7 +64,7 @@ def opened(path: Path, name: str) -> Iterator[BufferedReader]:
 
 @contextmanager
 def on_disk(path: Path, name: str) -> Iterator[Path]:
-    """The file unpacked, for a reader that goes back and forth in it."""
+    """The unpacked file, for a reader that seeks in it."""
     if not compression_of(path):
         yield path
         return
@@ -80,14 +80,14 @@ def _unpacked(path: Path, name: str) -> Iterator[BufferedReader]:
     """The bytes of a file.
 
     Raises:
-        DataError: it cannot be read, or what packs it is damaged.
+        DataError: it cannot be read, or the packed file is damaged.
     """
     packing = compression_of(path)
     try:
         stream: BufferedReader = BufferedReader(_raw(path, packing), BLOCK_BYTES)
         with stream:
             yield stream
-    except OSError as error:  # of the disk, and of every decompressor
+    except OSError as error:  # from the disk, or from any decompressor
         if packing:
             raise DataError(
                 f"{name}: cannot be unpacked ({error}); {packing} is accepted, to its end; "
@@ -108,16 +108,16 @@ def _raw(path: Path, packing: str | None) -> RawIOBase:
 
 
 def kind_of(head: bytes, name: str) -> tuple[str, str]:
-    """What begins like this, and what to do where text was meant; nothing, where it may be text.
+    """The format of a file that begins with these bytes, and what to do if text was meant; empty: it may be text.
 
     Raises:
-        DataError: there is nothing.
+        DataError: the file is empty.
     """
     if not head:
         raise no_rows(name, " is empty (0 bytes)")
-    for start, (found, mend) in _NO_TEXT.items():
+    for start, (found, remedy) in _NO_TEXT.items():
         if head.startswith(start):
-            return found, mend
+            return found, remedy
     for order, high in (("LE", 1), ("BE", 0)):  # of UTF-16, whose letters have a byte that is 0
         if all(head[1 - high : 8 : 2]) and len(head) >= 8 and not any(head[high:8:2]):
             return "UTF-16 (every second byte is 0)", _ICONV.format(f"UTF-16{order}")
@@ -139,14 +139,14 @@ def line_chunks(stream: BufferedReader, name: str, parse: Parse, split_by: Split
 
 
 def _line_rows(name: str, first: int, data: bytes, parse: Parse) -> Rows:
-    """Of whole lines, from the line of a number on."""
+    """The rows in whole lines; ``first`` is the number of the first line."""
     for number, line in enumerate(data.split(b"\n"), start=first):
         if line and not line.isspace():
             yield parse(line, f"{name}:{number}")
 
 
 def _filled(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes | None]]:
-    """Number of the first line, and whole lines; None in place of a line that is too long.
+    """Blocks of whole lines, each with the number of its first line; None in place of a line that is too long.
 
     Raises:
         DataError: all lines are blank, or they do not end with a line feed.
@@ -155,13 +155,13 @@ def _filled(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes | No
     for first, data in _blocks(stream):
         if not found and data is not None and b"\n" not in data and b"\r" in data.strip():
             raise DataError(
-                f"{name}: its lines end with a carriage return alone; a line feed at their end is accepted; "
+                f"{name}: its lines end with a carriage return only; a line feed at their end is accepted; "
                 "convert it: `tr '\\r' '\\n' < FILE > NEW`"
             )
         found = found or data is None or not data.isspace()
         yield first, data
     if not found:
-        raise no_rows(name, ": blank lines alone")
+        raise no_rows(name, ": only blank lines")
 
 
 def _blocks(stream: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
@@ -185,7 +185,7 @@ def _blocks(stream: BufferedReader) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _after_line(stream: BufferedReader) -> bytes:
-    """Reads beyond the end of a line. Returns some of what follows it; nothing at the end of the file."""
+    """Skips the rest of a line. Returns some of the bytes after it; empty at the end of the file."""
     while block := stream.read(BLOCK_BYTES):
         if b"\n" in block:
             return block.partition(b"\n")[2] or stream.read(BLOCK_BYTES)
@@ -193,7 +193,7 @@ def _after_line(stream: BufferedReader) -> bytes:
 
 
 def read_text(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk]:
-    """Rows ``{"text": ...}``: paragraphs where there are blank lines, else lines, unless it is stated."""
+    """Rows ``{"text": ...}``: by default paragraphs where there are blank lines, else lines."""
     split: SplitBy = split_by or detected_split(path)
     with opened(path, name) as stream:
         if split == "line":
@@ -205,7 +205,7 @@ def read_text(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk
 
 
 def read_markdown(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk]:
-    """One row ``{"text": ...}``: the file, unless another split is stated."""
+    """One row ``{"text": ...}``: the whole file, unless ``split_by`` is set."""
     return read_text(path, name, split_by or "document")
 
 
@@ -213,22 +213,22 @@ def _document(stream: BufferedReader, name: str) -> Chunk:
     raw = stream.read(MAX_ROW_BYTES + 1)
     if len(raw) > MAX_ROW_BYTES:
         raise DataError(
-            f"{name}: a document of more than {MOST}; the file is read as one row; split it, or state "
+            f"{name}: a document of more than {MOST}; the file is read as one row; split it, or set "
             "split_by=paragraph or split_by=line"
         )
     if raw.isspace():
-        raise no_rows(name, ": blank lines alone")
+        raise no_rows(name, ": only blank lines")
     return parsed(_text_row(raw.replace(b"\r\n", b"\n"), name), split_by="document")
 
 
 def _paragraph_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
-    """Blocks of lines, each cut at its last blank line."""
+    """Blocks of lines, each ending at a blank line."""
     pending, first = b"", 1
     for number, data in _filled(stream, name):
         if data is None or len(pending) > MAX_ROW_BYTES:
             raise DataError(
                 f"{name}:{first}: a paragraph of more than {MOST}; blank lines between paragraphs are accepted; put "
-                "some, or state split_by=line"
+                "some, or set split_by=line"
             )
         first = first if pending else number
         pending += data
@@ -241,7 +241,7 @@ def _paragraph_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
 
 
 def _paragraphs(name: str, first: int, data: bytes) -> Rows:
-    """Of whole paragraphs, from the line of a number on."""
+    """The rows in whole paragraphs; ``first`` is the number of the first line."""
     lines, begin = list[bytes](), 0
     for number, line in enumerate([*data.split(b"\n"), b""], start=first):
         if line and not line.isspace():

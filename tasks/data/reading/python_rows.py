@@ -1,4 +1,4 @@
-"""Rows from a Python function of the user's own: it takes no argument and yields mappings."""
+"""Rows from a user's Python function, which takes no argument and yields mappings."""
 
 import importlib
 import importlib.util
@@ -43,7 +43,7 @@ def read_function(source: Source) -> Iterator[Chunk]:
 
 
 def _rows(name: str, first: int, items: Sequence[bytes | Broken]) -> Rows:
-    """Of JSON: whatever the function yielded, another process can take them."""
+    """Parses rows that were encoded as JSON, so that any yielded value can be sent to another process."""
     for index, item in enumerate(items, start=first):
         yield item if isinstance(item, Broken) else Row(fields=orjson.loads(item), where=f"{name}[{index}]")
 
@@ -56,13 +56,13 @@ def _item(fields: object, where: str) -> bytes | Broken:
         raw = orjson.dumps(dict(fields), option=orjson.OPT_SERIALIZE_NUMPY)
         if b"null" in raw:  # as orjson writes NaN too
             json.dumps(dict(fields), allow_nan=False, default=_plain)
-    except Exception as error:  # of a value or a key that JSON has not, or of the user's own mapping
+    except Exception as error:  # a value or a key that JSON cannot represent, or an error in the user's own mapping
         return Broken(where=where, found=f"not JSON: {error}", reason="not JSON", raw=reprlib.repr(fields))
     return raw
 
 
 def _plain(value: object) -> object:
-    """What JSON has no type for, as its numbers or its text."""
+    """A value that JSON has no type for, as numbers or text."""
     import numpy as np
 
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
@@ -78,15 +78,15 @@ def _yielded(function: PythonFunction, path: str) -> Iterator[object]:
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise DataError(
-            f"{path}: {place_of_error(error, function)}{type(error).__name__}: {error}; mend the function"
+            f"{path}: {place_of_error(error, function)}{type(error).__name__}: {error}; correct the function"
         ) from error
 
 
 def load_function(function: PythonFunction, path: str, accepted: str) -> Callable[..., object]:
-    """Imports a function of the user's.
+    """Imports a user's function.
 
     Raises:
-        DataError: it is nothing that can be called.
+        DataError: it cannot be called.
     """
     if function.file:
         spec = importlib.util.spec_from_file_location(function.file.stem, function.file)

@@ -1,6 +1,6 @@
-"""Reads what a source names: rows with the place that each came from.
+"""Reads the rows of a source, each with its place.
 
-A source is a file, a glob, a directory, a data set saved in one, files behind a URL, a Python function, a data set of
+A source is a file, a glob, a directory, a data set saved in one, files at a URL, a Python function, a data set of
 the hub, or the quickstart's rows.
 """
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _MAX_SHOWN = 5  # files in a message
 _BESIDE = ("dataset_infos.json", "dataset_info.json")  # as `datasets` writes them beside its data
 
-# As the hub names directories, files and parts of files, but for words within longer names.
+# Names of splits as the hub recognizes them in directories, files and parts of files, except within longer names.
 _WORDS = {
     "train": "train|training",
     "validation": "validation|valid|val|dev",
@@ -51,11 +51,11 @@ _TEXTS: Mapping[str, Callable[[Path, str, SplitBy | None], Iterator[Chunk]]] = {
 
 
 def read_chunks(source: Source) -> Iterator[Chunk]:
-    """The rows of a source's split, in order and in pieces. Who counts them cuts a slice from them.
+    """The rows of a source's split, in order and in chunks. The caller counts them, and takes a slice.
 
     Raises:
-        ConfigError: it has no such split, or is not of those that are streamed.
-        DataError: nothing can be read from it at all. One line that is no row is a ``Broken`` in its chunk.
+        ConfigError: it has no such split, or cannot be streamed.
+        DataError: nothing can be read from it. A single line that is not a row is a ``Broken`` in its chunk.
     """
     split, part = parse_split(source.split)
     paths = local_paths(source.path)
@@ -91,10 +91,10 @@ def _read_file(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chun
 
     Args:
         name: of the file, as the user knows it.
-        split_by: what of a plain text is a row; None: it is detected.
+        split_by: the unit of plain text that is a row; None: it is detected.
 
     Raises:
-        DataError: nothing reads such files, or there is no row in it.
+        DataError: files with this suffix are not read, or there is no row in it.
     """
     suffix = data_suffix(path)
     if suffix in _TEXTS:
@@ -108,11 +108,11 @@ def _read_file(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chun
 
 
 def _read_directory(directory: Path, split: str, split_by: SplitBy | None) -> Iterator[Chunk]:
-    """The rows of a directory, or of a data set saved in it; never of a part of it without a word.
+    """The rows of a directory, or of a data set saved in it. Files of other splits are logged.
 
     Raises:
         ConfigError: it has no such split.
-        DataError: it holds no data, or some that nothing reads.
+        DataError: it holds no data, or a file that cannot be read.
     """
     if is_saved(directory):
         yield from read_saved(directory, split)
@@ -122,7 +122,7 @@ def _read_directory(directory: Path, split: str, split_by: SplitBy | None) -> It
 
 
 def _files_below(directory: Path) -> list[PurePosixPath]:
-    """Those that ``lineage.digest`` takes the content of a source from, which follows no directory that is a link."""
+    """The files that ``lineage.digest`` reads for a source: links to directories are not followed."""
     names = []
     for path in sorted(directory.rglob("*")):
         name = PurePosixPath(path.relative_to(directory).as_posix())
@@ -137,15 +137,15 @@ def _files_below(directory: Path) -> list[PurePosixPath]:
 
 
 def _chosen_files(names: Sequence[PurePosixPath], split: str, place: str) -> list[PurePosixPath]:
-    """The files of a split, of all that lie below a place; files of another split are logged.
+    """The files of a split among all files below a place; files of other splits are logged.
 
     Raises:
         ConfigError: there is no such split.
-        DataError: there is no data, or some that nothing reads.
+        DataError: there is no data, or a file that cannot be read.
     """
     data = [name for name in names if not _is_beside_data(name)]
     if not data:
-        beside = f" ({names[0]} and the like are no data)" if names else ""
+        beside = f" ({names[0]} and the like are not data)" if names else ""
         raise DataError(f"{place}: no data in this directory{beside}; put files of rows there, or give another")
     unread = [name for name in data if data_suffix(name) not in (*_READERS, *_TEXTS)]
     if unread:
@@ -162,16 +162,18 @@ def _chosen_files(names: Sequence[PurePosixPath], split: str, place: str) -> lis
     if others:
         more = f" and {len(others) - _MAX_SHOWN} more" if len(others) > _MAX_SHOWN else ""
         shown = ", ".join(others[:_MAX_SHOWN])
-        logger.warning("%s: split=%s is read; not read, being of other splits by name: %s%s", place, split, shown, more)
+        logger.warning(
+            "%s: split=%s is read; not read, because their names are of other splits: %s%s", place, split, shown, more
+        )
     return splits[split]
 
 
 def _require_no_splits(source: Source, split: str) -> None:
-    """Refuses a split of what is one file, or no file at all."""
+    """Refuses a split of a single file, or of a source without files."""
     if split != "train":
         raise ConfigError(
-            f"{source.path}: split={source.split!r} of what has no splits; a slice of all rows is accepted, such as "
-            "split=train[:1000]; leave split out, or give the file of that split"
+            f"{source.path}: split={source.split!r} of a source without splits; a slice of all rows is accepted, "
+            "such as split=train[:1000]; leave split out, or give the file of that split"
         )
 
 
@@ -180,7 +182,7 @@ def _is_hidden(name: PurePosixPath) -> bool:
 
 
 def _is_beside_data(name: PurePosixPath) -> bool:
-    """Whether a file in a directory of data is no data: hidden, a note on the data, or a mark such as ``_SUCCESS``."""
+    """Whether a file in a data directory is not data: hidden, a README, or a marker such as ``_SUCCESS``."""
     if _is_hidden(name) or name.name in _BESIDE:
         return True
     if data_suffix(name) not in (*_READERS, *_TEXTS):
@@ -197,17 +199,17 @@ def _split_of(name: PurePosixPath) -> str:
 
 
 def _read_remote(source: Source, split: str) -> Iterator[Chunk]:
-    """The rows of a file, of all that a glob names, or of a split of a directory, in order of name.
+    """The rows of a remote file, of all files that a glob matches, or of a directory's split, in order of name.
 
     Raises:
-        ConfigError: nothing is there or answers, or there is no such split.
-        DataError: its files are not those that it was pinned to, or one cannot be read.
+        ConfigError: there is no file, no answer, or no such split.
+        DataError: its files have changed since it was pinned, or one cannot be read.
     """
     versions = remote_versions("rows", source.path, source.credentials)
     if source.revision and revision_of(versions) != source.revision:
         raise DataError(
             f"{source.path}: its files have changed since the plan was made; the bytes that were planned are accepted; "
-            "let them rest, and run again"
+            "do not change them during the run, and run again"
         )
     for url in _chosen(source, list(versions), split):
         with TemporaryDirectory() as scratch:
@@ -217,7 +219,7 @@ def _read_remote(source: Source, split: str) -> Iterator[Chunk]:
 
 
 def _chosen(source: Source, urls: list[str], split: str) -> list[str]:
-    """As of this machine: a directory has splits and notes, what a file or a glob names is read."""
+    """The URLs of a split: a directory is searched as a local one is; a file or the matches of a glob are all read."""
     depth = len(place_of(source.path).parts)
     below = {PurePosixPath(*place_of(url).parts[depth:]): url for url in urls}
     if has_magic(source.path) or PurePosixPath() in below:
@@ -230,7 +232,7 @@ def _copy(url: str, source: Source, target: Path) -> None:
     try:
         with open_remote(url, source.credentials) as remote, target.open("wb") as file:
             shutil.copyfileobj(remote, file)
-    except Exception as error:  # of a file system's own library: no common base
+    except Exception as error:  # file-system libraries have no common base for their errors
         raise DataError(
             f"{url}: cannot be copied here ({without_secrets(error, source.credentials)}); a file that stays as it is "
             "and that the credentials may read is accepted; look for it there, and run again"

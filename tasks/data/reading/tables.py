@@ -1,4 +1,4 @@
-"""Tables: batches of rows of Parquet, Arrow, or `datasets`, handed on as columns and taken apart where rows are."""
+"""Tables: batches of rows of Parquet, Arrow, or `datasets`, passed on as columns and converted to rows later."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -21,14 +21,14 @@ _SHUFFLE_BUFFER = 10_000  # rows
 
 
 def _table_rows(name: str, first: int, stream: bytes) -> Rows:
-    """Of columns in Arrow's stream format, from the row of an index on."""
+    """The rows of columns in Arrow's stream format; ``first`` is the index of the first."""
     import pyarrow as pa
 
     table = pa.ipc.open_stream(stream).read_all()
     nested = [field.name for field in table.schema if pa.types.is_nested(field.type)]
     try:
         rows: Iterable[dict[str, object] | None] = table.to_pylist()
-    except (ValueError, OverflowError):  # Python has no such value: half a character, a day in no year
+    except (ValueError, OverflowError):  # not representable in Python: half a character, a year beyond 9999
         rows = [None] * table.num_rows
     for index, row in enumerate(rows):
         entry = _alone(table, index, f"{name}[{first + index}]") if row is None else row
@@ -44,7 +44,7 @@ def _alone(table: "pa.Table", index: int, where: str) -> dict[str, object] | Bro
         try:
             table[column][index].as_py()
         except (ValueError, OverflowError) as error:
-            found = f"column {column!r} holds what Python has no value for ({error})"
+            found = f"column {column!r} holds a value that Python cannot represent ({error})"
             accepted = "text in UTF-8 and times of our calendar"
             return Broken(where=where, reason="not readable", raw="", found=found, accepted=accepted)
     row: dict[str, object] = table.slice(index, 1).to_pylist()[0]
@@ -52,19 +52,19 @@ def _alone(table: "pa.Table", index: int, where: str) -> dict[str, object] | Bro
 
 
 def read_parquet(path: Path, name: str) -> Iterator[Chunk]:
-    """The rows of a Parquet file, some of a row group at a time."""
+    """The rows of a Parquet file, in parts of a row group."""
     import pyarrow.parquet as pq
 
-    # Without pre_buffer=False a whole row group lies in memory, which may be the whole file.
+    # Without pre_buffer=False a whole row group is in memory, which may be the whole file.
     options = {"pre_buffer": False, "buffer_size": BLOCK_BYTES, "page_checksum_verification": True}
     with _readable(path, name, "Parquet") as (file, _), pq.ParquetFile(file, **options) as rows:
         size = sum(rows.metadata.row_group(index).total_byte_size for index in range(rows.num_row_groups))
-        fitting = max(1, rows.metadata.num_rows * BLOCK_BYTES // max(size, 1))  # rows of a book each are few
+        fitting = max(1, rows.metadata.num_rows * BLOCK_BYTES // max(size, 1))  # fewer where rows are long
         yield from table_chunks(rows.iter_batches(batch_size=min(fitting, BATCH_ROWS)), name)
 
 
 def read_arrow(path: Path, name: str) -> Iterator[Chunk]:
-    """The rows of an Arrow file (Feather), or of a stream in a file, as `datasets` writes it."""
+    """The rows of an Arrow file (Feather), or of a file in Arrow's stream format, as `datasets` writes it."""
     import pyarrow as pa
 
     with _readable(path, name, "Arrow") as (file, kind), pa.OSFile(str(file)) as stream:
@@ -77,7 +77,7 @@ def read_arrow(path: Path, name: str) -> Iterator[Chunk]:
 
 
 def table_chunks(batches: "Iterable[pa.RecordBatch | pa.Table]", name: str) -> Iterator[Chunk]:
-    """Batches cut into chunks of about a megabyte. A pickled slice would bring the whole batch along, a stream not.
+    """Batches cut into chunks of about a megabyte, as streams: a pickled slice would contain the whole batch.
 
     Raises:
         DataError: there is no row, or two columns have one name.
@@ -96,25 +96,28 @@ def table_chunks(batches: "Iterable[pa.RecordBatch | pa.Table]", name: str) -> I
             yield Chunk(rows=partial(_table_rows, name, first + start, sink.getvalue().to_pybytes()))
         first += batch.num_rows
     if not first:
-        raise no_rows(name, ": columns without a row")
+        raise no_rows(name, ": columns without rows")
 
 
 def _validated(batch: "pa.RecordBatch") -> "pa.RecordBatch":
-    """A batch whose offsets and the like lie within it: with others a damaged file would end the process.
+    """The batch, after a check of its offsets: with wrong ones a damaged file would crash the process.
 
     Raises:
-        pa.ArrowInvalid: they do not.
+        pa.ArrowInvalid: some do not.
     """
     import pyarrow as pa
 
-    bare = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}  # what is no UTF-8 breaks its row alone
+    bare = {
+        pa.string(): pa.binary(),
+        pa.large_string(): pa.large_binary(),
+    }  # so that bytes other than UTF-8 break only their row
     for column in batch.columns:
         column.view(bare.get(column.type, column.type)).validate(full=True)
     return batch
 
 
 def _without_nulls(value: object) -> object:
-    """A nested value as it was before a table gave all its structs the fields of each."""
+    """A nested value without the null fields that a table adds to give all structs the same fields."""
     if isinstance(value, dict):
         return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
@@ -122,7 +125,11 @@ def _without_nulls(value: object) -> object:
 
 @contextmanager
 def _readable(path: Path, name: str, kind: str) -> Iterator[tuple[Path, str]]:
-    """The file unpacked, and what it is by its first bytes; what its library cannot read is refused."""
+    """The unpacked file, and its format by its first bytes.
+
+    Raises:
+        DataError: the library of the format cannot read it.
+    """
     import pyarrow as pa
 
     with on_disk(path, name) as file:
@@ -149,7 +156,7 @@ def is_saved(directory: Path) -> bool:
 
 
 def read_saved(directory: Path, split: str) -> Iterator[Chunk]:
-    """The rows of a data set that was saved, or of a split of it."""
+    """The rows of a saved data set, or of a split of it."""
     import datasets
 
     with _named_errors(str(directory), split):
@@ -162,8 +169,7 @@ def read_saved(directory: Path, split: str) -> Iterator[Chunk]:
 
 
 def read_loaded(source: Source, split: str, part: Slice | None) -> Iterator[Chunk]:
-    """The rows of a split of a data set of the hub, or of a directory like one; when streaming, no more than are asked
-    for."""
+    """The rows of a split of a data set of the hub, or of a directory like one; streaming reads only what is needed."""
     import datasets
 
     bounded = _bounded(source, part) if source.streaming else None
@@ -178,9 +184,9 @@ def read_loaded(source: Source, split: str, part: Slice | None) -> Iterator[Chun
 
 
 def _bounded(source: Source, part: Slice | None) -> "Callable[[IterableDataset], IterableDataset]":
-    """What keeps a stream from being read to its end.
+    """A function that limits how much of a stream is read.
 
-    A slice is of the rows as they stand: all up to its end are read. A sample is drawn as the stream goes by.
+    For a slice, all rows up to its end are read. A sample is drawn from a shuffling buffer.
     """
     count = part.last if part else source.sample_count
     if count is None:
@@ -196,7 +202,7 @@ def _bounded(source: Source, part: Slice | None) -> "Callable[[IterableDataset],
 
 @contextmanager
 def _named_errors(path: str, split: str) -> Iterator[None]:
-    """Errors of `datasets`, of the file systems below it and of the network, which have no common base."""
+    """Names the source in errors of `datasets`, its file systems and the network, which have no common base."""
     try:
         yield
     except PipelineError:

@@ -1,4 +1,4 @@
-"""Token caches: the key that names them, and writing, loading and reading them."""
+"""Token caches: their key, and how they are written and read."""
 
 import hashlib
 import json
@@ -35,8 +35,7 @@ _VOCABULARIES = ("*.model", "*.tiktoken", "*vocab*", "*merges*", "tekken.json") 
 
 
 def tokens_key(tokenization: Tokenization, rows_digest: str, tokenizer_dir: Path) -> str:
-    """Digest of all that decides the tokens; the same before and after a stage has written its chat template into a
-    model."""
+    """Digest of everything that determines the tokens; a stage that writes its chat template into a model keeps it."""
     path = tokenizer_dir / CHAT_TEMPLATE_FILE
     if not ROW_KINDS[tokenization.kind].chat:
         template = ""
@@ -57,7 +56,7 @@ def tokens_key(tokenization: Tokenization, rows_digest: str, tokenizer_dir: Path
 
 
 def _tokenizer_digest(directory: Path) -> str:
-    """Of the files that make a tokenizer: a stage's output has the same, beside weights and settings of its own."""
+    """Digest of a tokenizer's files, which a stage's output copies from its input."""
     others = (path.name for pattern in _VOCABULARIES for path in directory.glob(pattern))
     digests = {}
     for name in sorted({*TOKENIZER_FILES, *others} - {CHAT_TEMPLATE_FILE}):
@@ -70,7 +69,7 @@ def _tokenizer_digest(directory: Path) -> str:
 
 
 def _model_type(directory: Path) -> str | None:
-    """What the class of a tokenizer is chosen by, where its own files leave that open."""
+    """The model type, by which transformers chooses the tokenizer's class where its own files do not name it."""
     path = directory / "config.json"
     return json.loads(path.read_text()).get("model_type") if path.exists() else None
 
@@ -79,10 +78,10 @@ FILLS_NO_CHUNK = "fills_no_chunk"  # the reason why a document is dropped
 
 
 def chunked(parts: Iterable[TokenPart], max_length: int) -> Iterator[TokenPart]:
-    """Chunks of all tokens, except a rest at the end that fills no chunk.
+    """Chunks of all tokens, except the rest at the end, which does not fill a chunk.
 
-    The document in which the rest starts counts as cut, documents wholly inside it as dropped. The outcome of a
-    document comes with the part that decides it.
+    The document in which the rest starts counts as cut, documents entirely inside it as dropped. The outcome of a
+    document is returned with the part that determines it.
     """
     import pyarrow as pa
 
@@ -126,10 +125,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizedRows:
-    """The tokens of prepared rows, on disk, and what became of every row.
+    """The tokens of prepared rows, on disk, and the outcome of every row.
 
     Args:
-        examples: what a trainer is given, in the order of the rows that came in: rows, chunks or packs.
+        examples: the examples for a trainer, in the order of the prepared rows: rows, chunks or packs.
     """
 
     kind: RowKind
@@ -142,19 +141,19 @@ class TokenizedRows:
 
     @property
     def columns(self) -> dict[str, list[list[int]]]:
-        """All tokens, in memory."""
+        """All tokens, loaded into memory."""
         found: dict[str, list[list[int]]] = self.examples[:]
         return found
 
     def dataset(self, order: Sequence[int]) -> "Dataset":
-        """The rows in the order of training, as a trainer is given those of their kind."""
+        """The examples in the order of training, in the form that the trainer for their kind reads."""
         return self.kind.examples(self.examples.select(order))
 
     def __len__(self) -> int:
         return self.stats.num_examples
 
     def require_like(self, previous_percent: float | None, stage: str = "STAGE") -> None:
-        """That the share of trained tokens is like that of the last run: where it halves, a mask or a template broke.
+        """Requires a share of trained tokens like that of the last run: where it halves, a mask or template broke.
 
         Prompts have no such share: their answers are generated.
 
@@ -169,8 +168,8 @@ class TokenizedRows:
         if previous_percent is not None and percent < previous_percent / 2:
             raise DataError(
                 f"{percent:.3g} % of the tokens get loss, and the last run trained {previous_percent:.3g} %; at least "
-                "half of the last run's share is accepted; look at the samples in the log, and mend the rows, the chat "
-                f"template or max_length; or accept it: accept_label_drop=[{stage}]"
+                "half of the last run's share is accepted; look at the samples in the log, and correct the rows, the "
+                f"chat template or max_length; or accept it: accept_label_drop=[{stage}]"
             )
 
 
@@ -217,7 +216,7 @@ def _nothing_to_train(stats: TokenStats, name: str, max_length: int) -> DataErro
 
 TOKENS, OUTCOMES = "tokens.arrow", "rows.arrow"  # streams of Arrow, as `datasets.Dataset.from_file` reads them
 _ROWS_PER_PART = 256
-_PARTS_INLINE = 16  # fewer are done before a process has started
+_PARTS_INLINE = 16  # fewer are finished before a process would have started
 _OUTCOME = {
     "row_id": "string", "length": "int32", "tokens": "int32", "trained": "int32", "cut": "bool_",
     "prompt_cut": "bool_", "dropped": "string", "label": "bool_",
@@ -306,15 +305,15 @@ def load_or_make(
     *,
     side: str = TRAIN,
 ) -> TokenizedRows:
-    """The tokens of one side of prepared rows, from the cache where they are there.
+    """The tokens of one split of prepared rows, from the cache if it has them.
 
     Args:
-        tokenizer_dir: a model's directory, or one with its tokenizer alone.
+        tokenizer_dir: a model's directory, or one with only its tokenizer.
         cache_dir: may be shared by processes and machines; None: the tokens are in an unnamed file until they are no
             longer used.
         workers: processes, for many rows.
     Raises:
-        DataError: a row cannot be rendered, or is too long and shall be refused.
+        DataError: a row cannot be rendered, or is too long with ``too_long=refuse``.
         ConfigError: the chat template cannot be used.
     """
     file = rows.path / side
@@ -331,7 +330,7 @@ def load_or_make(
 
 
 def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: int, directory: Path) -> None:
-    """Fills a directory with tokens, the outcomes of rows, and last the stats."""
+    """Writes the tokens, the outcomes of rows and, last, the stats into a directory."""
     from datasets import Dataset
 
     tokenizer = tokenizer_of(tokenizer_dir)

@@ -1,4 +1,4 @@
-"""Texts as tokens, and how many of them lie before a place in the text."""
+"""Encodes texts as tokens, and counts the tokens before a position in the text."""
 
 import json
 from bisect import bisect_right
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_TEXTS_PER_CALL = 16  # more do not fit a core's cache: a call with a thousand texts takes twice as long for each
+_TEXTS_PER_CALL = 16  # more do not fit a core's cache: a call with a thousand texts takes twice as long per text
 
 
 class Encoded(Protocol):
@@ -21,17 +21,17 @@ class Encoded(Protocol):
     def ids(self) -> list[int]: ...
 
     def tokens_before(self, place: int) -> int:
-        """How many tokens end at or before the ``place``-th character: one that spans it belongs to what follows."""
+        """How many tokens end at or before the ``place``-th character; one across it belongs to the text after it."""
 
 
 class Encoder(Protocol):
-    """A tokenizer, without special tokens of its own around a text. Can be pickled."""
+    """A tokenizer that adds no special tokens around a text. Can be pickled."""
 
     def encode(self, texts: Sequence[str]) -> Iterator[Encoded]: ...
 
 
 def encoder_of(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
-    """The fastest encoding of a tokenizer that has offsets."""
+    """The fastest encoder for a tokenizer that also gives positions."""
     if not tokenizer.is_fast:
         return PrefixEncoder(tokenizer=tokenizer)
     from tokenizers import Tokenizer
@@ -50,8 +50,8 @@ class FastEncoder:
     """A tokenizer of the ``tokenizers`` library.
 
     Args:
-        num_bytes: token -> how many bytes of UTF-8 it stands for; None: it does not stand for certain bytes.
-        quick: gives the same tokens in much less time; None: that is not proven of this tokenizer.
+        num_bytes: token -> number of UTF-8 bytes that it stands for; None: tokens do not stand for fixed bytes.
+        quick: gives the same tokens much faster; None: this is not tested for this tokenizer.
     """
 
     backend: "Tokenizer"
@@ -72,7 +72,7 @@ class FastEncoder:
                 yield from (self._by_bytes(text, each.ids) for text, each in zip(part, fast, strict=True))
 
     def _by_bytes(self, text: str, ids: list[int]) -> Encoded:
-        """The ends of tokens from their lengths, which takes a tenth of the time that offsets take."""
+        """Finds the ends of tokens from their lengths, in a tenth of the time of offsets."""
         assert self.num_bytes is not None
         normalizer = self.backend.normalizer
         if normalizer is None or normalizer.normalize_str(text) == text:
@@ -106,7 +106,7 @@ class Placed:
 
 
 def _bytes_per_token(backend: "Tokenizer") -> list[int] | None:
-    """Of a byte-level BPE whose tokens, one after the other, are the bytes of the text and nothing else."""
+    """The length of each token of a byte-level BPE whose tokens concatenate to exactly the bytes of the text."""
     from tokenizers import decoders, models, pre_tokenizers
 
     added = backend.get_added_tokens_decoder()
@@ -129,7 +129,7 @@ def _bytes_per_token(backend: "Tokenizer") -> list[int] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixEncoder:
-    """A tokenizer written in Python, which does not tell where tokens stand: prefixes of the text are tokenized too."""
+    """A tokenizer written in Python, which gives no positions: prefixes of the text are tokenized too."""
 
     tokenizer: "PreTrainedTokenizerBase"
 
@@ -154,19 +154,19 @@ class Unplaced:
 
 
 def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many first tokens, or characters, two sequences share."""
+    """The length of the common prefix of two sequences of tokens or characters."""
     for place, (left, right) in enumerate(zip(first, second, strict=False)):
         if left != right:
             return place
     return min(len(first), len(second))
 
 
-# A byte-level BPE in much less time, where it is proven to give the very same tokens: ``fastokens`` reads the same
+# A much faster byte-level BPE, where tests show that it gives exactly the same tokens: ``fastokens`` reads the same
 # tokenizer and splits text by code of its own for each pattern. It is used at one version, and for the patterns below
 # alone, on which tests hold it equal to ``tokenizers``.
 
 GPT_2 = "GPT-2"  # the pattern that is built into ByteLevel
-DIGITS = "digits"  # each alone
+DIGITS = "digits"  # each digit is a token
 _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN = _CONTRACTED + r"\p{N}" + _OTHERS
@@ -175,7 +175,7 @@ PROVEN = ((GPT_2,), (DIGITS, GPT_2), (QWEN,), (LLAMA_3,))
 
 
 class QuickEncoder:
-    """Tokens of one text after the other, without special tokens around it. Can be pickled."""
+    """Encodes one text at a time, without special tokens around it. Can be pickled."""
 
     def __init__(self, definition: str) -> None:
         from fastokens import Tokenizer
@@ -192,7 +192,7 @@ class QuickEncoder:
 
 
 def quick_encoder(backend: "Tokenizer") -> QuickEncoder | None:
-    """None where nothing proves that the tokens would be the same."""
+    """A quick encoder with the same tokens; None: no test shows that they would be the same."""
     definition = backend.to_str()
     stated = json.loads(definition)
     model, normalizer = stated["model"], stated["normalizer"] or {"type": "NFC"}
@@ -203,7 +203,7 @@ def quick_encoder(backend: "Tokenizer") -> QuickEncoder | None:
 
 
 def _patterns(pre_tokenizer: dict[str, object] | None) -> tuple[str, ...] | None:
-    """What a text is split by before BPE, one after the other; None where a part of it is not known here."""
+    """The patterns that split a text before BPE, in order; None: one of them is unknown here."""
     parts = [pre_tokenizer]
     if pre_tokenizer and pre_tokenizer["type"] == "Sequence":
         listed = pre_tokenizer["pretokenizers"]

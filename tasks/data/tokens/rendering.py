@@ -316,7 +316,7 @@ class Renderer:
             raise ConfigError(
                 f"the model's chat template does not render answers after the prompt that it generates them from: on "
                 f"row {row_id} the prompt ends in {prompt[-60:]!r}, and the answer follows {slot[-90:]!r}; a template "
-                "that begins the assistant's turn with its generation prompt is accepted; mend the template, or set "
+                "that begins the assistant's turn with its generation prompt is accepted; correct the template, or set "
                 "chat_template=chatml on the sft stage"
             )
         return thinking.answer_after(prompt, text[len(shared) :], thought)

@@ -75,10 +75,10 @@ def answer_after(prompt: str, answer: str, thought: str) -> str:
 logger = logging.getLogger(__name__)
 
 Tools = Sequence[Mapping[str, object]]
-DATE = "26 Jul 2024"  # what the templates of Llama 3 write where they cannot ask for the day
+DATE = "26 Jul 2024"  # the date that templates of Llama 3 write without strftime_now
 _DAY = datetime(2024, 7, 26)
-_WORD = "zq0qz"  # such as no template writes by itself
-_REFUSED: dict[tuple[str, str], str] = {}  # templates that went beyond their limits, and what was said
+_WORD = "zq0qz"  # not written by any template
+_REFUSED: dict[tuple[str, str], str] = {}  # templates that exceeded their limits -> the message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,10 +99,10 @@ class Template:
 
     @staticmethod
     def of(tokenizer: "PreTrainedTokenizerBase") -> "Template":
-        """That of a tokenizer which has one.
+        """The template of a tokenizer that has one.
 
         Raises:
-            ConfigError: it has several, and none of them is for all conversations.
+            ConfigError: it has several, and none is the default.
         """
         try:
             plain, with_tools = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}])
@@ -121,7 +121,7 @@ class Template:
         return blocks if blocks.writes() and not template.writes() else template
 
     def writes(self) -> bool:
-        """Whether it writes what a user says."""
+        """Whether it writes the content of a user's message."""
         try:
             return _WORD in self.render([[{"role": "user", "content": _WORD}]], None, "")[0]
         except PipelineError:
@@ -139,7 +139,7 @@ class Template:
         """Conversations as texts.
 
         Args:
-            row_id: of the row that they are of, for messages.
+            row_id: of their row, for messages.
             prompt: up to where the assistant begins to speak.
             thinks: the assistant will think; some templates take it as an argument.
         Raises:
@@ -148,7 +148,7 @@ class Template:
         """
         from jinja2 import TemplateError
 
-        if (self.plain, self.with_tools) in _REFUSED:  # it is not tried twice
+        if (self.plain, self.with_tools) in _REFUSED:  # not tried again
             raise ConfigError(_REFUSED[self.plain, self.with_tools])
         if self.in_blocks:
             conversations = [[_in_blocks(message) for message in messages] for messages in conversations]
@@ -164,27 +164,27 @@ class Template:
             limit = seconds if isinstance(error, OverTimeError) else memory
             refusal = (
                 f"the chat template of {self.name or 'the model'} takes more than {limit} for one conversation"
-                f"{f' (row {row_id})' if row_id else ''}, and was stopped; one that takes less is accepted; mend the "
-                "template, or set chat_template=chatml on the sft stage"
+                f"{f' (row {row_id})' if row_id else ''}, and was stopped; one that takes less is accepted; correct "
+                "the template, or set chat_template=chatml on the sft stage"
             )
             _REFUSED[self.plain, self.with_tools] = refusal
             raise ConfigError(refusal) from error
         except Exception as error:  # a template is a program: it can raise whatever Python can
             if type(error) is TemplateError:  # its `raise_exception`
                 raise DataError(
-                    f"row {row_id}: the model's chat template refuses its messages: {error}; mend the row's roles and "
-                    "their order"
+                    f"row {row_id}: the model's chat template refuses its messages: {error}; correct the row's roles "
+                    "and their order"
                 ) from error
             raise ConfigError(
                 f"the model's chat template fails on row {row_id}: {type(error).__name__}: {error}; one that renders "
-                "every row, or says itself which it refuses, is accepted; mend the template, or set "
+                "every row, or says itself which it refuses, is accepted; correct the template, or set "
                 "chat_template=chatml on the sft stage"
             ) from error
 
     def _texts(
         self, conversations: Sequence[Sequence[Message]], tools: Tools | None, *, prompt: bool, thinks: bool
     ) -> list[str]:
-        # What `apply_chat_template` calls, without its checks of what never changes: those take as long again.
+        # What `apply_chat_template` calls, without its repeated checks, which would double the time.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.plain if tools is None else self.with_tools
@@ -201,7 +201,7 @@ class Template:
 
 
 def _on_one_day(template: str) -> str:
-    """A template that writes the same day for ever, where it writes today's date.
+    """A template that always writes ``DATE`` where it would write today's date.
 
     Raises:
         ConfigError: it is unknown how it writes the date.
@@ -214,7 +214,7 @@ def _on_one_day(template: str) -> str:
         raise ConfigError(
             "the model's chat template writes today's date (strftime_now): the same rows would be other tokens "
             "tomorrow; one that names the form of the date, such as strftime_now('%d %b %Y'), or that takes it from "
-            "date_string is accepted; mend the template, or set chat_template=chatml on the sft stage"
+            "date_string is accepted; correct the template, or set chat_template=chatml on the sft stage"
         )
     return dated
 
@@ -240,7 +240,7 @@ def _with_json_arguments(message: Message) -> Message:
     return {**message, "tool_calls": texts}
 
 
-_PROBE = "\ue002"  # a content that no template writes by itself
+_PROBE = "\ue002"  # content that no template writes by itself
 
 
 def stop_at(generation: "GenerationConfig", tokens: Iterable[int]) -> None:
@@ -308,7 +308,7 @@ class StopTokens:
     def _stop(
         self, template: Template, ends: Sequence[str], messages: Sequence[Message], tools: Tools | None, row_id: str
     ) -> str:
-        """What a turn ends with behind its last word, up to the stop token; empty: no special token is known."""
+        """The end of a turn after its last word, up to the stop token; empty: no special token is known."""
         calls = bool(messages[-1].get("tool_calls"))
         within = calls and len(ends) == 1 and self._ends_each_call(template, ends[0].strip(), messages, tools, row_id)
         if len(ends) == 1 and not within:
@@ -329,7 +329,7 @@ class StopTokens:
     def _ends_each_call(
         self, template: Template, end: str, messages: Sequence[Message], tools: Tools | None, row_id: str
     ) -> bool:
-        """Whether a token ends each call of a turn, and not the turn."""
+        """Whether a token ends each call in a turn, rather than the turn."""
         *before, last = messages
         calls = last["tool_calls"]
         assert isinstance(calls, list)
@@ -337,7 +337,7 @@ class StopTokens:
             once, twice = template.render(
                 [[*before, {**last, "tool_calls": calls[:1] * number}] for number in (1, 2)], tools, row_id
             )
-        except PipelineError:  # it takes one call alone
+        except PipelineError:  # it accepts only one call
             return False
         return twice.count(end) > once.count(end)
 
@@ -351,7 +351,7 @@ def _any(tokens: Sequence[str]) -> str:
 
 
 def _tail(text: str, tokens: Sequence[str]) -> tuple[str, list[str]]:
-    """A text without the tokens that end it; and those, each with the blanks behind it."""
+    """A text without the tokens that end it; and those tokens, each with the blanks after it."""
     ends: list[str] = []
     while True:
         bare = text.rstrip()
@@ -374,7 +374,7 @@ class OverTimeError(Exception):
 
 
 class Limited:
-    """A block that is stopped where it uses more than ``SECONDS`` (OverTimeError) or ``MEMORY_BYTES`` (MemoryError).
+    """A block that is stopped when it uses more than ``SECONDS`` (OverTimeError) or ``MEMORY_BYTES`` (MemoryError).
 
     It costs a few microseconds.
     """
@@ -394,7 +394,7 @@ class Limited:
     def __exit__(self, *raised: object) -> None:
         with _lock:
             if _deadlines.pop(threading.get_ident(), None) is None:
-                _raise_in(threading.get_ident(), None)  # what was not raised yet comes too late
+                _raise_in(threading.get_ident(), None)  # cancels an error that was not raised yet
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         resource.setrlimit(resource.RLIMIT_DATA, _LIMITS)
 
@@ -402,7 +402,7 @@ class Limited:
 def _watch() -> None:
     while True:
         time.sleep(_POLL_SECONDS)
-        with _lock:  # a thread with a deadline is alive
+        with _lock:  # so that a thread with a deadline does not end meanwhile
             for thread, deadline in list(_deadlines.items()):
                 if time.clock_gettime(time.pthread_getcpuclockid(thread)) > deadline:
                     del _deadlines[thread]
@@ -415,7 +415,7 @@ def _raise_in(thread: int, error: type[Exception] | None) -> None:
 
 
 def _begin() -> None:
-    """Of a process, also of one that was forked: threads are not, and a lock may be held."""
+    """Resets the state of a new process; a forked one has no threads, and may have a held lock."""
     global _deadlines, _watches, _lock, _statm
     _deadlines, _watches, _lock, _statm = {}, [], threading.Lock(), os.open(_PROC, os.O_RDONLY)
 

@@ -1,4 +1,4 @@
-"""What decides the tokens of prepared rows, beside the rows and the tokenizer; and packs: short rows in one example."""
+"""Options that determine the tokens of prepared rows; and packs: short rows in one example."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ Packing = Literal["best_fit"]
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenization:
-    """How a method has its rows made into tokens.
+    """How a method's rows are tokenized.
 
     Args:
         kind: of the rows.
         max_length: tokens per row, prompt and answer; per chunk, for text.
-        too_long: what becomes of a longer row: its end is cut off; the beginning of its prompt is; it is left out; or
-            it is an error. None: ``cut_answer``, and of prompts, which have no answer yet, ``cut_prompt``.
+        too_long: what is done with a longer row: cut its end, cut the beginning of its prompt, drop it, or fail.
+            None: ``cut_answer``, or ``cut_prompt`` for prompts, which have no answer yet.
         max_prompt_length: a longer prompt keeps its last tokens; of a conversation, the prompt is what precedes the
             first answer.
         packing: rows share the ``max_length`` of one example; None: each is one.
@@ -49,7 +49,7 @@ class Tokenization:
         if self.kind == Kind.PROMPTS and self.too_long == "cut_answer":
             raise ConfigError(
                 "too_long=cut_answer: prompts have no answer yet; cut_prompt (the default), drop and refuse are "
-                "accepted; state one of them"
+                "accepted; set one of them"
             )
 
 
@@ -59,20 +59,20 @@ PACKABLE = frozenset({
     "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2",
     "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 })  # fmt: skip
-_WINDOW_IN_MASK = {"olmoe", "qwen2_moe"}  # their attention does not get it
+_WINDOW_IN_MASK = {"olmoe", "qwen2_moe"}  # their attention does not receive the window
 _LAYERS = {"full_attention", "sliding_attention"}
-_ROWS_PER_SEARCH = 10_000  # best fits are looked for among so many
+_ROWS_PER_SEARCH = 10_000  # best fits are searched within so many rows
 
 
 def pack(tokens: Path, max_length: int) -> int:
-    """Replaces rows by packs of them: best-fit decreasing, Ding et al. 2024, arXiv:2404.10830. Returns how many.
+    """Replaces rows by packs of rows (best-fit decreasing: Ding et al. 2024, arXiv:2404.10830); returns their number.
 
     Each pack holds whole rows, one after the other; ``seq_lengths`` are their lengths.
     """
     from datasets import Dataset, disable_progress_bars
     from trl import pack_dataset
 
-    disable_progress_bars()  # it fills logs, and says nothing
+    disable_progress_bars()  # they only fill logs
     draft = tokens.with_suffix(".packs")
     packs = pack_dataset(
         Dataset.from_file(str(tokens)), max_length, strategy="bfd",

@@ -1,4 +1,4 @@
-"""Rows to training examples: tokens, labels, the policy for long rows, the outcome of each row, and their sums."""
+"""Converts rows to training examples: tokens, labels, the policy for long rows, and statistics of the outcomes."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -98,12 +98,12 @@ _NO_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class RowTokenizer:
-    """Makes tokens of rows, each for itself. Can be pickled.
+    """Tokenizes rows, each independently. Can be pickled.
 
     Args:
         renderer: None: the tokenizer has no chat template, or texts need none.
         bos: the token that begins every text of the model; None: it has none.
-        adds_bos: the tokenizer puts it before a text by itself.
+        adds_bos: whether the tokenizer itself puts it before a text.
         end_of_document: the token after a text; None: the tokenizer has none.
     """
 
@@ -132,7 +132,7 @@ class RowTokenizer:
         return ROW_KINDS[self.tokenization.kind].tokenize(self, rows)
 
     def texts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
-        """``input_ids``: a text with what begins and ends it, nothing cut."""
+        """``input_ids``: a text with the tokens that begin and end it; nothing is cut."""
         before = [self.bos] if self.adds_bos and self.bos is not None else []
         after = [] if self.end_of_document is None else [self.end_of_document]
         for row, encoded in zip(rows, self.encoder.encode([str(row["text"]) for row in rows]), strict=True):
@@ -140,7 +140,7 @@ class RowTokenizer:
             yield TokenRow(outcome=RowOutcome(row_id=str(row["row_id"]), length=len(ids)), columns={"input_ids": ids})
 
     def conversations(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
-        """``input_ids`` and ``labels``: every assistant turn is trained, and nothing else."""
+        """``input_ids`` and ``labels``: only assistant turns are trained."""
         rendered = [self._render(row, ["messages"]) for row in rows]
         encoded = self.encoder.encode([turns.text for each in rendered for turns in each])
         for row, each in zip(rows, rendered, strict=True):
@@ -163,16 +163,16 @@ class RowTokenizer:
         return outcome, columns
 
     def _tokens_of(self, turns: Turns, span: Span, whole: Encoded, outcome: RowOutcome) -> tuple[int, int]:
-        """Where a turn begins and ends in the tokens; notes the token that ends it.
+        """Where a turn begins and ends in the tokens; records the token that ends it.
 
         Raises:
-            ConfigError: the tokenizer takes that token apart.
+            ConfigError: the tokenizer splits that token.
         """
         assert self.renderer
         start, end = (whole.tokens_before(place) for place in span)
         stops = self.renderer.stops.ids
         if end < len(whole.ids) and whole.ids[end] in stops and (end == start or whole.ids[end - 1] not in stops):
-            end += 1  # it stands for the blanks behind it too, and so ends later
+            end += 1  # the token includes the blanks after it, and so ends later
         if end == start or whole.ids[end - 1] not in stops:
             raise ConfigError(
                 f"row {outcome.row_id}: the assistant's turn ends in {turns.text[span[0] : span[1]][-20:]!r}, and the "
@@ -282,12 +282,12 @@ class RowTokenizer:
         return renderer.turns([*prompt, *messages], tools_of(row), str(row["row_id"]), first=len(prompt))
 
     def _head(self, ids: Sequence[int]) -> int:
-        """How many first tokens stay whatever is cut."""
+        """How many first tokens are never cut."""
         return int(self.bos is not None and ids[0] == self.bos)
 
 
 def joined(outcomes: Sequence[RowOutcome]) -> RowOutcome:
-    """The outcome of a row from those of its examples: dropped if all of them are, cut if one is."""
+    """The outcome of a row from those of its examples: dropped if all are dropped, cut if one is cut."""
     first, *others = outcomes
     if not others:
         return first
@@ -329,7 +329,7 @@ MAX_NAMED = 20  # rows in one message; all of them are in the file of outcomes
 
 @dataclass(kw_only=True)
 class Named:
-    """Rows that something befell: how many, and the first of them."""
+    """The number of affected rows, and the ids of the first of them."""
 
     count: int = 0
     row_ids: list[str] = field(default_factory=list)
@@ -346,7 +346,7 @@ class Named:
 
 @dataclass(kw_only=True)
 class TokenStats:
-    """Of the rows that were made into tokens.
+    """Statistics of the rows that were tokenized.
 
     Args:
         gets_loss: whether tokens are trained before anything is generated: not those of prompts.
@@ -425,11 +425,11 @@ class TokenStats:
 
     @property
     def quantiles(self) -> dict[str, int]:
-        """Lengths in tokens that so many percent of the rows do not exceed, and the longest."""
+        """Quantiles of the lengths in tokens, and the longest."""
         lengths = sorted(self.lengths.items())
         found = {}
         for percent in (50, 95, 99):
-            left = max(1, -(-percent * self.num_rows // 100))  # the row at that place, from the shortest on
+            left = max(1, -(-percent * self.num_rows // 100))  # position of that row, from the shortest
             for length, count in lengths:
                 left -= count
                 if left <= 0:

@@ -58,7 +58,7 @@ def test_a_damaged_line_is_skipped_or_named(tmp_path, damaged):
         return who
 
     assert read_jsonl(file, parse) == ["a", "b"]
-    with pytest.raises(ArtifactError, match=rf"{file}:2: is not an event \(.*\); mend or delete that line"):
+    with pytest.raises(ArtifactError, match=rf"{file}:2: is not an event \(.*\); correct or delete that line"):
         read_jsonl(file, parse, "is not an event")
 
 

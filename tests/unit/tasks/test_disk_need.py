@@ -144,7 +144,7 @@ def test_a_stage_without_room_is_refused_with_what_to_do(model: Path, entry: Ent
     assert str(caught.value) == (
         f"store {entry.path.parents[1]} has 83.2 kB free (less 1.0 kB for the stages before it); sft needs about "
         "83.2 kB: at one time 3 checkpoints of 27.7 kB; set stages.sft.resources.keep_last=1, free 1.0 kB more "
-        "(posttrain gc shows what may go), or state a larger store (store=...)"
+        "(posttrain gc shows what may be deleted), or set a larger store (store=...)"
     )
     assert require(resources, None, entry, before=least) == 0  # nothing is known
 

@@ -53,4 +53,4 @@ def test_a_disk_that_is_full_while_rows_are_looked_at_is_said_as_in_training(tmp
     said = str(answer(job))
     assert said.startswith("stage sft failed: its rows, looked at before any stage trains: the disk of ")
     assert f"{tmp_path / 'cpt'} is full (OSError: [Errno {errno.ENOSPC}] Error writing bytes" in said
-    assert "; free space (posttrain gc shows what may go) and run again" in said
+    assert "; free space (posttrain gc shows what may be deleted) and run again" in said

@@ -108,5 +108,6 @@ def test_a_row_that_the_template_refuses_is_named(tmp_path):
     with pytest.raises(DataError) as refusal:
         token_lengths([file], Words(STRICT))
     assert str(refusal.value) == (
-        "row 0000000000000000: the model's chat template refuses its messages: no; mend the row's roles and their order"
+        "row 0000000000000000: the model's chat template refuses its messages: no; correct the row's roles "
+        "and their order"
     )

@@ -180,7 +180,7 @@ def test_answers_behind_another_text_than_their_prompt_are_refused(tokenizer: Pr
     other = CHATML.replace("'\\n<|im_start|>assistant\\n' }}", "'\\nassistant:' }}")
     assert other != CHATML
     with pytest.raises(
-        ConfigError, match=r"after the prompt that it generates them from: on row c0 .*mend the templat"
+        ConfigError, match=r"after the prompt that it generates them from: on row c0 .*correct the templat"
     ):
         token_rows(tiny.conversation_rows(1), with_template(tokenizer, other))
 
@@ -196,7 +196,7 @@ def test_answers_behind_another_text_than_their_prompt_are_refused(tokenizer: Pr
 def test_a_template_that_fails_is_not_the_rows_fault(
     tokenizer: PreTrainedTokenizerBase, template: str, fault: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"chat template fails on row c0: {fault}: .*mend the template"):
+    with pytest.raises(ConfigError, match=f"chat template fails on row c0: {fault}: .*correct the template"):
         token_rows(tiny.conversation_rows(1), with_template(tokenizer, template))
 
 

@@ -116,9 +116,9 @@ def test_a_cell_in_which_rows_are_swallowed_is_named_with_its_lines(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("rows.csv", "q,a\n", ": a header alone; at least one row is accepted; "),
+        ("rows.csv", "q,a\n", ": only a header; at least one row is accepted; "),
         ("rows.csv", "", " is empty (0 bytes); at least one row is accepted; "),
-        ("rows.csv", "\n\r\n", ": blank lines alone; at least one row is accepted; "),
+        ("rows.csv", "\n\r\n", ": only blank lines; at least one row is accepted; "),
         ("rows.csv", "q,a,q\n1,2,3\n", ": two columns are named 'q'; one of each name is accepted; "),
         ("rows.csv", "q;a\n1;2\n", ": its header, 'q;a', is separated by semicolons; commas are accepted; "),
         ("rows.tsv", "q,a\n1,2\n", ": its header, 'q,a', is separated by commas; tabs are accepted; "),

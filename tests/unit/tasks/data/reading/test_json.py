@@ -12,7 +12,7 @@ from tasks.data.reading import json_rows, lines
 from tasks.data.reading.chunk import Broken, Row
 from tests.unit.tasks.data.reading.written import PACKED, faults, json_lines, read, rows_of, write
 
-_CUT = "the line ends inside a value: it was cut here, or goes on in the next line [cut short]"
+_CUT = "the line ends inside a value: it was cut here, or continues in the next line [cut short]"
 
 
 def places(path: Path) -> list[str]:
@@ -91,7 +91,7 @@ def test_a_number_that_is_too_large_is_seen_wherever_it_stands(tmp_path: Path, b
 def test_lines_that_end_with_a_carriage_return_alone_are_named(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / name, '{"a": 1}\r{"a": 2}\r')
     with pytest.raises(
-        DataError, match=f"^{file}: its lines end with a carriage return alone; a line feed at their end"
+        DataError, match=f"^{file}: its lines end with a carriage return only; a line feed at their end"
     ):
         read(file)
     assert len(read(write(file, '{"a": 1}\r'))) == 1
@@ -123,9 +123,9 @@ def test_of_what_may_be_an_array_the_remedy_says_how_one_is_read(tmp_path: Path,
     [
         ("rows.jsonl", "", " is empty (0 bytes)"),
         ("rows.json", "", " is empty (0 bytes)"),
-        ("rows.jsonl", "\n \r\n\t\n", ": blank lines alone"),
-        ("rows.jsonl", "\ufeff", ": blank lines alone"),
-        ("rows.json", " \n", ": blank lines alone"),
+        ("rows.jsonl", "\n \r\n\t\n", ": only blank lines"),
+        ("rows.jsonl", "\ufeff", ": only blank lines"),
+        ("rows.json", " \n", ": only blank lines"),
         ("rows.json", "[\n]\n", ": an empty JSON array"),
     ],
 )
@@ -192,7 +192,7 @@ def test_items_that_are_no_rows_are_named_and_the_others_are_read(tmp_path: Path
 )
 def test_an_array_whose_items_cannot_be_told_apart_is_refused(tmp_path: Path, text: str, found: str) -> None:
     file = write(tmp_path / "rows.json", text)
-    with pytest.raises(DataError, match=re.escape(f"{file}:{found}; objects between commas are accepted; mend it")):
+    with pytest.raises(DataError, match=re.escape(f"{file}:{found}; objects between commas are accepted; correct it")):
         read(file)
 
 

@@ -79,7 +79,7 @@ def test_what_nothing_reads_in_a_directory_is_refused_by_name(tmp_path: Path) ->
 
 
 def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
-    for beside in ("", r" \(README.md and the like are no data\)"):
+    for beside in ("", r" \(README.md and the like are not data\)"):
         with pytest.raises(DataError, match=f"^{tmp_path}: no data in this directory{beside}; put files of rows there"):
             read(tmp_path)
         write(tmp_path / "README.md", "x")
@@ -103,7 +103,7 @@ def test_the_splits_of_a_directory_are_told_by_names_and_never_mixed(
         write(tmp_path / name, PACKED[".gz"](row(text)) if name.endswith(".gz") else row(text))
     with caplog.at_level(logging.WARNING):
         assert texts(tmp_path) == [("a", f"{tmp_path}/{train}:1")]
-    told = f"{tmp_path}: split=train is read; not read, being of other splits by name: {test}"
+    told = f"{tmp_path}: split=train is read; not read, because their names are of other splits: {test}"
     assert [record.getMessage() for record in caplog.records] == [told]
     assert texts(tmp_path, split="test[:100]") == [("b", f"{tmp_path}/{test}:1")]
     with pytest.raises(ConfigError, match=r"no split 'validation' in it; it has (train, test|test, train); set split"):
@@ -154,7 +154,9 @@ def test_a_file_has_no_splits_but_slices_that_the_counting_stage_cuts(tmp_path: 
     file = write(tmp_path / "rows.jsonl", row("a") + row("b"))
     assert len(read(file, split="train[:1]")) == 2
     for path in (file, "quickstart:preferences", "python:json.loads"):
-        with pytest.raises(ConfigError, match=f"^{path}: split='test' of what has no splits; a slice of all rows is"):
+        with pytest.raises(
+            ConfigError, match=f"^{path}: split='test' of a source without splits; a slice of all rows is"
+        ):
             read(path, split="test")
 
 
@@ -192,7 +194,7 @@ def test_a_slice_is_what_datasets_takes_it_for(bounds: str, count: int) -> None:
 @pytest.mark.parametrize("bounds", ["300:", "5:5", "20:10", ":0", "90%:80%"])
 def test_a_slice_of_no_row_is_refused(bounds: str) -> None:
     _, part = parse_split(f"train[{bounds}]")
-    with pytest.raises(DataError, match="of 300 rows leaves none; give a part that has at least one row"):
+    with pytest.raises(DataError, match="of 300 rows has no row; set a part that has at least one row"):
         assert part and part.bounds(300)
 
 
@@ -300,9 +302,9 @@ def test_an_item_that_is_no_row_is_told_with_its_index(item, problem, reason, fu
         ("", r"mine.py:rows is nothing"),
         ("def rows(path): ...", r"mine.py:rows\(path\): missing a required argument: 'path'"),
         ("def rows(): return 5", r"mine.py:rows returned int; .*; yield the rows"),
-        ("def rows():\n    yield {}\n    int('a')", r"mine.py:3: ValueError: invalid literal .*; mend the function"),
-        ("import sys\ndef rows():\n    yield {}\n    sys.exit()", r"mine.py:4: SystemExit: .*; mend the function"),
-        ("import nowhere", r"mine.py:1: ModuleNotFoundError: No module named 'nowhere'; mend the function"),
+        ("def rows():\n    yield {}\n    int('a')", r"mine.py:3: ValueError: invalid literal .*; correct the function"),
+        ("import sys\ndef rows():\n    yield {}\n    sys.exit()", r"mine.py:4: SystemExit: .*; correct the function"),
+        ("import nowhere", r"mine.py:1: ModuleNotFoundError: No module named 'nowhere'; correct the function"),
         ("def rows(:", r"mine.py:rows: SyntaxError: "),
     ],
 )
@@ -318,13 +320,14 @@ def test_a_bucket_has_splits_as_a_directory_has(caplog: pytest.LogCaptureFixture
         for path in ("memory://test/rows", "memory://test/rows/"):
             assert [text for text, _ in texts(path)] == ["train.jsonl"]
         assert caplog.messages[0] == (
-            "memory://test/rows: split=train is read; not read, being of other splits by name: test.jsonl, dev/a.jsonl"
+            "memory://test/rows: split=train is read; not read, because their names are of other splits: "
+            "test.jsonl, dev/a.jsonl"
         )
         assert [text for text, _ in texts("memory://test/rows", split="test")] == ["test.jsonl"]
         assert [text for text, _ in texts("memory://test/rows/*.jsonl")] == ["test.jsonl", "train.jsonl"]
         assert [text for text, _ in texts("memory://test/rows/test.jsonl")] == ["test.jsonl"]
         for path in ("memory://test/rows/test.jsonl", "memory://test/rows/*.jsonl"):
-            with pytest.raises(ConfigError, match="split='test' of what has no splits"):
+            with pytest.raises(ConfigError, match="split='test' of a source without splits"):
                 read(path, split="test")
     finally:
         files.store.clear()

@@ -72,7 +72,7 @@ def test_a_value_that_is_no_text_breaks_its_row_alone(tmp_path: Path, suffix: st
     assert isinstance(fault, Broken)
     assert (fault.where, fault.reason) == (f"{file}[1]", "not readable")
     assert fault.problem == (
-        "column 'text' holds what Python has no value for ('utf-8' codec can't decode byte 0xff in position 0: "
+        "column 'text' holds a value that Python cannot represent ('utf-8' codec can't decode byte 0xff in position 0: "
         "invalid start byte); accepted: text in UTF-8 and times of our calendar; correct or remove the row"
     )
 
@@ -115,7 +115,7 @@ def test_a_file_that_was_cut_or_is_another_kind_is_named_as_what_it_is(tmp_path:
 def test_a_table_without_a_row_or_with_two_columns_of_a_name_is_refused(tmp_path: Path, suffix: str) -> None:
     file = stored(tmp_path / f"rows{suffix}", pa.table({"text": pa.array([], pa.string())}))
     assert _refusal(file) == (
-        f"{file}: columns without a row; at least one row is accepted; write it again or leave it out"
+        f"{file}: columns without rows; at least one row is accepted; write it again or leave it out"
     )
 
 

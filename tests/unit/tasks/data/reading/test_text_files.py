@@ -100,9 +100,9 @@ def test_what_is_not_utf8_is_named(tmp_path: Path) -> None:
 def test_a_document_that_is_blank_or_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "MAX_ROW_BYTES", 2**20)
     for content, message in (
-        (" \n", ": blank lines alone; at least one row is accepted; write it again or leave it out"),
+        (" \n", ": only blank lines; at least one row is accepted; write it again or leave it out"),
         ("x" * (2**20 + 1), ": a document of more than 64 MB; the file is read as one row; "
-                            "split it, or state split_by=paragraph or split_by=line"),
+                            "split it, or set split_by=paragraph or split_by=line"),
     ):  # fmt: skip
         file = write(tmp_path / "doc.md", content)
         with pytest.raises(DataError) as refusal:
@@ -155,9 +155,9 @@ def test_paragraphs_are_the_same_whatever_is_read_at_a_time(
 def test_a_paragraph_that_is_no_text_or_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (fault,) = faults(write(tmp_path / "rows.txt", b"a\nb\n\nc\n\xe4\n\nd\n"))
     assert fault.startswith("rows.txt:4: byte 0xe4 at column 3 is not UTF-8 [")
-    with pytest.raises(DataError, match="blank lines alone"):
+    with pytest.raises(DataError, match="only blank lines"):
         read(write(tmp_path / "blank.txt", "\n\n"), split_by="paragraph")
     monkeypatch.setattr(lines, "MAX_ROW_BYTES", 2**10)
     monkeypatch.setattr(lines, "BLOCK_BYTES", 2**9)
-    with pytest.raises(DataError, match=r"rows.txt:3: a paragraph of more than 64 MB; .* state split_by=line"):
+    with pytest.raises(DataError, match=r"rows.txt:3: a paragraph of more than 64 MB; .* set split_by=line"):
         read(write(tmp_path / "rows.txt", "a\n\n" + "line\n" * 1000))
