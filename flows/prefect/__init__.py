@@ -1,1 +1,1 @@
-"""Prefect: a server for a command that has none, the flow of a run, deployments, triggers."""
+"""Prefect: an embedded server, the flow of a run, deployments, triggers."""

@@ -1,4 +1,4 @@
-"""Where the user's Prefect is: found without prefect's import where it can be, which takes seconds."""
+"""The address of the user's Prefect, found if possible without importing prefect, which takes seconds."""
 
 import os
 import shlex
@@ -14,7 +14,7 @@ _PROFILE = "posttrain"  # unless PREFECT_PROFILE asks for another
 
 
 def configured_api_url() -> str | None:
-    """The Prefect API that the user has set, by variable or by profile."""
+    """The Prefect API that the user has set, by a variable or a profile."""
     if os.environ.get("PREFECT_API_URL"):
         return os.environ["PREFECT_API_URL"]
     profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or prefect_home() / "profiles.toml")
@@ -27,7 +27,7 @@ def configured_api_url() -> str | None:
 
 
 def require_reachable(url: str) -> None:
-    """Sees to it that a Prefect server is there.
+    """Requires that a Prefect server answers.
 
     Raises:
         ConfigError: nothing answers there.
@@ -35,20 +35,20 @@ def require_reachable(url: str) -> None:
     error = why_unreachable(url, _REACH_SECONDS)
     if error:
         raise ConfigError(
-            f"PREFECT_API_URL={url}: no Prefect server answers there ({error}); start it, mend the URL, "
+            f"PREFECT_API_URL={url}: no Prefect server answers there ({error}); start it, correct the URL, "
             "or unset it for an embedded server"
         ) from error
 
 
 def prefect_home() -> Path:
-    """Where Prefect keeps what is the user's: profiles, the database."""
+    """The directory with the user's Prefect profiles and database."""
     return Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser()
 
 
 def write_profile(url: str, auth: str) -> Path:
-    """A profile of Prefect for a server that we start, beside the user's own ones, which only this user can read.
+    """Writes a Prefect profile, readable only by this user, for a server that we start.
 
-    With ``PREFECT_PROFILES_PATH`` set to it the ``prefect`` command reaches that server, and gives the password.
+    With ``PREFECT_PROFILES_PATH`` set to it, the ``prefect`` command reaches that server with its password.
     """
     path = _profile_path(url)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def write_profile(url: str, auth: str) -> Path:
 
 
 def own_auth(url: str) -> str | None:
-    """The password of a server that another command of this user has started, as long as that runs."""
+    """The password of a running server that another command of this user has started; None: there is none."""
     try:
         profiles = tomllib.loads(_profile_path(url).read_text())["profiles"].values()
     except (OSError, ValueError, KeyError):
@@ -77,7 +77,7 @@ def use_own_auth(url: str) -> None:
 
 
 def prefix_of_command(url: str) -> str:
-    """What a ``prefect`` command that is shown begins with: it reaches a server, and has the password of ours."""
+    """The variables before a ``prefect`` command in a message: the URL of the server, and the profile of ours."""
     profiles = f"PREFECT_PROFILES_PATH={shlex.quote(str(_profile_path(url)))} " if own_auth(url) else ""
     return f"{profiles}PREFECT_API_URL={url} "
 

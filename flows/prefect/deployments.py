@@ -1,4 +1,4 @@
-"""Pipelines as Prefect deployments: which there are, what each is registered with, and ``prefect.yaml`` for a team.
+"""Pipelines as Prefect deployments: which there are, how each is registered, and ``prefect.yaml`` for a team.
 
 ``python -m flows.prefect.deployments [--config-dir DIR] [OVERRIDE ...]`` writes that file where it is called.
 """
@@ -26,7 +26,7 @@ POOL = "posttrain"
 ENTRY = "flows.prefect.entry"  # the module whose attributes are the flows
 VARIABLE = "POSTTRAIN_WORDS"  # passes the cli_args of `serve` to a process that Prefect starts
 _ALLOW_CODE = "--allow-code"
-# What makes an override run code, or hides that it does: an interpolation puts words together, a dash begins an option.
+# Parts of an override that can run code or hide it: an interpolation joins words, a dash begins an option.
 _CODE = ("_target_", "allow_code", "python:", "${")
 ANCHOR = datetime(2020, 1, 1, tzinfo=UTC)  # intervals are counted from here
 
@@ -44,7 +44,7 @@ class Preset:
     """The cli_args of ``posttrain serve``, which every run of a deployment has before its own overrides.
 
     Args:
-        config_dir: a folder of the user's groups.
+        config_dir: the directory of the user's groups.
         pipeline: the only one that is deployed; None: all.
         allow_code: whether the overrides of a run may name code to run.
     """
@@ -83,7 +83,7 @@ class Preset:
             ConfigError: the run's overrides name code, and may not.
         """
         for word in () if self.allow_code else overrides:
-            plain = word.replace("\\", "")  # with which Hydra lets any character be written
+            plain = word.replace("\\", "")  # a backslash is Hydra's escape, and could hide a part
             found = "-" if word.startswith("-") else next((name for name in _CODE if name in plain), None)
             if found:
                 raise ConfigError(
@@ -118,7 +118,7 @@ class Declared:
         option: of the group ``pipeline/``: the name of its file.
         name: of the flow.
         pipeline: None where it needs further overrides; then ``problem`` says why.
-        lacks_value: the problem is only that a value is left open.
+        lacks_value: whether the problem is only a value that is not set.
     """
 
     option: str
@@ -154,7 +154,7 @@ class Declared:
 
 
 def declared_pipelines(preset: Preset) -> Iterator[Declared | str]:
-    """Every pipeline by its file; of one that cannot be deployed, a line that says why."""
+    """Every pipeline, by its file; for one that cannot be deployed, a line with the reason."""
     names: dict[str, Path] = {}
     for option, path in preset.files().items():
         try:
@@ -246,7 +246,7 @@ def render(preset: Preset) -> str:
 
 
 def _work_pool(preset: Preset) -> dict[str, object]:
-    """A new object for each deployment: YAML would name one that they share."""
+    """A new object for each deployment: YAML would write a shared one as an alias."""
     return {"name": POOL, **({"job_variables": {"env": preset.environment}} if preset.environment else {})}
 
 

@@ -1,4 +1,4 @@
-"""Where Prefect looks a flow up: ``flows.prefect.entry.<pipeline>``. No other public name may be in this module."""
+"""The flows as Prefect looks them up: ``flows.prefect.entry.<pipeline>``. This module has no other public name."""
 
 from typing import TYPE_CHECKING
 

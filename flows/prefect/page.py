@@ -1,4 +1,4 @@
-"""What a deployed run shows in Prefect's UI: plan, tables, links to MLflow and progress as artifacts, and its log."""
+"""Shows a deployed run in Prefect's UI: plan, tables, links to MLflow and progress as artifacts, and its log."""
 
 import contextlib
 import logging
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def show_plan(plan: Plan) -> None:
-    """What will run, what is reused, and why."""
+    """Shows which stages will run, which are reused, and why."""
     rows = [(each.name, each.state, f"`{short(each.fingerprint)}`", each.reason) for each in plan.stages]
     head = f"{len(plan.stale)} of {len(plan.stages)} stages to run; store {plan.pipeline.store}"
     text = "\n".join([markdown_table(["stage", "state", "fingerprint", "reason"], rows), "", *plan.notes])
@@ -44,7 +44,7 @@ class _Bar:
     """The progress of one stage.
 
     Args:
-        exit: how the stage ended; None: it runs.
+        exit: how the stage ended; None: it is running.
         percent: at its end; None: that of its last report.
         artifact: None: not created yet.
     """
@@ -58,7 +58,7 @@ class _Bar:
 class RunPage:
     """A listener that logs each change of a stage, and shows artifacts: progress and MLflow's run live, tables last.
 
-    Its thread alone calls Prefect: no stage waits for a server that is away.
+    Only its thread calls Prefect, so that no stage waits for an unreachable server.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -98,7 +98,7 @@ class RunPage:
         get_run_logger().info(f"{title}: {text}" if title else text)
 
     def _follow(self) -> None:
-        """Updates the page, seldom enough to be no load on the server."""
+        """Updates the page at intervals that are no load for the server."""
         is_linked = False
         while not self._closed.wait(_INTERVAL_SECONDS):
             self._update_bars()
@@ -122,7 +122,7 @@ class RunPage:
                     self._bars.pop(title)
 
     def _show_tables(self) -> None:
-        """What the stages that measure and judge have written for people."""
+        """Shows the tables of evaluations and gates."""
         for planned in self._plan.stages:
             name = _TABLES.get(planned.stage.method.produces)
             table = self._plan.entry(planned).output / name if name else None
@@ -131,7 +131,7 @@ class RunPage:
                 _show(f"{self._plan.pipeline.name}-{planned.name}", table.read_text(encoding="utf-8"), of)
 
     def _show_record(self) -> bool:
-        """Where MLflow has this run and those of its stages; whether it has them yet."""
+        """Shows links to the run in MLflow and those of its stages; returns whether MLflow has them yet."""
         execution_id = self._tracker.execution_id() if self._tracker else None
         if execution_id is None:
             return False
@@ -160,13 +160,13 @@ def _show(key: str, markdown: str, description: str) -> None:
 
 
 def _key(text: str) -> str:
-    """As Prefect accepts it: lower-case letters, digits and dashes."""
+    """A key of the characters that Prefect accepts: lower-case letters, digits and dashes."""
     return re.sub("[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 @contextlib.contextmanager
 def _reported() -> Iterator[None]:
-    """A page that lacks something ends no training."""
+    """Logs errors of Prefect: an incomplete page must not end a training."""
     try:
         yield
     except (PrefectException, httpx.HTTPError) as error:

@@ -1,4 +1,4 @@
-"""A Prefect server for the length of one command that has none: on loopback, with a password, tied to our life.
+"""A Prefect server for one command whose user has none: on loopback, with a password, ending with this process.
 
 Nothing restarts it: a run whose server is gone finishes, and the next command reports how it ended. This module is also
 the server's process: ``python -m flows.prefect.server DESCRIPTOR`` serves on an inherited socket.
@@ -42,7 +42,7 @@ class EmbeddedServer:
     """Prefect's API in a process of its own, on the user's own Prefect database.
 
     Args:
-        ui: serve the pages too, for a person who is asked something.
+        ui: whether to serve the pages too, for approvals.
 
     Attributes:
         auth: the password, as ``USER:PASSWORD``: the user's PREFECT_SERVER_API_AUTH_STRING, else one for this server.
@@ -75,7 +75,7 @@ class EmbeddedServer:
                     "PREFECT_UI_ENABLED": str(self._ui).lower(), **pages,
                 },
                 pass_fds=[listener.fileno()], stdin=subprocess.PIPE, stdout=log, stderr=log,
-                start_new_session=True,  # Ctrl-C is for us: the server must live to hear how the run ended
+                start_new_session=True,  # Ctrl-C must not reach the server, which has to receive the end of the run
             )  # fmt: skip
 
     def wait_until_ready(self) -> None:
@@ -137,7 +137,7 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
 
 
 def _require_let_in() -> None:
-    """Refuses in one line what Prefect's client would tell by an error of HTTP, at its first call."""
+    """Refuses, in one line, a server whose password is missing, before Prefect's client fails with an HTTP error."""
     from flows.doctor import ask_prefect
 
     url = configured_api_url()
@@ -149,7 +149,7 @@ def _require_let_in() -> None:
 
 
 def send_events() -> None:
-    """Sends what Prefect's client has left for a server that is about to stop, and ends its thread.
+    """Sends the pending events of Prefect's client to a server that is about to stop, and ends its thread.
 
     Without a server it retries each event for seconds.
     """
@@ -186,7 +186,7 @@ def _serve(descriptor: int) -> None:
     # Two servers that migrate one fresh database break it: one starts at a time.
     home = prefect_home()
     home.mkdir(parents=True, exist_ok=True)
-    starting = FileLock(home / "posttrain-start.lock", mode=0o600)  # who may read it can hold it
+    starting = FileLock(home / "posttrain-start.lock", mode=0o600)  # anyone who may read it can hold it
     starting.acquire()
 
     class Server(uvicorn.Server):
@@ -199,7 +199,7 @@ def _serve(descriptor: int) -> None:
 
 
 def _app() -> "TrustedHostMiddleware":
-    """Prefect's application, for requests that name this machine: a web page whose name leads here has another Host.
+    """Prefect's application, only for requests whose Host is this machine: a hostile web page's name would be another.
 
     Prefect has no setting for it.
     """

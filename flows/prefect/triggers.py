@@ -63,7 +63,7 @@ class Taken:
     tries: int = 0
 
     def now(self) -> Mapping[str, str]:
-        """What no further run has to take, unless the open one crashes."""
+        """The sources that need no further run, unless the open one crashes."""
         return {**self.digests, **self.started}
 
 
@@ -96,7 +96,7 @@ class Runs:
         return str(run.id), str(run.name)
 
     def exit(self, run_id: str) -> Exit:
-        """Of a run: "lost" if it crashed or its server stopped, "over" if it terminated otherwise."""
+        """The state of a run: "lost" if it crashed or its server stopped, "over" if it terminated otherwise."""
         with get_client(sync_client=True) as client:
             try:
                 state = client.read_flow_run(UUID(run_id)).state
@@ -112,7 +112,7 @@ class Watcher:
     """Watches the sources of one deployment's pipeline.
 
     A run is due when a source is not what the last run took, and no source changed for ``settle`` seconds. None is
-    created while another waits or runs: what changes meanwhile is for the next. A run that crashes has taken nothing.
+    created while another waits or runs: later changes are for the next run. A run that crashes has taken nothing.
 
     Args:
         deployment: ``FLOW/DEPLOYMENT``.
@@ -135,7 +135,7 @@ class Watcher:
         """Polls the sources once, and returns the seconds until the next poll."""
         try:
             return self._poll()
-        except Exception as error:  # of the store, the hub, a bucket, the server: the next poll may succeed
+        except Exception as error:  # from the store, the hub, a bucket, the server: the next poll may succeed
             self._log(logging.WARNING, f"cannot poll: {type(error).__name__}: {error}")
             return self._trigger.poll
 
@@ -181,7 +181,7 @@ class Watcher:
             return False
 
     def _taken(self, found: Mapping[str, str]) -> Taken:
-        """What the runs so far have taken; of a source that is new here, what the pipeline's last output is made of."""
+        """The sources as earlier runs have taken them; one that is new here, as in the pipeline's last output."""
         stored = self._read()
         # Its own first key: another store, or one that was deleted, may have had the same data on the same server.
         taken = self._settled(stored or Taken(digests={}, key=secrets.token_hex(16)))
@@ -193,7 +193,7 @@ class Watcher:
         return taken
 
     def _settled(self, taken: Taken) -> Taken:
-        """With the exit of the run that was started last, if it is over."""
+        """Updates the record by the exit of the last run, if it is over."""
         found = self._runs.exit(taken.run) if taken.run else "open"
         if found == "open":
             return taken
@@ -207,7 +207,7 @@ class Watcher:
     def _read(self) -> Taken | None:
         try:
             return typed(Taken, json.loads(self._path.read_text()), str(self._path))
-        except (OSError, ValueError, ConfigError):  # there is none, or it is damaged: watching begins anew
+        except (OSError, ValueError, ConfigError):  # missing or damaged: watching starts again
             return None
 
     def _write(self, taken: Taken) -> None:
@@ -260,7 +260,7 @@ def watching(deployments: Mapping[str, Pipeline]) -> Iterator[None]:
     try:
         yield
     finally:
-        stop.set()  # the threads are not waited for: a run that is being created is found by its key the next time
+        stop.set()  # without waiting for the threads: a run that is being created is found by its key the next time
 
 
 def watch_until_stopped(deployments: Mapping[str, Pipeline]) -> None:

@@ -192,7 +192,7 @@ class RunRecorder:
             self.record = replace(self.record, links=with_flow_run(self.record.links, is_ours=is_ours))
 
     def _keep(self) -> None:
-        """Writes what changed; else touches the file, which is the heartbeat that other hosts see."""
+        """Writes changes, or else touches the file, which is the heartbeat that other hosts see."""
         while not self._closed.is_set():
             self._changed.wait(HEARTBEAT_SECONDS)
             self._changed.clear()
@@ -214,13 +214,13 @@ class RunRecorder:
                     self._written = record
 
     def _verdict(self, plan: Plan) -> tuple[Outcome, str]:
-        """A run that came to its end may hold trials that failed, or a model that its gate refused."""
+        """The outcome of a completed run, which may contain failed trials, or a model that its gate refused."""
         stages = self.record.stages.items()
         failed = [title for title, stage in stages if stage.state == "failed"]
         if failed:
             return "failed", f"{', '.join(failed)} failed; see posttrain logs {failed[0]}"
         if self.record.sweep:
-            return "done", ""  # a gate judges each trial, and none of them the sweep
+            return "done", ""  # gates judge trials, not the sweep
         made = replace(plan, stages=list(self._stages) or plan.stages)
         try:
             refusals = [refusal for refusal in (each.refusal() for each in judgements(made)) if refusal]

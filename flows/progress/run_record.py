@@ -53,7 +53,7 @@ class StageRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """Where else a run is shown.
+    """Where a run is also shown.
 
     Args:
         flow_run: its id in Prefect.
@@ -90,7 +90,7 @@ class OpenFlow:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRecord:
-    """What makes a run a sweep.
+    """The sweep of a run.
 
     Args:
         folder: of the sweep.
@@ -154,7 +154,7 @@ class RunRecord:
         return self.driver.is_dead(silent)
 
     def is_live(self, store: Path) -> bool:
-        """Whether it runs; of a driver on another machine this is known up to five minutes late."""
+        """Whether it is running; for a driver on another machine, known up to five minutes late."""
         return self.outcome is None and not self.is_dead(store)
 
     def reported(self, store: Path, *, to_prefect: bool = False, to_mlflow: bool = False) -> None:
@@ -191,7 +191,7 @@ def run_record_path(store: Path, run_id: str) -> Path:
 
 
 def read_run_record(path: Path) -> RunRecord | None:
-    """None: there is no file, or it is not a record of this version."""
+    """The record in a file; None: there is no file, or it is not a record of this version."""
     try:
         fields = json.loads(path.read_text())
         stages = {title: StageRecord(**stage) for title, stage in fields.pop("stages").items()}
@@ -206,7 +206,7 @@ def read_run_record(path: Path) -> RunRecord | None:
 
 
 def run_ids(store: Path) -> list[str]:
-    """Of every run that has a record, newest first."""
+    """The records of all runs, newest first."""
     return sorted((path.stem for path in (store / _FOLDER).glob("*.json")), reverse=True)
 
 
@@ -228,7 +228,7 @@ def left_open(store: Path) -> list[RunRecord]:
 
 
 def silent_drivers(store: Path) -> list[Owner]:
-    """Drivers on other machines whose heartbeats timed out."""
+    """The drivers on other machines whose heartbeats timed out."""
     elsewhere = [record for record in latest(store) if not record.driver.is_here()]
     live = [record.driver for record in elsewhere if not record.is_dead(store)]
     silent = [record.driver for record in elsewhere if record.is_dead(store)]
@@ -248,7 +248,7 @@ def _age(path: Path, now: float) -> float:
 
 
 def is_to_begin(title: str, record: RunRecord) -> bool:
-    """Whether a run has yet to start a stage; of a sweep also one of a later trial."""
+    """Whether a run will still start a stage; in a sweep also as part of a later trial."""
     if title in record.stages:
         return record.stages[title].state == "pending"
     name, _, number = title.partition("#")

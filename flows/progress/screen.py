@@ -1,4 +1,4 @@
-"""What the user sees while stages run: a live line per running stage, or a few plain lines without a terminal."""
+"""The display while stages run: a live line per running stage, or a few plain lines without a terminal."""
 
 import contextlib
 import threading

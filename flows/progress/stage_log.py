@@ -20,7 +20,7 @@ _DIGITS = re.compile("[0-9a-f]{4,64}")
 
 
 def stage_entry(ref: str, store: Path) -> Entry:
-    """The directory of a stage that a REF names: also of one that runs, failed, or was cut off.
+    """The directory of the stage that a REF names, also if it is running, failed, or was killed.
 
     Args:
         ref: what names an artifact (``lineage/graph/refs.py``); also a stage as ``posttrain status`` shows it:
@@ -51,7 +51,7 @@ def _title(ref: str) -> str:
 
 
 def _bearers(ref: str, store: Path) -> Iterator[RunRecord]:
-    """The runs that have a stage of this title or are still to make it, the last one first."""
+    """The runs that have, or will have, a stage of this title, the last one first."""
     pipeline, title = ref.rpartition("/")[0], _title(ref)
     for note in latest(store):
         if pipeline in ("", note.pipeline) and (title in note.stages or is_to_begin(title, note)):
@@ -105,7 +105,7 @@ def _recorded(ref: str, store: Path) -> Entry:
 
 
 def read_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
-    """What is there now.
+    """The content so far.
 
     Args:
         num_lines: so many, the last ones; None: all.
@@ -118,14 +118,14 @@ def read_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
 
 
 def follow_log(entry: Entry, num_lines: int | None) -> Iterator[str]:
-    """The same, then what is written until the stage ends: it is committed, or no run produces it any more."""
+    """The same, followed by further lines until the stage ends: it is committed, or no run produces it any more."""
     log = entry.logs / "stage.log"
     while not log.exists() and _is_made(entry):
         time.sleep(_POLL_SECONDS)
     with _open(entry) as file:
         yield from file if num_lines is None else deque(file, maxlen=num_lines)
         while True:
-            is_made = _is_made(entry)  # before the last look, so that no line is lost
+            is_made = _is_made(entry)  # before the last read, so that no line is lost
             yield from file
             if not is_made:
                 return

@@ -1,4 +1,4 @@
-"""How far a stage is, read from its ``metrics.jsonl``: for the screen of its own run and for ``posttrain status``."""
+"""The progress of a stage, read from its ``metrics.jsonl``: for the screen of its run and for ``posttrain status``."""
 
 import time
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from lineage.metrics_file import ReportFile
 from lineage.store import Entry
 from lineage.tracker import Event, StageStart
 
-_TAIL_BYTES = 256 * 1024  # where a long file is read for the first time; the latest reports are what counts
+_TAIL_BYTES = 256 * 1024  # end of a long file that is read the first time: only the latest reports matter
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Progress:
         self._file = ReportFile(self.path, _TAIL_BYTES)
 
     def refresh(self) -> None:
-        """Reads the reports that came since the last look."""
+        """Reads the reports since the last call."""
         restarts = self._file.num_restarts
         reports = self._file.read()
         if self._file.num_restarts > restarts:
@@ -50,13 +50,13 @@ class Progress:
             self.metrics.update(report.metrics)
 
     def seconds_left(self) -> float | None:
-        """By the pace of the reports that were read; None where that is unknown."""
+        """The remaining seconds at the pace of the reports so far; None: the pace is unknown."""
         if not self.total or self._first is None:
             return None
         first_step, first_time = self._first
         if self.step > first_step:
             pace = (self.last_time - first_time) / (self.step - first_step)
-        else:  # the only report: the start-up is counted in
+        else:  # only one report: the start-up counts too
             pace = max(0.0, self.last_time - self.started) / max(1, self.step - self._from_step)
         return pace * max(0, self.total - self.step)
 

@@ -1,1 +1,1 @@
-"""How one stage is made: its lock, its slots of the machine, its process, Ray Train around it."""
+"""How one stage is run: its lock, its slots on the machine, its process, Ray Train."""

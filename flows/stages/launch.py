@@ -63,7 +63,7 @@ class HangWatch:
         if self._limit is None:
             return None
         now = time.monotonic()
-        with contextlib.suppress(OSError, ValueError):  # the store is away
+        with contextlib.suppress(OSError, ValueError):  # the store is unreachable
             for latest in heartbeats(self._work):
                 if self._seen.get(latest.rank, (None, now))[0] != latest:
                     self._seen[latest.rank] = latest, now
@@ -139,7 +139,7 @@ def ask(job: Job, process: BaseProcess) -> None:
 
 
 def signal_group(process: BaseProcess, number: signal.Signals) -> None:
-    """Signals a stage and all that it has started."""
+    """Signals a stage and everything that it has started."""
     if process.pid is None:
         return
     if number == signal.SIGKILL:
@@ -148,7 +148,7 @@ def signal_group(process: BaseProcess, number: signal.Signals) -> None:
         try:
             os.killpg(process.pid, number)  # the stage made its pid its group
         except ProcessLookupError:
-            if process.is_alive():  # it is starting, and has not come to that
+            if process.is_alive():  # it is starting, and does not lead a group yet
                 os.kill(process.pid, number)
 
 
@@ -174,13 +174,13 @@ def shares_imports(method: Method, *, is_first: bool) -> bool:
 
 
 def shared_modules(stages: Sequence[PlannedStage]) -> list[str]:
-    """What the stages' processes import: each module once, in order."""
+    """The modules that the stages' processes import: each once, in order."""
     methods = [each.stage.method for each in stages if shares_imports(each.stage.method, is_first=not each.upstream)]
     return modules_of([type(method) for method in methods])
 
 
 def modules_of(methods: Sequence[type[Method]]) -> list[str]:
-    """What these methods import and what is around them, without anything twice; nothing for no method."""
+    """The modules of these methods and of what runs them, without duplicates; none if there are no methods."""
     own = [module for method in methods for module in method.preload]
     around = [_RAY_TRAIN] if any(method.trains for method in methods) else []
     return list(dict.fromkeys([_BEGIN, *own, *around])) if methods else []
@@ -188,7 +188,7 @@ def modules_of(methods: Sequence[type[Method]]) -> list[str]:
 
 _GRACE_SECONDS = 5.0  # for a process that was asked to end
 _POLL_SECONDS = 0.1
-_WHOLE_SECONDS = 2.0  # in which it shows that not one stage was asked to end, but the run
+_WHOLE_SECONDS = 2.0  # until it is known whether the run, not just one stage, was asked to end
 _SAVE_SECONDS = 20.0  # for a training that saves first; the process that stops us gives 30 s in all
 
 
@@ -272,7 +272,7 @@ class StageProcesses:
         return _result(job, reply)
 
     def _raise_if_ended(self, job: Job) -> None:
-        """For one that had begun, and has ended without a result."""
+        """The error of a stage that started, and ended without a result."""
         if self._stopped.is_set():
             ended.append(left(job))
         self.raise_if_ended(job.directory)
@@ -296,7 +296,7 @@ class StageProcesses:
         return process, reader
 
     def _answer(self, job: Job, process: BaseProcess, reader: Connection) -> Answer | None:
-        """Waits for it; None: it died, or it was ended."""
+        """Waits for the answer; None: the process died, or was ended."""
         watch = HangWatch(job)
         while not wait([reader, process.sentinel], watch.pause_seconds):
             hung = watch.hung()
@@ -314,7 +314,7 @@ class StageProcesses:
         end_fork_server()
 
     def end_all(self) -> None:
-        """Ends every running stage with its whole group: a training saves first, what takes too long is killed."""
+        """Ends every running stage with its whole group: a training saves first; one that takes too long is killed."""
         self._stopped.set()
         with self._lock:
             running = list(self._running.values())

@@ -42,12 +42,12 @@ WORKER_ENVIRONMENT = {**MALLOC, **THREADS, **CUBLAS}
 
 
 _changing = threading.Lock()
-_needed: Counter[str] = Counter()  # variable that we have set -> how many are in need of it
+_needed: Counter[str] = Counter()  # variable that we have set -> number of its users
 
 
 @contextlib.contextmanager
 def in_stage_environment() -> Iterator[None]:
-    """For a process about to start, or a stage in this one; the last of several at once takes it away again."""
+    """Sets variables for a process about to start, or a stage in this one; the last concurrent user unsets them."""
     with _changing:
         added = {name: value for name, value in stage_environment().items() if _needed[name] or name not in os.environ}
         os.environ.update(added)
@@ -63,7 +63,7 @@ def in_stage_environment() -> Iterator[None]:
 
 
 def stage_environment() -> dict[str, str]:
-    """For a process about to start; what the user has set wins over it."""
+    """Variables for a process about to start; those that the user has set take precedence."""
     return {
         **WORKER_ENVIRONMENT, **LIBRARIES, **_ray_authentication(), **_own_cluster(),
         # What torch compiles it keeps as pickles; it would be in a directory that another account can create.
@@ -72,7 +72,7 @@ def stage_environment() -> dict[str, str]:
 
 
 def _own_cluster() -> dict[str, str]:
-    """Of a cluster that we start on this machine alone."""
+    """Variables for a cluster that we start only on this machine."""
     if os.environ.get("RAY_ADDRESS"):
         return {}
     return {
@@ -94,5 +94,5 @@ def _ray_authentication() -> dict[str, str]:
 
 @cache
 def _token() -> str:
-    """Of the clusters that this process starts."""
+    """Variables for the clusters that this process starts."""
     return secrets.token_hex(32)

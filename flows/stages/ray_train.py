@@ -47,7 +47,7 @@ def train(job: Job) -> Metrics:
 
 
 def _train_here(job: Job) -> Metrics:
-    """Ray Train's local mode: no cluster, no actors, this process."""
+    """Runs in Ray Train's local mode: in this process, without a cluster or actors."""
     trainer = TorchTrainer(lambda: run_worker(job), scaling_config=ScalingConfig(num_workers=0))
     return _metrics(trainer.fit().return_value)
 
@@ -140,7 +140,7 @@ def _connect(job: Job) -> None:
 
 
 def _session_parent() -> Path:
-    """Where Ray puts its session, to which it gives mode 0777: in a directory that no other account can enter."""
+    """The directory of Ray's session, inside one that no other account can enter: Ray gives the session mode 0777."""
     folder = private_folder(os.environ.get("RAY_TMPDIR"))
     if len(str(folder)) > _LONGEST_PARENT:
         folder = private_folder("/tmp")
@@ -177,14 +177,14 @@ _PEER_GONE = (
 
 
 def lost_its_peer(error: BaseException) -> bool:
-    """Whether a worker raised it because another one is gone."""
+    """Whether a worker raised the error because another worker is gone."""
     text = str(error).lower()
     is_distributed = isinstance(error, RuntimeError | ConnectionError) and not isinstance(error, PipelineError)
     return is_distributed and any(words in text for words in _PEER_GONE)
 
 
 def ending(job: Job, error: TrainingFailedError | RayError, memory_kills_before: int | None) -> PipelineError:
-    """The one error of a stage: a dead worker before an error, an error before what followed from it.
+    """The error of a stage: a dead worker rather than an error, an error rather than its consequences.
 
     Args:
         error: as ``fit`` raised it.
@@ -232,7 +232,7 @@ def _death(error: Exception) -> str | None:
 
 
 def _root(error: Exception) -> Exception:
-    """What the worker raised, not Ray's wrapper of it: a wrong row stays a wrong row."""
+    """The error that the worker raised, without Ray's wrapper, so that its type is kept."""
     if isinstance(error, WorkerHealthCheckFailedError):
         return _root(error.health_check_failure)
     cause = error.__cause__
@@ -241,6 +241,6 @@ def _root(error: Exception) -> Exception:
 
 
 def _text(error: Exception) -> str:
-    """An error's type, and the line that says most: Ray's first ones are the same for all."""
+    """An error's type, and its most specific line: the first lines of Ray's errors are all the same."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__

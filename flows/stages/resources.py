@@ -27,11 +27,11 @@ from lineage.remote_files import private_folder
 
 _POLL_SECONDS = 0.05
 _POOL_POLL_SECONDS = 1.0
-_LEASE_SECONDS = 60.0  # the least that Prefect takes
+_LEASE_SECONDS = 60.0  # the shortest that Prefect accepts
 
 logger = logging.getLogger(__name__)
 
-Waiting = Callable[[], None]  # called at every poll in vain; may raise, to end the wait
+Waiting = Callable[[], None]  # called after every unsuccessful poll; may raise to end the wait
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def admitted(cpus: int, gpus: int, waiting: Waiting) -> Iterator[tuple[str, ...]
 
 
 def require_gpus(stage: str, gpus: int) -> None:
-    """Refuses, before anything starts, what would wait for ever.
+    """Refuses, before anything starts, a stage that would wait forever.
 
     Raises:
         ConfigError: there are fewer GPUs than asked.
@@ -64,7 +64,7 @@ def require_gpus(stage: str, gpus: int) -> None:
 
 
 def count_cpus() -> int:
-    """CPUs that this process may use."""
+    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
 
 
@@ -78,7 +78,7 @@ def visible_gpus() -> list[str]:
 
 @cache
 def _count_gpus() -> int:
-    """Asks the driver, not torch, which takes seconds to import."""
+    """Asks the driver instead of torch, which takes seconds to import."""
     try:
         listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -111,7 +111,7 @@ def _hold(kind: str, wanted: int, slots: list[str], waiting: Waiting) -> Iterato
 
 
 def _take(path: Path, stack: contextlib.ExitStack) -> bool:
-    """Takes a lock if it is free; the stack gives it back."""
+    """Acquires a lock if it is free; the stack releases it."""
     lock = FileLock(path, thread_local=False)
     try:
         lock.acquire(blocking=False)
@@ -125,7 +125,7 @@ def _take(path: Path, stack: contextlib.ExitStack) -> bool:
 
 
 def require_pools(wanted: Mapping[str, int]) -> None:
-    """Refuses, before anything starts, what would wait for ever.
+    """Refuses, before anything starts, a stage that would wait forever.
 
     Args:
         wanted: pool -> the most slots of it that one stage takes.
@@ -178,7 +178,7 @@ def _take_pool(held: contextlib.ExitStack, pool: str, slots: int) -> bool:
     from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
     from prefect.concurrency.sync import concurrency
 
-    # A server that cannot be asked for a while ends no training, nor a wait: the slots may then be given twice.
+    # A server that is unreachable for a while ends neither a training nor a wait: slots may then be assigned twice.
     lease = concurrency(
         pool, slots, strict=True, max_retries=0, lease_duration=_LEASE_SECONDS, raise_on_lease_renewal_failure=False
     )
@@ -265,7 +265,7 @@ def join(**options: object) -> str:
             ) from error
         cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         raise ConfigError(
-            f"RAY_ADDRESS={address}: cannot be joined ({cause}); start the cluster, mend the address, "
+            f"RAY_ADDRESS={address}: cannot be joined ({cause}); start the cluster, correct the address, "
             "or unset it for a cluster of our own"
         ) from error
 

@@ -1,4 +1,4 @@
-"""What the stages of one run share, and what is checked before one starts.
+"""The shared state of one run's stages, and the checks before a stage starts.
 
 Its inputs are those that were planned and committed; sources are checked also at its end. The rows of all stages are
 checked before the first of them trains.
@@ -44,10 +44,10 @@ def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
 
 
 def intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
-    """The records of the stages that it reads and of the models that aliases name, whose every byte is unchanged.
+    """The records of its input stages and of the models that aliases name, after a check of every byte.
 
     Raises:
-        StageError: one is not.
+        StageError: a file is missing or has changed.
     """
     parents = {}
     promoted = {given.name: given.entry for given in planned.inputs.values() if given.entry}
@@ -61,10 +61,10 @@ def intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
 
 
 def require_unchanged(plan: Plan, planned: PlannedStage, *, code: bool = True) -> None:
-    """That the sources which it reads, and its code, are still what was planned: its names would stand for others.
+    """Requires that its sources and its code are still those of the plan; else its fingerprint would be wrong.
 
     Args:
-        code: checked too.
+        code: whether to check the code too.
 
     Raises:
         StageError: one has changed, or is gone.
@@ -95,7 +95,7 @@ def require_unchanged(plan: Plan, planned: PlannedStage, *, code: bool = True) -
 
 
 def require_new_rows(plan: Plan, planned: PlannedStage) -> None:
-    """That a model which is renewed, to be promoted, meets a row that its data stages had not met before.
+    """Requires that a model which is retrained to be promoted reads a row that its data stages had not read before.
 
     Raises:
         DataError: each of them found nothing new: it would learn the old rows once more.
@@ -113,7 +113,7 @@ def require_new_rows(plan: Plan, planned: PlannedStage) -> None:
 
 
 def job_inputs(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, JobInput]:
-    """What fills its slots, for the process that runs it."""
+    """The inputs of its slots, for the process that runs it."""
     consumes = planned.stage.method.consumes
     return {
         slot: job_input(plan, planned_input, consumes[slot] if slot in consumes else consumes["*"], parents)
@@ -122,12 +122,12 @@ def job_inputs(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest
 
 
 def input_records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, InputRecord]:
-    """What fills its slots, for its manifest."""
+    """The inputs of its slots, for its manifest."""
     return {slot: _record(planned_input, parents) for slot, planned_input in planned.inputs.items()}
 
 
 def job_input(plan: Plan, planned_input: PlannedInput, kind: Kind, parents: Mapping[str, Manifest]) -> JobInput:
-    """What fills one slot."""
+    """The input of one slot."""
     return JobInput(
         name=planned_input.name,
         kind=kind,
@@ -163,7 +163,7 @@ def _record(planned_input: PlannedInput, parents: Mapping[str, Manifest]) -> Inp
 
 @dataclass
 class DataChecks:
-    """What was checked in one run: each stage's rows once."""
+    """The checks of rows in one run, once per stage."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _errors: dict[str, StageError | None] = field(default_factory=dict)  # fingerprint of a stage -> its refusal
@@ -208,7 +208,7 @@ class DataChecks:
         self, planned: PlannedStage, job: CheckJob, wait: Waiting, processes: StageProcesses,
         announce: Callable[[str], None],
     ) -> StageError | None:  # fmt: skip
-        """Returns what refuses the rows.
+        """Checks the rows, and returns the error that refuses them.
 
         Raises:
             LostError: its process was lost once too often: nothing is known of the rows.
@@ -235,7 +235,7 @@ class DataChecks:
 
 
 def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> CheckJob | None:
-    """The check of one stage's rows; None where it does not train, or what it needs is not made yet.
+    """The check of one stage's rows; None: it does not train, or its inputs are not finished yet.
 
     Args:
         directory: of the stage that asks: the check goes to its log.
@@ -277,7 +277,7 @@ def _manifest(plan: Plan, given: PlannedInput) -> Manifest | None:
 
 
 def _held_out(plan: Plan) -> Iterator[tuple[str, Path]]:
-    """Every set of rows that something may be measured on."""
+    """All sets of rows that models may be measured on."""
     for planned in plan.stages:
         output = plan.entry(planned).output
         if planned.stage.method.produces in DATA and plan.entry(planned).is_finished() and (output / HELD_OUT).exists():

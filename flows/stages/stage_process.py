@@ -30,7 +30,7 @@ _NOTE = "session.json"  # below work/
 
 
 def kill_session(leader: int) -> None:
-    """Kills every process of a session but this one: Ray's workers too, which lead groups of their own."""
+    """Kills every process of a session except this one, including Ray's workers, which lead their own groups."""
     for pid in _session(leader):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
@@ -44,12 +44,12 @@ def note_session(work: Path) -> None:
 
 
 def end_left_session(work: Path) -> None:
-    """Kills what a stage's process has left, on this host, if its driver was killed with it.
+    """Kills the processes that a stage has left on this host, if its driver was killed with it.
 
     Those are Ray's agents: for 60 s they try to tell a head that is gone too. A session that is over gives its number
     back, and the one that has it now may be a daemon's: only what bears the mark of the run is ended.
     """
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # there is no note, or half a one
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # there is no note, or it is incomplete
         note = json.loads((work / _NOTE).read_text())
         leader, run = Owner(**note["leader"]), note["run"]
         if run is None or not leader.is_here() or not leader.is_gone():
@@ -80,7 +80,7 @@ def stage_main(job: Job, connection: Connection, environment: dict[str, str]) ->
     Args:
         environment: of the run; a process that a fork server started has that of an earlier one.
     """
-    gc.freeze()  # a collection would look at, and so copy, all that the fork server imported
+    gc.freeze()  # a collection would touch, and so copy, everything that the fork server imported
     gc.enable()
     os.environ.clear()
     os.environ.update(environment)
@@ -104,7 +104,7 @@ def stage_main(job: Job, connection: Connection, environment: dict[str, str]) ->
 
 def ask_to_stop(stop_file: Path) -> None:
     """Asks a training stage to save at the end of its step and to end; its workers look for the file."""
-    with contextlib.suppress(OSError):  # it is over, or the store is gone
+    with contextlib.suppress(OSError):  # the stage has ended, or the store is gone
         stop_file.touch()
 
 
@@ -115,7 +115,7 @@ def answer(job: Job) -> Answer:
     except StoppedError as error:
         logger.info("stage=%s state=stopped: %s", job.stage, error)
         return error
-    except StageError as error:  # it says already which worker's it is
+    except StageError as error:  # it already names the worker
         _log_error()
         return error
     except (Exception, SystemExit) as error:  # a method's `sys.exit()` ends it, not us
@@ -139,7 +139,7 @@ def run(job: Job) -> Metrics:
 
 
 def finite(metrics: Metrics) -> dict[str, float]:
-    """The metrics that JSON can state; a trained model is not thrown away for one that it cannot."""
+    """The metrics that JSON can represent; one that it cannot must not cost a trained model."""
     kept = {name: value for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)}
     for name in metrics.keys() - kept.keys():
         logger.warning("metric=%s value=%r is no finite number and is left out", name, metrics[name])

@@ -1,4 +1,4 @@
-"""MLflow mirrors the manifests: written while a run goes, or refilled from the store afterwards."""
+"""MLflow mirrors the manifests: it is written during a run, or rebuilt from the store afterwards."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Which MLflow is used, whether it answers, and a client of it. The import of mlflow, which takes a second, waits."""
+"""Which MLflow is used, whether it answers, and a client for it. Imports mlflow late, since that takes a second."""
 
 import logging
 import os
@@ -48,18 +48,18 @@ def require_reachable(uri: str, configured: str | None) -> None:
     error = why_unreachable(uri, _REACH_SECONDS) if is_server(uri) else None
     if error:
         raise ConfigError(
-            f"{_setting(configured)}={shown(uri)}: no MLflow server answers there ({error}); start it, mend the "
+            f"{_setting(configured)}={shown(uri)}: no MLflow server answers there ({error}); start it, correct the "
             "address, unset it for mlflow.db in this folder, or turn the record off with tracking.mlflow=false"
         ) from error
 
 
 def is_server(uri: str) -> bool:
-    """Whether it is reached over HTTP."""
+    """Whether an address is reached over HTTP."""
     return urlsplit(uri).scheme in _SERVERS
 
 
 def shown(uri: str) -> str:
-    """An address without its user, password and options: for messages, and for what is written down."""
+    """An address without its user, password and options, for messages and files."""
     return uri if uri.startswith("sqlite:") else redacted(uri).partition("?")[0]
 
 
@@ -83,7 +83,7 @@ def connect(uri: str) -> "MlflowClient":
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock", timeout=_MIGRATION_SECONDS):  # two processes that migrate one file break it
         if not file.exists():
-            for rest in file.parent.glob(f"{file.name}.*.draft*"):  # of a process that was killed here
+            for rest in file.parent.glob(f"{file.name}.*.draft*"):  # of a killed process
                 rest.unlink()
             # Migrated aside: a file that a kill left half migrated could never be opened again.
             draft = file.with_name(f"{file.name}.{uuid4().hex[:8]}.draft")

@@ -1,4 +1,4 @@
-"""How manifests and reports read as MLflow's tags, parameters, data sets and metrics."""
+"""Manifests and reports as MLflow's tags, parameters, data sets and metrics."""
 
 import contextlib
 import getpass
@@ -21,8 +21,8 @@ from lineage.owner import Owner
 from lineage.remote_files import is_url
 from lineage.source_checks import PYTHON
 
-_DIGEST_LENGTH = 36  # what MLflow keeps of a data set's digest
-_ROWS = 50  # of a description: MLflow takes 8,000 characters
+_DIGEST_LENGTH = 36  # characters that MLflow keeps of a data set's digest
+_ROWS = 50  # of a table in a description: MLflow accepts 8,000 characters
 
 
 class Tag:
@@ -48,7 +48,7 @@ class Tag:
 
 
 class Key(NamedTuple):
-    """One artifact: two stages may share a fingerprint, and a stage that ran again may have given other bytes."""
+    """One artifact: two stages may share a fingerprint, and a repeated stage may have given other bytes."""
 
     stage: str
     fingerprint: str
@@ -60,7 +60,7 @@ class Key(NamedTuple):
 
     @staticmethod
     def tagged(tags: Mapping[str, str]) -> "Key":
-        """By the tags of a run, model or version."""
+        """From the tags of a run, model or version."""
         return Key(tags.get(Tag.STAGE, ""), tags[Tag.FINGERPRINT], tags.get(Tag.DIGEST, ""))
 
 
@@ -107,7 +107,7 @@ def execution_name(pipeline: str, start: float) -> str:
 
 
 def process_tags(writer: Owner) -> dict[str, str]:
-    """Who writes a run: the next command closes it once that process is gone."""
+    """Tags of the process that writes a run: the next command closes the run once that process is gone."""
     return {Tag.HOST: writer.host, Tag.PID: str(writer.pid), Tag.STARTED: repr(writer.started)}
 
 
@@ -130,12 +130,12 @@ def parameters(recipe: Mapping[str, object], prefix: str = "") -> Iterator[tuple
 
 
 def accepted(name: str) -> str:
-    """A name of a parameter or metric in the characters that MLflow takes."""
+    """A name of a parameter or metric in the characters that MLflow accepts."""
     return re.sub(r"[^\w.\- :/]", "_", name)
 
 
 def model_name(stage: str) -> str:
-    """A stage's or source's name in the characters that a logged model's may have."""
+    """A stage's or source's name in the characters that MLflow accepts in a logged model's name."""
     return re.sub(r"[/:.%\"']", "-", stage.removeprefix(SOURCE))
 
 
@@ -159,14 +159,14 @@ def is_model_source(record: InputRecord) -> bool:
 
 
 def input_tags(inputs: Mapping[str, InputRecord]) -> dict[str, str]:
-    """What fills each slot, for people and for searches."""
+    """The input of each slot, for people and for searches."""
     return {
         Tag.INPUT + accepted(slot): f"{record.artifact}@{short(record.fingerprint)}" for slot, record in inputs.items()
     }
 
 
 def model_tags(manifest: Manifest, output: Path, labels: list[str]) -> dict[str, str]:
-    """What a logged model and a registered version say of weights, and where they are."""
+    """Tags of a logged model or a registered version: what its weights are, and where."""
     return {
         Tag.FINGERPRINT: manifest.fingerprint, Tag.STAGE: manifest.stage, Tag.DIGEST: manifest.output_digest,
         Tag.OUTPUT: output.as_uri(), Tag.LABELS: json.dumps(labels),
@@ -174,7 +174,7 @@ def model_tags(manifest: Manifest, output: Path, labels: list[str]) -> dict[str,
 
 
 def source_data(slot: str, record: InputRecord, rows: float | None) -> DatasetInput:
-    """The data set that a source is; ``rows`` as the stage that read it counted them."""
+    """A source as a data set; ``rows``: as counted by the stage that read it."""
     source, digest = record.source, record.digest or record.fingerprint
     name, about = record.artifact.removeprefix(SOURCE), {"digest": digest, "fingerprint": record.fingerprint}
     if source is None:  # of an old manifest, which says no more
@@ -185,13 +185,13 @@ def source_data(slot: str, record: InputRecord, rows: float | None) -> DatasetIn
 
 
 def stage_data(slot: str, manifest: Manifest, output: Path, labels: list[str]) -> DatasetInput:
-    """The data set that a stage's rows are."""
+    """A stage's rows as a data set."""
     about = {"digest": manifest.output_digest, "fingerprint": manifest.fingerprint, "labels": labels}
     return _data(slot, manifest.stage, "local", {"uri": output.as_uri()}, about, manifest.metrics.get("rows"))
 
 
 def _place(source: SourceRecord) -> tuple[str, dict[str, object]]:
-    """Type and place of a source, as MLflow's own classes write them."""
+    """Type and location of a source, as MLflow's own classes write them."""
     for prefix, kind in ((QUICKSTART, "quickstart"), (PYTHON, "code"), (WHEEL, "wheel")):
         if source.path.startswith(prefix):
             return kind, {"uri": source.path, "revision": source.revision}
@@ -207,7 +207,7 @@ def _data(
     rows: float | None,
 ) -> DatasetInput:  # fmt: skip
     profile = json.dumps({"num_rows": None if rows is None else int(rows), **about})
-    digest = str(about["digest"])[:_DIGEST_LENGTH]  # the whole one is in the profile
+    digest = str(about["digest"])[:_DIGEST_LENGTH]  # the full one is in the profile
     dataset = Dataset(name, digest, source_type, json.dumps(place), profile=profile)
     return DatasetInput(dataset, [InputTag(Tag.DATA_CONTEXT, slot)])
 
@@ -229,7 +229,7 @@ class Reports:
         return max(self.logged.values(), default=0)
 
     def new(self) -> list[Metric]:
-        """Those that were appended since the last call; a line that is still being written waits."""
+        """The metrics that were appended since the last call; an incomplete line is left for the next one."""
         try:
             with self._path.open("rb") as file:
                 found = os.fstat(file.fileno())

@@ -1,4 +1,4 @@
-"""The runs of executions and trials in MLflow, which hold those of stages, and what all runs share."""
+"""The runs of executions and trials in MLflow, which contain those of stages, and functions for all runs."""
 
 import shlex
 import time
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.store.entities import PagedList
 
-ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # what MLflow says of a run that it has not
+ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow's codes for a run that it does not have
 EXISTS = "RESOURCE_ALREADY_EXISTS"
 KILLED_CAUSE = "its process was killed"
 _CAUSE_LENGTH = 4000
@@ -87,7 +87,7 @@ class Executions:
         return self.current
 
     def write_table(self, execution: ExecutionRun) -> None:
-        """Shows what an execution did about each stage."""
+        """Shows what an execution did with each stage."""
         called = f"`{' '.join(['posttrain run', shlex.join(execution.words)]).strip()}`"
         text = "\n".join([called, "", f"store `{self.root}`", "", stage_table(execution.rows)])
         if text != execution.written:
@@ -125,7 +125,7 @@ class Executions:
         self.end(run_id, _TRIAL_STATUS[end.state], end.cause)
 
     def end_trials(self, pipeline: str, cause: str) -> None:
-        """Ends the trials that were under way when the sweep was stopped."""
+        """Ends the trials that were running when the sweep was stopped."""
         assert self.current
         place = where({Tag.PARENT_RUN: self.current.run_id})
         filters = f"attributes.status = 'RUNNING' and tags.`{Tag.TRIAL}` LIKE '%' and {place}"
@@ -191,7 +191,7 @@ class Executions:
                     self.end(run.info.run_id, "KILLED", KILLED_CAUSE)
 
     def experiment(self, pipeline: str) -> str:
-        """Id of a pipeline's experiment, created or restored where it is not there."""
+        """Id of a pipeline's experiment, which is created or restored if it is missing."""
         if pipeline not in self._experiments:
             found = self.client.get_experiment_by_name(pipeline)
             if found is None:
@@ -214,7 +214,7 @@ class Executions:
         )
 
     def find(self, run_id: str) -> Run | None:
-        """A run; None: this MLflow has none, or it was deleted."""
+        """A run; None: this MLflow does not have it, or it was deleted."""
         run = present(self.client.get_run, run_id)
         return run if run and run.info.lifecycle_stage == "active" else None
 
@@ -240,7 +240,7 @@ def is_dead(run: Run, silent: Collection[Owner] = ()) -> bool:
 
 
 def present(call: Callable[[str], Run], name: str) -> Run | None:
-    """What MLflow has by an id; None: nothing."""
+    """The object that MLflow has under an id; None: there is none."""
     try:
         return call(name)
     except MlflowException as error:

@@ -1,4 +1,4 @@
-"""What other commands ask of MLflow: its links, aliases, a refill from the manifests."""
+"""MLflow for other commands: its links, its aliases, and rebuilding it from the manifests."""
 
 import contextlib
 import logging
@@ -39,7 +39,7 @@ class Rebuilt:
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """All that MLflow says of the artifacts of some pipelines.
+    """Everything that MLflow records about the artifacts of some pipelines.
 
     Args:
         runs: finished ones.
@@ -83,7 +83,7 @@ def _client(uri: str | None, refusal: str) -> Iterator[MlflowClient]:
 
 
 def links(uri: str | None, pipelines: Collection[str]) -> Links:
-    """All that MLflow says of the artifacts of some pipelines, in a few calls. Raises as ``_client``."""
+    """Everything that MLflow records about the artifacts of some pipelines, in a few calls. Raises as ``_client``."""
     with _client(uri, "cannot be read") as client:
         return _links(client, pipelines)
 
@@ -130,7 +130,7 @@ def unregister_gone(uri: str | None, pipeline: str, folder: Path) -> None:
 
 
 def refill(uri: str | None, store: Path, silent: Collection[Owner] = ()) -> Rebuilt:
-    """Writes every run, model, version and alias that the store knows and MLflow does not.
+    """Writes every run, model, version and alias that the store has and MLflow lacks.
 
     Args:
         silent: processes of other hosts whose heartbeats timed out: their open runs are closed.

@@ -1,4 +1,4 @@
-"""Writes what a store says and MLflow lacks: ``Mirror.sync``, of a stage that runs, has ended, or was lost there."""
+"""Writes what a store has and MLflow lacks: ``Mirror.sync``, for a stage that runs, has ended, or was lost there."""
 
 import json
 from dataclasses import replace
@@ -61,7 +61,7 @@ class Mirror:
     # Stages.
 
     def sync(self, entry: Entry) -> Recorded | None:
-        """Writes what the start record, the reports and the manifest of a stage say and MLflow lacks.
+        """Writes what the start record, the reports and the manifest of a stage contain and MLflow lacks.
 
         Idempotent, and one process at a time: several that miss the same run write it once. A stage without a manifest
         is written by the process that runs it, or by any other once that one is gone. None: nothing is recorded.
@@ -89,7 +89,7 @@ class Mirror:
             note.write(entry.path)
         elif note.status != "RUNNING" and entry.path not in self._open and note.uri == self.runs.uri:
             run = self.runs.find(note.run_id)
-            if run and run.info.status == note.status:  # ended before
+            if run and run.info.status == note.status:  # already ended
                 return recorded_of(run)
         run_id, reports = self._opened(entry, start, note)
         self.client.log_batch(run_id, metrics=reports.new())
@@ -100,14 +100,14 @@ class Mirror:
         return Recorded(run_id=run_id, experiment_id=self.runs.experiment(start.pipeline))
 
     def _diagnose(self, entry: Entry, run_id: str) -> None:
-        """Tags a run with what its curves show, where that has changed."""
+        """Tags a run with the findings on its curves, if they have changed."""
         found = "\n".join(map(as_line, live_findings(entry.path)))
         if found != self._diagnosed.get(entry.path, ""):
             self.runs.tag(run_id, {Tag.DIAGNOSIS: found})
             self._diagnosed[entry.path] = found
 
     def _sync_finished(self, entry: Entry, manifest: Manifest, note: RunFile | None) -> Recorded:
-        """The manifest is there: the rest of the reports, final metrics, sources with their rows, the model."""
+        """Completes a finished stage: the remaining reports, final metrics, sources with their rows, the model."""
         key = Key.of(manifest)
         if key in self.finished:
             return self.finished[key]
@@ -153,7 +153,7 @@ class Mirror:
             if model_id not in _outputs(self.client.get_run(run_id)):
                 self.client.log_outputs(run_id, [LoggedModelOutput(model_id, last)])
         tags = self.client.get_run(run_id).data.tags
-        if Tag.CAUSE in tags:  # of the attempt before
+        if Tag.CAUSE in tags:  # of the previous attempt
             self.client.delete_tag(run_id, Tag.CAUSE)
         self.client.set_terminated(run_id, "FINISHED", end)
         recorded = Recorded(run_id=run_id, experiment_id=experiment, model_id=model_id, num_inputs=len(manifest.inputs))
@@ -164,7 +164,7 @@ class Mirror:
     def _opened(
         self, entry: Entry, start: Manifest, note: RunFile | None, run: Run | None = None
     ) -> tuple[str, Reports]:
-        """The run of an attempt, found or created, with all that is known at the start."""
+        """The run of an attempt, found or created, with everything that is known at the start."""
         opened = self._open.get(entry.path)
         began = note.start.provenance.start if note and note.start else start.provenance.start
         if opened and opened[0] == began:
@@ -210,7 +210,7 @@ class Mirror:
         return tags
 
     def _unfinished_run(self, start: Manifest, note: RunFile | None) -> Run | None:
-        """The run that an attempt continues: of the attempt before, or its own, of which a kill left no note."""
+        """The run that an attempt continues: the previous attempt's, or its own, whose note a kill prevented."""
         ids = [note.run_id if note and note.uri == self.runs.uri else None, start.mlflow_run_id]
         for run in (self.runs.find(run_id) for run_id in ids if run_id):
             about = (run.data.tags.get(Tag.STAGE), run.data.tags.get(Tag.FINGERPRINT)) if run else None
@@ -239,7 +239,7 @@ class Mirror:
         return self.client.get_run(runs[0].info.run_id) if runs else None
 
     def _whole(self, manifest: Manifest, run: Run) -> Recorded | None:
-        """A finished run that has its inputs and its model."""
+        """A finished run with its inputs and its model."""
         found = recorded_of(run)
         if (manifest.inputs and not found.num_inputs) or (is_model(manifest) and not found.model_id):
             return None
@@ -263,7 +263,7 @@ class Mirror:
     # What stages are made from.
 
     def parents(self, manifest: Manifest) -> dict[str, Manifest]:
-        """Stage -> its manifest, of the stages that an output was made from and that the store still has."""
+        """Stage -> manifest, for the stages that an output was made from and that the store still has."""
         records = [record for record in manifest.inputs.values() if not record.artifact.startswith(SOURCE)]
         found = {each.artifact: self.store.entry(each.artifact, each.fingerprint).manifest() for each in records}
         return {name: parent for name, parent in found.items() if parent}
@@ -280,7 +280,7 @@ class Mirror:
         return self._labels[key]
 
     def _origins(self, manifest: Manifest) -> str:
-        """Markdown: what fills each slot, one click away."""
+        """Markdown with a link to the input of each slot."""
         parents, lines = self.parents(manifest), []
         for slot, record in manifest.inputs.items():
             parent, place = parents.get(record.artifact), record.source.path if record.source else ""

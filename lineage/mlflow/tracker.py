@@ -1,4 +1,4 @@
-"""Records a run in MLflow beside it: one thread writes, no stage waits for it, and none fails with it."""
+"""Records a run in MLflow in one thread; no stage waits for it, or fails because of it."""
 
 import contextlib
 import sys
@@ -174,7 +174,7 @@ class MlflowTracker(Tracker):
         return stage.ids or RunIds()
 
     def wake(self) -> None:
-        """Lets the thread write now."""
+        """Wakes the thread to write now."""
         with self._changed:
             self._is_woken = True
             self._changed.notify_all()
@@ -201,7 +201,7 @@ class MlflowTracker(Tracker):
                 self._changed.notify_all()
 
     def _write_all(self, stages: list[_Stage], status: tuple[str, str] | None) -> bool:
-        """Writes what MLflow lacks; what fails does not keep the rest. Returns whether nothing failed."""
+        """Writes what MLflow lacks; a failure does not prevent the other writes. Returns whether nothing failed."""
         if self._mirror is None and not self._attempt(self._open):
             return False
         mirror = self._mirror
@@ -257,7 +257,7 @@ class MlflowTracker(Tracker):
             runs.end(runs.current.run_id, *status)
 
     def _join(self, thread: threading.Thread, seconds: float) -> None:
-        """Waits for the last writes; gives up when they take too long, sooner where something failed before."""
+        """Waits for the last writes; gives up after a limit, which is shorter if a write has failed before."""
         start = time.monotonic()
         end = start + seconds
         while thread.is_alive() and time.monotonic() < end:
@@ -270,7 +270,7 @@ class MlflowTracker(Tracker):
     def _attempt(self, write: Callable[[], None]) -> bool:
         try:
             write()
-        except Exception as error:  # MLflow's own, its HTTP library's, its database's: no common base
+        except Exception as error:  # errors of MLflow, its HTTP library and its database have no common base
             cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             self._report(cause if len(cause) <= _CAUSE_LENGTH else f"{cause[:_CAUSE_LENGTH]} ...")
             return False
