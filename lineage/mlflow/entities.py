@@ -1,9 +1,7 @@
 """Manifests and reports as MLflow's tags, parameters, data sets and metrics."""
 
-import contextlib
 import getpass
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from lineage.artifact import MODELS, QUICKSTART, SOURCE, WHEEL, Kind
 from lineage.fingerprint import short
 from lineage.manifest import InputRecord, Manifest, SourceRecord
 from lineage.markup import markdown_table
+from lineage.metrics_file import ReportFile
 from lineage.owner import Owner
 from lineage.remote_files import is_url
 from lineage.source_checks import PYTHON
@@ -88,6 +87,14 @@ class ExecutionRun:
     rows: dict[str, tuple[str, Recorded]] = field(default_factory=dict)
     end: float = 0.0
     written: str = ""
+
+    def add(self, title: str, state: str, run: Recorded, parents: Mapping[str, Recorded]) -> None:
+        """Adds a stage, after those that it read, which other executions may have produced."""
+        known = {run.run_id for _, run in self.rows.values()}
+        for name, parent in parents.items():
+            if parent.run_id not in known:
+                self.rows.setdefault(name, ("reused", parent))
+        self.rows[title] = state, run
 
 
 def stage_table(rows: Mapping[str, tuple[str, Recorded]]) -> str:
@@ -219,10 +226,9 @@ class Reports:
         logged: metric -> the last step that is recorded: a resumed stage reports its last steps again.
     """
 
-    def __init__(self, path: Path, logged: Mapping[str, int] | None = None) -> None:
-        self._path = path
-        self._offset = self._inode = 0
-        self.logged = dict(logged or {})
+    def __init__(self, path: Path, logged: Mapping[str, int]) -> None:
+        self._file = ReportFile(path)
+        self.logged = dict(logged)
 
     @property
     def last_step(self) -> int:
@@ -230,29 +236,11 @@ class Reports:
 
     def new(self) -> list[Metric]:
         """The metrics that were appended since the last call; an incomplete line is left for the next one."""
-        try:
-            with self._path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._inode or found.st_size < self._offset:  # cut to a checkpoint, or restarted
-                    self._offset, self._inode = 0, found.st_ino
-                file.seek(self._offset)
-                content = file.read()
-        except FileNotFoundError:
-            return []
-        whole = content[: content.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        metrics = (metric for line in whole.splitlines() for metric in _metrics(line))
-        return [metric for metric in metrics if self._is_new(metric)]
-
-    def _is_new(self, metric: Metric) -> bool:
-        if metric.step <= self.logged.get(metric.key, -1):
-            return False
-        self.logged[metric.key] = metric.step
-        return True
-
-
-def _metrics(line: bytes) -> Iterator[Metric]:
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # a kill may have cut a line
-        report = json.loads(line)
-        for name, value in report["metrics"].items():
-            yield Metric(accepted(name), float(value), int(report["time"] * 1000), int(report["step"]))
+        found = []
+        for report in self._file.read():
+            for name, value in report.metrics.items():
+                metric = Metric(accepted(name), float(value), int(report.time * 1000), report.step)
+                if metric.step > self.logged.get(metric.key, -1):
+                    self.logged[metric.key] = metric.step
+                    found.append(metric)
+        return found

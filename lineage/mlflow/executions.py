@@ -134,7 +134,7 @@ class Executions:
 
     def of(self, start: Manifest, note: RunFile | None) -> str:
         """The run of the execution in which a stage ran; rebuilt where MLflow has lost it."""
-        if self.current and note and note.writer and self.writer and note.writer.token == self.writer.token:
+        if self.current and self.is_ours(note):
             return self.current.run_id
         noted = note.execution_id if note and note.uri == self.uri else None
         recorded = start.execution_run_id or noted or _UNRECORDED
@@ -156,22 +156,22 @@ class Executions:
         self._rebuilt[key] = ExecutionRun(str(run.info.run_id), words)
         return str(run.info.run_id)
 
+    def is_ours(self, note: RunFile | None) -> bool:
+        """Whether this process runs the stage."""
+        return bool(note and note.writer and self.writer and note.writer.token == self.writer.token)
+
     def add_row(
         self, execution_id: str, manifest: Manifest, recorded: Recorded, parents: Mapping[str, Recorded]
     ) -> None:
-        """Adds a stage to a rebuilt execution, after those that it read, which other executions may have produced."""
+        """Adds a stage to a rebuilt execution."""
         execution = next((each for each in self._rebuilt.values() if each.run_id == execution_id), None)
         if execution is None:  # one that was not lost
             return
         execution.end = max(execution.end, manifest.provenance.end)
-        known = {run.run_id for _, run in execution.rows.values()}
-        for stage, parent in parents.items():
-            if parent.run_id not in known:
-                execution.rows.setdefault(stage, ("reused", parent))
         # A sweep runs a stage more than once.
         again = manifest.stage in execution.rows
         title = f"{manifest.stage}@{short(manifest.fingerprint)}" if again else manifest.stage
-        execution.rows[title] = "finished", recorded
+        execution.add(title, "finished", recorded, parents)
 
     def close_rebuilt(self) -> None:
         """Ends the executions that were rebuilt."""

@@ -82,7 +82,7 @@ class Mirror:
         return found or self._sync_finished(self._entry(manifest), manifest, None)
 
     def _sync_unfinished(self, entry: Entry, note: RunFile, start: Manifest) -> Recorded | None:
-        if note.status == "RUNNING" and not self._is_ours(note):
+        if note.status == "RUNNING" and not self.runs.is_ours(note):
             if not note.writer or not is_gone(note.writer, self.runs.silent):
                 return None
             note = replace(note, status="KILLED", cause=KILLED_CAUSE)
@@ -394,9 +394,6 @@ class Mirror:
 
     def _entry(self, manifest: Manifest) -> Entry:
         return self.store.entry(manifest.stage, manifest.fingerprint)
-
-    def _is_ours(self, note: RunFile | None) -> bool:
-        return bool(note and note.writer and self.runs.writer and note.writer.token == self.runs.writer.token)
 
 
 def recorded_of(run: Run) -> Recorded:

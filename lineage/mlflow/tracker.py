@@ -68,7 +68,6 @@ class MlflowTracker(Tracker):
         self._mirror: Mirror | None = None
         self._stages: list[_Stage] = []  # that run, or whose end is not written
         self._tasks: list[Callable[[Mirror], None]] = []
-        self._artifacts: set[tuple[str, str]] = set()  # stage and fingerprint, of the rows of the table
         self._status: tuple[str, str] | None = None  # of the execution, at its end
         self._was_stopped = False
         self._is_written = True  # all was, the last time
@@ -228,14 +227,10 @@ class MlflowTracker(Tracker):
         assert execution
         recorded = mirror.sync(stage.entry)
         if recorded:
-            self._artifacts.add((start.stage, start.fingerprint))
-            if stage.ids is None:
-                for name, parent in start.parents.items():
-                    if (parent.stage, parent.fingerprint) not in self._artifacts:  # of another execution
-                        self._reuse(mirror, name, parent)
-                parents = tuple(mirror.recorded(parent).run_id for parent in start.parents.values())
-                stage.ids = RunIds(stage=recorded.run_id, execution=execution.run_id, parents=parents)
-            execution.rows[stage.title] = _STATES[ended[0]] if ended else "running", recorded
+            parents = {name: mirror.recorded(parent) for name, parent in start.parents.items()}
+            ids = tuple(each.run_id for each in parents.values())
+            stage.ids = RunIds(stage=recorded.run_id, execution=execution.run_id, parents=ids)
+            execution.add(stage.title, _STATES[ended[0]] if ended else "running", recorded, parents)
         elif ended:
             mirror.abandon(stage.entry, ended[1])
         if ended:
@@ -243,7 +238,6 @@ class MlflowTracker(Tracker):
 
     def _reuse(self, mirror: "Mirror", title: str, manifest: Manifest) -> None:
         assert mirror.runs.current
-        self._artifacts.add((manifest.stage, manifest.fingerprint))
         mirror.runs.current.rows[title] = "reused", mirror.recorded(manifest)
 
     def _sync_execution(self, mirror: "Mirror", status: tuple[str, str] | None) -> None:
