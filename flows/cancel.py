@@ -13,7 +13,7 @@ import psutil
 
 from flows.prefect.address import use_own_auth
 from flows.prefect.open_runs import settle_left
-from flows.progress.run_record import RUN_VARIABLE, RunRecord, latest, read_run_record, run_ids, run_record_path
+from flows.progress.run_record import RunRecord, latest, processes_of, read_run_record, run_ids, run_record_path
 from lineage.errors import ConfigError, PipelineError
 
 LATEST = "latest"
@@ -57,7 +57,7 @@ def cancel(run: RunRecord, store: Path) -> str:
             f"{run.id} died before: its process {run.driver.pid} on {run.driver.host} is gone; {_kill_leftovers(run)}"
         )
     is_here = run.driver.is_here()
-    processes = _processes(run)
+    processes = processes_of(run)
     if run.links.deployed and run.links.flow_run:
         _cancel_flow_run(run)
     elif is_here:
@@ -76,24 +76,11 @@ def cancel(run: RunRecord, store: Path) -> str:
     return f"{run.id} is stopped; {kept if run.command == 'run' else 'the same command starts again'}"
 
 
-def _processes(run: RunRecord) -> list[psutil.Process]:
-    """The processes of a run on this host: its driver, processes with its environment variable, and their children."""
-    found: dict[int, psutil.Process] = {}
-    is_here = run.driver.is_here() and not run.driver.is_gone()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it has ended, or is not accessible
-            is_driver = is_here and process.pid == run.driver.pid
-            if is_driver or process.environ().get(RUN_VARIABLE) == run.id:
-                found |= {each.pid: each for each in (process, *process.children(recursive=True))}
-    found.pop(os.getpid(), None)
-    return list(found.values())
-
-
 def _kill_leftovers(run: RunRecord) -> str:
     """Kills the processes that a dead driver has left, such as a fork server that still imports; returns a message."""
     if not run.driver.is_here():  # another machine, or an earlier boot of this one
         return f"run posttrain cancel {run.id} there to end what it may have left"
-    left = [each for each in _processes(run) if _is_alive(each)]
+    left = [each for each in processes_of(run) if _is_alive(each)]
     for each in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             each.kill()

@@ -141,7 +141,8 @@ def _moved(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest]) -
     from tasks.weight_differences import length, movement  # imports torch
 
     output, cache = plan.entry(planned).output, plan.pipeline.store / CACHE
-    models = [each.resolve(cache).path for each in job_inputs(plan, planned, parents).values() if each.kind in MODELS]
+    inputs = job_inputs(plan, planned, parents).values()
+    models = [each.resolve(cache).path for each in inputs if each.planned.kind in MODELS]
     known = [moved for path in models if (moved := movement(path, output)) is not None]
     return min(known) if known else length(output)  # of several models the nearest is its start
 

@@ -87,7 +87,15 @@ def open_run(
         if modules:
             processes.warm_up(modules)
 
+        waits: dict[str, str] = {}
+
         def emit(event: Event) -> None:
+            if event.state != "waiting":
+                waits.pop(event.title, None)
+            elif waits.get(event.title) == event.text:  # emitted at each poll
+                return
+            else:
+                waits[event.title] = event.text
             for each in listeners:
                 each(event)
 

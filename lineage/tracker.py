@@ -69,7 +69,8 @@ class Event:
 
     Args:
         title: name of the stage; in a sweep with the trials that share it, unless all do.
-        state: of the stage; ``waiting`` is emitted repeatedly; ``reused``: another run has produced it meanwhile.
+        state: of the stage; ``waiting`` again where it waits for something else; ``reused``: another run has produced
+            it meanwhile.
         text: what it waits for, why it failed or was stopped, or the message.
         start: of a running stage.
         num_steps: optimizer steps of a running stage; None: it has no steps.

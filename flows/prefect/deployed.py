@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Annotated, Literal
 
@@ -37,7 +38,7 @@ from flows.open_run import open_run, prepare_run
 from flows.planning.plan import Plan, make_plan
 from flows.planning.verdicts import may_ask, require_passed
 from flows.prefect.deployments import ANCHOR, ENTRY, Declared, Preset, declared
-from flows.prefect.flow import approved, flow_run_here, open_flow, run_stages, task_runner
+from flows.prefect.flow import approved, enter_flow_run, flow_run_here, leave_flow_run, run_stages, task_runner
 from flows.prefect.page import RunPage, show_plan
 from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import latest
@@ -189,7 +190,7 @@ def _run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_
             _require_planned_code(flow_run.deployment_version, deployed_code(option, preset))
         create_store(pipeline.store)
         with recorder.open():
-            recorder.open_flow(open_flow())
+            enter_flow_run(recorder, is_ours=False)
             state = _run_in_turn(pipeline, recorder, may_leave=not overrides)
     except GateError as refusal:
         state = Failed(name="Refused", message=str(refusal))
@@ -199,7 +200,7 @@ def _run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_
             logger.exception("run=%s state=failed", flow_run.name)
         notify_of(pipeline, flow_run.name, "failed", cause)
         state = Failed(message=cause)
-    recorder.open_flow(open_flow(state))
+    leave_flow_run(recorder, state)
     return state
 
 
@@ -221,9 +222,10 @@ def _run_in_turn(pipeline: Pipeline, recorder: RunRecorder, *, may_leave: bool) 
                 return Completed(message="left to another run with the same overrides, which waits already")
             waiting = f"another run of {pipeline.name}"
             get_run_logger().info(f"waits for {waiting}")
+            recorder.change(lambda record: replace(record, waits_for=waiting))
             with alike.holding():
-                acquire_or(lock, lambda: False, lambda: recorder.waits_for(waiting))
-            recorder.waits_for("")
+                acquire_or(lock, lambda: False, lambda: None)
+            recorder.change(lambda record: replace(record, waits_for=""))
         stack.enter_context(lock.holding())
         adopt_view(pipeline)
         return _run(make_plan(pipeline), recorder)
@@ -268,8 +270,7 @@ def _execute(plan: Plan, recorder: RunRecorder) -> bool:
     if plan.pipeline.operation.notify:
         require_block(plan.pipeline.operation.notify)
     words = recorder.record.words
-    with RunPage(plan) as page, open_run(plan, words, page.on, plan.stale, recorder=recorder) as run:
-        page.link(run.tracker)
+    with RunPage(plan, recorder) as page, open_run(plan, words, page.on, plan.stale, recorder=recorder) as run:
         run_stages(run, {})
         return approved(run)
 

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import FrameType
 from uuid import UUID
 
@@ -20,6 +21,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
 from prefect.futures import PrefectFuture, wait
 from prefect.input import RunInput, keyset_from_paused_state
+from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Crashed, Failed, Paused, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.urls import url_for
@@ -30,12 +32,13 @@ from flows.prefect.address import configured_api_url, prefix_of_command
 from flows.prefect.open_runs import api_here, report_unknown, settle, settle_left
 from flows.prefect.server import EmbeddedServer
 from flows.progress.recorder import RunRecorder
-from flows.progress.run_record import End, OpenFlow, end_of
+from flows.progress.run_record import End, OpenFlow, RunRecord, end_of
 from flows.stages.execute import Result, execute
 from flows.stages.resources import require_pools
 from flows.stages.run import Run
 from flows.stops import handling_sigterm
 from lineage.errors import GateError, PipelineError, StoppedError
+from lineage.mlflow.address import shown
 from lineage.remote_files import why_unreachable
 from tasks.context import Launcher
 
@@ -81,7 +84,7 @@ def in_flow(
         BaseException: what the body raised, whether or not Prefect could be told.
     """
     assert run.recorder is not None
-    reported = _Reported(run.recorder)
+    reported = _Reported(run.recorder, is_ours=server is not None)
 
     @flow(name=name, flow_run_name=flow_run_name, persist_result=False, task_runner=task_runner())
     def pipeline_flow() -> State[None] | None:
@@ -92,7 +95,7 @@ def in_flow(
     try:
         pipeline_flow()
     except BaseException as error:
-        if not reported.has_begun and isinstance(error, httpx.HTTPError):
+        if reported.flow_run is None and isinstance(error, httpx.HTTPError):
             raise PipelineError(
                 f"Prefect at {configured_api_url()} went away before the first stage ({error}); "
                 "run the same command again"
@@ -111,27 +114,24 @@ class _Reported:
     """How a flow run ended, in the record of the run until Prefect knows it.
 
     Attributes:
-        has_begun: the body was called.
+        flow_run: None: the body was not called yet.
         is_over: the body has returned or raised; any later error is of Prefect alone, or a stop.
         gave_up: Prefect had its seconds to take the end.
         error: of the body.
     """
 
-    def __init__(self, recorder: RunRecorder) -> None:
-        self._recorder = recorder
-        self._flow_run: FlowRun | None = None
+    def __init__(self, recorder: RunRecorder, *, is_ours: bool) -> None:
+        self._recorder, self._is_ours = recorder, is_ours
+        self.flow_run: FlowRun | None = None
         self._closed = threading.Event()
         self._was_away = False
-        self.has_begun = False
         self._alarm: Callable[[], object] = lambda: None  # restores the alarm that was set before ours
         self.is_over = self.gave_up = False
         self.error: BaseException | None = None
 
     def follow(self, body: Callable[[], State[None] | None]) -> State[None] | None:
         """The body of the flow run; from its end on Prefect has some seconds to take that end."""
-        self.has_begun = True
-        self._flow_run = flow_run_here()
-        self._recorder.open_flow(open_flow())
+        self.flow_run = enter_flow_run(self._recorder, is_ours=self._is_ours)
         threading.Thread(target=self._watch, daemon=True, name="prefect health").start()
         is_stop = False
         try:
@@ -142,7 +142,7 @@ class _Reported:
             self.error = KeyboardInterrupt() if is_stop and not isinstance(error, StoppedError) else error
             state = Cancelled(message=_STOPPED) if is_stop else Failed(message=str(error))
         self.is_over = True
-        self._recorder.open_flow(open_flow(state))
+        leave_flow_run(self._recorder, state)
         is_away = not is_stop and _is_away()
         self._was_away |= is_away
         self._limit(_STOP_SECONDS if is_stop or is_away else _REPORT_SECONDS)
@@ -155,13 +155,13 @@ class _Reported:
         flow = self._recorder.record.open_flow
         if flow is None:
             return
-        state = self._flow_run.state if self._flow_run else None
+        state = self.flow_run.state if self.flow_run else None
         if not (state and state.is_final()):
             report_unknown(flow)
             return
         # The states of task runs are events, which get lost.
         if not (self._was_away or state.type.value != flow.end) or settle(self._recorder.record):
-            self._recorder.open_flow(None)
+            self._recorder.change(lambda record: replace(record, open_flow=None))
 
     def _watch(self) -> None:
         while not self._closed.wait(_HEALTH_SECONDS):
@@ -189,18 +189,33 @@ def _is_away() -> bool:
     return url is not None and why_unreachable(url, _HEALTH_SECONDS) is not None
 
 
-_RUNNING: State[None] = Crashed()  # what a kill makes of it
-
-
-def open_flow(state: State[None] | None = _RUNNING) -> OpenFlow:
-    """What Prefect has yet to know of the flow run that this code runs in.
+def enter_flow_run(recorder: RunRecorder, *, is_ours: bool) -> FlowRun:
+    """Records the flow run that this code runs in; if this process is killed, the next command reports that.
 
     Args:
-        state: that it ended in; None: completed.
+        is_ours: its server was started for this run alone, and has no pages.
     """
+    run, api = flow_run_here(), None if is_ours else shown(str(PREFECT_API_URL.value()))
+    page = None if is_ours else url_for("flow-run", run.id)
+    flow, deployed = OpenFlow(flow_run=str(run.id), api=api_here()), run.deployment_id is not None
+
+    def entered(record: RunRecord) -> RunRecord:
+        links = replace(record.links, flow_run=flow.flow_run, deployed=deployed, flow_page=page, prefect_api=api)
+        return replace(record, links=links, open_flow=flow)
+
+    recorder.change(entered)
+    return run
+
+
+def leave_flow_run(recorder: RunRecorder, state: State[None] | None) -> None:
+    """Records the state that it ends in; None: completed. If Prefect does not take it, the next command reports it."""
     end: End = state.type.value if state else "COMPLETED"
     message = (state and state.message) or ""
-    return OpenFlow(flow_run=str(flow_run_here().id), api=api_here(), end=end, message=message)
+
+    def left(record: RunRecord) -> RunRecord:
+        return replace(record, open_flow=record.open_flow and replace(record.open_flow, end=end, message=message))
+
+    recorder.change(left)
 
 
 def flow_run_here() -> FlowRun:

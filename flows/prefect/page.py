@@ -15,12 +15,13 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from flows.planning.plan import Plan
+from flows.progress.recorder import RunRecorder
 from flows.progress.stage_progress import Progress, line_of, progress_of
 from lineage.artifact import Kind
 from lineage.fingerprint import short
 from lineage.markup import markdown_table
 from lineage.mlflow.address import is_server, shown, tracking_uri
-from lineage.tracker import Event, Tracker
+from lineage.tracker import Event
 from lineage.verdict import VERDICT_TABLE
 from tasks.evaluate.report import TABLE_FILE
 
@@ -61,22 +62,16 @@ class RunPage:
     Only its thread calls Prefect, so that no stage waits for an unreachable server.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._tracker: Tracker | None = None
+    def __init__(self, plan: Plan, recorder: RunRecorder) -> None:
+        self._plan, self._recorder = plan, recorder
         self._bars: dict[str, _Bar] = {}
         self._closed = threading.Event()
-        self._waits: dict[str, str] = {}
 
     def __enter__(self) -> "RunPage":
         # In the context of the flow run, to which the artifacts belong.
         self._thread = threading.Thread(target=copy_context().run, args=(self._follow,), daemon=True, name="page")
         self._thread.start()
         return self
-
-    def link(self, tracker: Tracker) -> None:
-        """Sets what records the run."""
-        self._tracker = tracker
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
@@ -88,11 +83,9 @@ class RunPage:
         if event.start:
             progress = progress_of(event, event.start)
             self._bars[title], text = _Bar(progress=progress), progress.begun()
-        elif (event.state == "waiting" and self._waits.get(title) == text) or event.state == "stopped":
+        elif event.state == "stopped":
             return
-        elif event.state == "waiting":
-            self._waits[title] = text
-        elif title in self._bars:
+        elif title in self._bars and event.state != "waiting":
             percent = 100.0 if event.state in ("reused", "done") else None
             self._bars[title] = replace(self._bars[title], exit=text, percent=percent)
         get_run_logger().info(f"{title}: {text}" if title else text)
@@ -132,7 +125,7 @@ class RunPage:
 
     def _show_record(self) -> bool:
         """Shows links to the run in MLflow and those of its stages; returns whether MLflow has them yet."""
-        execution_id = self._tracker.execution_id() if self._tracker else None
+        execution_id = self._recorder.record.links.mlflow_run
         if execution_id is None:
             return False
         uri = tracking_uri(self._plan.pipeline.tracking.uri)

@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim, reads
 from flows.planning.verdicts import judgements
 from flows.progress.run_record import (
-    OpenFlow,
     Outcome,
     RunRecord,
     StageRecord,
@@ -20,7 +19,6 @@ from flows.progress.run_record import (
     end_of,
     new_id,
     run_record_path,
-    with_flow_run,
 )
 from lineage.errors import PipelineError
 from lineage.mlflow.address import shown, tracking_uri
@@ -81,7 +79,6 @@ class RunRecorder:
         self._changed = threading.Event()
         self._closed = threading.Event()
         self._written: RunRecord | None = None
-        self._api = os.environ.get("PREFECT_API_URL")
         self.record = RunRecord(
             id=new_id(), pipeline=pipeline, words=list(words), driver=Owner.here(), started=time.time(), stages={},
             in_flow=in_flow, command=command,
@@ -90,7 +87,6 @@ class RunRecorder:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Starts the heartbeat; at the end writes the outcome, unless that of a plan is there."""
-        self._link()
         thread = threading.Thread(target=self._keep, daemon=True, name="run-record")
         thread.start()
         end: tuple[Outcome, str] = "done", ""
@@ -137,9 +133,8 @@ class RunRecorder:
             self._end(*end)
 
     def _end(self, outcome: Outcome, cause: str) -> None:
-        with self._lock:
-            self.record = replace(self.record, outcome=outcome, cause=cause[:_TEXT_LENGTH], ended=time.time())
-        self._write()
+        end = time.time()
+        self.change(lambda record: replace(record, outcome=outcome, cause=cause[:_TEXT_LENGTH], ended=end))
 
     def claim(self, plans: Sequence[Plan]) -> None:
         """Records what further plans read too, which ``gc`` then keeps while this run lives.
@@ -152,17 +147,12 @@ class RunRecorder:
             self.record = replace(self.record, reads=list(dict.fromkeys(noted)))
         claim(plans, self._write)
 
-    def waits_for(self, what: str) -> None:
-        """Records for which other run this one waits; nothing: for none."""
+    def change(self, change: Callable[[RunRecord], RunRecord]) -> None:
+        """Changes the record, and writes it before anything else happens."""
         with self._lock:
-            self.record = replace(self.record, waits_for=what)
-        self._changed.set()
-
-    def open_flow(self, flow: OpenFlow | None) -> None:
-        """Records, before anything else happens, what the next command has to report to Prefect if this one cannot."""
-        with self._lock:
-            self.record = replace(self.record, open_flow=flow)
-        self._write()
+            before, self.record = self.record, change(self.record)
+        if self.record != before:
+            self._write()
 
     def on(self, event: Event) -> None:
         """Listens to the run."""
@@ -175,21 +165,13 @@ class RunRecorder:
             else:
                 now = time.time()
                 before = self.record.stages.get(title) or blank(self._plan, title, now)
-                if state == "waiting" and (before.state, before.reason) == (state, text):
-                    return
                 after = replace(
                     before, state=state, since=now, reason=text, seconds=event.seconds,
                     total=event.num_steps or before.total,
                     directory=str(event.start.directory) if event.start else before.directory,
                 )  # fmt: skip
                 self.record = replace(self.record, stages={**self.record.stages, title: after})
-        self._link()
         self._changed.set()
-
-    def _link(self) -> None:
-        is_ours = os.environ.get("PREFECT_API_URL") != self._api  # set since: a server was started for this run
-        with self._lock:
-            self.record = replace(self.record, links=with_flow_run(self.record.links, is_ours=is_ours))
 
     def _keep(self) -> None:
         """Writes changes, or else touches the file, which is the heartbeat that other hosts see."""

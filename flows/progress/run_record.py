@@ -4,12 +4,13 @@ import contextlib
 import json
 import os
 import secrets
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Literal
+
+import psutil
 
 from lineage.errors import StoppedError
 from lineage.files import atomic_write
@@ -235,6 +236,19 @@ def silent_drivers(store: Path) -> list[Owner]:
     return [each for each in silent if not any(each.is_process(other) for other in live)]
 
 
+def processes_of(record: RunRecord) -> list[psutil.Process]:
+    """The processes of a run on this host: its driver, those with its id in their environment, and their children."""
+    found: dict[int, psutil.Process] = {}
+    is_here = record.driver.is_here() and not record.driver.is_gone()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile, or is not ours to look at
+            is_driver = is_here and process.pid == record.driver.pid
+            if is_driver or process.environ().get(RUN_VARIABLE) == record.id:
+                found |= {each.pid: each for each in (process, *process.children(recursive=True))}
+    found.pop(os.getpid(), None)
+    return list(found.values())
+
+
 def dashboard_file(directory: Path) -> Path:
     """The file with the address of Ray's dashboard, while a stage runs on Ray workers and has one."""
     return directory / "work" / "ray-dashboard.txt"
@@ -276,28 +290,3 @@ def waits_for(title: str, record: RunRecord) -> str:
 def _is_made(name: str, record: RunRecord) -> bool:
     states = (stage.state for title, stage in record.stages.items() if title.partition("#")[0] == name)
     return any(state in ("done", "reused") for state in states)
-
-
-def with_flow_run(links: Links, *, is_ours: bool) -> Links:
-    """Names the flow run: a process in a flow run has imported Prefect, and no other one has to.
-
-    Args:
-        is_ours: whether its server was started for this run alone, and has no pages.
-    """
-    if links.flow_run or "prefect.context" not in sys.modules:
-        return links
-    from prefect.context import FlowRunContext
-    from prefect.settings import PREFECT_API_URL
-    from prefect.utilities.urls import url_for
-
-    from lineage.mlflow.address import shown
-
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        return links
-    run = context.flow_run
-    return replace(
-        links, flow_run=str(run.id), deployed=run.deployment_id is not None,
-        flow_page=None if is_ours else url_for("flow-run", run.id),
-        prefect_api=None if is_ours else shown(str(PREFECT_API_URL.value())),
-    )  # fmt: skip

@@ -54,9 +54,8 @@ class Screen:
             self._print(text)
         elif event.state == "waiting":
             with self._lock:
-                is_known = self._waits.get(title) == text
                 self._waits[title] = text
-            if not (is_known or self._is_live):
+            if not self._is_live:
                 self._say(title, text)
         elif event.start:
             with self._lock:

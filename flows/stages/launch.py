@@ -348,7 +348,7 @@ class StageProcesses:
 
 
 def _reads_sources(job: Job) -> bool:
-    return all(entry.source is not None for entry in job.inputs.values())
+    return all(each.planned.source is not None for each in job.inputs.values())
 
 
 def _result(job: Job, reply: Answer) -> Metrics:

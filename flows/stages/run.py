@@ -27,7 +27,7 @@ from lineage.store import Store
 from lineage.tracker import Event, Listener, Tracker
 from tasks.check_rows import EXAMPLES, POLICY, rows_slot
 from tasks.data.kinds import HELD_OUT
-from tasks.method import Method, Training
+from tasks.method import Input, Method, Training
 
 
 def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
@@ -129,14 +129,12 @@ def input_records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dic
 def job_input(plan: Plan, planned_input: PlannedInput, kind: Kind, parents: Mapping[str, Manifest]) -> JobInput:
     """The input of one slot."""
     return JobInput(
-        name=planned_input.name,
-        kind=kind,
-        fingerprint=planned_input.fingerprint,
-        path=plan.path_of(planned_input),
-        source=planned_input.source,
-        digest=_record(planned_input, parents).digest,
+        planned=Input(
+            name=planned_input.name, kind=kind, fingerprint=planned_input.fingerprint, path=plan.path_of(planned_input),
+            source=planned_input.source, digest=_record(planned_input, parents).digest,
+        ),
         trusts_code=_trusts_code(plan, planned_input),
-    )
+    )  # fmt: skip
 
 
 def _trusts_code(plan: Plan, planned_input: PlannedInput) -> bool:

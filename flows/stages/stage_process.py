@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 import logging
 import math
 import multiprocessing
@@ -11,62 +10,24 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
-from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 
-from flows.progress.run_record import RUN_VARIABLE
 from flows.stages.exit_reasons import failed
 from flows.stages.job import CheckJob, Job, run_check, run_worker
 from lineage.disk import explain_full_disk
 from lineage.errors import StageError, StoppedError
-from lineage.owner import Owner
 from tasks.context import Metrics
-
-_NOTE = "session.json"  # below work/
 
 
 def kill_session(leader: int) -> None:
     """Kills every process of a session except this one, including Ray's workers, which lead their own groups."""
-    for pid in _session(leader):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def note_session(work: Path) -> None:
-    """Writes down that this process leads the session of what a run does in a stage's ``work/``."""
-    note = {"leader": asdict(Owner.here()), "run": os.environ.get(RUN_VARIABLE)}
-    with contextlib.suppress(OSError):  # the disk is full, or the store is gone: the next write reports it
-        (work / _NOTE).write_text(json.dumps(note))
-
-
-def end_left_session(work: Path) -> None:
-    """Kills the processes that a stage has left on this host, if its driver was killed with it.
-
-    Those are Ray's agents: for 60 s they try to tell a head that is gone too. A session that is over gives its number
-    back, and the one that has it now may be a daemon's: only what bears the mark of the run is ended.
-    """
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # there is no note, or it is incomplete
-        note = json.loads((work / _NOTE).read_text())
-        leader, run = Owner(**note["leader"]), note["run"]
-        if run is None or not leader.is_here() or not leader.is_gone():
-            return
-        for pid in _session(leader.pid):
-            with contextlib.suppress(psutil.Error):  # it ended meanwhile, or is not ours to look at
-                process = psutil.Process(pid)
-                if process.environ().get(RUN_VARIABLE) == run:
-                    process.kill()
-
-
-def _session(leader: int) -> Iterator[int]:
-    """The processes of a session, without this one."""
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getsid(pid) == leader and pid != os.getpid():
-                yield pid
+                os.kill(pid, signal.SIGKILL)
 
 
 Answer = Metrics | StageError | StoppedError
@@ -86,7 +47,6 @@ def stage_main(job: Job, connection: Connection, environment: dict[str, str]) ->
     os.environ.update(environment)
     os.setsid()  # a session and a group of its own: whatever the stage starts can be ended with it
     _die_with_parent()
-    note_session(job.stop_file.parent)
     _log_to(job)
     if job.trains:
         # A scheduler that ends a machine asks every process of it: save first, as if we had been asked by our driver.

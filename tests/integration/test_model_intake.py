@@ -211,7 +211,8 @@ def test_the_stages_behind_such_a_source_run_the_code_that_their_inputs_bring(tm
     parents = {name: SimpleNamespace(output_digest="d") for name in ("cpt", "sft", "instructions", "preferences")}
     given = job_inputs(plan, plan.stage("dpo"), parents)
     assert given["policy"].trusts_code == asks and not given["pairs"].trusts_code
-    output = replace(given["policy"], path=tmp_path).resolve(tmp_path / "cache").path
+    moved = replace(given["policy"], planned=replace(given["policy"].planned, path=tmp_path))
+    output = moved.resolve(tmp_path / "cache").path
     assert remote_code.trusts(output) == asks
 
 

@@ -14,7 +14,7 @@ from flows.reports.run import views
 from flows.reports.status import status_text
 from flows.stages.launch import StageProcesses
 from lineage.errors import ArtifactError
-from tests.finished import finish
+from tests.finished import event, finish
 
 
 @pytest.fixture
@@ -48,6 +48,14 @@ def test_a_run_imports_beforehand_what_its_methods_need_and_no_more(plan, tmp_pa
     assert steps == ["flows.stages.imports_begin", "flows.stages.ray_train"]
     assert "torch" in evaluate and "flows.stages.ray_train" not in evaluate
     assert dpo == [*evaluate, "flows.stages.ray_train"]
+
+
+def test_listeners_hear_of_a_wait_when_it_changes_and_not_at_each_poll(plan):
+    heard = []
+    with open_run(plan, [], lambda each: heard.append((each.state, each.text)), []) as run:
+        for state, text in [("waiting", "1 CPU")] * 3 + [("waiting", "a pool"), ("running", ""), ("waiting", "a pool")]:
+            run.emit(event(state, text, title="left", directory=plan.home))
+    assert heard == [("waiting", "1 CPU"), ("waiting", "a pool"), ("running", ""), ("waiting", "a pool")]
 
 
 def test_the_note_of_a_sweep_says_that_it_is_one(plan):

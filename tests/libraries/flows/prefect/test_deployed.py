@@ -3,7 +3,6 @@ from types import SimpleNamespace
 import httpx
 
 from flows.prefect import deployed as module
-from flows.progress.run_record import OpenFlow
 
 
 def test_an_error_that_is_not_foreseen_fails_the_run_and_notifies(tmp_path, monkeypatch):
@@ -13,7 +12,7 @@ def test_an_error_that_is_not_foreseen_fails_the_run_and_notifies(tmp_path, monk
     notified = []
     pipeline = SimpleNamespace(name="toy", store=tmp_path)
     monkeypatch.setattr(module, "flow_run_here", lambda: SimpleNamespace(name="toy 11-21", deployment_version=None))
-    monkeypatch.setattr(module, "open_flow", lambda *_: OpenFlow(flow_run="1", api=None))
+    monkeypatch.setattr(module, "enter_flow_run", lambda *_, **__: None)
     monkeypatch.setattr(module, "_exit_with_parent", lambda: None)
     monkeypatch.setattr(module, "load_pipeline", lambda *_: pipeline)
     monkeypatch.setattr(module, "notify_of", lambda *said: notified.append(said))

@@ -159,7 +159,7 @@ def test_a_store_that_cannot_be_written_stops_no_run_and_ends_no_wait(plan):
         journal.on(event("running", title="left", directory=store))
     waiting = RunRecorder(store, "toy", [])
     with waiting.open():
-        waiting.waits_for("another run")
+        waiting.change(lambda record: replace(record, waits_for="another run"))
     assert (store / "runs").read_text() == "in the way"
 
 
@@ -273,15 +273,14 @@ def test_a_run_of_a_deployment_has_one_record_from_its_wait_to_the_end_that_pref
     store, flow = plan.pipeline.store, OpenFlow(flow_run="f", api=None)
     recorder = RunRecorder(store, "toy", ["pipeline=toy"])
     with recorder.open():
-        recorder.open_flow(flow)
+        recorder.change(lambda record: replace(record, open_flow=flow))
         assert (the_note(store).open_flow, the_note(store).driver.pid) == (flow, os.getpid())
         for waiting in ("another run of toy: daily", "another run of toy: nightly", ""):
-            recorder.waits_for(waiting)
-            wait_until(lambda waiting=waiting: the_note(store).waits_for == waiting, "is written", seconds=5)
-            assert the_note(store).is_live(store)
+            recorder.change(lambda record, waiting=waiting: replace(record, waits_for=waiting))
+            assert the_note(store).waits_for == waiting and the_note(store).is_live(store)
         with recorder.running(plan, Recorded(), plan.stale):
             assert list(the_note(store).stages) == ["data", "model", "left", "right"]
-    recorder.open_flow(replace(flow, end="COMPLETED"))
+    recorder.change(lambda record: replace(record, open_flow=replace(flow, end="COMPLETED")))
     assert (the_note(store).outcome, the_note(store).open_flow.end) == ("done", "COMPLETED")
     the_note(store).reported(store, to_prefect=True)
     assert the_note(store).open_flow is None
@@ -290,7 +289,7 @@ def test_a_run_of_a_deployment_has_one_record_from_its_wait_to_the_end_that_pref
 def test_a_run_of_a_deployment_that_has_nothing_to_do_leaves_no_record(tmp_path):
     recorder = RunRecorder(tmp_path, "toy", [])
     with recorder.open():
-        recorder.open_flow(OpenFlow(flow_run="f", api=None))
+        recorder.change(lambda record: replace(record, open_flow=OpenFlow(flow_run="f", api=None)))
     the_note(tmp_path).reported(tmp_path, to_mlflow=True)
     the_note(tmp_path).reported(tmp_path, to_prefect=True)
     assert run_ids(tmp_path) == []
@@ -301,7 +300,7 @@ def test_a_run_of_a_deployment_that_has_nothing_to_do_leaves_no_record(tmp_path)
 )
 def test_what_cuts_a_wait_off_is_its_end(tmp_path, error, outcome, cause):
     waiting = RunRecorder(tmp_path, "toy", [])
-    waiting.waits_for("another run")
+    waiting.change(lambda record: replace(record, waits_for="another run"))
     with pytest.raises(type(error)), waiting.open():
         raise error
     the_note(tmp_path).reported(tmp_path, to_prefect=True)

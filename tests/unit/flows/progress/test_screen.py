@@ -48,8 +48,7 @@ def test_a_terminal_shows_a_line_per_running_stage_and_none_after(tmp_path):
 def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
     stream = io.StringIO()
     with Screen(stream, ["dpo", "reward"]) as board:
-        for _ in range(5):
-            board.on(event("waiting", "1 CPU"))
+        board.on(event("waiting", "1 CPU"))
         board.on(event("running", directory=tmp_path, num_steps=10))
         board.on(event("failed", "stage dpo failed: no memory\nsecond line"))
         board.on(event("pruned", "pruned at step 3", title="reward"))

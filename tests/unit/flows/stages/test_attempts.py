@@ -1,12 +1,16 @@
 """How often a stage is tried, and what it goes on from, with runs that end as they are told."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
-from flows.progress.run_record import RunRecord, StageRecord
-from flows.stages.execute import begin, ended_before, last_intact, run_attempts
+from flows.progress.run_record import RUN_VARIABLE, RunRecord, StageRecord
+from flows.stages.execute import begin, end_left, ended_before, last_intact, run_attempts
 from flows.stages.job import Job
 from lineage.attempts import Attempt, attempts, record_attempt, resumed_at
 from lineage.errors import AskedError, LostError, StageError
@@ -154,6 +158,27 @@ def test_the_last_run_counts_and_of_a_first_attempt_nothing_ended_before(tmp_pat
     assert "was killed" in ended_before(tmp_path, entry)
     (entry.path / "attempts.jsonl").unlink()
     assert ended_before(tmp_path, entry) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_ended"),
+    [({}, True), ({"driver": Owner.here()}, False), ({"state": "pending"}, False), ({"outcome": "failed"}, False)],
+    ids=["killed", "lives", "never began", "failed"],
+)
+def test_what_a_killed_driver_left_of_a_stage_is_ended_and_nothing_of_another_run(tmp_path, entry, fields, is_ended):
+    note(tmp_path, "20260101-000000-aaaa", **fields)
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    left, other = (
+        subprocess.Popen(sleep, start_new_session=True, env={**os.environ, RUN_VARIABLE: f"20260101-000000-{run}"})
+        for run in ("aaaa", "bbbb")
+    )
+    end_left(tmp_path, entry)
+    if is_ended:
+        assert left.wait(10) == -signal.SIGKILL
+    for each in (left, other):
+        assert (each.poll() is None) != (is_ended and each is left)
+        each.kill()
+        each.wait()
 
 
 def test_a_checkpoint_that_was_gone_back_behind_is_no_progress(toy):

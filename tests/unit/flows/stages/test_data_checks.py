@@ -110,7 +110,7 @@ def test_the_tokenizer_is_that_of_the_root_with_the_template_that_a_stage_instal
     for stage in DATA:
         (plan.entry(plan.stage(stage)).output / "held_out.parquet").touch()
     jobs = {name: check_job(plan, plan.stage(name), plan.pipeline.store) for name in ("cpt", "sft", "dpo")}
-    assert {name: job.inputs["policy"].name for name, job in jobs.items()} == dict.fromkeys(jobs, "base")
+    assert {name: job.inputs["policy"].planned.name for name, job in jobs.items()} == dict.fromkeys(jobs, "base")
     assert {name: job.chat_template for name, job in jobs.items()} == {"cpt": None, "sft": "chatml", "dpo": "chatml"}
     assert sorted(jobs["sft"].held_out) == sorted(DATA)
 

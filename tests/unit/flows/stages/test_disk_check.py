@@ -14,6 +14,7 @@ from lineage.errors import ConfigError
 from lineage.store import Store
 from tasks.check_rows import POLICY
 from tasks.context import Resources
+from tasks.method import Input
 from tasks.train.adapter_files import Base
 from tests.toy_methods import ToyTraining
 from tests.written_store import WrittenStore
@@ -26,9 +27,7 @@ def test_of_an_adapter_the_base_says_what_the_stage_writes(tmp_path: Path, monke
     base = store.stage("base", {})  # of what lies there now
     adapter = Store(store.root).entry("sft", store.stage("sft", {POLICY: base}).fingerprint).output
     Base(name="base", fingerprint=base.fingerprint, digest=base.output_digest).write(adapter)
-    policy = JobInput(
-        name="sft", kind=Kind.CHECKPOINT, fingerprint="f" * 64, path=adapter, source=None, digest=None
-    )  # fmt: skip
+    policy = JobInput(planned=Input(name="sft", kind=Kind.CHECKPOINT, fingerprint="f" * 64, path=adapter))
     directory = tmp_path / "store" / "left" / "f00d"
     (directory / "work").mkdir(parents=True)
     job = Job(

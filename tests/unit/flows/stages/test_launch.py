@@ -3,24 +3,19 @@
 import multiprocessing.context
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from flows.declare.pipeline import Stage
-from flows.progress.run_record import RUN_VARIABLE
 from flows.stages.job import Job, _context
 from flows.stages.launch import StageProcesses, saving_first
 from flows.stages.process_settings import in_stage_environment, stage_environment
-from flows.stages.stage_process import end_left_session
 from flows.stops import stoppable
 from lineage.errors import PrunedError, StageError
 from tasks.context import Launcher, Resources
 from tasks.method import Method
-from tests.command import wait_until
 from tests.toy_methods import ToyModel, ToyTraining
 
 
@@ -131,46 +126,6 @@ def test_a_cluster_that_is_joined_is_given_the_token_that_the_user_has(monkeypat
     assert "RAY_AUTH_MODE" not in stage_environment()
     monkeypatch.setenv("RAY_AUTH_TOKEN", "token")
     assert stage_environment()["RAY_AUTH_MODE"] == "token"
-
-
-LEADER = """
-import os, subprocess, sys, time
-from pathlib import Path
-from flows.stages.stage_process import note_session
-note_session(Path(sys.argv[1]))
-for run in ("this-run", "another"):
-    environment = {**os.environ, "POSTTRAIN_RUN": run}
-    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0, env=environment)
-    print(left.pid, flush=True)
-time.sleep(60)
-"""
-
-
-def leader(work):
-    """A stage's process, and what it has started: of its run, and of another, as whoever has its number later."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", LEADER, str(work)], start_new_session=True, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, RUN_VARIABLE: "this-run"},
-    )  # fmt: skip
-    return process, *(psutil.Process(int(process.stdout.readline())) for _ in range(2))
-
-
-def gone(process):
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-
-
-def test_what_a_killed_process_has_left_is_ended(tmp_path):
-    process, left, other = leader(tmp_path)
-    end_left_session(tmp_path)
-    assert process.poll() is None  # a living one is let be, with all that is its own
-    process.kill()
-    wait_until(lambda: gone(psutil.Process(process.pid)), "it is a zombie, which lives no more", seconds=10)
-    assert not gone(left)
-    end_left_session(tmp_path)
-    wait_until(lambda: gone(left), "what it left is ended", seconds=10)
-    assert not gone(other)
-    other.kill()
-    process.wait()
 
 
 def test_what_has_nothing_to_save_is_not_waited_for(tmp_path):
