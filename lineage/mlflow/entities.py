@@ -226,9 +226,9 @@ class Reports:
         logged: metric -> the last step that is recorded: a resumed stage reports its last steps again.
     """
 
-    def __init__(self, path: Path, logged: Mapping[str, int]) -> None:
+    def __init__(self, path: Path, logged: Mapping[str, int] | None = None) -> None:
         self._file = ReportFile(path)
-        self.logged = dict(logged)
+        self.logged = dict(logged or {})
 
     @property
     def last_step(self) -> int:

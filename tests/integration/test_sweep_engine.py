@@ -61,9 +61,10 @@ def drive(tmp_path, monkeypatch):
         processes = SimpleNamespace(end=lambda path, why: ended.append((path.parent.name, str(why))), stop=lambda: None)
         if study:
             sweep = replace(sweep, known=None)
+        recorder = SimpleNamespace(claim=lambda _: None)
         run = Run(
-            plan=sweep.plan, processes=processes, emit=lambda event: None, tracker=Tracker(), claim=lambda _: None
-        )
+            plan=sweep.plan, processes=processes, emit=lambda event: None, tracker=Tracker(), recorder=recorder
+        )  # fmt: skip
         engine = module.Engine(sweep=sweep, study=study, files=files, num_workers=workers)
         engine.drive(run)
         return titles, {each.number: (each.state, each.cause) for each in module.trial_results(folder)}, ended
