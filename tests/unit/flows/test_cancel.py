@@ -13,6 +13,7 @@ from flows.cancel import cancel, find_run
 from flows.progress.run_record import RUN_VARIABLE, Links, RunRecord, run_record_path
 from lineage.errors import ConfigError, PipelineError
 from lineage.owner import Owner
+from tests.command import wait_until
 
 
 def note(run_id="20260101-000000-aaaa", **fields):
@@ -36,6 +37,7 @@ def left_behind():
         [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True,
         env={**os.environ, RUN_VARIABLE: "20260101-000000-aaaa"},
     )  # fmt: skip
+    wait_until(lambda: RUN_VARIABLE in psutil.Process(process.pid).environ(), "its environment can be read")
     yield process
     process.kill()
     process.wait()
