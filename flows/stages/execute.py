@@ -288,8 +288,8 @@ def run_attempts(
             if failures > job.resources.max_failures:
                 raise
             begin(planned, entry, checkpoint, job.require_lease, lost.cause)
-            where = f"from its checkpoint of step {checkpoint.step}" if checkpoint else "again from the beginning"
-            tell(f"{lost}; it goes on {where}")
+            how = f"resumes from its checkpoint of step {checkpoint.step}" if checkpoint else "starts again from step 0"
+            tell(f"{lost}; it {how}")
 
 
 def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:

@@ -101,7 +101,7 @@ def test_stages_of_the_users_own_stay_under_names_of_their_own(folder):
 
 
 def test_what_dvc_cannot_keep_is_refused(folder):
-    with pytest.raises(ConfigError, match="store=/elsewhere: lies outside"):
+    with pytest.raises(ConfigError, match="store=/elsewhere: is outside"):
         stages(folder, "store=/elsewhere", "sources.rows.path=data")
     path = folder / "groups/pipeline/mini.yaml"
     text = path.read_text().replace("  left:", "  left.a:")

@@ -87,7 +87,7 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(toy, unbroken, troub
     [lost] = toy.announced
     assert lost.startswith("stage train failed: ") and said in lost
     assert f"it resumes from its checkpoint of step {step}" in lost or not step
-    assert step or lost.endswith("it goes on again from the beginning")
+    assert step or lost.endswith("it starts again from step 0")
     assert result.manifest.provenance.resumed_at == ([step] if step else [])
     steps = [json.loads(line)["step"] for line in (toy.directory / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 9))
