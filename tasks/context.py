@@ -14,7 +14,6 @@ from tasks.best import KeepBest
 from tasks.heartbeat import Phase
 
 Metrics = Mapping[str, float]
-SHORT_ROW = 128  # tokens: on a CPU attention multiplies all heads and rows of a batch of such rows at once
 Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "eager"]
 Dtype = Literal["fp32", "bf16"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "auto"]  # of a training; auto: see Resources.resolved_precision

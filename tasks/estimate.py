@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
-from tasks.context import SHORT_ROW, Resources
+from tasks.context import Resources
 from tasks.disk_need import Shapes, adapter_weights
 from tasks.recipe import FROZEN_POLICY, REWARD_HEAD, REWARD_MODEL, TEACHER, VALUE_MODEL, TrainingRecipe
 
@@ -171,28 +171,15 @@ def memory(method: TrainingRecipe, resources: Resources, found: Architecture, sh
         weights=copies * (base + weights.beside * _FLOAT),
         gradients=copies * weights.trained * _FLOAT // divided,
         optimizer=copies * weights.trained * method.optimizer.state_bytes // divided,
-        activations=_activations(
-            found, rows * tokens, width, resources.checkpointed_layers, _scores(resources, tokens)
-        ),
+        activations=_activations(found, rows * tokens, width, resources.checkpointed_layers),
         logits=rows * (1 if is_head else tokens * found.vocabulary * _LOGIT_COPIES) * _FLOAT,
         frozen=_num_frozen(method, resources) * weights.base * dtype,
         cache=2 * found.layers * found.kv_heads * found.head * tokens * rows * width if generated else 0,
     )  # fmt: skip
 
 
-def _scores(resources: Resources, tokens: int) -> int:
-    """Numbers that attention keeps for each token and head (``tasks.train.kernels.cpu_attention``)."""
-    return 0 if resources.gpus_per_worker or tokens > SHORT_ROW else tokens
-
-
-def _activations(found: Architecture, tokens: int, width: int, every: int | None, scores: int) -> int:
-    """Bytes of what the layers keep for the backward pass.
-
-    Args:
-        tokens: of all rows.
-        scores: of attention, for each token and head.
-    """
-    keys = 2 * found.kv_heads * found.head + found.heads * scores
+def _activations(found: Architecture, tokens: int, width: int, every: int | None) -> int:
+    keys = 2 * found.kv_heads * found.head
     per_token = _KEPT_HIDDEN * found.hidden + keys + _KEPT_MLP * found.intermediate * found.active
     if every is None:
         return tokens * per_token * found.layers * width

@@ -7,25 +7,21 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, TrainerCallback
+from transformers import TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lineage.errors import ConfigError, PipelineError
-from tasks.context import SHORT_ROW
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel, Trainer
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State
@@ -226,45 +222,13 @@ def fast_products(*, on_gpu: bool) -> Iterator[None]:
     """
     before = torch.get_float32_matmul_precision()
     if not on_gpu:
-        AttentionInterface.register("sdpa", sdpa)
         torch.set_float32_matmul_precision("medium")
         if not is_exact():
             torch.set_float32_matmul_precision(before)
     try:
         yield
     finally:
-        AttentionInterface.register("sdpa", sdpa_attention_forward)
         torch.set_float32_matmul_precision(before)
-
-
-def sdpa(
-    module: torch.nn.Module, query: "Tensor", key: "Tensor", *args: "Tensor | None", **kwargs: "Tensor | float | None"
-) -> "tuple[Tensor, None]":
-    """SDPA as in transformers, with the kernels of ``cpu_attention``."""
-    with cpu_attention(query, key):
-        attended: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, *args, **kwargs)
-    return attended
-
-
-def cpu_attention(query: "Tensor", key: "Tensor") -> AbstractContextManager[None]:
-    """SDPA's kernels for (R, heads, L, d): a CPU multiplies rows of at most ``SHORT_ROW`` tokens all at once.
-
-    The flash kernel multiplies block by block of each head. Of short rows that takes oneDNN, which multiplies in
-    ``fast_products`` and in bf16, several times as long (``bench/attention.py``). All at once, a layer keeps a number
-    for each pair of tokens and head. By MKL, or of one query, blocks are as fast.
-    """
-    by_onednn = compute_dtype(query) != torch.float32 or torch.get_float32_matmul_precision() != "highest"
-    is_short = query.shape[2] > 1 and key.shape[2] <= SHORT_ROW
-    if query.device.type == "cpu" and by_onednn and is_short and not torch.compiler.is_compiling():
-        kernels: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH)
-        return kernels
-    return nullcontext()
-
-
-def compute_dtype(states: "Tensor") -> torch.dtype:
-    """The dtype in which attention is computed."""
-    device = states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 def is_exact() -> bool:

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, DataCollatorWithFlattening, PreTrainedModel
-from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer.utils import FusedCausalLMOutput
@@ -37,7 +37,7 @@ from trl.trainer.utils import FusedCausalLMOutput
 from lineage.errors import ConfigError
 from tasks.data.kinds import MISMATCHED
 from tasks.data.tokens.tokenization import rows_of, why_not_packable
-from tasks.train.kernels import FLASH_PACKAGES, compute_dtype, cpu_attention, plain, sdpa
+from tasks.train.kernels import FLASH_PACKAGES, plain
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -156,7 +156,7 @@ def padding_free_attention(
         attention: of ``ATTENTION``.
     """
     kernel = choose_kernel(
-        attention, query.device.type, compute_dtype(query), query.shape[-1], _capability(query), dropout, softcap
+        attention, query.device.type, _dtype(query), query.shape[-1], _capability(query), dropout, softcap
     )
     attend = partial(
         _attend, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap, plain=kernel == "eager"
@@ -169,7 +169,10 @@ def padding_free_attention(
             return _of_one_length(flash, query, key, value), None
         return attend(query, key, value).transpose(1, 2).contiguous(), None
     if cu_seq_lens_q is None:
-        return sdpa(module, query, key, value, attention_mask, dropout, scaling, softcap=softcap, **kwargs)
+        padded: Attended = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, softcap=softcap, **kwargs
+        )
+        return padded
     states = (query, key, value)
     if kernel in ("flash", "varlen"):
         longest = max_length_q if row_index is None else row_index.shape[1]
@@ -225,7 +228,7 @@ def _flash(
 ) -> "Tensor":
     """FlashAttention of (S, heads, d) by the package of FlashAttention 2 or 3."""
     attend = import_module(FLASH_PACKAGES[attention]).flash_attn_varlen_func
-    states = (each.to(compute_dtype(query)).contiguous() for each in (query, key, value))
+    states = (each.to(_dtype(query)).contiguous() for each in (query, key, value))
     output: Tensor | tuple[Tensor, ...] = attend(
         *states, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest,
         softmax_scale=scaling, causal=True, window_size=(-1 if window is None else window - 1, 0),
@@ -246,7 +249,7 @@ def _varlen(
     window: int | None,
 ) -> "Tensor":
     """FlashAttention of (S, heads, d); casts its inputs, because autocast does not."""
-    dtype, few_heads = compute_dtype(query), key.shape[1] < query.shape[1]
+    dtype, few_heads = _dtype(query), key.shape[1] < query.shape[1]
     query, key, value = (each.to(dtype).contiguous() for each in (query, key, value))
     output: Tensor = varlen_attn(
         query, key, value, ends, ends, longest, longest, scale=scaling, enable_gqa=few_heads,
@@ -275,17 +278,14 @@ def _attend(
     length, groups = query.shape[2], query.shape[1] // key.shape[1]
     is_masked = plain or (window is not None and window < length)
     mask = _causal(length, window or length, query.device) if is_masked else None
-    few = takes_few_heads(
-        query.device.type, compute_dtype(query), query.shape[-1], _capability(query), is_masked=is_masked
-    )
+    few = takes_few_heads(query.device.type, _dtype(query), query.shape[-1], _capability(query), is_masked=is_masked)
     if groups > 1 and not few:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     if not plain or mask is None:
-        with cpu_attention(query, key):
-            return F.scaled_dot_product_attention(
-                query, key, value, mask, dropout, is_causal=mask is None, scale=scaling,
-                enable_gqa=key.shape[1] < query.shape[1],
-            )  # fmt: skip
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal=mask is None, scale=scaling,
+            enable_gqa=key.shape[1] < query.shape[1],
+        )  # fmt: skip
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~mask, -torch.inf)
@@ -313,6 +313,12 @@ def _causal(length: int, window: int, device: torch.device) -> "Tensor":
 
 def _capability(states: "Tensor") -> tuple[int, int]:
     return torch.cuda.get_device_capability(states.device) if states.is_cuda else (0, 0)
+
+
+def _dtype(states: "Tensor") -> torch.dtype:
+    """The dtype in which attention is computed."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 def is_padding_free(model: PreTrainedModel) -> bool:

@@ -56,21 +56,16 @@ def test_what_is_trained_has_gradients_and_moments(config, weights):
     [(LLAMA, 30 * (9 * 576 + 2 * 192 + 4 * 1536)), (MIXTRAL, 2 * (9 * 8 + 2 * 4 + 4 * 16 * 2))],
 )
 def test_activations_and_logits_by_hand(config, per_token):
-    found = memory(SFT(**STAGE), CPU, of(config), of(config).shapes(), 512)
-    assert found.activations == 2 * 512 * per_token * 4
-    assert found.logits == 2 * 512 * int(config["vocab_size"]) * 4 * 3
-    halves = memory(SFT(**STAGE, precision="bf16"), CPU, of(config), of(config).shapes(), 512)
+    found = memory(SFT(**STAGE), CPU, of(config), of(config).shapes(), 64)
+    assert found.activations == 2 * 64 * per_token * 4
+    assert found.logits == 2 * 64 * int(config["vocab_size"]) * 4 * 3
+    halves = memory(SFT(**STAGE, precision="bf16"), CPU, of(config), of(config).shapes(), 64)
     assert halves.activations == found.activations / 2
     layers = int(config["num_hidden_layers"])
-    kept = memory(SFT(**STAGE), replace(CPU, gradient_checkpointing="on"), of(config), of(config).shapes(), 512)
-    assert kept.activations == 2 * 512 * (layers * int(config["hidden_size"]) + per_token // layers) * 4
-    smaller = memory(SFT(**STAGE), replace(CPU, micro_batch_size=1), of(config), of(config).shapes(), 256)
+    kept = memory(SFT(**STAGE), replace(CPU, gradient_checkpointing="on"), of(config), of(config).shapes(), 64)
+    assert kept.activations == 2 * 64 * (layers * int(config["hidden_size"]) + per_token // layers) * 4
+    smaller = memory(SFT(**STAGE), replace(CPU, micro_batch_size=1), of(config), of(config).shapes(), 32)
     assert (smaller.activations, smaller.logits) == (found.activations / 4, found.logits / 4)
-    short = memory(SFT(**STAGE), CPU, of(config), of(config).shapes(), 64)
-    scores = layers * int(config["num_attention_heads"]) * 64
-    assert short.activations == 2 * 64 * (per_token + scores) * 4
-    on_gpu = memory(SFT(**STAGE), replace(CPU, gpus_per_worker=1), of(config), of(config).shapes(), 64)
-    assert on_gpu.activations == 2 * 64 * per_token * 4
 
 
 def test_pairs_a_reference_and_a_head():

@@ -14,7 +14,6 @@ from tasks.train.kernels import (
     FIRST_SCALE,
     LossScale,
     attention_of,
-    cpu_attention,
     fast_products,
     kernel_args,
     replace_kernels,
@@ -166,23 +165,3 @@ def test_auto_is_the_fastest_attention_that_is_installed(
     fake_gpu(monkeypatch, capability=capability)
     monkeypatch.setattr(kernels, "find_spec", lambda name: name if name in installed else None)
     assert attention_of(replace(ON_GPU, **fields), precision) == expected
-
-
-@pytest.mark.parametrize(
-    ("queries", "keys", "dtype", "products", "short"),
-    [
-        (128, 128, torch.float32, "medium", True), (9, 21, torch.float32, "medium", True),
-        (9, 21, torch.bfloat16, "highest", True), (129, 129, torch.float32, "medium", False),
-        (1, 21, torch.float32, "medium", False), (9, 21, torch.float32, "highest", False),
-    ],
-)  # fmt: skip
-def test_a_cpu_multiplies_short_rows_all_at_once_where_onednn_does(queries, keys, dtype, products, short):
-    query, key = (torch.zeros(1, 1, length, 2, dtype=dtype) for length in (queries, keys))
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(products)
-    try:
-        with cpu_attention(query, key):
-            assert torch.backends.cuda.flash_sdp_enabled() is not short
-        assert torch.backends.cuda.flash_sdp_enabled()
-    finally:
-        torch.set_float32_matmul_precision(before)
