@@ -144,7 +144,7 @@ def test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130(toy, interrupt,
     said = run.said.read_text()
     stopped = f"posttrain: stopped by {by} on {gethostname()}: train saved at step {step}; run the same command again"
     assert [line.startswith(stopped) for line in said.splitlines() if "stopped" in line] == [True]
-    assert "FAILED" not in said and "Traceback" not in said and "it goes on" not in said
+    assert "FAILED" not in said and "Traceback" not in said and "it resumes" not in said
     assert toy.states(*UNSAVED)["train"] == "resume"
     assert run.resumed_at() == [step]
 
@@ -230,7 +230,7 @@ def test_on_a_cluster_a_wrong_row_ends_all_workers_and_a_killed_driver_leaves_no
     assert result.returncode == 2
     assert "posttrain: stage train failed: rank 1 on " in result.stderr
     assert " at step 4: rows.txt line 7: the answer is empty; delete the row (log: " in result.stderr
-    assert "Traceback" not in result.stderr and "it goes on" not in result.stderr
+    assert "Traceback" not in result.stderr and "it resumes" not in result.stderr
     run = Started(toy, *TWO)  # the steps that it sees may be those of the run before
     wait_until(lambda: {"gcs_server", "raylet"} <= {each.name() for each in run.family}, "Ray starts")
     run.process.kill()

@@ -55,7 +55,7 @@ def made(folder, stage):
 
 
 def started(stderr):
-    return re.findall(r"^(\S+) +(?:started|goes on)", stderr, re.MULTILINE)
+    return re.findall(r"^(\S+) +(?:started|resumes)", stderr, re.MULTILINE)
 
 
 def prefect_runs(url, folder):
