@@ -280,7 +280,6 @@ def fit(
         DataError: models are measured on held-out rows, and there are none.
     """
     step_in_fp32(trainer.model)
-    name_accumulation(trainer)
     before, start = seconds_before(ctx), time.perf_counter()
     speed = Speed.of(method, ctx.resources, trainer.model.config)
     validation = validating(method, trainer, inputs, ctx, num_rows, held_out)
@@ -292,7 +291,9 @@ def fit(
         try:
             checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
             watching = [*filter(None, (rate, validation, best)), divergence, Recorder(ctx, speed)]
-            _train(trainer, ctx, watching, checkpointing)
+            fast = fast_products(on_gpu=ctx.resources.gpus_per_worker > 0)
+            with deterministic_kernels(ctx.resources.is_deterministic), fast:
+                _train(trainer, ctx, watching, checkpointing)
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
@@ -309,14 +310,14 @@ def fit(
     notes |= {name: float(at) for name, at in ended.items() if at is not None}
     seconds, step = before + time.perf_counter() - start, int(notes.get("best_step", num_steps))
     metrics = summary(trainer.state.log_history, seconds, speed, num_steps=num_steps, output_step=step)
-    if method.validation and HELD_OUT_LOSS in metrics:
-        notes[VAL_LOSS] = metrics[HELD_OUT_LOSS]
-    return {**metrics, **notes}
+    held_out_loss = {VAL_LOSS: metrics[HELD_OUT_LOSS]} if method.validation and HELD_OUT_LOSS in metrics else {}
+    return {**metrics, **notes, **held_out_loss}
 
 
 def _train(
     trainer: Trainer, ctx: "TrainContext", watching: Sequence[TrainerCallback], checkpointing: Checkpointing
 ) -> None:
+    name_accumulation(trainer)
     trainer.remove_callback(PrinterCallback)
     # In this order: measure, report, save.
     for callback in (NewRandomState(ctx), StepCounts(trainer)):
@@ -326,9 +327,7 @@ def _train(
         trainer.add_callback(callback)
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
-    fast = fast_products(on_gpu=ctx.resources.gpus_per_worker > 0)
-    with deterministic_kernels(ctx.resources.is_deterministic), fast:
-        trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
+    trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
     if callable(getattr(trainer.optimizer, "eval", None)):
         trainer.optimizer.eval()  # switches an averaging optimizer to the average, which is the output
 
