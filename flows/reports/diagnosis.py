@@ -168,7 +168,7 @@ def patch_of(found: Diagnosis, rule: str | None) -> str:
     able = {each.rule: each for each in found.findings if each.change}
     if not able or (rule and rule not in able):
         raise ConfigError(
-            f"--out: {found.node}: {f'{rule} has' if rule else 'no finding has'} no change that overrides can make; "
+            f"--out: {found.node}: {f'{rule} has no' if rule else 'no finding has a'} change that overrides can make; "
             f"rules that have one here: {', '.join(able) or 'none'}"
         )
     finding = able[rule] if rule else next(iter(able.values()))
