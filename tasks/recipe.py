@@ -58,7 +58,7 @@ Inputs = Mapping[str, Input]
 
 # Modules that load, train and evaluate models; a method that imports fewer sets its own ``preload``.
 _HEAVY = (
-    "torch", "tasks.peft_import", "transformers.trainer", "trl.trainer.dpo_trainer",
+    "torch", "tasks.light_imports", "transformers.trainer", "trl.trainer.dpo_trainer",
     "trl.trainer.reward_trainer", "trl.trainer.sft_trainer",
 )  # fmt: skip
 

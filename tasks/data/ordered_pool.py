@@ -4,11 +4,11 @@ import multiprocessing
 import os
 import pickle
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+INLINE_SECONDS = 2.0  # about the time that a process takes to start
 _AHEAD = 3  # items per worker that are read ahead, so that no worker waits for the reader
 _ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"} | dict.fromkeys(
     ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "ARROW_NUM_THREADS"), "1"
 )
 
 
-def ordered_map(
-    function: Callable[[Item], Result], items: Iterable[Item], workers: int, *, inline_below: int
-) -> Iterator[Result]:
-    """Maps ``function`` over items in a process pool, in order.
+def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """Maps ``function`` over items, in order: for ``INLINE_SECONDS`` in this process, then in a process pool.
 
     Args:
         function: sent to each process once, so that it may cache state between items.
         workers: number of single-threaded processes, at most the number of CPUs; 1: only this process.
-        inline_below: fewer items than this are processed here, since starting a process takes a second.
 
     Raises:
         PipelineError: a process died. Exceptions of ``function`` and ``items`` are raised unchanged.
     """
     workers = min(workers, os.cpu_count() or 1)
-    remaining = iter(items)
-    first = list(islice(remaining, inline_below))
-    if workers == 1 or len(first) < inline_below:
-        yield from map(function, chain(first, remaining))
-        return
+    remaining, start = iter(items), time.monotonic()
+    while workers == 1 or time.monotonic() - start < INLINE_SECONDS:
+        try:
+            item = next(remaining)
+        except StopIteration:
+            return
+        yield function(item)
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks that threads hold
@@ -52,7 +52,7 @@ def ordered_map(
         initargs=(pickle.dumps(function),),
     )
     try:
-        yield from _in_order(pool, chain(first, remaining), workers * _AHEAD)
+        yield from _in_order(pool, remaining, workers * _AHEAD)
     except BrokenProcessPool as error:
         raise PipelineError(
             "a process that works on rows died without a message; out of memory? Free some, or set fewer "

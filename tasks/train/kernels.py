@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
+from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from peft import PeftModel
 from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
@@ -22,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lineage.errors import ConfigError, PipelineError
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, Trainer
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State
@@ -218,17 +221,44 @@ def fast_products(*, on_gpu: bool) -> Iterator[None]:
 
     torch's default, MKL, does so on Intel's alone: on an AMD CPU oneDNN is twice as fast. The precision ``medium``
     selects oneDNN. It also lets oneDNN round to bf16, which it does with AMX: there torch's default stays. The numbers
-    are those of MKL up to the order of additions.
+    are those of MKL up to the order of additions. Attention stays with MKL (``sdpa_by_mkl``).
     """
-    before = torch.get_float32_matmul_precision()
-    if not on_gpu:
-        torch.set_float32_matmul_precision("medium")
+    if on_gpu:
+        yield
+        return
+    with _products("medium"), mock.patch.object(F, "scaled_dot_product_attention", sdpa_by_mkl):
         if not is_exact():
-            torch.set_float32_matmul_precision(before)
+            torch.set_float32_matmul_precision("highest")
+        yield
+
+
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def sdpa_by_mkl(
+    *args: "Tensor", _sdpa: "Callable[..., Tensor]" = F.scaled_dot_product_attention, **kwargs: object
+) -> "Tensor":
+    """SDPA whose products, forward and backward, are MKL's.
+
+    The flash kernel multiplies small blocks of each head, for which a call of oneDNN takes several times as long
+    (``bench/attention.py``).
+    """
+    fast = torch.get_float32_matmul_precision()
+    if fast == "highest" or torch.compiler.is_compiling():
+        return _sdpa(*args, **kwargs)
+    with _products("highest"):
+        attended = _sdpa(*args, **kwargs)
+    if attended.grad_fn is not None:
+        attended.grad_fn.register_prehook(lambda grads: torch.set_float32_matmul_precision("highest"))
+        attended.grad_fn.register_hook(lambda inputs, grads: torch.set_float32_matmul_precision(fast))
+    return attended
 
 
 def is_exact() -> bool:

@@ -2,11 +2,18 @@
 
 import os
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from lineage.errors import DataError, PipelineError
+from tasks.data import ordered_pool
 from tasks.data.ordered_pool import ordered_map
+
+
+@pytest.fixture(autouse=True)
+def no_inline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ordered_pool, "INLINE_SECONDS", 0.0)
 
 
 def slow_first(item: int) -> tuple[int, int]:
@@ -26,14 +33,14 @@ def die(item: int) -> int:
 
 
 def test_results_come_in_the_order_of_the_items_from_other_processes() -> None:
-    results = list(ordered_map(slow_first, range(12), 2, inline_below=1))
+    results = list(ordered_map(slow_first, range(12), 2))
     assert [item for item, _ in results] == list(range(12))
     assert os.getpid() not in {process for _, process in results}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_error_comes_out_as_itself_after_the_results_before_it(workers: int) -> None:
-    results = ordered_map(refuse_three, range(9), workers, inline_below=1)
+    results = ordered_map(refuse_three, range(9), workers)
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(DataError, match="row 3 is wrong"):
         next(results)
@@ -41,4 +48,18 @@ def test_an_error_comes_out_as_itself_after_the_results_before_it(workers: int) 
 
 def test_a_process_that_dies_is_an_error_that_says_so() -> None:
     with pytest.raises(PipelineError, match=r"a process that works on rows died.*out of memory"):
-        list(ordered_map(die, range(1, 5), 2, inline_below=1))
+        list(ordered_map(die, range(1, 5), 2))
+
+
+def test_few_items_are_processed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ordered_pool, "INLINE_SECONDS", 60.0)
+    assert {process for _, process in ordered_map(slow_first, range(4), 2)} == {os.getpid()}
+
+
+def test_items_after_the_first_seconds_go_to_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(100))
+    monkeypatch.setattr(ordered_pool, "INLINE_SECONDS", 3.0)
+    monkeypatch.setattr(ordered_pool, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    results = list(ordered_map(slow_first, range(6), 2))
+    assert [item for item, _ in results] == list(range(6))
+    assert [process == os.getpid() for _, process in results] == [True, True, False, False, False, False]

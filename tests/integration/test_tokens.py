@@ -6,6 +6,7 @@ import pytest
 
 from lineage.artifact import Kind
 from tasks.context import Resources, TrainContext
+from tasks.data import ordered_pool
 from tasks.data.tokens import cache as module
 from tasks.data.tokens import cache as write_tokens
 from tasks.data.tokens.cache import load_or_make
@@ -16,7 +17,7 @@ from tests.tiny_models import write_model
 
 def test_processes_give_the_tokens_that_one_gives(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write_tokens, "_ROWS_PER_PART", 5)
-    monkeypatch.setattr(write_tokens, "_PARTS_INLINE", 2)
+    monkeypatch.setattr(ordered_pool, "INLINE_SECONDS", 0.0)
     rows = training.inputs(root, training.method("sft"))["rows"]
     options = Tokenization(kind=Kind.CONVERSATIONS, max_length=64)
     one, two = (load_or_make(options, rows, root / "policy", None, count) for count in (1, 2))

@@ -25,7 +25,6 @@ from tasks.data.preparing.convert_rows import KEYS, Converted, ConvertRows, Open
 from tasks.data.preparing.report import Remark, SourceReport
 from tasks.data.reading.chunk import parse_split
 
-INLINE_BELOW = 8  # chunks of about a megabyte: converting them takes as long as starting processes
 MAX_SHOWN = 20  # bad rows in one message
 BYTES_AT_ONCE = 2**25  # rows in memory
 MAX_PIECES = 256  # open files; with more than 8 GB of rows the pieces are larger
@@ -122,7 +121,7 @@ def stage(
             staging.sources[slot] = staged
             report, (_, part) = staged.report, parse_split(source.split)
             work = replace(convert, detected=each.detected)
-            for converted in ordered_map(work, each.chunks, workers, inline_below=INLINE_BELOW):
+            for converted in ordered_map(work, each.chunks, workers):
                 if converted.rows and converted.keys:
                     rows.write(converted.rows)
                     keys.write_batch(_keys(staging, staged, converted.keys))

@@ -216,7 +216,6 @@ def _nothing_to_train(stats: TokenStats, name: str, max_length: int) -> DataErro
 
 TOKENS, OUTCOMES = "tokens.arrow", "rows.arrow"  # streams of Arrow, as `datasets.Dataset.from_file` reads them
 _ROWS_PER_PART = 256
-_PARTS_INLINE = 16  # fewer are finished before a process would have started
 _OUTCOME = {
     "row_id": "string", "length": "int32", "tokens": "int32", "trained": "int32", "cut": "bool_",
     "prompt_cut": "bool_", "dropped": "string", "label": "bool_",
@@ -278,7 +277,7 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
 def _parts(rows: Path, tokenizer: RowTokenizer, workers: int) -> Iterator[TokenPart]:
     kind = ROW_KINDS[tokenizer.tokenization.kind]
     batches = row_batches(rows, _ROWS_PER_PART, kind.schema.names)
-    parts = ordered_map(PartTokenizer(tokenizer=tokenizer), batches, workers, inline_below=_PARTS_INLINE)
+    parts = ordered_map(PartTokenizer(tokenizer=tokenizer), batches, workers)
     return chunked(parts, tokenizer.tokenization.max_length) if kind.joined else parts
 
 

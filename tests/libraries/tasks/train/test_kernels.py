@@ -1,10 +1,12 @@
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from lineage.errors import ConfigError, PipelineError
 from tasks.context import Resources
@@ -18,6 +20,7 @@ from tasks.train.kernels import (
     kernel_args,
     replace_kernels,
     require_precision,
+    sdpa_by_mkl,
     start_scaler,
 )
 
@@ -165,3 +168,49 @@ def test_auto_is_the_fastest_attention_that_is_installed(
     fake_gpu(monkeypatch, capability=capability)
     monkeypatch.setattr(kernels, "find_spec", lambda name: name if name in installed else None)
     assert attention_of(replace(ON_GPU, **fields), precision) == expected
+
+
+def test_attention_is_multiplied_by_mkl_forward_and_backward_and_the_rest_by_onednn(monkeypatch):
+    during = []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, query, key, value, is_causal):
+            during.append(torch.get_float32_matmul_precision())
+            return query + key + value
+
+        @staticmethod
+        def backward(ctx, grads):
+            during.append(torch.get_float32_matmul_precision())
+            return grads, grads, grads, None
+
+    states = [torch.randn(2, 3, 5, 4, requires_grad=True) for _ in range(3)]
+    before = torch.get_float32_matmul_precision()
+    with fast_products(on_gpu=False):
+        sdpa_by_mkl(*states, True, _sdpa=Spy.apply).sum().backward()
+        assert torch.get_float32_matmul_precision() == "medium"
+        sdpa_by_mkl(*(each.detach() for each in states), True, _sdpa=Spy.apply)  # as in generation
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert during == ["highest"] * 3
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_models_of_a_training_on_a_cpu_use_that_attention_and_get_the_same_numbers():
+    states = [torch.randn(2, 3, 5, 4) for _ in range(3)]
+    plain_sdpa = F.scaled_dot_product_attention
+    expected = plain_sdpa(*states, is_causal=True)
+    with fast_products(on_gpu=False):
+        assert F.scaled_dot_product_attention is sdpa_by_mkl
+        torch.testing.assert_close(F.scaled_dot_product_attention(*states, is_causal=True), expected)
+    with fast_products(on_gpu=True):
+        assert F.scaled_dot_product_attention is plain_sdpa
+    assert F.scaled_dot_product_attention is plain_sdpa
+
+
+def test_grpos_trainer_is_imported_without_bitsandbytes_and_mlflow():
+    script = (
+        "import sys\nimport tasks.light_imports, trl.trainer.grpo_trainer\n"
+        "print([each for each in ('bitsandbytes', 'mlflow') if each in sys.modules])\nimport bitsandbytes\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
