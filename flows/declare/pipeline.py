@@ -175,6 +175,15 @@ class Pipeline:
         return execution_order(self._upstream, self._data, self._training)
 
     @cached_property
+    def model_roots(self) -> dict[str, str]:
+        """Stage -> the source (``source:NAME``) or stage that its model's config and tokenizer come from."""
+        found: dict[str, str] = {}
+        for name in self.order():
+            policy = self.stages[name].inputs.get("policy", name)
+            found[name] = found.get(policy) or self.key(policy)
+        return found
+
+    @cached_property
     def _upstream(self) -> dict[str, list[str]]:
         return {name: self.upstream(name) for name in self.stages}
 

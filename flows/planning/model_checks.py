@@ -29,9 +29,7 @@ POLICY = "policy"
 
 def root_of(pipeline: Pipeline, reference: str) -> str:
     """The source (``source:NAME``) or stage that a model's config and tokenizer come from."""
-    while not pipeline.is_source(reference) and POLICY in pipeline.stages[reference].inputs:
-        reference = pipeline.stages[reference].inputs[POLICY]
-    return pipeline.key(reference)
+    return pipeline.model_roots.get(reference) or pipeline.key(reference)
 
 
 def root_directory(pipeline: Pipeline, reference: str) -> Path | None:
