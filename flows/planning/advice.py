@@ -12,6 +12,7 @@ from tasks.advice import Finding, case_of, findings
 from tasks.method import Method
 
 _MOST = 6  # findings that a plan prints
+_MOST_STAGES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,8 @@ def advice_lines(advice: Advice) -> list[str]:
         of_stage = f" {more[0]}" if len({*more}) == 1 else ""
         lines.append(f"advice: and {len(more)} more: posttrain advise{of_stage}")
     if advice.scratch:
-        names = ", ".join(advice.scratch)
+        more = len(advice.scratch) - _MOST_STAGES
+        names = ", ".join(advice.scratch[:_MOST_STAGES]) + (f" and {more} more stages" if more > 0 else "")
         lines.append(f"advice: the ranges are for pretrained models; not compared, since made from scratch: {names}")
     return lines
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
+from flows.planning.advice import Advice, advice_lines
 from flows.planning.plan import Plan, make_plan
 from flows.rehearsal import scratch_plan
 from flows.reports.run import plan_table
@@ -63,6 +64,11 @@ def test_a_model_made_from_scratch_takes_one_line_and_is_not_refused(tmp_path: P
     assert lines_of(plan(tmp_path)) == [f"advice: {why}: cpt, sft, reward, dpo"]
     assert len(lines_of(plan(tmp_path, "advice=strict", "adapter=lora"))) == 1
     assert "advice" not in plan(tmp_path).to_dict()
+
+
+def test_of_many_stages_made_from_scratch_the_first_are_named() -> None:
+    (line,) = advice_lines(Advice(scratch=tuple(f"sft{number}" for number in range(1000))))
+    assert line.endswith("made from scratch: " + ", ".join(f"sft{n}" for n in range(12)) + " and 988 more stages")
 
 
 def test_many_findings_are_cut_and_the_worst_come_first(tmp_path: Path) -> None:
