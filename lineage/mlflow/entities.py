@@ -3,13 +3,13 @@
 import getpass
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Run
 
 from lineage.artifact import MODELS, QUICKSTART, SOURCE, WHEEL, Kind
 from lineage.fingerprint import short
@@ -21,7 +21,7 @@ from lineage.remote_files import is_url
 from lineage.source_checks import PYTHON
 
 _DIGEST_LENGTH = 36  # characters that MLflow keeps of a data set's digest
-_ROWS = 50  # of a table in a description: MLflow accepts 8,000 characters
+MAX_ROWS = 50  # of a table in a description: MLflow accepts 8,000 characters
 
 
 class Tag:
@@ -73,39 +73,28 @@ class Recorded:
     num_inputs: int = 0
 
 
-@dataclass
-class ExecutionRun:
-    """The run of an execution of a pipeline, and its table of stages.
-
-    Args:
-        rows: title of a stage -> what the execution did about it, and its run.
-        written: the table as MLflow has it.
-    """
-
-    run_id: str
-    words: list[str]
-    rows: dict[str, tuple[str, Recorded]] = field(default_factory=dict)
-    end: float = 0.0
-    written: str = ""
-
-    def add(self, title: str, state: str, run: Recorded, parents: Mapping[str, Recorded]) -> None:
-        """Adds a stage, after those that it read, which other executions may have produced."""
-        known = {run.run_id for _, run in self.rows.values()}
-        for name, parent in parents.items():
-            if parent.run_id not in known:
-                self.rows.setdefault(name, ("reused", parent))
-        self.rows[title] = state, run
+def recorded_of(run: Run) -> Recorded:
+    """A run with the model that it gave."""
+    models = output_models(run)
+    return Recorded(
+        run_id=str(run.info.run_id), experiment_id=str(run.info.experiment_id), model_id=models[0] if models else None,
+        num_inputs=len([*run.inputs.model_inputs, *run.inputs.dataset_inputs]) if run.inputs else 0,
+    )  # fmt: skip
 
 
-def stage_table(rows: Mapping[str, tuple[str, Recorded]]) -> str:
-    """Markdown: a line per stage that links to its run."""
+def output_models(run: Run) -> list[str]:
+    """Ids of the logged models that a run gave."""
+    return [str(each.model_id) for each in run.outputs.model_outputs] if run.outputs else []
+
+
+def stage_table(rows: Sequence[tuple[str, str, Recorded]]) -> str:
+    """Markdown: a line per stage with its state and a link to its run."""
     found = [
         (stage, state, f"[{run.run_id[:8]}](#/experiments/{run.experiment_id}/runs/{run.run_id})")
-        for stage, (state, run) in list(rows.items())[:_ROWS]
+        for stage, state, run in rows[:MAX_ROWS]
     ]
-    if len(rows) > _ROWS:
-        found.append((f"{len(rows) - _ROWS} more", "", ""))
-    return markdown_table(("stage", "state", "run"), found)
+    more = [("...", "", "")] if len(rows) > MAX_ROWS else []
+    return markdown_table(("stage", "state", "run"), [*found, *more])
 
 
 def execution_name(pipeline: str, start: float) -> str:

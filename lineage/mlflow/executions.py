@@ -11,16 +11,16 @@ from filelock import FileLock
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
-from lineage.fingerprint import short
 from lineage.manifest import Manifest
 from lineage.mlflow.address import shown
 from lineage.mlflow.entities import (
-    ExecutionRun,
+    MAX_ROWS,
     Recorded,
     Tag,
     accepted,
     execution_name,
     process_tags,
+    recorded_of,
     stage_table,
     user,
 )  # fmt: skip
@@ -37,6 +37,7 @@ EXISTS = "RESOURCE_ALREADY_EXISTS"
 KILLED_CAUSE = "its process was killed"
 _CAUSE_LENGTH = 4000
 _UNRECORDED = "unrecorded"  # stages whose manifests name no execution
+_STATES = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 _TRIAL_STATUS = {"complete": "FINISHED", "pruned": "KILLED", "failed": "FAILED"}
 
 
@@ -50,7 +51,7 @@ class Executions:
     Attributes:
         added: what was not there before: executions, runs, models, versions.
         began: execution -> when its first stage did, of those that are rebuilt.
-        current: the execution that this process runs.
+        current: run id of the execution that this process runs.
         lock: one process at a time writes what several may miss.
     """
 
@@ -61,13 +62,13 @@ class Executions:
         self.uri = shown(client.tracking_uri)
         self.added: Counter[str] = Counter()
         self.began: dict[str, float] = {}
-        self.current: ExecutionRun | None = None
+        self.current: str | None = None
         self.lock = FileLock(root / "mlflow.lock")
         self._experiments: dict[str, str] = {}
-        self._rebuilt: dict[tuple[str, str], ExecutionRun] = {}
+        self._rebuilt: dict[tuple[str, str], str] = {}
 
-    def open(self, pipeline: str, words: list[str], folder: Path | None, start: float) -> ExecutionRun:
-        """The run of this process's execution; that of a sweep is opened again, by the note in its folder."""
+    def open(self, pipeline: str, words: list[str], folder: Path | None, start: float) -> None:
+        """Opens the run of this process's execution; that of a sweep is continued, by the note in its folder."""
         assert self.writer
         self.close_dead(self.experiment(pipeline))
         note = RunFile.read(folder) if folder else None
@@ -83,18 +84,29 @@ class Executions:
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
             RunFile(uri=self.uri, run_id=run_id, execution_id=run_id, words=words).write(folder)
-        self.current = ExecutionRun(run_id, words)
-        return self.current
+        self.current = run_id
 
-    def write_table(self, execution: ExecutionRun) -> None:
-        """Shows what an execution did with each stage."""
-        called = f"`{' '.join(['posttrain run', shlex.join(execution.words)]).strip()}`"
-        text = "\n".join([called, "", f"store `{self.root}`", "", stage_table(execution.rows)])
-        if text != execution.written:
-            rows = execution.rows.items()
-            reused = {Tag.REUSED + accepted(title): run.run_id for title, (state, run) in rows if state == "reused"}
-            self.tag(execution.run_id, {Tag.NOTE: text, **reused})
-            execution.written = text
+    def reuse(self, execution_id: str, stages: Mapping[str, Recorded]) -> None:
+        """Links an execution to the stages that others ran for it."""
+        runs = {title: self.client.get_run(each.run_id) for title, each in stages.items()}
+        others = {title: run for title, run in runs.items() if run.data.tags.get(Tag.PARENT_RUN) != execution_id}
+        self.tag(execution_id, {Tag.REUSED + accepted(title): run.info.run_id for title, run in others.items()})
+
+    def show(self, execution_id: str) -> None:
+        """Describes an execution by its command, and by the stages that it reused and ran."""
+        execution = self.client.get_run(execution_id)
+        tags = execution.data.tags
+        linked = [(name, self.find(tags[name])) for name in tags if name.startswith(Tag.REUSED)]
+        rows = [(name.removeprefix(Tag.REUSED), "reused", recorded_of(run)) for name, run in linked if run]
+        filters = f"tags.`{Tag.FINGERPRINT}` LIKE '%' and {where({Tag.PARENT_RUN: execution_id})}"
+        ran = self.client.search_runs(
+            [execution.info.experiment_id], filters, order_by=["attributes.start_time ASC"], max_results=MAX_ROWS + 1
+        )
+        rows += [(run.info.run_name, _STATES.get(run.info.status, "running"), recorded_of(run)) for run in ran]
+        command = f"`{' '.join(['posttrain run', tags.get(Tag.WORDS, '')]).strip()}`"
+        text = "\n".join([command, "", f"store `{self.root}`", "", stage_table(rows)])
+        if text != tags.get(Tag.NOTE):
+            self.tag(execution_id, {Tag.NOTE: text})
 
     def sync_trial(
         self,
@@ -106,7 +118,7 @@ class Executions:
     ) -> None:
         """The run of a trial, child of the sweep's: opened, or ended with its metrics and the runs of its stages."""
         assert self.current and self.writer
-        place = {Tag.PARENT_RUN: self.current.run_id, Tag.TRIAL: str(number)}
+        place = {Tag.PARENT_RUN: self.current, Tag.TRIAL: str(number)}
         found = self.client.search_runs([self.experiment(pipeline)], where(place), max_results=1)
         tags = {**place, **process_tags(self.writer)}
         run = found[0] if found else self.create(pipeline, f"trial {number}", tags, time.time())
@@ -119,7 +131,7 @@ class Executions:
         now = int(time.time() * 1000)
         metrics = [Metric(accepted(name), value, now, 0) for name, value in end.metrics.items()]
         self.client.log_batch(run_id, metrics=metrics)
-        table = stage_table({stage: ("finished", each) for stage, each in stages.items()})
+        table = stage_table([(stage, "finished", each) for stage, each in stages.items()])
         made_of = {Tag.STAGE_RUN + accepted(stage): each.run_id for stage, each in stages.items()}
         self.tag(run_id, {Tag.TRIAL_STATE: end.state, Tag.NOTE: f"store `{self.root}`\n\n{table}", **made_of})
         self.end(run_id, _TRIAL_STATUS[end.state], end.cause)
@@ -127,7 +139,7 @@ class Executions:
     def end_trials(self, pipeline: str, cause: str) -> None:
         """Ends the trials that were running when the sweep was stopped."""
         assert self.current
-        place = where({Tag.PARENT_RUN: self.current.run_id})
+        place = where({Tag.PARENT_RUN: self.current})
         filters = f"attributes.status = 'RUNNING' and tags.`{Tag.TRIAL}` LIKE '%' and {place}"
         for run in list(pages(self.client.search_runs, [self.experiment(pipeline)], filters)):
             self.end(run.info.run_id, "KILLED", cause)
@@ -135,12 +147,12 @@ class Executions:
     def of(self, start: Manifest, note: RunFile | None) -> str:
         """The run of the execution in which a stage ran; rebuilt where MLflow has lost it."""
         if self.current and self.is_ours(note):
-            return self.current.run_id
+            return self.current
         noted = note.execution_id if note and note.uri == self.uri else None
         recorded = start.execution_run_id or noted or _UNRECORDED
         key = (start.pipeline, recorded)
         if key in self._rebuilt:
-            return self._rebuilt[key].run_id
+            return self._rebuilt[key]
         if recorded != _UNRECORDED and self.find(recorded):
             return recorded
         found = self.client.search_runs(
@@ -153,42 +165,34 @@ class Executions:
         tags = {Tag.RECORDED_RUN: recorded, Tag.WORDS: shlex.join(words)}
         run = self.create(start.pipeline, execution_name(start.pipeline, began), tags, began)
         self.added["executions"] += 1
-        self._rebuilt[key] = ExecutionRun(str(run.info.run_id), words)
-        return str(run.info.run_id)
+        self._rebuilt[key] = str(run.info.run_id)
+        return self._rebuilt[key]
 
     def is_ours(self, note: RunFile | None) -> bool:
         """Whether this process runs the stage."""
         return bool(note and note.writer and self.writer and note.writer.token == self.writer.token)
 
-    def add_row(
-        self, execution_id: str, manifest: Manifest, recorded: Recorded, parents: Mapping[str, Recorded]
-    ) -> None:
-        """Adds a stage to a rebuilt execution."""
-        execution = next((each for each in self._rebuilt.values() if each.run_id == execution_id), None)
-        if execution is None:  # one that was not lost
-            return
-        execution.end = max(execution.end, manifest.provenance.end)
-        # A sweep runs a stage more than once.
-        again = manifest.stage in execution.rows
-        title = f"{manifest.stage}@{short(manifest.fingerprint)}" if again else manifest.stage
-        execution.add(title, "finished", recorded, parents)
-
     def close_rebuilt(self) -> None:
-        """Ends the executions that were rebuilt."""
-        for execution in self._rebuilt.values():
-            self.write_table(execution)
-            self.client.set_terminated(execution.run_id, "FINISHED", int(execution.end * 1000) or None)
+        """Ends the executions that were rebuilt, each when its last stage ended."""
+        for (pipeline, _), run_id in self._rebuilt.items():
+            self.show(run_id)
+            stages = where({Tag.PARENT_RUN: run_id})
+            last = self.client.search_runs(
+                [self.experiment(pipeline)], stages, order_by=["attributes.end_time DESC"], max_results=1
+            )
+            self.client.set_terminated(run_id, "FINISHED", last[0].info.end_time if last else None)
         self._rebuilt.clear()
 
     def close_dead(self, experiment: str) -> None:
         """Ends the runs that a killed process left open; those of a live one stay."""
         with self.lock:
-            for run in list(pages(self.client.search_runs, [experiment], "attributes.status = 'RUNNING'")):
-                if is_dead(run, self.silent):
-                    if Tag.NOTE in run.data.tags:
-                        killed = run.data.tags[Tag.NOTE].replace("| running |", "| killed |")
-                        self.tag(run.info.run_id, {Tag.NOTE: killed})
-                    self.end(run.info.run_id, "KILLED", KILLED_CAUSE)
+            running = pages(self.client.search_runs, [experiment], "attributes.status = 'RUNNING'")
+            dead = [run for run in running if is_dead(run, self.silent)]
+            for run in dead:
+                self.end(run.info.run_id, "KILLED", KILLED_CAUSE)
+            for run in dead:
+                if Tag.PARENT_RUN not in run.data.tags:
+                    self.show(run.info.run_id)
 
     def experiment(self, pipeline: str) -> str:
         """Id of a pipeline's experiment, which is created or restored if it is missing."""

@@ -16,9 +16,9 @@ from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
 from lineage.mlflow.address import connect, require_reachable, shown, tracking_uri
-from lineage.mlflow.entities import Key, Recorded, Tag, is_model
+from lineage.mlflow.entities import Key, Recorded, Tag, is_model, recorded_of
 from lineage.mlflow.executions import Executions, is_dead, pages
-from lineage.mlflow.sync import Mirror, recorded_of
+from lineage.mlflow.sync import Mirror
 from lineage.owner import Owner
 from lineage.promotions import read_events, stacks
 from lineage.secrets import redacted
@@ -57,6 +57,18 @@ class Links:
     aliases: Mapping[str, Mapping[str, Key | None]]
     live: Collection[str]
     dead: Collection[str]
+
+    def lacking(self, manifest: Manifest) -> list[str]:
+        """What MLflow does not have of an artifact."""
+        key = Key.of(manifest)
+        run, is_registered = self.runs.get(key), is_model(manifest)
+        lacks = {
+            "finished run": run is None,
+            "link from what it was made from to the run": run is not None and manifest.inputs and not run.num_inputs,
+            "logged model": is_registered and key not in self.models,
+            "registered version": is_registered and key not in self.versions,
+        }
+        return [what for what, is_lacking in lacks.items() if is_lacking]
 
 
 @contextlib.contextmanager
@@ -145,27 +157,18 @@ def refill(uri: str | None, store: Path, silent: Collection[Owner] = ()) -> Rebu
         pipelines = sorted({manifest.pipeline for manifest in manifests})
         there = _links(client, pipelines)
         mirror.versions.update(there.versions)
-        present = 0
-        for manifest in manifests:
-            key, execution = Key.of(manifest), manifest.execution_run_id
-            run = there.runs.get(key)
-            if run and (run.num_inputs or not manifest.inputs) and (key in there.models or not is_model(manifest)):
-                present += 1
-                if key in there.versions or not is_model(manifest):
-                    mirror.finished[key] = run
-            elif execution:
-                runs.began[execution] = min(
-                    runs.began.get(execution, manifest.provenance.start), manifest.provenance.start
-                )
-        for entry, _ in finished:
-            mirror.sync(entry)
-        for entry in unfinished:
+        whole = [Key.of(each) for each in manifests if not there.lacking(each)]
+        mirror.finished.update({key: there.runs[key] for key in whole})
+        for each in sorted(manifests, key=lambda manifest: manifest.provenance.start, reverse=True):
+            runs.began[str(each.execution_run_id)] = each.provenance.start
+        for entry in [*(entry for entry, _ in finished), *unfinished]:
             mirror.sync(entry)
         runs.close_rebuilt()
         for pipeline in pipelines:
             runs.close_dead(runs.experiment(pipeline))
         moved = _restore_aliases(client, store, manifests, there)
     counted = {**runs.added, "aliases": moved}
+    present = len(manifests) - counted.get("runs", 0)
     return Rebuilt(added={name: counted.get(name, 0) for name in _COUNTED}, present=present)
 
 

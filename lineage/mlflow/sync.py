@@ -24,9 +24,11 @@ from lineage.mlflow.entities import (
     is_model_source,
     model_name,
     model_tags,
+    output_models,
     parameters,
     process_tags,
     produces,
+    recorded_of,
     source_data,
     stage_data,
 )  # fmt: skip
@@ -150,16 +152,15 @@ class Mirror:
         if is_model(manifest):
             about = {**model_tags(manifest, entry.output.absolute(), labels), Tag.NOTE: origins}
             model_id = self._model(manifest.stage, experiment, run_id, produces(manifest), about)
-            if model_id not in _outputs(self.client.get_run(run_id)):
+            if model_id not in output_models(self.client.get_run(run_id)):
                 self.client.log_outputs(run_id, [LoggedModelOutput(model_id, last)])
         tags = self.client.get_run(run_id).data.tags
         if Tag.CAUSE in tags:  # of the previous attempt
             self.client.delete_tag(run_id, Tag.CAUSE)
         self.client.set_terminated(run_id, "FINISHED", end)
-        recorded = Recorded(run_id=run_id, experiment_id=experiment, model_id=model_id, num_inputs=len(manifest.inputs))
-        made_from = {stage: self.recorded(parent) for stage, parent in self.parents(manifest).items()}
-        self.runs.add_row(tags[Tag.PARENT_RUN], manifest, recorded, made_from)
-        return recorded
+        parents = {stage: self.recorded(parent) for stage, parent in self.parents(manifest).items()}
+        self.runs.reuse(tags[Tag.PARENT_RUN], parents)
+        return Recorded(run_id=run_id, experiment_id=experiment, model_id=model_id, num_inputs=len(manifest.inputs))
 
     def _opened(
         self, entry: Entry, start: Manifest, note: RunFile | None, run: Run | None = None
@@ -394,19 +395,6 @@ class Mirror:
 
     def _entry(self, manifest: Manifest) -> Entry:
         return self.store.entry(manifest.stage, manifest.fingerprint)
-
-
-def recorded_of(run: Run) -> Recorded:
-    """A finished run with the model that it gave."""
-    models = _outputs(run)
-    return Recorded(
-        run_id=str(run.info.run_id), experiment_id=str(run.info.experiment_id), model_id=models[0] if models else None,
-        num_inputs=len([*run.inputs.model_inputs, *run.inputs.dataset_inputs]) if run.inputs else 0,
-    )  # fmt: skip
-
-
-def _outputs(run: Run) -> list[str]:
-    return [str(each.model_id) for each in run.outputs.model_outputs] if run.outputs else []
 
 
 def _link(manifest: Manifest, recorded: Recorded) -> str:

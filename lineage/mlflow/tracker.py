@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.errors import StoppedError, TakenOverError
-from lineage.manifest import Manifest
 from lineage.mlflow.address import connect, shown
 from lineage.owner import Owner
 from lineage.run_file import RunFile
@@ -28,7 +27,6 @@ _STOP_SECONDS = 5.0  # of the 30 that a process manager gives before it kills; s
 _FAILED_SECONDS = 10.0
 _JOIN_SECONDS = 0.2
 _CAUSE_LENGTH = 200
-_STATES = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 
 
 class _Stage:
@@ -104,7 +102,7 @@ class MlflowTracker(Tracker):
         if event.start:
             self._begin(title, event.start)
         elif event.state == "reused" and manifest:
-            self._do(lambda mirror: self._reuse(mirror, title, manifest))
+            self._do(lambda mirror: mirror.runs.reuse(str(mirror.runs.current), {title: mirror.recorded(manifest)}))
         elif event.state == "done":
             self._end(title, "FINISHED", "")
         elif error:
@@ -156,8 +154,7 @@ class MlflowTracker(Tracker):
         self._do(write)
 
     def execution_id(self) -> str | None:
-        current = self._mirror.runs.current if self._mirror else None
-        return current.run_id if current else None
+        return self._mirror.runs.current if self._mirror else None
 
     @property
     def is_complete(self) -> bool:
@@ -188,18 +185,18 @@ class MlflowTracker(Tracker):
         while status is None:
             with self._changed:
                 self._changed.wait_for(lambda: self._is_woken, POLL_SECONDS)
-                self._is_woken = False
+                is_changed, self._is_woken = self._is_woken or not self._is_written, False
             status = self._status
             stages = list(self._stages)
-            self._is_written = self._write_all(stages, status) or (
-                status is not None and self._write_all(list(self._stages), status)  # there is no next time
+            self._is_written = self._write_all(stages, status, is_changed) or (
+                status is not None and self._write_all(list(self._stages), status, True)  # there is no next time
             )
             with self._changed:
                 for stage in stages:
                     stage.was_tried = True
                 self._changed.notify_all()
 
-    def _write_all(self, stages: list[_Stage], status: tuple[str, str] | None) -> bool:
+    def _write_all(self, stages: list[_Stage], status: tuple[str, str] | None, is_changed: bool) -> bool:
         """Writes what MLflow lacks; a failure does not prevent the other writes. Returns whether nothing failed."""
         if self._mirror is None and not self._attempt(self._open):
             return False
@@ -210,7 +207,7 @@ class MlflowTracker(Tracker):
             results.append(self._attempt(partial(task, mirror)))
             if results[-1]:
                 self._tasks.remove(task)
-        results.append(self._attempt(partial(self._sync_execution, mirror, status)))
+        results.append(self._attempt(partial(self._sync_execution, mirror, status, is_changed)))
         return all(results)
 
     def _open(self) -> None:
@@ -223,32 +220,26 @@ class MlflowTracker(Tracker):
         self._mirror = Mirror(runs)
 
     def _sync_stage(self, mirror: "Mirror", stage: _Stage) -> None:
-        ended, start, execution = stage.ended, stage.start, mirror.runs.current
-        assert execution
+        ended = stage.ended
         recorded = mirror.sync(stage.entry)
         if recorded:
-            parents = {name: mirror.recorded(parent) for name, parent in start.parents.items()}
-            ids = tuple(each.run_id for each in parents.values())
-            stage.ids = RunIds(stage=recorded.run_id, execution=execution.run_id, parents=ids)
-            execution.add(stage.title, _STATES[ended[0]] if ended else "running", recorded, parents)
+            parents = tuple(mirror.recorded(each).run_id for each in stage.start.parents.values())
+            stage.ids = RunIds(stage=recorded.run_id, execution=mirror.runs.current, parents=parents)
         elif ended:
             mirror.abandon(stage.entry, ended[1])
         if ended:
             self._stages.remove(stage)
 
-    def _reuse(self, mirror: "Mirror", title: str, manifest: Manifest) -> None:
-        assert mirror.runs.current
-        mirror.runs.current.rows[title] = "reused", mirror.recorded(manifest)
-
-    def _sync_execution(self, mirror: "Mirror", status: tuple[str, str] | None) -> None:
+    def _sync_execution(self, mirror: "Mirror", status: tuple[str, str] | None, is_changed: bool) -> None:
         runs = mirror.runs
         assert runs.current
         runs.close_rebuilt()
-        runs.write_table(runs.current)
+        if is_changed:
+            runs.show(runs.current)
         if status:
             if self._execution.folder:
                 runs.end_trials(self._execution.pipeline, status[1] or "the sweep ended")
-            runs.end(runs.current.run_id, *status)
+            runs.end(runs.current, *status)
 
     def _join(self, thread: threading.Thread, seconds: float) -> None:
         """Waits for the last writes; gives up after a limit, which is shorter if a write has failed before."""

@@ -6,9 +6,7 @@ from pathlib import Path
 from lineage.errors import PipelineError
 from lineage.gc import deleted
 from lineage.graph.places import node_key
-from lineage.manifest import Manifest
 from lineage.mlflow.address import sqlite_file, tracking_uri
-from lineage.mlflow.entities import Key, is_model
 from lineage.mlflow.registry import Links, links
 from lineage.promotions import PROMOTIONS, read_events, stacks
 from lineage.verify.store import Checked, Fault, Finding
@@ -40,23 +38,11 @@ def check_mlflow(uri: str | None, store: Path, checked: Checked, *, is_over: boo
         if manifest.mlflow_run_id in found.live and not is_over:  # committed a moment ago
             continue
         node = node_key(manifest.stage, manifest.fingerprint)
-        for what in _lacking(manifest, found):
+        for what in found.lacking(manifest):
             yield _finding(Fault.MISSING, node, f"MLflow at {address} has no {what} of it")
     if checked.is_whole:
         yield from _orphans(found, store, checked)
         yield from _aliases(found, store, checked)
-
-
-def _lacking(manifest: Manifest, found: Links) -> Iterator[str]:
-    key = Key.of(manifest)
-    if key not in found.runs:
-        yield "finished run"
-    elif manifest.inputs and not found.runs[key].num_inputs:
-        yield "link from what it was made from to the run"
-    if is_model(manifest) and key not in found.models:
-        yield "logged model"
-    if is_model(manifest) and key not in found.versions:
-        yield "registered version"
 
 
 def _orphans(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
