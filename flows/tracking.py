@@ -8,7 +8,6 @@ from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline
 from flows.progress.run_record import left_open, silent_drivers
 from lineage.errors import PipelineError
-from lineage.manifest import Manifest
 from lineage.mlflow.address import require_reachable, tracking_uri
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.promotions import locked, read_events, stacks
@@ -77,7 +76,8 @@ def mirror_alias(pipeline: Pipeline, alias: str) -> None:
             model = store.entry(str(last.stage), last.fingerprint).manifest()
             assert model is not None  # it was read a moment ago
             named = [store.entry(str(event.stage), event.fingerprint) for event in events if event.alias == alias]
-            for pipeline_name in {each.pipeline for each in map(_manifest, named) if each} - {model.pipeline}:
+            others = {each.pipeline for each in map(Entry.readable_manifest, named) if each} - {model.pipeline}
+            for pipeline_name in others:
                 set_alias(uri, pipeline_name, alias, None)  # else it would name a model there too
             set_alias(uri, model.pipeline, alias, model.fingerprint, model.stage)
     except PipelineError as error:
@@ -85,10 +85,3 @@ def mirror_alias(pipeline: Pipeline, alias: str) -> None:
             f"posttrain: the alias is moved, and MLflow does not show it: {error}; repair: posttrain rebuild",
             file=sys.stderr,
         )
-
-
-def _manifest(entry: Entry) -> Manifest | None:
-    try:
-        return entry.manifest()
-    except PipelineError:  # an earlier model that is no longer readable
-        return None

@@ -12,7 +12,7 @@ from lineage.artifact import MODELS
 from lineage.environment_signature import environment_signature
 from lineage.errors import ArtifactError
 from lineage.files import atomic_write
-from lineage.fingerprint import canonical_json, short
+from lineage.fingerprint import digest_json, short
 from lineage.manifest import InputRecord, Manifest, Provenance
 from lineage.store import Store
 
@@ -114,7 +114,7 @@ def basis(manifest: Manifest, parents: Mapping[str, Manifest], *stores: Path) ->
 
 def key_of(basis: Mapping[str, object]) -> str:
     """SHA-256 of what the verdicts depend on."""
-    return hashlib.sha256(canonical_json(basis).encode()).hexdigest()
+    return digest_json(basis)
 
 
 def _architecture(record: InputRecord, parent: Manifest | None, stores: Sequence[Path]) -> object:

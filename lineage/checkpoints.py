@@ -1,7 +1,6 @@
 """Checkpoints of a stage: committed atomically with a record of step, metrics and digests; read only when whole."""
 
 import contextlib
-import hashlib
 import json
 import math
 import re
@@ -11,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from lineage.digest import digest_files
+from lineage.digest import damage_of, digest_files
 from lineage.errors import ArtifactError
 from lineage.files import flush, flush_tree
-from lineage.fingerprint import canonical_json, short
+from lineage.fingerprint import digest_json, short
 from lineage.source_checks import readable_as
 
 RECORD = "checkpoint.json"
@@ -49,7 +48,7 @@ def write_record(directory: Path, checkpoint: Checkpoint) -> None:
     """Writes the record into its checkpoint, without non-finite metrics, which JSON cannot express."""
     numbers = {name: value for name, value in checkpoint.metrics.items() if math.isfinite(value)}
     fields = asdict(replace(checkpoint, metrics=numbers))
-    (directory / RECORD).write_text(json.dumps({**fields, _DIGEST: _digest(fields)}, indent=1) + "\n")
+    (directory / RECORD).write_text(json.dumps({**fields, _DIGEST: digest_json(fields)}, indent=1) + "\n")
 
 
 def read_record(directory: Path) -> Checkpoint:
@@ -62,7 +61,7 @@ def read_record(directory: Path) -> Checkpoint:
     try:
         fields = json.loads(path.read_text())
         recorded = fields.pop(_DIGEST)
-        found = _digest(fields)
+        found = digest_json(fields)
         checkpoint = Checkpoint(**fields)
     except FileNotFoundError as error:
         raise ArtifactError(f"{path} is missing") from error
@@ -71,10 +70,6 @@ def read_record(directory: Path) -> Checkpoint:
     if found != recorded:
         raise ArtifactError(f"{path} has SHA-256 {short(found)}, recorded in it is {str(recorded)[:16]}")
     return checkpoint
-
-
-def _digest(fields: Mapping[str, object]) -> str:
-    return hashlib.sha256(canonical_json(fields).encode()).hexdigest()
 
 
 _NAME = re.compile(r"step-(\d+)")
@@ -147,12 +142,7 @@ class Checkpoints:
             return [str(error)]
         found = digest_files(self.path(step))
         found.pop(RECORD, None)
-        names = sorted(recorded.keys() | found.keys())
-        return [
-            _phrase(self.path(step) / name, recorded.get(name), found.get(name))
-            for name in names
-            if recorded.get(name) != found.get(name)
-        ]
+        return damage_of(recorded, found, f"{self.path(step)}/")
 
     def newest_intact(self) -> tuple[Checkpoint | None, list[str]]:
         """The last undamaged checkpoint, and the damage of the later ones; reads every byte."""
@@ -239,11 +229,3 @@ class Checkpoints:
         shutil.rmtree(gone, ignore_errors=True)
         self.path(step).replace(gone)
         shutil.rmtree(gone, ignore_errors=True)
-
-
-def _phrase(path: Path, recorded: str | None, found: str | None) -> str:
-    if found is None:
-        return f"{path} is missing"
-    if recorded is None:
-        return f"{path} was added"
-    return f"{path} has SHA-256 {short(found)}, recorded is {short(recorded)}"

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from lineage.fingerprint import canonical_json
+from lineage.files import atomic_write
+from lineage.fingerprint import digest_json, short
 
 # Smaller files are read each time: that is cheap, and misses no change.
 _CACHED_BYTES = 16 * 2**20
@@ -68,10 +69,7 @@ class DigestCache:
             if self._path is None:
                 return
             with suppress(OSError):  # a read-only store
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                draft = self._path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-                draft.write_text(json.dumps(self._known))
-                draft.replace(self._path)
+                atomic_write(self._path, json.dumps(self._known))
 
 
 def digest_file(path: Path, algorithm: str = "sha256") -> str:
@@ -104,9 +102,26 @@ def digest_files(directory: Path, cache: DigestCache | None = None) -> dict[str,
     return dict(zip(names, digest_all([directory / name for name in names], cache), strict=True))
 
 
+def damage_of(recorded: Mapping[str, str], found: Mapping[str, str], directory: str = "") -> list[str]:
+    """How files differ from the recorded ones, one phrase per file.
+
+    Args:
+        recorded, found: name -> SHA-256.
+        directory: put before each name.
+    """
+    names = (name for name in sorted(recorded.keys() | found.keys()) if recorded.get(name) != found.get(name))
+    return [f"{directory}{name} {_difference(recorded.get(name), found.get(name))}" for name in names]
+
+
+def _difference(recorded: str | None, found: str | None) -> str:
+    if found is None:
+        return "is missing"
+    return f"has SHA-256 {short(found)}, recorded is {short(recorded)}" if recorded else "was added"
+
+
 def digest_of(files: Mapping[str, str]) -> str:
     """One digest for a directory, from the digests of its files."""
-    return hashlib.sha256(canonical_json(dict(files)).encode()).hexdigest()
+    return digest_json(dict(files))
 
 
 def file_names(directory: Path) -> list[str]:

@@ -20,7 +20,7 @@ from filelock import FileLock
 from lineage.digest import DigestCache, digest_file, file_names
 from lineage.errors import ArtifactError
 from lineage.files import replace_jsonl
-from lineage.fingerprint import canonical_json
+from lineage.fingerprint import digest_json
 from lineage.lock import Lock
 from lineage.manifest import Manifest
 from lineage.remote_files import dvc_state
@@ -302,7 +302,7 @@ class DvcProject:
         files = [FILE, "dvc.lock", *self._parameter_files()]
         texts = {name: _text(self.folder / name) for name in files}
         shown = {stage: [_text(view.place(stage) / MANIFEST), *_times(view.place(stage))] for stage in stages}
-        return hashlib.sha256(canonical_json({"files": texts, "view": shown}).encode()).hexdigest()
+        return digest_json({"files": texts, "view": shown})
 
     def _parameter_files(self) -> list[str]:
         stated = [stage.get("params") for stage in self.stages.values()]

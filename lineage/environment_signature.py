@@ -1,10 +1,9 @@
 """Environment signature of a training: what beside recipe and code can change the last bits of its result."""
 
-import hashlib
 import platform
 from collections.abc import Mapping
 
-from lineage.fingerprint import canonical_json, short
+from lineage.fingerprint import digest_json, short
 from lineage.manifest import Provenance, library_versions
 
 # Resources that can change the order of a sum, and with it the last bits.
@@ -29,7 +28,7 @@ def current_signature(resources: Mapping[str, object], hardware: Mapping[str, st
         hardware: of its workers; empty: unknown.
     """
     kind = _signature(resources, platform.python_version(), library_versions(), hardware)
-    return short(hashlib.sha256(canonical_json(kind).encode()).hexdigest())
+    return short(digest_json(kind))
 
 
 def _signature(

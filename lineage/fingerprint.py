@@ -23,6 +23,11 @@ def canonical_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+def digest_json(value: object) -> str:
+    """SHA-256 of the canonical JSON text of a value."""
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
 def without_nones(value: object) -> object:
     """The value without the None entries of its mappings: unset fields stay out of the identity."""
     if isinstance(value, Mapping):
@@ -42,8 +47,7 @@ def set_fields(setting: "DataclassInstance") -> dict[str, object]:
 
 def fingerprint(recipe: Recipe, inputs: Mapping[str, str]) -> str:
     """SHA-256, 64 hex digits, of a method's recipe and the fingerprints of its inputs (slot -> fingerprint)."""
-    identity = canonical_json({"recipe": without_nones(recipe), "inputs": dict(inputs)})
-    return hashlib.sha256(identity.encode()).hexdigest()
+    return digest_json({"recipe": without_nones(recipe), "inputs": dict(inputs)})
 
 
 def short(full: str) -> str:

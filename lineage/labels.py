@@ -19,12 +19,17 @@ from lineage.fingerprint import short
 LABELS = "labels.jsonl"
 
 
-def _who() -> str:
+def user() -> str:
+    """The account that runs this process."""
     try:
-        name = getpass.getuser()
+        return getpass.getuser()
     except (KeyError, OSError):  # the user of a container may have no name
-        name = str(os.getuid())
-    return f"{name}@{socket.gethostname()}"
+        return str(os.getuid())
+
+
+def who() -> str:
+    """The account and its machine."""
+    return f"{user()}@{socket.gethostname()}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +45,7 @@ class Statement:
     fingerprint: str
     source: str
     labels: list[str]
-    who: str = field(default_factory=_who)
+    who: str = field(default_factory=who)
     time: float = field(default_factory=time.time)
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
-from lineage.digest import DigestCache, digest_files
+from lineage.digest import DigestCache, damage_of, digest_files
 from lineage.secrets import redacted
 
 _CPUS = Path("/proc/cpuinfo")
@@ -166,21 +166,7 @@ class Manifest:
         Args:
             cache: as in ``digest_files``.
         """
-        found = digest_files(output, cache)
-        names = sorted(self.files.keys() | found.keys())
-        return [
-            _damage(name, self.files.get(name), found.get(name))
-            for name in names
-            if self.files.get(name) != found.get(name)
-        ]
-
-
-def _damage(name: str, recorded: str | None, found: str | None) -> str:
-    if found is None:
-        return f"{name} is missing"
-    if recorded is None:
-        return f"{name} was added"
-    return f"{name} has SHA-256 {found[:16]}, recorded is {recorded[:16]}"
+        return damage_of(self.files, digest_files(output, cache))
 
 
 def provenance(

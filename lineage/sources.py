@@ -1,6 +1,5 @@
 """Pins sources to their current content: the roots of every fingerprint."""
 
-import hashlib
 import os
 import platform
 import re
@@ -15,7 +14,7 @@ from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
 from lineage.digest import DigestCache, digest_all, digest_of, file_names
 from lineage.dvc import tracked_hash
 from lineage.errors import ConfigError
-from lineage.fingerprint import canonical_json
+from lineage.fingerprint import digest_json
 from lineage.manifest import SourceRecord
 from lineage.model_files import read_json, require_own_files, require_sound
 from lineage.model_source import (
@@ -149,9 +148,8 @@ def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCac
     config, known = read_json(config_of, "config.json"), vocabulary(tokens)
     text: str | None = None
     if source.chat_template is not None:
-        text = _template_text(name, source.chat_template)
+        text, identity["chat_template"], template, more = _pinned_template(name, source.chat_template)
         check_template(name, source.chat_template, text or TEMPLATE_TOKENS, known)
-        identity["chat_template"], template, more = _pinned_template(name, source.chat_template, text)
         files |= more
     if source.tokenizer is not None or source.pad_token is not None or tokens != config_of:
         in_rows = tokens_in_rows(tokens, text if text is not None else TEMPLATE_TOKENS if template else None)
@@ -160,7 +158,7 @@ def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCac
         check_code(name, source.path, config)
     pinned = replace(path.source, tokenizer=tokenizer, chat_template=template, base_model=base_model)
     record = replace(path.record, files=files, reading={**path.record.reading, **model_options(pinned)})
-    fingerprint = hashlib.sha256(canonical_json({"model": path.fingerprint, **identity}).encode()).hexdigest()
+    fingerprint = digest_json({"model": path.fingerprint, **identity})
     return Pinned(source=pinned, fingerprint=fingerprint, digest=digest, record=record)
 
 
@@ -193,25 +191,19 @@ def _pinned_tokenizer(name: str, given: str, cache: DigestCache) -> tuple[str, s
     return identity, str(directory), directory, {str(path): digest for path, digest in digests.items()}
 
 
-def _template_text(name: str, given: str) -> str | None:
-    """The text of a template file or family; None: it is one of ours."""
+def _pinned_template(name: str, given: str) -> tuple[str | None, str, str, dict[str, str]]:
+    """Text (None: it is one of ours), identity, name or absolute path, and file digest (for a user's file)."""
     file = template_file(name, given)
+    if file is None:
+        return None, given, given, {}
     try:
-        return file.read_text(encoding="utf-8") if file else None
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"sources.{name}.chat_template={given}: cannot be read ({error}); a text in UTF-8 is accepted; convert it"
         ) from error
-
-
-def _pinned_template(name: str, given: str, text: str | None) -> tuple[str, str, dict[str, str]]:
-    """Identity, name or absolute path, and file digest (for a user's file) of a template."""
-    if text is None:
-        return given, given, {}
-    digest, file = text_digest(text), template_file(name, given)
-    if file is None or given in template_families():
-        return digest, given, {}
-    return digest, str(file), {str(file): digest}
+    digest = text_digest(text)
+    return (text, digest, given, {}) if given in template_families() else (text, digest, str(file), {str(file): digest})
 
 
 def never_changes(source: Source) -> bool:
@@ -335,7 +327,7 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
 def _identity(source: Source, content: str, detected: Mapping[str, object] = NOTHING) -> str:
     where = {"kind": source.kind, "content": content, "revision": source.revision, "split": source.split}
     identity = {**where, **reading_identity(source), **detected}
-    return hashlib.sha256(canonical_json(identity).encode()).hexdigest()
+    return digest_json(identity)
 
 
 def _files(path: Path) -> list[Path]:

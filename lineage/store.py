@@ -111,6 +111,13 @@ class Entry:
                 f"delete {self.path} to produce it again"
             ) from error
 
+    def readable_manifest(self) -> Manifest | None:
+        """The record; None while the artifact is unfinished, or the record is unreadable, which ``verify`` reports."""
+        try:
+            return self.manifest()
+        except ArtifactError:
+            return None
+
     def is_finished(self) -> bool:
         """Whether the artifact was committed and its files still exist."""
         manifest = self.manifest()

@@ -1,6 +1,5 @@
 """Early checks of a training stage's rows: tokenization, labels, and leakage into other held-out sets."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import DATA
 from lineage.digest import DigestCache
-from lineage.fingerprint import canonical_json, short
+from lineage.fingerprint import digest_json, short
 from tasks.data.kinds import HELD_OUT, TRAIN
 from tasks.recipe import Inputs, TrainingRecipe
 
@@ -81,7 +80,7 @@ def leaked(rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext") -> 
     digests = DigestCache(cache / "digests.json")
     train = rows.path / TRAIN
     key = [digests.digest(train), {name: digests.digest(file) for name, file in sets.items()}, _VERSION]
-    found = cache / f"{short(hashlib.sha256(canonical_json(key).encode()).hexdigest())}.parquet"
+    found = cache / f"{short(digest_json(key))}.parquet"
     if not found.exists():
         _compare(rows.name, train, sets, ctx, found)
     return found if pq.read_metadata(found).num_rows else None

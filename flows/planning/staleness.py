@@ -1,6 +1,5 @@
 """Whether a stage runs, is reused or resumes, and why; the hyperparameters that apply to it."""
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -13,7 +12,7 @@ from lineage.attempts import attempts, other_code_digests
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
 from lineage.files import atomic_write
-from lineage.fingerprint import canonical_json, differences, short, without_nones
+from lineage.fingerprint import differences, digest_json, short, without_nones
 from lineage.lock import owner
 from lineage.manifest import InputRecord, Manifest
 from lineage.metrics_file import last_step
@@ -161,7 +160,7 @@ def examples_file(store: Path, tokenization: Tokenization, rows: str, tokenizer:
         rows, tokenizer: fingerprints.
     """
     options = {**asdict(tokenization), "chat_template": None}  # the template is a part of ``tokenizer``
-    key = hashlib.sha256(canonical_json([options, rows, tokenizer]).encode()).hexdigest()
+    key = digest_json([options, rows, tokenizer])
     return store / CACHE / "examples" / short(key)
 
 

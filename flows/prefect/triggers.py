@@ -4,7 +4,6 @@ Events start runs by an automation of Prefect, which is registered with the depl
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import secrets
@@ -33,7 +32,7 @@ from lineage.artifact import SOURCE
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError, PipelineError
 from lineage.files import atomic_write
-from lineage.fingerprint import canonical_json
+from lineage.fingerprint import digest_json
 from lineage.sources import pin
 from lineage.store import Store
 
@@ -167,7 +166,7 @@ class Watcher:
             self._write(replace(taken, digests=found, tries=0))
             return "another run has taken it"
         content = {"deployment": self._deployment, "before": taken.key, "digests": dict(found), "tries": taken.tries}
-        key = hashlib.sha256(canonical_json(content).encode()).hexdigest()
+        key = digest_json(content)
         run_id, name = self._runs.create(changed, key)
         self._write(replace(taken, started=found, run=run_id, key=key))
         return f"started the run {name}"

@@ -1,8 +1,6 @@
 """Promotion and rollback of an alias, subject to the newest verdicts and to licences."""
 
-import getpass
 import re
-import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,6 +15,7 @@ from lineage.graph.ancestry import Graph, ancestry
 from lineage.graph.index import Index
 from lineage.graph.places import Indexed, node_key
 from lineage.graph.refs import resolve
+from lineage.labels import who
 from lineage.manifest import Manifest
 from lineage.promotions import Event, append, decision, locked, read_events, stacks
 from lineage.store import Entry, Store
@@ -275,7 +274,7 @@ def promote(pipeline: Pipeline, ref: str, alias: str, *, why: str, force: bool) 
             verdict = require_verdict(index, manifest, alias, events, force=force)
             event = Event(
                 action="promote", alias=alias, fingerprint=manifest.fingerprint, digest=manifest.output_digest,
-                stage=manifest.stage, who=_who(), why=why, verdict=verdict, forced=force and verdict is None,
+                stage=manifest.stage, who=who(), why=why, verdict=verdict, forced=force and verdict is None,
                 labels=labels, commercial=commercial,
             )  # fmt: skip
             append(pipeline.store, event)
@@ -304,7 +303,7 @@ def roll_back(pipeline: Pipeline, alias: str, *, why: str) -> Moved:
         labels = _permitted(pipeline, index, node_key(back.stage, back.fingerprint), alias, commercial=commercial)
         event = Event(
             action="rollback", alias=alias, fingerprint=manifest.fingerprint, digest=manifest.output_digest,
-            stage=manifest.stage, who=_who(), why=why, verdict=back.verdict, forced=back.forced, labels=labels,
+            stage=manifest.stage, who=who(), why=why, verdict=back.verdict, forced=back.forced, labels=labels,
             commercial=commercial,
         )  # fmt: skip
         append(pipeline.store, event)
@@ -332,10 +331,6 @@ def _permitted(pipeline: Pipeline, index: Index, node: str, alias: str, *, comme
 def _is_of(event: Event, manifest: Manifest) -> bool:
     wanted = (manifest.stage, manifest.fingerprint, manifest.output_digest)
     return (event.stage, event.fingerprint, event.digest) == wanted
-
-
-def _who() -> str:
-    return f"{getpass.getuser()}@{socket.gethostname()}"
 
 
 def all_labels(graph: Graph, stated: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:

@@ -1,6 +1,5 @@
 """The curves of a training: its reported metrics, recipe, row statistics and failure."""
 
-import contextlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 
-from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
 from lineage.metrics_file import StageReport, read_reports
@@ -196,10 +194,9 @@ def _data_counts(reader: Manifest, store: Path) -> dict[str, float]:
     """Counts of the data stages that a stage reads: ``data/rows``, ``data/duplicates`` ..."""
     found: dict[str, float] = {}
     for each in reader.inputs.values():
-        with contextlib.suppress(ArtifactError):  # deleted, or written by an earlier version
-            made = Entry(store / each.artifact / short(each.fingerprint)).manifest()
-            if made and "duplicates" in made.metrics:
-                found |= {f"data/{name}": count for name, count in made.metrics.items()}
+        made = Entry(store / each.artifact / short(each.fingerprint)).readable_manifest()
+        if made and "duplicates" in made.metrics:
+            found |= {f"data/{name}": count for name, count in made.metrics.items()}
     return found
 
 

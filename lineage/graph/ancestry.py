@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 
 from lineage.artifact import SOURCE, Kind
-from lineage.errors import ArtifactError
 from lineage.graph.index import ARTIFACT, Index, newest_where, reached
 from lineage.graph.places import Indexed, artifact_at, node_key
 from lineage.manifest import InputRecord, Manifest
@@ -22,7 +21,7 @@ def nearest_ancestor(store: Store, stage: str, fingerprint: str, wanted: str) ->
     waiting = deque([(stage, fingerprint)])
     seen = set(waiting)
     while waiting:
-        manifest = _manifest(store, *waiting.popleft())
+        manifest = store.entry(*waiting.popleft()).readable_manifest()
         for given in manifest.inputs.values() if manifest else ():
             parent = _made_by_stage(store, given)
             if parent and parent[0] == wanted:
@@ -37,15 +36,8 @@ def _made_by_stage(store: Store, given: InputRecord) -> tuple[str, str] | None:
     if given.source is None:
         return given.artifact, given.fingerprint
     place = artifact_at(store.root, given.source.path)
-    manifest = _manifest(store, *place) if place else None
+    manifest = store.entry(*place).readable_manifest() if place else None
     return (manifest.stage, manifest.fingerprint) if manifest else None
-
-
-def _manifest(store: Store, stage: str, fingerprint: str) -> Manifest | None:
-    try:
-        return store.entry(stage, fingerprint).manifest()
-    except ArtifactError:  # unreadable: treated as missing
-        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,10 +195,7 @@ def _node(index: Index, node: str, given: InputRecord | None = None) -> Node:
         known = given or next(iter(index.records(node)), None)
         return Node(id=node, fingerprint=known.fingerprint if known else digits, given=known, labels=index.labels(node))
     entry = index.entry(node)
-    try:
-        manifest = entry.manifest()
-    except ArtifactError:  # unreadable: treated as missing
-        manifest = None
+    manifest = entry.readable_manifest()
     fingerprint = manifest.fingerprint if manifest else given.fingerprint if given else digits
     aliases = sorted(alias for alias, model in index.aliases.items() if model == node)
     return Node(id=node, fingerprint=fingerprint, entry=entry, manifest=manifest, aliases=aliases)

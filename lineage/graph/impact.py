@@ -96,10 +96,7 @@ def current(index: Index, pipeline: str) -> list[Indexed]:
 def _viewed(index: Index, pipeline: str) -> list[Indexed]:
     viewed = []
     for path in (index.store / "pipelines" / pipeline).glob("*/manifest.json"):
-        try:
-            manifest = Entry(path.parent).manifest()
-        except ArtifactError:
-            continue
+        manifest = Entry(path.parent).readable_manifest()
         artifact = index.artifact(node_key(manifest.stage, manifest.fingerprint)) if manifest else None
         viewed += [artifact] if artifact else []
     return sorted(viewed, key=lambda each: -each.end)

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from lineage.artifact import SOURCE
-from lineage.errors import ArtifactError, ConfigError
+from lineage.errors import ConfigError
 from lineage.fingerprint import short
 from lineage.graph.index import Index
 from lineage.graph.places import artifact_at, node_key, parts_below, view_at
@@ -118,10 +118,7 @@ def _by_place(ref: str, index: Index) -> list[str]:
 
 def _viewed(directory: Path, index: Index) -> str | None:
     """The artifact that the view of a pipeline shows, if it is in the store."""
-    try:
-        manifest = Entry(directory).manifest()
-    except ArtifactError:
-        return None
+    manifest = Entry(directory).readable_manifest()
     node = node_key(manifest.stage, manifest.fingerprint) if manifest else None
     return node if node and index.artifact(node) else None
 

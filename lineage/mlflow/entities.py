@@ -1,6 +1,5 @@
 """Manifests and reports as MLflow's tags, parameters, data sets and metrics."""
 
-import getpass
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,14 +104,6 @@ def execution_name(pipeline: str, start: float) -> str:
 def process_tags(writer: Owner) -> dict[str, str]:
     """Tags of the process that writes a run: the next command closes the run once that process is gone."""
     return {Tag.HOST: writer.host, Tag.PID: str(writer.pid), Tag.STARTED: repr(writer.started)}
-
-
-def user() -> str:
-    """The account that runs this process."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return "unknown"
 
 
 def parameters(recipe: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from filelock import FileLock
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
+from lineage.labels import user
 from lineage.manifest import Manifest
 from lineage.mlflow.address import shown
 from lineage.mlflow.entities import (
@@ -22,7 +23,6 @@ from lineage.mlflow.entities import (
     process_tags,
     recorded_of,
     stage_table,
-    user,
 )  # fmt: skip
 from lineage.owner import Owner
 from lineage.run_file import RunFile, is_gone

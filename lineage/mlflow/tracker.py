@@ -24,8 +24,6 @@ POLL_SECONDS = 1.0
 _RUN_IDS_SECONDS = 30.0  # a commit waits no longer than this for the run's id
 _CLOSE_SECONDS = 60.0
 _STOP_SECONDS = 5.0  # of the 30 that a process manager gives before it kills; stages that save use most of them
-_FAILED_SECONDS = 10.0
-_JOIN_SECONDS = 0.2
 _CAUSE_LENGTH = 200
 
 
@@ -94,8 +92,11 @@ class MlflowTracker(Tracker):
                 stage.end("FAILED" if status[0] == "FAILED" else "KILLED", status[1] or "the run ended", self._me)
             self._status = status
             self.wake()
-            self._join(thread, _STOP_SECONDS if self._was_stopped else _CLOSE_SECONDS)
+            seconds = _STOP_SECONDS if self._was_stopped or self._is_reported else _CLOSE_SECONDS
+            thread.join(seconds)
             self._is_closed = not thread.is_alive()
+            if not self._is_closed:
+                self._report(f"no answer within {seconds:.0f} s")
 
     def on(self, event: Event) -> None:
         title, manifest, error = event.title, event.manifest, event.error
@@ -240,17 +241,6 @@ class MlflowTracker(Tracker):
             if self._execution.folder:
                 runs.end_trials(self._execution.pipeline, status[1] or "the sweep ended")
             runs.end(runs.current, *status)
-
-    def _join(self, thread: threading.Thread, seconds: float) -> None:
-        """Waits for the last writes; gives up after a limit, which is shorter if a write has failed before."""
-        start = time.monotonic()
-        end = start + seconds
-        while thread.is_alive() and time.monotonic() < end:
-            thread.join(_JOIN_SECONDS)
-            if self._is_reported:
-                end = min(end, start + _FAILED_SECONDS)
-        if thread.is_alive():
-            self._report(f"no answer within {end - start:.0f} s")
 
     def _attempt(self, write: Callable[[], None]) -> bool:
         try:

@@ -52,7 +52,7 @@ def _orphans(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
         if found.stores[key] == str(store) and (key.stage, key.fingerprint) not in held:
             why = f"MLflow's run {run.run_id} made it, and the store no longer has it"
             mend = "restore it, or delete the run (and its version) in MLflow"
-            yield Finding(fault=Fault.ORPHANED, what=node_key(key.stage, key.fingerprint), why=why, mend=mend)
+            yield Finding(Fault.ORPHANED, node_key(key.stage, key.fingerprint), why, mend)
 
 
 def _aliases(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
@@ -75,8 +75,8 @@ def _aliases(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
                 stated = node_key(*due) if due else "none"
                 why = f"registered model {pipeline} has it at {shown}, {PROMOTIONS} at {stated}"
                 mend = "posttrain rebuild" if due else "take it away in MLflow, or give it with posttrain promote"
-                yield Finding(fault=Fault.CHANGED, what=f"alias {alias}", why=why, mend=mend)
+                yield Finding(Fault.CHANGED, f"alias {alias}", why, mend)
 
 
 def _finding(fault: Fault, what: str, why: str) -> Finding:
-    return Finding(fault=fault, what=what, why=why, mend="posttrain rebuild")
+    return Finding(fault, what, why, "posttrain rebuild")

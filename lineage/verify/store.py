@@ -28,7 +28,7 @@ class Fault(StrEnum):
     NOTE = "note"  # not a fault: an unfinished stage, changed data
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One disagreement.
 
@@ -75,14 +75,16 @@ def read_store(root: Path) -> tuple[dict[str, tuple[Entry, Manifest]], list[Find
         try:
             manifest = entry.manifest()
         except ArtifactError as error:
-            findings.append(_changed(f"{stage}@{entry.path.name}", str(error), f"delete {entry.path}, and run again"))
+            findings.append(
+                Finding(Fault.CHANGED, f"{stage}@{entry.path.name}", str(error), f"delete {entry.path}, and run again")
+            )
             continue
         if manifest:
             found[node_key(stage, manifest.fingerprint)] = (entry, manifest)
         elif not owner(entry.path):
             why = f"{entry.path} was begun and never finished"
             mend = "run its pipeline again, or delete the directory"
-            findings.append(Finding(fault=Fault.NOTE, what=f"{stage}@{entry.path.name}", why=why, mend=mend))
+            findings.append(Finding(Fault.NOTE, f"{stage}@{entry.path.name}", why, mend))
     return found, findings
 
 
@@ -92,11 +94,11 @@ def check_outputs(checked: Checked) -> Iterator[Finding]:
         for phrase in manifest.damage(entry.output):
             fault = Fault.MISSING if phrase.endswith("is missing") else Fault.CHANGED
             mend = f"restore it, or delete {entry.path} and run its pipeline again"
-            yield Finding(fault=fault, what=node, why=f"{entry.output}: {phrase}", mend=mend)
+            yield Finding(fault, node, f"{entry.output}: {phrase}", mend)
         yield from _check_identity(node, entry, manifest)
         if short(manifest.fingerprint) != entry.path.name:
             why = f"{entry.path} holds the manifest of {short(manifest.fingerprint)}"
-            yield _changed(node, why, f"delete {entry.path}, and run its pipeline again")
+            yield Finding(Fault.CHANGED, node, why, f"delete {entry.path}, and run its pipeline again")
 
 
 def _check_identity(node: str, entry: Entry, manifest: Manifest) -> Iterator[Finding]:
@@ -104,9 +106,14 @@ def _check_identity(node: str, entry: Entry, manifest: Manifest) -> Iterator[Fin
     inputs = {slot: record.fingerprint for slot, record in manifest.inputs.items()}
     mend = f"restore {entry.path / MANIFEST}, or delete {entry.path} and run its pipeline again"
     if fingerprint(manifest.recipe, inputs) != manifest.fingerprint:
-        yield _changed(node, f"{entry.path / MANIFEST}: its recipe and inputs are not those of its fingerprint", mend)
+        yield Finding(
+            Fault.CHANGED,
+            node,
+            f"{entry.path / MANIFEST}: its recipe and inputs are not those of its fingerprint",
+            mend,
+        )
     if digest_of(manifest.files) != manifest.output_digest:
-        yield _changed(node, f"{entry.path / MANIFEST}: its digest is not that of its files", mend)
+        yield Finding(Fault.CHANGED, node, f"{entry.path / MANIFEST}: its digest is not that of its files", mend)
 
 
 def check_links(checked: Checked) -> Iterator[Finding]:
@@ -121,12 +128,17 @@ def _check_parent(what: str, record: InputRecord, checked: Checked) -> Iterator[
     parent = node_key(record.artifact, record.fingerprint)
     mend = "run its pipeline again: finished stages are reused"
     if parent not in checked.all:
-        yield Finding(fault=Fault.MISSING, what=what, why=f"{parent} is not in the store", mend=mend)
+        yield Finding(Fault.MISSING, what, f"{parent} is not in the store", mend)
         return
     digest = checked.all[parent][1].output_digest
     if record.digest != digest:
         why = f"it was made from {parent} with digest {str(record.digest)[:16]}, which now has {digest[:16]}"
-        yield _changed(what, why, "the parent was produced again with other bytes: delete the child and run it again")
+        yield Finding(
+            Fault.CHANGED,
+            what,
+            why,
+            "the parent was produced again with other bytes: delete the child and run it again",
+        )
 
 
 def check_sources(checked: Checked, cache: DigestCache) -> Iterator[Finding]:
@@ -147,7 +159,7 @@ def _check_file(what: str, path: Path, digest: str, cache: DigestCache) -> Itera
         why = f"{path} is gone since it was read"
     if why:
         mend = "nothing, if it was meant; the manifest keeps its digest"
-        yield Finding(fault=Fault.NOTE, what=what, why=why, mend=mend)
+        yield Finding(Fault.NOTE, what, why, mend)
 
 
 def check_promotions(root: Path, checked: Checked) -> Iterator[Finding]:
@@ -155,7 +167,7 @@ def check_promotions(root: Path, checked: Checked) -> Iterator[Finding]:
     try:
         events = read_events(root)
     except PipelineError as error:
-        yield _changed(PROMOTIONS, str(error), "correct the line")
+        yield Finding(Fault.CHANGED, PROMOTIONS, str(error), "correct the line")
         return
     held = {manifest.fingerprint for _, manifest in checked.all.values()}
     for alias, stack in stacks(events).items():
@@ -166,7 +178,7 @@ def check_promotions(root: Path, checked: Checked) -> Iterator[Finding]:
             if named and named not in held:
                 what = f"{event.action} of {event.alias or short(named)}"
                 why = f"its {role} {short(named)} is not in the store"
-                yield Finding(fault=Fault.MISSING, what=what, why=why, mend="restore it, or roll the alias back")
+                yield Finding(Fault.MISSING, what, why, "restore it, or roll the alias back")
 
 
 def _check_promoted_bytes(alias: str, event: Event, checked: Checked) -> Iterator[Finding]:
@@ -174,7 +186,9 @@ def _check_promoted_bytes(alias: str, event: Event, checked: Checked) -> Iterato
     known = checked.all.get(node_key(str(event.stage), event.fingerprint))
     if known and event.digest and known[1].output_digest != event.digest:
         why = f"{event.digest[:16]} was promoted, and that output has digest {known[1].output_digest[:16]} now"
-        yield _changed(f"alias {alias}", why, "judge the new bytes and promote them, or roll the alias back")
+        yield Finding(
+            Fault.CHANGED, f"alias {alias}", why, "judge the new bytes and promote them, or roll the alias back"
+        )
 
 
 def check_certificates(root: Path, checked: Checked) -> Iterator[Finding]:
@@ -187,11 +201,7 @@ def check_certificates(root: Path, checked: Checked) -> Iterator[Finding]:
                 lost = not certificate_path(root, manifest.certificate).exists()
                 fault = Fault.MISSING if lost else Fault.CHANGED
                 mend = "restore it; a new one, by posttrain certify, holds for what is made after it"
-                yield Finding(fault=fault, what=node, why=str(error), mend=mend)
-
-
-def _changed(what: str, why: str, mend: str) -> Finding:
-    return Finding(fault=Fault.CHANGED, what=what, why=why, mend=mend)
+                yield Finding(fault, node, str(error), mend)
 
 
 def check_view(store: Path, checked: Checked) -> Iterator[Finding]:
@@ -236,4 +246,4 @@ def check_lock(repository: Path, store: Path, cache: DigestCache) -> Iterator[Fi
 
 def _finding(fault: Fault, what: str, why: str) -> Finding:
     mend = "posttrain run, with no overrides, moves the view and commits it"
-    return Finding(fault=fault, what=what, why=why, mend=mend)
+    return Finding(fault, what, why, mend)

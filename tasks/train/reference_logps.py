@@ -17,7 +17,7 @@ from datasets import Dataset, concatenate_datasets
 from safetensors.torch import load_file, save_file
 
 from lineage.cached import cached
-from lineage.fingerprint import canonical_json, short
+from lineage.fingerprint import digest_json, short
 from lineage.store import REFERENCE_LOGPS
 from tasks.evaluate.scoring import Scored, logps
 from tasks.heartbeat import Phase
@@ -87,7 +87,7 @@ def _key(examples: Dataset, method: "TrainingRecipe", inputs: "Inputs", ctx: "Tr
         "libraries": {name: version(name) for name in ("torch", "transformers")},
         "version": _VERSION,
     }
-    return hashlib.sha256(canonical_json(decides).encode()).hexdigest()
+    return digest_json(decides)
 
 
 def _compute(

@@ -1,6 +1,5 @@
 """Token caches: their key, and how they are written and read."""
 
-import hashlib
 import json
 import logging
 from collections import deque
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 from lineage.cached import cached
 from lineage.digest import DigestCache, digest_file, digest_files, digest_of
 from lineage.errors import DataError
-from lineage.fingerprint import canonical_json, short
+from lineage.fingerprint import digest_json, short
 from lineage.model_files import TOKENIZER_FILES
 from tasks.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
 from tasks.data.kinds import LABEL_NAMES, ROW_KINDS, TEXT, TRAIN, RowKind, RowOutcome, arrow_schema
@@ -52,7 +51,7 @@ def tokens_key(tokenization: Tokenization, rows_digest: str, tokenizer_dir: Path
         "version": TOKENS_VERSION,
         "libraries": {name: version(name) for name in (*_LIBRARIES, *(("trl",) if tokenization.packing else ()))},
     }
-    return hashlib.sha256(canonical_json(decides).encode()).hexdigest()
+    return digest_json(decides)
 
 
 def _tokenizer_digest(directory: Path) -> str:
