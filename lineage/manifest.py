@@ -6,7 +6,6 @@ import json
 import platform
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -102,15 +101,15 @@ class Provenance:
     """When, where and with what a stage ran. Not identity."""
 
     start: float  # seconds since the epoch
-    end: float
-    hosts: list[str]
-    python: str
-    libraries: dict[str, str]
-    git_commit: str | None
-    git_dirty: bool | None
-    code_digest: str  # of the method's source files
-    seed: int | None
-    resources: dict[str, object]
+    end: float = 0.0
+    hosts: list[str] = field(default_factory=list)
+    python: str = ""
+    libraries: dict[str, str] = field(default_factory=dict)
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    code_digest: str = ""  # of the method's source files
+    seed: int | None = None
+    resources: dict[str, object] = field(default_factory=dict)
     resumed_at: list[int] = field(default_factory=list)  # steps of the checkpoints that it was resumed from
     earlier_code_digests: list[str] = field(default_factory=list)  # other code that some steps were trained by
     changed_at: list[int] = field(default_factory=list)  # those of resumed_at where the environment signature changed
@@ -169,30 +168,13 @@ class Manifest:
         return damage_of(self.files, digest_files(output, cache))
 
 
-def provenance(
-    *, start: float, end: float, code_digest: str, seed: int | None, resources: Mapping[str, object],
-    hardware: Mapping[str, str], resumed_at: Sequence[int] = (), changed_at: Sequence[int] = (),
-    earlier_code_digests: Sequence[str] = (), because: str = "",
-) -> Provenance:  # fmt: skip
-    """Provenance of work that was done or started by this host, with this environment."""
+def provenance_here(start: float) -> Provenance:
+    """Provenance of work that this host has started, with its environment."""
     commit, dirty = _git()
     return Provenance(
-        start=start,
-        end=end,
-        hosts=[socket.gethostname()],
-        python=platform.python_version(),
-        libraries=dict(library_versions()),
-        git_commit=commit,
-        git_dirty=dirty,
-        code_digest=code_digest,
-        seed=seed,
-        resources=dict(resources),
-        resumed_at=list(resumed_at),
-        earlier_code_digests=list(earlier_code_digests),
-        changed_at=list(changed_at),
-        hardware=dict(hardware),
-        because=because,
-    )
+        start=start, hosts=[socket.gethostname()], python=platform.python_version(),
+        libraries=dict(library_versions()), git_commit=commit, git_dirty=dirty,
+    )  # fmt: skip
 
 
 @cache

@@ -52,14 +52,10 @@ class StageStart:
 
     def manifest(self, pipeline: str) -> Manifest:
         """The part of its manifest that is known at the start."""
-        now = Provenance(
-            start=time.time(), end=0.0, hosts=[], python="", libraries={}, git_commit=None, git_dirty=None,
-            code_digest="", seed=None, resources={},
-        )  # fmt: skip
         return Manifest(
             pipeline=pipeline, stage=self.stage, method=self.method, recipe=dict(self.recipe),
             fingerprint=self.fingerprint, inputs=dict(self.inputs), files={}, output_digest="", metrics={},
-            provenance=now, produces=self.produces,
+            provenance=Provenance(start=time.time()), produces=self.produces,
         )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from unittest import mock
 import psutil
 
 from flows.prefect.server import CLIENT_SETTINGS, read_settings_again
+from flows.progress.run_record import RUN_VARIABLE
 from lineage.code import source_file
 from tasks.method import Training
 
@@ -213,6 +214,16 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 120)
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
         time.sleep(0.1)
+
+
+def sleeper_of(run_id: str) -> subprocess.Popen[bytes]:
+    """A process of a run, in a group and session of its own."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True,
+        env={**os.environ, RUN_VARIABLE: run_id},
+    )  # fmt: skip
+    wait_until(lambda: RUN_VARIABLE in psutil.Process(process.pid).environ(), "its environment can be read")
+    return process
 
 
 def family(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from flows.planning.plan import Plan
 from lineage.digest import digest_files, digest_of
 from lineage.lock import Lock
-from lineage.manifest import InputRecord, Manifest, Provenance, provenance
+from lineage.manifest import InputRecord, Manifest, Provenance, provenance_here
 from lineage.store import Entry
 from lineage.tracker import Event, StageStart
 from tests.saved import commit
@@ -47,7 +47,7 @@ def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) 
 @cache
 def _ran() -> Provenance:
     """Asks git once per process."""
-    return provenance(start=0, end=1, code_digest="", seed=0, resources={}, hardware={})
+    return replace(provenance_here(start=0), end=1, seed=0)
 
 
 def save(entry: Entry, step: int, **record: int) -> Path:

@@ -27,7 +27,7 @@ from lineage.disk import explain_full_disk
 from lineage.environment_signature import current_signature
 from lineage.errors import AskedError, LostError, StageError
 from lineage.lock import Lock, acquire_or, owner
-from lineage.manifest import Manifest, hardware, provenance
+from lineage.manifest import Manifest, hardware, provenance_here
 from lineage.metrics_file import last_step
 from lineage.store import Entry
 from lineage.tracker import Event, StageStart, end_event
@@ -183,8 +183,8 @@ def make(
     )  # fmt: skip
     metrics = run_attempts(planned, entry, job, checkpoint, run.processes.run, run.announce)
     tried = attempts(entry.path)
-    made_by = provenance(
-        start=started, end=time.time(), code_digest=planned.code_digest, seed=asdict(method).get("seed"),
+    made_by = replace(
+        provenance_here(started), end=time.time(), code_digest=planned.code_digest, seed=asdict(method).get("seed"),
         resources=asdict(resources), hardware=workers_hardware(planned), resumed_at=resumed_at(tried),
         changed_at=changed_at(tried), earlier_code_digests=other_code_digests(tried, None, planned.code_digest),
         because=run.plan.pipeline.because.get(planned.name, ""),

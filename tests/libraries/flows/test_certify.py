@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from safetensors.torch import save_file as save_tensors
 from flows.certify import TOLERANCES, compare
 from lineage.certificate import Comparison
 from lineage.digest import digest_files, digest_of
-from lineage.manifest import Manifest, provenance
+from lineage.manifest import Manifest, provenance_here
 from lineage.store import Entry
 from tasks.weight_differences import length, movement, weight_difference
 
@@ -41,9 +42,7 @@ def trained(
     manifest = Manifest(
         pipeline="p", stage="s", method="m", recipe={}, fingerprint="f", inputs={}, files=files,
         output_digest=digest_of(files), metrics={"num_tokens": tokens, "train_seconds": float(len(folder.name))},
-        provenance=provenance(
-            start=0, end=1, code_digest="c", seed=0, resources={"num_workers": workers}, hardware={}, resumed_at=[2]
-        ),
+        provenance=replace(provenance_here(0), end=1, resources={"num_workers": workers}, resumed_at=[2]),
     )  # fmt: skip
     (entry.path / "manifest.json").write_text(manifest.to_json())
     return entry

@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from uuid import uuid4
 
 import psutil
 import pytest
@@ -10,13 +11,16 @@ import pytest
 from flows import cancel as module
 from flows.__main__ import main
 from flows.cancel import cancel, find_run
-from flows.progress.run_record import RUN_VARIABLE, Links, RunRecord, run_record_path
+from flows.progress.run_record import Links, RunRecord, run_record_path
 from lineage.errors import ConfigError, PipelineError
 from lineage.owner import Owner
-from tests.command import wait_until
+from tests.command import sleeper_of
+
+# Of this process alone: a run is found by its id in the environment of every process of the machine.
+RUN = f"20260101-000000-{uuid4().hex[:8]}"
 
 
-def note(run_id="20260101-000000-aaaa", **fields):
+def note(run_id=RUN, **fields):
     driver = fields.pop("driver", Owner.here())
     return RunRecord(id=run_id, pipeline="toy", words=[], driver=driver, started=0.0, stages={}, **fields)
 
@@ -33,11 +37,7 @@ def sleeper():
 @pytest.fixture
 def left_behind():
     """Of the run that ``note`` makes, and in a group and session of its own."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True,
-        env={**os.environ, RUN_VARIABLE: "20260101-000000-aaaa"},
-    )  # fmt: skip
-    wait_until(lambda: RUN_VARIABLE in psutil.Process(process.pid).environ(), "its environment can be read")
+    process = sleeper_of(RUN)
     yield process
     process.kill()
     process.wait()
@@ -110,7 +110,14 @@ def test_a_run_on_another_host_and_what_it_left_are_ended_there(tmp_path, left_b
 
 
 def test_a_run_has_not_ended_while_something_that_it_started_lives(tmp_path, sleeper, left_behind, monkeypatch):
-    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.5)
+    kill = os.kill
+
+    def kill_and_wait(pid, number):  # the time is for what outlives the run, not for the run
+        kill(pid, number)
+        os.waitpid(pid, 0)
+
+    monkeypatch.setattr(module, "_WAIT_SECONDS", 0.3)
+    monkeypatch.setattr(module.os, "kill", kill_and_wait)
     running = note(driver=sleeper)
     running.write(tmp_path)
     with pytest.raises(PipelineError, match=rf"has not ended within 0 s \(processes {left_behind.pid}\)"):

@@ -1,21 +1,20 @@
 """How often a stage is tried, and what it goes on from, with runs that end as they are told."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from dataclasses import replace
+from uuid import uuid4
 
 import pytest
 
-from flows.progress.run_record import RUN_VARIABLE, RunRecord, StageRecord
+from flows.progress.run_record import RunRecord, StageRecord
 from flows.stages.execute import begin, end_left, ended_before, last_intact, run_attempts
 from flows.stages.job import Job
 from lineage.attempts import Attempt, attempts, record_attempt, resumed_at
 from lineage.errors import AskedError, LostError, StageError
 from lineage.owner import Owner, host
 from lineage.store import Store
+from tests.command import sleeper_of
 from tests.finished import save
 
 KILLED = LostError("left", "was killed", "log")
@@ -166,12 +165,9 @@ def test_the_last_run_counts_and_of_a_first_attempt_nothing_ended_before(tmp_pat
     ids=["killed", "lives", "never began", "failed"],
 )
 def test_what_a_killed_driver_left_of_a_stage_is_ended_and_nothing_of_another_run(tmp_path, entry, fields, is_ended):
-    note(tmp_path, "20260101-000000-aaaa", **fields)
-    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    left, other = (
-        subprocess.Popen(sleep, start_new_session=True, env={**os.environ, RUN_VARIABLE: f"20260101-000000-{run}"})
-        for run in ("aaaa", "bbbb")
-    )
+    killed = f"20260101-000000-{uuid4().hex[:8]}"  # its processes are found among all of the machine
+    note(tmp_path, killed, **fields)
+    left, other = sleeper_of(killed), sleeper_of("20260101-000000-bbbb")
     end_left(tmp_path, entry)
     if is_ended:
         assert left.wait(10) == -signal.SIGKILL
