@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lineage.manifest import Manifest
@@ -21,7 +21,6 @@ class RunFile:
         uri: of MLflow, without secrets; the run ids are those of this MLflow.
         words: options and overrides of the command.
         version: of the registered model; None: it is none, or not registered yet.
-        registries: addresses of every MLflow in which it is registered, without secrets.
         title: name of the run; empty: that of the stage.
         resumes: whether the attempt continues the run of the attempt before.
         writer: the process that runs the stage.
@@ -34,7 +33,6 @@ class RunFile:
     execution_id: str
     words: list[str]
     version: int | None = None
-    registries: list[str] = field(default_factory=list)
     title: str = ""
     resumes: bool = False
     writer: Owner | None = None
@@ -42,15 +40,11 @@ class RunFile:
     status: str = "RUNNING"
     cause: str = ""
 
-    @property
-    def registered_in(self) -> list[str]:
-        """Addresses in which it is registered, also of a note that was written before all of them were noted."""
-        return self.registries or ([self.uri] if self.uri and self.version is not None else [])
-
     @staticmethod
     def read(directory: Path) -> "RunFile | None":
         try:
             fields = json.loads((directory / _RUN_FILE).read_text())
+            fields.pop("registries", None)  # of an earlier version
             if fields.get("start"):
                 fields["start"] = Manifest.from_json(json.dumps(fields["start"]))
             if fields.get("writer"):

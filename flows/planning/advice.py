@@ -46,8 +46,8 @@ def advice_lines(advice: Advice) -> list[str]:
         of_stage = f" {more[0]}" if len({*more}) == 1 else ""
         lines.append(f"advice: and {len(more)} more: posttrain advise{of_stage}")
     if advice.scratch:
-        more = len(advice.scratch) - _MOST_STAGES
-        names = ", ".join(advice.scratch[:_MOST_STAGES]) + (f" and {more} more stages" if more > 0 else "")
+        num_more = len(advice.scratch) - _MOST_STAGES
+        names = ", ".join(advice.scratch[:_MOST_STAGES]) + (f" and {num_more} more stages" if num_more > 0 else "")
         lines.append(f"advice: the ranges are for pretrained models; not compared, since made from scratch: {names}")
     return lines
 

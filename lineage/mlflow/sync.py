@@ -371,15 +371,12 @@ class Mirror:
             if not on_server:  # which does it itself
                 link_back = json.dumps([{"name": version.name, "version": version.version}])
                 self.client.set_logged_model_tags(recorded.model_id, {Tag.MODEL_VERSIONS: link_back})
-        # Beside the output: `impact` need not ask MLflow, and `gc` knows which registries it has to ask.
+        # Beside the output: `impact` need not ask MLflow.
         note = RunFile.read(entry.path) or RunFile(
             uri="", run_id=recorded.run_id, execution_id=manifest.execution_run_id or "", words=[]
         )
-        noted = replace(
-            note, version=self.versions[key], registries=list(dict.fromkeys([*note.registered_in, self.runs.uri]))
-        )
-        if noted != note:
-            noted.write(entry.path)
+        if note.version != self.versions[key]:
+            replace(note, version=self.versions[key]).write(entry.path)
 
     def _find_versions(self, key: Key, name: str) -> None:
         try:

@@ -116,9 +116,7 @@ class MlflowTracker(Tracker):
         manifest = start.manifest(self._execution.pipeline)
         note = RunFile(
             uri=uri, run_id=before.run_id if before and start.resumes and before.uri == uri else "", execution_id="",
-            words=self._execution.words, title=title, resumes=start.resumes, writer=self._me,
-            start=manifest,
-            registries=before.registered_in if before else [],  # an alias there still names this fingerprint
+            words=self._execution.words, title=title, resumes=start.resumes, writer=self._me, start=manifest,
         )  # fmt: skip
         with contextlib.suppress(OSError):
             note.write(start.directory)

@@ -71,7 +71,7 @@ def test_a_version_leads_to_its_run_its_data_its_parent_and_the_root_also_after_
     assert {client.get_run(run_id).info.run_name for run_id in manifest["parent_run_ids"]} == {"model", "data"}
     assert sorted(path.name for path in toy.folder.iterdir() if "mlruns" in path.name) == []
     [note] = [RunFile.read(path) for path in (toy.folder / "artifacts" / "left").iterdir()]
-    assert note and note.registries == [f"sqlite:///{toy.folder / 'mlflow.db'}"]
+    assert note and note.uri == f"sqlite:///{toy.folder / 'mlflow.db'}"
 
     (toy.folder / "mlflow.db").unlink()
     rebuilt = toy("rebuild")

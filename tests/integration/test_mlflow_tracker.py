@@ -230,16 +230,6 @@ def test_a_run_whose_directory_was_deleted_is_closed(uri, client, store):
     assert (run.info.status, run.data.tags["posttrain.cause"]) == ("KILLED", "was lost to gc")
 
 
-@pytest.mark.parametrize("fields", [{"version": None, "registries": ["http://other"]}, {"version": 3}])
-def test_a_stage_that_restarts_stays_registered_where_it_was(uri, store, fields):
-    start, tracker = start_of(store, store.stage("base", {})), MlflowTracker(uri)
-    RunFile(uri="http://other", run_id="1", execution_id="2", words=[], **fields).write(start.directory)
-    with tracker.execution(execution(store)):
-        run_id = Tracked(tracker, start).run_ids().stage
-    note = RunFile.read(start.directory)
-    assert note and (note.run_id, note.registered_in) == (run_id, ["http://other"])
-
-
 def test_only_what_a_dead_process_of_this_host_left_is_closed(uri, client, store):
     experiment, me = client.create_experiment("p"), Owner.here()
     tags = {Tag.HOST: me.host, Tag.PID: str(me.pid), Tag.STARTED: repr(me.started)}
