@@ -77,10 +77,7 @@ prefect-yaml: $(READY)  ## prefect.yaml, rendered from the pipelines
 	$(BIN)/python -m flows.prefect.deployments
 
 settings-page: $(READY)  ## the tables of docs/settings.md, methods.md, advice.md and diagnose.md, from the dataclasses and tables of the code
-	$(BIN)/python -m flows.reports.settings_page
-	$(BIN)/python -m flows.reports.methods_page
-	$(BIN)/python -m flows.reports.advice_page
-	$(BIN)/python -m flows.reports.diagnosis_page
+	$(BIN)/python -m flows.reports.pages
 
 lock: $(READY)  ## exact versions from pyproject.toml
 	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --fork-strategy fewest --python-version 3.11 --output-file requirements.lock

@@ -1,7 +1,6 @@
 """Stops a run from another process, through Prefect or by a signal, and waits until its processes have ended."""
 
 import contextlib
-import ipaddress
 import os
 import signal
 import socket
@@ -11,7 +10,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from flows.prefect.address import use_own_auth
+from flows.prefect.address import is_loopback, use_own_auth
 from flows.prefect.open_runs import settle_left
 from flows.progress.run_record import RunRecord, latest, processes_of, read_run_record, run_ids, run_record_path
 from lineage.errors import ConfigError, PipelineError
@@ -117,7 +116,7 @@ def _api_of(run: RunRecord) -> str | None:
         PipelineError: the driver uses a loopback address of another machine, and PREFECT_API_URL is not set here.
     """
     url = run.links.prefect_api
-    if not url or run.driver.host == socket.gethostname() or not _is_loopback(url):
+    if not url or run.driver.host == socket.gethostname() or not is_loopback(urlsplit(url).hostname or ""):
         return url
     if os.environ.get("PREFECT_API_URL"):
         return os.environ["PREFECT_API_URL"]
@@ -125,14 +124,6 @@ def _api_of(run: RunRecord) -> str | None:
         f"{run.id} was started by Prefect, whose server is {url} as {run.driver.host} sees it; "
         f"set PREFECT_API_URL to that server as it is reached from here, or call posttrain cancel {run.id} there"
     )
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
 
 
 def _wait(run: RunRecord, store: Path, processes: list[psutil.Process]) -> None:

@@ -1,7 +1,6 @@
 """Checks whether this machine can run a pipeline: each check yields findings, each with its remedy."""
 
 import contextlib
-import ipaddress
 import json
 import os
 import platform
@@ -29,7 +28,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from flows.prefect.address import own_auth
+from flows.prefect.address import is_loopback, own_auth, prefect_settings
 from flows.wording import counted
 from lineage.errors import ConfigError
 from lineage.mlflow.address import is_server, shown, tracking_uri
@@ -334,29 +333,12 @@ def server_kind(words: Sequence[str]) -> str | None:
     return next((kind for kind, pattern in _SERVERS.items() if pattern.search(" ".join(words))), None)
 
 
-def is_loopback(address: str) -> bool:
-    """Whether an address is loopback, also as an IPv4-mapped IPv6 address."""
-    found = ipaddress.ip_address(address.partition("%")[0])
-    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
-    return (mapped or found).is_loopback
-
-
 def _is_guarded(kind: str, process: psutil.Process) -> bool:
     if kind == "mlflow":
         return any("mlflow.server.auth" in word or word == "basic-auth" for word in process.cmdline())
     if kind == "ray":
         return process.environ().get("RAY_AUTH_MODE") == "token"
     return bool(prefect_settings(process.environ()).get("PREFECT_SERVER_API_AUTH_STRING"))
-
-
-def prefect_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Prefect's settings: the environment over the active profile; importing prefect would take seconds."""
-    home = Path(environment.get("PREFECT_HOME", "~/.prefect")).expanduser()
-    active: Mapping[str, object] = {}
-    with contextlib.suppress(OSError, KeyError, ValueError):
-        profiles = tomllib.loads((home / "profiles.toml").read_text())
-        active = profiles["profiles"][environment.get("PREFECT_PROFILE") or profiles["active"]]
-    return {**{name: str(value) for name, value in active.items()}, **environment}
 
 
 def check_prefect(environment: Mapping[str, str], notify: str | None = None) -> Iterator[Finding]:

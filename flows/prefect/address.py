@@ -1,8 +1,11 @@
 """The address of the user's Prefect, found if possible without importing prefect, which takes seconds."""
 
+import contextlib
+import ipaddress
 import os
 import shlex
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,15 +18,26 @@ _PROFILE = "posttrain"  # unless PREFECT_PROFILE asks for another
 
 def configured_api_url() -> str | None:
     """The Prefect API that the user has set, by a variable or a profile."""
-    if os.environ.get("PREFECT_API_URL"):
-        return os.environ["PREFECT_API_URL"]
-    profiles = Path(os.environ.get("PREFECT_PROFILES_PATH") or prefect_home() / "profiles.toml")
-    if "PREFECT_API_URL" not in (profiles.read_text() if profiles.exists() else ""):
-        return None
-    from prefect.settings import PREFECT_API_URL
+    return prefect_settings(os.environ).get("PREFECT_API_URL") or None
 
-    url = PREFECT_API_URL.value()
-    return str(url) if url else None
+
+def prefect_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Prefect's settings: the environment over the active profile."""
+    home = Path(environment.get("PREFECT_HOME", "~/.prefect")).expanduser()
+    active: Mapping[str, object] = {}
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        profiles = tomllib.loads(Path(environment.get("PREFECT_PROFILES_PATH") or home / "profiles.toml").read_text())
+        active = profiles["profiles"][environment.get("PREFECT_PROFILE") or profiles["active"]]
+    return {name: str(value) for name, value in {**active, **environment}.items()}
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine alone, also as an IPv4-mapped IPv6 address."""
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:  # a name
+        return host == "localhost"
+    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
 def require_reachable(url: str) -> None:

@@ -36,14 +36,14 @@ from flows.declare.pipeline import Pipeline
 from flows.declared import adopt_view, show_declared, split_words
 from flows.open_run import open_run, prepare_run
 from flows.planning.plan import Plan, make_plan
-from flows.planning.verdicts import may_ask, require_passed
+from flows.planning.verdicts import require_passed
 from flows.prefect.deployments import ANCHOR, ENTRY, Declared, Preset, declared
 from flows.prefect.flow import approved, enter_flow_run, flow_run_here, leave_flow_run, run_stages, task_runner
 from flows.prefect.page import RunPage, show_plan
 from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import latest
 from flows.promotion.notify import notify, require_block
-from flows.promotion.retrain import follow_up, promotion_due
+from flows.promotion.retrain import follow_up, has_work
 from lineage.code import code_digest
 from lineage.digest import digest_file, digest_of
 from lineage.errors import ConfigError, GateError, PipelineError
@@ -242,7 +242,7 @@ def _run(plan: Plan, recorder: RunRecorder) -> State[None]:
     show_plan(plan)
     prepare_run(plan)
     outcome, is_approved = None, True
-    if plan.stale or may_ask(plan) or promotion_due(plan):
+    if has_work(plan):
         try:
             is_approved = _execute(plan, recorder)
         except PipelineError as error:

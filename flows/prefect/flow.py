@@ -7,7 +7,7 @@ next command reports to it.
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
 from uuid import UUID
@@ -26,10 +26,9 @@ from prefect.states import Cancelled, Crashed, Failed, Paused, State
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.utilities.urls import url_for
 
-from flows.planning.plan import PlannedStage
 from flows.planning.verdicts import Judgement, judgements, record_decision, require_passed
 from flows.prefect.address import configured_api_url, prefix_of_command
-from flows.prefect.open_runs import api_here, report_unknown, settle, settle_left
+from flows.prefect.open_runs import api_here, is_away, report_unknown, settle, settle_left
 from flows.prefect.server import EmbeddedServer
 from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import End, OpenFlow, RunRecord, end_of
@@ -39,7 +38,6 @@ from flows.stages.run import Run
 from flows.stops import handling_sigterm
 from lineage.errors import GateError, PipelineError, StoppedError
 from lineage.mlflow.address import shown
-from lineage.remote_files import why_unreachable
 from tasks.context import Launcher
 
 APPROVAL_SECONDS = 7 * 24 * 3600
@@ -143,9 +141,9 @@ class _Reported:
             state = Cancelled(message=_STOPPED) if is_stop else Failed(message=str(error))
         self.is_over = True
         leave_flow_run(self._recorder, state)
-        is_away = not is_stop and _is_away()
-        self._was_away |= is_away
-        self._limit(_STOP_SECONDS if is_stop or is_away else _REPORT_SECONDS)
+        was_away = not is_stop and is_away()
+        self._was_away |= was_away
+        self._limit(_STOP_SECONDS if is_stop or was_away else _REPORT_SECONDS)
         return state
 
     def close(self) -> None:
@@ -165,7 +163,7 @@ class _Reported:
 
     def _watch(self) -> None:
         while not self._closed.wait(_HEALTH_SECONDS):
-            self._was_away |= _is_away()
+            self._was_away |= is_away()
 
     def _limit(self, seconds: float) -> None:
         """Prefect's client retries for minutes, and a server may accept a call and never answer."""
@@ -182,11 +180,6 @@ class _Reported:
             signal.signal(signal.SIGALRM, handler)
 
         self._alarm = restore
-
-
-def _is_away() -> bool:
-    url = configured_api_url()
-    return url is not None and why_unreachable(url, _HEALTH_SECONDS) is not None
 
 
 def enter_flow_run(recorder: RunRecorder, *, is_ours: bool) -> FlowRun:
@@ -254,7 +247,8 @@ def run_stages(run: Run, results: dict[str, Result]) -> None:
         PipelineError: the first stage that failed, after the branches that do not need it have finished.
     """
     plan = run.plan
-    require_pools(_pools(plan.stale))
+    drawn = [planned.pool for planned in plan.stale if planned.pool]
+    require_pools({pool: max(slots for other, slots in drawn if other == pool) for pool, _ in drawn})
 
     # The stage goes in by name: a result of a task is nothing that Prefect should store or copy.
     @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{stage}")
@@ -299,11 +293,6 @@ def verdict_state(run: Run) -> State[None] | None:
     except GateError as refusal:
         return Failed(name="Refused", message=str(refusal))
     return None
-
-
-def _pools(stages: Sequence[PlannedStage]) -> dict[str, int]:
-    drawn = [planned.pool for planned in stages if planned.pool]
-    return {pool: max(slots for other, slots in drawn if other == pool) for pool, _ in drawn}
 
 
 def _raise_first_failure(runs: dict[str, PrefectFuture[None] | State[None]]) -> None:

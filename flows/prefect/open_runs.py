@@ -26,6 +26,12 @@ def api_here() -> str | None:
     return None if url and own_auth(url) else url
 
 
+def is_away() -> bool:
+    """Whether no Prefect answers; asked before a call, because Prefect's client retries for minutes."""
+    url = configured_api_url()
+    return url is not None and why_unreachable(url, _ANSWER_SECONDS) is not None
+
+
 def settle_left(store: Path) -> list[RunRecord]:
     """Reports to the Prefect that is set the runs whose process is gone, and returns them; without any it is cheap."""
     url = configured_api_url()
@@ -65,9 +71,9 @@ def settle(record: RunRecord) -> bool:
     from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
     from prefect.exceptions import ObjectNotFound, PrefectException
 
-    url, flow = configured_api_url(), record.open_flow
+    flow = record.open_flow
     assert flow is not None
-    if url and why_unreachable(url, _ANSWER_SECONDS):  # asked first, because Prefect's client retries for minutes
+    if is_away():
         report_unknown(flow)
         return False
     finished = [title for title, stage in record.stages.items() if stage.state in ("done", "reused")]

@@ -25,8 +25,7 @@ from flows.declare.config import typed
 from flows.declare.operation import Trigger
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import make_plan
-from flows.planning.verdicts import may_ask
-from flows.promotion.retrain import promotion_due
+from flows.promotion.retrain import has_work
 from flows.stops import stoppable
 from lineage.artifact import SOURCE
 from lineage.digest import DigestCache
@@ -174,8 +173,7 @@ class Watcher:
     def _is_produced(self) -> bool:
         """Whether a run would have nothing to do."""
         try:
-            plan = make_plan(self._pipeline)
-            return not (plan.stale or may_ask(plan) or promotion_due(plan))
+            return not has_work(make_plan(self._pipeline))
         except PipelineError:  # the run reports it
             return False
 

@@ -1,33 +1,24 @@
-"""Renders the tables of ``docs/advice.md`` from the table of ``tasks.advice``, the presets and the sweeps.
+"""The tables of ``docs/advice.md``, from the table of ``tasks.advice``, the presets and the sweeps."""
 
-``python -m flows.reports.advice_page`` writes them.
-"""
-
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import yaml
 
 from flows.declare.compose import CONF
-from flows.reports.settings_page import rendered, write_page
 from lineage.markup import markdown_table
 from tasks.advice import ADAMW, BATCH_FACTOR, SIZES, TABLE, Row, Value
 from tasks.recipe import ADAPTER_FACTOR
 
-FILE = Path(__file__).parents[2] / "docs" / "advice.md"
 
-
-def render() -> str:
-    """The text of the page."""
+def render() -> dict[str, str]:
+    """The rendered parts of the page."""
     head = ("field", "of", "size", "default", "recommended", "permissible", "advised", "source", "no warning")
-    parts = {
+    return {
         "adamw": ", ".join(f"`{name}`" for name in sorted(ADAMW)), "factor": str(ADAPTER_FACTOR),
         "batch": str(BATCH_FACTOR), "table": markdown_table(head, [_cells(row) for row in TABLE]),
         "presets": _files("preset", ("conservative", "tiny-data", "medium", "large", "one-gpu-qlora")),
         "sweeps": _files("sweep", ("lr-sft", "lr-peft", "guide")),
     }  # fmt: skip
-    return rendered(FILE, parts)
 
 
 def _cells(row: Row) -> list[str]:
@@ -62,12 +53,3 @@ def _leaves(tree: object, path: str) -> list[str]:
     nested = (path == "params" or path == "fixed") and all(not isinstance(value, dict) for value in tree.values())
     dot = " " if nested else "."
     return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{path}{dot}{key}" if path else str(key))]
-
-
-def main() -> int:
-    """Writes the page."""
-    return write_page(FILE, render())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,29 +1,23 @@
-"""Renders the tables of ``docs/methods.md`` from the methods of ``conf/stage`` and the table of what works with what.
-
-``python -m flows.reports.methods_page`` writes them.
-"""
+"""The tables of ``docs/methods.md``, from the methods of ``conf/stage`` and the table of what works with what."""
 
 import inspect
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 
 from flows.reports.compat import Outcome, all_outcomes, shipped, trainings
-from flows.reports.settings_page import nested, rendered, section, write_page
+from flows.reports.settings_page import nested, section
 from lineage.artifact import Kind
 from lineage.markup import markdown_table
 from tasks.dpo import DPO
 from tasks.recipe import Method, TrainingRecipe
 from tasks.train.dpo_losses import LOSSES
 
-FILE = Path(__file__).parents[2] / "docs" / "methods.md"
-
 _SETTINGS = ("adapter", "quantization", "precision", "sharding")
 
 
-def render() -> str:
-    """The text of the page."""
+def render() -> dict[str, str]:
+    """The rendered parts of the page."""
     parts = [markdown_table(("method", "reads", "writes", *_SETTINGS), _overview()), ""]
     shared = {each.name for each in fields(TrainingRecipe)}
     for name, cls in trainings().items():
@@ -33,7 +27,7 @@ def render() -> str:
             parts.append(_losses())
     others = {name: cls for name, (cls, _) in shipped().items() if name not in trainings()}
     rest = "\n".join(_method(name, cls, ()) for name, cls in others.items())
-    return rendered(FILE, {"trainings": "\n".join(parts), "others": rest})
+    return {"trainings": "\n".join(parts), "others": rest}
 
 
 def _losses() -> str:
@@ -100,12 +94,3 @@ def _method(name: str, cls: type[Method], without: Collection[str]) -> str:
         if path.partition(".")[0] not in without:
             parts.append("##" + section(f"`{name}`: `method.{path}`", f"method.{path}", part))
     return "\n".join(parts)
-
-
-def main() -> int:
-    """Writes the page."""
-    return write_page(FILE, render())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,15 +1,10 @@
-"""Renders the tables of ``docs/settings.md`` from the settings' dataclasses and the table of what works with what.
-
-``python -m flows.reports.settings_page`` writes them.
-"""
+"""The tables of ``docs/settings.md``, from the settings' dataclasses and the table of what works with what."""
 
 import inspect
 import json
 import re
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
-from pathlib import Path
 from typing import cast, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
@@ -23,9 +18,6 @@ from tasks.train.optimizers import EXTRA, OPTIMIZERS, Entry
 from tasks.train.quantization import FORMATS
 from tasks.train.schedules import SCHEDULES
 
-FILE = Path(__file__).parents[2] / "docs" / "settings.md"
-
-_PART = re.compile(r"(<!-- (\w+) -->\n?).*?(\n?<!-- end -->)", re.DOTALL)
 _ARGS = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)+)", re.MULTILINE)
 _ARGUMENT = re.compile(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 _COMMENT = re.compile(r"^    (\w+): [^#\n]*?#\s*(.*)$", re.MULTILINE)
@@ -36,21 +28,15 @@ _TYPES = {"string": "text", "boolean": "`true`, `false`", "object": "keys and va
 Schema = Mapping[str, object]
 
 
-def rendered(file: Path, parts: Mapping[str, str]) -> str:
-    """A page with these parts between ``<!-- NAME -->`` and ``<!-- end -->``; the rest is written by hand."""
-    text = file.read_text(encoding="utf-8")
-    return _PART.sub(lambda found: found[1] + parts[found[2]].strip("\n") + found[3], text)
-
-
-def render() -> str:
-    """The text of the page."""
+def render() -> dict[str, str]:
+    """The rendered parts of the page."""
     more = {"optimizer": _optimizers, "adapter": _adapters, "schedule": _schedules, "quantization": _formats}
     parts = [section("Every training", "method", TrainingRecipe)]
     for path, cls in nested(TrainingRecipe):
         parts += [section(f"`method.{path}`", f"method.{path}", cls), *([more[path]()] if path in more else [])]
     parts.append(section("Resources", "resources", Resources))
     parts += [section(f"`resources.{path}`", f"resources.{path}", cls) for path, cls in nested(Resources)]
-    return rendered(FILE, {"fields": "\n".join(parts), **_what_works()})
+    return {"fields": "\n".join(parts), **_what_works()}
 
 
 def _formats() -> str:
@@ -226,19 +212,3 @@ def _what_works() -> dict[str, str]:
 
 def _code(overrides: str) -> str:
     return f"`{overrides}`" if overrides else ""
-
-
-def write_page(file: Path, text: str) -> int:
-    """Writes a rendered page; returns the exit code."""
-    file.write_text(text, encoding="utf-8")
-    print(f"{file} is written")
-    return 0
-
-
-def main() -> int:
-    """Writes the page."""
-    return write_page(FILE, render())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,9 +15,8 @@ import pytest
 from flows.__main__ import _parser
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
-from flows.reports import advice_page, diagnosis_page, methods_page, settings_page
+from flows.reports import pages
 from flows.reports.compat import choices, shipped, trainings
-from flows.reports.settings_page import render
 from flows.sweep.space import fixed_and_swept
 from tasks.context import Resources
 from tasks.recipe import TrainingRecipe
@@ -160,22 +159,19 @@ def test_a_method_added_by_the_page_plans_trains_and_is_reused(
     assert [row["state"] for row in json.loads(again.stdout)["stages"]] == ["reuse", "reuse"]
 
 
-RENDERED = (settings_page, methods_page, advice_page, diagnosis_page)
-
-
-@pytest.mark.parametrize("page", RENDERED)
-def test_the_tables_of_a_page_are_those_of_the_code_and_its_command_writes_them(page, tmp_path, monkeypatch):
-    text = page.FILE.read_text(encoding="utf-8")
-    assert text == page.render(), "write it again: make settings-page"
-    old = tmp_path / "page.md"
-    old.write_text(re.sub(r"(?s)(<!-- \w+ -->\n?).*?(\n?<!-- end -->)", r"\1old\2", text), encoding="utf-8")
-    monkeypatch.setattr(page, "FILE", old)
-    assert page.main() == 0
-    assert old.read_text(encoding="utf-8") == text
+def test_the_tables_of_pages_are_those_of_the_code_and_their_command_writes_them(tmp_path, monkeypatch):
+    texts = {page: (pages.DOCS / page).read_text(encoding="utf-8") for page in pages.PAGES}
+    for page, text in texts.items():
+        assert text == pages.rendered(page), "write it again: make settings-page"
+        old = re.sub(r"(?s)(<!-- \w+ -->\n?).*?(\n?<!-- end -->)", r"\1old\2", text)
+        (tmp_path / page).write_text(old, encoding="utf-8")
+    monkeypatch.setattr(pages, "DOCS", tmp_path)
+    assert pages.main() == 0
+    assert {page: (tmp_path / page).read_text(encoding="utf-8") for page in texts} == texts
 
 
 def test_every_method_is_there_with_its_own_options_and_what_it_works_with():
-    text = methods_page.render()
+    text = pages.rendered("methods.md")
     parts = dict(part.split("`\n", 1) for part in text.split("\n### `")[1:])
     assert parts.keys() == shipped().keys()
     for name, (cls, _) in shipped().items():
@@ -186,7 +182,7 @@ def test_every_method_is_there_with_its_own_options_and_what_it_works_with():
 
 
 def test_it_names_every_field_every_value_and_every_rule():
-    page = render()
+    page = pages.rendered("settings.md")
     named = [each.name for cls in (TrainingRecipe, Resources) for each in fields(cls)]
     values = [each.value for setting in ("optimizer", "schedule") for each in choices()[setting]]
     assert not [name for name in [*named, *values] if f"`{name}`" not in page]

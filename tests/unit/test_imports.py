@@ -36,7 +36,7 @@ ALONE = {
     "flows.commands.*": "imported by name, when its command is called",
     "flows.dvc_yaml": "python -m: `make dvc-yaml`",
     "flows.prefect.*": "Prefect: what starts fast does not import it",
-    "flows.reports.*_page": "python -m: `make settings-page`",
+    "flows.reports.pages": "python -m: `make settings-page`",
     "flows.stages.imports_begin": "the first module that the fork server imports",
     "tasks.*": "a method: conf/stage names its class, or a stage of a user's own does",
     "tasks.quickstart.*": "rows of a source, whose identity is the code of its file and of what that imports",

@@ -1,0 +1,42 @@
+"""Renders the tables of pages in ``docs/`` from the code: ``python -m flows.reports.pages`` writes them."""
+
+import re
+import sys
+from pathlib import Path
+
+from flows.reports import advice_page, methods_page, settings_page
+from lineage.diagnosis.rules import RULES
+from lineage.markup import markdown_table
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+_PART = re.compile(r"(<!-- (\w+) -->\n?).*?(\n?<!-- end -->)", re.DOTALL)
+
+
+def _rules() -> dict[str, str]:
+    rows = [(f"`{rule.name}`", rule.group, rule.sign, rule.remedy) for rule in RULES]
+    return {"rules": markdown_table(("rule", "group", "sign", "what to change"), rows)}
+
+
+PAGES = {
+    "settings.md": settings_page.render, "methods.md": methods_page.render, "advice.md": advice_page.render,
+    "diagnose.md": _rules,
+}  # fmt: skip
+
+
+def rendered(page: str) -> str:
+    """A page with its parts between ``<!-- NAME -->`` and ``<!-- end -->``; the rest is written by hand."""
+    parts, text = PAGES[page](), (DOCS / page).read_text(encoding="utf-8")
+    return _PART.sub(lambda found: found[1] + parts[found[2]].strip("\n") + found[3], text)
+
+
+def main() -> int:
+    """Writes the pages."""
+    for page in PAGES:
+        (DOCS / page).write_text(rendered(page), encoding="utf-8")
+        print(f"{DOCS / page} is written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
