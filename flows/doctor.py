@@ -43,12 +43,8 @@ _CLUSTER_SECONDS = 60.0  # joining a cluster takes seconds
 _COMMAND_SECONDS = 120.0  # importing torch takes seconds
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")  # without a default
 
-FLOORS = {
-    "prefect": "3.6.22",
-    "mlflow": "3.10",
-    "ray": "2.54",
-    "transformers": "5.3",
-}  # older versions have published vulnerabilities
+# Older versions have published vulnerabilities.
+FLOORS = {"prefect": "3.6.22", "mlflow": "3.10", "ray": "2.54", "transformers": "5.3"}
 # Requirements that pip installs together although they conflict; the package that fixes them; reason; remedy.
 KNOWN_BAD = (
     (("prefect<=3.8.8", "fastapi>=0.151"), "",
@@ -434,9 +430,8 @@ def check_configuration(
     from flows.declare.compose import composed_files
 
     absent = {}
-    if refused and isinstance(
-        refused.__cause__, InterpolationResolutionError
-    ):  # other errors may mean that a file is not YAML
+    # Other errors may mean that a file is not YAML.
+    if refused and isinstance(refused.__cause__, InterpolationResolutionError):
         files = ((str(path), path.read_text()) for path, _ in composed_files(overrides, config_dir))
         texts = [*(("an override", word) for word in overrides), *files]
         names = {name: where for where, text in texts for name in _VARIABLE.findall(text)}

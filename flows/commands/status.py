@@ -26,9 +26,8 @@ def add_status(parser: argparse.ArgumentParser) -> None:
 
 def run_status(options: argparse.Namespace) -> int:
     store = store_root(options.overrides, options.config_dir)
-    if options.overrides or (
-        store.exists() and any(store.iterdir())
-    ):  # the first run may be about to create the default store
+    # The first run may be about to create the default store.
+    if options.overrides or (store.exists() and any(store.iterdir())):
         require_store(store)
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):

@@ -89,9 +89,8 @@ class Composer:
 
     def tree(self, more: Sequence[str] = ()) -> dict[str, object]:
         """The configuration with further overrides, as ``compose_tree`` returns it."""
-        if not all(
-            _sets_value(word, self._config_dir) for word in more
-        ):  # a choice of a group changes which files are read
+        # A choice of a group changes which files are read.
+        if not all(_sets_value(word, self._config_dir) for word in more):
             return Composer([*self._overrides, *more], self._config_dir).tree()
         with _hydra_errors():
             config = pickle.loads(self._pickled)

@@ -52,13 +52,8 @@ def check_data(pipeline: Pipeline) -> None:
                 raise ConfigError(f"stages.{name}.method: {error}") from error
 
 
-_DROPOUT = (
-    "dropout",
-    "pdrop",
-    "dropout_p",
-    "dropout_prob",
-    "dropout_rate",
-)  # suffixes of dropout rates in a config.json
+# Suffixes of dropout rates in a config.json.
+_DROPOUT = ("dropout", "pdrop", "dropout_p", "dropout_prob", "dropout_rate")
 _OF_HEADS = ("classifier", "summary")  # prefixes of rates of heads that a language model does not have
 
 

@@ -23,13 +23,10 @@ from flows.planning.staleness import (
     Hyperparameters,
     PlannedInput,
     State,
-    current_state,
     examples_file,
     hyperparameters,
     restarts,
-    resume_reason,
-    resumed,
-    reused,
+    state_of,
 )
 from lineage.artifact import SOURCE, Source
 from lineage.digest import DigestCache
@@ -237,19 +234,13 @@ def _plan_stage(
     name: str, stage: Stage, inputs: Mapping[str, PlannedInput], store: Store, pipeline: Pipeline, memo: Memo
 ) -> PlannedStage:
     recipe = stage.method.recipe()
-    identity = fingerprint(recipe, {slot: entry.fingerprint for slot, entry in inputs.items()})
+    identity = fingerprint(recipe, {slot: given.fingerprint for slot, given in inputs.items()})
+    entry = store.entry(name, identity)
     if (name, identity) not in memo.stages:
         code = memo.code_of(stage.method)
-        entry = store.entry(name, identity)
-        state, reason = current_state(name, entry, stage.method, inputs, store)
-        if state == "reuse":
-            state, reason = reused(name, entry, reason, code, pipeline)
-        if state == "resume":
-            state, reason = resumed(name, entry, reason, code, pipeline)
-        reason = resume_reason(name, stage, entry, reason) if state == "resume" else reason
-        memo.stages[name, identity] = state, reason, code
+        memo.stages[name, identity] = *state_of(name, stage, entry, inputs, code, pipeline), code
     state, reason, code = memo.stages[name, identity]
-    restart = restarts(name, store.entry(name, identity), code, pipeline)
+    restart = restarts(name, entry, code, pipeline)
     planned = PlannedStage(
         name=name, stage=stage, fingerprint=identity, inputs=inputs, state=state, reason=reason,
         code_digest=code, rerun_drifted=pipeline.code_drift == "rerun", restart=restart,

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from flows.declare.pipeline import CodeDrift, Pipeline, Stage
+from flows.declare.pipeline import Pipeline, Stage
 from lineage.artifact import Kind, Source
 from lineage.attempts import attempts, other_code_digests
 from lineage.checkpoints import Checkpoint
@@ -201,10 +201,55 @@ def former_defaults(method: TrainingRecipe, before: Mapping[str, object]) -> lis
 State = Literal["run", "reuse", "resume"]
 
 
-def current_state(
+def state_of(
+    name: str, stage: Stage, entry: Entry, inputs: Mapping[str, PlannedInput], code: str, pipeline: Pipeline
+) -> tuple[State, str]:
+    """State of a stage and the reason.
+
+    Args:
+        code: digest of its code.
+
+    Raises:
+        ConfigError: ``code_drift=refuse``, and other code produced its output or trained some of its steps; or a run
+            would refuse its checkpoints.
+    """
+    state, reason = _stored_state(name, entry, stage.method, inputs, Store(pipeline.store))
+    drift, is_restarted = pipeline.code_drift, name in pipeline.restart
+    if state == "reuse":
+        manifest = entry.manifest()
+        assert manifest is not None
+        if manifest.provenance.code_digests == [code]:
+            own = f"; restart=[{name}] applies to unfinished stages: change a field, or delete {entry.path}"
+            return state, reason + own * is_restarted
+        if drift == "refuse":
+            raise ConfigError(
+                f"stage {name}: its code changed since its output was made, and code_drift=refuse; "
+                "run with code_drift=rerun to run it again, or code_drift=warn to reuse it"
+            )
+        if drift == "rerun":
+            return "run", "its code changed since (code_drift=rerun)"
+        return state, f"{reason}; its code changed since (code_drift=warn)"
+    if state == "resume":
+        if is_restarted:
+            return "run", f"restart=[{name}]: starts again from step 0; {_reached(entry)}"
+        if _other_code(entry, code):
+            if drift == "refuse":
+                raise ConfigError(
+                    f"stage {name}: its code changed since it began ({reason}), and code_drift=refuse; "
+                    f"run with restart=[{name}] to start again, or code_drift=warn to resume"
+                )
+            if drift == "rerun":
+                changed = "its code changed since an attempt before (code_drift=rerun): starts again"
+                return "run", f"{changed}; {_reached(entry)}"
+            reason += "; its code changed since (code_drift=warn)"
+        return state, reason + _of_workers(name, stage, entry)
+    return state, reason
+
+
+def _stored_state(
     name: str, entry: Entry, method: Method, inputs: Mapping[str, PlannedInput], store: Store
 ) -> tuple[State, str]:
-    """State of a stage and the reason, without regard to changes of its code."""
+    """The state and the reason without regard to changes of its code."""
     manifest = entry.manifest()
     if manifest:
         missing = manifest.missing(entry.output)
@@ -224,52 +269,6 @@ def current_state(
     if entry.metrics.exists():
         return "run", f"{_reached(entry)}, before its first checkpoint; starts again"
     return "run", _why_stale(method, inputs, store.finished(name))
-
-
-def reused(name: str, entry: Entry, reason: str, code: str, pipeline: Pipeline) -> tuple[State, str]:
-    """State of a finished stage, with regard to changes of its code.
-
-    Raises:
-        ConfigError: ``code_drift=refuse``, and other code produced it, or some of its steps.
-    """
-    manifest = entry.manifest()
-    assert manifest is not None
-    if manifest.provenance.code_digests != [code]:
-        return _drifted(name, pipeline.code_drift, reason)
-    if name in pipeline.restart:
-        reason += f"; restart=[{name}] applies to unfinished stages: change a field, or delete {entry.path}"
-    return "reuse", reason
-
-
-def _drifted(name: str, drift: CodeDrift, reason: str) -> tuple[State, str]:
-    if drift == "refuse":
-        raise ConfigError(
-            f"stage {name}: its code changed since its output was made, and code_drift=refuse; "
-            "run with code_drift=rerun to run it again, or code_drift=warn to reuse it"
-        )
-    if drift == "rerun":
-        return "run", "its code changed since (code_drift=rerun)"
-    return "reuse", f"{reason}; its code changed since (code_drift=warn)"
-
-
-def resumed(name: str, entry: Entry, reason: str, code: str, pipeline: Pipeline) -> tuple[State, str]:
-    """State of an unfinished stage that has checkpoints, with regard to changes of its code.
-
-    Raises:
-        ConfigError: ``code_drift=refuse``, and other code trained some of its steps.
-    """
-    if name in pipeline.restart:
-        return "run", f"restart=[{name}]: starts again from step 0; {_reached(entry)}"
-    if not _other_code(entry, code):
-        return "resume", reason
-    if pipeline.code_drift == "refuse":
-        raise ConfigError(
-            f"stage {name}: its code changed since it began ({reason}), and code_drift=refuse; "
-            f"run with restart=[{name}] to start again, or code_drift=warn to resume"
-        )
-    if pipeline.code_drift == "rerun":
-        return "run", f"its code changed since an attempt before (code_drift=rerun): starts again; {_reached(entry)}"
-    return "resume", f"{reason}; its code changed since (code_drift=warn)"
 
 
 def restarts(name: str, entry: Entry, code: str, pipeline: Pipeline) -> bool:
@@ -319,8 +318,8 @@ def _other_reading(old: InputRecord | None, new: PlannedInput | None) -> str:
     return f" ({changes})" if changes else ""
 
 
-def resume_reason(name: str, stage: Stage, entry: Entry, reason: str) -> str:
-    """Adds to the reason of a resume how changed workers affect the result.
+def _of_workers(name: str, stage: Stage, entry: Entry) -> str:
+    """How changed workers affect the result of a resume; empty: they are the same.
 
     Raises:
         ConfigError: a run would refuse: no checkpoint is intact, or the workers cannot read the last one.
@@ -336,7 +335,7 @@ def resume_reason(name: str, stage: Stage, entry: Entry, reason: str) -> str:
     except ConfigError as error:
         raise ConfigError(f"stages.{name}.resources: {error}, or start again with restart=[{name}]") from error
     changes = ", ".join(_worker_changes(checkpoint, stage.resources))
-    return f"{reason}; with {changes}: within tolerance, not to the bit" if changes else reason
+    return f"; with {changes}: within tolerance, not to the bit" if changes else ""
 
 
 def _worker_changes(before: Checkpoint, now: Resources) -> Iterator[str]:

@@ -261,9 +261,8 @@ def promote(pipeline: Pipeline, ref: str, alias: str, *, why: str, force: bool) 
         if manifest.produces not in (*MODELS, None):  # None: an old manifest without the kind
             raise ConfigError(f"{ref} is {found.node}, which is {manifest.produces}; an alias names a model")
         with locked(pipeline.store):
-            if (
-                not found.entry.is_finished()
-            ):  # checked again: reading every byte took time, and under this lock gc deletes nothing
+            # Checked again: reading every byte took time, and under this lock gc deletes nothing.
+            if not found.entry.is_finished():
                 raise ArtifactError(f"{found.entry.path}: was deleted or damaged meanwhile; run its pipeline again")
             events = read_events(pipeline.store)
             commercial = _is_commercial(pipeline, alias, events)
@@ -337,7 +336,6 @@ def all_labels(graph: Graph, stated: Mapping[str, Iterable[str]]) -> dict[str, s
     """Node of a source -> its labels, recorded in any manifest or configured now.
 
     Configured labels also apply to the same bytes under another name.
-
 
     Args:
         stated: name of a source -> its labels in the configuration.

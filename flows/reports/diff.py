@@ -20,15 +20,8 @@ _TITLES = {
     "python": "python",
     "hosts": "hosts",
 }
-_SELF_EXPLAINED = (
-    "diagnosis",
-    "recipe",
-    "data",
-    "graph",
-    "recipe of a parent",
-    "bytes of an input",
-    "seed",
-)  # they name their stage
+# They name their stage.
+_SELF_EXPLAINED = ("diagnosis", "recipe", "data", "graph", "recipe of a parent", "bytes of an input", "seed")
 _MOST_METRICS = 8  # of one stage
 
 

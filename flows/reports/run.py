@@ -133,9 +133,8 @@ def _stage_view(title: str, run: RunRecord, ended: float | None) -> StageView:
     progress.refresh()
     made = attempts(directory)
     later = next((each for each in made if ended and each.time > ended), None)
-    if later or (
-        ended and progress.last_time > ended + 2 * HEARTBEAT_SECONDS
-    ):  # written by a run that restarted the stage
+    # Written by a run that restarted the stage.
+    if later or (ended and progress.last_time > ended + 2 * HEARTBEAT_SECONDS):
         reached = later.reached if later else 0
         progress = Progress(path=progress.path, total=record.total, started=record.since, step=reached)
     try:

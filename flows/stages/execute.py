@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ from lineage.metrics_file import last_step
 from lineage.store import Entry
 from lineage.tracker import Event, StageStart, end_event
 from tasks.context import Metrics
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,13 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
     entry = run.plan.entry(planned)
     lock = Lock(entry.path)
     finished = partial(planned.is_finished, entry)
-    if not acquire_or(lock, finished, partial(_waiting_for_owner, run, planned, entry)):
+
+    def waiting() -> None:
+        busy = owner(entry.path)
+        who = f" (process {busy.pid} on {busy.host})" if busy else ""
+        _waiting(run, planned, f"another run that makes it{who}")
+
+    if not acquire_or(lock, finished, waiting):
         return _reused(run, planned, entry)
     with lock.holding():
         end_left(run.plan.home, entry)
@@ -72,14 +80,15 @@ def _execute(run: Run, planned: PlannedStage) -> Result:
         parents = inputs_as_planned(run.plan, planned)
         entry.open()
         run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.announce)
-        start = stage_start(run, planned, entry, parents, resumes=can_resume(planned, entry))
+        method, before = planned.stage.method, attempts(entry.path)
+        start = StageStart(
+            stage=planned.name, method=f"{type(method).__module__}.{type(method).__qualname__}",
+            produces=method.produces, fingerprint=planned.fingerprint, recipe=method.recipe(),
+            inputs=input_records(planned, parents), directory=entry.path, parents=parents,
+            # Of the same code: then this attempt only goes on with it, also from step 0.
+            resumes=bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart,
+        )  # fmt: skip
         return _tracked(run, planned, entry, start, lock)
-
-
-def _waiting_for_owner(run: Run, planned: PlannedStage, entry: Entry) -> None:
-    busy = owner(entry.path)
-    who = f" (process {busy.pid} on {busy.host})" if busy else ""
-    _waiting(run, planned, f"another run that makes it{who}")
 
 
 def _waiting(run: Run, planned: PlannedStage, reason: str) -> None:
@@ -124,8 +133,10 @@ def _tracked(run: Run, planned: PlannedStage, entry: Entry, start: StageStart, l
         with saving_first(planned.stage, entry.work / STOP_FILE):
             num_steps = run.checks.num_steps(planned, planned.stage.method)
             run.emit(Event(title=run.title(planned), state="running", start=start, num_steps=num_steps))
-            manifest = make(run, planned, start, checkpoint, visible_gpus, lock.token)
-            entry.commit(manifest, lock, kept_checkpoints(planned, entry))
+            manifest = _make(run, planned, start, checkpoint, visible_gpus, lock.token)
+            best = planned.stage.resources.keep_best
+            kept = [each.step for each in best.best(entry.checkpoints.records(), best.n)] if best else []
+            entry.commit(manifest, lock, kept)
             return _report_done(run, planned, manifest)
 
 
@@ -142,27 +153,10 @@ def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
         yield held.enter_context(admitted(cpus, gpus, partial(_waiting, run, planned, room)))
 
 
-def stage_start(
-    run: Run, planned: PlannedStage, entry: Entry, parents: Mapping[str, Manifest], *, resumes: bool
-) -> StageStart:
-    """What is known of a stage before it runs, for its record."""
-    method = planned.stage.method
-    return StageStart(
-        stage=planned.name, method=f"{type(method).__module__}.{type(method).__qualname__}",
-        produces=method.produces, fingerprint=planned.fingerprint,
-        recipe=method.recipe(), inputs=input_records(planned, parents), directory=entry.path, parents=parents,
-        resumes=resumes,
-    )  # fmt: skip
-
-
-def make(
-    run: Run,
-    planned: PlannedStage,
-    start: StageStart,
-    checkpoint: Checkpoint | None,
-    visible_gpus: tuple[str, ...],
+def _make(
+    run: Run, planned: PlannedStage, start: StageStart, checkpoint: Checkpoint | None, visible_gpus: tuple[str, ...],
     token: str,
-) -> Manifest:
+) -> Manifest:  # fmt: skip
     """Runs a stage to its end, and describes its output.
 
     Args:
@@ -204,28 +198,10 @@ def make(
     return manifest
 
 
-def kept_checkpoints(planned: PlannedStage, entry: Entry) -> list[int]:
-    """The steps of the checkpoints that are kept when the stage is finished."""
-    keep_best = planned.stage.resources.keep_best
-    return [each.step for each in keep_best.best(entry.checkpoints.records(), keep_best.n)] if keep_best else []
-
-
-logger = logging.getLogger(__name__)
-
-
-def can_resume(planned: PlannedStage, entry: Entry) -> bool:
-    """Whether an attempt before was of the same code: then this one only goes on with it, also from step 0."""
-    before = attempts(entry.path)
-    return bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart
-
-
 def begin(
-    planned: PlannedStage,
-    entry: Entry,
-    checkpoint: Checkpoint | None,
-    require_lease: Callable[[], None],
+    planned: PlannedStage, entry: Entry, checkpoint: Checkpoint | None, require_lease: Callable[[], None],
     cause: str = "",
-) -> None:
+) -> None:  # fmt: skip
     """Prepares a stage's directory for an attempt; what was made after its checkpoint goes.
 
     Args:
@@ -241,10 +217,9 @@ def begin(
     entry.begin(checkpoint.step if checkpoint else 0)
     kind = current_signature(asdict(planned.stage.resources), workers_hardware(planned))
     record_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest, cause, kind, reached)
-    words = describe_last_attempt(attempts(entry.path))
-    if words:
+    if restart := describe_last_attempt(attempts(entry.path)):
         with (entry.logs / "stage.log").open("a") as log:
-            log.write(f"--- {words}\n")
+            log.write(f"--- {restart}\n")
 
 
 def workers_hardware(planned: PlannedStage) -> dict[str, str]:
@@ -253,13 +228,9 @@ def workers_hardware(planned: PlannedStage) -> dict[str, str]:
 
 
 def run_attempts(
-    planned: PlannedStage,
-    entry: Entry,
-    job: Job,
-    checkpoint: Checkpoint | None,
-    run: Callable[[Job], Metrics],
-    tell: Callable[[str], None],
-) -> Metrics:
+    planned: PlannedStage, entry: Entry, job: Job, checkpoint: Checkpoint | None, run: Callable[[Job], Metrics],
+    announce: Callable[[str], None],
+) -> Metrics:  # fmt: skip
     """Runs a stage, and goes on from its last checkpoint each time that a worker is lost.
 
     That ends when it was lost more than ``max_failures`` times since it last committed a checkpoint. The loss of one
@@ -269,7 +240,7 @@ def run_attempts(
         checkpoint: that the first attempt goes on from, which has begun; None: from the beginning.
         job: as it would begin at step 0.
         run: starts it, and waits for its end.
-        tell: reports to the listeners.
+        announce: reports to the listeners.
 
     Raises:
         LostError: once too often.
@@ -289,7 +260,7 @@ def run_attempts(
                 raise
             begin(planned, entry, checkpoint, job.require_lease, lost.cause)
             how = f"resumes from its checkpoint of step {checkpoint.step}" if checkpoint else "starts again from step 0"
-            tell(f"{lost}; it {how}")
+            announce(f"{lost}; it {how}")
 
 
 def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:

@@ -34,20 +34,8 @@ def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
     """The manifests of the inputs of a stage, after a check that sources, inputs and code are those of the plan.
 
     Raises:
-        StageError: an input, a source or the code is not.
+        StageError: an input, a source or the code is not, or a byte of an input has changed.
         DataError: it would learn nothing new.
-    """
-    parents = intact_parents(plan, planned)
-    require_unchanged(plan, planned)
-    require_new_rows(plan, planned)
-    return parents
-
-
-def intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
-    """The records of its input stages and of the models that aliases name, after a check of every byte.
-
-    Raises:
-        StageError: a file is missing or has changed.
     """
     parents = {}
     promoted = {given.name: given.entry for given in planned.inputs.values() if given.entry}
@@ -57,6 +45,8 @@ def intact_parents(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
             parents[name] = entry.require_intact()
         except ArtifactError as error:
             raise StageError(planned.name, str(error), str(plan.entry(planned).logs)) from error
+    require_unchanged(plan, planned)
+    require_new_rows(plan, planned)
     return parents
 
 

@@ -67,15 +67,6 @@ class Round:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """A trial of a round."""
-
-    number: int
-    params: Mapping[str, str]
-    title: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Need:
     """Planned optimizer steps, seconds and price of trainings; None: no estimate."""
 
@@ -174,12 +165,12 @@ class Tuner:
     def ask(self) -> tuple[int, Mapping[str, str]] | None:
         """The first trial of the rounds without a result."""
         results = {number: each for number, each in _results(self._folder).items() if number not in self._void}
-        found = next((each for each in self._walk(results) if each.number not in results), None)
+        found = next((each for each in self._walk(results) if each[0] not in results), None)
         if found:
-            self.stopped = self._over_budget(found, results)
+            self.stopped = self._over_budget(*found, results)
         if self.rounds:
             atomic_write(self._folder / "rounds.md", self.text())
-        return None if found is None or self.stopped else (found.number, found.params)
+        return None if self.stopped else found
 
     def report(self, number: int, step: int, metrics: Mapping[str, float]) -> bool:
         return False
@@ -217,26 +208,24 @@ class Tuner:
             rows.append(Planned(params=params, why=why, need=need, over=over))
         return rows
 
-    def _walk(self, results: Mapping[int, TrialResult]) -> Iterator[Proposal]:
-        """Yields every trial in order; continuing requires the result of the last one."""
+    def _walk(self, results: Mapping[int, TrialResult]) -> Iterator[tuple[int, Mapping[str, str]]]:
+        """Yields number and parameters of every trial in order; continuing requires the result of the last one."""
         self.rounds, numbers, best = [], {_settings({}): 0}, 0
         for index in range(self._asked.rounds):
             name = ORDER[index % len(ORDER)]
             title = f"round {index + 1}, {name}: trial"
             if index == 0:
-                yield self._proposal(0, {}, title)
+                self._titles.setdefault(0, f"{title} 0")
+                yield 0, {}
             changes, finding = self._changes(name, results[best])
             trials = [best]
             for params in changes:
                 number = numbers.setdefault(_settings(params), len(numbers))
-                yield self._proposal(number, params, title)
+                self._titles.setdefault(number, f"{title} {number}")
+                yield number, params
                 trials.append(number)
             best = min(trials, key=lambda number: self._rank(results[number]))
             self.rounds.append(Round(name=name, finding=finding, trials=trials, best=best))
-
-    def _proposal(self, number: int, params: Mapping[str, str], title: str) -> Proposal:
-        self._titles.setdefault(number, f"{title} {number}")
-        return Proposal(number=number, params=params, title=self._titles[number])
 
     def _rank(self, result: TrialResult) -> float:
         """Sort key: smaller is better."""
@@ -265,12 +254,12 @@ class Tuner:
     def _planned(self, number: int, params: Mapping[str, str]) -> PlannedStage:
         return self._plan(number, params).stage(self._asked.stage)
 
-    def _over_budget(self, proposal: Proposal, results: Mapping[int, TrialResult]) -> str:
+    def _over_budget(self, number: int, params: Mapping[str, str], results: Mapping[int, TrialResult]) -> str:
         """Why a trial would exceed the budget; empty: it would not."""
         if self._asked.budget_steps is None and self._asked.budget_money is None:
             return ""
-        past = self._past([self._spent(results), self._need(proposal.number, proposal.params, set())])
-        return f"{proposal.title}: {past}; not started" if past else ""
+        past = self._past([self._spent(results), self._need(number, params, set())])
+        return f"{self._titles[number]}: {past}; not started" if past else ""
 
     def _past(self, needs: Sequence[Need]) -> str:
         """How these exceed the budget together; empty: they do not."""
