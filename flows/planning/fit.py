@@ -95,50 +95,37 @@ def cheapest(estimator: Estimator, planned: PlannedStage, held: int) -> Change:
 
 
 def _changes(planned: PlannedStage) -> Iterator[tuple[list[str], PlannedStage]]:
-    """Overrides and the changed stage, cheapest first."""
+    """Overrides and the changed stage, cheapest first; changes that the plan would refuse are left out."""
     method, resources = planned.stage.method, planned.stage.resources
     assert isinstance(method, Training)
-    where = f"stages.{planned.name}"
-    runs = list(_smaller(planned))
-    for words, changed in runs:
-        yield from _valid(planned, words, method, changed)
-    if method.adapter is not None or method.freeze is not None:
-        return
-    lora = replace(method, adapter=Adapter(type="lora"))
-    word, few_bits = f"{where}.method.adapter={{type: lora}}", f"{where}.method.quantization={{format: nf4}}"
-    for words, changed in [([], resources), *runs]:
-        yield from _valid(planned, [word, *words], lora, changed)
-    qlora = replace(lora, quantization=Quantization(format="nf4"))
-    for words, changed in [([], resources), *runs] if resources.gpus_per_worker else ():
-        yield from _valid(planned, [word, few_bits, *words], qlora, changed)
+    where, runs = f"stages.{planned.name}", list(_smaller(planned))
+    found = [(words, method, changed) for words, changed in runs]
+    if method.adapter is None and method.freeze is None:
+        lora, word = replace(method, adapter=Adapter(type="lora")), f"{where}.method.adapter={{type: lora}}"
+        variants = [([word], lora)]
+        if resources.gpus_per_worker:
+            few_bits = f"{where}.method.quantization={{format: nf4}}"
+            variants.append(([word, few_bits], replace(lora, quantization=Quantization(format="nf4"))))
+        runs = [([], resources), *runs]
+        found += [([*own, *words], changed, run) for own, changed in variants for words, run in runs]
+    for words, own, changed in found:
+        try:
+            check_compatible(where, own, changed)
+        except ConfigError:
+            continue
+        yield words, replace(planned, stage=replace(planned.stage, method=own, resources=changed))
 
 
 def _smaller(planned: PlannedStage) -> Iterator[tuple[list[str], Resources]]:
     """Resources that need less memory and train the same model."""
     resources, where = planned.stage.resources, f"stages.{planned.name}.resources"
-    sizes = _sizes(planned)
-    recomputed, sharded = f"{where}.gradient_checkpointing=on", f"{where}.zero_stage=2"
-    for size in sizes:
-        yield [f"{where}.micro_batch_size={size}"], replace(resources, micro_batch_size=size)
-    for size in [resources.micro_batch_size, *sizes]:
-        smaller = [f"{where}.micro_batch_size={size}"] if size in sizes else []
-        yield [*smaller, recomputed], replace(resources, micro_batch_size=size, gradient_checkpointing="on")
-    if resources.num_workers > 1:
-        for size in [resources.micro_batch_size, *sizes]:
-            smaller = [f"{where}.micro_batch_size={size}"] if size in sizes else []
-            least = replace(resources, micro_batch_size=size, gradient_checkpointing="on", zero_stage=2)
-            yield [*smaller, recomputed, sharded], least
-
-
-def _valid(
-    planned: PlannedStage, words: list[str], method: Training, resources: Resources
-) -> Iterator[tuple[list[str], PlannedStage]]:
-    """Yields the change, unless the plan would refuse it."""
-    try:
-        check_compatible(f"stages.{planned.name}", method, resources)
-    except ConfigError:
-        return
-    yield words, replace(planned, stage=replace(planned.stage, method=method, resources=resources))
+    recomputed = {"gradient_checkpointing": "on"}
+    for settings in ({}, recomputed, {**recomputed, "zero_stage": 2}):
+        for size in [resources.micro_batch_size, *_sizes(planned)]:
+            changed = {**({"micro_batch_size": size} if size != resources.micro_batch_size else {}), **settings}
+            if changed and ("zero_stage" not in changed or resources.num_workers > 1):
+                words = [f"{where}.{name}={value}" for name, value in changed.items()]
+                yield words, replace(resources, **changed)  # type: ignore[arg-type]
 
 
 def _sizes(planned: PlannedStage) -> list[int]:

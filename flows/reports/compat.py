@@ -103,25 +103,22 @@ def choices() -> dict[str, list[Choice]]:
         ],
         "optimizer": _values("optimizer", "method.optimizer.name", Optimizer),
         "schedule": _values("schedule", "method.schedule.name", Schedule),
-        "precision": [
-            each for each in _values("precision", "method.precision", TrainingRecipe) if each.value != "auto"
-        ],
-        "attention": [each for each in _values("attention", "resources.attention", Resources) if each.value != "auto"],
-        "weights": [
-            Choice(setting="weights", value=value, fields={"resources.weights": value}) for value in get_args(Dtype)
-        ],
-        "checkpointing": [
-            Choice(setting="checkpointing", value=value, fields={"resources.gradient_checkpointing": value})
-            for value in ("off", "on")
-        ],
+        "precision": _values("precision", "method.precision", TrainingRecipe),
+        "attention": _values("attention", "resources.attention", Resources),
+        "weights": _each("weights", "resources.weights", get_args(Dtype)),
+        "checkpointing": _each("checkpointing", "resources.gradient_checkpointing", ("off", "on")),
         "sharding": [Choice(setting="sharding", value=name, fields=fields) for name, fields in _SHARDING.items()],
     }
 
 
 def _values(setting: str, path: str, cls: type) -> list[Choice]:
-    """The values of a ``Literal`` field."""
+    """The values of a ``Literal`` field, but for ``auto``."""
     hint = get_type_hints(cls)[path.rpartition(".")[2]]
-    return [Choice(setting=setting, value=value, fields={path: value}) for value in get_args(hint)]
+    return _each(setting, path, [value for value in get_args(hint) if value != "auto"])
+
+
+def _each(setting: str, path: str, values: Sequence[str]) -> list[Choice]:
+    return [Choice(setting=setting, value=value, fields={path: value}) for value in values]
 
 
 def case_of(cls: type[Method], fields: Fields, config: Mapping[str, object] | None = None) -> Case:
