@@ -68,7 +68,7 @@ def add_advise(parser: argparse.ArgumentParser) -> None:
 
 def run_advise(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
-    from flows.declare.pipeline import nearest
+    from flows.declare.pipeline import listed
     from flows.planning.plan import make_plan
     from lineage.errors import ConfigError
 
@@ -78,7 +78,7 @@ def run_advise(options: argparse.Namespace) -> int:
     plan = make_plan(pipeline)
     stages = [planned.name for planned in plan.stages if isinstance(planned.stage.method, Training)]
     if name is not None and name not in stages:
-        raise ConfigError(f"{name}: no stage that trains; there are: {', '.join(stages)}{nearest(name, stages)}")
+        raise ConfigError(f"{name}: no stage that trains; there are: {listed(name, stages)}")
     recipes = [recipe(plan, plan.stage(stage)) for stage in ([name] if name else stages)]
     overrides = [word for each in recipes for word in each.overrides()]
     make_plan(replace(load_pipeline([*options.overrides, *overrides], options.config_dir), advice="off"))

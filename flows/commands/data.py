@@ -16,7 +16,7 @@ from annotated_types import Gt
 
 from flows.commands.arguments import add_json
 from flows.declare.config import load_pipeline, typed
-from flows.declare.pipeline import nearest
+from flows.declare.pipeline import listed
 from flows.wording import printable
 from lineage.artifact import DATA, SOURCE, Kind, Source
 from lineage.digest import DigestCache
@@ -232,10 +232,7 @@ def _source(path: str, settings: Mapping[str, object], config_dir: Path | None) 
     if path.startswith(SOURCE):
         name, declared = path.removeprefix(SOURCE), load_pipeline([], config_dir).sources
         if name not in declared:
-            raise ConfigError(
-                f"{path}: the configuration has no such source; there are: {', '.join(declared)}"
-                f"{nearest(name, declared)}"
-            )
+            raise ConfigError(f"{path}: the configuration has no such source; there are: {listed(name, declared)}")
         node = asdict(declared[name])
     source = typed(Source, {**node, **settings}, "")
     if paths := local_paths(source.path):
@@ -264,8 +261,7 @@ def _sources_and_settings(words: Sequence[str]) -> tuple[list[str], dict[str, ob
             tree[name] = {**(known if isinstance(known, dict) else {}), part: parsed} if is_part else parsed
         elif is_override and name.replace("-", "_").isidentifier() and not local_paths(word):
             raise ConfigError(
-                f"{name}: unknown key, and no file is called {word}; accepted: {', '.join(sorted(_TYPES))}"
-                f"{nearest(name, _TYPES)}"
+                f"{name}: unknown key, and no file is called {word}; accepted: {listed(name, sorted(_TYPES))}"
             )
         else:
             paths.append(word)

@@ -153,12 +153,11 @@ def run_stage(options: argparse.Namespace) -> int:
 
 
 def _require_stage(pipeline: "Pipeline", name: str) -> None:
-    from flows.declare.pipeline import nearest
+    from flows.declare.pipeline import listed
     from lineage.errors import ConfigError
 
     if name not in pipeline.stages:
-        names = list(pipeline.stages)
-        raise ConfigError(f"{name}: no such stage; there are: {', '.join(names)}{nearest(name, names)}")
+        raise ConfigError(f"{name}: no such stage; there are: {listed(name, pipeline.stages)}")
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:

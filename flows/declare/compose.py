@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from flows.declare.pipeline import nearest
+from flows.declare.pipeline import listed
 from lineage.errors import ConfigError, MissingValueError
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -252,7 +252,7 @@ def _group(word: str, override: Override, options: list[str]) -> list[str]:
         # A directory or hub id is short for two overrides.
         return ["model=pretrained", f"++sources.base.path={_quoted(value)}"]
     hint = " (a model is also a directory that exists, or a hub id owner/name)" if group == "model" else ""
-    raise ConfigError(f"{word}: no such {group}; accepted: {', '.join(options)}{nearest(str(value), options)}{hint}")
+    raise ConfigError(f"{word}: no such {group}; accepted: {listed(value, options)}{hint}")
 
 
 def _quoted(value: str) -> str:

@@ -12,9 +12,9 @@ from typing import ClassVar, Literal, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from flows.declare.compose import compose_tree, groups
+from flows.declare.compose import compose_tree, field_of, groups
 from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger
-from flows.declare.pipeline import Advise, CodeDrift, Pipeline, Stage, nearest
+from flows.declare.pipeline import Advise, CodeDrift, Pipeline, Stage, listed
 from flows.declare.sweep import Sweep
 from lineage.artifact import SOURCE, Source
 from lineage.code import full_name, parsed, source_file
@@ -60,7 +60,7 @@ def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[
     if detail["type"] == "unexpected_keyword_argument":
         accepted = [field.name for field in fields(_class_at(cls, loc[:-1]))]
         accepted = list(dict.fromkeys([*accepted, *groups])) if len(loc) == 1 else accepted
-        return f"{path}: unknown key; accepted: {', '.join(accepted)}{nearest(str(loc[-1]), accepted)}"
+        return f"{path}: unknown key; accepted: {listed(loc[-1], accepted)}"
     if detail["type"] in ("missing", "missing_argument"):
         return f"{path}: is not set and has no default; set {path}=..."
     form = _form(cls, detail, loc)
@@ -314,8 +314,7 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     if not isinstance(method, Mapping) or "_target_" not in method:
         others = [other for other, stage in root.stages.items() if other != name]
         raise ConfigError(
-            f"{where}: no such stage; there are: {', '.join(others)}{nearest(name, others)} "
-            f"(a new stage states {where}.method._target_)"
+            f"{where}: no such stage; there are: {listed(name, others)} (a new stage states {where}.method._target_)"
         )
     parts = typed(StageNode, {"inputs": {}, "resources": {}, **node}, where)
     cls = method_class(f"{where}.method._target_", str(parts.method["_target_"]))
@@ -455,12 +454,10 @@ def _refuse_unknown_sources(pipeline: Pipeline, overrides: Sequence[str], config
     for override in unread:
         name = _source_named(override)
         if name not in stated:
-            names = sorted(used & pipeline.sources.keys())
-            raise ConfigError(
-                f"sources.{name}: no stage reads this source; read are: {', '.join(names)}{nearest(str(name), names)}"
-            )
+            read = listed(name, sorted(used & pipeline.sources.keys()))
+            raise ConfigError(f"sources.{name}: no stage reads this source; read are: {read}")
 
 
 def _source_named(override: str) -> str | None:
-    key = override.lstrip("+~").split("=")[0].split(".")
+    key = field_of(override).split(".")
     return key[1] if key[0] == "sources" and len(key) > 1 else None

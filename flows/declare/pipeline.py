@@ -2,7 +2,7 @@
 
 import graphlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -218,20 +218,15 @@ class Pipeline:
         read = sorted({*self.used_sources(), *fallbacks & self.sources.keys()})
         for name in trigger.sources if trigger else ():
             if name not in read:
-                raise ConfigError(
-                    f"trigger.sources: no stage reads a source {name}; read are: {', '.join(read)}{nearest(name, read)}"
-                )
+                raise ConfigError(f"trigger.sources: no stage reads a source {name}; read are: {listed(name, read)}")
             if never_changes(self.sources[name]) or self.sources[name].path.startswith(ALIAS):
                 raise ConfigError(
                     f"trigger.sources: {name} is {self.sources[name].path}, which never changes; name a "
                     "source that is a file, a directory, a glob, a URL, or a branch of the hub"
                 )
         if retrain and retrain.promote not in self.stages:
-            names = list(self.stages)
-            raise ConfigError(
-                f"retrain.promote={retrain.promote}: no such stage; there are: {', '.join(names)}"
-                f"{nearest(retrain.promote, names)}"
-            )
+            there = listed(retrain.promote, self.stages)
+            raise ConfigError(f"retrain.promote={retrain.promote}: no such stage; there are: {there}")
         verdicts = [stage for stage in self.stages.values() if stage.method.produces == Kind.VERDICT]
         if retrain and not any(stage.inputs.get(CANDIDATE) == retrain.promote for stage in verdicts):
             raise ConfigError(
@@ -256,13 +251,10 @@ class Pipeline:
             raise ConfigError(f"stages.{name}: {error}") from error
         for slot, reference in stage.inputs.items():
             if slot not in slots and "*" not in slots:
-                raise ConfigError(f"{where}.{slot}: unknown slot; accepted: {', '.join(slots)}{nearest(slot, slots)}")
+                raise ConfigError(f"{where}.{slot}: unknown slot; accepted: {listed(slot, slots)}")
             if reference.removeprefix(SOURCE) not in self.sources and reference not in self.stages:
-                names = list(self._references())
-                raise ConfigError(
-                    f"{where}.{slot}={reference}: no such stage or source; "
-                    f"there are: {', '.join(names)}{nearest(reference, names)}"
-                )
+                there = listed(reference, self._references())
+                raise ConfigError(f"{where}.{slot}={reference}: no such stage or source; there are: {there}")
             expected = slots[slot] if slot in slots else slots["*"]
             self._check_kind(f"{where}.{slot}={reference}", reference, expected)
 
@@ -276,7 +268,8 @@ class Pipeline:
             )
 
 
-def nearest(word: str, words: Mapping[str, object] | list[str]) -> str:
-    """``; did you mean X?`` for a similar word; empty: there is none."""
-    close = get_close_matches(word, list(words), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+def listed(word: object, names: Iterable[str]) -> str:
+    """``a, b, c; did you mean b?``: the names that there are, and the one that is similar to a word, if any."""
+    there = list(names)
+    close = get_close_matches(str(word), there, n=1, cutoff=0.5)
+    return f"{', '.join(there)}; did you mean {close[0]}?" if close else ", ".join(there)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from flows.declare.pipeline import Pipeline, Stage, nearest
+from flows.declare.pipeline import Pipeline, Stage, listed
 from flows.planning.model_checks import POLICY, root_config, root_directory, root_json, root_of
 from lineage.artifact import ALIAS, MODELS, SOURCE
 from lineage.errors import ConfigError
@@ -40,10 +40,7 @@ def check_data(pipeline: Pipeline) -> None:
     for field, names in named.items():
         for name in names:
             if name not in training:
-                raise ConfigError(
-                    f"{field}: no stage that trains is named {name}; there are: {', '.join(training)}"
-                    f"{nearest(name, training)}"
-                )
+                raise ConfigError(f"{field}: no stage that trains is named {name}; there are: {listed(name, training)}")
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Prepare):
             try:
@@ -266,15 +263,13 @@ def _check_rule(pipeline: Pipeline, gate: str, where: str, rule: Rule) -> None:
     metrics = report.method.measured_metrics()
     if rule.metric not in metrics:
         raise ConfigError(
-            f"{where}.metric={rule.metric}: the report does not measure it; it measures "
-            f"{', '.join(metrics)}{nearest(rule.metric, list(metrics))}"
+            f"{where}.metric={rule.metric}: the report does not measure it; it measures {listed(rule.metric, metrics)}"
         )
     policies = [slot for slot in report.inputs if slot not in Evaluate.consumes]
     for field, policy in (("policy", rule.policy), ("against", rule.against)):
         if policy is not None and policy not in (*_NAMED_BY_SLOT, *policies, "reward_model"):
             raise ConfigError(
-                f"{where}.{field}={policy}: the report measures no such policy; "
-                f"there are: {', '.join(policies)}{nearest(policy, policies)}"
+                f"{where}.{field}={policy}: the report measures no such policy; there are: {listed(policy, policies)}"
             )
 
 

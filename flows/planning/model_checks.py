@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from flows.declare.pipeline import Pipeline, nearest
+from flows.declare.pipeline import Pipeline, listed
 from flows.planning.aliases import Champion
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
@@ -84,11 +84,8 @@ def check_models(pipeline: Pipeline) -> None:
         if source.kind == Kind.CHECKPOINT:
             has_template[SOURCE + name] = _source_has_template(name, source, pipeline.store / CACHE)
         elif source.path.startswith(QUICKSTART) and source.path.removeprefix(QUICKSTART) not in QUICKSTART_ROWS:
-            names = [QUICKSTART + each for each in QUICKSTART_ROWS]
-            raise ConfigError(
-                f"sources.{name}.path={source.path}: no such rows; accepted: {', '.join(names)}"
-                f"{nearest(source.path, names)}"
-            )
+            accepted = listed(source.path, [QUICKSTART + each for each in QUICKSTART_ROWS])
+            raise ConfigError(f"sources.{name}.path={source.path}: no such rows; accepted: {accepted}")
     for name in pipeline.order():
         stage = pipeline.stages[name]
         installs = bool(getattr(stage.method, "chat_template", None))

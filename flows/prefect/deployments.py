@@ -17,7 +17,7 @@ import yaml
 from flows.commands.arguments import add_allow_code, add_overrides, recorded_cli_args, write_rendered
 from flows.declare.compose import CONF, field_of
 from flows.declare.config import load_pipeline
-from flows.declare.pipeline import Pipeline, nearest
+from flows.declare.pipeline import Pipeline, listed
 from flows.declared import split_words
 from lineage.errors import ConfigError, MissingValueError
 
@@ -180,11 +180,8 @@ def deployable(preset: Preset) -> list[Declared]:
         else:
             print(f"posttrain: left out: {found}", file=sys.stderr)
     if not pipelines:
-        names = list(replace(preset, pipeline=None).files())
-        raise ConfigError(
-            f"there is no pipeline {preset.pipeline or 'to deploy'}; there are: {', '.join(names)}"
-            f"{nearest(preset.pipeline or '', names)}"
-        )
+        there = listed(preset.pipeline or "", replace(preset, pipeline=None).files())
+        raise ConfigError(f"there is no pipeline {preset.pipeline or 'to deploy'}; there are: {there}")
     if not any(each.lacks_value or each.pipeline for each in pipelines):
         raise ConfigError("; ".join(dict.fromkeys(str(each.problem) for each in pipelines)))
     return pipelines

@@ -10,7 +10,7 @@ from prefect.blocks.core import Block
 from prefect.blocks.notifications import AppriseNotificationBlock
 from prefect.exceptions import ObjectNotFound
 
-from flows.declare.pipeline import nearest
+from flows.declare.pipeline import listed
 from lineage.errors import ConfigError
 
 # A webhook without a configured body sends nothing.
@@ -57,7 +57,7 @@ def _creation_hint(name: str) -> str:
     slug, _, document = name.partition("/")
     types = _types()
     if slug not in types:
-        return f"nor a type of blocks {slug}; types are: {', '.join(sorted(types))}{nearest(slug, list(types))}"
+        return f"nor a type of blocks {slug}; types are: {listed(slug, sorted(types))}"
     cls = types[slug]
     required = [f"{key}='...'" for key, field in cls.model_fields.items() if field.is_required()]
     given = ", ".join([*required, *_PAYLOADS.get(slug, [])])

@@ -9,7 +9,7 @@ from typing import cast
 
 from flows.declare.compose import Composer, field_of
 from flows.declare.config import dotted, pipeline_of, typed
-from flows.declare.pipeline import Pipeline, nearest
+from flows.declare.pipeline import Pipeline, listed
 from flows.declare.sweep import Objective, Sweep
 from flows.planning.plan import Memo, Plan, PlannedStage, make_plan
 from flows.sweep.space import (
@@ -88,7 +88,7 @@ def _until(plan: Plan, stage: str | None) -> Plan:
         return plan
     names = [planned.name for planned in plan.stages]
     if stage not in names:
-        raise ConfigError(f"sweep.until={stage}: no such stage; there are: {', '.join(names)}{nearest(stage, names)}")
+        raise ConfigError(f"sweep.until={stage}: no such stage; there are: {listed(stage, names)}")
     needed = {stage}
     for planned in reversed(plan.stages):  # in order of execution, so each comes after its inputs
         if planned.name in needed:
@@ -234,9 +234,7 @@ def check_sweep(sweep: Sweep, space: Mapping[str, Values], stages: Sequence[str]
 
 def _require_stage(where: str, stage: str, stages: Sequence[str]) -> None:
     if stage not in stages:
-        raise ConfigError(
-            f"{where}: no trial runs a stage {stage}; they run: {', '.join(stages)}{nearest(stage, list(stages))}"
-        )
+        raise ConfigError(f"{where}: no trial runs a stage {stage}; they run: {listed(stage, stages)}")
 
 
 def _function(name: str, path: str) -> Judge:
@@ -276,7 +274,7 @@ def _metric(metric: str, manifests: Mapping[str, Manifest]) -> float:
     if metric not in found:
         of_stage = sorted(each for each in found if each.startswith(metric.partition("/")[0] + "/")) or sorted(found)
         raise ArtifactError(
-            f"no metric {metric}; there are: {', '.join(of_stage) or 'none'}{nearest(metric, of_stage)} "
+            f"no metric {metric}; there are: {listed(metric, of_stage) or 'none'} "
             "(choose one with sweep.objectives.NAME.metric)"
         )
     return found[metric]

@@ -29,7 +29,7 @@ from plotly.graph_objects import Figure
 from plotly.offline import get_plotlyjs
 
 from flows.declare.config import target_class
-from flows.declare.pipeline import nearest
+from flows.declare.pipeline import listed
 from flows.declare.sweep import Direction, Sweep
 from flows.sweep.folder import TrialResult, short_names
 from flows.sweep.space import Values
@@ -110,10 +110,7 @@ def _build(node: Mapping[str, object], where: str, bases: tuple[type, ...]) -> o
         if name == "_target_":
             continue
         if name not in accepted:
-            raise ConfigError(
-                f"{where}.{name}: unknown argument of {target}; accepted: {', '.join(accepted)}"
-                f"{nearest(name, accepted)}"
-            )
+            raise ConfigError(f"{where}.{name}: unknown argument of {target}; accepted: {listed(name, accepted)}")
         if isinstance(value, Mapping) and "_target_" in value:
             arguments[name] = _build(value, f"{where}.{name}", _PARTS)
         else:
@@ -248,8 +245,8 @@ class Study:
         if pruning and found and not self._steps[number] and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "sweep.pruning.metric=%s: %s reports no such metric, so nothing is pruned; it reports: %s%s",
-                pruning.metric, pruning.stage, ", ".join(found), nearest(pruning.metric, found),
+                "sweep.pruning.metric=%s: %s reports no such metric, so nothing is pruned; it reports: %s",
+                pruning.metric, pruning.stage, listed(pruning.metric, found),
             )  # fmt: skip
 
     def _end(self, asked: optuna.Trial, state: TrialState, values: list[float] | None) -> None:

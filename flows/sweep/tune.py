@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from flows.declare.config import load_pipeline
-from flows.declare.pipeline import nearest
+from flows.declare.pipeline import listed
 from flows.declare.sweep import Objective, Sweep
 from flows.planning.estimates import Estimator, History
 from flows.planning.plan import Plan, PlannedStage
@@ -97,9 +97,7 @@ def read_tuning(asked: Tuning, given: Sequence[str], config_dir: Path | None) ->
     pipeline = load_pipeline(shared, config_dir)
     trainings = [name for name, stage in pipeline.stages.items() if isinstance(stage.method, Training)]
     if asked.stage not in trainings:
-        raise ConfigError(
-            f"{asked.stage}: no stage that trains; there are: {', '.join(trainings)}{nearest(asked.stage, trainings)}"
-        )
+        raise ConfigError(f"{asked.stage}: no stage that trains; there are: {listed(asked.stage, trainings)}")
     method, where = pipeline.stages[asked.stage].method, f"stages.{asked.stage}.method"
     assert isinstance(method, Training)
     if asked.steps:
