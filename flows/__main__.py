@@ -60,7 +60,7 @@ _WITHOUT_JSON = ("stage", "serve", "status", "logs", "cancel")  # a command's --
 # The module of flows.commands that defines run_NAME(options) and add_NAME(parser), unless it is called NAME.
 _MODULES = {
     "plan": "run", "stage": "run", "export": "run", "certify": "rehearse", "impact": "lineage", "diff": "lineage",
-    "blame": "lineage",
+    "blame": "lineage", "diagnose": "lineage",
     "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "logs": "status", "cancel": "status",
     "compat": "doctor",
 }  # fmt: skip

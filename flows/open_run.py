@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.planning.disk_capacity import require_plan_disk
+from flows.planning.estimates import require_plan_disk
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
 from flows.prefect.open_runs import settle_left

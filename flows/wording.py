@@ -19,6 +19,11 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def gib(num_bytes: int) -> str:
+    """``1.50 GiB``"""
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
 def counted(number: int, what: str) -> str:
     """``1 CPU``, ``2 CPUs``"""
     return f"{number} {what}{'' if number == 1 else 's'}"

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lineage.errors import PipelineError
+from lineage.errors import ConfigError, PipelineError
 from lineage.secrets import redacted
 
 
@@ -55,6 +55,16 @@ def name_among(word: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def write_output(path: Path, text: str) -> None:
+    """Writes a file that an option names."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}); name a file in a folder that exists"
+        ) from error
 
 
 def cli_args(options: argparse.Namespace) -> list[str]:

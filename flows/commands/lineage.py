@@ -1,10 +1,10 @@
-"""``posttrain lineage``, ``impact``, ``diff`` and ``blame``."""
+"""``posttrain lineage``, ``impact``, ``diff``, ``blame`` and ``diagnose``."""
 
 import argparse
 import json
 from pathlib import Path
 
-from flows.commands.arguments import name_among, recorded_cli_args
+from flows.commands.arguments import add_json, add_overrides, name_among, recorded_cli_args, write_output
 from flows.declare.store_root import asked_store
 
 
@@ -17,7 +17,6 @@ def add_lineage(parser: argparse.ArgumentParser) -> None:
 
 def run_lineage(options: argparse.Namespace) -> int:
     from flows.reports.lineage import ancestry_tree
-    from lineage.errors import ConfigError
     from lineage.graph.ancestry import ancestry
     from lineage.graph.index import Index
     from lineage.graph.refs import resolve
@@ -27,12 +26,7 @@ def run_lineage(options: argparse.Namespace) -> int:
     if options.html:
         from flows.reports.page import render
 
-        try:
-            options.html.write_text(render(graph.to_dict(options.ref)), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--html {options.html}: cannot be written ({error.strerror}); name a file in a folder that exists"
-            ) from error
+        write_output(options.html, render(graph.to_dict(options.ref)))
     if options.json:
         print(json.dumps(graph.to_dict(options.ref), indent=2))
     else:
@@ -99,4 +93,31 @@ def run_blame(options: argparse.Namespace) -> int:
     words = [ref, "--metric", options.metric, *against, *recorded_cli_args(options)]
     found = blame(ref, options.against, options.metric, options.overrides, options.config_dir, words)
     print(json.dumps(found.to_dict(), indent=2) if options.json else found.text())
+    return 0
+
+
+def add_diagnose(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ref", metavar="REF", help="a stage that runs, failed or is finished: dpo, cpt-sft-dpo/dpo ...")
+    add_overrides(parser)
+    add_json(parser)
+    parser.add_argument("--rule", metavar="RULE", help="the rule whose change --out writes; default: the most certain")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the change, for posttrain run --overrides-from FILE"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that draws the curves")
+
+
+def run_diagnose(options: argparse.Namespace) -> int:
+    from flows.reports.diagnosis import diagnosis_dict, diagnosis_page, diagnosis_text, patch_of, read_diagnosis
+
+    ref, overrides = name_among(options.ref, options.overrides)
+    found = read_diagnosis(ref, asked_store(overrides, options.config_dir))
+    files = [(options.out, patch_of), (options.html, diagnosis_page)]
+    for path, write in files:
+        if path:
+            write_output(path, write(found, options.rule))
+    if options.json:
+        print(json.dumps(diagnosis_dict(found), indent=2))
+    else:
+        print("\n".join([diagnosis_text(found), *(f"wrote {path}" for path, _ in files if path)]))
     return 0

@@ -36,8 +36,7 @@ def run_plan(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
     from flows.planning.checks import bf16_notes, position_notes
-    from flows.planning.disk_capacity import share_notes
-    from flows.planning.estimates import Estimator, History
+    from flows.planning.estimates import Estimator, History, share_notes
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
     from flows.promotion.retrain import has_work, pending

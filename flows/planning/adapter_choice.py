@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from flows.declare.pipeline import Pipeline, Stage
+from flows.wording import gib
 from lineage.artifact import SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.model_files import read_json
@@ -80,8 +81,8 @@ def _chosen(name: str, stage: Stage, pipeline: Pipeline) -> Stage:
         raise ConfigError(f"{where}: {lacks}; set adapter=full, adapter=lora or adapter=qlora")
     needs = {label: _need(choice, *model) for label, choice in stage.choices.items()}
     label = next((each for each, need in needs.items() if need <= held), list(needs)[-1])
-    others = [f"{each} needs {_gib(need)}" for each, need in needs.items() if need > held and each != label]
-    because = f"it needs {_gib(needs[label])} of {_gib(held)} per worker by formula" + "".join(f"; {o}" for o in others)
+    others = [f"{each} needs {gib(need)}" for each, need in needs.items() if need > held and each != label]
+    because = f"it needs {gib(needs[label])} of {gib(held)} per worker by formula" + "".join(f"; {o}" for o in others)
     choice = stage.choices[label]
     return replace(choice, notes=(*choice.notes, f"{where}: {label}, because {because}"))
 
@@ -91,10 +92,6 @@ def _need(stage: Stage, found: Architecture, shapes: Shapes) -> int:
     assert isinstance(stage.method, Training)
     beside = 0 if stage.resources.gpus_per_worker else PROCESS
     return beside + memory(stage.method, stage.resources, found, shapes, stage.method.max_length).total
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def _model(stage: Stage, pipeline: Pipeline) -> Model | None:

@@ -10,6 +10,7 @@ import yaml
 from flows.planning.adapter_choice import capacity
 from flows.planning.estimates import Estimate, Estimator
 from flows.planning.plan import Plan, PlannedStage
+from flows.wording import gib
 from lineage.errors import ConfigError
 from lineage.files import atomic_write
 from tasks.context import Resources
@@ -55,8 +56,8 @@ def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator
         verb = "needs" if need.least > held else "may need, if its rows are as long as max_length allows,"
         what = "a GPU has" if planned.stage.resources.gpus_per_worker else "the machine has for it"
         lines.append(
-            f"stages.{planned.name} {verb} {_gib(need.memory)} per worker ({need.basis}: {describe(need.terms)}), and "
-            f"{what} {_gib(held)}; {_remedy(change)}"
+            f"stages.{planned.name} {verb} {gib(need.memory)} per worker ({need.basis}: {describe(need.terms)}), and "
+            f"{what} {gib(held)}; {_remedy(change)}"
         )
         changes.append(change)
         if planned.stage.resources.check_memory and need.least > held:
@@ -73,16 +74,12 @@ def _remedy(change: Change) -> str:
     if not change.overrides:
         name = f"stages.{change.stage}.resources"
         return f"no smaller micro batch, adapter or sharding makes it fit; {name}.check_memory=false runs it anyway"
-    return f"with {' '.join(change.overrides)} it needs {_gib(change.memory)}"
+    return f"with {' '.join(change.overrides)} it needs {gib(change.memory)}"
 
 
 def _write(path: Path, overrides: list[str]) -> None:
     text = yaml.safe_dump({"overrides": overrides}, width=10_000)
     atomic_write(path, f"# posttrain run --overrides-from THIS_FILE\n{text}")
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB"
 
 
 def cheapest(estimator: Estimator, planned: PlannedStage, held: int) -> Change:

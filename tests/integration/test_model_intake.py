@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from flows.declare.config import load_pipeline
-from flows.planning.disk_capacity import require_plan_disk
+from flows.planning.estimates import require_plan_disk
 from flows.planning.plan import make_plan
 from flows.stages.run import job_inputs
 from lineage.artifact import Kind, Source
