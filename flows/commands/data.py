@@ -6,16 +6,17 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, ClassVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Union, get_args, get_origin
 
 from annotated_types import Gt
 
 from flows.commands.arguments import add_json
 from flows.declare.config import load_pipeline, typed
+from flows.declare.operation import strict
 from flows.declare.pipeline import listed
 from flows.wording import printable
 from lineage.artifact import DATA, SOURCE, Kind, Source
@@ -120,7 +121,7 @@ def _finished_data(words: Sequence[str], config_dir: Path | None) -> Examined | 
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class _Measure:
     """Settings besides the fields of sources and data stages.
 
@@ -131,8 +132,6 @@ class _Measure:
         chat_template: replaces the model's.
         thinking: as a training stage has it.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
     kind: Kind | None = None
     model: str | None = None

@@ -6,14 +6,14 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar, cast, get_args
+from typing import Literal, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
 from flows.declare.compose import compose_tree, field_of, groups
-from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger
+from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger, strict
 from flows.declare.pipeline import Advise, CodeDrift, Pipeline, Stage, listed
 from flows.declare.sweep import Sweep
 from lineage.artifact import SOURCE, Source
@@ -173,27 +173,23 @@ def _origins(name: str, module: str, file: Path) -> Iterator[str]:
             yield imports.get(first, f"{module}.{first}") + dot + rest
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class StageNode:
     """A stage as in YAML, before its method's class is known."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
     method: dict[str, object]
     inputs: dict[str, str]
     resources: dict[str, object]
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class GateDefaults:
     """Defaults of all gates of a pipeline."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
     approval: Approval
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class TrainingDefaults:
     """Default fields of trainings, selected by ``preset=``.
 
@@ -202,14 +198,12 @@ class TrainingDefaults:
         sft_adapter: for SFT with an adapter; replace those of ``sft``.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
-
     every: dict[str, object]
     sft: dict[str, object]
     sft_adapter: dict[str, object]
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class Root:
     """The keys of ``conf/config.yaml`` with everything it composes.
 
@@ -217,8 +211,6 @@ class Root:
         adapter, quantization, optimizer, lr_schedule, save, precision, gate: defaults for every method with such a
             field.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
     name: str
     store: str

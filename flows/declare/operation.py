@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, ClassVar
+from typing import Annotated, TypeVar, dataclass_transform
 from zoneinfo import ZoneInfo
 
 from annotated_types import Gt
@@ -46,10 +46,20 @@ def _croniter() -> ModuleType:
     return sys.modules[_MODULE]
 
 
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def strict(cls: type[T]) -> type[T]:
+    """A frozen dataclass whose keys and types are checked when it is built from YAML."""
+    cls.__pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[attr-defined]
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
 _BLOCK = re.compile(r"[a-z0-9-]+/[a-z0-9-]+")
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class Tracking:
     """Where runs are recorded besides their manifests. Not identity.
 
@@ -59,14 +69,12 @@ class Tracking:
         dvc: whether runs of the pipeline as declared commit to DVC, in a DVC repository.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
-
     mlflow: bool
     uri: str | None
     dvc: bool
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class Alias:
     """Settings of an alias of the model registry.
 
@@ -74,12 +82,10 @@ class Alias:
         commercial: refuse models whose ancestry has a non-commercial label.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
-
     commercial: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class Schedule:
     """The schedule of a deployment: exactly one of ``cron`` and ``interval``.
 
@@ -90,8 +96,6 @@ class Schedule:
         timezone: IANA time zone of the cron expression; None: UTC.
         paused: registered, but inactive until it is resumed in Prefect.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
     cron: str | None = None
     interval: Annotated[float, Gt(0)] | None = None
@@ -117,7 +121,7 @@ class Schedule:
             ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class Trigger:
     """What starts a run besides the schedule.
 
@@ -127,8 +131,6 @@ class Trigger:
         settle: seconds without changes before a run starts, so that a burst of changes starts one run.
         events: names of Prefect events; a run starts ``settle`` seconds after the first of them.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
     sources: tuple[str, ...] = ()
     poll: Annotated[float, Gt(0)] = 60.0
@@ -142,7 +144,7 @@ class Trigger:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class Retrain:
     """Promotes a retrained model if its gate passes.
 
@@ -150,8 +152,6 @@ class Retrain:
         promote: the stage whose model is promoted.
         alias: the alias that it gets.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
     promote: str
     alias: str = "champion"

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 
+from flows.declare.operation import strict
 from lineage.errors import ConfigError
 
 Direction = Literal["maximize", "minimize"]
@@ -14,7 +14,7 @@ Direction = Literal["maximize", "minimize"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class Objective:
     """An objective of a sweep: exactly one of ``metric`` and ``function``.
 
@@ -22,8 +22,6 @@ class Objective:
         metric: ``STAGE/METRIC`` of a manifest, such as ``evaluate/dpo/preference_accuracy``.
         function: dotted path of a function of the trial's manifests: ``Mapping[stage, Manifest] -> float``.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
     direction: Direction
     metric: str | None = None
@@ -37,7 +35,7 @@ class Objective:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class Pruning:
     """When a bad trial is stopped early.
 
@@ -48,15 +46,13 @@ class Pruning:
         direction: of this metric; may differ from that of the objective.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
-
     pruner: dict[str, object]
     stage: str
     metric: str
     direction: Direction
 
 
-@dataclass(frozen=True, kw_only=True)
+@strict
 class Sweep:
     """The ``sweep:`` section.
 
@@ -72,8 +68,6 @@ class Sweep:
         parallel: number of concurrent trials; None: as many as this machine admits.
         by_step: a metric that ``until`` reports, such as ``loss``, to be shown step by step in a table.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
     name: str | None
     params: Mapping[str, str]
