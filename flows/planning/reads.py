@@ -28,43 +28,29 @@ def claim(plans: Sequence[Plan], note: Callable[[], None] = lambda: None) -> Non
     Raises:
         ArtifactError: some of it was deleted since its plan was made.
     """
+    stages = [(each, plan.entry(each)) for plan in plans for each in plan.stages if each.state in ("reuse", "resume")]
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # in a read-only store nothing is deleted
             for store in sorted({plan.home for plan in plans}):
                 stack.enter_context(guard(store))
         note()
-        used = {entry.path: entry for plan in plans for entry in _used(plan)}
+        used = {entry.path: entry for _, entry in stages}
+        used |= {entry.path: entry for plan in plans for entry in _named(plan).values()}
         for entry in used.values():
             with contextlib.suppress(OSError):
                 os.utime(entry.output)
-    for plan in plans:
-        _require_there(plan)
-
-
-def _require_there(plan: Plan) -> None:
-    gone = [plan.entry(each).path for each in _taken_up(plan) if not _is_there(each, plan.entry(each))]
-    gone += [file for file in _files(plan) if not file.exists()]  # also of unfinished outputs
+    gone = [entry.path for planned, entry in stages if not _is_there(planned, entry)]
+    gone += [file for plan in plans for file in _files(plan) if not file.exists()]  # also of unfinished outputs
     if gone:
         raise ArtifactError(f"{gone[0]}: was there when the plan was made, and is gone since, as after gc; run again")
 
 
-def _used(plan: Plan) -> list[Entry]:
-    return [*(plan.entry(each) for each in _taken_up(plan)), *_named(plan).values()]
-
-
-def _taken_up(plan: Plan) -> list[PlannedStage]:
-    return [each for each in plan.stages if each.state in ("reuse", "resume")]
-
-
 def _is_there(planned: PlannedStage, entry: Entry) -> bool:
     """Whether its output or checkpoints exist. Checkpoints first: a run that finishes it removes them last."""
-    can_go_on = planned.state == "resume" and bool(entry.checkpoints.steps())
-    return can_go_on or _is_made_now(planned, entry) or (entry.manifest() is not None and entry.output.is_dir())
-
-
-def _is_made_now(planned: PlannedStage, entry: Entry) -> bool:
-    """Whether another run has restarted it, for which this one will wait."""
-    return planned.state == "resume" and entry.work.is_dir() and owner(entry.path) is not None
+    is_resumed = planned.state == "resume"
+    if is_resumed and (entry.checkpoints.steps() or (entry.work.is_dir() and owner(entry.path) is not None)):
+        return True  # or another run has restarted it, for which this one will wait
+    return entry.manifest() is not None and entry.output.is_dir()
 
 
 def _files(plan: Plan) -> list[Path]:

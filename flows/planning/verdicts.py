@@ -70,6 +70,11 @@ def judgements(plan: Plan) -> Iterator[Judgement]:
         yield Judgement(gate=planned.name, output=entry.output, manifest=manifest, verdict=verdict, decided=decided)
 
 
+def refusals(plan: Plan) -> list[str]:
+    """Why models must not be promoted, by each gate that says so; raises as ``judgements``."""
+    return [refusal for each in judgements(plan) if (refusal := each.refusal())]
+
+
 def gates(plan: Plan) -> list[PlannedStage]:
     """The stages that produce a verdict."""
     return [planned for planned in plan.stages if planned.stage.method.produces == Kind.VERDICT]
@@ -115,9 +120,7 @@ def require_passed(plan: Plan) -> None:
     Raises:
         GateError: names the rules that were not met.
     """
-    judged = list(judgements(plan))
-    refusals = [refusal for refusal in (each.refusal() for each in judged) if refusal]
-    if refusals:
+    if refused := refusals(plan):
         kept = "all outputs are kept; the evidence is in"
-        tables = ", ".join(str(each.output / VERDICT_TABLE) for each in judged)
-        raise GateError("\n".join([*refusals, f"{kept} {tables}"]))
+        tables = ", ".join(str(each.output / VERDICT_TABLE) for each in judgements(plan))
+        raise GateError("\n".join([*refused, f"{kept} {tables}"]))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim, reads
-from flows.planning.verdicts import judgements
+from flows.planning.verdicts import refusals
 from flows.progress.run_record import (
     Outcome,
     RunRecord,
@@ -205,7 +205,7 @@ class RunRecorder:
             return "done", ""  # gates judge trials, not the sweep
         made = replace(plan, stages=list(self._stages) or plan.stages)
         try:
-            refusals = [refusal for refusal in (each.refusal() for each in judgements(made)) if refusal]
+            refused = refusals(made)
         except (PipelineError, OSError) as error:
             return "failed", str(error)
-        return ("refused", refusals[0]) if refusals else ("done", "")
+        return ("refused", refused[0]) if refused else ("done", "")

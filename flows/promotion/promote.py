@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import Plan
-from flows.planning.verdicts import Judgement, judgements
+from flows.planning.verdicts import Judgement, judgements, refusals
 from lineage.artifact import DATA, MODELS, SOURCE, Kind
 from lineage.errors import ArtifactError, ConfigError, GateError, PipelineError
 from lineage.fingerprint import short
@@ -166,7 +166,7 @@ def _end(plan: Plan, *, moved: bool) -> str:
     retrain = plan.pipeline.operation.retrain
     if moved and retrain:
         return f"{retrain.promote} is the new {retrain.alias}"
-    return "refused" if any(each.refusal() for each in judgements(plan)) else "done"
+    return "refused" if refusals(plan) else "done"
 
 
 def _data(plan: Plan) -> Iterator[str]:

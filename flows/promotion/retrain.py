@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flows.declare.operation import Retrain
 from flows.planning.plan import Plan
-from flows.planning.verdicts import blocking_gates, judgements, may_ask
+from flows.planning.verdicts import blocking_gates, judgements, may_ask, refusals
 from flows.prefect.address import configured_api_url
 from flows.promotion.promote import outcome, promote
 from flows.tracking import mirror_alias
@@ -90,9 +90,8 @@ def _why_not(plan: Plan, retrain: Retrain) -> str:
     """Why the model does not get the alias; empty: it does."""
     if _promoted_model(plan) == _model(plan, retrain):
         return "it holds the alias already"
-    refusals = [refusal for refusal in (each.refusal() for each in judgements(plan)) if refusal]
-    if refusals:
-        return "; ".join(refusal.partition(":\n")[0] for refusal in refusals)  # the verdict lists the rules
+    if refused := refusals(plan):
+        return "; ".join(refusal.partition(":\n")[0] for refusal in refused)  # the verdict lists the rules
     if _was_rolled_back(plan, retrain):
         return (
             f"it held alias {retrain.alias} before, and a person rolled it back: posttrain promote "
