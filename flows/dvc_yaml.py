@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
 
 import yaml
@@ -98,17 +99,10 @@ def _source_files(pipeline: Pipeline, name: str, folder: Path) -> list[str]:
         path = stated.path
         matches = local_paths(path)
         found += [_inside(place, folder) for place in local_parts(stated) if place not in matches]
-        before = _inside(Path(*_before_wildcards(path)), folder)
+        before = _inside(Path(*takewhile(lambda part: not glob.has_magic(part), Path(path).parts)), folder)
         is_wide = matches and glob.has_magic(path) and before not in (None, ".")
         found += [before] if is_wide else [_inside(place, folder) for place in matches]
     return [path for path in dict.fromkeys(found) if path]
-
-
-def _before_wildcards(path: str) -> Iterator[str]:
-    for part in Path(path).parts:
-        if glob.has_magic(part):
-            return
-        yield part
 
 
 def _inside(path: Path, folder: Path) -> str | None:

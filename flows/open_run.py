@@ -74,7 +74,10 @@ def open_run(
     tracker = make_tracker(plan.pipeline.tracking) if stages or trials else Tracker()
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
-    sweep = _sweep_record(plan, trials) if trials else None
+    sweep = None
+    if trials:
+        own = [planned.name for planned in plan.stages if planned.name in trials.own]
+        sweep = SweepRecord(folder=str(trials.folder), own=own, trials=trials.count)
     with contextlib.ExitStack() as stack:
         if recorder is None:
             recorder = RunRecorder(plan.home, plan.pipeline.name, words, in_flow=in_flow, command=command)
@@ -122,11 +125,6 @@ def _with_run_id(run_id: str) -> Iterator[None]:
             del os.environ[RUN_VARIABLE]
         else:
             os.environ[RUN_VARIABLE] = before
-
-
-def _sweep_record(plan: Plan, trials: Trials) -> SweepRecord:
-    own = [planned.name for planned in plan.stages if planned.name in trials.own]
-    return SweepRecord(folder=str(trials.folder), own=own, trials=trials.count)
 
 
 def _stated(plan: Plan) -> list[Statement]:

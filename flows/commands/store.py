@@ -45,7 +45,9 @@ def run_verify(options: argparse.Namespace) -> int:
         shown = [asdict(each) for each in findings]
         print(json.dumps({"checked": len(checked.chosen), "intact": not faults, "findings": shown}, indent=2))
     else:
-        print(printable_text(_verified_text(findings, len(faults), checked)))
+        lines = [f"{each.fault:9} {each.what}: {each.why}\n          {each.mend}" for each in findings]
+        verdict = f"{len(faults)} faults" if faults else "intact"
+        print(printable_text("\n".join([*lines, f"{len(checked.chosen)} artifacts checked: {verdict}"])))
     return 1 if faults else 0
 
 
@@ -89,13 +91,6 @@ def _all_findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iter
         yield from check_mlflow(tracking.uri, store, checked)
     if checked.is_whole and tracking.dvc:
         yield from check_lock(Path.cwd(), store, cache)
-
-
-def _verified_text(findings: list["Finding"], num_faults: int, checked: "Checked") -> str:
-    lines = [f"{each.fault:9} {each.what}: {each.why}\n          {each.mend}" for each in findings]
-    count = f"{len(checked.chosen)} artifacts"
-    lines.append(f"{count} checked: {num_faults} faults" if num_faults else f"{count} checked: intact")
-    return "\n".join(lines)
 
 
 def add_gc(parser: argparse.ArgumentParser) -> None:

@@ -327,7 +327,9 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     if "adapter" not in taken or recipe.get("adapter") != AUTO:
         return _built(where, cls, recipe, resources, parts, root, tree["quantization"])
     choices, refused = dict[str, Stage](), list[ConfigError]()
-    for label, adapter in _choices(resources).items():
+    few_bits = {"qlora": {"type": "lora", "quantization": "nf4"}} if resources.gpus_per_worker else {}
+    # A base in 4 bits needs a GPU.
+    for label, adapter in {"full": None, "lora": {"type": "lora"}, **few_bits}.items():
         try:
             stage = _built(where, cls, {**recipe, "adapter": adapter}, resources, parts, root, tree["quantization"])
             check_compatible(where, stage.method, resources)
@@ -337,12 +339,6 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     if not choices:
         raise refused[0]
     return replace(next(iter(choices.values())), choices=choices)
-
-
-def _choices(resources: Resources) -> dict[str, Node | None]:
-    """The choices of ``adapter=auto``; a base in 4 bits needs a GPU."""
-    few_bits = {"qlora": {"type": "lora", "quantization": "nf4"}} if resources.gpus_per_worker else {}
-    return {"full": None, "lora": {"type": "lora"}, **few_bits}
 
 
 def _built(

@@ -58,15 +58,6 @@ def check_fallbacks(pipeline: Pipeline) -> None:
             raise ConfigError(f"{where}: {error}") from error
 
 
-def sources_of_aliases(pipeline: Pipeline) -> dict[str, list[str]]:
-    """Alias -> names of the sources that refer to it."""
-    aliases: dict[str, list[str]] = {}
-    for name in pipeline.used_sources():
-        if is_alias(pipeline.sources[name]):
-            aliases.setdefault(_alias_and_stage(pipeline.sources[name])[0], []).append(name)
-    return aliases
-
-
 def artifact(event: Event) -> tuple[str, str]:
     """Stage and fingerprint of a promoted model."""
     assert event.stage is not None
@@ -174,7 +165,11 @@ def resolve_champions(pipeline: Pipeline, pinned: Callable[[str], str]) -> Champ
     found: dict[str, Champion] = {}
     notes: list[str] = []
     stacked = stacks(read_events(pipeline.store))
-    for alias, names in sources_of_aliases(pipeline).items():
+    aliases: dict[str, list[str]] = {}  # alias -> names of the sources that refer to it
+    for name in pipeline.used_sources():
+        if is_alias(pipeline.sources[name]):
+            aliases.setdefault(_alias_and_stage(pipeline.sources[name])[0], []).append(name)
+    for alias, names in aliases.items():
         held = stacked.get(alias, [])
         promotion = _choose(pipeline, names, held, pinned)
         resolved_alias = resolve_alias(pipeline, names, promotion)

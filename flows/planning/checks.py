@@ -202,7 +202,8 @@ def _check_length(pipeline: Pipeline, name: str, method: Evaluate) -> None:
     lengths = [length for recipe in recipes if isinstance(length := recipe.get("max_length"), int)]
     if lengths:
         method.lengths(max(lengths))
-    elif not any(_has_record(source.path) for source in sources):
+    # An output with a manifest may record the length of its rows.
+    elif not any(source.path.startswith(ALIAS) or Path(source.path).name == "output" for source in sources):
         raise ConfigError(
             f"stages.{name}.method.max_length is not set, and none of the models is trained by a stage whose length it "
             f"could follow; a number of tokens is accepted; set stages.{name}.method.max_length=1024"
@@ -218,11 +219,6 @@ def _check_thinking(pipeline: Pipeline, name: str, method: Evaluate) -> None:
         agreed_thinking({ref: getattr(each, _THINKING) for ref, each in methods.items() if hasattr(each, _THINKING)})
     except ConfigError as error:
         raise ConfigError(f"stages.{name}.method: {error}") from error
-
-
-def _has_record(path: str) -> bool:
-    """Whether a source is an output with a manifest, which may record the length of rows."""
-    return path.startswith(ALIAS) or Path(path).name == "output"
 
 
 def _models(pipeline: Pipeline, name: str) -> dict[str, str]:
@@ -362,20 +358,15 @@ def _check_optimizer(where: str, method: Training) -> None:
 
 def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:
     """A suggestion for fp32 trainings on this CPU if it has bf16 instructions."""
-    slow = [
-        name
-        for name, stage in stages.items()
-        if isinstance(stage.method, Training) and _could_use_bf16(stage.method, stage)
-    ]
+    slow = []
+    for name, stage in stages.items():
+        method = stage.method
+        if isinstance(method, Training) and (not method.has_own_loop or "precision" in method.applies):
+            slow += [name] if method.precision == "fp32" and not stage.resources.gpus_per_worker else []
     found = bf16_instructions() if slow and not os.environ.get("RAY_ADDRESS") else None
     if not found:
         return []
     return [f"precision=bf16 would train {', '.join(slow)} faster: this CPU has {found} (docs/performance.md)"]
-
-
-def _could_use_bf16(method: Training, stage: Stage) -> bool:
-    applies = not method.has_own_loop or "precision" in method.applies
-    return applies and method.precision == "fp32" and not stage.resources.gpus_per_worker
 
 
 def bf16_instructions() -> str | None:

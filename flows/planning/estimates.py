@@ -143,17 +143,20 @@ class History:
         own = (features.hardware, features.family, features.method)
         return [run for run in self.runs if (run.features.hardware, run.features.family, run.features.method) == own]
 
-    def row_tokens(self, features: Features) -> float | None:
-        """Mean tokens per row of the same data, from the longest training on it; None: unknown."""
-        own = (features.rows, features.method)
-        runs = [run.features for run in self.runs if (run.features.rows, run.features.method) == own]
-        return max(runs, key=lambda each: each.num_steps).row_tokens if runs else None
+    def lengths(self, method: Training, features: Features) -> tuple[float, int]:
+        """Mean tokens per row and tokens of the longest sequence.
 
-    def longest(self, features: Features) -> int | None:
-        """Upper bound of the row length of the same data, from runs without cut rows; None: unknown."""
+        As past runs on the same data counted them, or else the maximum.
+        """
+        reads = getattr(method, "reads", None)
+        most = float(method.max_length * max(1, len(reads.answers) if reads else 1))
         own = (features.rows, features.method)
         runs = [run.features for run in self.runs if (run.features.rows, run.features.method) == own]
-        return min((each.max_length for each in runs if not each.is_cut), default=None)
+        if not runs or (reads is not None and reads.joined):
+            return most, method.max_length
+        mean = max(runs, key=lambda each: each.num_steps).row_tokens or most
+        whole = (each.max_length for each in runs if not each.is_cut)  # which bounds the length of a row
+        return min(mean, most), min([method.max_length, *whole])
 
     def memory(self, features: Features) -> int | None:
         """Peak memory in bytes: the formula plus the excess of the most similar run, such as allocator gaps.
@@ -237,8 +240,8 @@ class Estimator:
         num_steps: int,
     ) -> Estimate:  # fmt: skip
         key = _key(planned, found)
-        tokens = _row_tokens(method, key, self._history)
-        terms = memory(method, resources, found, shapes, _longest(method, key, self._history))
+        tokens, longest = self._history.lengths(method, key)
+        terms = memory(method, resources, found, shapes, longest)
         total = work(method, resources, found, num_steps=num_steps, tokens=tokens)
         features = replace(
             key, model_bytes=terms.model, row_bytes=max(terms.total - terms.model, 1), flops=total.flops,
@@ -345,23 +348,6 @@ def _error(runs: Sequence[Run]) -> tuple[float, float] | None:
     seconds = [(run.predicted_seconds, run.seconds + run.other_seconds) for run in runs]
     of_time = [abs(predicted / measured - 1) for predicted, measured in seconds if predicted]
     return (median(of_memory), median(of_time)) if of_memory and of_time else None
-
-
-def _row_tokens(method: Training, features: Features, history: History) -> float:
-    """Mean tokens per row: as counted in past runs, or the maximum."""
-    reads = getattr(method, "reads", None)
-    most = float(method.max_length * max(1, len(reads.answers) if reads else 1))
-    if reads is not None and reads.joined:
-        return most
-    return min(history.row_tokens(features) or most, most)
-
-
-def _longest(method: Training, features: Features, history: History) -> int:
-    """Length of the longest sequence in tokens."""
-    reads = getattr(method, "reads", None)
-    if reads is not None and reads.joined:
-        return method.max_length
-    return min(history.longest(features) or method.max_length, method.max_length)
 
 
 def _key(planned: PlannedStage, found: Architecture) -> Features:

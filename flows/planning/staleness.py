@@ -114,10 +114,13 @@ def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path
     num_epochs = method.num_epochs
     if num_epochs is None and examples and num_steps:
         num_epochs = num_steps * float(method.rows_per_step) / examples
+    length_reason = "num_steps"
+    if method.num_steps is None:
+        length_reason = "num_epochs, the default" if method.num_epochs == 1 else "num_epochs"
     return Hyperparameters(
         learning_rate=method.learning_rate, learning_rate_reason=_learning_rate_reason(method), num_steps=num_steps,
         num_epochs=num_epochs, num_examples=examples, is_exact=exact is not None or examples is None,
-        global_batch_size=method.global_batch_size, length_reason=_length_reason(method),
+        global_batch_size=method.global_batch_size, length_reason=length_reason,
         warmup=method.schedule.warmup, num_rows=_train_rows(rows),
     )  # fmt: skip
 
@@ -133,12 +136,6 @@ def _learning_rate_reason(method: TrainingRecipe) -> str:
     if method.learning_rate == applied:
         return f"default of {name}{under}"
     return f"as set; default of {name}{under}: {applied:g}"
-
-
-def _length_reason(method: TrainingRecipe) -> str:
-    if method.num_steps is not None:
-        return "num_steps"
-    return "num_epochs, the default" if method.num_epochs == 1 else "num_epochs"
 
 
 def _prepared(method: TrainingRecipe, rows: Manifest | None) -> int | None:

@@ -139,7 +139,10 @@ def pipeline_flow(pipeline: Declared, preset: Preset) -> Flow[..., None]:
                 if record.open_flow and record.open_flow.flow_run == str(flow_run.id):
                     record.reported(found.store, to_prefect=True)
             if state.is_cancelled() or state.is_cancelling() or state.is_crashed():
-                _notify_of_end(found, flow_run, state)
+                with get_client(sync_client=True) as client:
+                    now = client.read_flow_run(flow_run.id)  # the process that started the run knows its first name
+                if state.is_crashed() or not now.state.is_final():  # else it was too late to stop it
+                    notify_of(found, now.name, "crashed" if state.is_crashed() else "stopped", state.message or "")
 
     @flow(
         name=pipeline.name,
@@ -187,7 +190,13 @@ def _run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_
     recorder = RunRecorder(pipeline.store, pipeline.name, list(map(redacted, cli_args)))
     try:
         if not any_code:
-            _require_planned_code(flow_run.deployment_version, deployed_code(option, preset))
+            planned, found = flow_run.deployment_version, deployed_code(option, preset)
+            if planned and planned != found:
+                raise ConfigError(
+                    f"this run was planned with the code {planned}, and the code here is {found}; deploy the new code "
+                    "(start `posttrain serve` again, or `prefect deploy --all`) and make a new run, "
+                    "or give this one any_code=true"
+                )
         create_store(pipeline.store)
         with recorder.open():
             enter_flow_run(recorder, is_ours=False)
@@ -290,28 +299,11 @@ def _exit_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name="parent").start()
 
 
-def _notify_of_end(pipeline: Pipeline, flow_run: FlowRun, state: State[None]) -> None:
-    with get_client(sync_client=True) as client:
-        now = client.read_flow_run(flow_run.id)  # the process that started the run knows its first name
-    if state.is_crashed() or not now.state.is_final():  # else it was too late to stop it
-        notify_of(pipeline, now.name, "crashed" if state.is_crashed() else "stopped", state.message or "")
-
-
 def notify_of(pipeline: Pipeline, run: str, end: Literal["failed", "stopped", "crashed"], why: str) -> None:
     """Notifies whom the pipeline names of an end that its outcome does not report."""
     if pipeline.operation.notify:
         body = " ".join(f"{pipeline.name}: The run {run!r} {end}: {why}".split())
         notify(pipeline.operation.notify, f"{pipeline.name}: {end}", body)
-
-
-def _require_planned_code(planned: str | None, found: str) -> None:
-    """Raises ConfigError: the code here is not that for which the run was made."""
-    if planned and planned != found:
-        raise ConfigError(
-            f"this run was planned with the code {planned}, and the code here is {found}; deploy the new code "
-            "(start `posttrain serve` again, or `prefect deploy --all`) and make a new run, "
-            "or give this one any_code=true"
-        )
 
 
 def deployed_code(option: str, preset: Preset) -> str:

@@ -230,7 +230,11 @@ def render(preset: Preset) -> str:
             "tags": each.tags,
             "schedules": each.schedules,
             **({"triggers": each.triggers} if each.triggers else {}),
-            "work_pool": _work_pool(preset),
+            # A new object for each: YAML would write a shared one as an alias.
+            "work_pool": {
+                "name": POOL,
+                **({"job_variables": {"env": preset.environment}} if preset.environment else {}),
+            },
         }
         for each in deployable(preset)
     ]
@@ -240,11 +244,6 @@ def render(preset: Preset) -> str:
     head = _HEAD.format(words=f" {words}" if words else "", setting=setting, pool=POOL)
     document = {"name": POOL, "pull": pull, "deployments": deployments}
     return head + str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
-
-
-def _work_pool(preset: Preset) -> dict[str, object]:
-    """A new object for each deployment: YAML would write a shared one as an alias."""
-    return {"name": POOL, **({"job_variables": {"env": preset.environment}} if preset.environment else {})}
 
 
 def main() -> int:

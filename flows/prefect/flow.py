@@ -227,11 +227,6 @@ def as_task(title: str, work: Callable[[], None]) -> None:
     task(run_stage, name="run_stage", task_run_name=title, cache_policy=NO_CACHE, persist_result=False)()
 
 
-def failed_state(failure: str | None) -> State[None] | None:
-    """How a flow run ends; None: completed."""
-    return Failed(message=failure) if failure else None
-
-
 def task_runner() -> ThreadPoolTaskRunner:
     """Threads that wait: what may run at once is admitted by CPUs and GPUs."""
     return ThreadPoolTaskRunner(max_workers=64)
@@ -270,7 +265,11 @@ def run_stages(run: Run, results: dict[str, Result]) -> None:
     except BaseException:
         run.processes.stop()  # forwards the stop to the stages, and waits for them
         raise
-    _raise_first_failure(runs)
+    states = [run.state if isinstance(run, PrefectFuture) else run for run in runs.values()]
+    # A stage that never began, because one before it failed, has no error of its own.
+    errors = [state.result(raise_on_failure=False) for state in states if state.is_failed() or state.is_crashed()]
+    for error in sorted(errors, key=lambda error: not isinstance(error, PipelineError)):
+        raise error
 
 
 def approved(run: Run) -> bool:
@@ -293,14 +292,6 @@ def verdict_state(run: Run) -> State[None] | None:
     except GateError as refusal:
         return Failed(name="Refused", message=str(refusal))
     return None
-
-
-def _raise_first_failure(runs: dict[str, PrefectFuture[None] | State[None]]) -> None:
-    states = [run.state if isinstance(run, PrefectFuture) else run for run in runs.values()]
-    # A stage that never began, because one before it failed, has no error of its own.
-    errors = [state.result(raise_on_failure=False) for state in states if state.is_failed() or state.is_crashed()]
-    for error in sorted(errors, key=lambda error: not isinstance(error, PipelineError)):
-        raise error
 
 
 class Approval(RunInput):

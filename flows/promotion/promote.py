@@ -36,7 +36,8 @@ def require_verdict(index: Index, model: Manifest, alias: str, events: Sequence[
         _refuse_rejected(index, judges, model, events)
         newest = _newest_of_each_gate(index, judges, model)
         for found, verdict in newest:
-            _require_current(index, found, verdict, alias, events)
+            if reason := _other_champion(index, found, verdict, alias, events):
+                raise GateError(f"{reason}; posttrain run of pipeline {found.pipeline} compares again, {_FORCE}")
             _require_pass(index, found, verdict, events)
     except GateError:
         if force:
@@ -85,13 +86,6 @@ def _refuse_rejected(index: Index, judges: Sequence[Indexed], model: Manifest, e
             f"{model.stage}@{short(model.fingerprint)} was rejected by {of_model[-1].who}: {of_model[-1].why}; run "
             f"with gate.approval=required to be asked again, {_FORCE}"
         )
-
-
-def _require_current(index: Index, found: Indexed, verdict: Verdict, alias: str, events: Sequence[Event]) -> None:
-    """Requires that the verdict compared with the model that would be replaced."""
-    reason = _other_champion(index, found, verdict, alias, events)
-    if reason:
-        raise GateError(f"{reason}; posttrain run of pipeline {found.pipeline} compares again, {_FORCE}")
 
 
 def _other_champion(index: Index, found: Indexed, verdict: Verdict, alias: str, events: Sequence[Event]) -> str | None:
@@ -178,15 +172,12 @@ def _data(plan: Plan) -> Iterator[str]:
             found[planned.name] = manifest.metrics
     new = [name for name, metrics in found.items() if "new_rows" in metrics]
     if new:
-        counts = [f"{name} {found[name]['new_rows']:g}{_replayed(found[name]['replayed_rows'])}" for name in new]
+        replayed = {name: f" (and {count:g} replayed)" for name in new if (count := found[name]["replayed_rows"])}
+        counts = [f"{name} {found[name]['new_rows']:g}{replayed.get(name, '')}" for name in new]
         yield f"New rows: {', '.join(counts)}."
     whole = [f"{name} {metrics['rows']:g}" for name, metrics in found.items() if name not in new]
     if whole:
         yield f"Rows: {', '.join(whole)}."
-
-
-def _replayed(count: float) -> str:
-    return f" (and {count:g} replayed)" if count else ""
 
 
 def _models(plan: Plan) -> Iterator[str]:

@@ -237,7 +237,8 @@ def _refusal_dict(refusal: Refusal, where: str) -> dict[str, object]:
 def compat_text() -> str:
     """The tables of ``compat``: settings with conditions, pairs that do not work together, and the rules."""
     alone, pairs = all_outcomes()
-    parts = [f"Settings: {_values_text()}"]
+    values = (f"{name} {', '.join(each.value for each in values)}" for name, values in choices().items())
+    parts = [f"Settings: {'; '.join(values)}"]
     if conditions := condition_rows(alone):
         parts.append(_table(("SETTING", "WORKS", "WHY, OR WITH WHAT"), conditions))
     if refused := refused_rows(pairs):
@@ -246,10 +247,6 @@ def compat_text() -> str:
         parts.append("Every setting of these works with every other.")
     parts.append(_table(("RULE", "REFUSES, FOR EXAMPLE", "WHY", "SET INSTEAD"), rule_rows()))
     return "\n\n".join(parts)
-
-
-def _values_text() -> str:
-    return "; ".join(f"{name} {', '.join(each.value for each in values)}" for name, values in choices().items())
 
 
 def rule_rows() -> list[tuple[str, str, str, str]]:

@@ -20,12 +20,14 @@ def status_dict(store: Path, live: Sequence[RunView], last: Sequence[RunView]) -
 
 
 def _run_dict(run: RunView) -> dict[str, object]:
-    record = run.record
+    record, sweep = run.record, run.record.sweep
     return {
         "id": record.id, "pipeline": record.pipeline, "state": run.state, "cause": record.cause, "said": record.said,
         "waits_for": "" if run.ended else record.waits_for,
         "started": record.started, "ended": run.ended, "seconds": run.seconds, "command": run.command,
-        "driver": {"host": record.driver.host, "pid": record.driver.pid}, "sweep": _sweep_dict(run),
+        "driver": {"host": record.driver.host, "pid": record.driver.pid},
+        "sweep": sweep
+        and {"folder": sweep.folder, "stages": sweep.own, "trials": sweep.trials, "ended": dict(run.trials)},
         "links": dict(_links(run)), "prefect_flow_run": record.links.flow_run, "mlflow_run_id": record.links.mlflow_run,
         "stages": [_stage_dict(stage) for stage in run.stages],
     }  # fmt: skip
@@ -84,13 +86,6 @@ def _trial_rows(run: RunView) -> Iterator[tuple[str, str]]:
         counts = ", ".join(f"{count} {state}" for state, count in run.trials.items())
         of = f" of {run.record.sweep.trials}" if run.record.sweep.trials else ""
         yield "trials", f"{ended}{of} ended{f' ({counts})' if counts else ''}; each runs {own}"
-
-
-def _sweep_dict(run: RunView) -> dict[str, object] | None:
-    sweep = run.record.sweep
-    if sweep is None:
-        return None
-    return {"folder": sweep.folder, "stages": sweep.own, "trials": sweep.trials, "ended": dict(run.trials)}
 
 
 def _stage_rows(stages: Sequence[StageView]) -> Iterator[tuple[str, str]]:

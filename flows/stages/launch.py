@@ -279,7 +279,8 @@ class StageProcesses:
 
     def _start(self, job: Job) -> tuple[BaseProcess, Connection]:
         reader, writer = multiprocessing.Pipe(duplex=False)
-        context = self._server if shares_imports(job.method, is_first=_reads_sources(job)) else self._fresh
+        is_first = all(each.planned.source is not None for each in job.inputs.values())
+        context = self._server if shares_imports(job.method, is_first=is_first) else self._fresh
         try:
             with self._starting, in_stage_environment():
                 # The fork server itself has the environment of the run that started it.
@@ -345,10 +346,6 @@ class StageProcesses:
         process.join()
         with self._lock:
             self._running.pop(directory, None)
-
-
-def _reads_sources(job: Job) -> bool:
-    return all(each.planned.source is not None for each in job.inputs.values())
 
 
 def _result(job: Job, reply: Answer) -> Metrics:

@@ -43,11 +43,9 @@ _LONGEST_PARENT = 38  # of the 107 characters of a socket's path; the rest is /r
 
 def train(job: Job) -> Metrics:
     """Runs a training job through ``TorchTrainer`` and returns rank 0's metrics."""
-    return _train_on_cluster(job) if job.resources.on_cluster else _train_here(job)
-
-
-def _train_here(job: Job) -> Metrics:
-    """Runs in Ray Train's local mode: in this process, without a cluster or actors."""
+    if job.resources.on_cluster:
+        return _train_on_cluster(job)
+    # Ray Train's local mode: in this process, without a cluster or actors.
     trainer = TorchTrainer(lambda: run_worker(job), scaling_config=ScalingConfig(num_workers=0))
     return _metrics(trainer.fit().return_value)
 

@@ -67,19 +67,15 @@ class Planner:
         own = [f"{field}={value}" for field, value in params.items()]
         try:
             pipeline = pipeline_of(self._composer.tree(own), [*self._overrides, *own], self._config_dir)
-            _refuse_foreground(pipeline)
+            for name, stage in pipeline.stages.items():
+                if stage.resources.launcher == Launcher.FOREGROUND:
+                    raise ConfigError(
+                        f"stages.{name}.resources.launcher={Launcher.FOREGROUND}: a sweep runs stages side by side; "
+                        "debug a single trial with posttrain run, or choose another launcher"
+                    )
             return Trial(number=number, params=params, plan=_until(make_plan(pipeline, self._memo), self._until))
         except ConfigError as error:
             raise ConfigError(f"trial {number}: {' '.join(own)}: {error}") from error
-
-
-def _refuse_foreground(pipeline: Pipeline) -> None:
-    for name, stage in pipeline.stages.items():
-        if stage.resources.launcher == Launcher.FOREGROUND:
-            raise ConfigError(
-                f"stages.{name}.resources.launcher={Launcher.FOREGROUND}: a sweep runs stages side by side; "
-                "debug a single trial with posttrain run, or choose another launcher"
-            )
 
 
 def _until(plan: Plan, stage: str | None) -> Plan:
@@ -263,18 +259,16 @@ def _objective_value(name: str, objective: Objective, manifests: Mapping[str, Ma
                 f"objective {name} ({objective.function}) raised {type(error).__name__}: {error}"
             ) from error
     else:
-        value = _metric(str(objective.metric), manifests)
+        metric, found = str(objective.metric), dict[str, float]()
+        for stage, each in manifests.items():
+            found |= {f"{stage}/{measured}": value for measured, value in each.metrics.items()}
+        if metric not in found:
+            of_stage = [each for each in found if each.startswith(metric.partition("/")[0] + "/")] or found
+            raise ArtifactError(
+                f"no metric {metric}; there are: {listed(metric, sorted(of_stage)) or 'none'} "
+                "(choose one with sweep.objectives.NAME.metric)"
+            )
+        value = found[metric]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ArtifactError(f"objective {name} ({objective.metric or objective.function}) is {value}, not finite")
     return float(value)
-
-
-def _metric(metric: str, manifests: Mapping[str, Manifest]) -> float:
-    found = {f"{stage}/{name}": value for stage, each in manifests.items() for name, value in each.metrics.items()}
-    if metric not in found:
-        of_stage = sorted(each for each in found if each.startswith(metric.partition("/")[0] + "/")) or sorted(found)
-        raise ArtifactError(
-            f"no metric {metric}; there are: {listed(metric, of_stage) or 'none'} "
-            "(choose one with sweep.objectives.NAME.metric)"
-        )
-    return found[metric]

@@ -203,14 +203,17 @@ def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen, com
         with contextlib.suppress(OSError):  # stderr is closed
             print(union_text(sweep), file=sys.stderr, flush=True)
         server = stack.enter_context(embedded_server(plan.pipeline.store / "logs" / "prefect-server.log"))
-        from flows.prefect.flow import as_task, failed_state, in_flow  # imports prefect, beside the server's start
+        from prefect.states import Failed  # beside the server's start
+
+        from flows.prefect.flow import as_task, in_flow
 
         if server:
             server.wait_until_ready()
 
         def body() -> "State[None] | None":
             engine.drive(run, as_task)
-            return failed_state(engine.failure())
+            failure = engine.failure()
+            return Failed(message=failure) if failure else None
 
         in_flow(run, body, server, name=f"{plan.pipeline.name}-sweep", flow_run_name=folder.name)
         run.tracker.keep([path for path in sorted(folder.iterdir()) if path.suffix in _KEPT])

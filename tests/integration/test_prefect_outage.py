@@ -9,8 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from prefect.states import Failed
 
-from flows.prefect.flow import as_task, failed_state, in_flow
+from flows.prefect.flow import as_task, in_flow
 from flows.prefect.open_runs import settle_left
 from flows.prefect.server import read_settings_again, send_events
 from flows.progress.recorder import RunRecorder
@@ -91,7 +92,7 @@ def test_how_a_body_ends_is_how_its_flow_run_does(run, toy, tmp_path):
     for body, error in ((stopped, KeyboardInterrupt), (failing, PipelineError)):
         with pytest.raises(error):
             in_flow(run, body, None, name="toy")
-    in_flow(run, lambda: failed_state("a gate refused"), None, name="toy")
+    in_flow(run, lambda: Failed(message="a gate refused"), None, name="toy")
     in_flow(run, lambda: None, None, name="toy")
     assert states(tmp_path / "prefect/prefect.db")[0] == ["CANCELLED", "FAILED", "FAILED", "COMPLETED"]
     assert not notes(toy)
