@@ -222,6 +222,14 @@ def latest(store: Path, number: int | None = None) -> Iterator[RunRecord]:
                 yield record
 
 
+def runs_of(store: Path, directory: Path) -> Iterator[tuple[RunRecord, StageRecord]]:
+    """The runs that have a stage of this directory, newest first; on another host the store may have another path."""
+    for record in latest(store):
+        for stage in record.stages.values():
+            if Path(stage.directory).parts[-2:] == directory.parts[-2:]:
+                yield record, stage
+
+
 def left_open(store: Path) -> list[RunRecord]:
     """Runs whose process ended before MLflow and Prefect knew their end."""
     recorded = latest(store, _CHECKED_OPEN)

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from flows.declare.config import load_pipeline
-from flows.progress.run_record import RunRecord, latest
+from flows.progress.run_record import RunRecord, runs_of
 from flows.progress.stage_log import stage_entry
 from flows.wording import counted, printable_text
 from lineage.diagnosis.curves import Curve, Curves, read_curves
@@ -66,13 +66,8 @@ def read_diagnosis(ref: str, store: Path) -> Diagnosis:
         ConfigError, ArtifactError: the REF names no stage that has started.
     """
     entry = stage_entry(ref, store)
-    run, failure = None, ""
-    for record in latest(store):
-        for stage in record.stages.values():
-            if stage.directory and Path(stage.directory).parts[-2:] == entry.path.parts[-2:]:
-                run, failure = record, stage.reason if stage.state == "failed" else ""
-        if run:
-            break
+    run, stage = next(runs_of(store, entry.path), (None, None))
+    failure = stage.reason if stage and stage.state == "failed" else ""
     name, curves = entry.path.parent.name, read_curves(entry.path, failure=failure)
     found = Diagnosis(name=name, entry=entry, curves=curves, findings=[], run=run)
     if curves.micro_batch_size is None:

@@ -12,7 +12,7 @@ import psutil
 
 from flows.planning.estimates import Estimator, History
 from flows.planning.plan import PlannedStage
-from flows.progress.run_record import RunRecord, StageRecord, latest, processes_of
+from flows.progress.run_record import processes_of, runs_of
 from flows.progress.stage_progress import Progress
 from flows.stages.job import STOP_FILE, Job
 from flows.stages.launch import saving_first
@@ -293,10 +293,15 @@ def ended_before(store: Path, entry: Entry) -> str:
         store: where runs leave their notes.
         entry: with the reports of that attempt.
     """
-    for note in latest(store) if attempts(entry.path) else ():
-        for stage in note.stages.values():
-            if _is_of(stage, entry) and not note.is_live(store):
-                return _cause(note, stage, entry)
+    for record, stage in runs_of(store, entry.path) if attempts(entry.path) else ():
+        if stage.state == "failed" and not record.is_live(store):
+            return stage.reason.partition("\n")[0]
+        if stage.state == "running" and not record.is_live(store):
+            reached = Progress(path=entry.metrics, total=None)
+            reached.refresh()
+            host = record.driver.host
+            how = f"driver on {host} was killed" if record.outcome is None else f"run on {host} was stopped"
+            return f"its {how}{f' at step {reached.step}' if reached.step else ''}"
     return ""
 
 
@@ -305,25 +310,9 @@ def end_left(store: Path, entry: Entry) -> None:
 
     Those are Ray's agents: for 60 s they try to reach a head that is gone too.
     """
-    records = latest(store) if attempts(entry.path) else ()
-    last = next((each for each in records if any(_is_of(stage, entry) for stage in each.stages.values())), None)
+    found = runs_of(store, entry.path) if attempts(entry.path) else ()
+    last = next((record for record, stage in found if stage.state in ("running", "failed")), None)
     if last and last.outcome is None and last.driver.is_here() and last.driver.is_gone():
         for process in processes_of(last):
             with contextlib.suppress(psutil.Error):  # it ended meanwhile, or belongs to another user
                 process.kill()
-
-
-def _is_of(stage: StageRecord, entry: Entry) -> bool:
-    """Whether a record is of this entry; on another host the store may have another path."""
-    return stage.state in ("running", "failed") and Path(stage.directory).parts[-2:] == entry.path.parts[-2:]
-
-
-def _cause(note: RunRecord, stage: StageRecord, entry: Entry) -> str:
-    if stage.state == "failed":
-        return stage.reason.partition("\n")[0]
-    reached = Progress(path=entry.metrics, total=None)
-    reached.refresh()
-    how = (
-        f"driver on {note.driver.host} was killed" if note.outcome is None else f"run on {note.driver.host} was stopped"
-    )
-    return f"its {how}{f' at step {reached.step}' if reached.step else ''}"
