@@ -6,12 +6,12 @@ listed in ``Recipe.notes``, with what verl does instead.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Protocol, cast
 
 from lineage.errors import ConfigError
 from tasks.context import Resources
 from tasks.grpo import GRPO, VARIANTS
 from tasks.method import Method
+from tasks.ppo import PPO
 from tasks.rloo import RLOO
 from tasks.train.generating import Generating
 
@@ -42,20 +42,6 @@ _INSTEAD = {  # field -> what verl does instead
     "best": "keeps no best model",
     "adapter.dropout": "has no dropout in a LoRA",
 }
-
-
-class _PPO(Protocol):
-    """Fields of ``tasks.ppo.PPO`` beyond those of every generating method."""
-
-    kl_coef: float
-    kl_target: float | None
-    kl_horizon: int | None
-    gamma: float
-    gae_lambda: float
-    clip_range: float
-    value_clip_range: float | None
-    value_coef: float
-    whiten_advantages: bool
 
 
 @dataclass
@@ -105,11 +91,10 @@ def verl_recipe(method: Method, resources: Resources, places: Places, num_rows: 
     Raises:
         ConfigError: verl lacks the method or this form of it.
     """
-    if not isinstance(method, GRPO | RLOO) and method.name() != "PPO":
+    if not isinstance(method, GRPO | RLOO | PPO):
         raise ConfigError(
             f"{method.name()}: is not exported to verl; stages of GRPO, RLOO and PPO are accepted; name one of them"
         )
-    assert isinstance(method, Generating)
     recipe = Recipe()
     _check_adapter(method)
     recipe.read.add("adapter_in")
@@ -124,7 +109,7 @@ def verl_recipe(method: Method, resources: Resources, places: Places, num_rows: 
     elif isinstance(method, RLOO):
         _rloo(method, recipe)
     else:
-        _ppo(cast("_PPO", method), places, recipe)
+        _ppo(method, places, recipe)
     recipe.put(
         "trainer", project_name=places.pipeline, experiment_name=places.stage, logger=["console"],
         nnodes=resources.num_nodes, n_gpus_per_node=max(1, resources.num_workers // resources.num_nodes),
@@ -246,7 +231,7 @@ def _optimization(method: Generating, recipe: Recipe) -> None:
         "schedule.num_cycles", **values,
     )  # fmt: skip
     recipe.put(_ACTOR, grad_clip=method.max_grad_norm)
-    if not isinstance(method, GRPO | RLOO):
+    if isinstance(method, PPO):
         recipe.put(f"{_CRITIC}.optim", **values)
         recipe.put(_CRITIC, grad_clip=method.max_grad_norm)
 
@@ -333,7 +318,7 @@ def _rloo(method: RLOO, recipe: Recipe) -> None:
     _clipped(0.2, 0.2, recipe)  # nothing is clipped: completions are trained once
 
 
-def _ppo(method: _PPO, places: Places, recipe: Recipe) -> None:
+def _ppo(method: PPO, places: Places, recipe: Recipe) -> None:
     adaptive = method.kl_target is not None
     recipe.put(
         "algorithm", "gamma", "gae_lambda", adv_estimator="gae", gamma=method.gamma, lam=method.gae_lambda,
