@@ -33,11 +33,7 @@ def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
     """
     start = time.perf_counter()
     prepare_run(plan)
-    seconds: dict[str, float] = {}
-    execution_id = None
-    said = None
-    if has_work(plan):
-        seconds, execution_id, said = _run_stale(plan, words)
+    seconds, execution_id, said = _run_stale(plan, words) if has_work(plan) else ({}, None, None)
     show_declared(plan, words)
     wall = time.perf_counter() - start
     result = run_dict(plan, seconds, wall, execution_id) | ({"outcome": said} if said else {})
