@@ -8,7 +8,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -40,7 +39,7 @@ from tests.command import CONF, wait_until
 from tests.finished import event, finish
 from tests.written_store import WrittenStore, node
 
-REFUSAL = SimpleNamespace(refusal=lambda: "gate refuses left")
+REFUSAL = "gate refuses left"
 
 
 class Recorded(Tracker):
@@ -115,7 +114,7 @@ def test_a_run_is_done_though_a_trial_was_pruned_and_refused_by_a_gate_unless_it
         journal.on(event("done", title="left", seconds=1.5))
         journal.on(event("pruned", "step 3: others do better", title="right#2"))
     assert (the_note(store).outcome, the_note(store).stages["right#2"].state) == ("done", "pruned")
-    monkeypatch.setattr(recorder, "judgements", lambda made: [REFUSAL])
+    monkeypatch.setattr(recorder, "refusals", lambda made: [REFUSAL])
     for sweep, outcome, cause in (
         (None, "refused", "gate refuses left"),
         (SweepRecord(folder=str(store / "sweeps" / "s"), own=["left", "right"], trials=3), "done", ""),
