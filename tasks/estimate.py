@@ -179,12 +179,17 @@ def memory(method: TrainingRecipe, resources: Resources, found: Architecture, sh
 
 
 def _activations(found: Architecture, tokens: int, width: int, every: int | None) -> int:
-    keys = 2 * found.kv_heads * found.head
-    per_token = _KEPT_HIDDEN * found.hidden + keys + _KEPT_MLP * found.intermediate * found.active
+    per_token = _kept(found)
     if every is None:
         return tokens * per_token * found.layers * width
     kept = math.ceil(found.layers / every)  # inputs of the checkpointed layers, and one of them in full
     return tokens * (kept * found.hidden + (found.layers - kept + 1) * per_token) * width
+
+
+def _kept(found: Architecture) -> int:
+    """Numbers per token that the backward pass keeps of a layer."""
+    keys = 2 * found.kv_heads * found.head
+    return _KEPT_HIDDEN * found.hidden + keys + _KEPT_MLP * found.intermediate * found.active
 
 
 def sequences(method: TrainingRecipe) -> int:
@@ -245,12 +250,14 @@ class Work:
         flops: the same.
         updates: weights that are changed, summed over all steps.
         passes: forward and backward passes of one worker.
+        moved: numbers that layers and the head write, over all steps and workers.
     """
 
     tokens: int
     flops: float
     updates: int
     passes: int
+    moved: int
 
 
 def work(method: TrainingRecipe, resources: Resources, found: Architecture, *, num_steps: int, tokens: float) -> Work:
@@ -258,8 +265,10 @@ def work(method: TrainingRecipe, resources: Resources, found: Architecture, *, n
     rows = num_steps * method.global_batch_size
     total = round(rows * tokens)
     each = tokens / sequences(method)
+    head = 0 if method.models["policy"] == REWARD_HEAD else _LOGIT_COPIES * found.vocabulary
     return Work(
         tokens=total, flops=total * flops_per_token(found, method, resources, round(each)),
         updates=num_steps * trained_weights(method, found.shapes()).trained,
         passes=num_steps * resources.accumulation_steps(method.global_batch_size),
+        moved=total * (found.layers * _kept(found) + head),
     )  # fmt: skip

@@ -24,7 +24,7 @@ from tasks.context import Resources
 from tasks.disk_need import Shapes, model_shapes, percent_trained, require_disk
 from tasks.estimate import Architecture, Memory, memory, work
 from tasks.method import Training
-from tasks.train.speed import known_peak
+from tasks.train.speed import known_peak, peak_key
 
 FILE = "estimates.jsonl"  # in the store: predicted and measured, a line per finished training
 FEW_STEPS = 8  # a run as short as a rehearsal, whose memory has not reached its peak
@@ -44,6 +44,7 @@ class Features:
     Args:
         hardware: identifies the hardware of its workers.
         model_bytes, row_bytes: memory by formula: independent of the rows, and for the rows.
+        layers, moved: of the model, and the numbers that all passes write (``Work.moved``); 0: an older run's, unknown.
         row_tokens: mean tokens per row, over all its sequences; 0: unknown.
         is_cut: whether rows may have been longer than ``max_length``.
     """
@@ -60,6 +61,8 @@ class Features:
     num_steps: int
     row_tokens: float = 0.0
     is_cut: bool = True
+    layers: int = 0
+    moved: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,35 +174,32 @@ class History:
         beside = nearest.memory - nearest.features.model_bytes - nearest.features.row_bytes
         return max(features.model_bytes, features.model_bytes + features.row_bytes + beside)
 
-    def seconds(self, features: Features) -> float | None:
-        """Seconds of all steps: a constant per pass plus arithmetic, fitted to all runs on the same hardware."""
+    def seconds(self, features: Features, peak: float | None) -> float | None:
+        """Seconds of all steps: those of the most similar run, each part scaled by what it grows with.
+
+        The parts are starting operations, matrix products at the peak, and the rest, which moves numbers.
+
+        Args:
+            peak: measured FLOP/s of all workers; None: unknown, and the rest grows with the arithmetic, too.
+        """
         near = self.near(features)
         if not near:
             return None
-        same = [run for run in self.runs if run.features.hardware == features.hardware]
-        points = [(run.features.flops / run.features.passes, run.seconds / run.features.passes) for run in same]
-        constant, slope = _fit(points)
         size = features.flops / features.passes
         whole = [run for run in near if run.features.num_steps > FEW_STEPS] or near  # the first steps are slower
         nearest = min(whole, key=lambda run: abs(run.features.flops / run.features.passes - size))
-        ratio = nearest.seconds / (nearest.features.passes * constant + nearest.features.flops * slope)
-        return ratio * (features.passes * constant + features.flops * slope)
-
-
-def _fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Non-negative constant and slope, by least squares of relative errors."""
-    weights = [1 / y**2 for _, y in points]
-    total = sum(weights)
-    x_mean = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    y_mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - x_mean) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    if spread <= 1e-12 * x_mean**2 * total:
-        return 0.0, y_mean / x_mean
-    slope = sum(w * (x - x_mean) * (y - y_mean) for w, (x, y) in zip(weights, points, strict=True)) / spread
-    constant = y_mean - slope * x_mean
-    if slope <= 0:
-        return y_mean, 0.0
-    return (constant, slope) if constant >= 0 else (0.0, y_mean / x_mean)
+        past, left, found = nearest.features, nearest.seconds, 0.0
+        arithmetic = features.flops / past.flops
+        moved = features.moved / past.moved if past.moved and peak else arithmetic
+        starts = past.passes * past.layers * _LAYER_SECONDS
+        for most, ratio in (
+            (starts, features.passes * features.layers / (past.passes * max(past.layers, 1))),
+            (past.flops / peak if peak else 0.0, arithmetic),
+            (left, moved),
+        ):
+            part = min(most, left)
+            left, found = left - part, found + part * ratio
+        return found
 
 
 def _run(features: Mapping[str, object], **rest: object) -> Run:
@@ -217,7 +217,7 @@ class Estimator:
         self._plan, self._history = plan, history
         self._stages = {planned.name: planned for planned in plan.stages}
         self._models: dict[str, Model | None] = {}
-        self._speeds: dict[tuple[str, int, str, bool], float] = {}
+        self._peaks: dict[str, float | None] = {}
 
     def estimates(self, stages: Sequence[PlannedStage]) -> dict[str, Estimate]:
         """Name -> estimate of each training whose model and length are known."""
@@ -245,13 +245,16 @@ class Estimator:
         total = work(method, resources, found, num_steps=num_steps, tokens=tokens)
         features = replace(
             key, model_bytes=terms.model, row_bytes=max(terms.total - terms.model, 1), flops=total.flops,
-            passes=total.passes, num_steps=num_steps, row_tokens=tokens,
+            passes=total.passes, num_steps=num_steps, row_tokens=tokens, layers=found.layers, moved=total.moved,
         )  # fmt: skip
         near = self._history.near(features)
         others = [run.other_seconds for run in near if run.features.num_steps > FEW_STEPS]
-        by_formula = total.flops / (self._speed(planned, method.precision) * resources.num_workers)
+        peak = self._peak(planned, method.precision)
+        unmeasured = _FLOPS["gpu"] if resources.gpus_per_worker else _FLOPS["cpu"] * resources.cpus_per_worker
+        by_formula = total.flops / ((peak * _SHARE if peak else unmeasured) * resources.num_workers)
         by_formula += total.passes * found.layers * _LAYER_SECONDS
-        seconds = self._history.seconds(features) or by_formula
+        past = self._history.seconds(features, peak * resources.num_workers if peak else None)
+        seconds = past or by_formula
         whole = seconds + (median(others) if others else _START_SECONDS)
         gpu_hours = planned.asks[1] * whole / 3600
         price, watts = resources.price_per_gpu_hour, resources.watts_per_worker
@@ -265,15 +268,14 @@ class Estimator:
             kwh=None if watts is None else watts * resources.num_workers * whole / 3.6e6,
         )  # fmt: skip
 
-    def _speed(self, planned: PlannedStage, precision: str) -> float:
-        """Expected FLOP/s of a worker: a share of its measured peak, if it runs on this host."""
-        resources = planned.stage.resources
-        kind, count = ("gpu", 1) if resources.gpus_per_worker else ("cpu", resources.cpus_per_worker)
-        key = (kind, count, precision, planned.runs_elsewhere)
-        if key not in self._speeds:
-            peak = None if planned.runs_elsewhere else known_peak(resources, precision)
-            self._speeds[key] = peak * _SHARE if peak else _FLOPS[kind] * count
-        return self._speeds[key]
+    def _peak(self, planned: PlannedStage, precision: str) -> float | None:
+        """Measured FLOP/s of a worker; None: none was measured, or it runs on another machine."""
+        if planned.runs_elsewhere:
+            return None
+        key = peak_key(planned.stage.resources, precision)
+        if key not in self._peaks:
+            self._peaks[key] = known_peak(planned.stage.resources, precision)
+        return self._peaks[key]
 
     def model(self, planned: PlannedStage) -> Model | None:
         """Architecture and shapes of the model that a stage starts from, by its files or the stage that creates it."""
@@ -327,7 +329,7 @@ class Estimator:
         is_cut = any(metrics.get(name, 1.0) for name in ("rows_cut", "rows_dropped"))
         features = replace(
             guess.features, flops=total.flops, passes=total.passes, num_steps=int(steps), row_tokens=row_tokens,
-            is_cut=is_cut,
+            is_cut=is_cut, moved=total.moved,
         )  # fmt: skip
         return Run(
             time=time.time(), stage=planned.name, features=features, memory=round(max(peaks) * 2**30),

@@ -95,7 +95,8 @@ def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
     assert after.features.row_tokens == 64.0
     halved = after.features.flops / before.features.flops
     assert halved == pytest.approx(0.5, rel=0.03)  # rows are half as long as the most, and so is their attention
-    assert after.seconds == pytest.approx(10 + 100 * after.features.flops / features.flops)
+    starts = features.passes * 4 * 0.002
+    assert after.seconds == pytest.approx(10 + starts + (100 - starts) * after.features.flops / features.flops)
     longest = "by formula, all rows as long as max_length"
     assert estimates(demo())["dpo"].basis == longest  # another method
     assert estimates(demo("stages.sft.resources.cpus_per_worker=1"))["sft"].basis == longest  # other hardware
@@ -134,13 +135,22 @@ def test_tokens_and_time_are_those_of_a_whole_run_rather_than_of_its_rehearsal(d
     assert after.seconds == pytest.approx(seconds, rel=0.01)
 
 
-def test_time_is_a_constant_of_each_pass_and_the_arithmetic(demo):
-    base = estimates(demo())["cpt"].features
-    for scale in (1, 3):  # 0.5 s a pass, and 1 s for 1e9 operations
-        flops = scale * 1e9 * 10
-        remember(demo(), "cpt", memory=2**30, seconds=10 * 0.5 + flops / 1e9, flops=flops, passes=10)
-    wanted = replace(base, flops=2e9 * 10, passes=10)
-    assert History.of(demo().home).seconds(wanted) == pytest.approx(10 * 0.5 + 20)
+def test_each_part_of_a_past_time_is_scaled_by_what_it_grows_with(demo):
+    past = remember(demo(), "cpt", memory=2**30, seconds=100.0, flops=30e9, passes=1000, layers=4, moved=1e9)
+    wanted = replace(past, flops=60e9, passes=2000, moved=1.5e9)
+    seconds = History.of(demo().home).seconds
+    assert seconds(wanted, 1e9) == pytest.approx(2 * 8 + 2 * 30 + 1.5 * 62)  # 8 s of starts, 30 s of products
+    assert seconds(wanted, None) == pytest.approx(2 * 8 + 2 * 92)  # without a peak the rest is arithmetic
+    assert seconds(wanted, 1e7) == pytest.approx(2 * 8 + 2 * 92)  # a peak that was measured too low
+
+
+def test_the_run_of_an_older_version_says_nothing_of_what_is_moved(demo):
+    past = remember(demo(), "cpt", memory=2**30, seconds=100.0, flops=30e9)
+    old = [{**json.loads(line)} for line in (demo().home / FILE).read_text().splitlines()]
+    for each in old:
+        del each["features"]["moved"], each["features"]["layers"]
+    (demo().home / FILE).write_text("".join(json.dumps(each) + "\n" for each in old))
+    assert History.of(demo().home).seconds(replace(past, flops=60e9), 1e9) == pytest.approx(200)
 
 
 def test_what_does_not_fit_is_refused_with_the_cheapest_change(demo, monkeypatch, tmp_path):
