@@ -22,8 +22,17 @@ def code_digest(module: str) -> str:
 
 def code_files(module: str) -> dict[str, str]:
     """The modules of ``code_digest``, each with the digest of its file."""
+    packages = {module.partition(".")[0], *OURS}
     digests: dict[str, str] = {}
-    _collect(module, digests, packages={module.partition(".")[0], *OURS})
+    waiting, seen = [module], {module}
+    while waiting:
+        name = waiting.pop()
+        path = source_file(name)
+        if path is not None:
+            digests[name], imported = _digest_and_imports(name, path, *_version(path))
+            new = imported - seen
+            seen |= new
+            waiting += (each for each in new if each.partition(".")[0] in packages)
     return dict(sorted(digests.items()))
 
 
@@ -31,16 +40,6 @@ def code_digest_now(module: str) -> str:
     """``code_digest`` of the files as they are now: they may have changed since this command started."""
     source_file.cache_clear()
     return code_digest(module)
-
-
-def _collect(module: str, digests: dict[str, str], packages: set[str]) -> None:
-    path = None if module in digests else source_file(module)
-    if path is None:
-        return
-    digests[module], names = _digest_and_imports(module, path, path.read_bytes())
-    for name in names:
-        if name.partition(".")[0] in packages:
-            _collect(name, digests, packages)
 
 
 @cache
@@ -60,9 +59,15 @@ def source_file(module: str) -> Path | None:
     return None
 
 
-@lru_cache(maxsize=4096)  # by content: each stage reads the files again, and parses none twice
-def _digest_and_imports(module: str, path: Path, source: bytes) -> tuple[str, tuple[str, ...]]:
+def _version(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino
+
+
+@lru_cache(maxsize=4096)  # each stage asks again, and only files that changed are read again
+def _digest_and_imports(module: str, path: Path, *_version: int) -> tuple[str, frozenset[str]]:
     """Digest of a file, and the full names of all modules that it imports, inside functions too."""
+    source = path.read_bytes()
     names: list[str] = []
     for node in _statements(_parse(source)):
         if isinstance(node, ast.Import):
@@ -70,7 +75,7 @@ def _digest_and_imports(module: str, path: Path, source: bytes) -> tuple[str, tu
         elif isinstance(node, ast.ImportFrom):
             base = full_name(node, module, path)
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
-    return hashlib.sha256(source).hexdigest(), tuple(names)
+    return hashlib.sha256(source).hexdigest(), frozenset(names)
 
 
 def _statements(tree: ast.AST) -> Iterator[ast.AST]:

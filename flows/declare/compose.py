@@ -221,6 +221,7 @@ def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[st
     return ["++" + word.lstrip("+")]
 
 
+@lru_cache(maxsize=1024)  # a sweep composes the same words again and again
 def parsed(word: str) -> Override:
     """One override.
 
