@@ -72,6 +72,11 @@ class Resources:
     def on_cluster(self) -> bool:
         return self.launcher == Launcher.CLUSTER or (self.launcher == Launcher.AUTO and self.num_workers > 1)
 
+    @property
+    def device(self) -> str:
+        """The type of torch's device."""
+        return "cuda" if self.gpus_per_worker else "cpu"
+
     def resolved_precision(self, precision: Precision) -> Precision:
         """The precision that ``auto`` selects: bf16 on a GPU, else fp32."""
         if precision != "auto":

@@ -201,7 +201,7 @@ class Merge(Method):
             )
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        from tasks.tokenizers import load_tokenizer
+        from tasks.tokenizers import tokenizer_of
         from tasks.train.models import copy_tokenizer, whole_model
         from tasks.train.sharding import leave_out_deepspeed
 
@@ -209,7 +209,7 @@ class Merge(Method):
         self.check_inputs(inputs)
         require_alike(inputs)
         policy = inputs[POLICY]
-        prompts = golden_texts(load_tokenizer(policy))
+        prompts = golden_texts(tokenizer_of(policy.path))
         ctx.output_dir.mkdir(parents=True, exist_ok=True)
         before: list[float] = []
         if self.combination is None or self.space == "adapters":

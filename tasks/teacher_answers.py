@@ -98,17 +98,14 @@ class TeacherAnswers(Method):
 
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.positions import require_positions
-        from tasks.tokenizers import load_tokenizer
-        from tasks.train.kernels import hold_in
-        from tasks.train.models import load_model
+        from tasks.tokenizers import tokenizer_of
+        from tasks.train.models import load_on_device
 
         self.check_slots(frozenset(inputs))
         teacher = inputs["teacher"]
-        tokenizer = load_tokenizer(teacher)
+        tokenizer = tokenizer_of(teacher.path)
         require_chat_template(tokenizer, teacher)
-        device = "cuda" if ctx.resources.gpus_per_worker else "cpu"
-        dtype = ctx.resources.frozen_dtype(None)
-        model = hold_in(load_model(teacher, dtype), dtype).to(device).eval()
+        model = load_on_device(teacher, ctx).eval()
         require_positions(model.config, self.max_length)
         prompts = inputs["prompts" if "prompts" in inputs else "rows"]
         counts = Counter[str]()

@@ -14,13 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def load_tokenizer(policy: Input) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model; a missing pad token is set only in memory, since padding is never trained."""
-    return tokenizer_of(policy.path)
-
-
 def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
-    """``load_tokenizer`` for a directory."""
+    """The tokenizer of a model; a missing pad token is set only in memory, since padding is never trained."""
     from transformers import AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
@@ -45,7 +40,7 @@ def require_same_tokens(policy: Input, other: Input) -> None:
     Raises:
         ConfigError: their tokenizers differ, naming a token.
     """
-    ours, theirs = (load_tokenizer(each).get_vocab() for each in (policy, other))
+    ours, theirs = (tokenizer_of(each.path).get_vocab() for each in (policy, other))
     apart = differing_tokens(theirs, ours)
     if apart:
         raise ConfigError(

@@ -5,10 +5,10 @@ the leak check and evaluation use these records. Below: messages, tools and text
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from lineage.artifact import Kind
 
@@ -86,16 +86,6 @@ class Column(StrEnum):
     IDS = "ids"  # a list of tokens
 
 
-class Tokenizes(Protocol):
-    """Tokenizes rows: ``tasks.data.tokens.tokenize_rows.RowTokenizer``."""
-
-    def texts(self, rows: Sequence[Row]) -> Iterator[TokenRow]: ...
-    def conversations(self, rows: Sequence[Row]) -> Iterator[TokenRow]: ...
-    def preferences(self, rows: Sequence[Row]) -> Iterator[TokenRow]: ...
-    def unpaired(self, rows: Sequence[Row]) -> Iterator[TokenRow]: ...
-    def prompts(self, rows: Sequence[Row]) -> Iterator[TokenRow]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowKind:
     """One kind of prepared rows.
@@ -113,7 +103,7 @@ class RowKind:
         joined: whether rows are concatenated and cut into chunks of one length.
         trained: whether tokens of the rows get loss. The label check compares their share with that of the last run,
             and refuses rows without any; for prompts it only counts tokens, cut rows and dropped rows.
-        tokenize: returns the tokens and the outcome of each row.
+        tokenize: the method of ``tasks.data.tokens.tokenize_rows.RowTokenizer`` that tokenizes its rows.
         examples: converts the examples of a token file to those for the trainer.
         collator: pads examples to a batch, with a pad token.
         sample: an example as text, for the log, with the trained part in ⟦ ⟧.
@@ -128,7 +118,7 @@ class RowKind:
     chat: bool = True
     joined: bool = False
     trained: bool = True
-    tokenize: Callable[[Tokenizes, Sequence[Row]], Iterator[TokenRow]]
+    tokenize: Literal["texts", "conversations", "preferences", "unpaired", "prompts"]
     examples: Callable[["Dataset"], "Dataset"] = lambda examples: examples
     collator: Callable[[int], Collator]
     sample: Callable[["PreTrainedTokenizerBase", Columns], str]
@@ -228,6 +218,12 @@ def _with_columns(examples: "Dataset") -> "Dataset":
     return examples.with_transform(decoded)
 
 
+def tokens_of(example: Mapping[str, list[int]]) -> list[int]:
+    """The tokens of an example as one row: of a pair, those of the prompt with the chosen answer."""
+    names = ("input_ids", "prompt_ids", "chosen_ids", "completion_ids")
+    return [token for name in names for token in example.get(name, ())]
+
+
 def _labelled_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
     ids, labels = columns["input_ids"], columns["labels"]
     assert isinstance(ids, list) and isinstance(labels, list)
@@ -263,32 +259,32 @@ _TOOLS = {"tools": Column.TEXT}  # JSON text
 
 TEXT = RowKind(
     kind=Kind.TEXT, slot="rows", asked="text", tokens=_LABELLED, chat=False, joined=True,
-    tokenize=lambda tokenizer, rows: tokenizer.texts(rows), collator=_language_modeling, sample=_labelled_text,
+    tokenize="texts", collator=_language_modeling, sample=_labelled_text,
 )  # fmt: skip
 
 CONVERSATIONS = RowKind(
     kind=Kind.CONVERSATIONS, slot="rows", asked="messages", others=_TOOLS, tokens=_LABELLED,
-    tokenize=lambda tokenizer, rows: tokenizer.conversations(rows), collator=_language_modeling, sample=_labelled_text,
+    tokenize="conversations", collator=_language_modeling, sample=_labelled_text,
 )  # fmt: skip
 
 PREFERENCES = RowKind(
     kind=Kind.PREFERENCES, slot="pairs", asked="prompt", answers=("chosen", "rejected"),
     others={"kind": Column.TEXT, **_TOOLS},
     tokens={"prompt_ids": Column.IDS, "chosen_ids": Column.IDS, "rejected_ids": Column.IDS},
-    tokenize=lambda tokenizer, rows: tokenizer.preferences(rows), collator=_pairs, sample=_answers_text,
+    tokenize="preferences", collator=_pairs, sample=_answers_text,
 )  # fmt: skip
 
 UNPAIRED = RowKind(
     kind=Kind.UNPAIRED, slot="rows", asked="prompt", answers=("completion",), others={"label": Column.FLAG, **_TOOLS},
     tokens={"prompt_ids": Column.IDS, "completion_ids": Column.IDS, "label": Column.FLAG},
-    tokenize=lambda tokenizer, rows: tokenizer.unpaired(rows), examples=_with_mismatched, collator=_single_answers,
+    tokenize="unpaired", examples=_with_mismatched, collator=_single_answers,
     sample=_judged_text,
 )  # fmt: skip
 
 PROMPTS = RowKind(
     kind=Kind.PROMPTS, slot="prompts", asked="prompt", others={"columns": Column.TEXT, **_TOOLS}, trained=False,
     tokens={"prompt_ids": Column.IDS, "prompt": Column.TEXT, "columns": Column.TEXT},  # the last two as JSON text
-    tokenize=lambda tokenizer, rows: tokenizer.prompts(rows), examples=_with_columns, collator=_unpadded,
+    tokenize="prompts", examples=_with_columns, collator=_unpadded,
     sample=_prompt_text,
 )  # fmt: skip
 

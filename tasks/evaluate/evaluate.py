@@ -22,7 +22,7 @@ from tasks.evaluate.measured import (
     Measured,
     columns_of,
     function_scores,
-    over_pairs,
+    over_rows,
     perplexities,
     policy_scores,
     reward_scores,
@@ -35,7 +35,7 @@ from tasks.recipe import Input, Inputs, Method
 from tasks.reward_functions import Rewards, check_columns, check_rewards, scorers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ class Evaluate(Method):
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.positions import require_positions
-        from tasks.tokenizers import load_tokenizer
+        from tasks.tokenizers import tokenizer_of
         from tasks.train.models import load_config
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
@@ -151,7 +151,7 @@ class Evaluate(Method):
         self.check_slots(frozenset(inputs))
         # One tokenizer and template for all policies: a base may have no template, and only numbers on equal tokens
         # can be compared.
-        tokenizer = load_tokenizer(inputs["reference"])
+        tokenizer = tokenizer_of(inputs["reference"].path)
         require_chat_template(tokenizer, inputs["reference"])
         models = {**policies, **{slot: inputs[slot] for slot in ("reward_model",) if slot in inputs}}
         require_same_tokens(models, inputs["reference"], tokenizer)
@@ -213,7 +213,9 @@ class Evaluate(Method):
     def _measure(
         self, policy: Input, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext
     ) -> Measured:
-        model, batch_size = _loaded(policy, ctx), ctx.resources.micro_batch_size
+        from tasks.train.models import load_on_device
+
+        model, batch_size = load_on_device(policy, ctx), ctx.resources.micro_batch_size
         return Measured(
             text=logps(model, rows.text, batch_size),
             answers=logps(model, rows.answers, batch_size),
@@ -238,7 +240,9 @@ class Evaluate(Method):
         Args:
             read: tokenizes prompts with their answers.
         """
-        model, batch_size = _loaded(reward_model, ctx), ctx.resources.micro_batch_size
+        from tasks.train.models import load_on_device
+
+        model, batch_size = load_on_device(reward_model, ctx), ctx.resources.micro_batch_size
 
         def of_answers(policy: Measured) -> list[float]:
             return rewards(model, read(rows.prompts, policy.greedy), batch_size)
@@ -255,7 +259,10 @@ class Evaluate(Method):
         scored = {name: of_answers(policy) for name, policy in measured.items()}
         same = [name for name, policy in measured.items() if policy is reference]
         against = scored[same[0]] if same else of_answers(reference)
-        return [over_pairs("accuracy", rows, {"reward_model": wins}), *reward_scores(rows, scored, against)], by_kind
+        return [
+            over_rows("accuracy", rows.pairs.chosen, {"reward_model": wins}),
+            *reward_scores(rows, scored, against),
+        ], by_kind
 
     def _kl(
         self,
@@ -267,36 +274,24 @@ class Evaluate(Method):
     ) -> RowScores:
         """Log-probability of each policy's samples less that under the reference: its mean is the KL."""
         from tasks.train.generating import Sampling
+        from tasks.train.models import load_on_device
 
         count, batch_size = self.kl_samples or 0, ctx.resources.micro_batch_size
         prompts = [[*ids] for ids in rows.prompt_ids for _ in range(count)]
         seeds = [Random(f"{self.seed} {index}").getrandbits(63) for index in range(len(prompts))]
         samples, own = dict[str, list[Scored]](), dict[str, list[float]]()
         for name, policy in policies.items():
-            model = _loaded(policy, ctx)
-            answers = sampled_tokens(
-                model, tokenizer, prompts, self.max_new_tokens, batch_size, Sampling(), seeds
-            )  # fmt: skip
-            samples[name] = [
-                Scored(input_ids=[*prompt, *ids], mask=[0] * len(prompt) + [1] * len(ids))
-                for prompt, ids in zip(prompts, answers, strict=True)
-            ]
+            model = load_on_device(policy, ctx)
+            answers = sampled_tokens(model, tokenizer, prompts, self.max_new_tokens, batch_size, Sampling(), seeds)
+            samples[name] = list(map(Scored.answer, prompts, answers))
             own[name] = logps(model, samples[name], batch_size)
-        base = _loaded(reference, ctx)
+        base = load_on_device(reference, ctx)
         names = [prompt.name for prompt in rows.prompts for _ in range(count)]
         ratios = {
             name: list(map(float.__sub__, own[name], logps(base, each, batch_size))) for name, each in samples.items()
         }
         ids = [f"{name}/{index}" for index, name in enumerate(names)]
         return RowScores(metric=KL, row_ids=ids, groups=names, weights=[1.0] * len(ids), scores=ratios)
-
-
-def _loaded(given: Input, ctx: TrainContext) -> "PreTrainedModel":
-    from tasks.train.kernels import hold_in
-    from tasks.train.models import load_model
-
-    dtype = ctx.resources.frozen_dtype(None)
-    return hold_in(load_model(given, dtype), dtype).to(_device(ctx))
 
 
 def trained_length(models: Sequence[Input]) -> int:
@@ -365,16 +360,16 @@ def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrained
     Raises:
         ConfigError: a model has another tokenizer, or the reward model has another chat template.
     """
-    from tasks.tokenizers import differing_tokens, load_tokenizer
+    from tasks.tokenizers import differing_tokens, tokenizer_of
 
     vocabulary = tokenizer.get_vocab()
     for slot, model in models.items():
         own, known = (each.path / "tokenizer.json" for each in (model, reference))
         same = own.exists() and known.exists() and filecmp.cmp(own, known, shallow=False)
-        apart = [] if same else differing_tokens(load_tokenizer(model).get_vocab(), vocabulary)
+        apart = [] if same else differing_tokens(tokenizer_of(model.path).get_vocab(), vocabulary)
         if apart:
             raise ConfigError(other_tokens(slot, model.name, reference.name, apart))
-        if slot == "reward_model" and load_tokenizer(model).chat_template != tokenizer.chat_template:
+        if slot == "reward_model" and tokenizer_of(model.path).chat_template != tokenizer.chat_template:
             raise ConfigError(
                 f"reward_model ({model.name}) and {reference.name} have different chat templates, so it would score "
                 "conversations in a form that it was not trained on; a reward model trained from a policy of the same "
@@ -394,7 +389,3 @@ def other_tokens(slot: str, name: str, reference: str, apart: Sequence[str]) -> 
         f"{len(apart)} tokens of {reference} are missing in {slot} or have other ids there, such as {apart[0]!r}; a "
         f"model that has all of them with the same ids is accepted; {remedy}"
     )
-
-
-def _device(ctx: TrainContext) -> str:
-    return "cuda" if ctx.resources.gpus_per_worker else "cpu"

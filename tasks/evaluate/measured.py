@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.row_scores import REWARD, RowScores
-from tasks.evaluate.rows import Rows
+from tasks.evaluate.rows import Question, Rows
 from tasks.evaluate.scoring import Scored
 from tasks.reward_functions import Scorer
 
@@ -62,9 +62,9 @@ def policy_scores(
     }
     scores = [
         *perplexities(rows, measured),
-        over_pairs("preference_accuracy", rows, wins),
-        over_pairs("logp_accuracy", rows, likelier),
-        over_pairs("mean_logp_accuracy", rows, per_token),
+        over_rows("preference_accuracy", rows.pairs.chosen, wins),
+        over_rows("logp_accuracy", rows.pairs.chosen, likelier),
+        over_rows("mean_logp_accuracy", rows.pairs.chosen, per_token),
         *_of_unpaired(rows, measured, reference),
         *_of_answers(rows, measured),
         *(_of_form(rows, measured) if form else []),
@@ -80,7 +80,6 @@ def _of_unpaired(rows: Rows, measured: Mapping[str, Measured], reference: Measur
     is not, over all such pairs of rows.
     """
     answers, desirable = rows.unpaired.answers, rows.unpaired.desirable
-    ids, groups = [each.row_id for each in answers], [each.group for each in answers]
     told = {
         name: [
             win(logp, base) if wanted else win(base, logp)
@@ -88,10 +87,10 @@ def _of_unpaired(rows: Rows, measured: Mapping[str, Measured], reference: Measur
         ]
         for name, policy in measured.items()
     }
-    found = [_equal("unpaired_accuracy", ids, groups, told)]
+    found = [over_rows("unpaired_accuracy", answers, told)]
     if len(set(desirable)) == 2:
         ranked = {name: auc_scores(_means(policy.unpaired, answers), desirable) for name, policy in measured.items()}
-        found.append(_equal("unpaired_auc", ids, groups, ranked))
+        found.append(over_rows("unpaired_auc", answers, ranked))
     return found
 
 
@@ -122,18 +121,16 @@ def reward_scores(rows: Rows, rewards: Mapping[str, Sequence[float]], reference:
         rewards: policy -> reward of its answer to each prompt.
         reference: rewards of the reference's answers.
     """
-    prompts = [prompt.name for prompt in rows.prompts]
     wins = {name: list(map(win, of_policy, reference)) for name, of_policy in rewards.items()}
-    return [_equal("reward_score", prompts, prompts, rewards), _equal("win_rate", prompts, prompts, wins)]
+    return [_over_prompts("reward_score", rows, rewards), _over_prompts("win_rate", rows, wins)]
 
 
 def function_scores(rows: Rows, measured: Mapping[str, Measured], scorers: Sequence[Scorer]) -> list[RowScores]:
     """What each reward function gives to each policy's greedy answers to the prompts."""
-    names = [prompt.name for prompt in rows.prompts]
     asked, columns = [prompt.messages for prompt in rows.prompts], columns_of(rows)
     return [
-        _equal(
-            f"{REWARD}{scorer.name}", names, names,
+        _over_prompts(
+            f"{REWARD}{scorer.name}", rows,
             {name: scorer(asked, [each.text for each in policy.greedy], columns) for name, policy in measured.items()},
         )
         for scorer in scorers
@@ -153,8 +150,6 @@ def _means(logps: Sequence[float], rows: Sequence[Scored]) -> list[float]:
 
 def _of_answers(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
     """The share of answers equal to the right one, and of answers that the limit of new tokens cut off."""
-    ids, groups = [each.row_id for each in rows.questions], [each.group for each in rows.questions]
-    prompts = [prompt.name for prompt in rows.prompts]
     exact = {
         name: [
             float(answer.text.strip() == question.reference.strip())
@@ -166,21 +161,22 @@ def _of_answers(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]
         name: [float(not answer.finished) for answer in (*policy.greedy, *policy.answered)]
         for name, policy in measured.items()
     }
-    return [
-        _equal("exact_match", ids, groups, exact),
-        _equal("unfinished_share", [*prompts, *ids], [*prompts, *groups], unfinished),
-    ]
+    asked = [(prompt.name, prompt.name) for prompt in rows.prompts]
+    asked += [(each.row_id, each.group) for each in rows.questions]
+    return [over_rows("exact_match", rows.questions, exact), _equal("unfinished_share", asked, unfinished)]
 
 
 def _of_form(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
     """The share of answers to the questions that are one finished sentence, and the length of answers."""
-    ids, groups = [each.row_id for each in rows.questions], [each.group for each in rows.questions]
     of_form = {
         name: [float(answer.finished and is_one_sentence(answer.text)) for answer in policy.answered]
         for name, policy in measured.items()
     }
     lengths = {name: [float(answer.num_tokens) for answer in policy.answered] for name, policy in measured.items()}
-    return [_equal("one_sentence_share", ids, groups, of_form), _equal("answer_tokens", ids, groups, lengths)]
+    return [
+        over_rows("one_sentence_share", rows.questions, of_form),
+        over_rows("answer_tokens", rows.questions, lengths),
+    ]
 
 
 def is_one_sentence(text: str) -> bool:
@@ -194,35 +190,27 @@ def perplexities(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores
     text = {name: policy.text for name, policy in measured.items()}
     answers = {name: policy.answers for name, policy in measured.items()}
     scores = [
-        _over_rows("text_perplexity", rows.text, [row.num_tokens for row in rows.text], text),
-        _over_rows("answer_perplexity", rows.answers, [row.num_tokens for row in rows.answers], answers),
-    ]
+        replace(over_rows(metric, scored, of_policies), weights=[row.num_tokens for row in scored])
+        for metric, scored, of_policies in (
+            ("text_perplexity", rows.text, text), ("answer_perplexity", rows.answers, answers)
+        )
+    ]  # fmt: skip
     return [each for each in scores if each.row_ids]
 
 
-def over_pairs(metric: str, rows: Rows, scores: Mapping[str, Sequence[float]]) -> RowScores:
-    """A metric of pairs; those of one prompt are a group."""
-    pairs = rows.pairs.chosen
-    return _equal(metric, [row.row_id for row in pairs], [row.group for row in pairs], scores)
+def over_rows(metric: str, rows: Sequence[Scored | Question], scores: Mapping[str, Sequence[float]]) -> RowScores:
+    """A metric of rows."""
+    return _equal(metric, [(row.row_id, row.group) for row in rows], scores)
 
 
-def _equal(
-    metric: str, row_ids: Sequence[str], groups: Sequence[str], scores: Mapping[str, Sequence[float]]
-) -> RowScores:
-    """A metric with equal weights."""
-    return RowScores(metric=metric, row_ids=row_ids, groups=groups, weights=[1] * len(row_ids), scores=scores)
+def _over_prompts(metric: str, rows: Rows, scores: Mapping[str, Sequence[float]]) -> RowScores:
+    return _equal(metric, [(prompt.name, prompt.name) for prompt in rows.prompts], scores)
 
 
-def _over_rows(
-    metric: str, rows: Sequence[Scored], weights: Sequence[float], scores: Mapping[str, Sequence[float]]
-) -> RowScores:
-    return RowScores(
-        metric=metric,
-        row_ids=[row.row_id for row in rows],
-        groups=[row.group for row in rows],
-        weights=weights,
-        scores=scores,
-    )
+def _equal(metric: str, rows: Sequence[tuple[str, str]], scores: Mapping[str, Sequence[float]]) -> RowScores:
+    """A metric with equal weights, of rows with their groups."""
+    row_ids, groups = [row for row, _ in rows], [group for _, group in rows]
+    return RowScores(metric=metric, row_ids=row_ids, groups=groups, weights=[1] * len(rows), scores=scores)
 
 
 def win(score: float, other: float) -> float:

@@ -271,14 +271,9 @@ def _lost(tokens: Mapping[str, Tokens]) -> dict[str, float]:
 
 def text_tokens(rows: Tokens) -> list[Scored]:
     """Each document with its end token; all tokens but the first count."""
+    kept = [(row, each.columns["input_ids"]) for row, each in _kept(rows)]
     return [
-        Scored(
-            input_ids=each.columns["input_ids"],
-            mask=[1] * len(each.columns["input_ids"]),
-            row_id=str(row["row_id"]),
-            group=_content(row),
-        )
-        for row, each in _kept(rows)
+        Scored(input_ids=ids, mask=[1] * len(ids), row_id=str(row["row_id"]), group=_content(row)) for row, ids in kept
     ]
 
 
@@ -286,48 +281,32 @@ def answer_tokens(rows: Tokens) -> list[Scored]:
     """Each conversation, in one text or several; the assistant's tokens count, as in training."""
     return [
         Scored(
-            input_ids=columns["input_ids"],
-            mask=[int(label != IGNORED) for label in columns["labels"]],
-            row_id=str(row["row_id"]),
-            group=_content(row),
+            input_ids=columns["input_ids"], mask=[int(label != IGNORED) for label in columns["labels"]],
+            row_id=str(row["row_id"]), group=_content(row),
         )
         for row, each in _kept(rows)
         for columns in (each.columns, *each.more)
-    ]
+    ]  # fmt: skip
 
 
 def pair_tokens(rows: Tokens) -> Pairs:
     """The two conversations of each pair; the tokens of the answers count, as in training."""
-    found = _kept(rows)
-    chosen, rejected = (
-        [
-            Scored(
-                input_ids=[*each.columns["prompt_ids"], *each.columns[name]],
-                mask=[0] * len(each.columns["prompt_ids"]) + [1] * len(each.columns[name]),
-                row_id=str(row["row_id"]),
-                group=prompt_of(row).name,
-            )
-            for row, each in found
-        ]
-        for name in ("chosen_ids", "rejected_ids")
-    )
-    kinds = [None if row["kind"] is None else str(row["kind"]) for row, _ in found]
-    return Pairs(chosen=chosen, rejected=rejected, kinds=kinds)
+    kinds = [None if row["kind"] is None else str(row["kind"]) for row, _ in _kept(rows)]
+    return Pairs(chosen=_answered_rows(rows, "chosen_ids"), rejected=_answered_rows(rows, "rejected_ids"), kinds=kinds)
 
 
 def unpaired_tokens(rows: Tokens) -> Unpaired:
     """The conversation of each single answer; the tokens of the answer count, as in training."""
-    found = _kept(rows)
-    answers = [
-        Scored(
-            input_ids=[*each.columns["prompt_ids"], *each.columns["completion_ids"]],
-            mask=[0] * len(each.columns["prompt_ids"]) + [1] * len(each.columns["completion_ids"]),
-            row_id=str(row["row_id"]),
-            group=prompt_of(row).name,
-        )
-        for row, each in found
+    desirable = [bool(row["label"]) for row, _ in _kept(rows)]
+    return Unpaired(answers=_answered_rows(rows, "completion_ids"), desirable=desirable)
+
+
+def _answered_rows(rows: Tokens, column: str) -> list[Scored]:
+    """Prompts with their answers in a column; rows of one prompt are a group."""
+    return [
+        Scored.answer(each.columns["prompt_ids"], each.columns[column], str(row["row_id"]), prompt_of(row).name)
+        for row, each in _kept(rows)
     ]
-    return Unpaired(answers=answers, desirable=[bool(row["label"]) for row, _ in found])
 
 
 def _kept(rows: Tokens) -> Tokens:

@@ -32,6 +32,12 @@ class Scored:
     row_id: str = ""
     group: str = ""
 
+    @staticmethod
+    def answer(prompt: Sequence[int], answer: Sequence[int], row_id: str = "", group: str = "") -> "Scored":
+        """A prompt with its answer, whose tokens count."""
+        mask = [0] * len(prompt) + [1] * len(answer)
+        return Scored(input_ids=[*prompt, *answer], mask=mask, row_id=row_id, group=group)
+
     @property
     def num_tokens(self) -> int:
         return sum(self.mask[1:])

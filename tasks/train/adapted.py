@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -15,6 +15,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from transformers.pytorch_utils import Conv1D
 
 from lineage.errors import ConfigError
+from tasks.data.kinds import tokens_of
 from tasks.evaluate.scoring import padded
 from tasks.train.adapters import (
     ADAPTERS,
@@ -261,21 +262,11 @@ def _accumulate(model: "PreTrainedModel", batches: "Batches") -> None:
 
 
 def _batches(rows: "Dataset", pad: int, device: torch.device) -> "Batches":
-    """The first rows of the training; for pairs, the chosen answers."""
-    sequences = [_tokens(rows[index]) for index in range(min(_INIT_ROWS, len(rows)))]
+    """The first rows of the training."""
+    sequences = [tokens_of(rows[index]) for index in range(min(_INIT_ROWS, len(rows)))]
     parts = [sequences[start : start + _INIT_BATCH] for start in range(0, len(sequences), _INIT_BATCH)]
     names = ("input_ids", "attention_mask")
     return [dict(zip(names, padded(part, device, left=False, pad=pad), strict=True)) for part in parts]
-
-
-def _tokens(row: Mapping[str, object]) -> list[int]:
-    names = [name for name in ("prompt_ids", "input_ids", "chosen_ids", "completion_ids") if name in row]
-    found: list[int] = []
-    for name in names:
-        ids = row[name]
-        assert isinstance(ids, list)
-        found += ids
-    return found
 
 
 def continued(model: "PreTrainedModel", adapter: Adapter, config: PeftConfig, directory: Path) -> PeftModel:

@@ -14,6 +14,7 @@ from annotated_types import Ge, Gt, Lt
 
 from lineage.errors import ConfigError
 from lineage.fingerprint import set_fields
+from tasks.train.freeze import block_of
 from tasks.train.optimizers import refuse_unread
 from tasks.train.quantization import Format
 
@@ -366,14 +367,14 @@ def targets(adapter: Adapter, modules: Sequence[str]) -> list[str]:
     excluded = _matched("exclude_modules", adapter.exclude_modules, adapter.excluded_names, found)
     found = [name for name in found if name not in set(excluded)]
     if adapter.layers is not None:
-        there = {index for name in found if (index := _block(name)) is not None}
+        there = {index for name in found if (index := block_of(name)) is not None}
         missing = [str(index) for index in adapter.layers if index not in there]
         if missing:
             raise ConfigError(
                 f"adapter.layers={list(adapter.layers)}: the targets are in no layer {', '.join(missing)}; they are in "
                 f"{', '.join(map(str, sorted(there))) or 'none'}; name some of these"
             )
-        found = [name for name in found if _block(name) in adapter.layers]
+        found = [name for name in found if block_of(name) in adapter.layers]
     if not found:
         raise ConfigError(
             f"adapter.target_modules={adapter.target_modules}: no module is left; set other target_modules, or exclude "
@@ -405,8 +406,3 @@ def _matches(name: str, module: str) -> bool:
     if _GLOB.search(name):
         return fnmatch.fnmatchcase(module, name)
     return module == name or module.endswith(f".{name}")
-
-
-def _block(module: str) -> int | None:
-    """The index of the block that a module is in."""
-    return next((int(part) for part in module.split(".") if part.isdigit()), None)

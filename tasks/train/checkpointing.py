@@ -171,16 +171,15 @@ class Divergence(TrainerCallback):
     """Stops a training whose loss or gradient norm is non-finite: it fails, or its best model becomes the output.
 
     Args:
-        checkpoint_dir: of the stage; None: it has none.
+        checkpoints: of the stage; None: it has none.
         go_back_to: the best model, which becomes the output; None: the training fails.
 
     Attributes:
         step: the step that diverged; None: none did.
     """
 
-    def __init__(self, checkpoint_dir: Path | None, go_back_to: "BestModel | None") -> None:
-        self.checkpoints = Checkpoints(checkpoint_dir) if checkpoint_dir else None
-        self.go_back_to = go_back_to
+    def __init__(self, checkpoints: Checkpoints | None, go_back_to: "BestModel | None") -> None:
+        self.checkpoints, self.go_back_to = checkpoints, go_back_to
         self.step: int | None = None
 
     def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:

@@ -166,7 +166,7 @@ class Validating(TrainerCallback):
     It runs before the callbacks that read the loss. A resume finds the measurements in the log of the checkpoint.
 
     Args:
-        rows: the held-out rows.
+        rows: the held-out rows, of which the first ``max_rows`` are measured.
         num_rows: number of training rows in an epoch.
 
     Attributes:
@@ -176,7 +176,9 @@ class Validating(TrainerCallback):
     def __init__(
         self, trainer: Trainer, method: "TrainingRecipe", ctx: "TrainContext", rows: Dataset, num_rows: int
     ) -> None:
-        self.trainer, self.method, self.ctx, self.rows, self.num_rows = trainer, method, ctx, rows, num_rows
+        self.trainer, self.method, self.ctx, self.num_rows = trainer, method, ctx, num_rows
+        max_rows = method.validation.max_rows if method.validation else None
+        self.rows = rows.select(range(min(len(rows), max_rows or len(rows))))
         self.patience = Patience()
         self.ended_at: int | None = None
 
@@ -225,29 +227,6 @@ class Validating(TrainerCallback):
         )
 
 
-def validating(
-    method: "TrainingRecipe",
-    trainer: Trainer,
-    inputs: "Inputs",
-    ctx: "TrainContext",
-    num_rows: int,
-    rows: Dataset | None = None,
-) -> Validating | None:
-    """The measurement that a recipe sets; None: it sets none.
-
-    Args:
-        rows: the held-out rows; None: they are read.
-
-    Raises:
-        DataError: there are no held-out rows.
-    """
-    if not method.measures_held_out:
-        return None
-    rows = rows or held_out_rows(method, inputs, ctx)
-    max_rows = method.validation.max_rows if method.validation else None
-    return Validating(trainer, method, ctx, rows.select(range(min(len(rows), max_rows or len(rows)))), num_rows)
-
-
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's error message
 _FLASH = "FLASH_ATTENTION_DETERMINISTIC"
 
@@ -282,11 +261,13 @@ def fit(
     step_in_fp32(trainer.model)
     before, start = seconds_before(ctx), time.perf_counter()
     speed = Speed.of(method, ctx.resources, trainer.model.config)
-    validation = validating(method, trainer, inputs, ctx, num_rows, held_out)
+    validation = None
+    if method.measures_held_out:
+        validation = Validating(trainer, method, ctx, held_out or held_out_rows(method, inputs, ctx), num_rows)
     best = BestModel(trainer, method.best, ctx) if method.best else None
     adaptive = method.schedule.adaptive
     rate = AdaptiveRate(trainer, adaptive, ctx, best if adaptive.divergence_z else None) if adaptive else None
-    divergence = Divergence(ctx.checkpoint_dir, best if method.on_divergence == "best" else None)
+    divergence = Divergence(ctx.checkpoints, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
             checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))

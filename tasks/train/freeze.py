@@ -64,7 +64,7 @@ class Freeze:
     def _before_last_layers(self, parameters: list[str]) -> set[str]:
         assert self.except_last_layers
         towers = {name for name in parameters if any(word in name for word in _TOWERS)}  # rows of text train none
-        blocks = {name: index for name in parameters if name not in towers and (index := _block(name)) is not None}
+        blocks = {name: index for name in parameters if name not in towers and (index := block_of(name)) is not None}
         num_blocks = max(blocks.values(), default=-1) + 1
         if self.except_last_layers >= num_blocks:
             raise ConfigError(
@@ -101,6 +101,6 @@ def freeze(model: "Module", setting: Freeze) -> None:
     logger.info("frozen=%d of=%d parameters=%s", len(frozen), len(parameters), setting)
 
 
-def _block(name: str) -> int | None:
-    """The index of the block that a parameter is in."""
+def block_of(name: str) -> int | None:
+    """The index of the block that a parameter or a module is in."""
     return next((int(part) for part in name.split(".") if part.isdigit()), None)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from lineage.errors import ConfigError
 from lineage.model_files import quantization_format, read_json
 from lineage.model_source import vocabulary_of
+from tasks.data.kinds import tokens_of
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -53,7 +54,6 @@ _TEXTS = (  # where a stage reads no rows
     "Water boils at a lower temperature on a mountain, because the pressure of the air is lower there.",
 )
 _MAX_TOKENS = 256
-_ANSWERS = ("chosen_ids", "completion_ids")
 
 logger = logging.getLogger(__name__)
 
@@ -316,18 +316,12 @@ def plain_lora(label: str, adapter: Path, target: Path) -> Path:
 def golden_prompts(rows: "TokenizedRows") -> Golden:
     """The tokens of a stage's first rows: each a prompt with its answer, or with its chosen answer."""
     first = rows.examples.select(range(min(NUM_PROMPTS, len(rows))))
-    return [_tokens(row)[:_MAX_TOKENS] for row in first]
+    return [tokens_of(row)[:_MAX_TOKENS] for row in first]
 
 
 def golden_texts(tokenizer: "PreTrainedTokenizerBase") -> Golden:
     """The tokens of fixed texts."""
     return [tokenizer(text)["input_ids"][:_MAX_TOKENS] for text in _TEXTS]
-
-
-def _tokens(row: Mapping[str, list[int]]) -> list[int]:
-    if "input_ids" in row:
-        return row["input_ids"]
-    return [*row["prompt_ids"], *next((row[name] for name in _ANSWERS if name in row), [])]
 
 
 def golden_values(model: "PreTrainedModel | PeftModel", prompts: Golden) -> list[float]:

@@ -15,7 +15,7 @@ from lineage.errors import ConfigError
 from lineage.model_files import quantization_format, read_json
 from tasks.recipe import Input, TrainingRecipe
 from tasks.remote_code import local_options, trusts
-from tasks.tokenizers import copy_tokenizer_files, load_tokenizer
+from tasks.tokenizers import copy_tokenizer_files, tokenizer_of
 from tasks.train.adapter_files import (
     ADAPTER_DIR,
     Base,
@@ -92,7 +92,7 @@ def load_policy(
     require_trainable(method, policy, ctx)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
     model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, dtype=dtype)
-    return Policy(model=model, tokenizer=load_tokenizer(policy))
+    return Policy(model=model, tokenizer=tokenizer_of(policy.path))
 
 
 def load_reward_model(
@@ -102,7 +102,7 @@ def load_reward_model(
     from transformers import set_seed
 
     require_trainable(method, policy, ctx)
-    tokenizer = load_tokenizer(policy)
+    tokenizer = tokenizer_of(policy.path)
     config = load_config(policy.path, num_labels=1)
     set_seed(method.seed)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
@@ -171,12 +171,19 @@ def disable_dropout(model: "PreTrainedModel") -> None:
 
 
 def load_model(model: Input, dtype: "Dtype" = "fp32") -> "PreTrainedModel":
-    """A finished policy or reward model in fp32, for inference.
+    """A finished policy or reward model, for inference.
 
     Args:
-        dtype: in which it will be held (``kernels.hold_in``): see ``whole_model``.
+        dtype: in which it is held (``kernels.hold_in``).
     """
-    return whole_model(model.kind, model.path, dtype=dtype)
+    from tasks.train.kernels import hold_in
+
+    return hold_in(whole_model(model.kind, model.path, dtype=dtype), dtype)
+
+
+def load_on_device(model: Input, ctx: "TrainContext") -> "PreTrainedModel":
+    """``load_model`` for a stage that trains nothing."""
+    return load_model(model, ctx.resources.frozen_dtype(None)).to(ctx.resources.device)
 
 
 def require_trainable(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> None:
@@ -381,7 +388,11 @@ def save_output(
     if method.save == "adapter":
         base = replace(base, rounding=_rounding(method))
         save_adapter(model, ctx.output_dir, base, start)
-        _complete_adapter(model, base, ctx.output_dir)
+        base.write(ctx.output_dir)
+        whole = model.get_base_model()
+        plain_config(whole).save_pretrained(ctx.output_dir)
+        if whole.can_generate():
+            whole.generation_config.save_pretrained(ctx.output_dir)
     else:
         rounded = is_quantized(model.get_base_model())
         save_adapter(model, ctx.output_dir / ADAPTER_DIR, base, start)
@@ -397,14 +408,6 @@ def _rounding(method: TrainingRecipe) -> dict[str, object] | None:
     """How the weights into which the adapter is merged were rounded; None: they were not."""
     setting = method.quantization
     return setting.rounding() if setting and setting.merge == "dequantized" else None
-
-
-def _complete_adapter(model: "PeftModel", base: Base, directory: Path) -> None:
-    base.write(directory)
-    whole = model.get_base_model()
-    plain_config(whole).save_pretrained(directory)
-    if whole.can_generate():
-        whole.generation_config.save_pretrained(directory)
 
 
 def _merge(method: TrainingRecipe, model: "PeftModel", policy: Input, adapter: Path) -> "PreTrainedModel":

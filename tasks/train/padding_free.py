@@ -8,7 +8,7 @@ trainers compute their losses from them unchanged. There are two layouts:
 
 - ``pack``: from padded rows. The two answers of a preference pair share the tokens of their prompt, whose
   hidden states are equal because attention is causal. For the architectures in ``PADDING_FREE``.
-- ``FlattenedPacks``: packed rows (``packing=best_fit``), end to end with position ids that restart at each.
+- ``flattened_packs``: packed rows (``packing=best_fit``), end to end with position ids that restart at each.
   For the architectures in ``tasks.data.tokens.tokenization.PACKABLE``.
 
 ``choose_kernel`` selects the attention kernel. On a GPU in bf16 or fp16 it is FlashAttention over rows of
@@ -435,36 +435,29 @@ def install(
         model.forward = MethodType(partial(_causal_lm_forward, squares=squares), model)
 
 
-class LineCollator:
+def line_collator(collate: Collator, *, pairs: bool = False) -> Collator:
     """Collates like ``collate``, then adds the indices of the real tokens (``pack``), of mismatched answers too.
 
     Args:
         pairs: row i + R/2 has the same prompt as row i; common first tokens are kept once.
     """
 
-    def __init__(self, collate: Collator, *, pairs: bool = False) -> None:
-        self.collate = collate
-        self.pairs = pairs
-
-    def __call__(self, examples: list[Example]) -> Batch:
-        batch = self.collate(examples)
-        shared = common_tokens(batch["input_ids"], batch["attention_mask"]) if self.pairs else None
+    def collated(examples: list[Example]) -> Batch:
+        batch = collate(examples)
+        shared = common_tokens(batch["input_ids"], batch["attention_mask"]) if pairs else None
         layout = pack(batch["attention_mask"], shared)
         mismatched = batch.get(f"{MISMATCHED}attention_mask")
         if mismatched is not None:
             layout |= {f"{MISMATCHED}{name}": each for name, each in pack(mismatched).items()}
         return {**batch, **layout}
 
+    return collated
 
-class FlattenedPacks:
+
+def flattened_packs() -> Collator:
     """Collates packs: the tokens of all rows end to end, position ids that restart, and where rows end."""
-
-    def __init__(self) -> None:
-        self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
-
-    def __call__(self, examples: list[Example]) -> Batch:
-        batch: Batch = self.flatten([row for example in examples for row in rows_of(example)])
-        return batch
+    flatten: Collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    return lambda examples: flatten([row for example in examples for row in rows_of(example)])
 
 
 def common_tokens(ids_RL: "Tensor", attention_RL: "Tensor") -> "Tensor":
@@ -489,5 +482,5 @@ def collator_for(model: "PreTrainedModel", collate: Collator, *, pairs: bool = F
         reason = why_not_packable(model.config.to_dict())
         if reason is not None:
             raise ConfigError(f"packing=best_fit: {reason}; set packing=null: each row is then one of a batch")
-        return FlattenedPacks()
-    return LineCollator(collate, pairs=pairs) if is_padding_free(model) else collate
+        return flattened_packs()
+    return line_collator(collate, pairs=pairs) if is_padding_free(model) else collate

@@ -6,7 +6,7 @@ et al. 2023, arXiv:2305.14314.
 
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -55,7 +55,7 @@ class Quantization:
 
     def __post_init__(self) -> None:
         row = FORMATS[self.format]
-        if row.configure is None:
+        if not row.rounds:
             needs = f", on a GPU, with {row.package[1]}" if row.package else ""
             raise ConfigError(f"quantization.format={self.format}: {row.reason}{needs}")
         refuse_unread("quantization", self, "format", {name: each.reads for name, each in FORMATS.items()})
@@ -96,17 +96,12 @@ class Quantization:
         return {name: value for name, value in set_fields(self).items() if name in names}
 
 
-Configure = Callable[[Quantization, "dtype", "list[str] | None"], "QuantizationConfigMixin"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class FormatRow:
     """One format.
 
     Args:
-        configure: transformers' configuration, from the setting, the dtype of products, and the modules that stay in
-            full precision, None for transformers' own choice; None: the format is read only from models that were
-            quantized before.
+        rounds: whether a training rounds its base to it; else it is read only from models that were quantized before.
         reads: the fields of the setting that it reads, in addition to those of every format.
         package: the module, and the command that installs it; None: it is installed with the pipeline.
         gpu: whether it needs a GPU.
@@ -115,7 +110,7 @@ class FormatRow:
         reason: why it cannot be trained on, or what else it needs; empty: nothing.
     """
 
-    configure: Configure | None = None
+    rounds: bool = True
     reads: tuple[str, ...] = ()
     package: tuple[str, str] | None = None
     gpu: bool = False
@@ -131,66 +126,47 @@ def torch_dtype(name: str) -> "dtype":
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "uint8": torch.uint8}[name]
 
 
-def _four_bits(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
-    from transformers import BitsAndBytesConfig
+def configuration(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
+    """transformers' configuration of a format.
 
-    stored = {"bnb_4bit_quant_storage": torch_dtype(setting.storage_dtype)} if setting.storage_dtype else {}
-    return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=setting.format, bnb_4bit_use_double_quant=setting.double is not False,
-        bnb_4bit_compute_dtype=compute, llm_int8_skip_modules=skip, **stored,
-    )  # fmt: skip
+    Args:
+        compute: dtype of products.
+        skip: the modules that stay in full precision; None: transformers' choice.
+    """
+    import transformers
 
-
-def _int8(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
-    from transformers import BitsAndBytesConfig
-
-    # It warns at each product that inputs are rounded to fp16, which is documented.
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
-
-
-def _torchao(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
-    from torchao.quantization import (
-        Float8WeightOnlyConfig,
-        Int8DynamicActivationInt8WeightConfig,
-        Int8WeightOnlyConfig,
-        PerGroup,
-    )
-    from transformers import TorchAoConfig
+    match setting.format:
+        case "nf4" | "fp4":
+            stored = {"bnb_4bit_quant_storage": torch_dtype(setting.storage_dtype)} if setting.storage_dtype else {}
+            return transformers.BitsAndBytesConfig(
+                load_in_4bit=True, bnb_4bit_quant_type=setting.format, llm_int8_skip_modules=skip,
+                bnb_4bit_use_double_quant=setting.double is not False, bnb_4bit_compute_dtype=compute, **stored,
+            )  # fmt: skip
+        case "int8":
+            # It warns at each product that inputs are rounded to fp16, which is documented.
+            logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+            return transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=skip)
+        case "quanto_int8" | "quanto_int4" | "quanto_float8":
+            weights = setting.format.removeprefix("quanto_")
+            return transformers.QuantoConfig(weights=weights, modules_to_not_convert=skip)
+        case "hqq":
+            size, skip = setting.group_size or 64, skip or ["lm_head", "score"]
+            return transformers.HqqConfig(nbits=4, group_size=size, skip_modules=skip)
+        case "eetq":
+            return transformers.EetqConfig(weights="int8", modules_to_not_convert=skip)
+        case "fp8":
+            return transformers.FineGrainedFP8Config(modules_to_not_convert=skip)
+    from torchao import quantization as torchao
 
     if setting.format == "torchao_int8_dynamic":
-        kind = Int8DynamicActivationInt8WeightConfig()
+        kind = torchao.Int8DynamicActivationInt8WeightConfig()
     elif setting.format == "torchao_float8":
-        kind = Float8WeightOnlyConfig()
+        kind = torchao.Float8WeightOnlyConfig()
     elif setting.group_size:
-        kind = Int8WeightOnlyConfig(granularity=PerGroup(setting.group_size))
+        kind = torchao.Int8WeightOnlyConfig(granularity=torchao.PerGroup(setting.group_size))
     else:
-        kind = Int8WeightOnlyConfig()
-    return TorchAoConfig(kind, modules_to_not_convert=skip)
-
-
-def _quanto(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
-    from transformers import QuantoConfig
-
-    return QuantoConfig(weights=setting.format.removeprefix("quanto_"), modules_to_not_convert=skip)
-
-
-def _hqq(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
-    from transformers import HqqConfig
-
-    return HqqConfig(nbits=4, group_size=setting.group_size or 64, skip_modules=skip or ["lm_head", "score"])
-
-
-def _eetq(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
-    from transformers import EetqConfig
-
-    return EetqConfig(weights="int8", modules_to_not_convert=skip)
-
-
-def _fp8(setting: Quantization, compute: "dtype", skip: list[str] | None) -> "QuantizationConfigMixin":
-    from transformers import FineGrainedFP8Config
-
-    return FineGrainedFP8Config(modules_to_not_convert=skip)
+        kind = torchao.Int8WeightOnlyConfig()
+    return transformers.TorchAoConfig(kind, modules_to_not_convert=skip)
 
 
 _BLOCKS = ("double", "compute_dtype", "storage_dtype")
@@ -201,27 +177,27 @@ _GPTQMODEL = ("gptqmodel", "pip install gptqmodel optimum, which needs torch>=2.
 _CALIBRATED = "its own tool makes it, with calibration data; a model=... that it has made is accepted"
 
 FORMATS: Mapping[str, FormatRow] = {
-    "nf4": FormatRow(configure=_four_bits, reads=_BLOCKS, conv1d=True),
-    "fp4": FormatRow(configure=_four_bits, reads=_BLOCKS, conv1d=True),
-    "int8": FormatRow(configure=_int8, conv1d=True),
-    "torchao_int8": FormatRow(configure=_torchao, reads=("group_size",), package=_TORCHAO),
-    "torchao_int8_dynamic": FormatRow(configure=_torchao, package=_TORCHAO),
-    "torchao_float8": FormatRow(configure=_torchao, package=_TORCHAO),
-    "quanto_int8": FormatRow(configure=_quanto, package=_QUANTO),
-    "quanto_int4": FormatRow(configure=_quanto, package=_QUANTO),
-    "quanto_float8": FormatRow(configure=_quanto, package=_QUANTO),
+    "nf4": FormatRow(reads=_BLOCKS, conv1d=True),
+    "fp4": FormatRow(reads=_BLOCKS, conv1d=True),
+    "int8": FormatRow(conv1d=True),
+    "torchao_int8": FormatRow(reads=("group_size",), package=_TORCHAO),
+    "torchao_int8_dynamic": FormatRow(package=_TORCHAO),
+    "torchao_float8": FormatRow(package=_TORCHAO),
+    "quanto_int8": FormatRow(package=_QUANTO),
+    "quanto_int4": FormatRow(package=_QUANTO),
+    "quanto_float8": FormatRow(package=_QUANTO),
     "hqq": FormatRow(
-        configure=_hqq, reads=("group_size",), package=("hqq", "pip install hqq termcolor"), gpu=True, dequantizes=False
+        reads=("group_size",), package=("hqq", "pip install hqq termcolor"), gpu=True, dequantizes=False
     ),
-    "eetq": FormatRow(configure=_eetq, package=_KERNELS, gpu=True, dequantizes=False),
-    "fp8": FormatRow(configure=_fp8, package=_KERNELS, gpu=True, dequantizes=False),
-    "gptq": FormatRow(package=_GPTQMODEL, gpu=True, dequantizes=False, reason=_CALIBRATED),
-    "awq": FormatRow(package=_GPTQMODEL, gpu=True, dequantizes=False, reason=_CALIBRATED),
+    "eetq": FormatRow(package=_KERNELS, gpu=True, dequantizes=False),
+    "fp8": FormatRow(package=_KERNELS, gpu=True, dequantizes=False),
+    "gptq": FormatRow(rounds=False, package=_GPTQMODEL, gpu=True, dequantizes=False, reason=_CALIBRATED),
+    "awq": FormatRow(rounds=False, package=_GPTQMODEL, gpu=True, dequantizes=False, reason=_CALIBRATED),
     "aqlm": FormatRow(
-        package=("aqlm", 'pip install "aqlm[gpu]"'), gpu=True, dequantizes=False, reason=_CALIBRATED
+        rounds=False, package=("aqlm", 'pip install "aqlm[gpu]"'), gpu=True, dequantizes=False, reason=_CALIBRATED
     ),
     "mxfp4": FormatRow(
-        dequantizes=False,
+        rounds=False, dequantizes=False,
         reason="nothing trains on such weights: a model=... in it is accepted, and dequantized as it is loaded",
     ),
 }  # fmt: skip
@@ -246,7 +222,7 @@ def options_quantized_before(found: str) -> dict[str, object]:
 def missing(name: Format, *, on_gpu: bool) -> str | None:
     """What this machine lacks for a format, and what to do; None: nothing."""
     row = FORMATS[name]
-    trained_here = ", ".join(other for other, each in FORMATS.items() if each.configure and not each.gpu)
+    trained_here = ", ".join(other for other, each in FORMATS.items() if each.rounds and not each.gpu)
     if row.gpu and not on_gpu:
         return f"{name} needs a GPU; set resources.gpus_per_worker=1, or a format that needs none: {trained_here}"
     if row.package and not _is_installed(row.package[0]):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError
-from tasks.train.quantization import FORMATS, Quantization, require_available, torch_dtype
+from tasks.train.quantization import FORMATS, Quantization, configuration, require_available, torch_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype, nn
@@ -57,9 +57,7 @@ class Quantizer:
 
     def options(self, skip: list[str] | None) -> dict[str, object]:
         """Arguments of ``from_pretrained``."""
-        configure = FORMATS[self.setting.format].configure
-        assert configure, "refused by the setting"
-        config = configure(self.setting, self.compute_dtype, skip)
+        config = configuration(self.setting, self.compute_dtype, skip)
         return {"quantization_config": config, "device_map": {"": self.device}}
 
     def kept(self, model: "PreTrainedModel") -> list[str] | None:

@@ -5,8 +5,8 @@ A sweep over ``beta`` or the loss then computes the reference once, and a traini
 
 import hashlib
 import logging
-from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -83,7 +83,7 @@ def _key(examples: Dataset, method: "TrainingRecipe", inputs: "Inputs", ctx: "Tr
         "precision": method.precision,
         "weights": ctx.resources.frozen_dtype(method.precision),
         "attention": ctx.resources.attention,
-        "device": "cuda" if ctx.resources.gpus_per_worker else "cpu",
+        "device": ctx.resources.device,
         "libraries": {name: version(name) for name in ("torch", "transformers")},
         "version": _VERSION,
     }
@@ -93,20 +93,16 @@ def _key(examples: Dataset, method: "TrainingRecipe", inputs: "Inputs", ctx: "Tr
 def _compute(
     examples: Dataset, method: "TrainingRecipe", ctx: "TrainContext", model: "PreTrainedModel"
 ) -> "dict[str, Tensor]":
-    device = torch.device("cuda" if ctx.resources.gpus_per_worker else "cpu")
+    device = torch.device(ctx.resources.device)
     model.to(device).eval()
     dtype = _AUTOCAST.get(method.precision)
     found: dict[str, list[float]] = {name: [] for name in COLUMNS}
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         for batch in examples.iter(_ROWS):
             ctx.mark(None, Phase.LOADING)
-            rows = [*_answers(batch, "chosen_ids"), *_answers(batch, "rejected_ids")]
+            answered = partial(map, Scored.answer, batch["prompt_ids"])
+            rows = [*answered(batch["chosen_ids"]), *answered(batch["rejected_ids"])]
             sums = logps(model, rows, _BATCH)
             for name, part in zip(COLUMNS, (sums[: len(rows) // 2], sums[len(rows) // 2 :]), strict=True):
                 found[name] += part
     return {name: torch.tensor(each, dtype=torch.float64) for name, each in found.items()}
-
-
-def _answers(batch: dict[str, list[list[int]]], column: str) -> Iterator[Scored]:
-    for prompt, answer in zip(batch["prompt_ids"], batch[column], strict=True):
-        yield Scored(input_ids=[*prompt, *answer], mask=[0] * len(prompt) + [1] * len(answer))

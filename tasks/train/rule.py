@@ -7,7 +7,6 @@ from enum import Enum
 
 from tasks.context import Resources
 from tasks.method import Training
-from tasks.train.optimizers import OPTIMIZERS, Entry
 
 _CONFIG = "config."
 Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
@@ -45,11 +44,6 @@ class Case:
             if value is None:
                 return ".".join(names[:depth]), None
         return path, value
-
-    @property
-    def optimizer(self) -> Entry:
-        """The entry of the optimizer."""
-        return OPTIMIZERS[self.method.optimizer.name]
 
     @property
     def accumulates(self) -> bool:

@@ -20,7 +20,7 @@ from tasks.data.tokens.template import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
 from tasks.positions import require_positions
 from tasks.recipe import Role
-from tasks.tokenizers import load_tokenizer, require_same_tokens
+from tasks.tokenizers import require_same_tokens, tokenizer_of
 from tasks.train import models
 from tasks.train.adapted import (
     adapter_weights_of,
@@ -92,7 +92,7 @@ class TrainingRun:
         self.writers: list[Callable[[Path], None]] = []
         self._adapter_start: dict[str, Tensor] | None = None
         self._held_out: Dataset | None = None  # where they have precomputed log-probabilities
-        self.device = torch.device("cuda" if ctx.resources.gpus_per_worker else "cpu")
+        self.device = torch.device(ctx.resources.device)
 
     @cached_property
     def policy(self) -> "Policy":
@@ -188,12 +188,12 @@ class TrainingRun:
         require_positions(model.config, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
-        elif load_tokenizer(self.inputs[name]).chat_template != self._start.tokenizer.chat_template:
+        elif tokenizer_of(self.inputs[name].path).chat_template != self._start.tokenizer.chat_template:
             logger.warning(
                 "%s=%s chat_template=differs: it reads conversations in the form of %s, and was trained on another",
                 name, self.inputs[name].name, self.inputs[_POLICY].name,
             )  # fmt: skip
-        return models.frozen(hold_in(model, self._frozen_dtype))
+        return models.frozen(model)
 
     def _frozen_policy(self) -> "PreTrainedModel | None":
         """The input policy; None: it is the policy in training, without its adapter or with a copy of it."""

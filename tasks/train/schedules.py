@@ -6,7 +6,7 @@ z = (loss - mean) / sqrt(variance).
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -163,86 +163,59 @@ class Entry:
 
     Args:
         about: the learning rate after the warm-up, and its paper.
-        args: fields of transformers' TrainingArguments, from the setting, the learning rate and the number of steps.
         reads: the fields of the setting that it reads, in addition to ``warmup``.
     """
 
     about: str
-    args: Callable[[Schedule, float, int], Arguments]
     reads: tuple[str, ...] = ("adaptive",)
 
 
-def _constant(setting: Schedule, learning_rate: float, num_steps: int) -> Arguments:
-    # Transformers' own "constant" has no warmup.
-    return {"lr_scheduler_type": "constant_with_warmup"}
-
-
-def _linear(setting: Schedule, learning_rate: float, num_steps: int) -> Arguments:
-    if setting.min_learning_rate is None:
-        return {"lr_scheduler_type": "linear"}
-    return _polynomial(setting, learning_rate, num_steps)
-
-
-def _polynomial(setting: Schedule, learning_rate: float, num_steps: int) -> Arguments:
-    # Transformers' own end is 1e-7, above some learning rates of preference methods.
-    end = setting.min_learning_rate or 0.0
-    return {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": end, "power": setting.power or 1.0}}
-
-
-def _cosine(setting: Schedule, learning_rate: float, num_steps: int) -> Arguments:
-    share = setting.share_of_minimum(learning_rate)
-    if not share:
-        return {"lr_scheduler_type": "cosine"}
-    return {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": share}}
-
-
-def _restarts(setting: Schedule, learning_rate: float, num_steps: int) -> Arguments:
-    # Transformers' own number of cycles is 1, which is "cosine".
-    return {
-        "lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": setting.num_cycles or 2},
-    }  # fmt: skip
-
-
-def _inverse_sqrt(setting: Schedule, learning_rate: float, num_steps: int) -> Arguments:
-    timescale = {"timescale": setting.timescale} if setting.timescale else {}
-    return {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": timescale}
-
-
-def _stable(setting: Schedule, learning_rate: float, num_steps: int) -> Arguments:
-    own = {
-        "num_decay_steps": setting.decay_steps(num_steps), "decay_type": setting.decay_type or "cosine",
-        "min_lr_ratio": setting.share_of_minimum(learning_rate),
-    }  # fmt: skip
-    return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": own}
+def _name_and_own(setting: Schedule, learning_rate: float, num_steps: int) -> tuple[str, Arguments]:
+    """transformers' name of a schedule, and its arguments."""
+    minimum, share = setting.min_learning_rate, setting.share_of_minimum(learning_rate)
+    match setting.name:
+        case "linear" if minimum is None:
+            return "linear", {}
+        case "linear" | "polynomial":
+            # Transformers' own end is 1e-7, above some learning rates of preference methods.
+            return "polynomial", {"lr_end": minimum or 0.0, "power": setting.power or 1.0}
+        case "cosine" | "cosine_with_min_lr":
+            return ("cosine_with_min_lr", {"min_lr_rate": share}) if share else ("cosine", {})
+        case "cosine_with_restarts":  # transformers' own number of cycles is 1, which is "cosine"
+            return "cosine_with_restarts", {"num_cycles": setting.num_cycles or 2}
+        case "inverse_sqrt":
+            return "inverse_sqrt", {"timescale": setting.timescale} if setting.timescale else {}
+        case "warmup_stable_decay":
+            return "warmup_stable_decay", {
+                "num_decay_steps": setting.decay_steps(num_steps), "decay_type": setting.decay_type or "cosine",
+                "min_lr_ratio": share,
+            }  # fmt: skip
+    return "constant_with_warmup", {}  # transformers' own "constant" has no warm-up
 
 
 _MIN = ("min_learning_rate", "adaptive")
 SCHEDULES: Mapping[str, Entry] = {
-    "constant": Entry(about="the learning rate", args=_constant),
-    "constant_with_warmup": Entry(about="another name of constant, which warms up too", args=_constant),
-    "linear": Entry(about="falls linearly", args=_linear, reads=_MIN),
-    "cosine": Entry(
-        about="falls as a cosine: Loshchilov and Hutter 2016, arXiv:1608.03983", args=_cosine, reads=_MIN
-    ),
+    "constant": Entry(about="the learning rate"),
+    "constant_with_warmup": Entry(about="another name of constant, which warms up too"),
+    "linear": Entry(about="falls linearly", reads=_MIN),
+    "cosine": Entry(about="falls as a cosine: Loshchilov and Hutter 2016, arXiv:1608.03983", reads=_MIN),
     "cosine_with_restarts": Entry(
-        about="falls as a cosine to 0, and starts again: arXiv:1608.03983", args=_restarts,
-        reads=("num_cycles", "adaptive"),
+        about="falls as a cosine to 0, and starts again: arXiv:1608.03983", reads=("num_cycles", "adaptive"),
     ),
     "cosine_with_min_lr": Entry(
-        about="cosine that ends at a tenth, as in Hoffmann et al. 2022, arXiv:2203.15556", args=_cosine, reads=_MIN
+        about="cosine that ends at a tenth, as in Hoffmann et al. 2022, arXiv:2203.15556", reads=_MIN
     ),
-    "polynomial": Entry(about="falls as a power of the steps that remain", args=_polynomial, reads=(*_MIN, "power")),
+    "polynomial": Entry(about="falls as a power of the steps that remain", reads=(*_MIN, "power")),
     "inverse_sqrt": Entry(
-        about="falls with the square root of the step: Vaswani et al. 2017, arXiv:1706.03762", args=_inverse_sqrt,
+        about="falls with the square root of the step: Vaswani et al. 2017, arXiv:1706.03762",
         reads=("timescale", "adaptive"),
     ),
     "warmup_stable_decay": Entry(
-        about="constant, and falls at the end: Hu et al. 2024, arXiv:2404.06395", args=_stable,
-        reads=(*_MIN, "decay", "decay_type"),
+        about="constant, and falls at the end: Hu et al. 2024, arXiv:2404.06395", reads=(*_MIN, "decay", "decay_type"),
     ),
     PLATEAU: Entry(
         about="falls each time that the loss on held-out rows does not: of torch.optim, with a warm-up",
-        args=_constant, reads=("min_learning_rate", "factor", "patience"),  # adaptive also cuts by a loss
+        reads=("min_learning_rate", "factor", "patience"),  # adaptive also cuts by a loss
     ),
 }  # fmt: skip
 
@@ -270,8 +243,10 @@ def schedule_args(setting: Schedule, learning_rate: float, num_steps: int, updat
     counted = replace(setting, **in_updates)
     # Below 1, transformers 5 takes warmup_steps for a ratio.
     warmup = counted.warmup if counted.warmup < 1 else int(counted.warmup)
-    own = SCHEDULES[counted.name].args(counted, learning_rate, num_steps * updates_per_step)
-    return {"learning_rate": learning_rate, "warmup_steps": warmup, **own}
+    name, own = _name_and_own(counted, learning_rate, num_steps * updates_per_step)
+    return {
+        "learning_rate": learning_rate, "warmup_steps": warmup, "lr_scheduler_type": name, "lr_scheduler_kwargs": own,
+    }  # fmt: skip
 
 
 def install_schedule(trainer: "Trainer", setting: Schedule, learning_rate: float) -> None:

@@ -18,7 +18,7 @@ from tasks.evaluate.rows import answer_tokens, draw_rows
 from tasks.evaluate.scoring import logps
 from tasks.heartbeat import Phase
 from tasks.method import Adapter
-from tasks.tokenizers import load_tokenizer
+from tasks.tokenizers import tokenizer_of
 from tests import training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights
@@ -73,7 +73,7 @@ def test_measuring_changes_no_bit_and_measures_the_model_that_is_there(root: Pat
 
     trained = replace(training.inputs(root, stage)["policy"], path=measured.output)
     rows = draw_rows(training.inputs(root, stage)["rows"], 10, 0)
-    tokens = RowTokenizer.of(stage.tokenization(), load_tokenizer(trained))(rows)
+    tokens = RowTokenizer.of(stage.tokenization(), tokenizer_of(trained.path))(rows)
     scored = answer_tokens(list(zip(rows, tokens, strict=True)))
     model = AutoModelForCausalLM.from_pretrained(measured.output, dtype=torch.float32).eval()
     loss = -sum(logps(model, scored, 4)) / sum(row.num_tokens for row in scored)

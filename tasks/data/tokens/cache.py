@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -221,23 +222,19 @@ _OUTCOME = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartTokenizer:
-    """Tokenizes a part of a file. Can be pickled."""
+def _tokenized(tokenizer: RowTokenizer, rows: "pa.RecordBatch") -> TokenPart:
+    """The tokens of a part of a file."""
+    import pyarrow as pa
 
-    tokenizer: RowTokenizer
-
-    def __call__(self, rows: "pa.RecordBatch") -> TokenPart:
-        import pyarrow as pa
-
-        found = list(self.tokenizer(rows.to_pylist()))
-        kept = [row for row in found if not row.outcome.dropped]
-        examples = [{**columns, **row.rest} for row in kept for columns in (row.columns, *row.more)]
-        tokens = ROW_KINDS[self.tokenizer.tokenization.kind].tokens
-        schema = arrow_schema({name: tokens[name] for name in (*found[0].columns, *found[0].rest)})
-        columns = [pa.array([row[name] for row in examples], schema.field(name).type) for name in schema.names]
-        batch = pa.RecordBatch.from_arrays(columns, schema=schema)
-        return TokenPart(outcomes=[row.outcome for row in found], columns=batch)
+    found = list(tokenizer(rows.to_pylist()))
+    examples = [
+        {**columns, **row.rest} for row in found if not row.outcome.dropped for columns in (row.columns, *row.more)
+    ]
+    tokens = ROW_KINDS[tokenizer.tokenization.kind].tokens
+    schema = arrow_schema({name: tokens[name] for name in (*found[0].columns, *found[0].rest)})
+    columns = [pa.array([row[name] for row in examples], schema.field(name).type) for name in schema.names]
+    batch = pa.RecordBatch.from_arrays(columns, schema=schema)
+    return TokenPart(outcomes=[row.outcome for row in found], columns=batch)
 
 
 def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: Path) -> TokenStats:
@@ -276,7 +273,7 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
 def _parts(rows: Path, tokenizer: RowTokenizer, workers: int) -> Iterator[TokenPart]:
     kind = ROW_KINDS[tokenizer.tokenization.kind]
     batches = row_batches(rows, _ROWS_PER_PART, kind.schema.names)
-    parts = ordered_map(PartTokenizer(tokenizer=tokenizer), batches, workers)
+    parts = ordered_map(partial(_tokenized, tokenizer), batches, workers)
     return chunked(parts, tokenizer.tokenization.max_length) if kind.joined else parts
 
 

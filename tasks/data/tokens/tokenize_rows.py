@@ -1,7 +1,7 @@
 """Converts rows to training examples: tokens, labels, the policy for long rows, and statistics of the outcomes."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
@@ -129,7 +129,9 @@ class RowTokenizer:
 
     def __call__(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
         """The tokens of rows of the stated kind."""
-        return ROW_KINDS[self.tokenization.kind].tokenize(self, rows)
+        tokenize: Callable[[Sequence[Row]], Iterator[TokenRow]]
+        tokenize = getattr(self, ROW_KINDS[self.tokenization.kind].tokenize)
+        return tokenize(rows)
 
     def texts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
         """``input_ids``: a text with the tokens that begin and end it; nothing is cut."""

@@ -17,7 +17,7 @@ from tasks.train.quantization import FORMATS, missing, why_not_on_quantized
 
 SFT_FIELDS = {"learning_rate": 1e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 64}
 VALUES = {"double": False, "compute_dtype": "bf16", "storage_dtype": "bf16", "group_size": 32}
-ON_LOAD = [name for name, row in FORMATS.items() if row.configure]
+ON_LOAD = [name for name, row in FORMATS.items() if row.rounds]
 
 
 def recipe(**values):
