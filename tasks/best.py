@@ -25,8 +25,8 @@ class Ranking:
 
     Args:
         metric: a reported metric, as the mean of the last steps; or ``held_out_loss``, of the model itself.
-                mode: whether small or large values are better; None: small for names that end in loss, perplexity or
-                    grad_norm, large for names that end in accuracy, accuracies or margins.
+        mode: whether small or large values are better; None: small for names that end in loss, perplexity or
+            grad_norm, large for names that end in accuracy, accuracies or margins.
 
     Class attributes:
         key: name of the setting.
@@ -46,35 +46,24 @@ class Ranking:
                 f"{self.key}.mode=min or max"
             )
 
+    @property
+    def small_is_good(self) -> bool:
+        return self.mode == "min" or (self.mode is None and bool(_SMALL_IS_GOOD.search(self.metric)))
+
     def is_better(self, value: float, than: float | None) -> bool:
         """Whether a value is strictly better; a non-finite value never is."""
         if not math.isfinite(value):
             return False
-        small = self.mode == "min" or (self.mode is None and bool(_SMALL_IS_GOOD.search(self.metric)))
-        return than is None or (value < than if small else value > than)
+        return than is None or (value < than if self.small_is_good else value > than)
 
     def best(self, checkpoints: Sequence[Checkpoint], count: int = 1) -> list[Checkpoint]:
-        """The best checkpoints, best first; those without the metric are left out.
+        """The best checkpoints, best first, of equal ones the earlier; those without the metric are left out.
 
         Args:
             checkpoints: by step, ascending.
         """
-        left, found = list(checkpoints), list[Checkpoint]()
-        while len(found) < count:
-            first = self._first(left)
-            if first is None:
-                break
-            found.append(first)
-            left.remove(first)
-        return found
-
-    def _first(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-        first = None
-        for each in checkpoints:
-            value = each.metrics.get(self.metric, math.nan)
-            if self.is_better(value, first.metrics[self.metric] if first else None):
-                first = each
-        return first
+        finite = [each for each in checkpoints if math.isfinite(each.metrics.get(self.metric, math.nan))]
+        return sorted(finite, key=lambda each: each.metrics[self.metric], reverse=not self.small_is_good)[:count]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,9 +34,9 @@ def check_rows(
 
     Args:
         method: a method with a tokenization.
-                inputs: the rows, and the policy with the tokenizer.
-                chat_template: the template that the model will have; None: the policy's.
-                previous_percent: percentage of trained tokens of the last run; None: no last run.
+        inputs: the rows, and the policy with the tokenizer.
+        chat_template: the template that the model will have; None: the policy's.
+        previous_percent: percentage of trained tokens of the last run; None: no last run.
 
     Returns:
         Statistics of the rows, and ``examples``: examples per epoch.

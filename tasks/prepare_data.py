@@ -1,12 +1,11 @@
 """The data stages, one for each kind of rows: they check a user's rows and split off the held-out ones."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, TrainContext
-from tasks.data.preparing.options import Prepare, slots
+from tasks.data.preparing.options import Prepare
 from tasks.recipe import Inputs
 
 
@@ -23,7 +22,6 @@ class PrepareRows(Prepare):
 class PrepareText(PrepareRows):
     """Rows {text} for continued pretraining."""
 
-    consumes: ClassVar[Mapping[str, Kind]] = slots(Kind.TEXT)
     produces: ClassVar[Kind] = Kind.TEXT
 
 
@@ -31,7 +29,6 @@ class PrepareText(PrepareRows):
 class PrepareConversations(PrepareRows):
     """Rows {messages} for supervised fine-tuning."""
 
-    consumes: ClassVar[Mapping[str, Kind]] = slots(Kind.CONVERSATIONS)
     produces: ClassVar[Kind] = Kind.CONVERSATIONS
 
 
@@ -39,7 +36,6 @@ class PrepareConversations(PrepareRows):
 class PreparePreferences(PrepareRows):
     """Rows {prompt, chosen, rejected} for a reward model and for preference optimization."""
 
-    consumes: ClassVar[Mapping[str, Kind]] = slots(Kind.PREFERENCES)
     produces: ClassVar[Kind] = Kind.PREFERENCES
 
 
@@ -47,7 +43,6 @@ class PreparePreferences(PrepareRows):
 class PrepareUnpaired(PrepareRows):
     """Rows {prompt, completion, label}: answers that are wanted, and others that are not."""
 
-    consumes: ClassVar[Mapping[str, Kind]] = slots(Kind.UNPAIRED)
     produces: ClassVar[Kind] = Kind.UNPAIRED
 
 
@@ -55,5 +50,4 @@ class PrepareUnpaired(PrepareRows):
 class PreparePrompts(PrepareRows):
     """Rows {prompt, columns}: what a policy answers in training, and what its reward is computed from."""
 
-    consumes: ClassVar[Mapping[str, Kind]] = slots(Kind.PROMPTS)
     produces: ClassVar[Kind] = Kind.PROMPTS

@@ -305,7 +305,15 @@ class TrainingRecipe(Method):
             ConfigError: both are set, and differ.
         """
         for short, (setting, field) in SHORT_FORMS.items():
-            self._move(short, getattr(self, short), setting, field)
+            value, before = getattr(self, short), getattr(self, setting)
+            if value is None:
+                continue
+            found, default = getattr(before, field), getattr(type(before)(), field)
+            if found not in (value, default):
+                raise ConfigError(
+                    f"{short}={value} and {setting}.{field}={found}: the first is short for the second; set one of them"
+                )
+            object.__setattr__(self, setting, replace(before, **{field: value}))
             object.__setattr__(self, short, None)
         if self.adapter and self.adapter.quantization:
             found = Quantization(format=self.adapter.quantization)
@@ -316,17 +324,6 @@ class TrainingRecipe(Method):
                 )
             object.__setattr__(self, "quantization", self.quantization or found)
             object.__setattr__(self, "adapter", replace(self.adapter, quantization=None))
-
-    def _move(self, short: str, value: object, setting: str, field: str) -> None:
-        if value is None:
-            return
-        before = getattr(self, setting)
-        found, default = getattr(before, field), getattr(type(before)(), field)
-        if found not in (value, default):
-            raise ConfigError(
-                f"{short}={value} and {setting}.{field}={found}: the first is short for the second; set one of them"
-            )
-        object.__setattr__(self, setting, replace(before, **{field: value}))
 
     def _apply_defaults(self) -> None:
         """Sets the learning rate and the length of the training where the configuration does not."""

@@ -57,9 +57,8 @@ def split(pairs: "pa.RecordBatch") -> "pa.RecordBatch":
         ids = pc.binary_join_element_wise(pairs.column(ROW_ID), side, "-")
         columns = {ROW_ID: ids, "completion": pairs.column(side), "label": pa.array([label] * len(pairs))}
         columns |= {name: pairs.column(name) for name in ("prompt", "tools") if name in pairs.schema.names}
-        missing = {name: pa.nulls(len(pairs), UNPAIRED.schema.field(name).type) for name in ("tools",)}
-        found = {**missing, **columns}
-        tables.append(pa.table({name: found[name] for name in UNPAIRED.schema.names}))
+        columns.setdefault("tools", pa.nulls(len(pairs), UNPAIRED.schema.field("tools").type))
+        tables.append(pa.table({name: columns[name] for name in UNPAIRED.schema.names}))
     order = [row + place * len(pairs) for row in range(len(pairs)) for place in range(2)]
     (batch,) = pa.concat_tables(tables).take(pa.array(order)).combine_chunks().to_batches()
     return batch

@@ -60,7 +60,7 @@ class Rule:
     max_regression: Annotated[float, Ge(0)] | None = None
 
     def __post_init__(self) -> None:
-        stated = self._stated()
+        stated = [*self._bounds()]
         if len(stated) != 1:
             found = ", ".join(stated) or "none"
             raise ValueError(f"a rule has one bound of at_least, at_most, min_gain, max_regression; found {found}")
@@ -101,12 +101,12 @@ class Rule:
 
     def demand(self) -> str:
         """The rule as a sentence."""
-        [kind] = self._stated()
+        [(kind, bound)] = self._bounds().items()
         subject = f"{self.policy or CANDIDATE}'s {self.metric}"
         if kind in _ABSOLUTE:
-            return f"{subject} {kind.replace('_', ' ')} {self._bound():g}"
-        bound = f"{self._bound():.4g}" if not is_perplexity(self.metric) else f"{100 * self._bound():.4g} %"
-        verb = f"gains more than {bound} over" if kind == "min_gain" else f"loses at most {bound} against"
+            return f"{subject} {kind.replace('_', ' ')} {bound:g}"
+        shown = f"{bound:.4g}" if not is_perplexity(self.metric) else f"{100 * bound:.4g} %"
+        verb = f"gains more than {shown} over" if kind == "min_gain" else f"loses at most {shown} against"
         return f"{subject} {verb} {self.against}"
 
     def _outcome(self, estimate: Estimate, value: float, min_rows: int, equal: bool) -> tuple[Outcome, str]:
@@ -115,8 +115,8 @@ class Rule:
             return "worse", "the metric is non-finite"
         if estimate.num_groups < min_rows:
             return "inconclusive", f"fewer than min_rows={min_rows} independent rows"
-        [kind] = self._stated()
-        bound = -self._bound() if kind == "max_regression" else self._bound()
+        [(kind, bound)] = self._bounds().items()
+        bound = -bound if kind == "max_regression" else bound
         low, high = estimate.low - bound, estimate.high - bound
         if kind == "at_most":
             low, high = -high, -low
@@ -127,14 +127,9 @@ class Rule:
             return "better", ""
         return ("worse", "") if high < 0 else ("inconclusive", "")
 
-    def _stated(self) -> list[str]:
-        bounds = (self.at_least, self.at_most, self.min_gain, self.max_regression)
-        return [kind for kind, value in zip((*_ABSOLUTE, *_RELATIVE), bounds, strict=True) if value is not None]
-
-    def _bound(self) -> float:
-        return next(
-            value for value in (self.at_least, self.at_most, self.min_gain, self.max_regression) if value is not None
-        )
+    def _bounds(self) -> dict[str, float]:
+        values = {kind: getattr(self, kind) for kind in (*_ABSOLUTE, *_RELATIVE)}
+        return {kind: value for kind, value in values.items() if value is not None}
 
     def _scores(self, name: str, report: Mapping[str, RowScores]) -> RowScores:
         if self.metric not in report:

@@ -12,6 +12,7 @@ import json
 import math
 import operator
 import re
+import unicodedata
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
 
 RELATIVE_TOLERANCE = 1e-9  # default: rounding of floats
-_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")  # of LaTeX
+_FRACTION = re.compile(r"\\[dt]?frac\s?(?:\{([^{}]{1,40})\}|(\d))(?:\{([^{}]{1,40})\}|(\d))")  # of LaTeX
+_VULGAR = re.compile(r"(?<![\d.,])(\d*)([\u00bc-\u00be\u2150-\u215e])")  # such as ½ and 1½
+_SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # of thousands, in code
 _PLAIN = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
 _NUMBER = re.compile(rf"(?<![\w.])(?:(?<![\)\]])(?P<sign>[-+]))?\$?(?P<over>{_PLAIN})(?:\s?/\s?(?P<under>{_PLAIN}))?"
                      r"(?P<percent>\s?\\?%)?")  # fmt: skip
@@ -70,8 +73,8 @@ def _require_plain(reward: RewardFunction, row: Mapping[str, object]) -> None:
 def _numeric(reward: RewardFunction, answer: Answer) -> float:
     """1 where the last number of an answer is that of the column, within a tolerance.
 
-    Numbers may have thousands separators, a fraction (3/4, or LaTeX's), an exponent or a percent sign (12% is 0.12).
-    Partial credit falls with the relative error, and is 0 from an error of 100 % on.
+    Numbers may have thousands separators (1,000 or 1_000), a fraction (3/4, ½ or LaTeX's), an exponent or a percent
+    sign (12% is 0.12). Partial credit falls with the relative error, and is 0 from an error of 100 % on.
     """
     found, right = last_number(answer.text), last_number(as_text(answer.row[column_of(reward)]))
     assert right is not None
@@ -92,7 +95,9 @@ def _require_number(reward: RewardFunction, row: Mapping[str, object]) -> None:
 
 def last_number(text: str) -> float | None:
     """The last number of a text; None: it has none that is finite."""
-    found = deque(_NUMBER.finditer(_FRACTION.sub(r"\1/\2", text.replace("\u2212", "-"))), maxlen=1)
+    text = _FRACTION.sub(r"\1\2/\3\4", _SEPARATOR.sub("", text.replace("\u2212", "-")))
+    text = _VULGAR.sub(lambda found: repr(int(found[1] or 0) + unicodedata.numeric(found[2])), text)
+    found = deque(_NUMBER.finditer(text), maxlen=1)
     return _number_of(found[0]) if found else None
 
 
@@ -285,7 +290,8 @@ def _tool_call(reward: RewardFunction, answer: Answer) -> float:
     values = [_parsed(text) for text in found or [unfenced(answer.text)]]
     if not found and isinstance(values[0], list):
         values = values[0]
-    tools = _parameters(answer.row[_column_of_tools(reward)], _column_of_tools(reward))
+    column = reward.column or _TOOLS
+    tools = _parameters(answer.row[column], column)
     shares = [_share(value, tools) for value in values]
     if not shares:
         return 0.0
@@ -299,10 +305,6 @@ def _share(call: object, tools: Mapping[str, Mapping[str, object]]) -> float:
     arguments = call.get("arguments", {})
     right = isinstance(arguments, dict) and _fits(tools[call["name"]], arguments)
     return 1.0 if right and call.keys() <= {"name", "arguments", "id", "type"} else 0.5
-
-
-def _column_of_tools(reward: RewardFunction) -> str:
-    return reward.column or _TOOLS
 
 
 def _parameters(value: object, what: str) -> Mapping[str, Mapping[str, object]]:
@@ -329,7 +331,7 @@ def _parameters(value: object, what: str) -> Mapping[str, Mapping[str, object]]:
 
 
 def _check_tools(reward: RewardFunction, row: Mapping[str, object]) -> None:
-    name = _column_of_tools(reward)
+    name = reward.column or _TOOLS
     for tool, parameters in _parameters(row[name], name).items():
         _require_schema(parameters, f"{name}: the parameters of {tool}")
 
@@ -391,7 +393,7 @@ STRUCTURED: Mapping[str, BuiltIn] = {
         check_row=_check_json,
     ),
     "tool_call": BuiltIn(
-        score=_tool_call, options=SHARED, columns=lambda reward: (_column_of_tools(reward),), check_row=_check_tools
+        score=_tool_call, options=SHARED, columns=lambda reward: (reward.column or _TOOLS,), check_row=_check_tools
     ),
     "countdown": BuiltIn(
         score=_countdown, options=SHARED, columns=lambda reward: (_NUMBERS, reward.column or _TARGET),

@@ -28,11 +28,12 @@ def _code(reward: RewardFunction, answer: Answer) -> float:
     The program is the last Markdown code block of an answer, or else all of it. The tests run after it, in its
     namespace and in order, each as one or more statements; tests that did not run in time have not passed.
     """
-    tests = _tests(answer.row[_column(reward)])
+    tests = _tests(answer.row[reward.column or _TESTS])
     program = unfenced(answer.text)
     if not program.strip():
         return 0.0
-    share = len(passed(program, tests, _seconds(reward), _memory(reward))) / len(tests)
+    seconds, memory = reward.timeout_seconds or _TIMEOUT_SECONDS, reward.memory_mib or _MEMORY_MIB
+    share = len(passed(program, tests, seconds, memory)) / len(tests)
     return 1.0 if share == 1 else share * (1.0 if reward.partial_credit is None else reward.partial_credit)
 
 
@@ -91,7 +92,7 @@ def require_sandbox() -> None:
 
 
 def _check_tests(reward: RewardFunction, row: Mapping[str, object]) -> None:
-    _tests(row[_column(reward)])
+    _tests(row[reward.column or _TESTS])
     require_sandbox()
 
 
@@ -107,21 +108,9 @@ def _tests(value: object) -> list[str]:
     return tests
 
 
-def _column(reward: RewardFunction) -> str:
-    return reward.column or _TESTS
-
-
-def _seconds(reward: RewardFunction) -> int:
-    return reward.timeout_seconds or _TIMEOUT_SECONDS
-
-
-def _memory(reward: RewardFunction) -> int:
-    return reward.memory_mib or _MEMORY_MIB
-
-
 CODE: Mapping[str, BuiltIn] = {
     "code": BuiltIn(
-        score=_code, options=SHARED | {"timeout_seconds", "memory_mib"}, columns=lambda reward: (_column(reward),),
-        check_row=_check_tests, starts_processes=True,
+        score=_code, options=SHARED | {"timeout_seconds", "memory_mib"}, check_row=_check_tests,
+        columns=lambda reward: (reward.column or _TESTS,), starts_processes=True,
     )
 }  # fmt: skip

@@ -118,10 +118,7 @@ def base_and_adapters(directory: Path) -> tuple[Path, list[Path]]:
 
 def rounding_of_base(adapter: Path) -> Mapping[str, object] | None:
     """``Base.rounding`` of a saved adapter; None where another program saved it."""
-    if not is_adapter(adapter):
-        return None
-    rounding: Mapping[str, object] | None = json.loads((adapter / BASE_FILE).read_text()).get("rounding")
-    return rounding
+    return _base_of(adapter).rounding if is_adapter(adapter) else None
 
 
 @dataclass(frozen=True, kw_only=True)

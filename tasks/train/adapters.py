@@ -169,10 +169,6 @@ def _names(text: str | None) -> list[str]:
 Count = Callable[[Adapter, int, int], int]
 
 
-def _none(_adapter: Adapter, _outputs: int, _inputs: int) -> int:
-    return 0
-
-
 @dataclass(frozen=True, kw_only=True)
 class AdapterType:
     """A row of ``ADAPTERS``.
@@ -191,7 +187,7 @@ class AdapterType:
     paper: str
     reads: Mapping[str, str]
     trained: Count
-    frozen: Count = _none
+    frozen: Count = lambda _adapter, _outputs, _inputs: 0
     fixed: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, int] = field(default_factory=dict)
 
@@ -204,21 +200,9 @@ def _mica(adapter: Adapter, outputs: int, inputs: int) -> int:
     return adapter.rank * outputs if adapter.init == "mica" else 0
 
 
-def _dora(adapter: Adapter, outputs: int, inputs: int) -> int:
-    return adapter.rank * (inputs + outputs) + outputs
-
-
-def _adalora(adapter: Adapter, outputs: int, inputs: int) -> int:
-    return adapter.rank * (inputs + outputs + 1)
-
-
 def _oft(adapter: Adapter, outputs: int, inputs: int) -> int:
     size = adapter.value("block_size")
     return inputs // size * (size * (size - 1) // 2)
-
-
-def _boft(adapter: Adapter, outputs: int, inputs: int) -> int:
-    return inputs * adapter.value("block_size") + outputs
 
 
 def _lokr(adapter: Adapter, outputs: int, inputs: int) -> int:
@@ -256,8 +240,8 @@ ADAPTERS: Mapping[str, AdapterType] = {
         config="LoraConfig", paper="Hu et al. 2021, arXiv:2106.09685", reads=_LORA_FIELDS, trained=_lora, frozen=_mica,
     ),
     "dora": AdapterType(
-        config="LoraConfig", paper="Liu et al. 2024, arXiv:2402.09353", reads=_LORA_FIELDS, trained=_dora,
-        fixed={"use_dora": True},
+        config="LoraConfig", paper="Liu et al. 2024, arXiv:2402.09353", reads=_LORA_FIELDS,
+        trained=lambda adapter, outputs, inputs: adapter.rank * (inputs + outputs) + outputs, fixed={"use_dora": True},
     ),
     "oft": AdapterType(
         config="OFTConfig", paper="Qiu et al. 2023, arXiv:2306.07280; Qiu et al. 2025, arXiv:2506.19847",
@@ -266,7 +250,8 @@ ADAPTERS: Mapping[str, AdapterType] = {
     ),
     "boft": AdapterType(
         config="BOFTConfig", paper="Liu et al. 2023, arXiv:2311.06243",
-        reads={"block_size": "boft_block_size", "dropout": "boft_dropout"}, trained=_boft, defaults={"block_size": 4},
+        reads={"block_size": "boft_block_size", "dropout": "boft_dropout"}, defaults={"block_size": 4},
+        trained=lambda adapter, outputs, inputs: inputs * adapter.value("block_size") + outputs,
     ),
     "vera": AdapterType(
         config="VeraConfig", paper="Kopiczko et al. 2023, arXiv:2310.11454",
@@ -290,7 +275,7 @@ ADAPTERS: Mapping[str, AdapterType] = {
     "adalora": AdapterType(
         config="AdaLoraConfig", paper="Zhang et al. 2023, arXiv:2303.10512",
         reads={"rank": "init_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_rank": "target_r"},
-        trained=_adalora,
+        trained=lambda adapter, outputs, inputs: adapter.rank * (inputs + outputs + 1),
     ),
     "hra": AdapterType(
         config="HRAConfig", paper="Yuan et al. 2024, arXiv:2405.17484", reads={"rank": "r"},

@@ -148,11 +148,7 @@ class StepMarks(TrainerCallback):
     def on_step_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.mark(state.global_step, Phase.STEPPING)
 
-    def on_substep_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        self.mark(state.global_step, Phase.STEPPING)
-
-    def on_step_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        self.mark(state.global_step, Phase.BETWEEN)
+    on_substep_end, on_step_end = on_step_begin, on_train_begin
 
     def on_train_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.mark(state.global_step, Phase.DONE)

@@ -315,9 +315,7 @@ def _train(
 
 def seconds_before(ctx: "TrainContext") -> float:
     """Training time of earlier attempts."""
-    if ctx.resume_from is None:
-        return 0.0
-    return Checkpoints.at(ctx.resume_from).train_seconds
+    return Checkpoints.at(ctx.resume_from).train_seconds if ctx.resume_from else 0.0
 
 
 @contextlib.contextmanager

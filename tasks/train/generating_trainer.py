@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
 
 _STATE = "rollouts-{rank}.pt"
-_TIMES = ("step_time",)  # metrics of TRL's about the clock
 
 
 def generating_trainer(run: "TrainingRun", trainer_class: type, config_class: type, **own: object) -> "Trainer":
@@ -154,8 +153,7 @@ class WithRollouts(_BaseTrainer):
         metrics = self._metrics["train"]
         for name, values in self._of_generation.items():
             metrics.setdefault(name, [*values])
-        for name in _TIMES:
-            metrics.pop(name, None)
+        metrics.pop("step_time", None)  # of the clock
         for values in metrics.values():
             values[:] = [0.0 if math.isnan(value) else value for value in values]
         super().log(logs, *args, **kwargs)

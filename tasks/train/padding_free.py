@@ -343,11 +343,6 @@ def backbone(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "BaseModelO
     return model.base_model(**line)
 
 
-def hidden_states(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "Tensor":
-    """The backbone's last hidden states: (R, L, H), or (1, T, H) for a padding-free batch."""
-    return backbone(model, inputs).last_hidden_state
-
-
 def before_trained(hidden: "Tensor", trained_RL: "Tensor", row_index: "Tensor | None") -> "Tensor":
     """The last hidden states from which the trained tokens are predicted: (N, H).
 
@@ -396,7 +391,7 @@ def _causal_lm_forward(
 ) -> FusedCausalLMOutput:
     """TRL's fused forward (``add_fused_lm_head``) on the kept tokens; entropy and mean logits are not computed."""
     trained_RL = labels[:, 1:] != -100
-    hidden_NH = before_trained(hidden_states(self, inputs), trained_RL, inputs.get("row_index"))
+    hidden_NH = before_trained(backbone(self, inputs).last_hidden_state, trained_RL, inputs.get("row_index"))
     logps_N, is_top1_N, squares_N = score(
         hidden_NH, self.get_output_embeddings(), labels[:, 1:][trained_RL], squares=squares
     )

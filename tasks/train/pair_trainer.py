@@ -211,9 +211,7 @@ def _read(inputs: "Batch") -> "tuple[Batch, Tensor]":
 
 def _mismatched(inputs: "Batch") -> "Batch":
     """The same prompts with the answers of other rows."""
-    return {
-        name.removeprefix(MISMATCHED): each for name, each in inputs.items() if name.startswith(MISMATCHED)
-    }  # fmt: skip
+    return {name.removeprefix(MISMATCHED): each for name, each in inputs.items() if name.startswith(MISMATCHED)}
 
 
 def _logps(rows: Rows) -> "dict[str, Tensor]":

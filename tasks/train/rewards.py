@@ -14,7 +14,7 @@ import torch
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from tasks.train.kernels import plain
-from tasks.train.padding_free import hidden_states
+from tasks.train.padding_free import backbone
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -64,7 +64,8 @@ def _forward(
 ) -> SequenceClassifierOutputWithPast:
     """For a padded batch, or a padding-free one (``row_index``)."""
     row_index_BT = inputs.get("row_index")
-    hidden = hidden_states(self, {**inputs, "input_ids": input_ids, "attention_mask": attention_mask})
+    inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
+    hidden = backbone(self, inputs).last_hidden_state
     last_B = last_tokens(attention_mask)
     if row_index_BT is None:
         last_BH = hidden[torch.arange(len(last_B), device=hidden.device), last_B]

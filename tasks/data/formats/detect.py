@@ -200,7 +200,7 @@ def check_direction(field: str, columns: Mapping[str, str], format: str | None) 
 
     Args:
         field: name of the setting, such as ``sources.rows.columns``.
-                format: format of the source, if set.
+        format: format of the source, if set.
 
     Raises:
         ConfigError: shows the inverted mapping.
@@ -236,8 +236,9 @@ def _inverted_hint(field: str, ours: str, theirs: str) -> str:
     text = f"{field}.{ours}={theirs}"
     quoted = f'"{text}"' if set(text) & set(" '\"$&|;()<>*?") else text
     return f"columns maps our name to the rows' column: set {quoted}"
-    # Prompt templates and system turns.
 
+
+# Prompt templates and system turns.
 
 _TEMPLATE = "text with named placeholders, such as '{context}\\n\\n{question}'"
 

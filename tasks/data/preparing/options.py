@@ -60,6 +60,11 @@ class Prepare(Method):
     temperature: Annotated[float, Gt(0)] | None = None
     stopping: Literal["first_exhausted", "all_exhausted"] | None = None
 
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "produces" in cls.__dict__:
+            cls.consumes = {ROWS: Kind.ROWS, REPLAY: cls.produces, TOKENIZER: Kind.CHECKPOINT, "*": Kind.ROWS}
+
     def __post_init__(self) -> None:
         self._check_held_out()
         self._check_mixture()
@@ -129,8 +134,3 @@ class Prepare(Method):
     def highest_share(self) -> int:
         """The highest ``key_share`` that is held out, for a fractional ``held_out``."""
         return math.ceil(Fraction(self.held_out) * 2**64) - 1
-
-
-def slots(kind: Kind) -> Mapping[str, Kind]:
-    """The slots of a stage that prepares rows of a kind."""
-    return {ROWS: Kind.ROWS, REPLAY: kind, TOKENIZER: Kind.CHECKPOINT, "*": Kind.ROWS}

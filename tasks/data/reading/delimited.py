@@ -22,7 +22,7 @@ _Line = tuple[int, Sequence[str] | str]
 
 
 def read_csv(path: Path, name: str, separator: str = ",") -> Iterator[Chunk]:
-    """Cells between commas."""
+    """Cells between separators."""
     with opened(path, name) as stream:
         # Bytes that are not UTF-8 are kept as half surrogates, which UTF-8 never yields, until their row is known.
         text = TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape", newline="")
@@ -41,11 +41,6 @@ def read_csv(path: Path, name: str, separator: str = ",") -> Iterator[Chunk]:
             yield Chunk(rows=partial(_rows, name, columns, separator, pending))
         elif not found:
             raise no_rows(name, ": only a header")
-
-
-def read_tsv(path: Path, name: str) -> Iterator[Chunk]:
-    """Cells between tabs."""
-    return read_csv(path, name, "\t")
 
 
 def _rows(name: str, columns: Sequence[str], separator: str, lines: Sequence[_Line]) -> Rows:

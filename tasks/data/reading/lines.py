@@ -204,11 +204,6 @@ def read_text(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk
             yield _document(stream, name)
 
 
-def read_markdown(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk]:
-    """One row ``{"text": ...}``: the whole file, unless ``split_by`` is set."""
-    return read_text(path, name, split_by or "document")
-
-
 def _document(stream: BufferedReader, name: str) -> Chunk:
     raw = stream.read(MAX_ROW_BYTES + 1)
     if len(raw) > MAX_ROW_BYTES:

@@ -8,6 +8,7 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from glob import has_magic
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -20,9 +21,9 @@ from lineage.source_checks import PYTHON, is_loaded
 from lineage.sources import local_paths
 from lineage.text_split import NOTE, SplitBy, data_suffix
 from tasks.data.reading.chunk import Chunk, Row, no_split, parse_split, parsed
-from tasks.data.reading.delimited import read_csv, read_tsv
+from tasks.data.reading.delimited import read_csv
 from tasks.data.reading.json_rows import read_json, read_json_lines
-from tasks.data.reading.lines import read_markdown, read_text
+from tasks.data.reading.lines import read_text
 from tasks.data.reading.python_rows import read_function
 from tasks.data.reading.tables import is_saved, read_arrow, read_loaded, read_parquet, read_saved
 from tasks.quickstart import quickstart_rows
@@ -43,11 +44,10 @@ _DIRECTORIES = {split: re.compile(words, re.IGNORECASE) for split, words in _WOR
 _FILES = {split: re.compile(rf"(?:{words})(?:{_PART})", re.IGNORECASE) for split, words in _WORDS.items()}
 _READERS: Mapping[str, Callable[[Path, str], Iterator[Chunk]]] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), read_json_lines), ".json": read_json,
-    ".parquet": read_parquet, ".arrow": read_arrow, ".feather": read_arrow, ".csv": read_csv, ".tsv": read_tsv,
+    ".parquet": read_parquet, ".arrow": read_arrow, ".feather": read_arrow, ".csv": read_csv,
+    ".tsv": partial(read_csv, separator="\t"),
 }  # fmt: skip
-_TEXTS: Mapping[str, Callable[[Path, str, SplitBy | None], Iterator[Chunk]]] = {
-    ".txt": read_text, ".text": read_text, ".md": read_markdown,
-}  # fmt: skip
+_TEXTS: Mapping[str, SplitBy | None] = {".txt": None, ".text": None, ".md": "document"}  # suffix -> default unit
 
 
 def read_chunks(source: Source) -> Iterator[Chunk]:
@@ -91,14 +91,14 @@ def _read_file(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chun
 
     Args:
         name: of the file, as the user knows it.
-        split_by: the unit of plain text that is a row; None: it is detected.
+        split_by: the unit of plain text that is a row; None: it is detected, and for Markdown the whole file.
 
     Raises:
         DataError: files with this suffix are not read, or there is no row in it.
     """
     suffix = data_suffix(path)
     if suffix in _TEXTS:
-        return _TEXTS[suffix](path, name, split_by)
+        return read_text(path, name, split_by or _TEXTS[suffix])
     if suffix not in _READERS:
         raise DataError(
             f"{name}: rows are not read from {path.suffix or 'a file without a suffix'}; accepted: "

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -14,23 +14,7 @@ if TYPE_CHECKING:
 _TEXTS_PER_CALL = 16  # more do not fit a core's cache: a call with a thousand texts takes twice as long per text
 
 
-class Encoded(Protocol):
-    """The tokens of one text."""
-
-    @property
-    def ids(self) -> list[int]: ...
-
-    def tokens_before(self, place: int) -> int:
-        """How many tokens end at or before the ``place``-th character; one across it belongs to the text after it."""
-
-
-class Encoder(Protocol):
-    """A tokenizer that adds no special tokens around a text. Can be pickled."""
-
-    def encode(self, texts: Sequence[str]) -> Iterator[Encoded]: ...
-
-
-def encoder_of(tokenizer: "PreTrainedTokenizerBase") -> Encoder:
+def encoder_of(tokenizer: "PreTrainedTokenizerBase") -> "Encoder":
     """The fastest encoder for a tokenizer that also gives positions."""
     if not tokenizer.is_fast:
         return PrefixEncoder(tokenizer=tokenizer)
@@ -58,7 +42,7 @@ class FastEncoder:
     num_bytes: Sequence[int] | None
     quick: "QuickEncoder | None"
 
-    def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
+    def encode(self, texts: Sequence[str]) -> "Iterator[Encoded]":
         if self.quick:
             yield from (self._by_bytes(text, self.quick.ids(text)) for text in texts)
             return
@@ -71,7 +55,7 @@ class FastEncoder:
                 fast = self.backend.encode_batch_fast(part, add_special_tokens=False)
                 yield from (self._by_bytes(text, each.ids) for text, each in zip(part, fast, strict=True))
 
-    def _by_bytes(self, text: str, ids: list[int]) -> Encoded:
+    def _by_bytes(self, text: str, ids: list[int]) -> "Encoded":
         """Finds the ends of tokens from their lengths, in a tenth of the time of offsets."""
         assert self.num_bytes is not None
         normalizer = self.backend.normalizer
@@ -83,7 +67,7 @@ class FastEncoder:
         return _by_offsets(text, self.backend.encode(text, add_special_tokens=False))
 
 
-def _by_offsets(text: str, encoding: "Encoding") -> Encoded:
+def _by_offsets(text: str, encoding: "Encoding") -> "Encoded":
     ends = list(accumulate((end for _, end in encoding.offsets), max))
     return Placed(text=text, ids=encoding.ids, ends=ends, in_bytes=False)
 
@@ -102,6 +86,7 @@ class Placed:
     in_bytes: bool
 
     def tokens_before(self, place: int) -> int:
+        """How many tokens end at or before the ``place``-th character; one across it belongs to the text after it."""
         return bisect_right(self.ends, len(self.text[:place].encode()) if self.in_bytes else place)
 
 
@@ -133,7 +118,7 @@ class PrefixEncoder:
 
     tokenizer: "PreTrainedTokenizerBase"
 
-    def encode(self, texts: Sequence[str]) -> Iterator[Encoded]:
+    def encode(self, texts: Sequence[str]) -> "Iterator[Encoded]":
         return (Unplaced(text=text, ids=self.ids(text), encoder=self) for text in texts)
 
     def ids(self, text: str) -> list[int]:
@@ -151,6 +136,10 @@ class Unplaced:
 
     def tokens_before(self, place: int) -> int:
         return common_prefix(self.encoder.ids(self.text[:place]), self.ids)
+
+
+Encoded = Placed | Unplaced  # the tokens of one text
+Encoder = FastEncoder | PrefixEncoder  # adds no special tokens around a text; can be pickled
 
 
 def common_prefix(first: Sequence[object], second: Sequence[object]) -> int:

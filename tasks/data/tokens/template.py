@@ -188,16 +188,13 @@ class Template:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         template = self.plain if tools is None else self.with_tools
+        variables: dict[str, object] = {"date_string": DATE} if "date_string" in template else {}
+        variables |= {"enable_thinking": True} if thinks else {}
         texts: list[str] = render_jinja_template(
             conversations=conversations, tools=tools, chat_template=template, add_generation_prompt=prompt,
-            **self._variables(template), **({"enable_thinking": True} if thinks else {}),
+            **{**self.special_tokens, **variables},
         )[0]  # fmt: skip
         return texts
-
-    def _variables(self, template: str) -> Mapping[str, object]:
-        if "date_string" in template:
-            return {**self.special_tokens, "date_string": DATE}
-        return self.special_tokens
 
 
 def _on_one_day(template: str) -> str:
@@ -227,17 +224,9 @@ def _with_json_arguments(message: Message) -> Message:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
-    texts = [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-            },
-        }
-        for call in calls
-    ]
-    return {**message, "tool_calls": texts}
+    texts = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
+    functions = [{**call["function"], "arguments": text} for call, text in zip(calls, texts, strict=True)]
+    return {**message, "tool_calls": [{**call, "function": each} for call, each in zip(calls, functions, strict=True)]}
 
 
 _PROBE = "\ue002"  # content that no template writes by itself
