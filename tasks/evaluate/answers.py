@@ -3,11 +3,11 @@
 Shapes: B rows in a batch, T tokens of the longest.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasks.evaluate.scoring import batches, generating, padded
+from tasks.evaluate.scoring import generating, in_batches, padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -57,7 +57,7 @@ def greedy_answers(
         model, do_sample=False, num_beams=num_beams, max_new_tokens=max_new_tokens,
         eos_token_id=sorted(stops) or None, pad_token_id=pad,
     ):  # fmt: skip
-        return answers_of(model, tokenizer, _in_batches(generate, prompts, batch_size))
+        return answers_of(model, tokenizer, in_batches(generate, list(map(len, prompts)), batch_size))
 
 
 def sampled_tokens(
@@ -84,7 +84,7 @@ def sampled_tokens(
             max_new_tokens=max_new_tokens, pad_token_id=pad, stop_tokens=stops,
         )  # fmt: skip
 
-    return _in_batches(generate, prompts, batch_size)
+    return in_batches(generate, list(map(len, prompts)), batch_size)
 
 
 def answers_of(
@@ -97,16 +97,6 @@ def answers_of(
         length = next((at for at, token in enumerate(ids) if token in stops), None)
         found.append(Answer(text=text, finished=length is not None, num_tokens=len(ids) if length is None else length))
     return found
-
-
-def _in_batches(
-    generate: Callable[[Sequence[int]], list[list[int]]], prompts: Sequence[Sequence[int]], batch_size: int
-) -> list[list[int]]:
-    """What follows each prompt; prompts of similar length are generated together."""
-    found: dict[int, list[int]] = {}
-    for batch in batches([len(prompt) for prompt in prompts], batch_size):
-        found.update(zip(batch, generate(batch), strict=True))
-    return [found[index] for index in range(len(prompts))]
 
 
 def _stop_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:

@@ -3,15 +3,17 @@
 Shapes: B rows in a batch, T tokens of the longest, K positions whose logits are needed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from transformers import PreTrainedModel
+
+Result = TypeVar("Result")
 
 _MAX_LOGITS = 2**28  # of a batch: 1 GiB in fp32; rows of 2,048 tokens with 150,000 logits each are scored one by one
 
@@ -52,14 +54,12 @@ def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int) -> 
     """Log-probability of each row's masked tokens given all before them, summed, in nats; in order of the rows."""
     import torch
 
-    found = [0.0] * len(rows)
+    lengths = [len(row.input_ids) for row in rows]
     max_tokens = _MAX_LOGITS // model.config.get_text_config().vocab_size
     with torch.inference_mode(), without_router_loss(model):
-        for batch in batches([len(row.input_ids) for row in rows], batch_size, max_tokens):
-            sums = _batch_logps(model, [rows[index] for index in batch])
-            for index, total in zip(batch, sums, strict=True):
-                found[index] = total
-    return found
+        return in_batches(
+            lambda batch: _batch_logps(model, [rows[index] for index in batch]), lengths, batch_size, max_tokens
+        )
 
 
 def _batch_logps(model: "PreTrainedModel", rows: Sequence[Scored]) -> list[float]:
@@ -90,13 +90,13 @@ def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size:
 
     from tasks.train.rewards import sequence_scores
 
-    found = [0.0] * len(rows)
+    def scores(batch: Sequence[int]) -> list[float]:
+        ids_BT, attention_BT = padded([rows[index] for index in batch], model.device, left=False)
+        found: list[float] = sequence_scores(model, ids_BT, attention_BT).tolist()
+        return found
+
     with torch.inference_mode():
-        for batch in batches([len(row) for row in rows], batch_size):
-            ids_BT, attention_BT = padded([rows[index] for index in batch], model.device, left=False)
-            for index, score in zip(batch, sequence_scores(model, ids_BT, attention_BT).tolist(), strict=True):
-                found[index] = score
-    return found
+        return in_batches(scores, [len(row) for row in rows], batch_size)
 
 
 @contextmanager
@@ -133,18 +133,26 @@ def generating(model: "PreTrainedModel", **settings: object) -> Iterator[None]:
         model.train(was_training)
 
 
-def batches(lengths: Sequence[int], batch_size: int, max_tokens: int | None = None) -> Iterator[list[int]]:
-    """Indices of rows in batches, the longest first, so that a batch needs little padding.
+def in_batches(
+    compute: Callable[[Sequence[int]], Sequence[Result]],
+    lengths: Sequence[int],
+    batch_size: int,
+    max_tokens: int | None = None,
+) -> list[Result]:
+    """The result of each row, in order; computed in batches, the longest rows first, so that there is little padding.
 
     Args:
+        compute: the results of the rows of these indices.
         max_tokens: of a batch including padding; a longer row is a batch of its own.
     """
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    start = 0
+    found, start = dict[int, Result](), 0
     while start < len(order):
         size = batch_size if max_tokens is None else min(batch_size, max(1, max_tokens // lengths[order[start]]))
-        yield order[start : start + size]
+        batch = order[start : start + size]
+        found.update(zip(batch, compute(batch), strict=True))
         start += size
+    return [found[index] for index in range(len(lengths))]
 
 
 def padded(

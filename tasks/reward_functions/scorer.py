@@ -8,13 +8,12 @@ import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.source_checks import PYTHON, PythonFunction, code_of
 from tasks.data.reading.python_rows import load_function, place_of_error
-from tasks.reward_functions.answer import Answer, BuiltIn
+from tasks.reward_functions.answer import Answer
 from tasks.reward_functions.built_in import BUILT_IN
 from tasks.reward_functions.function import TAKES, RewardFunction, Rewards
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, object]
 Columns = Mapping[str, Sequence[object]]
+Score = Callable[[Sequence[Sequence[Message]], Sequence[str], Columns], object]
 _ACCEPTED = "a list with one finite number per completion is accepted"
 _GIVEN = ("prompts", "completions")  # arguments of a user's function, beside the columns
 
@@ -36,12 +36,14 @@ class Scorer:
         weight: factor in the sum of rewards.
         columns: the columns of the prompts' rows that it needs.
         score: scores a batch; what it returns is checked.
+        check: checks the values of those columns in the rows of all prompts.
     """
 
     name: str
     weight: float
     columns: tuple[str, ...]
-    score: Callable[[Sequence[Sequence[Message]], Sequence[str], Columns], object]
+    score: Score
+    check: Callable[[Columns], None] = lambda columns: None
 
     def __call__(
         self, prompts: Sequence[Sequence[Message]], completions: Sequence[str], columns: Columns
@@ -84,7 +86,10 @@ def scorers(rewards: Rewards, tokenizer: "PreTrainedTokenizerBase | None" = None
         DataError: a Python function cannot be imported, or cannot be called with prompts and completions.
     """
     check_rewards(rewards)
-    return [_scorer(key, reward, tokenizer) for key, reward in rewards.items()]
+    return [
+        _python(key, reward, code) if (code := reward.code()) else _built_in(key, reward, tokenizer)
+        for key, reward in rewards.items()
+    ]
 
 
 def check_rewards(rewards: Rewards) -> None:
@@ -158,65 +163,43 @@ def check_columns(found: Sequence[Scorer], columns: Columns) -> None:
     """
     for scorer in found:
         _require_columns(scorer, columns)
-        if isinstance(scorer.score, _BuiltInScore):
-            scorer.score.check(scorer.name, columns)
+        scorer.check(columns)
 
 
-def _scorer(key: str, reward: RewardFunction, tokenizer: "PreTrainedTokenizerBase | None") -> Scorer:
-    code = reward.code()
-    if code:
-        score, columns = _python_score(key, str(reward.function), code)
-        return Scorer(name=key, weight=reward.weight, columns=columns, score=score)
+def _built_in(key: str, reward: RewardFunction, tokenizer: "PreTrainedTokenizerBase | None") -> Scorer:
     function = BUILT_IN[reward.function or key]
+    names = function.columns(reward)
     if function.counts_tokens and tokenizer is None:
         raise ConfigError(
             f"rewards.{key}: {reward.function or key} counts tokens, and no tokenizer was given; pass the policy's"
         )
-    built_in = _BuiltInScore(key=key, reward=reward, function=function, tokenizer=tokenizer)
-    return Scorer(name=key, weight=reward.weight, columns=function.columns(reward), score=built_in)
 
-
-@dataclass(frozen=True, kw_only=True)
-class _BuiltInScore:
-    key: str
-    reward: RewardFunction
-    function: BuiltIn
-    tokenizer: "PreTrainedTokenizerBase | None"
-
-    def __call__(
-        self, prompts: Sequence[Sequence[Message]], completions: Sequence[str], columns: Columns
-    ) -> list[float]:
-        names = self.function.columns(self.reward)
-        answers = [
-            Answer.of(text, {name: columns[name][row] for name in names}, self.reward, self._num_tokens(text))
-            for row, text in enumerate(completions)
-        ]
-        score = partial(self._score, prompts)
-        if not self.function.starts_processes:
-            return [score(row, answer) for row, answer in enumerate(answers)]
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            return list(pool.map(score, range(len(answers)), answers))
-
-    def _num_tokens(self, text: str) -> int:
-        if not (self.function.counts_tokens and self.tokenizer):
-            return 0
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _score(self, prompts: Sequence[Sequence[Message]], row: int, answer: Answer) -> float:
-        try:
-            return self.function.score(self.reward, answer)
-        except Exception as error:
-            kind = type(error) if isinstance(error, PipelineError) else PipelineError
-            said = f"{_shown(prompts[row])}, completion {reprlib.repr(answer.text)}"
-            raise kind(f"rewards.{self.key}: row {row} ({said}): {error}") from error
-
-    def check(self, name: str, columns: Columns) -> None:
-        names = self.function.columns(self.reward)
-        for row, values in enumerate(zip(*(columns[each] for each in names), strict=True)):
+    def score(prompts: Sequence[Sequence[Message]], completions: Sequence[str], columns: Columns) -> list[float]:
+        def of_row(row: int) -> float:
+            text, num_tokens = completions[row], 0
+            if function.counts_tokens and tokenizer is not None:
+                num_tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+            answer = Answer.of(text, {name: columns[name][row] for name in names}, reward, num_tokens)
             try:
-                self.function.check_row(self.reward, dict(zip(names, values, strict=True)))
+                return function.score(reward, answer)
+            except Exception as error:
+                kind = type(error) if isinstance(error, PipelineError) else PipelineError
+                said = f"{_shown(prompts[row])}, completion {reprlib.repr(answer.text)}"
+                raise kind(f"rewards.{key}: row {row} ({said}): {error}") from error
+
+        if not function.starts_processes:
+            return list(map(of_row, range(len(completions))))
+        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+            return list(pool.map(of_row, range(len(completions))))
+
+    def check(columns: Columns) -> None:
+        for row, values in enumerate(zip(*(columns[name] for name in names), strict=True)):
+            try:
+                function.check_row(reward, dict(zip(names, values, strict=True)))
             except DataError as error:
-                raise DataError(f"rewards.{name}: row {row} of the prompts: {error}") from error
+                raise DataError(f"rewards.{key}: row {row} of the prompts: {error}") from error
+
+    return Scorer(name=key, weight=reward.weight, columns=names, score=score, check=check)
 
 
 def _require_columns(scorer: Scorer, columns: Collection[str]) -> None:
@@ -228,10 +211,9 @@ def _require_columns(scorer: Scorer, columns: Collection[str]) -> None:
         )
 
 
-def _python_score(
-    key: str, path: str, function: PythonFunction
-) -> tuple[Callable[[Sequence[Sequence[Message]], Sequence[str], Columns], object], tuple[str, ...]]:
-    """A user's function, and the columns that it requires."""
+def _python(key: str, reward: RewardFunction, function: PythonFunction) -> Scorer:
+    """A user's function, which needs the columns that it requires."""
+    path = str(reward.function)
     loaded = load_function(function, path, _ACCEPTED)
     if inspect.iscoroutinefunction(loaded):
         raise DataError(f"rewards.{key}: {path} is async; a plain function is accepted; write it with def")
@@ -259,7 +241,7 @@ def _python_score(
                 "correct the function"
             ) from error
 
-    return score, needed
+    return Scorer(name=key, weight=reward.weight, columns=needed, score=score)
 
 
 def _failing_row(
