@@ -123,26 +123,9 @@ class Resources:
         return global_batch_size // rows
 
 
-def _no_report(step: int, metrics: Metrics) -> None:
-    """Ignores a report, outside a run."""
-
-
-def _no_heartbeat(step: int | None, phase: Phase) -> None:
-    """Ignores a heartbeat, outside a run."""
-
-
-def _no_lease() -> None:
-    """No lock is needed outside a run."""
-
-
-def _never() -> bool:
-    """No stop is requested outside a run."""
-    return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainContext:
-    """One worker's view of a running stage.
+    """One worker's view of a running stage; by default outside a run, where nobody reads reports or asks it to stop.
 
     Args:
         output_dir: directory of the artifact (``output/`` of the stage's directory).
@@ -162,13 +145,13 @@ class TrainContext:
     resources: Resources = field(default_factory=Resources)
     rank: int = 0
     world_size: int = 1
-    report: Report = _no_report
+    report: Report = lambda step, metrics: None
     cache_dir: Path | None = None
     checkpoint_dir: Path | None = None
-    require_lease: Callable[[], None] = _no_lease
+    require_lease: Callable[[], None] = lambda: None
     resume_from: Path | None = None
-    should_stop: Callable[[], bool] = _never
-    mark: Callable[[int | None, Phase], None] = _no_heartbeat
+    should_stop: Callable[[], bool] = lambda: False
+    mark: Callable[[int | None, Phase], None] = lambda step, phase: None
 
     @property
     def checkpoints(self) -> Checkpoints | None:

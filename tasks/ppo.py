@@ -100,7 +100,7 @@ class PPO(Generating):
                     with optimization.autocast():
                         tokens = terms.Tokens.of([batch.rows[row] for row in share], batch.mask_BC.shape[1], run.device)
                         logps_BC = terms.token_logps(policy, tokens, self.sampling.temperature)
-                        values_BC = tokens.gather(token_values(value, tokens.input_ids_BT, None), first=0)
+                        values_BC = tokens.gather(token_values(value, tokens.input_ids_BT), first=0)
                     losses = (
                         *terms.policy_loss(logps_BC, batch.logps_BC[share], advantages_BC[share], self.clip_range),
                         *terms.value_loss(values_BC, batch.values_BC[share], returns_BC[share], self.value_clip_range),

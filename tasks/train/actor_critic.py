@@ -244,7 +244,7 @@ class ActorCritic:
                 logps_BC = token_logps(self.policy, tokens, temperature, entropies)
                 with nullcontext() if self.reference else self.policy.disable_adapter():
                     reference_BC = token_logps(self.reference or self.policy, tokens, temperature)
-                values_BC = tokens.gather(token_values(self.value, tokens.input_ids_BT, None), first=0)
+                values_BC = tokens.gather(token_values(self.value, tokens.input_ids_BT), first=0)
                 each = torch.stack([tokens.mask_BC, logps_BC, reference_BC, values_BC, *entropies], dim=2)
                 found += [(row, row_C5[: len(row[1])]) for row, row_C5 in zip(part, each.cpu(), strict=True)]
         self.policy.train()

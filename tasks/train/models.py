@@ -386,7 +386,7 @@ def save_output(
         return None
     base = intake(method, policy).beneath or Base.of(policy)
     if method.save == "adapter":
-        base = replace(base, rounding=_rounding(method))
+        base = replace(base, rounding=method.quantization.rounding() if method.quantization else None)
         save_adapter(model, ctx.output_dir, base, start)
         base.write(ctx.output_dir)
         whole = model.get_base_model()
@@ -404,21 +404,14 @@ def save_output(
     return merged
 
 
-def _rounding(method: TrainingRecipe) -> dict[str, object] | None:
-    """How the weights into which the adapter is merged were rounded; None: they were not."""
-    setting = method.quantization
-    return setting.rounding() if setting and setting.merge == "dequantized" else None
-
-
 def _merge(method: TrainingRecipe, model: "PeftModel", policy: Input, adapter: Path) -> "PreTrainedModel":
     base = model.get_base_model()
     if not is_quantized(base):
         whole: PreTrainedModel = model.merge_and_unload()
         return whole
     taken = intake(method, policy) if method.adapter_in == "continue" else None
-    whole = whole_model(
-        method.produces, policy.path, plain_config(base), last=adapter, rounding=_rounding(method), taken=taken
-    )
+    rounding = method.quantization.rounding() if method.quantization else None
+    whole = whole_model(method.produces, policy.path, plain_config(base), last=adapter, rounding=rounding, taken=taken)
     if base.can_generate():
         whole.generation_config = base.generation_config
     return whole

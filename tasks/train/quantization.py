@@ -90,8 +90,10 @@ class Quantization:
         }
         return {"adapter": {**adapter, "quantization": self.format}, **({"quantization": own} if own else {})}
 
-    def rounding(self) -> dict[str, object]:
-        """The fields that determine how the weights are rounded."""
+    def rounding(self) -> dict[str, object] | None:
+        """The fields that determine how the weights are rounded that an adapter is merged into; None: they are not."""
+        if self.merge == "original":
+            return None
         names = ("format", "double", "skip_modules", "group_size")
         return {name: value for name, value in set_fields(self).items() if name in names}
 

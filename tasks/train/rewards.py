@@ -37,14 +37,12 @@ def sequence_scores(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_
     return _score(model, hidden_BTH[rows_B, last_tokens(attention_mask_BT)])
 
 
-def token_values(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mask_BT: "Tensor | None") -> "Tensor":
+def token_values(model: "PreTrainedModel", input_ids_BT: "Tensor") -> "Tensor":
     """The value (B, T) of each token in fp32 under a VALUE_MODEL: the output of its head at every token.
 
-    Args:
-        attention_mask_BT: None: none is needed, because padding is on the right and attention is causal.
+    Padding is on the right, and attention is causal, so that no mask is needed.
     """
-    outputs = model.base_model(input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False)
-    return _score(model, outputs.last_hidden_state)
+    return _score(model, model.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state)
 
 
 def last_tokens(attention_mask_BT: "Tensor") -> "Tensor":

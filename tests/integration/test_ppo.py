@@ -102,7 +102,7 @@ def test_every_architecture_is_measured_as_each_row_alone(tmp_path: Path, archit
         found: list[torch.Tensor] = []
         logps = token_logps(policy, tokens, 0.7, found)
         [entropies] = found
-        values = tokens.gather(token_values(value, tokens.input_ids_BT, None), first=0)
+        values = tokens.gather(token_values(value, tokens.input_ids_BT), first=0)
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             ids = torch.tensor([[*prompt, *completion]])
             places = slice(len(prompt) - 1, ids.shape[1] - 1)
