@@ -194,11 +194,6 @@ def _with_mismatched(examples: "Dataset") -> "Dataset":
     return Dataset.from_dict({"index": range(len(examples))}).with_transform(paired)
 
 
-def _unpadded(pad_token_id: int) -> Collator:
-    """Returns examples as a list: the trainer pads prompts when it generates."""
-    return lambda examples: examples
-
-
 def _with_columns(examples: "Dataset") -> "Dataset":
     """Decodes prompts to messages, with their tokens and the columns for reward functions.
 
@@ -284,7 +279,8 @@ UNPAIRED = RowKind(
 PROMPTS = RowKind(
     kind=Kind.PROMPTS, slot="prompts", asked="prompt", others={"columns": Column.TEXT, **_TOOLS}, trained=False,
     tokens={"prompt_ids": Column.IDS, "prompt": Column.TEXT, "columns": Column.TEXT},  # the last two as JSON text
-    tokenize="prompts", examples=_with_columns, collator=_unpadded,
+    tokenize="prompts", examples=_with_columns,
+    collator=lambda pad_token_id: lambda examples: examples,  # the trainer pads prompts when it generates
     sample=_prompt_text,
 )  # fmt: skip
 

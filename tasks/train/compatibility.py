@@ -223,7 +223,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="backward-accumulation",
         when={
-            "method.optimizer.name": _IN_BACKWARD, "method.global_batch_size": lambda case: case.accumulates,
+            "method.optimizer.name": _IN_BACKWARD,
+            "method.global_batch_size": lambda case: case.method.global_batch_size > _rows_at_once(case),
             "resources.num_workers": 1, "resources.micro_batch_size": shown,
         },
         reason="LOMO and layer-wise optimizers update inside each backward pass, so each micro batch would be a step",

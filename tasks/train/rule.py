@@ -46,11 +46,6 @@ class Case:
         return path, value
 
     @property
-    def accumulates(self) -> bool:
-        """Whether a step accumulates several micro batches."""
-        return self.method.global_batch_size > self.resources.num_workers * self.resources.micro_batch_size
-
-    @property
     def on_gpu(self) -> bool:
         return self.resources.gpus_per_worker > 0
 

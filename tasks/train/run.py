@@ -265,15 +265,12 @@ class TrainingRun:
         if self.method.adapter and self.method.adapter.type == "adalora":
             trainer.add_callback(RankBudget(trainer.model, self.ctx))
         if self.method.has_reference and "proof" not in own:
-            self._add_proof(trainer)
+            if self.method.neftune_alpha:
+                self._log_unproven()
+            else:
+                trainer.add_callback(StepZeroProof(trainer, self.inputs[_POLICY], self._proof_tolerance))
         self._count(trainer.model)
         return trainer
-
-    def _add_proof(self, trainer: Trainer) -> None:
-        if self.method.neftune_alpha:
-            self._log_unproven()
-            return
-        trainer.add_callback(StepZeroProof(trainer, self.inputs[_POLICY], self._proof_tolerance))
 
     def _log_unproven(self) -> None:
         logger.warning(

@@ -160,13 +160,12 @@ def add_tools(row: CanonicalRow, fields: Fields, name: str = "tools") -> Canonic
     listed = [] if is_nothing(fields.get(name)) else _items(fields[name], name, _BAD_TOOLS, _BAD_TOOLS)
     tools = [_function(tool, f"{name}[{index}]", _BAD_TOOLS) for index, tool in enumerate(listed)]
     if tools:
-        bare = [function if outer is not function else _without_type(function) for outer, function in tools]
+        bare = [
+            {key: item for key, item in function.items() if outer is not function or key != "type"}
+            for outer, function in tools
+        ]
         row["tools"] = as_json([{"type": "function", "function": each} for each in bare], name)
     return row
-
-
-def _without_type(function: Mapping[str, object]) -> Mapping[str, object]:
-    return {key: item for key, item in function.items() if key != "type"}
 
 
 def calls_json(value: object, what: str) -> str:
@@ -261,11 +260,11 @@ def conversation(value: object, what: str, spelling: Spelling = OPENAI) -> list[
     return messages
 
 
-def prompt(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
+def prompt(value: object, what: str) -> list[Message]:
     """The turns of a prompt, which end before an assistant's turn; a string is a user's turn."""
     if not isinstance(value, list):
         return [{"role": "user", "content": text(value, what, "empty prompt")}]
-    return prompt_turns(value, what, spelling)
+    return prompt_turns(value, what)
 
 
 def prompt_turns(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:

@@ -151,7 +151,10 @@ class Template:
         if (self.plain, self.with_tools) in _REFUSED:  # not tried again
             raise ConfigError(_REFUSED[self.plain, self.with_tools])
         if self.in_blocks:
-            conversations = [[_in_blocks(message) for message in messages] for messages in conversations]
+            conversations = [
+                [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+                for messages in conversations
+            ]
         try:
             with Limited():
                 try:
@@ -214,10 +217,6 @@ def _on_one_day(template: str) -> str:
             "date_string is accepted; correct the template, or set chat_template=chatml on the sft stage"
         )
     return dated
-
-
-def _in_blocks(message: Message) -> Message:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _with_json_arguments(message: Message) -> Message:
@@ -312,7 +311,8 @@ class StopTokens:
             past = history.rpartition(_PROBE)[0]
             counts = (n for n in range(len(ends), 1, -1) if "".join(ends[:n]).rstrip() in past)
             return "".join(ends[: next(counts, 1)]).rstrip()
-        found = re.match(rf"\s*(?:{_any(self.special)})", history[len(whole) :]) if history.startswith(whole) else None
+        special = "|".join(map(re.escape, self.special)) or "(?!)"
+        found = re.match(rf"\s*(?:{special})", history[len(whole) :]) if history.startswith(whole) else None
         return "".join(ends) + found[0] if found else ""
 
     def _ends_each_call(
@@ -333,10 +333,6 @@ class StopTokens:
 
 def _longest_first(tokens: Iterable[str]) -> list[str]:
     return sorted(filter(None, tokens), key=lambda token: (-len(token), token))
-
-
-def _any(tokens: Sequence[str]) -> str:
-    return "|".join(map(re.escape, tokens)) or "(?!)"
 
 
 def _tail(text: str, tokens: Sequence[str]) -> tuple[str, list[str]]:
