@@ -62,7 +62,7 @@ class Prepare(Method):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if "produces" in cls.__dict__:
+        if "produces" in cls.__dict__ and "consumes" not in cls.__dict__:
             cls.consumes = {ROWS: Kind.ROWS, REPLAY: cls.produces, TOKENIZER: Kind.CHECKPOINT, "*": Kind.ROWS}
 
     def __post_init__(self) -> None:
