@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Lt
 from lineage.errors import ConfigError
 from lineage.fingerprint import set_fields
 from tasks.train.freeze import block_of
-from tasks.train.optimizers import refuse_unread
+from tasks.train.optimizers import names_in, refuse_unread
 from tasks.train.quantization import Format
 
 ALL_LINEAR = "all-linear"  # every linear layer except the head
@@ -87,15 +87,8 @@ class Adapter:
     quantization: Format | None = None
 
     def __post_init__(self) -> None:
-        for name, names in (
-            ("target_modules", self.target_names), ("exclude_modules", self.excluded_names),
-            ("modules_to_save", self.saved_names),
-        ):  # fmt: skip
-            if not all(names):
-                raise ConfigError(
-                    f"adapter.{name}={getattr(self, name)!r}: a name is empty; names separated by commas are accepted; "
-                    f"set for example q_proj,v_proj" + (f", or {ALL_LINEAR}" if name == "target_modules" else "")
-                )
+        for name in ("target_modules", "exclude_modules", "modules_to_save"):
+            names_in(f"adapter.{name}", getattr(self, name))
         self._check_head()
         refuse_unread("adapter", self, "type", {name: row.reads for name, row in ADAPTERS.items()})
         self._check_init()
@@ -107,15 +100,15 @@ class Adapter:
 
     @property
     def target_names(self) -> list[str]:
-        return _names(self.target_modules)
+        return names_in("adapter.target_modules", self.target_modules)
 
     @property
     def excluded_names(self) -> list[str]:
-        return _names(self.exclude_modules)
+        return names_in("adapter.exclude_modules", self.exclude_modules)
 
     @property
     def saved_names(self) -> list[str]:
-        return _names(self.modules_to_save)
+        return names_in("adapter.modules_to_save", self.modules_to_save)
 
     @property
     def changes_the_base(self) -> bool:
@@ -159,10 +152,6 @@ class Adapter:
                 f"adapter.init={self.init} with adapter.type=dora: DoRA splits the base's weights into magnitude and "
                 "direction before this initialization; set adapter.type=lora, or adapter.init=null"
             )
-
-
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in text.split(",")] if text is not None else []
 
 
 # Number of an adapter's weights in one layer, from the adapter and the layer's numbers of outputs and inputs.

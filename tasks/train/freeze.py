@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Gt
 
 from lineage.errors import ConfigError
+from tasks.train.optimizers import names_in
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -39,15 +40,7 @@ class Freeze:
                 f"freeze.except_last_layers={self.except_last_layers} and freeze.modules={self.modules}: one of them "
                 "says which weights are frozen; set one, or freeze=null to train every weight"
             )
-        if self.modules is not None and not all(self.names):
-            raise ConfigError(
-                f"freeze.modules={self.modules!r}: a name is empty; names separated by commas are accepted; set for "
-                "example embed_tokens,*.mlp.*"
-            )
-
-    @property
-    def names(self) -> list[str]:
-        return [name.strip() for name in (self.modules or "").split(",")]
+        names_in("freeze.modules", self.modules, "embed_tokens,*.mlp.*")
 
     def frozen(self, parameters: Iterable[str]) -> set[str]:
         """The names of the frozen parameters.
@@ -80,7 +73,7 @@ class Freeze:
 
     def _named(self, parameters: list[str]) -> set[str]:
         found: set[str] = set()
-        for wanted in self.names:
+        for wanted in names_in("freeze.modules", self.modules):
             matched = {name for name in parameters if fnmatch.fnmatchcase(name, wanted) or f".{wanted}." in f".{name}."}
             if not matched:
                 ends = sorted({part for name in parameters for part in name.split(".")[:-1] if not part.isdigit()})

@@ -292,6 +292,20 @@ OPTIMIZERS: Mapping[str, Entry] = {
 }  # fmt: skip
 
 
+def names_in(setting: str, text: str | None, example: str = "q_proj,v_proj") -> list[str]:
+    """The names of modules in a setting, which are separated by commas.
+
+    Raises:
+        ConfigError: a name is empty.
+    """
+    names = [name.strip() for name in text.split(",")] if text is not None else []
+    if not all(names):
+        raise ConfigError(
+            f"{setting}={text!r}: a name is empty; names separated by commas are accepted; set for example {example}"
+        )
+    return names
+
+
 def refuse_unread(where: str, setting: object, key: str, reads: Mapping[str, Collection[str]]) -> None:
     """Refuses a field that the named optimizer, schedule or type does not read, so that none is ignored.
 

@@ -14,7 +14,7 @@ from annotated_types import Gt
 
 from lineage.errors import ConfigError
 from lineage.fingerprint import set_fields
-from tasks.train.optimizers import refuse_unread
+from tasks.train.optimizers import names_in, refuse_unread
 
 if TYPE_CHECKING:
     from torch import dtype
@@ -64,15 +64,11 @@ class Quantization:
                 f"quantization.merge=dequantized: weights in {self.format} cannot be dequantized here; set "
                 "quantization.merge=original, which merges the adapter into the base in full precision"
             )
-        if not all(self.skipped_names):
-            raise ConfigError(
-                f"quantization.skip_modules={self.skip_modules!r}: a name is empty; names of modules separated by "
-                "commas are accepted, for example q_proj,v_proj"
-            )
+        names_in("quantization.skip_modules", self.skip_modules)
 
     @property
     def skipped_names(self) -> list[str]:
-        return [name.strip() for name in self.skip_modules.split(",")] if self.skip_modules is not None else []
+        return names_in("quantization.skip_modules", self.skip_modules)
 
     def identity(self, recipe: dict[str, object]) -> dict[str, object]:
         """Its part of a recipe whose other parts are known: of the adapter, as before it was a setting of its own."""
