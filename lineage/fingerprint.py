@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -37,6 +37,12 @@ def without_nones(value: object) -> object:
     if is_dataclass(value) and not isinstance(value, type):
         return set_fields(value)
     return value
+
+
+class Setting:
+    """Base of the dataclasses of a recipe, which refuse unknown fields, other types and non-finite numbers."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 
 def set_fields(setting: "DataclassInstance") -> dict[str, object]:

@@ -11,6 +11,7 @@ from annotated_types import Gt
 
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
+from lineage.fingerprint import Setting
 
 VAL_LOSS = "val/loss"
 HELD_OUT_LOSS = "held_out_loss"  # the mean loss on the held-out rows of the stage's own data
@@ -20,7 +21,7 @@ _LARGE_IS_GOOD = re.compile(r"(accuracy|accuracies|margins)$")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranking:
+class Ranking(Setting):
     """A ranking of checkpoints by one metric.
 
     Args:
@@ -31,8 +32,6 @@ class Ranking:
     Class attributes:
         key: name of the setting.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     key: ClassVar[str] = ""
 
@@ -122,7 +121,7 @@ def kept_steps(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Validation:
+class Validation(Setting):
     """Measures the loss on held-out rows during training and after the last step.
 
     Args:
@@ -131,8 +130,6 @@ class Validation:
         patience: number of consecutive measurements without a smaller loss after which training stops; None: never.
         max_rows: use only the first held-out examples; None: all.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     every_steps: Annotated[int, Gt(0)] | None = None
     every_epochs: Annotated[float, Gt(0)] | None = None

@@ -17,7 +17,7 @@ from lineage.artifact import Kind, Source
 from lineage.code import code_digest, code_digest_now
 from lineage.digest import digest_of
 from lineage.errors import ConfigError
-from lineage.fingerprint import set_fields
+from lineage.fingerprint import Setting, set_fields
 from lineage.model_source import text_digest
 from tasks.best import HELD_OUT_LOSS, Best, Validation, steps_of_epochs
 from tasks.chat_template import CHAT_TEMPLATES, template_text
@@ -64,7 +64,7 @@ _HEAVY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Method(ABC):
+class Method(Setting, ABC):
     """Hyperparameters, and the computation that they define. Fields, class name and ``version`` are the identity.
 
     Class attributes:
@@ -79,8 +79,6 @@ class Method(ABC):
         chat_slot: the slot whose model must have a chat template; None: none must.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
-
     version: ClassVar[int] = 1
     consumes: ClassVar[Mapping[str, Kind]]
     optional: ClassVar[frozenset[str]] = frozenset()
@@ -90,7 +88,7 @@ class Method(ABC):
     preload: ClassVar[tuple[str, ...]] = _HEAVY
     chat_slot: ClassVar[str | None] = None
 
-    def check_slots(self, filled: frozenset[str]) -> None:  # noqa: B027 - most methods have no optional slot
+    def check_slots(self, filled: frozenset[str]) -> None:
         """Refuses optional slots that are filled, or empty, against the fields.
 
         Args:

@@ -3,11 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from annotated_types import Ge
 
 from lineage.errors import ConfigError
+from lineage.fingerprint import Setting
 from lineage.verdict import CHAMPION, Outcome, RuleResult
 from tasks.evaluate.row_scores import RowScores, is_perplexity
 from tasks.gate.bootstrap import Bootstrap, Estimate
@@ -35,7 +36,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(Setting):
     """Exactly one bound on one metric.
 
     A gain is in units of the metric; for a perplexity it is a share of the baseline's: 0.1 is ten percent.
@@ -48,8 +49,6 @@ class Rule:
         min_gain: the policy must be better than ``against`` by more than this.
         max_regression: the policy may be worse than ``against`` by at most this.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     metric: str
     policy: str | None = None

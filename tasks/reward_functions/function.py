@@ -3,17 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from lineage.fingerprint import Setting
 from lineage.source_checks import PYTHON, PythonFunction, code_of, python_function
 
 TAKES = "scores as score(prompts, completions, **columns) -> list of numbers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardFunction:
+class RewardFunction(Setting):
     """One reward of a stage. An option that the chosen function does not read is refused; ``None`` is its default.
 
     Args:
@@ -32,8 +33,6 @@ class RewardFunction:
         target_tokens, width_tokens, bound: of ``length``.
         timeout_seconds, memory_mib: of ``code``: processor time and address space of one answer's program.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     function: str | None = None
     weight: float = 1.0

@@ -8,12 +8,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
 from lineage.errors import ConfigError
-from lineage.fingerprint import set_fields
+from lineage.fingerprint import Setting, set_fields
 from tasks.train.freeze import block_of
 from tasks.train.optimizers import names_in, refuse_unread
 from tasks.train.quantization import Format
@@ -42,7 +42,7 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter:
+class Adapter(Setting):
     """A few weights that are trained beside a frozen base. The output is the merged model.
 
     A type reads some of the fields (``ADAPTERS``); another one that is set is refused.
@@ -66,8 +66,6 @@ class Adapter:
         target_rank: the mean rank at the end of a training that prunes ranks; None: half of ``rank``.
         quantization: short for ``quantization.format``, of the training that has the adapter.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     type: Type = DEFAULT
     rank: Annotated[int, Gt(0)] = 16

@@ -4,11 +4,12 @@ import fnmatch
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Gt
 
 from lineage.errors import ConfigError
+from lineage.fingerprint import Setting
 from tasks.train.optimizers import names_in
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Freeze:
+class Freeze(Setting):
     """The weights that a full training freezes.
 
     Args:
@@ -28,8 +29,6 @@ class Freeze:
             not the embedding.
         modules: names of modules, or globs over full names of parameters, such as ``*.mlp.*``, separated by commas.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     except_last_layers: Annotated[int, Gt(0)] | None = None
     modules: str | None = None

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from lineage.errors import ConfigError
+from lineage.fingerprint import Setting
 from tasks.data.kinds import PROMPTS
 from tasks.data.tokens.tokenization import Tokenization, TooLong
 from tasks.method import FROZEN_POLICY, POLICY, REWARD_MODEL, Training
@@ -21,7 +22,7 @@ MISSING_EOS = "missing_eos"  # the penalty's name among the rewards
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class Sampling(Setting):
     """How completions are sampled. The loss uses the same temperature; the other fields affect only the samples.
 
     Args:
@@ -31,8 +32,6 @@ class Sampling:
         min_p: samples from tokens with at least this share of the most probable token's probability.
         repetition_penalty: divides the logits of tokens that are in the prompt or completion; 1: none.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     temperature: Annotated[float, Gt(0)] = 1.0
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0

@@ -5,12 +5,12 @@ import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
 from lineage.errors import ConfigError
-from lineage.fingerprint import set_fields
+from lineage.fingerprint import Setting, set_fields
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +33,7 @@ EXTRA = "optimizers"  # of pyproject.toml: the packages below, except those with
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optimizer:
+class Optimizer(Setting):
     """How gradients change the weights.
 
     Args:
@@ -56,8 +56,6 @@ class Optimizer:
         lora_plus_ratio: learning rate of a LoRA's B, and of trained vectors, over that of its A. LoRA+: Hayou et al.
             2024, arXiv:2402.12354. None: one learning rate.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     name: Name = DEFAULT
     betas: tuple[Beta, ...] | None = None

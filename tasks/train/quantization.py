@@ -8,12 +8,12 @@ import importlib.util
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Gt
 
 from lineage.errors import ConfigError
-from lineage.fingerprint import set_fields
+from lineage.fingerprint import Setting, set_fields
 from tasks.train.optimizers import names_in, refuse_unread
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantization:
+class Quantization(Setting):
     """How the frozen base is held while an adapter is trained on it.
 
     Args:
@@ -42,8 +42,6 @@ class Quantization:
         merge: the base that the trained adapter is merged into: ``original`` has full precision; ``dequantized`` has
             the rounded weights that the adapter was trained on, so that the merged model is the trained one.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     format: Format
     double: bool | None = None

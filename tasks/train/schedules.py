@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
 from lineage.errors import ConfigError
-from lineage.fingerprint import set_fields
+from lineage.fingerprint import Setting, set_fields
 from tasks.train.optimizers import refuse_unread
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ PLATEAU: Name = "reduce_lr_on_plateau"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adaptive:
+class Adaptive(Setting):
     """Cuts the schedule's learning rate when the loss of a step spikes, stays where it is, or diverges.
 
     Args:
@@ -47,8 +47,6 @@ class Adaptive:
         start_steps: steps at the start and after a return that only update the average.
         min_factor: smallest factor of permanent cuts.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     spike_z: Annotated[float, Gt(0)] | None = 4.0
     spike_factor: Annotated[float, Gt(0), Lt(1)] = 0.5
@@ -77,7 +75,7 @@ class Adaptive:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(Setting):
     """The learning rate over the steps of a training.
 
     Args:
@@ -95,8 +93,6 @@ class Schedule:
         factor: by which ``reduce_lr_on_plateau`` lowers the learning rate; 0.1.
         patience: measurements without a lower loss that it allows before; 10.
     """
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     name: Name = "cosine"
     warmup: Annotated[float, Ge(0)] = 0.05
