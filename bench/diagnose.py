@@ -9,9 +9,10 @@ Each method has a sane recipe, which is trained with three seeds, and then with 
 - wrong: it is another rule; a finding on a sane training, too, is wrong;
 - missed: there is none.
 
-Then the patch that `posttrain diagnose --out` writes is applied. It restores a training whose metric on held-out rows,
-which are sane for all, is within noise of the sane trainings: no worse than their mean by three of their
-standard deviations. Of a reward model that is the loss on the held-out rows of its own stage.
+Then the patch that `posttrain diagnose --out` writes is applied, and the result is diagnosed and patched again, at most
+ROUNDS times. A patch restores a training whose metric on held-out rows, which are sane for all, is within noise of the
+sane trainings: no worse than their mean by three of their standard deviations. Of a reward model that is the loss on
+the held-out rows of its own stage.
 
 With --keep, what has not changed is reused: after an edit of a rule only what its patch changes is trained. Develop
 rules on seed 0, and report another seed.
@@ -36,6 +37,7 @@ from bench.faults import FAULTS, METHODS, RIGHT, Fault, Method, Settings
 
 Stage = dict[str, dict[str, object]]
 CONTROLS = 3  # seeds of each sane recipe
+ROUNDS = 4
 
 
 def training(method: Method, seed: int, change: Settings, data: str) -> Stage:
@@ -168,8 +170,10 @@ class Outcome:
     """Of one fault.
 
     Args:
-        before, after: metrics on held-out rows with the fault and with the patch; None: failed, or no patch.
-        hurts, restored: whether the metrics are out of noise with the fault, and within it with the patch.
+        before: metrics on held-out rows with the fault; None: it failed.
+        after: the same with each patch in turn, until one restores it or there is no further one.
+        hurts, restored: whether the metrics are out of noise with the fault, and within it with the last patch.
+        better: whether all metrics are better with the first patch than before.
     """
 
     name: str
@@ -178,7 +182,8 @@ class Outcome:
     before: Mapping[str, float] | None
     hurts: bool = False
     is_patched: bool = False
-    after: Mapping[str, float] | None = None
+    after: Sequence[Mapping[str, float] | None] = ()
+    better: bool = False
     restored: bool = False
 
 
@@ -198,16 +203,29 @@ def judge(bench: Bench, faults: Sequence[Fault]) -> Iterator[Outcome]:
 
 
 def of_fault(bench: Bench, fault: Fault, sane: Sequence[Mapping[str, float]]) -> Outcome:
-    """Trains with a fault, and again with the patch of its diagnosis."""
+    """Trains with a fault, and again with the patch of its diagnosis, at most ``ROUNDS`` times."""
     words = bench.declare(fault.name, METHODS[fault.method], 10 * bench.seed, fault.change, fault.rows)
     node, before = bench.run(fault.name, words)
     rules, patch = bench.diagnose(node)
-    after = bench.run(fault.name, patch)[1] if patch and bench.patches else None
+    hurts = before is None or not within_noise(sane, before)
+    is_patched, restored = bool(patch), False
+    after: list[Mapping[str, float] | None] = []
+    while bench.patches and patch and not restored and len(after) < (ROUNDS if hurts else 1):
+        node, found = bench.run(fault.name, patch)
+        after.append(found)
+        restored = found is not None and within_noise(sane, found)
+        _, patch = bench.diagnose(node)
     return Outcome(
-        name=fault.name, verdict=verdict(fault.right, rules), rules=rules, before=before,
-        hurts=before is None or not within_noise(sane, before), is_patched=bool(patch), after=after,
-        restored=after is not None and within_noise(sane, after),
+        name=fault.name, verdict=verdict(fault.right, rules), rules=rules, before=before, hurts=hurts,
+        is_patched=is_patched, after=after, better=bool(after) and is_better(before, after[0]), restored=restored,
     )  # fmt: skip
+
+
+def is_better(before: Mapping[str, float] | None, after: Mapping[str, float] | None) -> bool:
+    """Whether all metrics are better; to have some is better than to have failed."""
+    if before is None or after is None:
+        return before is None and after is not None
+    return all(cost(metric, after[metric]) < cost(metric, value) for metric, value in before.items())
 
 
 def totals(found: Sequence[Outcome]) -> dict[str, int]:
@@ -219,7 +237,9 @@ def totals(found: Sequence[Outcome]) -> dict[str, int]:
         "faults": len(faults),
         **{name: sum(each.verdict == name for each in faults) for name in ("right", "wrong", "missed")},
         "sane": len(sane), "wrong on sane": sum(each.verdict == "wrong" for each in sane),
-        "harmful and patched": len(hurt), "restored": sum(each.restored for each in hurt),
+        "harmful and patched": len(hurt), "better with the first patch": sum(each.better for each in hurt),
+        "restored by it": sum(each.restored and len(each.after) == 1 for each in hurt),
+        f"restored by at most {ROUNDS}": sum(each.restored for each in hurt),
     }  # fmt: skip
 
 
@@ -247,9 +267,10 @@ def main() -> None:
     for each in judge(Bench(folder, args.seed, not args.no_patches), faults):
         found.append(each)
         mended = "" if not each.is_patched else "restored" if each.restored else "not restored"
+        metrics = " -> ".join(map(shown, (each.before, *each.after)))
         print(
-            f"{each.name:18} {each.verdict:7} {', '.join(each.rules) or '-':40} {shown(each.before)} -> "
-            f"{shown(each.after)} {'harmful' if each.hurts else ''} {mended}",
+            f"{each.name:18} {each.verdict:7} {', '.join(each.rules) or '-':40} {metrics} "
+            f"{'harmful' if each.hurts else ''} {mended}",
             flush=True,
         )
     print(", ".join(f"{name} {count}" for name, count in totals(found).items()))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from bench.diagnose import Outcome, totals, verdict, within_noise
+from bench.diagnose import Outcome, is_better, totals, verdict, within_noise
 from bench.fault_rows import BREAKS, write_rows
 from bench.faults import FAULTS, METHODS
 from lineage.diagnosis.rules import RULES
@@ -51,18 +51,55 @@ def test_within_noise_is_no_worse_than_the_sane_ones_by_three_deviations(metrics
     assert within_noise(SANE, metrics) is expected
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ({"reward/right": 0.5}, {"reward/right": 0.6}, True),
+        ({"text_perplexity": 9.0}, {"text_perplexity": 9.5}, False),
+        (None, {"reward/right": 0.1}, True),
+        ({"reward/right": 0.5}, None, False),
+        (None, None, False),
+    ],
+)
+def test_a_patch_is_better_by_every_metric_or_where_the_training_failed_before(before, after, expected):
+    assert is_better(before, after) is expected
+
+
 def test_a_finding_on_a_sane_training_counts_apart_and_patches_only_where_a_fault_hurts():
     found = [
         Outcome(name="sft-sane-0", verdict="sane", rules=[], before={}),
         Outcome(name="sft-sane-1", verdict="wrong", rules=["noisy"], before={}),
-        Outcome(name="sft-a", verdict="right", rules=["flat"], before={}, hurts=True, is_patched=True, restored=True),
-        Outcome(name="sft-b", verdict="wrong", rules=["slow"], before={}, hurts=True, is_patched=True),
+        Outcome(
+            name="sft-a",
+            verdict="right",
+            rules=["flat"],
+            before={},
+            hurts=True,
+            is_patched=True,
+            after=[{}],
+            better=True,
+            restored=True,
+        ),
+        Outcome(
+            name="sft-b", verdict="wrong", rules=["slow"], before={}, hurts=True, is_patched=True, after=[None] * 4
+        ),
+        Outcome(
+            name="sft-e",
+            verdict="right",
+            rules=["flat"],
+            before={},
+            hurts=True,
+            is_patched=True,
+            after=[{}, {}],
+            better=True,
+            restored=True,
+        ),
         Outcome(name="sft-c", verdict="missed", rules=[], before={}, hurts=True),
         Outcome(name="sft-d", verdict="right", rules=["noisy"], before={}, is_patched=True, restored=True),
     ]
     assert totals(found) == {
-        "faults": 4, "right": 2, "wrong": 1, "missed": 1, "sane": 2, "wrong on sane": 1, "harmful and patched": 2,
-        "restored": 1,
+        "faults": 5, "right": 3, "wrong": 1, "missed": 1, "sane": 2, "wrong on sane": 1, "harmful and patched": 3,
+        "better with the first patch": 2, "restored by it": 1, "restored by at most 4": 2,
     }  # fmt: skip
 
 
