@@ -14,14 +14,13 @@ from lineage.digest import DigestCache, damage_of, digest_files
 from lineage.secrets import redacted
 
 _CPUS = Path("/proc/cpuinfo")
-_GPUS = ("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
 _SECONDS = 20
 
 
 @cache
 def hardware() -> dict[str, str]:
     """Names of ``cpu`` and, if any, ``gpu``; each model once."""
-    gpus = _gpus()
+    gpus = ", ".join(sorted(set(list_gpus("name"))))
     return {"cpu": _cpu(), **({"gpu": gpus} if gpus else {})}
 
 
@@ -33,13 +32,15 @@ def _cpu() -> str:
     return platform.machine()
 
 
-def _gpus() -> str:
-    """Queries the driver, because importing torch takes seconds."""
+@cache
+def list_gpus(*properties: str) -> list[str]:
+    """A line per NVIDIA GPU with these properties, by the driver: importing torch takes seconds. Empty: no driver."""
+    query = ("nvidia-smi", f"--query-gpu={','.join(properties)}", "--format=csv,noheader,nounits")
     try:
-        listing = subprocess.run(_GPUS, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return ", ".join(sorted({line.strip() for line in listing.splitlines() if line.strip()}))
+        return []
+    return [line.strip() for line in listing.splitlines() if line.strip()]
 
 
 SCHEMA_VERSION = 2  # 1: no `produces`, `source` and `execution_run_id`

@@ -5,7 +5,6 @@ machine, whatever has run or runs there.
 """
 
 import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cache
@@ -17,6 +16,7 @@ from flows.declare.pipeline import Pipeline, Stage
 from flows.wording import gib
 from lineage.artifact import SOURCE, Kind, Source
 from lineage.errors import ConfigError
+from lineage.manifest import list_gpus
 from lineage.model_files import read_json
 from lineage.peft_adapter import base_source, is_peft
 from lineage.sources import local_paths
@@ -31,8 +31,6 @@ Model = tuple[Architecture, Shapes]
 
 PROCESS = 2**29  # resident on a CPU before a model is loaded: Python, torch, transformers
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
-_GPUS = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-_SECONDS = 20
 
 
 def capacity(resources: Resources) -> int:
@@ -52,14 +50,10 @@ def _of_machine() -> int:
     return min(limit, psutil.virtual_memory().total)
 
 
-@cache
 def _of_gpu() -> int:
     """Memory of the smallest GPU; 0: unknown."""
-    try:
-        listing = subprocess.run(_GPUS, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
-        return min((int(line) << 20 for line in listing.split()), default=0)
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return 0
+    found = list_gpus("memory.total")
+    return min(int(line) << 20 for line in found) if found and all(map(str.isdecimal, found)) else 0
 
 
 def choose_adapters(pipeline: Pipeline) -> Pipeline:

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from flows.declare.pipeline import Pipeline, Stage, listed
 from flows.planning.model_checks import POLICY, root_config, root_directory, root_json, root_of
 from lineage.artifact import ALIAS, MODELS, SOURCE
 from lineage.errors import ConfigError
+from lineage.manifest import list_gpus
 from lineage.model_source import vocabulary_of
 from lineage.verdict import CHAMPION
 from tasks.context import Resources
@@ -285,7 +285,6 @@ _FLASH = {
 }
 _LIGER = _Package(module="liger_kernel", install="pip install 'posttrain[liger]'")
 _TORCHAO = _Package(module="torchao", install="pip install torchao==0.18.0")
-_CAPABILITIES = ("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
 _FP8_CAPABILITY = (8, 9)
 _CPU_FLAGS = Path("/proc/cpuinfo")
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
@@ -333,11 +332,7 @@ def _check_packages(where: str, method: Training, resources: Resources) -> None:
 
 def _check_fp8(asked: str) -> None:
     """Checks the compute capability by the driver; without a driver, the training itself checks it."""
-    try:
-        listing = subprocess.run(_CAPABILITIES, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return
-    for line in filter(None, listing.splitlines()):
+    for line in list_gpus("name", "compute_cap"):
         name, _, capability = line.rpartition(", ")
         if tuple(map(int, capability.split("."))) < _FP8_CAPABILITY:
             raise ConfigError(

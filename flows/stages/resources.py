@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from traceback import format_exception
 
@@ -23,6 +22,7 @@ from filelock import FileLock, Timeout
 from flows.prefect.address import configured_api_url
 from flows.stages.process_settings import stage_environment
 from lineage.errors import ConfigError, PipelineError
+from lineage.manifest import list_gpus
 from lineage.remote_files import private_folder
 
 _POLL_SECONDS = 0.05
@@ -73,17 +73,7 @@ def visible_gpus() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [device for device in named.split(",") if device and device != "-1"]
-    return [str(index) for index in range(_count_gpus())]
-
-
-@cache
-def _count_gpus() -> int:
-    """Asks the driver instead of torch, which takes seconds to import."""
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.splitlines())
+    return [str(index) for index in range(len(list_gpus("name")))]
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """What the plan decides and refuses about precision and kernels."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 
@@ -98,8 +97,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_install_command(monke
 @pytest.mark.parametrize(("capability", "is_refused"), [("9.0", False), ("8.9", False), ("8.6", True), ("12.0", False)])
 def test_fp8_needs_a_gpu_that_multiplies_in_it(monkeypatch, capability, is_refused):
     monkeypatch.setattr(checks, "find_spec", lambda name: name)
-    listing = f"NVIDIA A40, {capability}\n"
-    monkeypatch.setattr(checks.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listing))
+    monkeypatch.setattr(checks, "list_gpus", lambda *_: [f"NVIDIA A40, {capability}"])
     pipeline = load_pipeline(["resources=gpu", "precision=fp8"])
     if not is_refused:
         checks.check_kernels(pipeline)

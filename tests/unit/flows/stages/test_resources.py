@@ -44,7 +44,7 @@ def test_no_more_is_admitted_than_the_machine_has(monkeypatch, tmp_path):
 
 def test_gpus_are_given_by_index(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(resources, "_count_gpus", lambda: 2)
+    monkeypatch.setattr(resources, "list_gpus", lambda name: ["A", "A"])
     monkeypatch.setattr(resources, "count_cpus", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with resources.admitted(1, 1, go_on) as first, resources.admitted(1, 1, go_on) as second:
