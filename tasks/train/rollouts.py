@@ -30,7 +30,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from lineage.errors import PipelineError
 from tasks.evaluate.scoring import generating, padded
@@ -334,10 +340,10 @@ def sample(
     model = plain(model)
     ids_BT, mask_BT = padded(prompts, model.device, left=True, pad=pad_token_id)
     with generating(
-        model, max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=sampling.repetition_penalty,
-        pad_token_id=pad_token_id, eos_token_id=[*stop_tokens], disable_compile=True,
+        model, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad_token_id,
+        eos_token_id=[*stop_tokens], disable_compile=True,
     ):  # fmt: skip
-        processors = LogitsProcessorList([*_warpers(sampling), _Draw(seeds, model.device)])
+        processors = LogitsProcessorList([*_warpers(sampling, mask_BT), _Draw(seeds, model.device)])
         positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # as ``generate`` counts them
         found_BT = model.generate(
             input_ids=ids_BT, attention_mask=mask_BT, logits_processor=processors,
@@ -438,9 +444,26 @@ class _Draw(LogitsProcessor):
         return scores.float() - noise_BV.clamp_(min=torch.finfo(torch.float32).tiny).log_()
 
 
-def _warpers(sampling: Sampling) -> list[LogitsProcessor]:
+class _RepetitionPenalty(RepetitionPenaltyLogitsProcessor):
+    """transformers' penalty without the padding before a prompt, whose token may be the one that ends completions."""
+
+    def __init__(self, penalty: float, mask_BP: "Tensor") -> None:
+        super().__init__(float(penalty))
+        self.is_padding_BP = mask_BP == 0
+
+    def __call__(self, input_ids: "Tensor", scores: "Tensor") -> "Tensor":
+        length = self.is_padding_BP.shape[1]
+        last_B1 = input_ids[:, length - 1 : length]  # of the prompt, so that no other token gets the penalty
+        prompts_BP = torch.where(self.is_padding_BP, last_B1, input_ids[:, :length])
+        found: Tensor = super().__call__(torch.cat([prompts_BP, input_ids[:, length:]], dim=1), scores)
+        return found
+
+
+def _warpers(sampling: Sampling, mask_BP: "Tensor") -> list[LogitsProcessor]:
     """The logits processors of transformers, in its order."""
     found: list[LogitsProcessor] = []
+    if sampling.repetition_penalty != 1:
+        found.append(_RepetitionPenalty(sampling.repetition_penalty, mask_BP))
     if sampling.temperature != 1:
         found.append(TemperatureLogitsWarper(sampling.temperature))
     if sampling.top_k is not None:
