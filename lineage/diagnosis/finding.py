@@ -96,7 +96,7 @@ def stronger_kl(curves: Curves) -> Change:
     """Overrides that halve the learning rate and strengthen the KL penalty."""
     if "kl_coef" in curves.series or "kl_coef" in curves.recipe:
         now = curves.number("kl_coef", default=curves["kl_coef"].last if len(curves["kl_coef"]) else 0.05)
-        pull: Change = {"method.kl_coef": rounded(now * 4)}
+        pull: Change = {"method.kl_coef": rounded(max(0.05, now * 4))}
     else:
         pull = {"method.beta": rounded(max(0.04, curves.number("beta") * 4))}
     return {**pull, **rate(curves, 0.5)}

@@ -25,8 +25,10 @@ def _out_of_memory(curves: Curves) -> Finding | None:
     if not any(sign in text for sign in ("out of memory", "outofmemory", "can't allocate memory")):
         return None
     change: Change = {"resources.gradient_checkpointing": "on"}
-    if curves.micro_batch_size is None or curves.micro_batch_size > 1:
-        change["resources.micro_batch_size"] = max(1, (curves.micro_batch_size or 8) // 2)
+    micro = curves.micro_batch_size or 8
+    if micro > 1:  # a divisor of it divides the global batch too
+        smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
+        change["resources.micro_batch_size"] = smaller
     return Finding(confidence="high", evidence=curves.failure, change=change, metric="")
 
 
@@ -98,10 +100,11 @@ def _ends(loss: Curve) -> str:
 )  # fmt: skip
 def _never_decreases(curves: Curves) -> Finding | None:
     loss, has_adapter = _fitted(curves, 2 * MIN_STEPS), "adapter" in curves.recipe
+    rank = int(curves.number("adapter", "rank"))  # some types of adapters have none
     high = _HIGH_ADAPTER_RATE if has_adapter else _HIGH_RATE
     if loss is None or curves.learning_rate < high or not _is_flat(loss):
         return None
-    more: Change = {"method.adapter.rank": int(curves.number("adapter", "rank", default=16) * 2)} if has_adapter else {}
+    more: Change = {"method.adapter.rank": rank * 2} if rank else {}
     evidence = f"{_ends(loss)}, at learning rate {curves.learning_rate:g}"
     return Finding(confidence="medium", change={**rate(curves, 5), **more}, evidence=evidence)
 
@@ -268,7 +271,7 @@ def _overfit(curves: Curves) -> Finding | None:
     change = length(step)
     if step < 0.15 * curves.num_steps:
         change = {**length(2 * step), **rate(curves, 1 / 3)}
-    if "adapter" in curves.recipe and curves.number("adapter", "dropout") < 0.05:
+    if curves.number("adapter", "dropout", default=1.0) < 0.05:  # some types of adapters have none
         change["method.adapter.dropout"] = 0.05
     elif "adapter" not in curves.recipe and curves.number("weight_decay") < 0.01:
         change["method.optimizer.weight_decay"] = 0.01

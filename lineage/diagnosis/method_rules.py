@@ -8,6 +8,8 @@ from lineage.diagnosis.finding import Change, Finding, Rule, length, rate, round
 from lineage.diagnosis.loss_rules import lowest
 
 _MIN_STEPS = 20
+# Options of DPO that ``sft_weight`` does not go with.
+_NOT_WITH_SFT_WEIGHT = ("losses", "label_smoothing", "f_divergence", "ld_alpha", "weighting", "reference_sync")
 
 METHOD_RULES: list[Rule] = []
 _rule = partial(rule, METHOD_RULES)
@@ -26,7 +28,9 @@ def _exploding_margins(curves: Curves) -> Finding | None:
     if margin < 10 or drop < max(1.0, 0.1 * abs(likely.first) if len(likely) else 0.0):
         return None
     change: Change = {"method.beta": rounded(min(beta * 3, 1.0))}
-    if curves.recipe.get("loss_type", "sigmoid") == "sigmoid" and not curves.number("sft_weight"):
+    recipe = curves.recipe
+    is_plain = recipe.get("method", "DPO") == "DPO" and recipe.get("loss_type", "sigmoid") == "sigmoid"
+    if is_plain and not recipe.get("sft_weight") and not any(recipe.get(name) for name in _NOT_WITH_SFT_WEIGHT):
         change["method.sft_weight"] = 1.0
     logps = f" (log-probability {likely.first:.4g} -> {likely.last:.4g})" if len(likely) else ""
     return Finding(
@@ -180,6 +184,7 @@ def _low_device_use(curves: Curves) -> Finding | None:
     mfu, micro = curves.report.get("mfu"), curves.micro_batch_size
     if not curves.gpus or mfu is None or mfu >= 0.15 or not micro:
         return None
-    change: Change = {"resources.micro_batch_size": micro * 2}
+    fits = int(curves.number("global_batch_size")) % (2 * micro) == 0
+    change: Change = {"resources.micro_batch_size": micro * 2} if fits else {}
     evidence = f"{mfu:.0%} of the GPU's peak at micro_batch_size={micro}"
     return Finding(confidence="medium", metric="tokens_per_second", evidence=evidence, change=change)

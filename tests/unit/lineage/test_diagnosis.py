@@ -261,6 +261,29 @@ def test_a_finding_proposes_the_change_of_its_rule(name, change):
     assert dict(found.change) == pytest.approx(change)
 
 
+def test_a_change_sets_only_what_the_method_and_its_adapter_read():
+    def change(case: str, **recipe: object) -> dict[str, object]:
+        given = CASES[case][0]
+        [found] = diagnose(replace(given, recipe={**given.recipe, **recipe}))
+        return dict(found.change)
+
+    for others in ({"losses": {"sigmoid": 1.0, "sft": 0.5}}, {"f_divergence": "forward_kl"}, {"method": "OnlineDPO"}):
+        assert change("exploding margins", **others) == {"method.beta": 0.3}
+    ia3 = {"type": "ia3"}
+    assert change("flat at a high rate", adapter=ia3) == {"method.learning_rate": pytest.approx(5e-3)}
+    assert change("overfit", adapter=ia3) == {"method.num_steps": 100, "method.num_epochs": None}
+    assert change("far from the start", kl_coef=0.0)["method.kl_coef"] == 0.05
+
+
+def test_a_micro_batch_that_is_proposed_divides_the_global_batch():
+    given = replace(CASES["no memory on a GPU"][0], micro_batch_size=9)
+    [found] = diagnose(given)
+    assert found.change["resources.micro_batch_size"] == 3
+    given = CASES["an idle GPU"][0]
+    [found] = diagnose(replace(given, recipe={**given.recipe, "global_batch_size": 8}))
+    assert found.change == {}
+
+
 def test_evidence_names_steps_and_values():
     [found] = diagnose(CASES["overfit"][0])
     assert found.evidence == "held-out loss 1.344 at step 100, its lowest, and 2 at 200"
