@@ -97,7 +97,7 @@ class Memory:
 
     Args:
         frozen: reference, teacher and reward model.
-        cache: keys and values of the completions that are being generated.
+        cache: keys and values of the completions that are being generated: all those of a worker in a step, at once.
     """
 
     weights: int
@@ -137,9 +137,14 @@ class Trained:
     beside: int
 
 
+def num_weights(shapes: Shapes) -> int:
+    """The number of weights of a model."""
+    return sum(map(math.prod, shapes.values()))
+
+
 def trained_weights(method: TrainingRecipe, shapes: Shapes) -> Trained:
     """How many weights a training holds and changes."""
-    base = sum(map(math.prod, shapes.values()))
+    base = num_weights(shapes)
     if method.adapter is None:
         frozen = [name for name in method.freeze.frozen(shapes)] if method.freeze else []
         return Trained(base=base, trained=base - sum(math.prod(shapes[name]) for name in frozen), beside=0)
@@ -147,12 +152,17 @@ def trained_weights(method: TrainingRecipe, shapes: Shapes) -> Trained:
     return Trained(base=base, trained=trained, beside=saved)
 
 
-def memory(method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, tokens: int) -> Memory:
+def memory(
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, tokens: int,
+    frozen: Mapping[str, int] | None = None,
+) -> Memory:  # fmt: skip
     """Peak memory of one worker.
 
     Args:
         shapes: of the weights; ``found.shapes()`` where those of the files are not known.
         tokens: of the longest row: prompt and completion.
+        frozen: slot of a teacher or reward model, where it is filled -> number of the model's weights; None: all are
+            filled, with models of the policy's size.
     """
     weights, precision = trained_weights(method, shapes), method.precision
     dtype = 2 if resources.frozen_dtype(precision) == "bf16" else _FLOAT
@@ -166,15 +176,16 @@ def memory(method: TrainingRecipe, resources: Resources, found: Architecture, sh
         base = weights.base * (dtype if method.adapter else _FLOAT)
     width = 2 if precision in ("bf16", "fp16", "fp8") else _FLOAT
     rows = resources.micro_batch_size * sequences(method)
-    generated, is_head = _completions(method), method.models["policy"] == REWARD_HEAD
+    is_head = method.models["policy"] == REWARD_HEAD
+    generated = -(-method.global_batch_size // resources.num_workers) if _completions(method) else 0
     return Memory(
         weights=copies * (base + weights.beside * _FLOAT),
         gradients=copies * weights.trained * _FLOAT // divided,
         optimizer=copies * weights.trained * method.optimizer.state_bytes // divided,
         activations=_activations(found, rows * tokens, width, resources.checkpointed_layers),
         logits=rows * (1 if is_head else tokens * found.vocabulary * _LOGIT_COPIES) * _FLOAT,
-        frozen=_num_frozen(method, resources) * weights.base * dtype,
-        cache=2 * found.layers * found.kv_heads * found.head * tokens * rows * width if generated else 0,
+        frozen=_frozen_weights(method, resources, weights.base, frozen) * dtype,
+        cache=2 * found.layers * found.kv_heads * found.head * tokens * generated * width,
     )  # fmt: skip
 
 
@@ -203,12 +214,21 @@ def _completions(method: TrainingRecipe) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _num_frozen(method: TrainingRecipe, resources: Resources) -> int:
-    """Models held beside the policy; a reference under an adapter is the policy without it."""
-    roles = list(method.models.values())
-    own = 0 if method.adapter or resources.precompute_reference else 1
-    reference = own if FROZEN_POLICY in roles and method.has_reference else 0
-    return reference + sum(role in (TEACHER, REWARD_MODEL) for role in roles)
+def frozen_slots(method: TrainingRecipe) -> list[str]:
+    """Slots of the models that are held beside the policy, without its reference."""
+    return [slot for slot, role in method.models.items() if role in (TEACHER, REWARD_MODEL)]
+
+
+def _frozen_weights(method: TrainingRecipe, resources: Resources, base: int, frozen: Mapping[str, int] | None) -> int:
+    """Weights of the models held beside the policy.
+
+    A reference under an adapter is the policy without it, unless the adapter lies on another one or trains biases.
+    """
+    adapter = method.adapter
+    own = base if adapter is None or adapter.bias is not None or method.adapter_in == "stack" else 0
+    has_reference = FROZEN_POLICY in method.models.values() and method.has_reference
+    reference = own if has_reference and not resources.precompute_reference else 0
+    return reference + sum(base if frozen is None else frozen.get(slot, 0) for slot in frozen_slots(method))
 
 
 def describe(found: Memory) -> str:
@@ -223,7 +243,8 @@ def flops_per_token(found: Architecture, method: TrainingRecipe, resources: Reso
 
     Two per weight in the forward pass, four in the backward pass (two, where the weights are frozen and an adapter is
     trained); attention over a row; two more per weight for each frozen model, for recomputed activations, and for
-    completions that are generated.
+    completions that are generated. PPO trains a value model as well, in several passes over the completions, all of
+    which are measured before.
 
     Args:
         tokens: of a row.
@@ -238,7 +259,10 @@ def flops_per_token(found: Architecture, method: TrainingRecipe, resources: Reso
     reference = 0 if resources.precompute_reference or not method.has_reference else forward
     teachers = forward * sum(role == TEACHER for role in method.models.values())
     generated = forward if _completions(method) else 0
-    return forward + backward + recomputed + reference + teachers + generated
+    trained = forward + backward + recomputed
+    if VALUE_MODEL in method.models.values():
+        trained = 2 * (trained * getattr(method, "num_ppo_epochs", 1) + forward)
+    return trained + reference + teachers + generated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from tasks.base_model import BaseModel
 from tasks.check_rows import POLICY
 from tasks.context import Resources
 from tasks.disk_need import Shapes, model_shapes
-from tasks.estimate import Architecture, architecture, memory
+from tasks.estimate import Architecture, architecture, frozen_slots, memory, num_weights
 from tasks.method import Training
 
 Model = tuple[Architecture, Shapes]
@@ -69,11 +69,11 @@ def choose_adapters(pipeline: Pipeline) -> Pipeline:
 def _chosen(name: str, stage: Stage, pipeline: Pipeline) -> Stage:
     where, resources = f"stages.{name}.method.adapter=auto", stage.resources
     elsewhere = resources.on_cluster and os.environ.get("RAY_ADDRESS")
-    held, model = 0 if elsewhere else capacity(resources), _model(stage, pipeline)
+    held, model = 0 if elsewhere else capacity(resources), _model(stage, pipeline, POLICY)
     if not held or model is None:
         lacks = "the model is not on this machine yet" if model is None else "the memory of its workers is unknown"
         raise ConfigError(f"{where}: {lacks}; set adapter=full, adapter=lora or adapter=qlora")
-    needs = {label: _need(choice, *model) for label, choice in stage.choices.items()}
+    needs = {label: _need(choice, pipeline, *model) for label, choice in stage.choices.items()}
     label = next((each for each, need in needs.items() if need <= held), list(needs)[-1])
     others = [f"{each} needs {gib(need)}" for each, need in needs.items() if need > held and each != label]
     because = f"it needs {gib(needs[label])} of {gib(held)} per worker by formula" + "".join(f"; {o}" for o in others)
@@ -81,21 +81,24 @@ def _chosen(name: str, stage: Stage, pipeline: Pipeline) -> Stage:
     return replace(choice, notes=(*choice.notes, f"{where}: {label}, because {because}"))
 
 
-def _need(stage: Stage, found: Architecture, shapes: Shapes) -> int:
+def _need(stage: Stage, pipeline: Pipeline, found: Architecture, shapes: Shapes) -> int:
     """Memory of a worker in bytes, with rows of ``max_length``."""
     assert isinstance(stage.method, Training)
     beside = 0 if stage.resources.gpus_per_worker else PROCESS
-    return beside + memory(stage.method, stage.resources, found, shapes, stage.method.max_length).total
+    filled = [slot for slot in frozen_slots(stage.method) if slot in stage.inputs]
+    frozen = {slot: num_weights((_model(stage, pipeline, slot) or (found, shapes))[1]) for slot in filled}
+    return beside + memory(stage.method, stage.resources, found, shapes, stage.method.max_length, frozen).total
 
 
-def _model(stage: Stage, pipeline: Pipeline) -> Model | None:
-    """The first ancestor of a stage's policy, since training keeps the shapes."""
+def _model(stage: Stage, pipeline: Pipeline, first: str) -> Model | None:
+    """The first ancestor of the model in a slot, since training keeps the shapes."""
+    slots = [first]
     while not isinstance(stage.method, BaseModel):
         models = [slot for slot, kind in stage.method.consumes.items() if kind == Kind.CHECKPOINT]
-        slot = next((slot for slot in (POLICY, *models) if slot in stage.inputs), None)
+        slot = next((slot for slot in (*slots, POLICY, *models) if slot in stage.inputs), None)
         if slot is None:
             return None
-        key = pipeline.key(stage.inputs[slot])
+        slots, key = [], pipeline.key(stage.inputs[slot])
         if key.startswith(SOURCE):
             return read_model(local_model(pipeline.sources[key.removeprefix(SOURCE)]))
         stage = pipeline.stages[key]

@@ -22,7 +22,7 @@ from tasks.base_model import BaseModel
 from tasks.check_rows import POLICY, rows_slot
 from tasks.context import Resources
 from tasks.disk_need import Shapes, model_shapes, percent_trained, require_disk
-from tasks.estimate import Architecture, Memory, memory, work
+from tasks.estimate import Architecture, Memory, frozen_slots, memory, num_weights, work
 from tasks.method import Training
 from tasks.train.speed import known_peak, peak_key
 
@@ -241,7 +241,7 @@ class Estimator:
     ) -> Estimate:  # fmt: skip
         key = _key(planned, found)
         tokens, longest = self._history.lengths(method, key)
-        terms = memory(method, resources, found, shapes, longest)
+        terms = memory(method, resources, found, shapes, longest, self._frozen(planned, method))
         total = work(method, resources, found, num_steps=num_steps, tokens=tokens)
         features = replace(
             key, model_bytes=terms.model, row_bytes=max(terms.total - terms.model, 1), flops=total.flops,
@@ -291,6 +291,20 @@ class Estimator:
         for name in passed:
             self._models[name] = self._models[planned.name]
         return self._models[planned.name]
+
+    def _frozen(self, planned: PlannedStage, method: Training) -> dict[str, int]:
+        """Weights of the teacher and the reward model that a stage has; of the policy's size where one is unknown."""
+        found: dict[str, int] = {}
+        for slot in frozen_slots(method):
+            given = planned.inputs.get(slot)
+            above = self._stages.get(given.name) if given and not (given.pinned or given.entry) else None
+            if above is None:
+                model = read_model(model_of(self._plan, planned, slot)) or self.model(planned)
+            else:
+                model = self.model(above) or self._made(above) or self.model(planned)
+            if given and model:
+                found[slot] = num_weights(model[1])
+        return found
 
     def _made(self, maker: PlannedStage) -> Model | None:
         """The model of a stage that does not train."""
@@ -412,9 +426,9 @@ def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
     return notes
 
 
-def model_of(plan: Plan, planned: PlannedStage) -> Path | None:
-    """Directory of a model with the shapes of a stage's policy; training keeps the shapes. None: not known yet."""
-    given = planned.inputs.get(POLICY)
+def model_of(plan: Plan, planned: PlannedStage, slot: str = POLICY) -> Path | None:
+    """Directory of a model with the shapes of the one in a slot; training keeps the shapes. None: not known yet."""
+    given = planned.inputs.get(slot)
     if given is None:
         return None
     if given.entry:

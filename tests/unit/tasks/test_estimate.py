@@ -5,9 +5,12 @@ from dataclasses import replace
 import pytest
 
 from tasks.context import Resources
+from tasks.distill import Distillation
 from tasks.dpo import DPO
 from tasks.estimate import Architecture, architecture, flops_per_token, memory, trained_weights, work
+from tasks.grpo import GRPO
 from tasks.method import Adapter, Optimizer, Quantization
+from tasks.ppo import PPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
 
@@ -78,12 +81,34 @@ def test_pairs_a_reference_and_a_head():
     assert (reward.frozen, reward.logits) == (0, 2 * 2 * 4)  # a number per sequence
 
 
+def test_all_completions_of_a_worker_are_generated_at_once():
+    llama, grpo = of(LLAMA), GRPO(num_steps=1, max_length=64, max_completion_length=32, global_batch_size=16)
+    found = memory(grpo, CPU, llama, llama.shapes(), 64)
+    assert found.cache == 2 * 30 * 3 * 64 * 64 * 16 * 4  # keys and values: layers, heads, head, tokens, rows, fp32
+    assert memory(grpo, replace(CPU, num_workers=2), llama, llama.shapes(), 64).cache == found.cache / 2
+    assert memory(grpo, replace(CPU, micro_batch_size=1), llama, llama.shapes(), 64).cache == found.cache
+    assert memory(SFT(**STAGE), CPU, llama, llama.shapes(), 64).cache == 0
+
+
+def test_a_teacher_and_a_reward_model_have_their_own_size_and_an_empty_slot_has_none():
+    llama = of(LLAMA)
+    distilled = memory(Distillation(**STAGE), CPU, llama, llama.shapes(), 64, {"teacher": 1000})
+    assert distilled.frozen == 4000
+    grpo = GRPO(num_steps=1, max_length=64, max_completion_length=32)
+    assert memory(grpo, CPU, llama, llama.shapes(), 64, {}).frozen == 0
+    assert memory(grpo, CPU, llama, llama.shapes(), 64, {"reward_model": 7}).frozen == 28
+    near = replace(grpo, beta=0.1)
+    assert memory(near, CPU, llama, llama.shapes(), 64, {}).frozen == 4 * 134_515_008  # the reference
+
+
 def test_an_adapter_and_few_bits():
     shapes, adapter = of(LLAMA).shapes(), Adapter(type="lora", rank=8)
     ranks = 30 * 8 * ((576 + 576) * 2 + (576 + 192) * 2 + (576 + 1536) * 3)
     lora = memory(DPO(**STAGE, adapter=adapter), CPU, of(LLAMA), shapes, 64)
     assert (lora.weights, lora.gradients, lora.optimizer) == (4 * (134_515_008 + ranks), 4 * ranks, 8 * ranks)
     assert lora.frozen == 0  # the reference is the policy without its adapter
+    stacked = memory(DPO(**STAGE, adapter=adapter, adapter_in="stack"), CPU, of(LLAMA), shapes, 64)
+    assert stacked.frozen == 4 * 134_515_008  # and of an adapter on another one a model of its own
     gpu = replace(CPU, gpus_per_worker=1)
     bits = DPO(**STAGE, adapter=adapter, precision="bf16", quantization=Quantization(format="nf4"))
     linear = 30 * (576 * 576 * 2 + 2 * 576 * 192 + 3 * 576 * 1536)
@@ -99,6 +124,9 @@ def test_arithmetic_by_hand():
     assert flops_per_token(llama, DPO(**STAGE), CPU, 64) == 4 * forward
     assert flops_per_token(llama, SFT(**STAGE, adapter=Adapter(type="lora")), CPU, 64) == 2 * forward
     assert flops_per_token(llama, full, replace(CPU, gradient_checkpointing="on"), 64) == 4 * forward
+    # PPO samples, measures policy, value model and reference, and trains two models in each of four epochs.
+    ppo = PPO(num_steps=1, max_length=64, max_completion_length=32)
+    assert flops_per_token(llama, ppo, CPU, 64) == (1 + 3 + 2 * 4 * 3) * forward
     found = work(full, CPU, llama, num_steps=10, tokens=64)
     assert (found.tokens, found.passes, found.flops) == (10 * 8 * 64, 40, 10 * 8 * 64 * 3 * forward)
 

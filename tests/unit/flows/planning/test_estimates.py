@@ -54,6 +54,14 @@ def test_a_model_that_is_not_made_yet_is_estimated_by_formula(demo):
     assert found["cpt"].memory == 2**29 + found["cpt"].terms.total
 
 
+def test_a_teacher_is_held_at_its_own_size_and_an_empty_slot_at_none(demo):
+    found = estimates(demo("pipeline=distill"))
+    assert found["distill"].terms.frozen == found["sft"].terms.weights  # the larger model
+    assert found["distill"].terms.frozen > 4 * found["distill"].terms.weights
+    rewarded = estimates(demo("pipeline=sft-grpo"))["grpo"]
+    assert rewarded.terms.frozen == 0  # no KL, and a reward function
+
+
 def test_time_by_formula_is_of_the_measured_peak_and_of_each_pass(demo):
     before, halved = estimates(demo())["cpt"], estimates(demo("stages.cpt.resources.micro_batch_size=4"))["cpt"]
     passes, layers = before.features.passes, 4
