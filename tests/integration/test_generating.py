@@ -21,7 +21,7 @@ from tasks.reward_functions import RewardFunction
 from tasks.train import models
 from tasks.train.generating import Sampling
 from tasks.train.generating_trainer import OnlineDPOTrainer, pair_losses
-from tasks.train.rollouts import Rollouts, sample
+from tasks.train.rollouts import Rollouts, _warpers, sample
 from tasks.train.run import row_order
 from tests import completion_scores, tiny_models, training
 from tests.integration.test_resume import SAVING, stop_and_go_on
@@ -188,15 +188,13 @@ def test_online_dpo_takes_the_best_and_the_worst_completion_and_no_tie() -> None
 # --- Sampling ----------------------------------------------------------------------------------------------------
 
 
-def sampled(
-    root: Path, seeds: list[int], sampling: Sampling | None = None, prompts: list | None = None, pad_token_id: int = 0
-) -> list:
+def sampled(root: Path, seeds: list[int], sampling: Sampling | None = None, prompts: list | None = None) -> list:
     model = AutoModelForCausalLM.from_pretrained(root / "policy").train()
     model.generation_config.update(top_k=1, repetition_penalty=9.0, max_new_tokens=1)  # must not count
     state = torch.get_rng_state()
     found = sample(
-        model, prompts or [[5, 6, 7]] * len(seeds), sampling or Sampling(), seeds, max_new_tokens=4,
-        pad_token_id=pad_token_id, stop_tokens=[2],
+        model, prompts or [[5, 6, 7]] * len(seeds), sampling or Sampling(), seeds, max_new_tokens=4, pad_token_id=0,
+        stop_tokens=[2],
     )  # fmt: skip
     assert model.training and torch.equal(torch.get_rng_state(), state), "nothing else is drawn"
     return found
@@ -209,13 +207,12 @@ def test_a_completion_depends_on_its_seed_and_not_on_other_rows(root: Path) -> N
     assert sampled(root, [1]) != sampled(root, [4])
 
 
-def test_padding_gets_no_repetition_penalty_where_its_token_ends_completions(root: Path) -> None:
-    prompts, sampling = [[5, 6, 7, 8, 9, 10], [8], [9, 10]], Sampling(repetition_penalty=1e-3)
-    for seed in range(0, 24, 3):
-        seeds = list(range(seed, seed + 3))
-        together = sampled(root, seeds, sampling, prompts, pad_token_id=2)
-        alone = [sampled(root, [each], sampling, [prompt], 2)[0] for each, prompt in zip(seeds, prompts, strict=True)]
-        assert together == alone
+def test_padding_gets_no_repetition_penalty_where_its_token_ends_completions() -> None:
+    end, mask = 2, torch.tensor([[0, 0, 1], [1, 1, 1]])
+    [penalty] = _warpers(Sampling(repetition_penalty=2.0), mask)
+    read = torch.tensor([[end, end, 5, 7], [3, 4, 5, end]])  # the last column is sampled
+    found = penalty(read, torch.ones(2, 8))
+    assert found.tolist() == [[1, 1, 1, 1, 1, 0.5, 1, 0.5], [1, 1, 0.5, 0.5, 0.5, 0.5, 1, 1]]
 
 
 def test_samples_follow_the_softmax_and_the_settings(root: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_model_that_is_not_made_yet_is_estimated_by_formula(demo):
 def test_a_teacher_is_held_at_its_own_size_and_an_empty_slot_at_none(demo):
     found = estimates(demo("pipeline=distill"))
     assert found["distill"].terms.frozen == found["sft"].terms.weights  # the larger model
-    assert found["distill"].terms.frozen > 4 * found["distill"].terms.weights
+    assert found["distill"].terms.frozen > 3 * found["distill"].terms.weights
     rewarded = estimates(demo("pipeline=sft-grpo"))["grpo"]
     assert rewarded.terms.frozen == 0  # no KL, and a reward function
 
@@ -236,6 +236,15 @@ def test_adapter_auto_takes_the_first_that_fits(demo, monkeypatch):
     assert f"per worker by formula; full needs {needs['dpo'] / 2**30:.2f} GiB" in note
     remember(plan, "dpo", memory=1, seconds=1.0)  # a past run changes no model
     assert chosen(demo(*wide, "adapter=auto"))["dpo"] == chosen(lora)["dpo"]
+
+
+def test_adapter_auto_counts_a_teacher_at_its_own_size(demo, monkeypatch):
+    words = ["pipeline=distill", "stages.distill.method.adapter=auto"]
+    need = estimates(demo("pipeline=distill"))["distill"].memory
+    for capacity, kind in ((need, None), (need - 1, "lora")):
+        monkeypatch.setattr(adapter_choice, "capacity", lambda resources, held=capacity: held)
+        adapter = demo(*words).stage("distill").stage.method.adapter
+        assert (adapter and adapter.type) == kind
 
 
 def test_adapter_auto_of_one_stage_takes_few_bits_on_a_gpu_alone(demo, monkeypatch):
