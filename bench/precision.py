@@ -44,7 +44,7 @@ def measure(hidden_size: int, precision: str, steps: int) -> tuple[float, float,
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batches = torch.randint(0, VOCABULARY, (steps + 1, ROWS, LENGTH))
     start = start_cpu = 0.0
-    with fast_products(on_gpu=False):
+    with fast_products("fp32", on_gpu=False):
         for index, ids in enumerate(batches):
             if index == 1:
                 start, start_cpu = time.perf_counter(), time.process_time()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -27,7 +28,7 @@ from flows.stages.process_settings import in_stage_environment
 from flows.stages.stage_process import Answer, answer, ask_to_stop, kill_session, stage_main
 from flows.stops import ended, hurried
 from lineage.errors import LostError, PipelineError, StageError, StoppedError
-from tasks.context import Launcher, Metrics
+from tasks.context import Launcher, Metrics, Resources
 from tasks.heartbeat import UNWATCHED, Heartbeat, Phase, heartbeats, stacks
 from tasks.method import Method
 
@@ -164,19 +165,27 @@ _BEGIN = "flows.stages.imports_begin"
 _RAY_TRAIN = "flows.stages.ray_train"  # around every method that trains
 
 
-def shares_imports(method: Method, *, is_first: bool) -> bool:
+def shares_imports(method: Method, resources: Resources, *, is_first: bool) -> bool:
     """Whether a stage starts from the fork server: else it need not wait for what that imports.
+
+    transformers imports torchao where it is installed, and torchao initializes CUDA, which no forked process can then
+    use: there a stage with a GPU imports everything itself.
 
     Args:
         is_first: it reads sources alone, and so begins while the imports still go on.
     """
+    if resources.gpus_per_worker and find_spec("torchao"):
+        return False
     return method.trains or bool(method.preload and not is_first)
 
 
 def shared_modules(stages: Sequence[PlannedStage]) -> list[str]:
     """The modules that the stages' processes import: each once, in order."""
-    methods = [each.stage.method for each in stages if shares_imports(each.stage.method, is_first=not each.upstream)]
-    return modules_of([type(method) for method in methods])
+    shared = [
+        each.stage for each in stages
+        if shares_imports(each.stage.method, each.stage.resources, is_first=not each.upstream)
+    ]  # fmt: skip
+    return modules_of([type(stage.method) for stage in shared])
 
 
 def modules_of(methods: Sequence[type[Method]]) -> list[str]:
@@ -280,7 +289,7 @@ class StageProcesses:
     def _start(self, job: Job) -> tuple[BaseProcess, Connection]:
         reader, writer = multiprocessing.Pipe(duplex=False)
         is_first = all(each.planned.source is not None for each in job.inputs.values())
-        context = self._server if shares_imports(job.method, is_first=is_first) else self._fresh
+        context = self._server if shares_imports(job.method, job.resources, is_first=is_first) else self._fresh
         try:
             with self._starting, in_stage_environment():
                 # The fork server itself has the environment of the run that started it.

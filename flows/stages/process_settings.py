@@ -35,10 +35,19 @@ LIBRARIES = {
     "TRANSFORMERS_VERBOSITY": "warning",
 }
 
+# torch asks whether there is a GPU while the fork server imports it. It must ask the driver's library, because a CUDA
+# that was initialized there cannot be used by the stages' processes. GPUs have the numbers that `nvidia-smi` shows. With
+# segments that grow, batches of many sizes leave few gaps in a GPU's memory (docs/hardware.md has the figures).
+GPUS = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+
 # Without it cuBLAS adds in an order of its own each time (torch.use_deterministic_algorithms).
 CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
-WORKER_ENVIRONMENT = {**MALLOC, **THREADS, **CUBLAS}
+WORKER_ENVIRONMENT = {**MALLOC, **THREADS, **CUBLAS, **GPUS}
 
 
 _changing = threading.Lock()

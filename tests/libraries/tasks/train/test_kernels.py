@@ -36,10 +36,10 @@ def fake_gpu(monkeypatch, *, capability=(8, 0), bf16=True):
 @pytest.mark.parametrize(
     ("precision", "capability", "expected"),
     [
-        ("fp32", (9, 0), {"bf16": False, "fp16": False, "tf32": False}),
-        ("bf16", (9, 0), {"bf16": True, "fp16": False, "tf32": True}),
-        ("auto", (8, 0), {"bf16": True, "fp16": False, "tf32": True}),
-        ("fp16", (7, 5), {"bf16": False, "fp16": True, "tf32": False}),
+        ("fp32", (9, 0), {"bf16": False, "fp16": False}),
+        ("bf16", (9, 0), {"bf16": True, "fp16": False}),
+        ("auto", (8, 0), {"bf16": True, "fp16": False}),
+        ("fp16", (7, 5), {"bf16": False, "fp16": True}),
     ],
 )
 def test_precision_on_a_gpu_is_the_trainers(monkeypatch, precision, capability, expected):
@@ -51,7 +51,7 @@ def test_precision_on_a_gpu_is_the_trainers(monkeypatch, precision, capability, 
 @pytest.mark.parametrize(("precision", "bf16"), [("fp32", False), ("bf16", True), ("auto", False)])
 def test_precision_on_a_cpu_is_the_trainers(precision, bf16):
     found = kernel_args(SFT(precision=precision), Resources())
-    assert found == {**found, "bf16": bf16, "fp16": False, "tf32": None, "use_cpu": True}
+    assert found == {**found, "bf16": bf16, "fp16": False, "use_cpu": True}
 
 
 def test_hardware_that_lacks_a_precision_is_refused(monkeypatch):
@@ -131,19 +131,21 @@ def test_a_step_that_the_scaler_skipped_is_no_divergence_and_says_so(caplog):
 def test_products_of_a_cpu_keep_the_precision_of_fp32():
     left, right = torch.randn(200, 300, generator=torch.manual_seed(0)), torch.randn(300, 100)
     exact = left.double() @ right.double()
-    with fast_products(on_gpu=False):
+    with fast_products("fp32", on_gpu=False):
         found = left @ right
     assert float((found - exact).abs().max() / exact.abs().max()) < 1e-6  # of bf16 it is 1e-3
 
 
 def test_products_of_a_gpu_or_that_would_be_rounded_keep_the_default_which_comes_back_after_a_failure(monkeypatch):
-    with pytest.raises(InterruptedError), fast_products(on_gpu=False):
+    with pytest.raises(InterruptedError), fast_products("fp32", on_gpu=False):
         raise InterruptedError
     assert torch.get_float32_matmul_precision() == "highest"
-    with fast_products(on_gpu=True):
+    with fast_products("fp32", on_gpu=True):
         assert torch.get_float32_matmul_precision() == "highest"
+    with fast_products("bf16", on_gpu=True):
+        assert torch.get_float32_matmul_precision() == "high"  # TF32
     monkeypatch.setattr(kernels, "is_exact", lambda: False)
-    with fast_products(on_gpu=False):
+    with fast_products("fp32", on_gpu=False):
         assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -186,7 +188,7 @@ def test_attention_is_multiplied_by_mkl_forward_and_backward_and_the_rest_by_one
 
     states = [torch.randn(2, 3, 5, 4, requires_grad=True) for _ in range(3)]
     before = torch.get_float32_matmul_precision()
-    with fast_products(on_gpu=False):
+    with fast_products("fp32", on_gpu=False):
         sdpa_by_mkl(*states, True, _sdpa=Spy.apply).sum().backward()
         assert torch.get_float32_matmul_precision() == "medium"
         sdpa_by_mkl(*(each.detach() for each in states), True, _sdpa=Spy.apply)  # as in generation
@@ -199,10 +201,10 @@ def test_models_of_a_training_on_a_cpu_use_that_attention_and_get_the_same_numbe
     states = [torch.randn(2, 3, 5, 4) for _ in range(3)]
     plain_sdpa = F.scaled_dot_product_attention
     expected = plain_sdpa(*states, is_causal=True)
-    with fast_products(on_gpu=False):
+    with fast_products("fp32", on_gpu=False):
         assert F.scaled_dot_product_attention is sdpa_by_mkl
         torch.testing.assert_close(F.scaled_dot_product_attention(*states, is_causal=True), expected)
-    with fast_products(on_gpu=True):
+    with fast_products("fp32", on_gpu=True):
         assert F.scaled_dot_product_attention is plain_sdpa
     assert F.scaled_dot_product_attention is plain_sdpa
 

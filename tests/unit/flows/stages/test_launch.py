@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.declare.pipeline import Stage
+from flows.stages import launch
 from flows.stages.job import Job, _context
 from flows.stages.launch import StageProcesses, saving_first
 from flows.stages.process_settings import in_stage_environment, stage_environment
@@ -101,6 +102,16 @@ def home(monkeypatch, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
+
+
+@pytest.mark.parametrize(("gpus", "installed", "shares"), [(1, True, False), (1, False, True), (0, True, True)])
+def test_a_stage_with_a_gpu_is_not_forked_after_torchao_was_imported(monkeypatch, gpus, installed, shares):
+    monkeypatch.setattr(launch, "find_spec", lambda name: installed)
+    assert launch.shares_imports(ToyTraining(), Resources(gpus_per_worker=gpus), is_first=False) == shares
+
+
+def test_torch_initializes_no_cuda_where_stages_are_forked():
+    assert stage_environment()["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
 
 
 def test_a_cluster_of_our_own_lets_nobody_in_without_its_token():
