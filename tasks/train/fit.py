@@ -272,7 +272,7 @@ def fit(
         try:
             checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
             watching = [*filter(None, (rate, validation, best)), divergence, Recorder(ctx, speed)]
-            fast = fast_products(on_gpu=ctx.resources.gpus_per_worker > 0)
+            fast = fast_products(method.precision, on_gpu=ctx.resources.gpus_per_worker > 0)
             with deterministic_kernels(ctx.resources.is_deterministic), fast:
                 _train(trainer, ctx, watching, checkpointing)
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):

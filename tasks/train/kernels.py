@@ -6,6 +6,7 @@ Trainers of transformers and loops of a method's own use the same functions on t
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -46,6 +47,7 @@ COMPILER = "inductor"
 AMPERE, HOPPER = 8, 9  # generations of GPUs: the first number of their compute capability
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _CHECKPOINT = {"use_reentrant": False}
+_WITHOUT_LIGER: dict[str, dict[str, object]] = {}  # module of transformers -> its variables before Liger
 _SIDE = 64  # of matrices: torch has no oneDNN product of much smaller ones
 
 
@@ -61,8 +63,6 @@ def kernel_args(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
     return {
         "bf16": precision in ("bf16", "fp8"),  # fp8 also computes other operations in bf16
         "fp16": precision == "fp16",
-        # Not TF32, which has only 10 bits of mantissa.
-        "tf32": precision != "fp32" and torch.cuda.get_device_capability()[0] >= AMPERE if on_gpu else None,
         "use_cpu": not on_gpu,
         "activation_checkpointing": resources.checkpointed_layers is not None,
         "activation_checkpointing_kwargs": dict(_CHECKPOINT),  # TRL changes it
@@ -114,7 +114,15 @@ def _apply_liger(model: "PreTrainedModel") -> None:
         raise ConfigError(
             f"liger=true: liger-kernel has no kernels for the model ({model.config.model_type}); set liger=false"
         )
+    modeling = sys.modules[type(model).__module__]
+    _WITHOUT_LIGER.setdefault(modeling.__name__, dict(vars(modeling)))
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
+
+
+def forget_liger() -> None:
+    """Takes Liger's kernels out of the modules of transformers, where it also puts them: a CPU cannot run them."""
+    for name, before in _WITHOUT_LIGER.items():
+        vars(sys.modules[name]).update(before)
 
 
 def _multiply_in_fp8(model: "PreTrainedModel") -> None:
@@ -216,15 +224,17 @@ def require_precision(precision: str, *, on_gpu: bool) -> None:
 
 
 @contextmanager
-def fast_products(*, on_gpu: bool) -> Iterator[None]:
-    """Computes a CPU's matrix products in fp32 with oneDNN, which uses AVX-512 on CPUs of every vendor.
+def fast_products(precision: str, *, on_gpu: bool) -> Iterator[None]:
+    """Computes a GPU's products of fp32 matrices in TF32 unless the training is in fp32: TF32 has 10 bits of mantissa.
 
+    Computes those of a CPU with oneDNN, which uses AVX-512 on CPUs of every vendor:
     torch's default, MKL, does so on Intel's alone: on an AMD CPU oneDNN is twice as fast. The precision ``medium``
     selects oneDNN. It also lets oneDNN round to bf16, which it does with AMX: there torch's default stays. The numbers
     are those of MKL up to the order of additions. Attention stays with MKL (``sdpa_by_mkl``).
     """
     if on_gpu:
-        yield
+        with _products("highest" if precision == "fp32" else "high"):
+            yield
         return
     with _products("medium"), mock.patch.object(F, "scaled_dot_product_attention", sdpa_by_mkl):
         if not is_exact():

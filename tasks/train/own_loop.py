@@ -150,8 +150,8 @@ class OwnLoop:
         num_steps = self.run.num_steps
         self._resume()
         self._saver.begin(self.step)
-        on_gpu = self.ctx.resources.gpus_per_worker > 0
-        with deterministic_kernels(self.ctx.resources.is_deterministic), fast_products(on_gpu=on_gpu):
+        fast = fast_products(self.run.method.precision, on_gpu=self.ctx.resources.gpus_per_worker > 0)
+        with deterministic_kernels(self.ctx.resources.is_deterministic), fast:
             self._recorder.begin(float(self.num_tokens))
             self._start = time.perf_counter()
             while self.step < num_steps:

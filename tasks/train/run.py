@@ -42,6 +42,7 @@ from tasks.train.fit import RankBudget, fit
 from tasks.train.freeze import freeze
 from tasks.train.kernels import (
     attention_of,
+    forget_liger,
     hold_in,
     prepare_layers,
     replace_kernels,
@@ -333,6 +334,7 @@ class TrainingRun:
         model = self.policy.model if self.trained is None else self.trained
         merges = self.ctx.rank == 0 and self.method.save is None and self.method.adapter and is_quantized(model)
         prompts = golden_prompts(self.rows) if merges else []
+        forget_liger()  # the base is merged on the CPU
         before = golden_values(model, prompts)
         merged = models.save_output(self.method, model, self.inputs[_POLICY], self.ctx, self._adapter_start)
         if self._chat_template and self.ctx.rank == 0:

@@ -70,7 +70,7 @@ def measured_peak(on_gpu: bool, precision: str) -> float:
     generator = torch.Generator(device).manual_seed(0)  # does not change the training's random state
     side, best = _FIRST_SIDE, 0.0
     while best < _LONG_ENOUGH and side <= _LAST_SIDE:  # a CPU without instructions for a dtype takes seconds
-        left, right = (torch.rand(side, side, device=device, generator=generator).to(dtype) for _ in range(2))
+        left, right = (torch.rand(side, side, dtype=dtype, device=device, generator=generator) for _ in range(2))
         seconds = []
         for _ in range(1 + _PRODUCTS):  # the first one starts threads and picks kernels
             start = time.perf_counter()
@@ -79,6 +79,10 @@ def measured_peak(on_gpu: bool, precision: str) -> float:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
         best, side = min(seconds[1:]), 2 * side
+    if device.type == "cuda":
+        del left, right
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)  # the peak that a training reports is its own
     return float(2 * (side // 2) ** 3 / best)
 
 
