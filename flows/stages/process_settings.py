@@ -36,8 +36,8 @@ LIBRARIES = {
 }
 
 # torch asks whether there is a GPU while the fork server imports it. It must ask the driver's library, because a CUDA
-# that was initialized there cannot be used by the stages' processes. GPUs have the numbers that `nvidia-smi` shows. With
-# segments that grow, batches of many sizes leave few gaps in a GPU's memory (docs/hardware.md has the figures).
+# that was initialized there cannot be used by the stages' processes. GPUs have the numbers that `nvidia-smi` shows.
+# Where segments grow, batches of many sizes leave few gaps in a GPU's memory (docs/hardware.md has the figures).
 GPUS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
