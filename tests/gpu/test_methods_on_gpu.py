@@ -15,7 +15,7 @@ from tests.integration.test_resume import LORA, SAVING, stop_and_go_on
 ON_GPU = replace(SAVING, gpus_per_worker=1, deterministic=True)
 # Their completions are other ones: a GPU draws other noise.
 READING = [name for name in training.METHODS if name not in training.GENERATING]
-ROUNDED = [name for name, row in FORMATS.items() if row.rounds and name != "hqq"]
+ROUNDED = [name for name, row in FORMATS.items() if row.rounds]
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,8 @@ def test_an_adapter_on_a_base_in_few_bits_resumes_to_the_bit(
     root: Path, tmp_path: Path, name: str, quantization: str
 ) -> None:
     lacking = missing(quantization, on_gpu=True)  # type: ignore[arg-type]
-    if lacking:
-        pytest.skip(lacking)
+    if lacking or (quantization, name) == ("quanto_int4", "grpo"):
+        pytest.skip(lacking or "refused by quanto-int4-generating")
     adapter = replace(LORA, quantization=quantization)
     save = None if FORMATS[quantization].dequantizes else "adapter"  # type: ignore[index]
     precision = "fp32" if quantization.startswith("quanto") else "bf16"
