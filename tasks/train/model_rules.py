@@ -3,6 +3,7 @@
 from lineage.model_files import quantization_format
 from tasks.method import FROZEN_POLICY
 from tasks.train.adapters import ADAPTERS, ALL_LINEAR, MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
+from tasks.train.generating import Completing
 from tasks.train.optimizers import OPTIMIZERS
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Rule, own_loop, shown
@@ -130,6 +131,24 @@ MODEL_RULES: tuple[Rule, ...] = (
         },
         reason="this format is computed by kernels for GPUs alone",
         nearest=_format_nf4, also={"method.adapter.type": "lora"},
+    ),
+    Rule(
+        id="quanto-precision",
+        when={
+            "method.quantization.format": tuple(name for name in FORMATS if name.startswith("quanto")),
+            "method.precision": ("bf16", "fp16", "fp8"),
+        },
+        reason="the backward pass of quanto multiplies gradients in this precision with weights in fp32, which fails",
+        nearest={"method.precision": "fp32"}, also={"method.adapter.type": "lora", **GPU},
+    ),
+    Rule(
+        id="quanto-int4-generating",
+        when={
+            "method.quantization.format": "quanto_int4", "resources.gpus_per_worker": SET,
+            "method": lambda case: isinstance(case.method, Completing),
+        },
+        reason="on a GPU quanto's int4 weights fail in torch's inference mode, in which completions are sampled",
+        nearest=_format_nf4, also={"method.adapter.type": "lora", "method.precision": "fp32", **GPU}, stage="grpo",
     ),
     Rule(
         id="quantization-conv1d",

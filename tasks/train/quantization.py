@@ -103,7 +103,7 @@ class FormatRow:
         gpu: whether it needs a GPU.
         conv1d: whether it also rounds the layers of GPT-2, which are not linear layers of torch.
         dequantizes: whether ``rounded_weights`` reads its weights.
-        reason: why it cannot be trained on, or what else it needs; empty: nothing.
+        reason: why it cannot be trained on; empty: it can.
     """
 
     rounds: bool = True
@@ -183,7 +183,8 @@ FORMATS: Mapping[str, FormatRow] = {
     "quanto_int4": FormatRow(package=_QUANTO),
     "quanto_float8": FormatRow(package=_QUANTO),
     "hqq": FormatRow(
-        reads=("group_size",), package=("hqq", "pip install hqq termcolor"), gpu=True, dequantizes=False
+        reads=("group_size",), package=("hqq", "pip install hqq termcolor"), gpu=True, dequantizes=False,
+        reason="transformers 5.23 cannot load weights in it",
     ),
     "eetq": FormatRow(package=_KERNELS, gpu=True, dequantizes=False),
     "fp8": FormatRow(package=_KERNELS, gpu=True, dequantizes=False),
@@ -221,6 +222,8 @@ def missing(name: Format, *, on_gpu: bool) -> str | None:
     trained_here = ", ".join(other for other, each in FORMATS.items() if each.rounds and not each.gpu)
     if row.gpu and not on_gpu:
         return f"{name} needs a GPU; set resources.gpus_per_worker=1, or a format that needs none: {trained_here}"
+    if row.rounds and row.reason:
+        return f"{row.reason}; set a format that is trained on: nf4, fp4, int8"
     if row.package and not _is_installed(row.package[0]):
         return f"{name} needs the package {row.package[0]}, which is not installed; run: {row.package[1]}"
     return None

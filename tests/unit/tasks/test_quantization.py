@@ -76,13 +76,18 @@ def test_the_plan_refuses_a_format_that_needs_a_gpu_without_one(name):
     )
 
 
+def test_the_plan_refuses_a_format_that_transformers_cannot_load():
+    gpu = ["resources.gpus_per_worker=1"]
+    with pytest.raises(ConfigError, match=r"format=hqq: transformers 5\.23 cannot load weights in it; set .* nf4"):
+        check_models(load_pipeline(["adapter=lora", "quantization=hqq", "tracking=none", *gpu]))
+
+
 @pytest.mark.parametrize(
     ("name", "module", "command"),
     [
         ("torchao_int8", "torchao", 'pip install "posttrain[torchao]"'),
         ("torchao_float8", "torchao", 'pip install "posttrain[torchao]"'),
         ("quanto_int4", "optimum", 'pip install "posttrain[quanto]"'),
-        ("hqq", "hqq", "pip install hqq termcolor"),
         ("eetq", "kernels", "pip install kernels"),
         ("fp8", "kernels", "pip install kernels"),
     ],
