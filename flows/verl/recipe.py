@@ -9,11 +9,12 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 
 from lineage.errors import ConfigError
 from tasks.context import Resources
-from tasks.grpo import GRPO, VARIANTS
+from tasks.grpo import GRPO
 from tasks.method import Method
 from tasks.ppo import PPO
 from tasks.rloo import RLOO
 from tasks.train.generating import Generating
+from tasks.train.grpo_variants import VARIANTS
 
 VERSION = "0.9.1"
 _NEVER = 1e9  # a bound that is never reached, since verl has no "none"

@@ -15,12 +15,12 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.best import Best
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.grpo import VARIANTS
 from tasks.method import Adapter
 from tasks.reward_functions import RewardFunction
 from tasks.train import models
 from tasks.train.generating import Sampling
 from tasks.train.generating_trainer import OnlineDPOTrainer, pair_losses
+from tasks.train.grpo_variants import VARIANTS
 from tasks.train.rollouts import Rollouts, _warpers, sample
 from tasks.train.run import row_order
 from tests import completion_scores, tiny_models, training

@@ -11,13 +11,14 @@ from flows.verl.recipe import Places, Recipe, flat, verl_recipe
 from lineage.errors import ConfigError
 from tasks.best import Best
 from tasks.context import Resources
-from tasks.grpo import GRPO, VARIANTS
+from tasks.grpo import GRPO
 from tasks.method import Adapter, Optimizer, Quantization, Schedule
 from tasks.reward_functions import RewardFunction
 from tasks.rloo import RLOO
 from tasks.sft import SFT
 from tasks.train.freeze import Freeze
 from tasks.train.generating import Generating, Sampling
+from tasks.train.grpo_variants import VARIANTS
 from tasks.train.schedules import Adaptive
 
 PLACES = Places(
