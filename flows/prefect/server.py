@@ -5,6 +5,7 @@ the server's process: ``python -m flows.prefect.server DESCRIPTOR`` serves on an
 """
 
 import contextlib
+import gc
 import os
 import secrets
 import socket
@@ -179,6 +180,7 @@ def _serve(descriptor: int) -> None:
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
+    gc.disable()  # until it serves: its imports would spend a fifth of their time collecting garbage
     import uvicorn
     from filelock import FileLock
 
@@ -192,6 +194,7 @@ def _serve(descriptor: int) -> None:
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets=sockets)
+            gc.enable()
             starting.release()
 
     config = uvicorn.Config(_app, factory=True, log_level="error", lifespan="on")
