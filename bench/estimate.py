@@ -51,7 +51,7 @@ def main() -> int:
             for run in sorted(runs, key=lambda each: TRAININGS.index(each["stage"])):
                 of = predicted[run["stage"]]
                 measured = (run["memory"] / 2**30, run["seconds"] + run["other_seconds"])
-                guess = (of["memory_bytes"] / 2**30, of["seconds"])
+                guess = (of["memory_gib"], of["seconds"])
                 off = [mine / theirs - 1 for mine, theirs in zip(guess, measured, strict=True)]
                 worst = [max(before, abs(each)) for before, each in zip(worst, off, strict=True)]
                 cells = [size, run["stage"], f"{guess[0]:.2f}", f"{measured[0]:.2f}", f"{off[0]:+.0%}"]

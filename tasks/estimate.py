@@ -118,8 +118,9 @@ class Memory:
         """All bytes; generation ends before the backward pass begins, so that only the larger of the two counts."""
         return self.model + max(self.activations + self.logits, self.cache)
 
-    def to_dict(self) -> dict[str, int]:
-        return {**asdict(self), "total": self.total}
+    def to_dict(self) -> dict[str, float]:
+        """The terms and their total in GiB."""
+        return {name: count / 2**30 for name, count in {**asdict(self), "total": self.total}.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import TypedDict
 
 from flows.planning.adapter_choice import PROCESS, Model, local_model, planned_model, read_model
 from flows.planning.plan import Plan, PlannedStage
@@ -125,10 +126,32 @@ class Estimate:
         """The value of ``estimate`` in ``plan --json``."""
         error = {"memory": self.error[0], "seconds": self.error[1]} if self.error else None
         return {
-            "memory_bytes": self.memory, "terms": self.terms.to_dict(), "seconds": self.seconds, "basis": self.basis,
-            "runs": self.runs, "error": error, "gpu_hours": self.gpu_hours, "price": self.price,
-            "currency": self.currency, "kwh": self.kwh,
+            **in_all([self]), "terms_gib": self.terms.to_dict(), "basis": "measured" if self.runs else "formula",
+            "runs": self.runs, "error": error, "at_most": self.at_most,
         }  # fmt: skip
+
+
+class Totals(TypedDict):
+    """The needs of trainings together, as ``estimate`` in ``plan --json`` beside the stages."""
+
+    memory_gib: float
+    seconds: float
+    gpu_hours: float
+    cost: float | None
+    currency: str
+    kwh: float | None
+
+
+def in_all(estimates: Sequence[Estimate]) -> Totals:
+    """The largest memory and the sums of the rest; cost and energy are None where no stage has them."""
+    costs = [each.price for each in estimates if each.price is not None]
+    energies = [each.kwh for each in estimates if each.kwh is not None]
+    return {
+        "memory_gib": max(each.memory for each in estimates) / 2**30,
+        "seconds": sum(each.seconds for each in estimates), "gpu_hours": sum(each.gpu_hours for each in estimates),
+        "cost": sum(costs) if costs else None, "currency": estimates[0].currency,
+        "kwh": sum(energies) if energies else None,
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

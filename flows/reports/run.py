@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from flows.planning.advice import advice_lines
-from flows.planning.estimates import Estimate
+from flows.planning.estimates import Estimate, Totals, in_all
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, dashboard_file, latest, run_record_path, waits_for
 from flows.progress.stage_progress import Progress
@@ -158,17 +158,16 @@ def plan_dict(plan: Plan, estimates: Mapping[str, Estimate]) -> dict[str, object
     for row in rows:
         if row["stage"] in estimates:
             row["estimate"] = estimates[row["stage"]].to_dict()
-    return document
+    return document | ({"estimate": in_all(list(estimates.values()))} if estimates else {})
 
 
 def _estimate_table(estimates: Mapping[str, Estimate]) -> list[str]:
     """Table of the estimates with totals; empty without estimates."""
     if not estimates:
         return []
-    all_of = list(estimates.values())
-    rows = [(name, _most([each]), clock(each.seconds), *_costs([each]), each.basis) for name, each in estimates.items()]
-    if len(all_of) > 1:
-        rows.append(("in all", _most(all_of), clock(sum(each.seconds for each in all_of)), *_costs(all_of), ""))
+    rows = [(name, *_cells(in_all([each])), each.basis) for name, each in estimates.items()]
+    if len(rows) > 1:
+        rows.append(("in all", *_cells(in_all(list(estimates.values()))), ""))
     columns = ("stage", "GiB per worker", "time", "GPU-hours", "price", "kWh", "basis")
     shown = [index for index in range(len(columns)) if any(row[index] for row in rows)]
     table = empty_table(*(columns[index] for index in shown), numbers=columns[1:-1])
@@ -177,20 +176,13 @@ def _estimate_table(estimates: Mapping[str, Estimate]) -> list[str]:
     return [plain_text(table)]
 
 
-def _most(estimates: Sequence[Estimate]) -> str:
-    return f"{max(each.memory for each in estimates) / 2**30:.2f}"
-
-
-def _costs(estimates: Sequence[Estimate]) -> list[str]:
-    """GPU-hours, price and energy; empty cells if unknown."""
-    hours = sum(each.gpu_hours for each in estimates)
-    prices = [each.price for each in estimates if each.price is not None]
-    energy = [each.kwh for each in estimates if each.kwh is not None]
-    currency = estimates[0].currency
-    return [
-        f"{hours:.2f}" if hours else "", f"{sum(prices):.2f} {currency}" if prices else "",
-        f"{sum(energy):.3f}" if energy else "",
-    ]  # fmt: skip
+def _cells(total: Totals) -> tuple[str, ...]:
+    """Memory, time, GPU-hours, price and energy; empty cells if unknown."""
+    hours, cost, kwh = total["gpu_hours"], total["cost"], total["kwh"]
+    return (
+        f"{total['memory_gib']:.2f}", clock(total["seconds"]), f"{hours:.2f}" if hours else "",
+        "" if cost is None else f"{cost:.2f} {total['currency']}", "" if kwh is None else f"{kwh:.3f}",
+    )  # fmt: skip
 
 
 def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> str:

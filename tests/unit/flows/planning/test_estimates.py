@@ -89,9 +89,26 @@ def test_the_costs_are_of_the_hours_and_the_table_has_them(demo):
     assert "kWh" not in plan_table(demo(), estimates(demo()))  # a column that nothing fills
     assert "in all" in text
     assert "by formula" in text
-    rows = {row["stage"]: row for row in plan_dict(plan, found)["stages"]}
-    assert rows["cpt"]["estimate"]["terms"]["weights"] == found["cpt"].terms.weights
-    assert "estimate" not in rows["corpus"]
+    document = plan_dict(plan, found)
+    rows = {row["stage"]: row.get("estimate") for row in document["stages"]}
+    assert rows["cpt"]["terms_gib"]["weights"] == found["cpt"].terms.weights / 2**30
+    assert rows["corpus"] is None
+    named = ("memory_gib", "seconds", "gpu_hours", "cost", "basis", "runs", "error")
+    cpt = found["cpt"]
+    assert [rows["cpt"][name] for name in named] == [
+        cpt.memory / 2**30,
+        cpt.seconds,
+        hours,
+        cpt.price,
+        "formula",
+        0,
+        None,
+    ]
+    total = document["estimate"]
+    assert total["seconds"] == pytest.approx(sum(each.seconds for each in found.values()))
+    assert (total["memory_gib"], total["cost"], total["currency"]) == (
+        max(each.memory for each in found.values()) / 2**30, pytest.approx(3 * hours), "EUR",
+    )  # fmt: skip
 
 
 def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
@@ -99,6 +116,8 @@ def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
     features = remember(demo(), "sft", memory=2**30, seconds=100.0, row_tokens=64.0, is_cut=False)
     after = estimates(demo())["sft"]
     assert after.basis == "measured on 1 run, off by 100% in memory and 10% in time"
+    named = {"basis": "measured", "runs": 1, "error": {"memory": 1.0, "seconds": pytest.approx(0.1)}}
+    assert named.items() <= after.to_dict().items()
     assert after.memory == 2**30
     assert after.features.row_tokens == 64.0
     halved = after.features.flops / before.features.flops
@@ -277,8 +296,8 @@ def test_the_command_prints_estimates_and_writes_what_makes_it_fit(tmp_path, mon
     assert table.returncode == 0, table.stderr
     assert "GiB per worker" in table.stdout
     row = {row["stage"]: row for row in json.loads(command("plan", "--json").stdout)["stages"]}["cpt"]
-    assert row["estimate"]["basis"] == "by formula"
-    monkeypatch.setattr(fit, "capacity", lambda resources: row["estimate"]["memory_bytes"] - 1)
+    assert row["estimate"]["basis"] == "formula"
+    monkeypatch.setattr(fit, "capacity", lambda resources: int(row["estimate"]["memory_gib"] * 2**30) - 1)
     for verb in ("plan", "run"):
         refused = command(verb, *(["--suggest", "fit.yaml"] if verb == "plan" else []))
         assert refused.returncode == 2
