@@ -1,5 +1,6 @@
 """A finding about a training's curves, the rule behind it, and the setting changes that rules share."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -8,6 +9,7 @@ from lineage.diagnosis.curves import Curves
 
 Confidence = Literal["high", "medium", "low"]
 Value = float | int | str | bool | None
+WILD_RATE = 0.01  # Adam moves each weight by about the rate in a step, and weights start at about 0.02
 Change = dict[str, Value]  # field of the stage, such as method.learning_rate -> its new value
 
 
@@ -71,8 +73,16 @@ def rounded(value: float) -> float:
 
 
 def rate(curves: Curves, factor: float) -> Change:
-    """Override that multiplies the learning rate."""
-    return {"method.learning_rate": rounded(curves.learning_rate * factor)} if curves.learning_rate else {}
+    """Override that multiplies the learning rate; it raises none of Adam above ``WILD_RATE``."""
+    now = curves.learning_rate
+    most = max(now, WILD_RATE) if factor > 1 and is_adam(curves) else math.inf
+    return {"method.learning_rate": rounded(min(now * factor, most))} if now else {}
+
+
+def is_adam(curves: Curves) -> bool:
+    """Whether the optimizer, if the recipe names one, is of Adam's family."""
+    found = curves.recipe.get("optimizer")
+    return "adam" in str(found.get("name", "adam")) if isinstance(found, Mapping) else True
 
 
 def length(steps: float) -> Change:

@@ -6,7 +6,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from lineage.diagnosis.curves import Curve, Curves
-from lineage.diagnosis.finding import Change, Finding, Rule, length, rate, rounded, rule, stabilised
+from lineage.diagnosis.finding import WILD_RATE, Change, Finding, Rule, is_adam, length, rate, rounded, rule, stabilised
 
 MIN_STEPS = 50  # shortest curve that is judged flat or slow
 _SIGMAS = 6.0  # standard errors that count as significant
@@ -96,7 +96,8 @@ def _ends(loss: Curve) -> str:
 
 @_rule(
     "never-decreases", "loss", "no fall beyond noise in 100 steps or more, at a learning rate that is high",
-    "are the right tokens trained, is the template the model's? Then rate x5, rank x2, a larger base",
+    "are the right tokens trained, is the template the model's? Then rate x5, rank x2, a larger base; rate / 10 at "
+    "0.01 or more, where a step of Adam moves weights by half of what they are",
 )  # fmt: skip
 def _never_decreases(curves: Curves) -> Finding | None:
     loss, has_adapter = _fitted(curves, 2 * MIN_STEPS), "adapter" in curves.recipe
@@ -104,8 +105,10 @@ def _never_decreases(curves: Curves) -> Finding | None:
     high = _HIGH_ADAPTER_RATE if has_adapter else _HIGH_RATE
     if loss is None or curves.learning_rate < high or not _is_flat(loss):
         return None
-    more: Change = {"method.adapter.rank": rank * 2} if rank else {}
     evidence = f"{_ends(loss)}, at learning rate {curves.learning_rate:g}"
+    if curves.learning_rate >= WILD_RATE and is_adam(curves):
+        return Finding(confidence="medium", change=stabilised(curves, 10), evidence=evidence)
+    more: Change = {"method.adapter.rank": rank * 2} if rank else {}
     return Finding(confidence="medium", change={**rate(curves, 5), **more}, evidence=evidence)
 
 
@@ -167,6 +170,8 @@ def _smooth(curves: Curves) -> Finding | None:
     if loss is None or batch < 64 or loss.noise > 0.01 * loss.last or not _is_slow(curves, loss):
         return None
     change: Change = {"method.global_batch_size": batch // 2}
+    if num_steps := int(curves.number("num_steps")):
+        change["method.num_steps"] = 2 * num_steps
     return Finding(confidence="medium", evidence=f"{_ends(loss)}, at global batch {batch}", change=change)
 
 

@@ -8,6 +8,7 @@ from lineage.diagnosis.finding import Change, Finding, Rule, length, rate, round
 from lineage.diagnosis.loss_rules import lowest
 
 _MIN_STEPS = 20
+_LOW_TEMPERATURE = 0.7  # completions of one prompt resemble each other below it
 # Options of DPO that ``sft_weight`` does not go with.
 _NOT_WITH_SFT_WEIGHT = ("losses", "label_smoothing", "f_divergence", "ld_alpha", "weighting", "reference_sync")
 
@@ -120,16 +121,19 @@ def _kl_explodes(curves: Curves) -> Finding | None:
 
 @_rule(
     "equal-rewards", "groups", "all rewards are equal in 70 % of the groups, which then have no gradient",
-    "twice the completions per prompt, a higher temperature; prompts that are neither solved nor hopeless",
+    "a temperature of 1 if it is below 0.7, else twice the completions per prompt; if no completion ever got another "
+    "reward: another reward, or prompts that are neither solved nor hopeless",
 )  # fmt: skip
 def _equal_rewards(curves: Curves) -> Finding | None:
     equal = curves["frac_reward_zero_std"]
     if len(equal) < 10 or equal.mean(0.5, 1.0) < 0.7:
         return None
-    change: Change = {
-        f"method.{name}": int(curves.number(name, default=default) * 2)
-        for name, default in (("num_generations", 8), ("global_batch_size", 64))
-    }
+    rewards, change = curves["reward"].values or [0.0], Change()
+    if curves.number("sampling", "temperature", default=1.0) < _LOW_TEMPERATURE:
+        change["method.sampling.temperature"] = 1.0
+    elif max(rewards) > min(rewards):
+        for name, default in (("num_generations", 8), ("global_batch_size", 64)):
+            change[f"method.{name}"] = int(curves.number(name, default=default) * 2)
     evidence = f"in {equal.mean(0.5, 1.0):.0%} of the groups all rewards are equal; {_reward(curves)}"
     return Finding(confidence="high", metric="frac_reward_zero_std", evidence=evidence, change=change)
 
@@ -167,16 +171,23 @@ def _forgetting(curves: Curves) -> Finding | None:
 
 @_rule(
     "repetitive", "answers", "an evaluation: 30 % of a tuned model's answers never end; reinforcement: half of them",
-    "an earlier checkpoint; do rows end in the token at which generation stops?",
+    "an earlier checkpoint; do rows end in the token at which generation stops? Reinforcement: twice "
+    "`max_completion_length` if they never did end, else KL x4, half the rate",
 )  # fmt: skip
 def _repetitive(curves: Curves) -> Finding | None:
     tuned = {name: value for name, value in list(_models(curves, "unfinished_share").items())[1:] if value > 0.3}
-    clipped = curves["completions/clipped_ratio"]
+    clipped, change = curves["completions/clipped_ratio"], Change()
     if len(clipped) >= _MIN_STEPS and clipped.last > 0.5:
         tuned[curves.stage] = clipped.last
+        most = int(curves.number("max_completion_length"))
+        if clipped.first < 0.5:
+            change = stronger_kl(curves)
+        elif most:  # and as many tokens for the prompt as before
+            change["method.max_completion_length"] = 2 * most
+            change["method.max_length"] = int(curves.number("max_length")) + most
     evidence = ", ".join(f"{name}: {value:.0%}" for name, value in tuned.items()) + " of the answers never end"
     metric = "completions/clipped_ratio" if len(clipped) else ""
-    return Finding(confidence="medium", metric=metric, evidence=evidence) if tuned else None
+    return Finding(confidence="medium", metric=metric, evidence=evidence, change=change) if tuned else None
 
 
 @_rule("low-device-use", "device", "under 15 % of the GPU's peak", "micro batch x2: global batch and model stay")

@@ -275,6 +275,41 @@ def test_a_change_sets_only_what_the_method_and_its_adapter_read():
     assert change("far from the start", kl_coef=0.0)["method.kl_coef"] == 0.05
 
 
+def test_a_flat_loss_at_a_rate_that_moves_whole_weights_lowers_it():
+    def change(rate: float, **recipe: object) -> dict[str, object]:
+        [found] = diagnose(curves({**RECIPE, "learning_rate": rate, **recipe}, loss=FLAT))
+        assert found.rule == "never-decreases"
+        return dict(found.change)
+
+    assert change(1e-3)["method.learning_rate"] == pytest.approx(5e-3)
+    assert change(5e-3)["method.learning_rate"] == 0.01  # no more
+    lower = {"method.learning_rate": pytest.approx(5e-2), "method.schedule.warmup": 0.1}
+    assert change(0.5) == change(0.5, optimizer={"name": "adamw_torch"}) == lower
+    assert change(0.5, optimizer={"name": "sgd"})["method.learning_rate"] == pytest.approx(2.5)
+
+
+def test_a_smaller_batch_reads_as_many_rows():
+    slow = CASES["slow and smooth"][0]
+    [found] = diagnose(replace(slow, recipe={**slow.recipe, "num_steps": 200}))
+    assert found.change == {"method.global_batch_size": 64, "method.num_steps": 400}
+
+
+def test_equal_rewards_are_varied_by_the_temperature_first_and_never_where_no_reward_differs():
+    given = CASES["equal rewards"][0]
+    [found] = diagnose(replace(given, recipe={**given.recipe, "sampling": {"temperature": 0.1}}))
+    assert found.change == {"method.sampling.temperature": 1.0}
+    [found] = diagnose(replace(given, series={**given.series, "reward": line(0.0)}))
+    assert (found.rule, found.change) == ("equal-rewards", {})
+
+
+def test_completions_that_never_ended_get_more_tokens_and_those_that_do_no_more_a_stronger_kl():
+    recipe = {**GRPO, "max_completion_length": 16, "max_length": 64}
+    [found] = diagnose(curves(recipe, **{**RL, "completions__clipped_ratio": line(0.9, 1.0)}))
+    assert found.change == {"method.max_completion_length": 32, "method.max_length": 80}
+    [found] = diagnose(curves(recipe, **{**RL, "completions__clipped_ratio": line(0.1, 0.9)}))
+    assert found.change == {"method.beta": 0.04, "method.learning_rate": 5e-7}
+
+
 def test_a_micro_batch_that_is_proposed_divides_the_global_batch():
     given = replace(CASES["no memory on a GPU"][0], micro_batch_size=9)
     [found] = diagnose(given)
