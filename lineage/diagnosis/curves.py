@@ -19,6 +19,7 @@ _MOST = 4000  # points of a curve that are kept, evenly spread
 _LOGGED = re.compile(
     r"\b(rows|rows_cut|rows_dropped|trained_tokens_percent)=([\d.]+)"
 )  # of the log of an unfinished run
+_JUMPED = re.compile(r"\bstep=(\d+) loss=\S+ state=jumped rows=(.+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ class Curves:
         recipe: of the method; may be empty for a running stage without MLflow.
         report: final metrics, row statistics (``rows``, ``rows_cut``, ``trained_tokens_percent`` ...), and the counts
             of the data stages that it reads, as ``data/duplicates``.
+        jumps: step at which the loss jumped -> its rows, as the stage logged them.
         failure: why the stage failed; empty: it did not.
         gpus: GPUs per worker.
         micro_batch_size: rows per worker in one forward pass; None: unknown.
@@ -90,6 +92,7 @@ class Curves:
     series: Mapping[str, Curve] = field(default_factory=dict)
     recipe: Mapping[str, object] = field(default_factory=dict)
     report: Mapping[str, float] = field(default_factory=dict)
+    jumps: Mapping[int, str] = field(default_factory=dict)
     failure: str = ""
     gpus: int = 0
     micro_batch_size: int | None = None
@@ -176,13 +179,15 @@ def read_curves(directory: Path, *, failure: str = "") -> Curves:
     noted = RunFile.read(directory)
     known = manifest or (noted.start if noted else None)
     resources = manifest.provenance.resources if manifest else {}
-    report = manifest.metrics if manifest else _logged(entry.logs / "stage.log")
+    log = _read_log(entry.logs / "stage.log")
+    report = manifest.metrics if manifest else {name: float(value) for name, value in _LOGGED.findall(log)}
     micro, gpus = resources.get("micro_batch_size"), resources.get("gpus_per_worker")
     return Curves(
         stage=known.stage if known else directory.parent.name,
         series=curves_of(read_reports(entry.metrics)),
         recipe=known.recipe if known else {},
         report={**report, **_data_counts(known, directory.parents[1])} if known else report,
+        jumps={int(step): rows for step, rows in _JUMPED.findall(log)},
         failure="" if manifest else failure,
         gpus=gpus if isinstance(gpus, int) else 0,
         micro_batch_size=micro if isinstance(micro, int) else None,
@@ -200,10 +205,9 @@ def _data_counts(reader: Manifest, store: Path) -> dict[str, float]:
     return found
 
 
-def _logged(log: Path) -> dict[str, float]:
-    """The row statistics that a stage logged before its first step."""
+def _read_log(log: Path) -> str:
+    """What a stage logged: before its first step the statistics of its rows, then the rows of jumps."""
     try:
-        text = log.read_text(encoding="utf-8", errors="replace")
+        return log.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return {}
-    return {name: float(value) for name, value in _LOGGED.findall(text)}
+        return ""

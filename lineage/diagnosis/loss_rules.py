@@ -41,7 +41,7 @@ def _not_finite(curves: Curves) -> Finding | None:
         return None
     step = int(curves.report.get("diverged_at_step", curves.num_steps + 1))
     text = curves.failure.partition(";")[0] or f"the loss became non-finite at step {step}"
-    evidence = f"{text} (learning rate {curves.learning_rate:g})"
+    evidence = f"{text} (learning rate {curves.learning_rate:g}){_rows_of_jumps(curves)}"
     return Finding(confidence="high", at=step, change=stabilised(curves, 10), evidence=evidence)
 
 
@@ -143,8 +143,14 @@ def _unstable(curves: Curves) -> Finding | None:
         confidence="high" if above or len(jumps) > 1 else "medium", at=steps[0],
         change=stabilised(curves, 5 if above or risen else 3),
         evidence=f"loss {'jumps at' if jumps else 'is largest around'} steps {', '.join(map(str, steps))}: at most "
-        f"{max(windows):.4g}; {loss.first:.4g} at the start, lowest {loss.lowest:.4g}, {loss.last:.4g} at the end",
+        f"{max(windows):.4g}; {loss.first:.4g} at the start, lowest {loss.lowest:.4g}, {loss.last:.4g} at the end"
+        f"{_rows_of_jumps(curves)}",
     )  # fmt: skip
+
+
+def _rows_of_jumps(curves: Curves) -> str:
+    """The rows of the steps at which the loss jumped; empty: none, or the stage named none."""
+    return "".join(f"; rows of step {step}, the longest first: {rows}" for step, rows in curves.jumps.items())
 
 
 def _at_rate(curves: Curves, share: float) -> float:

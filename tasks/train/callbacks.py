@@ -6,10 +6,10 @@ import random
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
-from statistics import fmean
+from statistics import fmean, pstdev
 from typing import TYPE_CHECKING
 
 import psutil
@@ -46,6 +46,7 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 # are in bf16 differs from a policy in fp32 by their rounding too.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2, "fp8": 5e-2, "bf16 reference": 0.1}
 PROOF_BETA = 0.1  # turns the tolerance of a reward into that of a log-ratio
+_MOST_JUMPS = 5  # whose rows are logged
 WINDOW_STEPS = 10  # last steps over which tokens per second are measured, and the final loss is averaged
 
 
@@ -134,6 +135,25 @@ class Recorder(TrainerCallback):
         if device.type == "cuda":
             return float(torch.cuda.max_memory_allocated(device)) / 2**30
         return float(self.process.memory_info().rss) / 2**30
+
+
+class Jumps(TrainerCallback):
+    """Logs the rows of the first steps whose loss jumps: by six deviations of the steps before, or to no number."""
+
+    def __init__(self, rows_of_step: Callable[[int], str]) -> None:
+        self.rows_of_step, self.left = rows_of_step, _MOST_JUMPS
+        self.before: deque[float] = deque(maxlen=2 * WINDOW_STEPS)
+
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
+        if "loss" not in logs:
+            return
+        loss = logs["loss"]
+        most = fmean(self.before) + 6 * pstdev(self.before) if len(self.before) == self.before.maxlen else math.inf
+        if self.left and not (math.isfinite(loss) and loss <= most) and (rows := self.rows_of_step(state.global_step)):
+            self.left -= 1
+            logger.warning("step=%d loss=%.4g state=jumped rows=%s", state.global_step, loss, rows)
+        if math.isfinite(loss):
+            self.before.append(loss)
 
 
 class StepMarks(TrainerCallback):

@@ -36,7 +36,7 @@ from tasks.train.adapted import (
     upon,
 )
 from tasks.train.adapter_files import intake
-from tasks.train.callbacks import StepZeroProof, require_agreement
+from tasks.train.callbacks import Jumps, StepZeroProof, require_agreement
 from tasks.train.checkpointing import held_out_rows
 from tasks.train.fit import RankBudget, fit
 from tasks.train.freeze import freeze
@@ -323,7 +323,13 @@ class TrainingRun:
     def fit(self, trainer: Trainer) -> dict[str, float]:
         """Trains to the last step; see ``fit``."""
         self.trained = trainer.model
+        if self.ctx.rank == 0 and type(self.method).reads.trained:  # else a loss says nothing about rows
+            trainer.add_callback(Jumps(self._rows_of_step))
         return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows), self._held_out)
+
+    def _rows_of_step(self, step: int) -> str:
+        order = row_order(len(self.rows), self.method.rows_of(step), self.method.seed)
+        return self.rows.named(order[self.method.rows_of(step - 1) :])
 
     def save(self) -> dict[str, float]:
         """Writes the trained model with its tokenizer and chat template; rank 0 only.

@@ -122,6 +122,8 @@ def _chunks(tokens: "pa.Array", max_length: int) -> "pa.RecordBatch":
 
 logger = logging.getLogger(__name__)
 
+_MOST_NAMED = 16  # rows of a step
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizedRows:
@@ -129,11 +131,13 @@ class TokenizedRows:
 
     Args:
         examples: the examples for a trainer, in the order of the prepared rows: rows, chunks or packs.
+        outcomes: of every prepared row.
     """
 
     kind: RowKind
     stats: TokenStats
     examples: "Dataset"
+    outcomes: "Dataset"
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -148,6 +152,16 @@ class TokenizedRows:
     def dataset(self, order: Sequence[int]) -> "Dataset":
         """The examples in the order of training, in the form that the trainer for their kind reads."""
         return self.kind.examples(self.examples.select(order))
+
+    def named(self, indices: Sequence[int]) -> str:
+        """Ids and tokens of the rows of these examples, the longest first; empty: an example is not one row."""
+        if self.kind.joined or self.stats.packed or self.stats.split.count:
+            return ""
+        table = self.outcomes.data.table
+        rows = table.filter(table["dropped"].is_null()).take(indices).to_pylist()
+        rows.sort(key=lambda row: -row["length"])
+        more = f" and {len(rows) - _MOST_NAMED} more" if len(rows) > _MOST_NAMED else ""
+        return ", ".join(f"{row['row_id']} ({row['length']} tokens)" for row in rows[:_MOST_NAMED]) + more
 
     def __len__(self) -> int:
         return self.stats.num_examples
@@ -344,5 +358,5 @@ def _read(entry: Path, tokenization: Tokenization) -> TokenizedRows:
     from datasets import Dataset
 
     stats = TokenStats.from_json((entry / _STATS).read_text())
-    kind = ROW_KINDS[tokenization.kind]
-    return TokenizedRows(kind=kind, stats=stats, examples=Dataset.from_file(str(entry / TOKENS)))
+    examples, outcomes = (Dataset.from_file(str(entry / name)) for name in (TOKENS, OUTCOMES))
+    return TokenizedRows(kind=ROW_KINDS[tokenization.kind], stats=stats, examples=examples, outcomes=outcomes)

@@ -332,6 +332,16 @@ def test_fp16_and_no_clipping_are_changed_where_a_loss_jumps():
     assert "method.schedule.warmup" not in found.change
 
 
+def test_the_rows_of_a_jump_are_named_as_the_stage_logged_them(directory):
+    log = directory / "logs" / "stage.log"
+    log.write_text("WARNING x step=80 loss=2.9 state=jumped rows=7 (900 tokens), 3 (40 tokens)\n")
+    found = read_curves(directory)
+    assert found.jumps == {80: "7 (900 tokens), 3 (40 tokens)"}
+    for given in (CASES["jumps"][0], CASES["nan"][0]):
+        [finding] = diagnose(replace(given, jumps=found.jumps))
+        assert finding.evidence.endswith("; rows of step 80, the longest first: 7 (900 tokens), 3 (40 tokens)")
+
+
 @pytest.fixture
 def directory(tmp_path):
     """Of a stage that runs, whose loss does not fall; one report is not finite."""

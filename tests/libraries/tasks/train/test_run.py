@@ -15,7 +15,7 @@ from tasks.context import Resources, TrainContext
 from tasks.sft import SFT
 from tasks.train import fit as module
 from tasks.train import kernels
-from tasks.train.callbacks import step_metrics
+from tasks.train.callbacks import Jumps, step_metrics
 from tasks.train.fit import deterministic_kernels
 from tasks.train.run import row_order
 
@@ -123,3 +123,16 @@ def test_only_the_worker_that_writes_checkpoints_discards_one_that_is_half_writt
     with pytest.raises(OSError, match="connection"):
         module.fit(SFT(), trainer(state, args), {}, context, 40)
     assert draft.exists() == (rank == 1)
+
+
+def test_the_rows_of_a_step_whose_loss_jumps_are_logged_and_of_no_other(caplog):
+    jumps = Jumps(lambda step: f"rows of {step}")
+    losses = [1.0 + 0.01 * (step % 3) for step in range(60)]
+    losses[5] = 9.0  # before it is known how much steps vary
+    losses[40], losses[50] = 2.0, float("nan")
+    for step, loss in enumerate(losses):
+        jumps.on_log(None, SimpleNamespace(global_step=step), None, {"loss": loss})
+    jumps.on_log(None, SimpleNamespace(global_step=60), None, {"train_runtime": 1.0})
+    assert [record.getMessage() for record in caplog.records] == [
+        "step=40 loss=2 state=jumped rows=rows of 40", "step=50 loss=nan state=jumped rows=rows of 50",
+    ]  # fmt: skip

@@ -48,6 +48,17 @@ def test_the_same_tokens_are_made_once_and_read_from_the_file(root: Path, made: 
     assert without.columns == first.columns and without.stats == first.stats
 
 
+def test_the_rows_of_examples_are_named_the_longest_first(root: Path) -> None:
+    middle = sorted(row["length"] for row in load(root).outcomes.to_list())[6]
+    found = load(root, replace(SFT, max_length=middle, too_long="drop"))
+    kept = [row for row in found.outcomes.to_list() if row["dropped"] is None]
+    assert 2 < len(kept) < 12
+    two = sorted((kept[2], kept[0]), key=lambda row: -row["length"])
+    assert found.named([2, 0]) == ", ".join(f"{row['row_id']} ({row['length']} tokens)" for row in two)
+    assert load(root).named([0] * 20).endswith(" and 4 more")
+    assert load(root, replace(SFT, packing="bfd")).named([0]) == ""  # an example is several rows
+
+
 def test_whoever_reads_them_makes_them_young_again(root: Path, made: list[Path]) -> None:
     load(root)
     (entry,) = (root / "cache" / "tokens").glob("*/")
