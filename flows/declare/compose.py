@@ -19,6 +19,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 
 from flows.declare.pipeline import listed
@@ -86,7 +87,9 @@ class Composer:
             _refuse_shadows(config_dir)
         self._overrides, self._config_dir = list(overrides), config_dir
         with _hydra_errors(), _libyaml(), initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
-            self._config = compose("config", overrides=_words(overrides, config_dir))
+            with _parents_set_later():
+                self._config = compose("config", overrides=_words(overrides, config_dir))
+            self._config._re_parent()
         self._pickled = pickle.dumps(self._config)  # a copy by pickle takes a third of deepcopy's time
 
     def tree(self, more: Sequence[str] = ()) -> dict[str, object]:
@@ -135,6 +138,17 @@ def _libyaml() -> Iterator[None]:
         yield
     finally:
         omegaconf._utils.get_yaml_loader = own
+
+
+@contextlib.contextmanager
+def _parents_set_later() -> Iterator[None]:
+    """Lets OmegaConf merge files without visiting every node of the whole configuration after each of them."""
+    own = BaseContainer._re_parent
+    BaseContainer._re_parent = lambda self: None
+    try:
+        yield
+    finally:
+        BaseContainer._re_parent = own
 
 
 def _is_plain(node: object) -> bool:
