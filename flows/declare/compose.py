@@ -144,11 +144,11 @@ def _libyaml() -> Iterator[None]:
 def _parents_set_later() -> Iterator[None]:
     """Lets OmegaConf merge files without visiting every node of the whole configuration after each of them."""
     own = BaseContainer._re_parent
-    BaseContainer._re_parent = lambda self: None
+    BaseContainer._re_parent = lambda self: None  # type: ignore[method-assign]
     try:
         yield
     finally:
-        BaseContainer._re_parent = own
+        BaseContainer._re_parent = own  # type: ignore[method-assign]
 
 
 def _is_plain(node: object) -> bool:
