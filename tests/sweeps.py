@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 
+from hydra.core.override_parser.types import Override
+
 from flows.declare.sweep import Objective, Sweep
 from flows.sweep.folder import TrialResult
-from flows.sweep.space import Values, read_values
+from flows.sweep.space import read_values
 from lineage.manifest import Manifest
 from tests.written_store import ran_at
 
@@ -17,7 +19,7 @@ def sweep(**changes) -> Sweep:
     return Sweep(**{**nothing, "params": {}, "fixed": {}, "objectives": {}, **changes})
 
 
-def space_of(params: Mapping[str, str]) -> dict[str, Values]:
+def space_of(params: Mapping[str, str]) -> dict[str, Override]:
     return {field: read_values(field, values) for field, values in params.items()}
 
 

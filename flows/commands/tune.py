@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from functools import partial
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_json, add_overrides, name_among, recorded_cli_args
@@ -29,7 +28,7 @@ def add_tune(parser: argparse.ArgumentParser) -> None:
 def run_tune(options: argparse.Namespace) -> int:
     from flows.reports.sweep import sweep_dict, sweep_summary
     from flows.sweep.run import conduct
-    from flows.sweep.tune import Tuner, Tuning, judge_trials, read_tuning
+    from flows.sweep.tune import Tuner, Tuning, read_tuning
     from lineage.errors import ConfigError
 
     name, options.overrides = name_among(options.name, options.overrides)
@@ -50,9 +49,8 @@ def run_tune(options: argparse.Namespace) -> int:
         print(_first_round(tuner, as_json=options.json))
         return 0
     done = conduct(
-        sweep, options.config_dir, [name, *stated, *recorded_cli_args(options)], tuner.begin,
-        partial(judge_trials, sweep),
-        command="tune", failing_is_a_result=True,
+        sweep, options.config_dir, [name, *stated, *recorded_cli_args(options)], tuner.begin, command="tune",
+        accepts_failures=True,
     )  # fmt: skip
     if options.json:
         found = sweep_dict(sweep, done.files, done.seconds, done.execution_id)
@@ -67,20 +65,20 @@ def run_tune(options: argparse.Namespace) -> int:
 
 def _first_round(tuner: "Tuner", *, as_json: bool) -> str:
     """The trials of the first round with their estimated needs."""
-    from dataclasses import asdict
-
     from flows.reports.tables import empty_table, plain_text
     from flows.sweep.folder import overrides
     from flows.wording import clock
 
     found = tuner.first_round()
     if as_json:
-        rows = [{"params": row.params, "why": row.why, **asdict(row.need), "over": row.over or None} for row in found]
+        rows = [
+            {"params": params, "why": why, **need._asdict(), "over": over or None} for params, why, need, over in found
+        ]
         return json.dumps(rows, indent=2)
     table = empty_table("trial", "steps", "time", "cost", "parameters", "why", numbers=("trial", "steps"))
-    for number, row in enumerate(found):
-        time = "" if row.need.seconds is None else clock(row.need.seconds)
-        cost = "" if row.need.money is None else f"{row.need.money:.2f}"
-        why = f"{row.why}; {row.over}" if row.over else row.why
-        table.add_row(str(number), f"{row.need.steps:,}", time, cost, " ".join(overrides(row.params)), why)
+    for number, (params, why, need, over) in enumerate(found):
+        time = "" if need.seconds is None else clock(need.seconds)
+        cost = "" if need.money is None else f"{need.money:.2f}"
+        reason = f"{why}; {over}" if over else why
+        table.add_row(str(number), f"{need.steps:,}", time, cost, " ".join(overrides(params)), reason)
     return plain_text(table)

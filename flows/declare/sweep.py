@@ -12,6 +12,7 @@ from lineage.errors import ConfigError
 Direction = Literal["maximize", "minimize"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_UNTIL = "{until}"  # in the name of a field
 
 
 @strict
@@ -61,7 +62,7 @@ class Sweep:
         params: field -> values in Hydra's grammar: ``0.1,0.2``, ``choice(...)``, ``range(...)``, ``interval(a, b)``,
             ``int(interval(1, 9))``, ``tag(log, interval(1e-6, 1e-4))``; overrides of the command line are added.
         fixed: field -> value in Hydra's grammar, the same in every trial.
-        until: last stage of a trial; None: all stages run. ``{until}`` in a field's name is replaced by it.
+        until: last stage of a trial, which replaces ``{until}`` in the names of fields; None: all stages run.
         objectives: name -> objective; several give a Pareto front.
         sampler: ``_target_`` of an Optuna class and its arguments; None: every combination, in order.
         num_trials: total number of trials of a sampler.
@@ -105,3 +106,10 @@ class Sweep:
             )
         if self.by_step and self.until is None:
             raise ConfigError(f"sweep.by_step={self.by_step}: is reported by the stage sweep.until; set it")
+        for name, fields in (("params", self.params), ("fixed", self.fixed)):
+            object.__setattr__(self, name, {self._with_until(field): value for field, value in fields.items()})
+
+    def _with_until(self, field: str) -> str:
+        if _UNTIL in field and self.until is None:
+            raise ConfigError(f"sweep: {field} names the last stage of a trial, which is not set; set sweep.until")
+        return field.replace(_UNTIL, self.until or "")

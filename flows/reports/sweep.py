@@ -5,120 +5,105 @@ from collections import Counter
 from collections.abc import Sequence
 
 from flows.reports.tables import empty_table, plain_text
-from flows.sweep.folder import SweepFiles, TrialResult, overrides, trial_results
-from flows.sweep.plan import SweepPlan, Trial, count_stages, key_of
+from flows.sweep.files import SweepFiles
+from flows.sweep.folder import TrialResult, overrides, trial_results
+from flows.sweep.plan import SweepPlan, count_stages, union
+from lineage.markup import markdown_table
 
 _MOST_COLUMNS = 4  # of metrics where there are no objectives
 _MOST_TRIALS = 100
+_MOST_STEPS = 20  # rows of the table by step
 
 
 def union_text(sweep: SweepPlan) -> str:
     """The stages of all trials together, and how many of each would run."""
-    plan = sweep.plan
-    head = [f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}", *plan.notes]
-    return "\n".join([*head, *(_proposed(sweep) if sweep.known is None else _union(sweep.known, sweep))])
-
-
-def _union(trials: Sequence[Trial], sweep: SweepPlan) -> list[str]:
+    lines = [f"pipeline {sweep.plan.pipeline.name}  store {sweep.plan.pipeline.store}", *sweep.plan.notes]
+    if sweep.known is None:
+        shared = [planned for planned in sweep.plan.stages if planned.name not in sweep.own]
+        todo, names = sum(planned.state != "reuse" for planned in shared), ", ".join(each.name for each in shared)
+        sampler = (sweep.sweep.sampler or {}).get("_target_")
+        lines += [
+            f"{sweep.num_trials} trials, proposed by {sampler}, of" if sampler else "trials of",
+            *(f"  {field}={values}" for field, values in sweep.params.items()),
+            f"once: {names or 'nothing'}: {todo} of {len(shared)} to run",
+            f"in each trial: {', '.join(planned.name for planned in sweep.plan.stages if planned.name in sweep.own)}",
+        ]
+        return "\n".join(lines)
     table = empty_table("trial", "to run", "parameters", numbers=("trial", "to run"))
-    for each in trials[:_MOST_TRIALS]:
-        todo = f"{len(each.plan.stale)} of {len(each.plan.stages)}"
-        table.add_row(str(each.number), todo, " ".join(overrides(each.params)))
-    more = [f"... and {len(trials) - _MOST_TRIALS} more"] if len(trials) > _MOST_TRIALS else []
-    counts = count_stages(trials)
+    for each in sweep.known[:_MOST_TRIALS]:
+        todo_of = f"{len(each.plan.stale)} of {len(each.plan.stages)}"
+        table.add_row(str(each.number), todo_of, " ".join(overrides(each.params)))
+    more, counts = len(sweep.known) - _MOST_TRIALS, count_stages(sweep.known)
     parts = ", ".join(f"{name} {count}" for name, count in counts.items())
-    return [plain_text(table), *more, f"{parts}: {len(sweep.stale)} of {sum(counts.values())} to run"]
-
-
-def _proposed(sweep: SweepPlan) -> list[str]:
-    """For a sampler, whose trials are not known yet."""
-    plan, settings = sweep.plan, sweep.sweep
-    shared = [planned for planned in plan.stages if planned.name not in sweep.own]
-    todo = sum(planned.state != "reuse" for planned in shared)
-    own = ", ".join(planned.name for planned in plan.stages if planned.name in sweep.own)
-    who = f"{settings.num_trials} trials, proposed by {settings.sampler['_target_']}," if settings.sampler else "trials"
-    return [
-        f"{who} of",
-        *(f"  {field}={values}" for field, values in sweep.params.items()),
-        f"once: {', '.join(planned.name for planned in shared) or 'nothing'}: {todo} of {len(shared)} to run",
-        f"in each trial: {own}",
-    ]
+    lines += [plain_text(table), *([f"... and {more} more"] if more > 0 else [])]
+    return "\n".join([*lines, f"{parts}: {len(sweep.stale)} of {sum(counts.values())} to run"])
 
 
 def union_dict(sweep: SweepPlan) -> dict[str, object]:
     """The object that ``plan --multirun --json`` prints."""
-    plan = sweep.plan
-    keys = {key_of(planned): planned for each in sweep.trials for planned in each.plan.stages}
+    trials = sweep.samples[:1] if sweep.known is None else sweep.known
+    stages = [
+        {"stage": name, "fingerprint": fingerprint, "state": planned.state}
+        for (name, fingerprint), planned in union(trials).items()
+    ]
+    known = [
+        {
+            "number": each.number, "params": dict(each.params),
+            "stages": {planned.name: planned.fingerprint for planned in each.plan.stages},
+        }
+        for each in sweep.known or []
+    ]  # fmt: skip
     return {
-        "pipeline": plan.pipeline.name,
-        "store": str(plan.pipeline.store),
-        "stages": [
-            {"stage": name, "fingerprint": fingerprint, "state": planned.state}
-            for (name, fingerprint), planned in keys.items()
-        ],
-        "trials": [
-            {
-                "number": each.number,
-                "params": dict(each.params),
-                "stages": {planned.name: planned.fingerprint for planned in each.plan.stages},
-            }
-            for each in sweep.known or []
-        ],
-        "counts": dict(count_stages(sweep.trials)),
-        "num_trials": sweep.num_trials,
-    }
+        "pipeline": sweep.plan.pipeline.name, "store": str(sweep.plan.pipeline.store), "stages": stages,
+        "trials": known, "counts": count_stages(trials), "num_trials": sweep.num_trials,
+    }  # fmt: skip
 
 
 def sweep_dict(sweep: SweepPlan, files: SweepFiles, seconds: float, mlflow_run_id: str | None) -> dict[str, object]:
     """The object that ``run --multirun --json`` prints."""
-    plan = sweep.plan
+    trials = [
+        {name: value for name, value in vars(row).items() if name != "fingerprints"} | {"stages": row.fingerprints}
+        for row in trial_results(files.folder)
+    ]
     return {
-        "sweep": str(files.folder),
-        "pipeline": plan.pipeline.name,
-        "store": str(plan.pipeline.store),
-        "trials": [
-            {
-                "number": row.number, "params": dict(row.params), "state": row.state, "cause": row.cause,
-                "seconds": row.seconds, "values": dict(row.values), "metrics": dict(row.metrics),
-                "stages": dict(row.fingerprints),
-            }
-            for row in trial_results(files.folder)
-        ],
-        "best": [{**held, "file": str(path)} for path, held in files.best().items()],
-        "seconds": seconds,
-        "mlflow_run_id": mlflow_run_id,
+        "sweep": str(files.folder), "pipeline": sweep.plan.pipeline.name, "store": str(sweep.plan.pipeline.store),
+        "trials": trials, "best": [{**held, "file": str(path)} for path, held in files.best().items()],
+        "seconds": seconds, "mlflow_run_id": mlflow_run_id,
     }  # fmt: skip
 
 
 def sweep_summary(sweep: SweepPlan, files: SweepFiles, seconds: float) -> str:
-    """The final report of a sweep: a line per trial, the best trial, the files, the next command."""
-    rows = trial_results(files.folder)
+    """The final report of a sweep: its trials, the table by step, the best trials, the files, the next command."""
+    rows, best = trial_results(files.folder), files.best()
     columns = list(sweep.sweep.objectives) or _differing_metrics(rows, sweep)
     table = empty_table("trial", *columns, "state", "seconds", "parameters", numbers=("trial", *columns, "seconds"))
+    lines = []
     for row in rows:
-        numbers = {**row.metrics, **row.values}
+        numbers, params = {**row.metrics, **row.values}, " ".join(overrides(row.params))
         found = [f"{numbers[name]:.6g}" if name in numbers else "" for name in columns]
-        words = " ".join(overrides(row.params))
-        table.add_row(str(row.number), *found, row.state, f"{row.seconds:.1f}", words)
-    states = Counter(row.state for row in rows)
-    counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    best = next(iter(files.best()), None)
-    lines = [plain_text(table), "\n".join(files.lines()), f"{files.folder.name}: {counts} ({seconds:.1f} s)"]
+        table.add_row(str(row.number), *found, row.state, f"{row.seconds:.1f}", params)
+        if row.number in [held["trial"] for held in best.values()]:
+            values = " ".join(f"{name}={value:.6g}" for name, value in row.values.items())
+            lines.append(f"{'best' if len(row.values) == 1 else 'front'}: trial {row.number}: {values}  {params}")
+    why = "no trial was complete" if sweep.sweep.objectives else "set sweep.objectives to define the best trial"
+    names = ", ".join(["plots.html", *(path.name for path in best)])
+    lines.append(f"{files.folder}: trials.csv{f', {names}' if best else f' (no best.yaml: {why})'}")
+    if sweep.sweep.by_step:
+        header, *steps = files.by_step(rows)
+        shown = steps[::-1][:: -(-len(steps) // _MOST_STEPS) or 1][::-1]  # the last step among them
+        lines.insert(0, markdown_table(header, shown, align="right"))
+    counts = ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in rows).items())
+    parts = [plain_text(table), "\n".join(lines), f"{files.folder.name}: {counts} ({seconds:.1f} s)"]
     if best:
-        lines.append(f"next: posttrain run --overrides-from {shlex.quote(str(best))}")
-    return "\n\n".join(line for line in lines if line)
+        parts.append(f"next: posttrain run --overrides-from {shlex.quote(str(next(iter(best))))}")
+    return "\n\n".join(parts)
 
 
 def _differing_metrics(rows: Sequence[TrialResult], sweep: SweepPlan) -> list[str]:
     """Metrics that differ between trials, of the last stage that varies, without durations."""
-    names = [planned.name for planned in sweep.plan.stages if planned.name in sweep.own]
-    for stage in reversed(names):
-        values: dict[str, set[float]] = {}
-        for row in rows:
-            for name, value in row.metrics.items():
-                if name.startswith(f"{stage}/") and not name.endswith(("seconds", "per_second")):
-                    values.setdefault(name, set()).add(value)
-        telling = [name for name, different in values.items() if len(different) > 1]
-        if telling:
+    for stage in reversed([planned.name for planned in sweep.plan.stages if planned.name in sweep.own]):
+        found = [(name, value) for row in rows for name, value in row.metrics.items() if name.startswith(f"{stage}/")]
+        different = Counter(name for name, _ in set(found) if not name.endswith(("seconds", "per_second")))
+        if telling := [name for name in dict(found) if different[name] > 1]:
             return telling[:_MOST_COLUMNS]
     return []

@@ -1,32 +1,27 @@
 """The trials of a sweep as plans, checks before the sweep starts, and the objectives of trials."""
 
 import contextlib
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import cast
+
+from hydra.core.override_parser.types import Override, RangeSweep
 
 from flows.declare.compose import Composer, field_of
 from flows.declare.config import dotted, pipeline_of, typed
 from flows.declare.pipeline import Pipeline, listed
 from flows.declare.sweep import Objective, Sweep
 from flows.planning.plan import Memo, Plan, PlannedStage, make_plan
-from flows.sweep.space import (
-    Values,
-    combinations,
-    field_name,
-    fixed_and_swept,
-    fixed_overrides,
-    merged_params,
-    read_values,
-)
+from flows.sweep.space import choices, combinations, fixed_and_swept, read_values, require_variable
 from lineage.errors import ArtifactError, ConfigError
 from lineage.manifest import Manifest
 from tasks.context import Launcher
 
 Key = tuple[str, str]  # one artifact: stage and fingerprint
-Judge = Callable[[Mapping[str, Manifest]], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,44 +94,37 @@ class SweepPlan:
     Args:
         params: field -> values as written, of all fields that vary.
         space: field -> parsed values.
-        overrides: overrides of the command that all trials share.
-        known: all trials, if they are fixed; None: a sampler proposes them.
-        samples: example trials, at least one; deterministic.
-        own: names of the stages that may differ between trials.
+        overrides: the overrides that all trials share.
+        known: all trials, if they are fixed; None: they are proposed one after another.
+        samples: all trials, if they are fixed, else examples, at least one; deterministic.
     """
 
     sweep: Sweep
     params: dict[str, str]
-    space: dict[str, Values]
+    space: dict[str, Override]
     overrides: list[str]
     planner: Planner
     known: list[Trial] | None
     samples: list[Trial]
-    own: frozenset[str]
 
     @property
     def plan(self) -> Plan:
         """The plan of one trial."""
         return self.samples[0].plan
 
-    @property
-    def trials(self) -> list[Trial]:
-        """All known trials; for a sampler, one example."""
-        return self.samples[:1] if self.known is None else self.known
-
-    @property
-    def stages(self) -> set[Key]:
-        """Keys of the stages of the example trials."""
-        return {key_of(planned) for each in self.samples for planned in each.plan.stages}
+    @cached_property
+    def own(self) -> frozenset[str]:
+        """Names of the stages that may differ between trials."""
+        return varying(self.plan.pipeline, self.params)
 
     @property
     def stale(self) -> list[PlannedStage]:
         """The stages of all trials that have to run, each once."""
-        return list({key_of(planned): planned for each in self.trials for planned in each.plan.stale}.values())
+        return [planned for planned in union(self.samples).values() if planned.state != "reuse"]
 
     @property
     def num_trials(self) -> int | None:
-        """Number of trials; for a sampler, the maximum."""
+        """Number of trials; for a sampler, the maximum; None: not known."""
         return self.sweep.num_trials if self.known is None else len(self.known)
 
     def title(self, stage: str, number: int) -> str:
@@ -149,10 +137,15 @@ def key_of(planned: PlannedStage) -> Key:
     return planned.name, planned.fingerprint
 
 
+def union(trials: Sequence[Trial]) -> dict[Key, PlannedStage]:
+    """The different stages of all trials."""
+    return {key_of(planned): planned for each in trials for planned in each.plan.stages}
+
+
 def count_stages(trials: Sequence[Trial]) -> dict[str, int]:
     """Stage -> number of different artifacts that all trials need."""
-    keys = dict.fromkeys(key_of(planned) for each in trials for planned in each.plan.stages)
-    return {name: sum(stage == name for stage, _ in keys) for name in dict.fromkeys(stage for stage, _ in keys)}
+    names = [name for name, _ in union(trials)]
+    return {name: names.count(name) for name in names}
 
 
 def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> SweepPlan:
@@ -164,30 +157,33 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> Swee
     shared, swept = fixed_and_swept(overrides)
     sweep = typed(Sweep, Composer(shared, config_dir).part("sweep"), "sweep")
     given = {field_of(word) for word in shared}  # the command line replaces sweep.fixed
-    sweep = replace(
-        sweep, fixed={name: value for name, value in sweep.fixed.items() if field_name(sweep, name) not in given}
-    )
-    fixed = [*fixed_overrides(sweep), *shared]
-    params = merged_params(sweep, fixed, swept)
+    fixed = [f"{field}={_written(value)}" for field, value in sweep.fixed.items() if field not in given]
+    words = [*fixed, *(word for word in shared if field_of(word).split(".")[0] != "sweep")]
+    params = {**sweep.params, **swept}
+    require_variable(params, words)
     space = {field: read_values(field, values) for field, values in params.items()}
-    planner = Planner(fixed, sweep.until, config_dir)
+    planner = Planner(words, sweep.until, config_dir)
     known = None
     if sweep.sampler is None:
         known = [planner.plan(number, each) for number, each in enumerate(combinations(space))]
     samples = known or list(_samples(planner, space))
     check_sweep(sweep, space, [planned.name for planned in samples[0].plan.stages])
     return SweepPlan(
-        sweep=sweep, params=params, space=space, overrides=shared, planner=planner, known=known, samples=samples,
-        own=varying(samples[0].plan.pipeline, params),
-    )  # fmt: skip
+        sweep=sweep, params=params, space=space, overrides=words, planner=planner, known=known, samples=samples
+    )
 
 
-def _samples(planner: Planner, space: Mapping[str, Values]) -> Iterator[Trial]:
+def _written(value: object) -> str:
+    """A value as an override writes it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _samples(planner: Planner, space: Mapping[str, Override]) -> Iterator[Trial]:
     """A trial with the first values of all fields, and one for each further value of categories."""
-    first = {field: values.first for field, values in space.items()}
+    first = {field: next(iter(choices(values)), None) or str(values.value().start) for field, values in space.items()}
     yield planner.plan(0, first)
     for field, values in space.items():
-        for value in values.choices[1:] if values.low is None else ():
+        for value in () if isinstance(values.value(), RangeSweep) else choices(values)[1:]:
             with contextlib.suppress(ConfigError):  # it may be valid with other values of the other fields
                 yield planner.plan(0, {**first, field: value})
 
@@ -197,20 +193,21 @@ def varying(pipeline: Pipeline, fields: Iterable[str]) -> frozenset[str]:
     places = [field.split(".") for field in fields]
     if any(place[0] != "stages" or len(place) < 2 for place in places):
         return frozenset(pipeline.stages)  # a group, a source, or a default of all stages
-    found = {place[1] for place in places}
+    found = {place[1] for place in places} & pipeline.stages.keys()
     for name in pipeline.order():
         if found & set(pipeline.upstream(name)):
             found.add(name)
-    return frozenset(found & pipeline.stages.keys())
+    return frozenset(found)
 
 
-def check_sweep(sweep: Sweep, space: Mapping[str, Values], stages: Sequence[str]) -> None:
+def check_sweep(sweep: Sweep, space: Mapping[str, Override], stages: Sequence[str]) -> None:
     """Checks objectives, pruning and sampler of a sweep with trials of these stages.
 
     Raises:
         ConfigError: an objective or the pruning names another stage, an objective's function cannot be imported, or
             Optuna refuses the sampler, the pruner or the space.
     """
+    named = {f"sweep.pruning.stage={sweep.pruning.stage}": sweep.pruning.stage} if sweep.pruning else {}
     for name, objective in sweep.objectives.items():
         if objective.function:
             _function(name, objective.function)
@@ -219,26 +216,27 @@ def check_sweep(sweep: Sweep, space: Mapping[str, Values], stages: Sequence[str]
         where = f"sweep.objectives.{name}.metric={objective.metric}"
         if not slash:
             raise ConfigError(f"{where}: not a metric of a stage; write STAGE/METRIC")
-        _require_stage(where, stage, stages)
-    if sweep.pruning:
-        _require_stage(f"sweep.pruning.stage={sweep.pruning.stage}", sweep.pruning.stage, stages)
+        named[where] = stage
+    for where, stage in named.items():
+        if stage not in stages:
+            raise ConfigError(f"{where}: no trial runs a stage {stage}; they run: {listed(stage, stages)}")
     if sweep.sampler is not None:
         from flows.sweep.study import try_out  # imports optuna
 
         try_out(sweep, space)
 
 
-def _require_stage(where: str, stage: str, stages: Sequence[str]) -> None:
-    if stage not in stages:
-        raise ConfigError(f"{where}: no trial runs a stage {stage}; they run: {listed(stage, stages)}")
-
-
-def _function(name: str, path: str) -> Judge:
+def _function(name: str, path: str) -> Callable[[Mapping[str, Manifest]], float]:
     where = f"sweep.objectives.{name}.function"
     found = dotted(path, where)
     if not callable(found):
         raise ConfigError(f"{where}={path}: not a function; give one of Mapping[stage, Manifest] that returns a number")
-    return cast(Judge, found)
+    return cast(Callable[[Mapping[str, Manifest]], float], found)
+
+
+def metrics_of(manifests: Mapping[str, Manifest]) -> dict[str, float]:
+    """``STAGE/METRIC`` -> value."""
+    return {f"{stage}/{name}": value for stage, each in manifests.items() for name, value in each.metrics.items()}
 
 
 def objective_values(sweep: Sweep, manifests: Mapping[str, Manifest]) -> dict[str, float]:
@@ -259,9 +257,7 @@ def _objective_value(name: str, objective: Objective, manifests: Mapping[str, Ma
                 f"objective {name} ({objective.function}) raised {type(error).__name__}: {error}"
             ) from error
     else:
-        metric, found = str(objective.metric), dict[str, float]()
-        for stage, each in manifests.items():
-            found |= {f"{stage}/{measured}": value for measured, value in each.metrics.items()}
+        metric, found = str(objective.metric), metrics_of(manifests)
         if metric not in found:
             of_stage = [each for each in found if each.startswith(metric.partition("/")[0] + "/")] or found
             raise ArtifactError(

@@ -8,14 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from flows.declare.compose import field_of
 from flows.open_run import Trials, check_machine, open_run, prepare_run
 from flows.planning.plan import PlannedStage
 from flows.prefect.server import embedded_server
@@ -26,34 +23,26 @@ from flows.stages.launch import StageProcesses
 from flows.stages.resources import ask_cluster, count_cpus, visible_gpus
 from flows.stages.run import Run
 from flows.stops import stoppable
-from flows.sweep.folder import SweepFiles, TrialResult, TrialState, overrides, sweep_folder, trial_results
-from flows.sweep.plan import Key, SweepPlan, Trial, key_of, objective_values, read_sweep
-from flows.sweep.space import fixed_overrides
+from flows.sweep.files import SweepFiles
+from flows.sweep.folder import TrialResult, TrialState, overrides, sweep_folder, trial_results
+from flows.sweep.plan import Key, SweepPlan, Trial, key_of, metrics_of, objective_values, read_sweep, union
 from lineage.errors import ArtifactError, ConfigError, PipelineError, PrunedError, StoppedError
 from lineage.manifest import Manifest
-from lineage.metrics_file import ReportFile
+from lineage.metrics_file import ReportFile, StageReport
 from lineage.store import create_store
 from lineage.tracker import Tracker, TrialEnd
-
-if TYPE_CHECKING:
-    from prefect.states import State
-
-AsTask = Callable[[str, Callable[[], None]], None]  # runs the work on a stage of this title, in the calling thread
 
 _ASK_SECONDS = 120.0  # timeout for a cluster's answer
 _POLL_SECONDS = 0.2  # interval of reading reports for pruning
 _KEPT = (".csv", ".yaml", ".html", ".md")  # of the sweep's folder: artifacts of its run in MLflow
 
 
-class _TrialsFailedError(PipelineError):
+class TrialsFailedError(PipelineError):
     """Some trials failed; each reported why."""
 
 
 class Proposer(Protocol):
     """Proposes the trials of a sweep one after another, given the results so far."""
-
-    def owning(self) -> AbstractContextManager[None]:
-        """A context for the whole sweep, in which the proposed trials belong to this process."""
 
     def ask(self) -> tuple[int, Mapping[str, str]] | None:
         """Number and parameters of the next trial; None: there is none."""
@@ -78,87 +67,50 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
         KeyboardInterrupt: it was stopped; nothing is left running, and the same command resumes it.
     """
     sweep = read_sweep(arguments, config_dir)
-    done = conduct(sweep, config_dir, cli_args, partial(_study, sweep), partial(_judge, sweep))
+
+    def proposer(folder: Path) -> Proposer | None:
+        if sweep.known is not None:
+            return None
+        from flows.sweep.study import Study  # imports optuna
+
+        return Study(sweep.sweep, sweep.space, folder)
+
+    done = conduct(sweep, config_dir, cli_args, proposer)
     report = json.dumps(sweep_dict(sweep, done.files, done.seconds, done.execution_id), indent=2)
     print(report if as_json else sweep_summary(sweep, done.files, done.seconds), flush=True)
     done.require_success()
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Conducted:
-    """A completed sweep.
-
-    Args:
-        execution_id: its id in the tracker; None: there was nothing to do.
-        failure: message on failed trials; None: none failed.
-    """
-
-    files: SweepFiles
-    seconds: float
-    execution_id: str | None
-    failure: str | None
-
-    def require_success(self) -> None:
-        """Raises a ``PipelineError`` that names the trials that failed."""
-        if self.failure:
-            raise _TrialsFailedError(self.failure)
-
-
 def conduct(
     sweep: SweepPlan, config_dir: Path | None, cli_args: Sequence[str],
-    proposer_in: Callable[[Path], Proposer | None],
-    judge: Callable[[Sequence[TrialResult], Path], tuple[list[int], str]], *, command: str = "run",
-    failing_is_a_result: bool = False,
-) -> Conducted:  # fmt: skip
+    proposer_in: Callable[[Path], Proposer | None], *, command: str = "run", accepts_failures: bool = False,
+) -> "SweepRun":  # fmt: skip
     """Runs the unfinished trials; progress goes to stderr.
 
     Args:
         proposer_in: creates the proposer of trials for the folder of the sweep; returns None if the trials are fixed.
-        judge: as in ``SweepFiles``.
         command: name of the ``posttrain`` command, for the record.
-        failing_is_a_result: failed trials do not fail the sweep if another trial is complete.
+        accepts_failures: failed trials do not fail the sweep if another trial is complete.
     """
-    start = time.perf_counter()
+    start, plan = time.perf_counter(), sweep.plan
     check_machine(sweep.stale)
     num_workers = _num_workers(sweep)
-    plan = sweep.plan
     create_store(plan.pipeline.store)
     prepare_run(plan)
-    folder = sweep_folder(plan.pipeline.store, plan.pipeline.name, sweep.sweep, sweep.params, sweep.stages)
-    shared = [word for word in sweep.overrides if field_of(word).split(".")[0] != "sweep"]
-    files = SweepFiles(folder, sweep.sweep, [*shared, *fixed_overrides(sweep.sweep)], config_dir, judge)
-    proposer = proposer_in(folder)
+    folder = sweep_folder(plan.pipeline.store, plan.pipeline.name, sweep.sweep, sweep.params, union(sweep.samples))
+    files = SweepFiles(folder, sweep.sweep, sweep.overrides, config_dir)
+    done = SweepRun(sweep, files, proposer_in(folder), num_workers, accepts_failures=accepts_failures)
     # The longest titles, which set the width of the screen's columns.
     titles = [sweep.title(planned.name, (sweep.num_trials or 1) - 1) for planned in plan.stages]
-    owning = proposer.owning() if proposer else contextlib.nullcontext()
-    with stoppable(), owning, Screen(sys.stderr, titles) as screen:
-        engine = Engine(
-            sweep=sweep, study=proposer, files=files, num_workers=num_workers, failing_is_a_result=failing_is_a_result
-        )
-        execution_id = None
-        if engine.has_work():
-            with contextlib.suppress(_TrialsFailedError):  # it marks the record as failed
-                _run_recorded(engine, cli_args, screen, command)
-            execution_id = engine.run.tracker.execution_id()
+    with stoppable(), Screen(sys.stderr, titles) as screen:
+        if done.has_work:
+            with contextlib.suppress(TrialsFailedError):  # it marks the record as failed
+                done.record(cli_args, screen, command)
         else:  # only reads the results
-            engine.drive(Run(plan=plan, processes=StageProcesses(), emit=screen.on, tracker=Tracker()))
-    seconds = time.perf_counter() - start
-    return Conducted(files=files, seconds=seconds, execution_id=execution_id, failure=engine.failure())
-
-
-def _judge(sweep: SweepPlan, results: Sequence[TrialResult], folder: Path) -> tuple[list[int], str]:
-    from flows.sweep.study import best_and_plots  # imports optuna
-
-    return best_and_plots(sweep.sweep, sweep.space, results, folder)
-
-
-def _study(sweep: SweepPlan, folder: Path) -> Proposer | None:
-    if sweep.sweep.sampler is None:
-        return None
-    from flows.sweep.study import Study  # imports optuna
-
-    return Study(sweep.sweep, sweep.space, folder)
+            done.drive(Run(plan=plan, processes=StageProcesses(), emit=screen.on, tracker=Tracker()))
+    done.seconds = time.perf_counter() - start
+    return done
 
 
 def _num_workers(sweep: SweepPlan) -> int:
@@ -172,8 +124,7 @@ def _num_workers(sweep: SweepPlan) -> int:
     own = [planned for planned in sweep.plan.stages if planned.name in sweep.own]
     remote = [planned for planned in own if planned.runs_elsewhere]
     if not remote:
-        here = count_cpus(), len(visible_gpus())
-        return max((_num_fitting(planned, here) for planned in own), default=1)
+        return max((_num_fitting(planned, (count_cpus(), len(visible_gpus()))) for planned in own), default=1)
     try:
         there = ask_cluster(_ASK_SECONDS)
     except ConfigError as error:
@@ -189,89 +140,76 @@ def _num_fitting(planned: PlannedStage, capacity: tuple[float, float]) -> int:
     return max(1, min(counts, default=1))
 
 
-def _run_recorded(engine: "Engine", cli_args: Sequence[str], screen: Screen, command: str) -> None:
-    """Runs a sweep as one Prefect flow run, with a task run per stage.
-
-    Raises:
-        _TrialsFailedError: trials failed.
-    """
-    sweep, plan, folder = engine.sweep, engine.sweep.plan, engine.files.folder
-    count = None if sweep.known is None else len(sweep.known)
-    trials = Trials(folder=folder, own=sweep.own, count=sweep.sweep.num_trials if count is None else count)
-    recorded = open_run(plan, cli_args, screen.on, sweep.stale, trials, command=command)
-    with recorded as run, contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # stderr is closed
-            print(union_text(sweep), file=sys.stderr, flush=True)
-        server = stack.enter_context(embedded_server(plan.pipeline.store / "logs" / "prefect-server.log"))
-        from prefect.states import Failed  # beside the server's start
-
-        from flows.prefect.flow import as_task, in_flow
-
-        if server:
-            server.wait_until_ready()
-
-        def body() -> "State[None] | None":
-            engine.drive(run, as_task)
-            failure = engine.failure()
-            return Failed(message=failure) if failure else None
-
-        in_flow(run, body, server, name=f"{plan.pipeline.name}-sweep", flow_run_name=folder.name)
-        run.tracker.keep([path for path in sorted(folder.iterdir()) if path.suffix in _KEPT])
-        if failure := engine.failure():
-            raise _TrialsFailedError(failure)
-
-
-@dataclass(eq=False, kw_only=True)
-class _Node:
-    """A stage that one or more trials share, and that runs once.
+class SweepRun:
+    """One execution of a sweep: worker threads ask for a trial, plan it, run it and report it.
 
     Args:
-        metrics: file of its reports.
-        trials: numbers of the trials that need it.
-        is_unwanted: it was stopped, since only pruned trials needed it; a later trial runs it again.
-    """
-
-    title: str
-    directory: Path
-    metrics: Path
-    trials: set[int] = field(default_factory=set)
-    future: Future[None] = field(default_factory=Future)
-    has_started: bool = False
-    is_unwanted: bool = False
-
-
-class Engine:
-    """One execution of a sweep; calls the study and the files from one thread at a time.
-
-    Args:
-        study: proposes the trials; None: they are fixed.
+        proposer: None: the trials are fixed.
         num_workers: number of concurrent trials.
-        failing_is_a_result: as in ``conduct``.
+        accepts_failures: as in ``conduct``.
     """
+
+    seconds = 0.0
+    run: Run
 
     def __init__(
-        self, *, sweep: SweepPlan, study: Proposer | None, files: SweepFiles, num_workers: int,
-        failing_is_a_result: bool = False,
+        self, sweep: SweepPlan, files: SweepFiles, proposer: Proposer | None, num_workers: int, *,
+        accepts_failures: bool = False,
     ) -> None:  # fmt: skip
-        self.sweep, self.files, self._failing_is_a_result = sweep, files, failing_is_a_result
-        self._study, self._num_workers = study, num_workers
-        self._lock = threading.RLock()
-        self._nodes: dict[Key, _Node] = {}
-        self._is_over = False  # no further trial is started
-        self._first = study.ask() if study else None
+        self.sweep, self.files, self._accepts_failures = sweep, files, accepts_failures
+        self._proposer, self._num_workers = proposer, num_workers
+        self._lock = threading.RLock()  # the proposer and the files are called from one thread at a time
+        self._stages: dict[Key, Future[None]] = {}  # of all trials; those that share a stage share its future
+        self._running: dict[int, Trial] = {}
+        self._first = proposer.ask() if proposer else None
         self._known = iter(sweep.known or ())
+        self._is_over = False  # no further trial is started
 
+    @property
     def has_work(self) -> bool:
         """Whether a stage of any trial has to run."""
-        return bool(self._first) if self._study else bool(self.sweep.stale)
+        return bool(self._first if self._proposer else self.sweep.stale)
 
-    def drive(self, run: Run, as_task: AsTask = lambda _, work: work()) -> None:
+    @property
+    def execution_id(self) -> str | None:
+        """Its id in the tracker; None: there was nothing to do."""
+        return self.run.tracker.execution_id()
+
+    def record(self, cli_args: Sequence[str], screen: Screen, command: str) -> None:
+        """Runs all trials as one Prefect flow run, with a task run per stage.
+
+        Raises:
+            TrialsFailedError: trials failed.
+        """
+        sweep, plan, folder = self.sweep, self.sweep.plan, self.files.folder
+        trials = Trials(folder=folder, own=sweep.own, count=sweep.num_trials)
+        recorded = open_run(plan, cli_args, screen.on, sweep.stale, trials, command=command)
+        with recorded as run, contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # stderr is closed
+                print(union_text(sweep), file=sys.stderr, flush=True)
+            server = stack.enter_context(embedded_server(plan.pipeline.store / "logs" / "prefect-server.log"))
+            from flows.prefect.flow import as_task, in_flow  # beside the server's start
+
+            if server:
+                server.wait_until_ready()
+
+            def body() -> None:
+                self.drive(run, as_task)
+                run.tracker.keep([path for path in sorted(folder.iterdir()) if path.suffix in _KEPT])
+                self.require_success()
+
+            in_flow(run, body, server, name=f"{plan.pipeline.name}-sweep", flow_run_name=folder.name)
+
+    def drive(self, run: Run, as_task: Callable[[str, Callable[[], None]], None] = lambda _, work: work()) -> None:
         """Runs all trials.
+
+        Args:
+            as_task: runs the work on a stage of this title, in the calling thread.
 
         Raises:
             KeyboardInterrupt: it was stopped; no stage is left running.
         """
-        self.run, self._as_task = run, as_task
+        self.run, self._as_task, self._start = run, as_task, time.time()
         run.claim([trial.plan for trial in self.sweep.known or ()])
         num_stages = self._num_workers * len(self.sweep.plan.stages)
         with ThreadPoolExecutor(num_stages) as self._pool, ThreadPoolExecutor(self._num_workers) as workers:
@@ -284,153 +222,128 @@ class Engine:
                 run.processes.stop()  # forwards the stop to the stages, and waits for them
                 raise
 
-    def failure(self) -> str | None:
-        """Message on the trials that failed in this run of the sweep or before; None: none failed."""
+    def require_success(self) -> None:
+        """Raises an error that names the trials that failed in this run of the sweep or before."""
         results = trial_results(self.files.folder)
         failed = [str(each.number) for each in results if each.state == "failed"]
-        is_result = self._failing_is_a_result and len(failed) < len(results)
-        if not failed or is_result:
-            return None
-        once = ", each once more at most" if self._study else ""
-        return (
-            f"{len(failed)} of {len(results)} trials failed: {', '.join(failed)}; each reported why when it failed; "
-            f"the same command again tries these, and only these{once}"
-        )
+        if failed and not (self._accepts_failures and len(failed) < len(results)):
+            raise TrialsFailedError(
+                f"{len(failed)} of {len(results)} trials failed: {', '.join(failed)}; each reported why when it "
+                "failed; the same command again tries these, and only these"
+            )
 
     def _work(self) -> None:
         """The loop of a worker thread."""
         while trial := self._next():
             with self._lock:
                 self.run.tracker.trial_begins(trial.number, trial.params)
-                nodes = self._submit(trial)
-            state, cause = self._follow(trial, nodes)
-            self._end(trial, nodes, state, cause)
+                stages = self._submit(trial)
+            state, cause = self._follow(trial, stages)
+            self._end(trial, state, cause)
 
     def _next(self) -> Trial | None:
         with self._lock:
             while not self._is_over:
-                if self._study is None:
+                if self._proposer is None:
                     return next(self._known, None)
-                proposed, self._first = self._first or self._study.ask(), None
+                proposed, self._first = self._first or self._proposer.ask(), None
                 if proposed is None:
-                    self._is_over = True
-                    break
+                    return None
                 number, params = proposed
                 try:
                     trial = self.sweep.planner.plan(number, params)
                     check_machine(trial.plan.stale)
                     self.run.claim([trial.plan])
+                    return trial
                 except ConfigError as error:  # a sampler may propose what a method refuses
                     self.run.tracker.trial_begins(number, params)
                     self._record(TrialResult(number=number, params=params, state="failed", cause=str(error)), {})
-                else:
-                    return trial
         return None
 
-    def _submit(self, trial: Trial) -> dict[str, _Node]:
+    def _submit(self, trial: Trial) -> dict[str, Future[None]]:
         """Submits the stages that a trial has to run, and returns them by name; stages of earlier trials are shared."""
-        nodes: dict[str, _Node] = {}
+        titles = {planned.name: self.sweep.title(planned.name, trial.number) for planned in trial.plan.stages}
+        run = replace(self.run, plan=trial.plan, titles=titles)
+        stages: dict[str, Future[None]] = {}
         for planned in trial.plan.stale:
-            known = self._nodes.get(key_of(planned))
-            if known is None or known.is_unwanted:
-                before = [nodes[name].future for name in trial.plan.waits(planned) if name in nodes]
-                entry = trial.plan.entry(planned)
-                title = self.sweep.title(planned.name, trial.number)
-                node = _Node(title=title, directory=entry.path, metrics=entry.metrics)
-                run = replace(self.run, plan=trial.plan, titles={planned.name: title})
-                context = copy_context()
-                node.trials.add(trial.number)
-                node.future = self._pool.submit(context.run, self._run_stage, node, run, planned, before, known)
-                self._nodes[key_of(planned)] = node
-            nodes[planned.name] = self._nodes[key_of(planned)]
-            nodes[planned.name].trials.add(trial.number)
-        return nodes
+            key = key_of(planned)
+            if key not in self._stages:
+                before = [stages[name] for name in trial.plan.waits(planned) if name in stages]
+                self._stages[key] = self._pool.submit(copy_context().run, self._run_stage, run, planned, before)
+            stages[planned.name] = self._stages[key]
+        self._running[trial.number] = trial
+        return stages
 
-    def _run_stage(
-        self, node: _Node, run: Run, planned: PlannedStage, before: Sequence[Future[None]], unwanted: _Node | None
-    ) -> None:
+    def _run_stage(self, run: Run, planned: PlannedStage, before: Sequence[Future[None]]) -> None:
         """Runs one stage, in its own thread, after those that it depends on."""
-        if unwanted:
-            wait([unwanted.future])
         for each in before:
             each.result()
-        with self._lock:
-            if not node.trials:
-                raise PrunedError(f"stage {node.title}: every trial that needs it was pruned")
-            node.has_started = True
-        results: list[Result] = []
+        title, results, failure = run.title(planned), list[Result](), None
         try:
-            self._as_task(node.title, lambda: results.append(execute(run, planned)))
-        except Exception as error:
-            if not results:
-                if isinstance(error, PipelineError):
-                    raise
-                raise PipelineError(f"stage {node.title}: {error!r}") from error
+            self._as_task(title, lambda: results.append(execute(run, planned)))
+        except PipelineError:
+            raise
+        except Exception as error:  # of Prefect, maybe after the stage's end
+            failure = error
         if not results:
-            raise PipelineError(f"stage {node.title}: Prefect ended it before it began")
+            raise PipelineError(f"stage {title}: {failure or 'Prefect ended it before it began'!r}") from failure
 
-    def _follow(self, trial: Trial, nodes: Mapping[str, _Node]) -> tuple[TrialState, str]:
-        """Waits for the stages of a trial, and prunes it if the study asks for it."""
-        pruning = self.sweep.sweep.pruning
-        watched = nodes.get(pruning.stage) if pruning else None
-        reports = ReportFile(watched.metrics) if watched else None
-        if watched and reports and not watched.has_started:
-            reports.read()  # skip reports of an earlier attempt; the stage rewrites the file when it starts
-        pending = {node.future for node in nodes.values()}
+    def _follow(self, trial: Trial, stages: Mapping[str, Future[None]]) -> tuple[TrialState, str]:
+        """Waits for the stages of a trial, and prunes it if the proposer asks for it."""
+        pruning, reports = self.sweep.sweep.pruning, None
+        if pruning and pruning.stage in stages:
+            reports = ReportFile(trial.plan.entry(trial.plan.stage(pruning.stage)).metrics)
+        pending = set(stages.values())
         while pending:
             pending = wait(pending, _POLL_SECONDS if reports else None, FIRST_COMPLETED).not_done
-            for report in reports.read() if watched and reports else ():
-                with self._lock:
-                    if self._study and self._study.report(trial.number, report.step, report.metrics):
-                        cause = f"pruned at step {report.step} of {watched.title if watched else ''}"
-                        self._prune(trial, nodes, cause)
-                        return "pruned", cause
-        for name, node in nodes.items():  # in order of execution: readers of a failed stage fail with the same error
-            error = node.future.exception()
+            for report in reports.read() if reports else ():
+                if report.time >= self._start and (cause := self._pruned(trial, stages, report)):
+                    return "pruned", cause
+        for name, stage in stages.items():  # in order of execution: readers of a failed stage fail with the same error
+            error = stage.exception()
             if isinstance(error, StoppedError) or (error and not isinstance(error, PipelineError)):
                 raise error
+            if isinstance(error, PrunedError):  # as an earlier trial with the same parameters
+                return "pruned", str(error)
             if error:
-                if name not in self.sweep.own and self._study:
-                    self._is_over = True  # every further trial would fail too
+                # Every further trial of a sampler would fail too.
+                self._is_over |= bool(self._proposer and name not in self.sweep.own)
                 return "failed", str(error)
         return "complete", ""
 
-    def _prune(self, trial: Trial, nodes: Mapping[str, _Node], cause: str) -> None:
-        """Stops the stages that no other running trial needs."""
-        for node in nodes.values():
-            node.trials.discard(trial.number)
-            if not node.trials and not node.future.done():
-                node.is_unwanted = True
-                if node.has_started:
-                    self.run.processes.end(node.directory, PrunedError(cause))
+    def _pruned(self, trial: Trial, stages: Mapping[str, Future[None]], report: StageReport) -> str:
+        """Why the proposer prunes a trial after a report, or nothing; ends its stage unless others need it too."""
+        assert self._proposer and self.sweep.sweep.pruning
+        name = self.sweep.sweep.pruning.stage
+        with self._lock:
+            if not self._proposer.report(trial.number, report.step, report.metrics):
+                return ""
+            cause = f"pruned at step {report.step} of {self.sweep.title(name, trial.number)}"
+            others = {key_of(each.plan.stage(name)) for each in self._running.values() if each is not trial}
+            if not stages[name].done() and key_of(trial.plan.stage(name)) not in others:
+                self.run.processes.end(trial.plan.entry(trial.plan.stage(name)).path, PrunedError(cause))
+        return cause
 
-    def _end(self, trial: Trial, nodes: Mapping[str, _Node], state: TrialState, cause: str) -> None:
-        manifests: dict[str, Manifest] = {}
-        for planned in trial.plan.stages:
-            node = nodes.get(planned.name)
-            if node is None or (node.future.done() and not node.future.exception()):
-                manifest = trial.plan.entry(planned).manifest()
-                if manifest:
-                    manifests[planned.name] = manifest
+    def _end(self, trial: Trial, state: TrialState, cause: str) -> None:
+        """Judges a trial by what it finished, and records its result."""
+        entries = {planned.name: trial.plan.entry(planned) for planned in trial.plan.stages}
+        finished = [planned.name for planned in trial.plan.stages if planned.is_finished(entries[planned.name])]
+        manifests = {name: found for name in finished if (found := entries[name].manifest())}
         values: dict[str, float] = {}
         if state == "complete":
             try:
                 values = objective_values(self.sweep.sweep, manifests)
             except ArtifactError as error:
                 state, cause = "failed", str(error)
-        times = [manifests[name].provenance for name in manifests if name in self.sweep.own]
-        metrics = {
-            f"{stage}/{name}": value
-            for stage, each in manifests.items()
-            for name, value in each.metrics.items()
-            if math.isfinite(value)
-        }
+        times = [each.provenance for name, each in manifests.items() if name in self.sweep.own]
         result = TrialResult(
             number=trial.number, params=dict(trial.params), state=state, cause=cause, values=values,
-            seconds=sum((each.end - each.start for each in times), start=0.0), metrics=metrics,
+            seconds=sum((each.end - each.start for each in times), start=0.0),
+            metrics={name: value for name, value in metrics_of(manifests).items() if math.isfinite(value)},
             fingerprints={name: each.fingerprint for name, each in manifests.items()},
         )  # fmt: skip
         with self._lock:
+            del self._running[trial.number]
             self._record(result, manifests)
 
     def _record(self, result: TrialResult, manifests: Mapping[str, Manifest]) -> None:
@@ -438,10 +351,9 @@ class Engine:
         self.files.add(result)
         if result.state != "complete":
             cause = result.cause.strip().partition("\n")[0]
-            words = " ".join(overrides(result.params))
-            self.run.announce(f"trial {result.number} {result.state}: {words}: {cause}")
+            self.run.announce(f"trial {result.number} {result.state}: {' '.join(overrides(result.params))}: {cause}")
         own = {name: value for name, value in result.metrics.items() if name.partition("/")[0] in self.sweep.own}
         end = TrialEnd(state=result.state, manifests=manifests, metrics=own | dict(result.values), cause=result.cause)
         self.run.tracker.trial_ends(result.number, end)
-        if self._study and (line := self._study.tell(result)):
+        if self._proposer and (line := self._proposer.tell(result)):
             self.run.announce(line)

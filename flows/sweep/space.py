@@ -1,19 +1,15 @@
 """The search space of a sweep: fields that vary, with values in Hydra's grammar."""
 
-import itertools
-import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from itertools import product
 
-from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep, Sweep
 from hydra.errors import HydraException
 
 from flows.declare.compose import field_of, parsed
-from flows.declare.sweep import Sweep
 from lineage.errors import ConfigError
 
-_UNTIL = "{until}"  # in the name of a field: the stage that trials end with
 # Root keys that do not affect the outputs of stages, so that trials cannot differ in them.
 _NOT_VARIABLE = (
     "name", "pipeline", "store", "tracking", "code_drift", "advice", "resources", "sweep", "aliases",
@@ -22,39 +18,7 @@ _NOT_VARIABLE = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Values:
-    """The values of a field that varies.
-
-    Args:
-        choices: values as overrides write them; empty: all numbers from ``low`` to ``high``.
-        low: with ``high``, bounds of numbers, ``int`` for whole numbers; None: categories.
-        step: distance of neighbours; None: real numbers.
-        log: a sampler draws on a logarithmic scale.
-    """
-
-    choices: tuple[str, ...] = ()
-    low: float | None = None
-    high: float = 0
-    step: float | None = None
-    log: bool = False
-
-    @property
-    def is_whole(self) -> bool:
-        return isinstance(self.low, int) and isinstance(self.high, int)
-
-    @property
-    def first(self) -> str:
-        return self.choices[0] if self.choices else str(self.low)
-
-    def count(self) -> float:
-        """Number of values; may be infinite."""
-        if self.choices:
-            return len(self.choices)
-        return self.high - (self.low or 0) + 1 if self.is_whole else math.inf
-
-
-def read_values(field: str, text: str) -> Values:
+def read_values(field: str, text: str) -> Override:
     """Parses the values of a field.
 
     Raises:
@@ -63,83 +27,72 @@ def read_values(field: str, text: str) -> Values:
     word = f"{field}={text}"
     override = parsed(word)
     value = override.value()
-    if not override.is_sweep_override():
-        return Values(choices=(override.get_value_element_as_str(),))
-    if not isinstance(value, ChoiceSweep | RangeSweep | IntervalSweep):
+    if isinstance(value, Glob):
         raise ConfigError(f"{word}: a sweep takes no glob; list the values: choice(a,b)")
-    unknown = sorted(value.tags - {"log"})
+    unknown = sorted(value.tags - {"log"}) if isinstance(value, Sweep) else ()
     if unknown:
         raise ConfigError(f"{word}: unknown tag {unknown[0]}; accepted: log")
-    log = "log" in value.tags
-    if isinstance(value, RangeSweep):
-        return _range(word, value, log)
-    if isinstance(value, ChoiceSweep):
-        if log:
-            raise ConfigError(f"{word}: log is for numbers between two; tag an interval or a range with it")
-        return Values(choices=_ordered(word, map(Override._get_value_element_as_str, value.list), value.shuffle))
-    assert value.start is not None and value.end is not None
-    _require_between(word, value.start, value.end, log)
-    found = Values(low=value.start, high=value.end, log=log)
-    return replace(found, step=1) if found.is_whole else found
-
-
-def _range(word: str, value: RangeSweep, log: bool) -> Values:
-    def exact(number: float) -> float:  # rounds errors of summed steps: 0.30000000000000004
-        return number if isinstance(number, int) else float(f"{number:.12g}")
-
+    if isinstance(value, ChoiceSweep) and value.tags:
+        raise ConfigError(f"{word}: log is for numbers between two; tag an interval or a range with it")
     try:
-        numbers = [exact(number) for number in value.range()]
+        if isinstance(value, RangeSweep) and not numbers(value):
+            raise ValueError("the range is empty; it excludes its end")
     except (ValueError, HydraException) as error:
         raise ConfigError(
-            f"{word}: not a valid range ({error}); write range(start,stop,step) with a step that is not 0"
+            f"{word}: not a valid range ({error}); write range(start,stop,step) with a step that leads to stop"
         ) from error
-    if not numbers:
-        raise ConfigError(f"{word}: the range is empty; it excludes its end, and its step leads from start to stop")
-    low, high, step = min(numbers), max(numbers), abs(exact(value.step))
-    if log:
-        _require_between(word, low, high + step, log)
-        if step != 1 or not isinstance(low, int):
-            raise ConfigError(f"{word}: log takes whole numbers at steps of 1, or an interval; leave the step out")
-    choices = _ordered(word, map(repr, numbers), value.shuffle)
-    return Values(choices=choices, low=low, high=high, step=step, log=log)
+    return override
 
 
-def _require_between(word: str, low: float, high: float, log: bool) -> None:
-    if not low < high:
-        raise ConfigError(f"{word}: no number is between {low} and {high}; give the smaller number first")
-    if log and low <= 0:
-        raise ConfigError(f"{word}: a logarithmic scale starts above 0; give a start above 0")
+def numbers(value: RangeSweep) -> list[float]:
+    """All numbers of a range."""
+    return [exact(number) for number in value.range()]
 
 
-def _ordered(word: str, values: Iterable[str], shuffle: bool) -> tuple[str, ...]:
-    """Unique values; the shuffle is deterministic, because trials are identified by number."""
-    each = list(dict.fromkeys(values))
-    if shuffle:
-        random.Random(word).shuffle(each)
-    return tuple(each)
+def exact(number: float) -> float:
+    """Removes the rounding errors of summed steps: 0.30000000000000004."""
+    return number if isinstance(number, int) else float(f"{number:.12g}")
 
 
-def combinations(space: Mapping[str, Values]) -> list[dict[str, str]]:
+def choices(values: Override) -> tuple[str, ...]:
+    """Every value once, as an override writes it; none of an interval.
+
+    A shuffle is deterministic, because trials are identified by number.
+    """
+    value = values.value()
+    if isinstance(value, IntervalSweep):
+        return ()
+    if not isinstance(value, ChoiceSweep | RangeSweep):
+        return (values.get_value_element_as_str(),)
+    if isinstance(value, RangeSweep):
+        found = list(map(repr, numbers(value)))
+    else:
+        found = list(dict.fromkeys(map(Override._get_value_element_as_str, value.list)))
+    if value.shuffle:
+        random.Random(values.input_line).shuffle(found)
+    return tuple(found)
+
+
+def combinations(space: Mapping[str, Override]) -> list[dict[str, str]]:
     """Every combination of the values; the last field varies fastest.
 
     Raises:
         ConfigError: a field has values that only a sampler can draw.
     """
     for field, values in space.items():
-        if not values.choices or values.log:
+        if not choices(values) or getattr(values.value(), "tags", None):
             raise ConfigError(
                 f"{field}: without a sampler every combination is tried, which needs values without interval or log; "
                 "list the values (0.1,0.2 or range(1,5)), or choose a sampler: sweep=optuna"
             )
-    products = itertools.product(*(values.choices for values in space.values()))
-    return [dict(zip(space, combination, strict=True)) for combination in products]
+    return [dict(zip(space, combination, strict=True)) for combination in product(*map(choices, space.values()))]
 
 
 def fixed_and_swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Splits overrides into those that all trials share, and field -> values of those that vary.
 
     Raises:
-        ConfigError: an override does not parse, or a field cannot vary, or is swept twice.
+        ConfigError: an override does not parse, or a field is swept twice.
     """
     fixed: list[str] = []
     swept: dict[str, str] = {}
@@ -152,55 +105,33 @@ def fixed_and_swept(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]
                 f"{word}: {field}={swept[field]} is given too; give all values of a field in one override"
             )
         else:
-            _require_variable(field)
             swept[field] = word.partition("=")[2]
     return fixed, swept
 
 
-def merged_params(sweep: Sweep, fixed: Sequence[str], swept: Mapping[str, str]) -> dict[str, str]:
-    """Field -> values of all fields that vary; the command line overrides ``sweep.params``.
+def require_variable(params: Mapping[str, str], fixed: Sequence[str]) -> None:
+    """Checks the fields that vary.
 
     Args:
-        fixed: the overrides that all trials share, those of ``sweep.fixed`` included.
+        params: field -> values.
+        fixed: the overrides that all trials share.
 
     Raises:
         ConfigError: nothing varies, a field cannot vary, or a field that varies is fixed too.
     """
-    params = {field_name(sweep, field): values for field, values in sweep.params.items()} | dict(swept)
     if not params:
         raise ConfigError(
             "a sweep needs a field that varies; give one several values, such as stages.dpo.method.beta=0.05,0.1, "
             "or set sweep.params"
         )
     for field in params:
-        _require_variable(field)
+        parts = field.split(".")
+        if parts[0] in _NOT_VARIABLE or (parts[0] == "stages" and parts[2:3] == ["resources"]):
+            raise ConfigError(
+                f"{field}: cannot vary: trials differ in what the stages of one pipeline produce; vary "
+                "stages.STAGE.method.*, sources.* or a group such as model or adapter, and give this field one value"
+            )
     for word in fixed:
-        field = field_of(word)
-        if field in params:
+        if field_of(word) in params:
+            field = field_of(word)
             raise ConfigError(f"{word}: the sweep varies this field ({field}={params[field]}); remove one of the two")
-    return params
-
-
-def fixed_overrides(sweep: Sweep) -> list[str]:
-    """``sweep.fixed`` as overrides."""
-    names = {None: "null", True: "true", False: "false"}
-    return [
-        f"{field_name(sweep, field)}={names[value] if value is None or isinstance(value, bool) else value}"
-        for field, value in sweep.fixed.items()
-    ]
-
-
-def field_name(sweep: Sweep, field: str) -> str:
-    """The name of a field of ``sweep.params`` or ``sweep.fixed``, with the last stage filled in."""
-    if _UNTIL in field and sweep.until is None:
-        raise ConfigError(f"sweep: {field} names the last stage of a trial, which is not set; set sweep.until")
-    return field.replace(_UNTIL, sweep.until or "")
-
-
-def _require_variable(field: str) -> None:
-    parts = field.split(".")
-    if parts[0] in _NOT_VARIABLE or (parts[0] == "stages" and parts[2:3] == ["resources"]):
-        raise ConfigError(
-            f"{field}: cannot vary: trials differ in what the stages of one pipeline produce; vary "
-            "stages.STAGE.method.*, sources.* or a group such as model or adapter, and give this field one value"
-        )

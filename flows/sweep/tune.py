@@ -1,19 +1,21 @@
 """``posttrain tune``: rounds of short trainings, each with the changes that ``diagnose`` proposes."""
 
-import contextlib
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import listed
 from flows.declare.sweep import Objective, Sweep
 from flows.planning.estimates import Estimator, History
-from flows.planning.plan import Plan, PlannedStage
+from flows.planning.plan import PlannedStage
 from flows.reports.diagnosis import overrides_of
 from flows.sweep.folder import TrialResult, overrides, trial_results
 from flows.sweep.plan import Planner, SweepPlan, varying
-from flows.sweep.space import Values, fixed_and_swept
+from flows.sweep.space import fixed_and_swept
 from lineage.diagnosis.curves import read_curves
 from lineage.diagnosis.finding import rounded
 from lineage.diagnosis.rules import as_line, diagnose
@@ -66,23 +68,12 @@ class Round:
     best: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Need:
-    """Planned optimizer steps, seconds and price of trainings; None: no estimate."""
+class Need(NamedTuple):
+    """Optimizer steps, seconds and price of the trainings of a trial; None: no estimate."""
 
-    steps: int = 0
-    seconds: float | None = 0.0
-    money: float | None = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """A trial of the first round before it runs; ``over``: how it exceeds the budget, or empty."""
-
-    params: Mapping[str, str]
-    why: str
-    need: Need
-    over: str
+    steps: int
+    seconds: float | None
+    money: float | None
 
 
 def read_tuning(asked: Tuning, given: Sequence[str], config_dir: Path | None) -> SweepPlan:
@@ -124,7 +115,7 @@ def read_tuning(asked: Tuning, given: Sequence[str], config_dir: Path | None) ->
     planner = Planner(shared, until, config_dir)
     return SweepPlan(
         sweep=sweep, params={where: "what the doctor finds"}, space={}, overrides=shared, planner=planner, known=None,
-        samples=[planner.plan(0, {})], own=own,
+        samples=[planner.plan(0, {})],
     )  # fmt: skip
 
 
@@ -136,46 +127,52 @@ class Tuner:
     Attributes:
         rounds: the completed rounds.
         stopped: the trial that would have exceeded the budget; empty: none.
-    """
 
-    _folder: Path
+    Raises:
+        ConfigError: a budget of money, without a price and GPUs.
+    """
 
     def __init__(self, sweep: SweepPlan, asked: Tuning) -> None:
         self._sweep, self._asked = sweep, asked
-        self._is_small_good = sweep.sweep.objectives[_BEST].direction == "minimize"
+        self._folder, self._began = Path(), time.time()
         self._titles: dict[int, str] = {}
-        self._void: dict[int, TrialResult] = {}
         self.rounds: list[Round] = []
         self.stopped = ""
-        if asked.budget_money is not None:
-            self._require_price()
+        planned = sweep.plan.stage(asked.stage)
+        price, gpus = planned.stage.resources.price_per_gpu_hour, planned.asks[1]
+        if asked.budget_money is not None and (price is None or not gpus):
+            raise ConfigError(
+                f"--budget-money: stages.{planned.name}.resources.price_per_gpu_hour={price}, and {gpus} GPUs; money "
+                "is counted by GPU-hours: set the price of one, and resources=gpu, or use --budget-steps"
+            )
 
     def begin(self, folder: Path) -> "Tuner":
-        """Loads the results in the folder of the sweep."""
-        self._folder, before = folder, _results(folder)
-        if not any(each.state == "complete" for each in before.values()):
-            self._void = before  # all failed: try them again, since the cause may be fixed
+        """Reads the results in the folder of the sweep; if all trials failed, they are tried again."""
+        self._folder, self._began = folder, (folder / "sweep.json").stat().st_mtime
+        if not any(each.state == "complete" for each in trial_results(folder)):
+            (folder / "trials.jsonl").unlink(missing_ok=True)  # the cause may be fixed
         return self
-
-    def owning(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def ask(self) -> tuple[int, Mapping[str, str]] | None:
         """The first trial of the rounds without a result."""
-        results = {number: each for number, each in _results(self._folder).items() if number not in self._void}
+        results = {each.number: each for each in trial_results(self._folder)}
         found = next((each for each in self._walk(results) if each[0] not in results), None)
-        if found:
-            self.stopped = self._over_budget(*found, results)
         if self.rounds:
             atomic_write(self._folder / "rounds.md", self.text())
+        if found and (self._asked.budget_steps, self._asked.budget_money) != (None, None):
+            number, params = found
+            seen = set[str]()
+            needs = [self._need(each, seen) for each in (*(result.params for result in results.values()), params)]
+            past = self._past(needs)
+            self.stopped = f"{self._titles[number]}: {past}; not started" if past else ""
         return None if self.stopped else found
 
     def report(self, number: int, step: int, metrics: Mapping[str, float]) -> bool:
+        """Prunes nothing."""
         return False
 
     def tell(self, result: TrialResult) -> str:
         """Returns a progress line on a result."""
-        self._void.pop(result.number, None)
         value = f"{result.values[_BEST]:.6g}" if result.values else result.state
         return f"{self._titles[result.number]}: {' '.join(overrides(result.params)) or 'as declared'}: {value}"
 
@@ -191,35 +188,36 @@ class Tuner:
         """The fields that ``tune --json`` adds to the object of a sweep."""
         return {"rounds": [asdict(each) for each in self.rounds], "stopped": self.stopped or None}
 
-    def first_round(self) -> list[Planned]:
-        """The trials of the first round with their additional needs, without running anything."""
-        planned = self._planned(0, {})
-        done = self._sweep.plan.entry(planned).manifest()
+    def first_round(self) -> list[tuple[Mapping[str, str], str, Need, str]]:
+        """The trials of the first round, without running anything.
+
+        Returns:
+            Parameters, reason, additional needs, and how it exceeds the budget, or nothing.
+        """
         first = TrialResult(number=0, params={}, state="complete")
-        found = self._changes(RATE, first) if done else (_sides(first, planned), "unless diagnose finds something")
-        trials = [({}, "as declared"), *((params, found[1]) for params in found[0])]
-        rows: list[Planned] = []
+        if self._sweep.plan.entry(self._planned({})).manifest():
+            changes, why = self._changes(RATE, first)
+        else:
+            changes, why = _sides(first, self._planned({})), "unless diagnose finds something"
+        rows: list[tuple[Mapping[str, str], str, Need, str]] = []
         seen = set[str]()
-        for number, (params, why) in enumerate(trials):
-            need = self._need(number, params, seen)
-            over = self._past([*(row.need for row in rows), need])
-            rows.append(Planned(params=params, why=why, need=need, over=over))
+        for params, reason in [({}, "as declared"), *((params, why) for params in changes)]:
+            need = self._need(params, seen)
+            rows.append((params, reason, need, self._past([*(row[2] for row in rows), need])))
         return rows
 
     def _walk(self, results: Mapping[int, TrialResult]) -> Iterator[tuple[int, Mapping[str, str]]]:
         """Yields number and parameters of every trial in order; continuing requires the result of the last one."""
         self.rounds, numbers, best = [], {_settings({}): 0}, 0
+        self._titles = {0: f"round 1, {ORDER[0]}: trial 0"}
+        yield 0, {}
         for index in range(self._asked.rounds):
             name = ORDER[index % len(ORDER)]
-            title = f"round {index + 1}, {name}: trial"
-            if index == 0:
-                self._titles.setdefault(0, f"{title} 0")
-                yield 0, {}
             changes, finding = self._changes(name, results[best])
             trials = [best]
             for params in changes:
                 number = numbers.setdefault(_settings(params), len(numbers))
-                self._titles.setdefault(number, f"{title} {number}")
+                self._titles.setdefault(number, f"round {index + 1}, {name}: trial {number}")
                 yield number, params
                 trials.append(number)
             best = min(trials, key=lambda number: self._rank(results[number]))
@@ -229,11 +227,11 @@ class Tuner:
         """Sort key: smaller is better."""
         if result.state != "complete":
             return float("inf")
-        return result.values[_BEST] if self._is_small_good else -result.values[_BEST]
+        return result.values[_BEST] * (1 if self._sweep.sweep.objectives[_BEST].direction == "minimize" else -1)
 
     def _changes(self, name: str, best: TrialResult) -> tuple[list[dict[str, str]], str]:
         """Parameters of the trials of a round, and the finding in the curves of the best trial so far."""
-        planned = self._planned(best.number, best.params)
+        planned = self._planned(best.params)
         path = self._sweep.plan.entry(planned).path
         curves = read_curves(path, failure=best.cause if best.state == "failed" else "")
         curves = curves if curves.recipe else replace(curves, recipe=planned.stage.method.recipe())
@@ -246,95 +244,53 @@ class Tuner:
         sides = _sides(best, planned) if name == RATE and best.state == "complete" else []
         return sides, "nothing: a higher and a lower one are tried" if sides else "nothing"
 
-    def _plan(self, number: int, params: Mapping[str, str]) -> Plan:
-        return self._sweep.planner.plan(number, params).plan
-
-    def _planned(self, number: int, params: Mapping[str, str]) -> PlannedStage:
-        return self._plan(number, params).stage(self._asked.stage)
-
-    def _over_budget(self, number: int, params: Mapping[str, str], results: Mapping[int, TrialResult]) -> str:
-        """Why a trial would exceed the budget; empty: it would not."""
-        if self._asked.budget_steps is None and self._asked.budget_money is None:
-            return ""
-        past = self._past([self._spent(results), self._need(number, params, set())])
-        return f"{self._titles[number]}: {past}; not started" if past else ""
+    def _planned(self, params: Mapping[str, str]) -> PlannedStage:
+        return self._sweep.planner.plan(0, params).plan.stage(self._asked.stage)
 
     def _past(self, needs: Sequence[Need]) -> str:
         """How these exceed the budget together; empty: they do not."""
-        steps, money = sum(each.steps for each in needs), sum(each.money or 0.0 for each in needs)
-        budgets = (("steps", steps, self._asked.budget_steps), ("money", money, self._asked.budget_money))
-        past = (each for each in budgets if each[2] is not None and each[1] > each[2])
-        return next(
-            (f"it would make {total:,.6g} of --budget-{name} {budget:,.6g}" for name, total, budget in past), ""
-        )
+        steps = self._asked.budget_steps
+        name, budget = ("money", self._asked.budget_money) if steps is None else ("steps", steps)
+        total = sum((getattr(each, name) or 0.0 for each in needs), start=0.0)
+        past = budget is not None and total > budget
+        return f"it would make {total:,.6g} of --budget-{name} {budget:,.6g}" if past else ""
 
-    def _spent(self, results: Mapping[int, TrialResult]) -> Need:
-        """What the trials have used so far, without stages that were finished before this sweep."""
-        began = (self._folder / "sweep.json").stat().st_mtime
-        steps, money, seen = 0, 0.0, set[str]()
-        for number, result in results.items():
-            with contextlib.suppress(ConfigError):  # such a trial failed before it started
-                plan = self._plan(number, result.params)
-                for planned in plan.stages:
-                    manifest = plan.entry(planned).manifest()
-                    key = node_key(planned.name, planned.fingerprint)
-                    if key in seen or (manifest and manifest.provenance.start < began):
-                        continue
-                    seen.add(key)
-                    steps += _steps(planned)
-                    seconds = manifest.provenance.end - manifest.provenance.start if manifest else 0.0
-                    price = planned.stage.resources.price_per_gpu_hour or 0.0
-                    money += planned.asks[1] * seconds / 3600 * price
-        return Need(steps=steps, money=money)
-
-    def _need(self, number: int, params: Mapping[str, str], seen: set[str]) -> Need:
-        """The needs of the unfinished stages of a trial.
+    def _need(self, params: Mapping[str, str], seen: set[str]) -> Need:
+        """What the trainings of a trial have used or will use, without those that were finished before this sweep.
 
         Args:
-            seen: stages that were counted already; those of this trial are added.
+            seen: trainings that were counted already; those of this trial are added.
 
         Raises:
             ConfigError: there is a budget, and no estimate.
         """
         try:
-            plan = self._plan(number, params)
+            plan = self._sweep.planner.plan(0, params).plan
         except ConfigError:  # the method refuses the change: the trial fails and costs nothing
-            return Need()
-        todo = [each for each in plan.stages if each.stage.method.trains and not each.is_finished(plan.entry(each))]
-        todo = [each for each in todo if node_key(each.name, each.fingerprint) not in seen]
-        seen |= {node_key(each.name, each.fingerprint) for each in todo}
-        found = Estimator(plan, History.of(plan.home)).estimates(todo)
-        unknown = [each.name for each in todo if each.hyperparameters is None or each.hyperparameters.num_steps is None]
-        if unknown and self._asked.budget_steps is not None:
-            raise ConfigError(
-                f"--budget-steps: the steps of {unknown[0]} are not known before its rows are read; set --steps, or "
-                f"stages.{unknown[0]}.method.num_steps"
-            )
-        lacking = [each.name for each in todo if each.name not in found]
-        if lacking and self._asked.budget_money is not None:
-            raise ConfigError(f"--budget-money: nothing estimates {lacking[0]} beforehand; set --budget-steps instead")
-        prices = [found[each.name].price for each in todo if each.name in found]
-        known = [price for price in prices if price is not None]
-        return Need(
-            steps=sum(map(_steps, todo)),
-            seconds=None if lacking else sum((each.seconds for each in found.values()), start=0.0),
-            money=None if lacking or len(known) < len(prices) else sum(known, start=0.0),
-        )
-
-    def _require_price(self) -> None:
-        """Requires a price and GPUs, by which money is counted."""
-        planned = self._planned(0, {})
-        where = f"stages.{planned.name}.resources"
-        if planned.stage.resources.price_per_gpu_hour is None or not planned.asks[1]:
-            raise ConfigError(
-                f"--budget-money: {where}.price_per_gpu_hour={planned.stage.resources.price_per_gpu_hour}, and "
-                f"{planned.asks[1]} GPUs; money is counted by GPU-hours: set the price of one, and resources=gpu, or "
-                "use --budget-steps"
-            )
-
-
-def _results(folder: Path) -> dict[int, TrialResult]:
-    return {each.number: each for each in trial_results(folder)}
+            return Need(0, 0.0, 0.0)
+        steps, seconds, money = 0, list[float | None](), list[float | None]()
+        estimator = Estimator(plan, History.of(plan.home))
+        for planned in plan.stages:
+            key, entry = node_key(planned.name, planned.fingerprint), plan.entry(planned)
+            made = entry.manifest() if planned.is_finished(entry) else None
+            if not planned.stage.method.trains or key in seen or (made and made.provenance.start < self._began):
+                continue
+            seen.add(key)
+            num_steps = planned.hyperparameters.num_steps if planned.hyperparameters else None
+            guess = None if made else estimator.estimate(planned)
+            budgets = ("steps", num_steps, self._asked.budget_steps), ("money", guess, self._asked.budget_money)
+            for name, known, budget in budgets if made is None else ():
+                if known is None and budget is not None:
+                    raise ConfigError(
+                        f"--budget-{name}: what {planned.name} takes is not known before its rows are read; set "
+                        f"--steps, or stages.{planned.name}.method.num_steps, or the other budget"
+                    )
+            took = made.provenance.end - made.provenance.start if made else guess.seconds if guess else None
+            price = planned.stage.resources.price_per_gpu_hour
+            steps += num_steps or 0
+            seconds.append(took)
+            money.append(None if took is None or price is None else price * planned.asks[1] * took / 3600)
+        return Need(steps, *(None if None in each else math.fsum(filter(None, each)) for each in (seconds, money)))
 
 
 def _round_of(field: str) -> str | None:
@@ -354,17 +310,3 @@ def _sides(best: TrialResult, planned: PlannedStage) -> list[dict[str, str]]:
 def _settings(params: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     """Parameters without the fields that record their reason."""
     return frozenset((name, value) for name, value in params.items() if not name.startswith("because."))
-
-
-def _steps(planned: PlannedStage) -> int:
-    return (planned.hyperparameters.num_steps or 0) if planned.hyperparameters else 0
-
-
-def judge_trials(sweep: SweepPlan, results: Sequence[TrialResult], folder: Path) -> tuple[list[int], str]:
-    """Number of the best trial, and Optuna's page with every field that some trial sets."""
-    from flows.sweep.study import best_and_plots  # imports optuna
-
-    names = dict.fromkeys(name for each in results for name, _ in sorted(_settings(each.params)))
-    filled = [replace(each, params=dict.fromkeys(names, "as declared") | dict(each.params)) for each in results]
-    space = {name: Values(choices=tuple(dict.fromkeys(each.params[name] for each in filled))) for name in names}
-    return best_and_plots(sweep.sweep, space, filled, folder)

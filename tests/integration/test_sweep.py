@@ -117,8 +117,8 @@ def test_what_is_wrong_with_a_trial_or_a_word_is_told_before_anything_starts(toy
         (("--multirun", "stages.left.method.num_steps=3,x"), "trial 1: stages.left.method.num_steps=x: "),
         (("--multirun",), "a sweep needs a field that varies"),
         (("--multirun", "store=a,b"), "store: cannot vary"),
-        (("--multirun", RATES, *PRUNED, "sweep.sampler.sed=3"), "sweep.sampler.sed: unknown argument"),
-        (("--multirun", RATES, *PRUNED, "sweep.pruning.pruner.uper=3"), "sweep.pruning.pruner.uper: unknown argument"),
+        (("--multirun", RATES, *PRUNED, "sweep.sampler.sed=3"), "unexpected keyword argument 'sed'"),
+        (("--multirun", RATES, *PRUNED, "sweep.pruning.pruner.uper=3"), "keyword argument 'uper'"),
         ((RATES,), "run --multirun tries each"),
         (("--overrides-from", "rows.txt"), "--overrides-from rows.txt: holds no list of overrides"),
     ):

@@ -9,7 +9,7 @@ import pytest
 
 from flows.stages.run import Run
 from flows.sweep import run as module
-from flows.sweep.folder import SweepFiles
+from flows.sweep.files import SweepFiles
 from flows.sweep.plan import read_sweep
 from lineage.errors import ConfigError, PipelineError, PrunedError
 from lineage.tracker import Tracker
@@ -51,7 +51,7 @@ def drive(tmp_path, monkeypatch):
         titles, ended = [], []
         folder = tmp_path / "folder"
         folder.mkdir()
-        files = SweepFiles(folder, sweep.sweep, [], None, lambda *_: ([], ""))
+        files = SweepFiles(folder, sweep.sweep, [], None)
 
         def run_stage(run, planned):
             titles.append(run.title(planned))
@@ -65,7 +65,7 @@ def drive(tmp_path, monkeypatch):
         run = Run(
             plan=sweep.plan, processes=processes, emit=lambda event: None, tracker=Tracker(), recorder=recorder
         )  # fmt: skip
-        engine = module.Engine(sweep=sweep, study=study, files=files, num_workers=workers)
+        engine = module.SweepRun(sweep, files, study, workers)
         engine.drive(run)
         return titles, {each.number: (each.state, each.cause) for each in module.trial_results(folder)}, ended
 
@@ -137,34 +137,30 @@ def _pruning(sweep, stage):
     return sweep
 
 
-def test_a_pruned_trial_ends_its_own_stages_and_leaves_shared_ones(read, drive, monkeypatch):
+def test_a_pruned_trial_ends_its_own_stage_and_leaves_shared_ones(read, drive, monkeypatch):
     monkeypatch.setattr(module, "_POLL_SECONDS", 0.001)
     sweep = _pruning(read(f"{RATE}=choice(0.2)"), "left")
     metrics = sweep.plan.entry(sweep.plan.stage("left")).metrics
-    pruned, has_ended, shared, other = (threading.Event() for _ in range(4))
+    pruned, other = (threading.Event() for _ in range(2))
 
     def execute(title):
         if title == "left#1":
             other.set()
-        if title == "left#0":
-            assert other.wait(PATIENCE_SECONDS)  # else nothing else needs what they share, and it is ended too
-            metrics.parent.mkdir(parents=True, exist_ok=True)
-            metrics.write_text('{"step": 7, "time": 0, "metrics": {"loss": 9}}\n')
             assert pruned.wait(PATIENCE_SECONDS)
-            has_ended.set()
-            raise PrunedError("pruned")
-        if title == "right":
-            assert shared.wait(PATIENCE_SECONDS)
-        if title == "left#2":  # the parameters of the pruned trial, whose process must have ended
-            assert has_ended.is_set()
-            shared.set()
+        if title == "left#0":
+            assert other.wait(PATIENCE_SECONDS)
+            metrics.parent.mkdir(parents=True, exist_ok=True)
+            metrics.write_text('{"step": 7, "time": 9e9, "metrics": {"loss": 9}}\n')
+            assert pruned.wait(PATIENCE_SECONDS)
+            raise PrunedError("pruned at step 7 of left#0")
 
     study = Proposals(("0.2", "0.3", "0.2"), prunes=[0])
     tell = study.tell
     study.tell = lambda result: (tell(result), pruned.set())
     titles, results, ended = drive(sweep, execute, study, workers=2)
-    assert results == {0: ("pruned", "pruned at step 7 of left#0"), 1: ("complete", ""), 2: ("complete", "")}
-    assert sorted(titles) == ["data", "left#0", "left#1", "left#2", "model", "right"]
+    pruned = ("pruned", "pruned at step 7 of left#0")
+    assert results == {0: pruned, 1: ("complete", ""), 2: pruned}  # 2 has the parameters of 0
+    assert sorted(titles) == ["data", "left#0", "left#1", "model", "right"]
     assert [name for name, _ in ended] == ["left"]
 
 

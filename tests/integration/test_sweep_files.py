@@ -3,15 +3,17 @@
 import csv
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from flows.declare.sweep import Pruning
-from flows.sweep.folder import SweepFiles, TrialResult, read_best, sweep_folder, trial_results
-from flows.sweep.study import Study, best_and_plots
+from flows.reports.sweep import sweep_summary
+from flows.sweep.files import SweepFiles
+from flows.sweep.folder import TrialResult, read_best, sweep_folder, trial_results
+from flows.sweep.study import Study
 from lineage.errors import ConfigError
 from lineage.store import Store
 from tests.sweeps import RANDOM, complete, ended, maximize, minimize, space_of, sweep
@@ -19,11 +21,14 @@ from tests.sweeps import RANDOM, complete, ended, maximize, minimize, space_of, 
 GRID = {"a": "1,2,3,4,5", "b": "x"}
 
 
-def _files(folder: Path, settings, params=GRID, overrides=("pipeline=toy",), config_dir=None) -> SweepFiles:
+def _files(folder: Path, settings, overrides=("pipeline=toy",), config_dir=None) -> SweepFiles:
     folder.mkdir(parents=True, exist_ok=True)
-    space = space_of(params)
+    return SweepFiles(folder, settings, overrides, config_dir)
 
-    return SweepFiles(folder, settings, overrides, config_dir, partial(best_and_plots, settings, space))
+
+def _summary(files: SweepFiles, settings) -> list[str]:
+    stated = SimpleNamespace(sweep=settings, plan=SimpleNamespace(stages=[]), own=frozenset())
+    return sweep_summary(stated, files, 1.0).splitlines()
 
 
 def _params(number: int) -> dict[str, str]:
@@ -81,7 +86,8 @@ def test_trials_written_before_this_form_of_the_code_are_read(tmp_path):
 
 
 def test_best_yaml_reproduces_the_best_trial(tmp_path):
-    files = _files(tmp_path, sweep(objectives={"best": maximize()}), GRID, ["pipeline=toy", "c=3"], Path("own"))
+    settings = sweep(objectives={"best": maximize()})
+    files = _files(tmp_path, settings, ["pipeline=toy", "c=3"], Path("own"))
     for result in (_complete(0, best=0.5), _complete(1, best=0.9), _failed(2)):
         files.add(result)
     overrides, config_dir = read_best(tmp_path / "best.yaml")
@@ -89,7 +95,7 @@ def test_best_yaml_reproduces_the_best_trial(tmp_path):
     assert config_dir == Path("own").absolute()
     held = yaml.safe_load((tmp_path / "best.yaml").read_text())
     assert held["trial"] == 1 and held["values"] == {"best": 0.9}
-    assert "best: trial 1: best=0.9  a=2 b=x" in files.lines()
+    assert "best: trial 1: best=0.9  a=2 b=x" in _summary(files, settings)
 
 
 def test_the_direction_decides_which_is_best(tmp_path):
@@ -104,19 +110,20 @@ def test_the_direction_decides_which_is_best(tmp_path):
 def test_without_a_best_trial_the_report_says_why(tmp_path, objectives, why):
     files = _files(tmp_path, sweep(objectives=objectives))
     files.add(_failed(0))
-    assert not (tmp_path / "best.yaml").exists() and why in files.lines()[-1]
+    assert not (tmp_path / "best.yaml").exists() and why in "".join(_summary(files, sweep(objectives=objectives)))
     assert (tmp_path / "plots.html").exists() == bool(objectives)
 
 
 def test_several_objectives_have_a_file_for_each_trial_of_the_front(tmp_path):
-    files = _files(tmp_path, sweep(objectives={"score": maximize(), "loss": minimize()}))
+    settings = sweep(objectives={"score": maximize(), "loss": minimize()})
+    files = _files(tmp_path, settings)
     files.add(_complete(0, score=0.5, loss=2.0))
     assert (tmp_path / "best-0.yaml").exists()
     for number, (score, loss) in enumerate([(0.6, 1.0), (0.9, 3.0), (0.9, 2.5), (0.1, 1.0)], start=1):
         files.add(_complete(number, score=score, loss=loss))
     assert sorted(path.name for path in tmp_path.glob("best*")) == ["best-1.yaml", "best-3.yaml"]
     assert "Pareto front" in (tmp_path / "plots.html").read_text()
-    assert [line.partition(":")[0] for line in files.lines()[:-1]] == ["front", "front"]
+    assert [line.partition(":")[0] for line in _summary(files, settings)].count("front") == 2
 
 
 def _page(folder: Path) -> str:
@@ -127,8 +134,7 @@ def _page(folder: Path) -> str:
 
 
 def test_the_page_needs_no_network_and_holds_optunas_plots(tmp_path):
-    params = {"lr": "tag(log,interval(1e-6,1e-2))", "r": "int(interval(1,9))"}
-    files = _files(tmp_path, sweep(objectives={"best": maximize()}, sampler=RANDOM, num_trials=9), params)
+    files = _files(tmp_path, sweep(objectives={"best": maximize()}, sampler=RANDOM, num_trials=9))
     for number in range(4):
         files.add(complete(number, {"lr": f"1e-{number + 2}", "r": str(number + 1)}, best=number / 4))
     page = _page(tmp_path)
@@ -146,8 +152,8 @@ def test_the_page_needs_no_network_and_holds_optunas_plots(tmp_path):
 
 
 def test_choices_of_numbers_have_an_axis_of_numbers(tmp_path):
-    params = {"stages.dpo.method.lr": "1e-5,1e-4,1e-3", "stages.dpo.method.adapter": "full,lora"}
-    files = _files(tmp_path, sweep(objectives={"best": maximize()}), params)
+    params = ("stages.dpo.method.lr", "stages.dpo.method.adapter")
+    files = _files(tmp_path, sweep(objectives={"best": maximize()}))
     for number, (rate, adapter) in enumerate([("1e-5", "full"), ("1e-3", "lora"), ("1e-4", "lora")]):
         files.add(complete(number, dict(zip(params, (rate, adapter), strict=True)), best=number / 4))
     page = _page(tmp_path)
@@ -171,7 +177,8 @@ def test_the_numbers_in_the_plots_are_those_of_the_trials(tmp_path):
 
 def test_the_table_by_step_has_a_column_for_each_trial_and_a_long_one_is_thinned(tmp_path):
     folder, field = tmp_path / "sweeps" / "s", "stages.left.method.lr"
-    files = _files(folder, sweep(until="left", by_step="loss"), {field: "0.1,0.2,0.3"})
+    settings = sweep(until="left", by_step="loss")
+    files = _files(folder, settings)
     for number, (rate, losses) in enumerate([("0.1", [3.0, 2.5]), ("0.2", [3.0, 2.0, *[1.5] * 43])]):
         path = Store(tmp_path).entry("left", str(number) * 64).metrics
         path.parent.mkdir(parents=True)
@@ -181,7 +188,7 @@ def test_the_table_by_step_has_a_column_for_each_trial_and_a_long_one_is_thinned
     files.add(ended(2, "failed", {field: "0.3"}))
     assert (folder / "by-step.csv").read_text().startswith("step,lr=0.1,lr=0.2\n1,3,3\n2,2.5,2\n3,,1.5\n")
     assert (folder / "by-step.md").read_text().splitlines()[0] == "| step | lr=0.1 | lr=0.2 |"
-    shown = [line.split("|")[1].strip() for line in files.lines()[:-1]]
+    shown = [line.split("|")[1].strip() for line in _summary(files, settings) if line.startswith("|")]
     assert shown == ["step", "---:", *map(str, range(3, 46, 3))]  # the last step among them
 
 
@@ -205,16 +212,16 @@ def test_the_folder_is_named_by_what_is_tried(tmp_path):
 def test_another_space_under_the_same_name_is_refused(tmp_path):
     sweep_folder(tmp_path, "toy", sweep(name="s"), {"a": "1,2"}, [])
     assert sweep_folder(tmp_path, "toy", sweep(name="s"), {"a": "1,2"}, []) == tmp_path / "sweeps" / "s"
-    with pytest.raises(ConfigError, match=r'params=.*"1,2".*"1,3".*another sweep\.name'):
+    with pytest.raises(ConfigError, match=r"it differs in params; choose another sweep\.name"):
         sweep_folder(tmp_path, "toy", sweep(name="s"), {"a": "1,3"}, [])
-    with pytest.raises(ConfigError, match="on other data or with other settings"):
+    with pytest.raises(ConfigError, match="it differs in stages"):
         sweep_folder(tmp_path, "toy", sweep(name="s"), {"a": "1,2"}, [("data", "1b")])
 
 
 @pytest.mark.parametrize("text", ["a: 1", "overrides: a=1", "overrides: [1]", "[", "- a"])
 def test_another_file_than_a_best_yaml_is_refused(tmp_path, text):
     (tmp_path / "best.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"give the best\.yaml of a sweep"):
+    with pytest.raises(ConfigError, match=r"holds no list of overrides .*give the best\.yaml"):
         read_best(tmp_path / "best.yaml")
 
 

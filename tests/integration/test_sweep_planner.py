@@ -5,8 +5,7 @@ import pytest
 from flows.declare.compose import Composer, compose_tree
 from flows.planning.plan import make_plan
 from flows.sweep.folder import sweep_folder
-from flows.sweep.plan import Planner, count_stages, read_sweep, varying
-from flows.sweep.space import fixed_overrides
+from flows.sweep.plan import Planner, count_stages, read_sweep, union, varying
 from lineage.errors import ConfigError
 from tasks.evaluate.report import POLICY_METRICS
 from tests.command import CONF
@@ -64,7 +63,7 @@ OPTUNA = [
 def test_a_sweep_on_other_data_or_settings_is_another_and_one_on_other_resources_is_not(words, tmp_path, kind):
     def folder(*more):
         stated = read_sweep([*words, *kind, *more], CONF)
-        return sweep_folder(tmp_path, "toy", stated.sweep, stated.params, stated.stages)
+        return sweep_folder(tmp_path, "toy", stated.sweep, stated.params, union(stated.samples))
 
     first = folder()
     assert folder() == folder("stages.left.resources.cpus_per_worker=2") == folder("code_drift=rerun") == first
@@ -76,9 +75,9 @@ def test_a_sweep_on_other_data_or_settings_is_another_and_one_on_other_resources
 def test_each_choice_of_a_sampler_tells_sweeps_apart(words, tmp_path):
     (tmp_path / "more.txt").write_text("rows")
     choice = [*words[:2], words[3], *OPTUNA, f"sources.rows.path={tmp_path}/rows.txt,{tmp_path}/more.txt"]
-    before = read_sweep(choice, CONF).stages
+    before = set(union(read_sweep(choice, CONF).samples))
     (tmp_path / "more.txt").write_text("other rows")
-    assert read_sweep(choice, CONF).stages != before
+    assert set(union(read_sweep(choice, CONF).samples)) != before
 
 
 def test_until_leaves_out_what_the_stage_does_not_need(words):
@@ -138,9 +137,7 @@ def test_the_learning_rate_experiment_is_of_the_stage_that_is_named(stage):
     plans = [planned.plan for planned in stated.known]
     methods = [plan.stage(stage).stage.method for plan in plans]
     assert [method.num_steps for method in methods] == [20] * 5
-    assert f"stages.{stage}.method.num_epochs=null" in fixed_overrides(
-        stated.sweep
-    )  # a pipeline's own would be a second
+    assert f"stages.{stage}.method.num_epochs=null" in stated.overrides  # a pipeline's own would be a second
     assert len({method.learning_rate for method in methods}) == 5
     assert all(plan.stages[-1].name == stage for plan in plans)
 

@@ -76,6 +76,7 @@ def test_a_trial_that_did_not_end_well_comes_again_first_and_the_same(tmp_path, 
         study.tell(ended(lost[0], "failed"))
     _asked(study, 1)
     assert study.ask() is None  # not in the same run
+    del study  # as the end of its process
     again = _study(tmp_path, num_trials=2)
     assert again.ask() == lost
     again.tell(complete(lost[0], best=1.0))
@@ -84,9 +85,9 @@ def test_a_trial_that_did_not_end_well_comes_again_first_and_the_same(tmp_path, 
 
 def test_the_trials_of_a_living_process_are_its_own(tmp_path):
     ours, theirs = (_study(tmp_path, num_trials=2) for _ in range(2))
-    with ours.owning(), theirs.owning():
-        assert [ours.ask()[0], theirs.ask()[0]] == [0, 1]
-        assert _study(tmp_path, num_trials=2).ask() is None
+    assert [ours.ask()[0], theirs.ask()[0]] == [0, 1]
+    assert _study(tmp_path, num_trials=2).ask() is None
+    del ours
     assert _study(tmp_path, num_trials=2).ask()[0] == 0
 
 
@@ -96,20 +97,10 @@ def test_a_folder_of_the_lease_era_still_resumes(tmp_path):
     number, params = study.ask()
     stored = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
     optuna.Trial(stored, stored.trials[number]._trial_id).set_user_attr("owner", "gpu-3-4711-0a1b2c3d")
+    del study
     (tmp_path / "processes" / "gpu-3-4711-0a1b2c3d").mkdir(parents=True)
     (tmp_path / "processes" / "gpu-3-4711-0a1b2c3d" / "lock").write_text("{}")
     assert _study(tmp_path).ask() == (number, params)
-
-
-def test_of_a_trial_that_fails_twice_optuna_is_told(tmp_path):
-    for _ in range(2):
-        study = _study(tmp_path, num_trials=2)
-        trial = study.ask()
-        assert trial[0] == 0
-        study.tell(ended(0, "failed"))
-    assert _study(tmp_path, num_trials=2).ask()[0] == 1
-    stored = optuna.load_study(study_name="sweep", storage=f"sqlite:///{tmp_path / 'study.db'}")
-    assert stored.trials[0].state == optuna.trial.TrialState.FAIL
 
 
 def test_a_finite_space_is_exhausted_before_the_last_trial(tmp_path):
@@ -133,7 +124,7 @@ def test_a_finite_space_is_exhausted_before_the_last_trial(tmp_path):
         ({"_target_": "optuna.samplers.BaseSampler"}, "is not an optuna BaseSampler"),
         (
             {"_target_": "optuna.samplers.TPESampler", "sed": 1},
-            r"sweep\.sampler\.sed: unknown argument.*did you mean seed",
+            "does not take .*unexpected keyword argument 'sed'.*seed",
         ),
         ({"_target_": "optuna.samplers.GridSampler", "search_space": {"other": [1]}}, "cannot draw from this space"),
         ({}, "cannot be imported"),
@@ -219,7 +210,7 @@ def test_a_pruner_prunes_by_metric_and_direction(tmp_path, losses, changes, prun
 @pytest.mark.parametrize(
     ("pruner", "why"),
     [
-        ({"_target_": "optuna.pruners.MedianPruner", "n_warmup_step": 1}, r"pruner\.n_warmup_step: unknown argument"),
+        ({"_target_": "optuna.pruners.MedianPruner", "n_warmup_step": 1}, "keyword argument 'n_warmup_step'"),
         ({"_target_": "optuna.pruners.MedianPruner", "n_warmup_steps": -1}, "does not take"),
         ({"_target_": "optuna.samplers.TPESampler"}, "is not an optuna BasePruner"),
     ],
@@ -244,24 +235,22 @@ def test_a_metric_that_is_never_reported_prunes_nothing_and_is_warned_of(tmp_pat
 # Runs its trials; of the one whose number is given, it dies by SIGKILL in the middle.
 _SCRIPT = """
 import os, signal, sys, time
-from functools import partial
 from pathlib import Path
-from flows.sweep.folder import SweepFiles
-from flows.sweep.study import Study, best_and_plots
+from flows.sweep.files import SweepFiles
+from flows.sweep.study import Study
 from tests.sweeps import RANDOM, complete, maximize, space_of, sweep
 
 settings = sweep(sampler=RANDOM, num_trials=6, objectives={"best": maximize()})
 space, folder = space_of({"lr": "interval(0,1)"}), Path(sys.argv[1])
 study = Study(settings, space, folder)
-files = SweepFiles(folder, settings, [], None, partial(best_and_plots, settings, space))
-with study.owning():
-    for number, params in iter(study.ask, None):
-        print(number, params["lr"], flush=True)
-        if str(number) == sys.argv[2]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.05)
-        files.add(complete(number, params, best=1.0))
-        study.tell(complete(number, params, best=1.0))
+files = SweepFiles(folder, settings, [], None)
+for number, params in iter(study.ask, None):
+    print(number, params["lr"], flush=True)
+    if str(number) == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.05)
+    files.add(complete(number, params, best=1.0))
+    study.tell(complete(number, params, best=1.0))
 """
 
 
@@ -295,4 +284,4 @@ def test_two_processes_share_a_sweep_and_no_trial_is_run_twice(tmp_path):
     assert sorted(int(line.split()[0]) for line in found) == list(range(6))
     assert all(each.returncode == 0 for each in both)
     assert len((tmp_path / "trials.csv").read_text().splitlines()) == 7
-    assert not list(tmp_path.glob("*.tmp")) and not list((tmp_path / "processes").iterdir())
+    assert not list(tmp_path.glob("*.tmp"))

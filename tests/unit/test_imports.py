@@ -49,6 +49,7 @@ ALONE = {
     "flows.planning.fit": "the size of memory and what changes it: its command's file parses alone, also for --help",
     "flows.planning.plan_file": "libraries and code of a plan: its command's file parses alone, also for --help",
     "flows.reports.*": "rich and the index: the command's file parses alone, also for --help",
+    "flows.sweep.plots": "Optuna and plotly",
     "flows.sweep.tune": "the plan and the doctor: its command's file parses alone, also for --help",
     "flows.verl.*": "the methods of reinforcement: its command's file parses alone, also for --help",
     "flows.stages.ray_train": "Ray",
