@@ -49,9 +49,8 @@ def run_tune(options: argparse.Namespace) -> int:
         print(_first_round(tuner, as_json=options.json))
         return 0
     done = conduct(
-        sweep, options.config_dir, [name, *stated, *recorded_cli_args(options)], tuner.begin, command="tune",
-        accepts_failures=True,
-    )  # fmt: skip
+        sweep, [name, *stated, *recorded_cli_args(options)], tuner.begin, command="tune", accepts_failures=True
+    )
     if options.json:
         found = sweep_dict(sweep, done.files, done.seconds, done.execution_id)
         print(json.dumps(found | tuner.to_dict(), indent=2), flush=True)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from flows.declare.config import dotted, pipeline_of, typed
 from flows.declare.pipeline import Pipeline, listed
 from flows.declare.sweep import Objective, Sweep
 from flows.planning.plan import Memo, Plan, PlannedStage, make_plan
+from flows.sweep.folder import overrides
 from flows.sweep.space import choices, combinations, fixed_and_swept, read_values, require_variable
 from lineage.errors import ArtifactError, ConfigError
 from lineage.manifest import Manifest
@@ -38,41 +39,6 @@ class Trial:
     plan: Plan
 
 
-class Planner:
-    """Plans trials; what they share is composed, pinned and looked up once.
-
-    Args:
-        overrides: the overrides that all trials share.
-        until: last stage of a trial; None: all stages run.
-
-    Raises:
-        ConfigError: the overrides do not compose.
-    """
-
-    def __init__(self, overrides: Sequence[str], until: str | None = None, config_dir: Path | None = None) -> None:
-        self._overrides, self._until, self._config_dir = list(overrides), until, config_dir
-        self._composer, self._memo = Composer(overrides, config_dir), Memo()
-
-    def plan(self, number: int, params: Mapping[str, str]) -> Trial:
-        """Plans one trial.
-
-        Raises:
-            ConfigError: names the trial and what is wrong with it.
-        """
-        own = [f"{field}={value}" for field, value in params.items()]
-        try:
-            pipeline = pipeline_of(self._composer.tree(own), [*self._overrides, *own], self._config_dir)
-            for name, stage in pipeline.stages.items():
-                if stage.resources.launcher == Launcher.FOREGROUND:
-                    raise ConfigError(
-                        f"stages.{name}.resources.launcher={Launcher.FOREGROUND}: a sweep runs stages side by side; "
-                        "debug a single trial with posttrain run, or choose another launcher"
-                    )
-            return Trial(number=number, params=params, plan=_until(make_plan(pipeline, self._memo), self._until))
-        except ConfigError as error:
-            raise ConfigError(f"trial {number}: {' '.join(own)}: {error}") from error
-
-
 def _until(plan: Plan, stage: str | None) -> Plan:
     """The part of a plan that one stage depends on."""
     if stage is None:
@@ -89,23 +55,67 @@ def _until(plan: Plan, stage: str | None) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan:
-    """A sweep before it runs.
+    """A sweep before it runs. What its trials share is composed, pinned and looked up once.
 
     Args:
         params: field -> values as written, of all fields that vary.
-        space: field -> parsed values.
+        space: field -> parsed values; empty: the trials do not come from a space.
         overrides: the overrides that all trials share.
-        known: all trials, if they are fixed; None: they are proposed one after another.
-        samples: all trials, if they are fixed, else examples, at least one; deterministic.
     """
 
     sweep: Sweep
-    params: dict[str, str]
-    space: dict[str, Override]
-    overrides: list[str]
-    planner: Planner
-    known: list[Trial] | None
-    samples: list[Trial]
+    params: Mapping[str, str]
+    space: Mapping[str, Override]
+    overrides: Sequence[str]
+    config_dir: Path | None
+
+    @cached_property
+    def _composer(self) -> Composer:
+        return Composer(self.overrides, self.config_dir)
+
+    @cached_property
+    def _memo(self) -> Memo:
+        return Memo()
+
+    def trial(self, number: int, params: Mapping[str, str]) -> Trial:
+        """Plans one trial.
+
+        Raises:
+            ConfigError: names the trial and what is wrong with it.
+        """
+        own = overrides(params)
+        try:
+            pipeline = pipeline_of(self._composer.tree(own), [*self.overrides, *own], self.config_dir)
+            for name, stage in pipeline.stages.items():
+                if stage.resources.launcher == Launcher.FOREGROUND:
+                    raise ConfigError(
+                        f"stages.{name}.resources.launcher={Launcher.FOREGROUND}: a sweep runs stages side by side; "
+                        "debug a single trial with posttrain run, or choose another launcher"
+                    )
+            return Trial(number=number, params=params, plan=_until(make_plan(pipeline, self._memo), self.sweep.until))
+        except ConfigError as error:
+            raise ConfigError(f"trial {number}: {' '.join(own)}: {error}") from error
+
+    @cached_property
+    def known(self) -> list[Trial] | None:
+        """All trials, if they are fixed; None: they are proposed one after another."""
+        if self.sweep.sampler is not None or not self.space:
+            return None
+        return [self.trial(number, params) for number, params in enumerate(combinations(self.space))]
+
+    @cached_property
+    def samples(self) -> list[Trial]:
+        """All trials, if they are fixed; else that of the first values, and one for each further category."""
+        if self.known:
+            return self.known
+        starts = {field: (choices(values) or (str(values.value().start),)) for field, values in self.space.items()}
+        first = {field: texts[0] for field, texts in starts.items()}
+        found = [self.trial(0, first)]
+        for field, texts in starts.items():
+            for text in () if isinstance(self.space[field].value(), RangeSweep) else texts[1:]:
+                with contextlib.suppress(ConfigError):  # it may be valid with other values of the other fields
+                    found.append(self.trial(0, {**first, field: text}))
+        return found
 
     @property
     def plan(self) -> Plan:
@@ -148,13 +158,13 @@ def count_stages(trials: Sequence[Trial]) -> dict[str, int]:
     return {name: names.count(name) for name in names}
 
 
-def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> SweepPlan:
+def read_sweep(arguments: Sequence[str], config_dir: Path | None = None) -> SweepPlan:
     """Reads and checks a sweep, and plans its trials if they are fixed.
 
     Raises:
         ConfigError: an override, a setting or a trial is wrong.
     """
-    shared, swept = fixed_and_swept(overrides)
+    shared, swept = fixed_and_swept(arguments)
     sweep = typed(Sweep, Composer(shared, config_dir).part("sweep"), "sweep")
     given = {field_of(word) for word in shared}  # the command line replaces sweep.fixed
     fixed = [f"{field}={_written(value)}" for field, value in sweep.fixed.items() if field not in given]
@@ -162,30 +172,14 @@ def read_sweep(overrides: Sequence[str], config_dir: Path | None = None) -> Swee
     params = {**sweep.params, **swept}
     require_variable(params, words)
     space = {field: read_values(field, values) for field, values in params.items()}
-    planner = Planner(words, sweep.until, config_dir)
-    known = None
-    if sweep.sampler is None:
-        known = [planner.plan(number, each) for number, each in enumerate(combinations(space))]
-    samples = known or list(_samples(planner, space))
-    check_sweep(sweep, space, [planned.name for planned in samples[0].plan.stages])
-    return SweepPlan(
-        sweep=sweep, params=params, space=space, overrides=words, planner=planner, known=known, samples=samples
-    )
+    found = SweepPlan(sweep=sweep, params=params, space=space, overrides=words, config_dir=config_dir)
+    check_sweep(sweep, space, [planned.name for planned in found.plan.stages])
+    return found
 
 
 def _written(value: object) -> str:
     """A value as an override writes it."""
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def _samples(planner: Planner, space: Mapping[str, Override]) -> Iterator[Trial]:
-    """A trial with the first values of all fields, and one for each further value of categories."""
-    first = {field: next(iter(choices(values)), None) or str(values.value().start) for field, values in space.items()}
-    yield planner.plan(0, first)
-    for field, values in space.items():
-        for value in () if isinstance(values.value(), RangeSweep) else choices(values)[1:]:
-            with contextlib.suppress(ConfigError):  # it may be valid with other values of the other fields
-                yield planner.plan(0, {**first, field: value})
 
 
 def varying(pipeline: Pipeline, fields: Iterable[str]) -> frozenset[str]:

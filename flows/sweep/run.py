@@ -75,7 +75,7 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
 
         return Study(sweep.sweep, sweep.space, folder)
 
-    done = conduct(sweep, config_dir, cli_args, proposer)
+    done = conduct(sweep, cli_args, proposer)
     report = json.dumps(sweep_dict(sweep, done.files, done.seconds, done.execution_id), indent=2)
     print(report if as_json else sweep_summary(sweep, done.files, done.seconds), flush=True)
     done.require_success()
@@ -83,8 +83,8 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
 
 
 def conduct(
-    sweep: SweepPlan, config_dir: Path | None, cli_args: Sequence[str],
-    proposer_in: Callable[[Path], Proposer | None], *, command: str = "run", accepts_failures: bool = False,
+    sweep: SweepPlan, cli_args: Sequence[str], proposer_in: Callable[[Path], Proposer | None], *,
+    command: str = "run", accepts_failures: bool = False,
 ) -> "SweepRun":  # fmt: skip
     """Runs the unfinished trials; progress goes to stderr.
 
@@ -99,7 +99,7 @@ def conduct(
     create_store(plan.pipeline.store)
     prepare_run(plan)
     folder = sweep_folder(plan.pipeline.store, plan.pipeline.name, sweep.sweep, sweep.params, union(sweep.samples))
-    files = SweepFiles(folder, sweep.sweep, sweep.overrides, config_dir)
+    files = SweepFiles(folder, sweep.sweep, sweep.overrides, sweep.config_dir)
     done = SweepRun(sweep, files, proposer_in(folder), num_workers, accepts_failures=accepts_failures)
     # The longest titles, which set the width of the screen's columns.
     titles = [sweep.title(planned.name, (sweep.num_trials or 1) - 1) for planned in plan.stages]
@@ -251,7 +251,7 @@ class SweepRun:
                     return None
                 number, params = proposed
                 try:
-                    trial = self.sweep.planner.plan(number, params)
+                    trial = self.sweep.trial(number, params)
                     check_machine(trial.plan.stale)
                     self.run.claim([trial.plan])
                     return trial

@@ -14,7 +14,7 @@ from flows.planning.estimates import Estimator, History
 from flows.planning.plan import PlannedStage
 from flows.reports.diagnosis import overrides_of
 from flows.sweep.folder import TrialResult, overrides, trial_results
-from flows.sweep.plan import Planner, SweepPlan, varying
+from flows.sweep.plan import SweepPlan, varying
 from flows.sweep.space import fixed_and_swept
 from lineage.diagnosis.curves import read_curves
 from lineage.diagnosis.finding import rounded
@@ -112,11 +112,9 @@ def read_tuning(asked: Tuning, given: Sequence[str], config_dir: Path | None) ->
         name=None, params={}, fixed={}, until=until, sampler=None, pruning=None, num_trials=None, parallel=1,
         objectives={_BEST: Objective(metric=metric, direction="minimize" if small else "maximize")},
     )  # fmt: skip
-    planner = Planner(shared, until, config_dir)
     return SweepPlan(
-        sweep=sweep, params={where: "what the doctor finds"}, space={}, overrides=shared, planner=planner, known=None,
-        samples=[planner.plan(0, {})],
-    )  # fmt: skip
+        sweep=sweep, params={where: "what the doctor finds"}, space={}, overrides=shared, config_dir=config_dir
+    )
 
 
 class Tuner:
@@ -245,7 +243,7 @@ class Tuner:
         return sides, "nothing: a higher and a lower one are tried" if sides else "nothing"
 
     def _planned(self, params: Mapping[str, str]) -> PlannedStage:
-        return self._sweep.planner.plan(0, params).plan.stage(self._asked.stage)
+        return self._sweep.trial(0, params).plan.stage(self._asked.stage)
 
     def _past(self, needs: Sequence[Need]) -> str:
         """How these exceed the budget together; empty: they do not."""
@@ -265,7 +263,7 @@ class Tuner:
             ConfigError: there is a budget, and no estimate.
         """
         try:
-            plan = self._sweep.planner.plan(0, params).plan
+            plan = self._sweep.trial(0, params).plan
         except ConfigError:  # the method refuses the change: the trial fails and costs nothing
             return Need(0, 0.0, 0.0)
         steps, seconds, money = 0, list[float | None](), list[float | None]()

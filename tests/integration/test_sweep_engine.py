@@ -2,7 +2,6 @@
 
 import subprocess
 import threading
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -60,7 +59,7 @@ def drive(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "execute", run_stage)
         processes = SimpleNamespace(end=lambda path, why: ended.append((path.parent.name, str(why))), stop=lambda: None)
         if study:
-            sweep = replace(sweep, known=None)
+            vars(sweep)["known"] = None
         recorder = SimpleNamespace(claim=lambda _: None)
         run = Run(
             plan=sweep.plan, processes=processes, emit=lambda event: None, tracker=Tracker(), recorder=recorder

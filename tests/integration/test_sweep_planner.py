@@ -5,10 +5,11 @@ import pytest
 from flows.declare.compose import Composer, compose_tree
 from flows.planning.plan import make_plan
 from flows.sweep.folder import sweep_folder
-from flows.sweep.plan import Planner, count_stages, read_sweep, union, varying
+from flows.sweep.plan import SweepPlan, count_stages, read_sweep, union, varying
 from lineage.errors import ConfigError
 from tasks.evaluate.report import POLICY_METRICS
 from tests.command import CONF
+from tests.sweeps import sweep
 
 RATE = "stages.left.method.learning_rate"
 
@@ -35,10 +36,13 @@ def test_a_value_on_a_copy_is_composed_as_if_it_had_been_there_from_the_start(mo
     assert composer.tree() == compose_tree(["stages.dpo.method.num_steps=3"])
 
 
+def _plan(words):
+    return SweepPlan(sweep=sweep(), params={}, space={}, overrides=words, config_dir=CONF)
+
+
 def test_a_mistake_in_a_trial_names_the_trial(words):
-    planner = Planner(words, config_dir=CONF)
     with pytest.raises(ConfigError, match=r"trial 4: stages.left.method.rate=1: .*unknown key; .*did you mean"):
-        planner.plan(4, {"stages.left.method.rate": "1"})
+        _plan(words).trial(4, {"stages.left.method.rate": "1"})
 
 
 def test_a_source_is_pinned_once_for_all_trials(words, monkeypatch):
@@ -97,8 +101,7 @@ def test_until_leaves_out_what_the_stage_does_not_need(words):
     ],
 )
 def test_a_field_may_change_its_stage_and_all_that_is_made_from_it(words, field, own):
-    pipeline = Planner(words, config_dir=CONF).plan(0, {}).plan.pipeline
-    assert varying(pipeline, [field]) == own
+    assert varying(_plan(words).plan.pipeline, [field]) == own
 
 
 def test_the_command_line_has_the_last_word_on_what_is_fixed(words):
