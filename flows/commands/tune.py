@@ -32,17 +32,16 @@ def run_tune(options: argparse.Namespace) -> int:
     from lineage.errors import ConfigError
 
     name, options.overrides = name_among(options.name, options.overrides)
-    stated = []
+    stated, budget = [], None
     for option in ("metric", "rounds", "steps", "budget_steps", "budget_money"):
         value, written = getattr(options, option), f"--{option.replace('_', '-')}"
         if value is not None:
             stated += [written, str(value)]
         if isinstance(value, int | float) and value <= 0:
             raise ConfigError(f"{written} {value}: a number above 0 is accepted")
-    asked = Tuning(
-        stage=name, metric=options.metric, rounds=options.rounds, steps=options.steps,
-        budget_steps=options.budget_steps, budget_money=options.budget_money,
-    )  # fmt: skip
+        if option.startswith("budget_") and value is not None:
+            budget = option.removeprefix("budget_"), value
+    asked = Tuning(stage=name, metric=options.metric, rounds=options.rounds, steps=options.steps, budget=budget)
     sweep = read_tuning(asked, options.overrides, options.config_dir)
     tuner = Tuner(sweep, asked)
     if options.dry_run:

@@ -47,15 +47,14 @@ class Tuning:
         metric: ``STAGE/METRIC``, or a metric of the stage; None: its held-out loss.
         rounds: number of rounds; after regularization they repeat from the learning rate.
         steps: steps of each trial, until the round of epochs changes them; None: as declared.
-        budget_steps, budget_money: limits for all trials together; None: no limit.
+        budget: ``steps`` or ``money``, and the limit for all trials together; None: no limit.
     """
 
     stage: str
     metric: str | None = None
     rounds: int = len(ORDER)
     steps: int | None = None
-    budget_steps: int | None = None
-    budget_money: float | None = None
+    budget: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +137,7 @@ class Tuner:
         self.stopped = ""
         planned = sweep.plan.stage(asked.stage)
         price, gpus = planned.stage.resources.price_per_gpu_hour, planned.asks[1]
-        if asked.budget_money is not None and (price is None or not gpus):
+        if asked.budget and asked.budget[0] == "money" and (price is None or not gpus):
             raise ConfigError(
                 f"--budget-money: stages.{planned.name}.resources.price_per_gpu_hour={price}, and {gpus} GPUs; money "
                 "is counted by GPU-hours: set the price of one, and resources=gpu, or use --budget-steps"
@@ -157,12 +156,11 @@ class Tuner:
         found = next((each for each in self._walk(results) if each[0] not in results), None)
         if self.rounds:
             atomic_write(self._folder / "rounds.md", self.text())
-        if found and (self._asked.budget_steps, self._asked.budget_money) != (None, None):
-            number, params = found
+        if found and self._asked.budget:
             seen = set[str]()
-            needs = [self._need(each, seen) for each in (*(result.params for result in results.values()), params)]
+            needs = [self._need(params, seen) for params in (*(each.params for each in results.values()), found[1])]
             past = self._past(needs)
-            self.stopped = f"{self._titles[number]}: {past}; not started" if past else ""
+            self.stopped = f"{self._titles[found[0]]}: {past}; not started" if past else ""
         return None if self.stopped else found
 
     def report(self, number: int, step: int, metrics: Mapping[str, float]) -> bool:
@@ -247,11 +245,9 @@ class Tuner:
 
     def _past(self, needs: Sequence[Need]) -> str:
         """How these exceed the budget together; empty: they do not."""
-        steps = self._asked.budget_steps
-        name, budget = ("money", self._asked.budget_money) if steps is None else ("steps", steps)
+        name, budget = self._asked.budget or ("steps", math.inf)
         total = sum((getattr(each, name) or 0.0 for each in needs), start=0.0)
-        past = budget is not None and total > budget
-        return f"it would make {total:,.6g} of --budget-{name} {budget:,.6g}" if past else ""
+        return f"it would make {total:,.6g} of --budget-{name} {budget:,.6g}" if total > budget else ""
 
     def _need(self, params: Mapping[str, str], seen: set[str]) -> Need:
         """What the trainings of a trial have used or will use, without those that were finished before this sweep.
@@ -267,7 +263,7 @@ class Tuner:
         except ConfigError:  # the method refuses the change: the trial fails and costs nothing
             return Need(0, 0.0, 0.0)
         steps, seconds, money = 0, list[float | None](), list[float | None]()
-        estimator = Estimator(plan, History.of(plan.home))
+        estimator, (budget, _) = Estimator(plan, History.of(plan.home)), self._asked.budget or ("", 0)
         for planned in plan.stages:
             key, entry = node_key(planned.name, planned.fingerprint), plan.entry(planned)
             made = entry.manifest() if planned.is_finished(entry) else None
@@ -276,13 +272,11 @@ class Tuner:
             seen.add(key)
             num_steps = planned.hyperparameters.num_steps if planned.hyperparameters else None
             guess = None if made else estimator.estimate(planned)
-            budgets = ("steps", num_steps, self._asked.budget_steps), ("money", guess, self._asked.budget_money)
-            for name, known, budget in budgets if made is None else ():
-                if known is None and budget is not None:
-                    raise ConfigError(
-                        f"--budget-{name}: what {planned.name} takes is not known before its rows are read; set "
-                        f"--steps, or stages.{planned.name}.method.num_steps, or the other budget"
-                    )
+            if not made and {"steps": num_steps, "money": guess}.get(budget, 0) is None:
+                raise ConfigError(
+                    f"--budget-{budget}: what {planned.name} takes is not known before its rows are read; set "
+                    f"--steps, or stages.{planned.name}.method.num_steps, or the other budget"
+                )
             took = made.provenance.end - made.provenance.start if made else guess.seconds if guess else None
             price = planned.stage.resources.price_per_gpu_hour
             steps += num_steps or 0
