@@ -23,6 +23,7 @@ End = Literal["COMPLETED", "FAILED", "CANCELLED", "CRASHED"]  # Prefect's types 
 
 RUN_VARIABLE = "POSTTRAIN_RUN"  # the id of the run, in the environment of every process that it starts
 _FOLDER = "runs"
+_KILL_SECONDS = 10.0  # for a killed process to end
 _CHECKED = 50  # records that are read beside those that were written just now
 _CHECKED_OPEN = 200  # the same where one may still have to be reported: to a Prefect that is used now and then
 
@@ -255,6 +256,20 @@ def processes_of(record: RunRecord) -> list[psutil.Process]:
                 found |= {each.pid: each for each in (process, *process.children(recursive=True))}
     found.pop(os.getpid(), None)
     return list(found.values())
+
+
+def kill_left(record: RunRecord) -> list[int]:
+    """Kills the processes that a dead driver has left on this host, such as a fork server that still imports.
+
+    Returns:
+        Their pids.
+    """
+    left = processes_of(record) if record.driver.is_here() else []
+    for each in left:
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile, or belongs to another user
+            each.kill()
+    psutil.wait_procs(left, timeout=_KILL_SECONDS)
+    return [each.pid for each in left]
 
 
 def dashboard_file(directory: Path) -> Path:

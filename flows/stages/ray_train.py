@@ -28,9 +28,10 @@ from ray.train.v2._internal.exceptions import (
 
 from flows.progress.run_record import dashboard_file
 from flows.stages.exit_reasons import cluster_lost, failed, lost, memory_hint, memory_kills, one_line
-from flows.stages.job import Job, run_worker
+from flows.stages.job import Job
 from flows.stages.process_settings import WORKER_ENVIRONMENT
 from flows.stages.resources import join
+from flows.stages.worker import run_worker
 from lineage.errors import ConfigError, LostError, PipelineError, StageError, StoppedError
 from lineage.remote_files import private_folder
 from tasks.context import Metrics
@@ -70,7 +71,7 @@ def _train_on_cluster(job: Job) -> Metrics:
             # It retries nothing: the driver does, which knows the newest checkpoint.
             run_config=RunConfig(
                 name="ray",
-                storage_path=str(job.directory / "work"),
+                storage_path=str(job.entry.work),
                 failure_config=FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0),
             ),
         )
@@ -192,8 +193,8 @@ def ending(job: Job, error: TrainingFailedError | RayError, memory_kills_before:
         return _of_workers(job, error.worker_failures, memory_kills_before)
     if isinstance(error, ControllerError):
         if isinstance(error.controller_failure, WorkerGroupStartupFailedError):
-            return LostError(job.stage, f"a worker was lost while it started: {_text(error)}", str(job.log))
-        return StageError(job.stage, f"Ray Train: {_text(error)}", str(job.log))
+            return LostError(job.stage, f"a worker was lost while it started: {_text(error)}", str(job.entry.log))
+        return StageError(job.stage, f"Ray Train: {_text(error)}", str(job.entry.log))
     return cluster_lost(job, _text(error))
 
 
@@ -202,7 +203,7 @@ def _of_workers(job: Job, failures: Mapping[int, Exception], memory_kills_before
     if dead:
         ranks = [rank for rank in sorted(dead) if dead[rank] == dead[min(dead)]]
         why = dead[ranks[0]]
-        return lost(job, ranks, "died", f": {why}" if why else memory_hint(memory_kills_before, memory_kills()))
+        return lost(job, ranks, "died", f": {why}" if why else memory_hint(memory_kills_before))
     raised = {rank: _root(error) for rank, error in sorted(failures.items())}
     for rank, error in raised.items():
         if not isinstance(error, StoppedError) and not lost_its_peer(error):
