@@ -189,7 +189,7 @@ def ending(job: Job, error: TrainingFailedError | RayError, memory_kills_before:
 
 def _of_workers(job: Job, failures: Mapping[int, Exception], memory_kills_before: int | None) -> PipelineError:
     raised = {rank: _root(error) for rank, error in sorted(failures.items())}
-    dead = {rank: why for rank, error in raised.items() if (why := _death(error, str(failures[rank]))) is not None}
+    dead = {rank: why for rank in raised if (why := _death(failures[rank])) is not None}
     if dead:
         why = next(iter(dead.values()))
         ranks = [rank for rank in dead if dead[rank] == why]
@@ -204,19 +204,16 @@ def _of_workers(job: Job, failures: Mapping[int, Exception], memory_kills_before
     return lost(job, [rank], "lost its connection to another worker", f": {one_line(error)}")
 
 
-def _death(error: Exception, text: str) -> str | None:
-    """Why a worker is gone, empty where Ray does not know; None: it is there, and raised an error.
-
-    Args:
-        text: of Ray's error around this one.
-    """
+def _death(error: Exception) -> str | None:
+    """Why a worker is gone, empty where Ray does not know; None: it is there, and raised an error."""
+    cause, text = _root(error), str(error)
     if isinstance(error, WorkerHealthCheckTimeoutError):
         return "it no longer answers Ray"
-    if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
+    if isinstance(cause, OutOfMemoryError) or "running low on memory" in text:
         return "its node was out of memory, and Ray killed it"
-    if not isinstance(error, RayActorError):
+    if not isinstance(cause, RayActorError):
         return None
-    if error.preempted:
+    if cause.preempted:
         return "its node was preempted"
     return "its node is gone" if "node has died" in text else ""
 
