@@ -12,7 +12,15 @@ import psutil
 
 from flows.prefect.address import is_loopback, use_own_auth
 from flows.prefect.open_runs import settle_left
-from flows.progress.run_record import RunRecord, latest, processes_of, read_run_record, run_ids, run_record_path
+from flows.progress.run_record import (
+    RunRecord,
+    kill_left,
+    latest,
+    processes_of,
+    read_run_record,
+    run_ids,
+    run_record_path,
+)
 from lineage.errors import ConfigError, PipelineError
 
 LATEST = "latest"
@@ -52,14 +60,15 @@ def cancel(run: RunRecord, store: Path) -> str:
         return f"{run.id} has ended: {run.outcome}"
     if run.is_dead(store):
         settle_left(store)
-        return (
-            f"{run.id} died before: its process {run.driver.pid} on {run.driver.host} is gone; {_kill_leftovers(run)}"
-        )
-    is_here = run.driver.is_here()
+        pids = ", ".join(map(str, kill_left(run)))
+        left = f"what it left is ended (processes {pids})" if pids else "nothing is left"
+        if not run.driver.is_here():  # another machine, or an earlier boot of this one
+            left = f"run posttrain cancel {run.id} there to end what it may have left"
+        return f"{run.id} died before: its process {run.driver.pid} on {run.driver.host} is gone; {left}"
     processes = processes_of(run)
     if run.links.deployed and run.links.flow_run:
         _cancel_flow_run(run)
-    elif is_here:
+    elif run.driver.is_here():
         with contextlib.suppress(ProcessLookupError):
             os.kill(run.driver.pid, signal.SIGTERM)
     else:
@@ -73,19 +82,6 @@ def cancel(run: RunRecord, store: Path) -> str:
         return f"{run.id} has ended: {after.outcome}"
     kept = "finished stages are kept, run the same command again to resume"
     return f"{run.id} is stopped; {kept if run.command == 'run' else 'the same command starts again'}"
-
-
-def _kill_leftovers(run: RunRecord) -> str:
-    """Kills the processes that a dead driver has left, such as a fork server that still imports; returns a message."""
-    if not run.driver.is_here():  # another machine, or an earlier boot of this one
-        return f"run posttrain cancel {run.id} there to end what it may have left"
-    left = [each for each in processes_of(run) if _is_alive(each)]
-    for each in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-    psutil.wait_procs(left, timeout=_WAIT_SECONDS)
-    pids = ", ".join(str(each.pid) for each in left)
-    return f"what it left is ended (processes {pids})" if left else "nothing is left"
 
 
 def _cancel_flow_run(run: RunRecord) -> None:

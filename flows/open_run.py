@@ -17,7 +17,7 @@ from flows.stages.resources import require_gpus
 from flows.stages.run import Run
 from flows.tracking import complete_record, make_tracker
 from lineage.artifact import SOURCE
-from lineage.errors import ConfigError, PipelineError
+from lineage.errors import ConfigError
 from lineage.labels import Statement, record_labels
 from lineage.tracker import Event, Execution, Listener, Tracker
 from tasks.context import Launcher
@@ -84,47 +84,24 @@ def open_run(
             stack.enter_context(recorder.open())
         listeners = [listener, recorder.on, tracker.on]
         stack.enter_context(recorder.running(plan, tracker, stages, sweep))
-        stack.enter_context(_with_run_id(recorder.record.id))
+        os.environ[RUN_VARIABLE] = recorder.record.id  # by which what a killed run has left is found
         stack.enter_context(tracker.execution(_execution(plan, words, trials)))
         modules = [] if foreground else shared_modules(stages)
         if modules:
             processes.warm_up(modules)
 
-        waits: dict[str, str] = {}
-
         def emit(event: Event) -> None:
-            if event.state != "waiting":
-                waits.pop(event.title, None)
-            elif waits.get(event.title) == event.text:  # emitted at each poll
-                return
-            else:
-                waits[event.title] = event.text
             for each in listeners:
                 each(event)
 
         try:
             yield Run(plan=plan, processes=processes, emit=emit, tracker=tracker, recorder=recorder)
-        except PipelineError:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                processes.stop()
+            raise
+        finally:
             processes.end_all()
-            raise
-        except BaseException:
-            processes.stop()
-            raise
-        processes.end_all()
-
-
-@contextlib.contextmanager
-def _with_run_id(run_id: str) -> Iterator[None]:
-    """Sets the run's id in the environment of its processes, by which leftovers of a killed run are found."""
-    before = os.environ.get(RUN_VARIABLE)
-    os.environ[RUN_VARIABLE] = run_id
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[RUN_VARIABLE]
-        else:
-            os.environ[RUN_VARIABLE] = before
 
 
 def _stated(plan: Plan) -> list[Statement]:

@@ -1,7 +1,6 @@
 """Stopping a command: by Ctrl-C, by SIGTERM, by closing its terminal."""
 
 import contextlib
-import queue
 import signal
 import sys
 import threading
@@ -32,23 +31,26 @@ def stoppable() -> Iterator[None]:
     Raises:
         KeyboardInterrupt: names the signal, the host, and where the stopped stages resume.
     """
-    stop = _Stop()
     ended.clear()
     hurried.clear()
+    stop = _Stop()
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` sets it
         numbers.append(signal.SIGHUP)
     handlers = {number: signal.signal(number, stop.asked) for number in numbers}
     handlers[_REPEATED] = signal.signal(_REPEATED, stop.again)
     sys.unraisablehook = stop.swallowed
+    thread = threading.Thread(target=stop.repeat, args=(threading.get_ident(),), daemon=True, name="stops")
+    thread.start()
     try:
-        with stop.repeating():
-            yield
+        yield
     except BaseException as error:
         if stop.error or isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(stop.description()) from error
         raise
     finally:
+        stop.over.set()
+        thread.join()
         sys.unraisablehook = stop.hook
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -70,65 +72,49 @@ class _Stop:
     Attributes:
         error: the raised exception; None: not raised yet.
         hook: the previous ``sys.unraisablehook``, for all other errors.
+        over: nothing is raised any more.
     """
 
     def __init__(self) -> None:
         self.error: KeyboardInterrupt | None = None
         self.hook = sys.unraisablehook
+        self.over = threading.Event()
         self._number: int = signal.SIGTERM  # at the start and end of a flow run Prefect handles it
         self._asked_at: float | None = None
-        # SimpleQueue.put is reentrant, so that a signal handler may call it; locks are not.
-        self._again: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._is_over = False
 
     def asked(self, number: int, frame: FrameType | None) -> None:
         """The handler of the signals."""
         if not self.error:
-            self._number = number
-            self._asked_at = self._asked_at or time.monotonic()
+            self._number, self._asked_at = number, self._asked_at or time.monotonic()
             self.again(number, frame)
         elif number == signal.SIGINT:
             hurried.set()
 
     def again(self, number: int, frame: FrameType | None) -> None:
         """The handler of the signal that repeats them."""
-        if self.error or self._is_over or self._asked_at is None:
+        if self._asked_at is None or self.error or self.over.is_set():
             return
         if _is_interruptible(frame) or time.monotonic() - self._asked_at > _PATIENCE_SECONDS:
             self.error = KeyboardInterrupt()
             raise self.error
-        self._again.put(True)
 
-    def description(self) -> str:
-        """``by SIGTERM on gpu-07: sft saved at step 9``"""
-        stages = f": {', '.join(ended)}" if ended else ""
-        return f"by {signal.Signals(self._number).name} on {host()}{stages}"
+    def repeat(self, main: int) -> None:
+        """Repeats a signal that arrived at a moment when it could not be raised, or whose exception was swallowed."""
+        while not self.over.wait(_AGAIN_SECONDS):
+            if self._asked_at is not None and not self.error:
+                signal.pthread_kill(main, _REPEATED)
 
     def swallowed(self, found: "sys.UnraisableHookArgs") -> None:
         """A ``sys.unraisablehook`` that notices when our exception was swallowed, as in a finalizer."""
         if self.error and found.exc_value is self.error:
             self.error = None
-            self._again.put(True)
         else:
             self.hook(found)
 
-    @contextlib.contextmanager
-    def repeating(self) -> Iterator[None]:
-        """Repeats the signal if it arrived at a moment when it could not be raised."""
-        thread = threading.Thread(target=self._repeat, args=(threading.get_ident(),), daemon=True, name="stops")
-        thread.start()
-        try:
-            yield
-        finally:
-            self._is_over = True
-            self._again.put(False)
-            thread.join()
-
-    def _repeat(self, main: int) -> None:
-        while self._again.get():
-            while not (self.error or self._is_over):  # a library may ignore one
-                time.sleep(_AGAIN_SECONDS)
-                signal.pthread_kill(main, _REPEATED)
+    def description(self) -> str:
+        """``by SIGTERM on gpu-07: sft saved at step 9``"""
+        stages = f": {', '.join(ended)}" if ended else ""
+        return f"by {signal.Signals(self._number).name} on {host()}{stages}"
 
 
 def _is_interruptible(frame: FrameType | None) -> bool:

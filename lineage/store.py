@@ -92,6 +92,7 @@ class Entry:
         self.path = path
         self.output = path / "output"
         self.logs = path / "logs"
+        self.log = self.logs / "stage.log"
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = Checkpoints(path / "checkpoints")
 

@@ -1,7 +1,8 @@
 """Early checks of a training stage's rows: tokenization, labels, and leakage into other held-out sets."""
 
+import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from lineage.artifact import DATA
 from lineage.digest import DigestCache
 from lineage.fingerprint import digest_json, short
 from tasks.data.kinds import HELD_OUT, TRAIN
-from tasks.recipe import Inputs, TrainingRecipe
+from tasks.recipe import Inputs, Method, TrainingRecipe
 
 if TYPE_CHECKING:
     from tasks.context import Metrics, TrainContext
@@ -19,6 +20,41 @@ if TYPE_CHECKING:
 _VERSION = 2  # raise it when the search for leakage changes
 EXAMPLES = "examples"
 POLICY = "policy"  # the slot of the model that a training stage starts from, with its tokenizer
+LEAKED = "leaked_rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCheck(Method):
+    """Checks the rows of a stage long before it runs; its policy is the model that brings the tokenizer.
+
+    Args:
+        method: of that stage; it has a tokenization.
+        chat_template: that a stage before it, or itself, installs; None: that of the policy.
+        held_out: data stage -> its output, of all that something may be measured on.
+        previous_percent: of tokens that were trained the last time; None: nothing to compare with.
+        leakage: the file for the held-out rows that it would also train on, if there are any.
+    """
+
+    method: TrainingRecipe
+    stage: str
+    chat_template: str | None
+    held_out: Mapping[str, Path]
+    previous_percent: float | None
+    leakage: Path
+
+    def run(self, inputs: Inputs, ctx: "TrainContext") -> "Metrics":
+        """Counts the examples that the rows make, and those rows that it would also be measured on."""
+        checked = check_rows(
+            self.method, inputs, ctx, stage=self.stage, chat_template=self.chat_template,
+            previous_percent=self.previous_percent,
+        )  # fmt: skip
+        found = leaked(inputs[rows_slot(self.method)], self.held_out, ctx)
+        if found is None:
+            return {LEAKED: 0, EXAMPLES: checked[EXAMPLES]}
+        import pyarrow.parquet as pq
+
+        shutil.copyfile(found, self.leakage)
+        return {LEAKED: pq.read_metadata(found).num_rows, EXAMPLES: checked[EXAMPLES]}
 
 
 def check_rows(

@@ -1,13 +1,15 @@
 """Heartbeats of the workers of a training, ``work/alive/rank-R.json``: the step and phase of each."""
 
+import contextlib
 import faulthandler
 import json
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+
+from lineage.files import atomic_write
 
 _DUMP_AT = 0.9  # of the time after which a worker counts as hung: it writes its stacks before it is killed
 
@@ -51,43 +53,35 @@ class HeartbeatFile:
     """
 
     def __init__(self, work_dir: Path, rank: int, seconds: float | None) -> None:
-        self._folder, self._rank, self._seconds = _folder(work_dir), rank, seconds
+        self._path, self._rank, self._seconds = work_dir / "alive" / f"rank-{rank}.json", rank, seconds
         self._step: int | None = None
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._stacks = (self._folder / f"rank-{rank}.stack").open("w") if seconds else None
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._stacks = self._path.with_suffix(".stack").open("w")
 
     def mark(self, step: int | None, phase: Phase) -> None:
         """Sends a heartbeat: one small file, replaced."""
         self._step = step
         beat = Heartbeat(rank=self._rank, host=socket.gethostname(), time=time.time(), step=step, doing=phase)
-        draft = self._folder / f".rank-{self._rank}.tmp"
-        draft.write_text(json.dumps(asdict(beat)))
-        draft.replace(self._folder / f"rank-{self._rank}.json")
-        if self._stacks and self._seconds:
-            faulthandler.cancel_dump_traceback_later()
-            if phase not in UNWATCHED:
-                faulthandler.dump_traceback_later(_DUMP_AT * self._seconds, file=self._stacks)
+        atomic_write(self._path, json.dumps(asdict(beat)))
+        faulthandler.cancel_dump_traceback_later()
+        if self._seconds and phase not in UNWATCHED:
+            faulthandler.dump_traceback_later(_DUMP_AT * self._seconds, file=self._stacks)
 
     def end(self) -> None:
         """Sends the last heartbeat."""
         self.mark(self._step, Phase.DONE)
-        if self._stacks:
-            self._stacks.close()
-            self._stacks = None
+        self._stacks.close()
 
 
-def heartbeats(work_dir: Path) -> Iterator[Heartbeat]:
-    """The last heartbeat of every worker that has started."""
-    for path in sorted(_folder(work_dir).glob("rank-*.json")):
-        fields = json.loads(path.read_text())
-        yield Heartbeat(**{**fields, "doing": Phase(fields["doing"])})
+def heartbeats(work_dir: Path) -> dict[int, Heartbeat]:
+    """Rank -> last heartbeat, of every worker that has started; empty while the store is unreachable."""
+    with contextlib.suppress(OSError, ValueError):
+        found = [json.loads(path.read_text()) for path in (work_dir / "alive").glob("rank-*.json")]
+        return {fields["rank"]: Heartbeat(**{**fields, "doing": Phase(fields["doing"])}) for fields in found}
+    return {}
 
 
 def stacks(work_dir: Path, rank: int) -> str:
-    """All that a worker wrote of its threads when it made no progress."""
-    path = _folder(work_dir) / f"rank-{rank}.stack"
+    """All that a worker wrote of its threads when it made no progress; empty: nothing."""
+    path = work_dir / "alive" / f"rank-{rank}.stack"
     return path.read_text() if path.exists() else ""
-
-
-def _folder(work_dir: Path) -> Path:
-    return work_dir / "alive"

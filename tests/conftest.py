@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import settings
@@ -58,7 +59,7 @@ def _own_place(_empty_directory: None) -> Iterator[None]:
     for place in (folder / "home", folder / "work"):
         if not place.exists():
             place.mkdir(parents=True)
-    with pytest.MonkeyPatch.context() as patch:
+    with mock.patch.dict(os.environ), pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder / "home"))
         patch.setenv("PREFECT_HOME", str(folder / "home/.prefect"))
         patch.chdir(folder / "work")

@@ -25,34 +25,6 @@ from lineage.mlflow.address import shown, tracking_uri
 from lineage.owner import HEARTBEAT_SECONDS, Owner
 from lineage.tracker import Event, Tracker
 
-
-def expected(plan: Plan, stages: Sequence[PlannedStage], own: Sequence[str], now: float) -> dict[str, StageRecord]:
-    """Of the stages that a run is to make, each with those that come before it.
-
-    Args:
-        own: names of those that trials own, which are shown when they begin.
-        now: in seconds since the epoch.
-    """
-    names = list(dict.fromkeys(planned.name for planned in stages))
-    before = {planned.name: plan.waits(planned) for planned in stages if planned.name not in own}
-    return {
-        name: replace(blank(plan, name, now), after=[other for other in names if other in waits])
-        for name, waits in before.items()
-    }
-
-
-def blank(plan: Plan, title: str, now: float) -> StageRecord:
-    """What the plan says of a stage; of one that only a trial of a sweep has, by the stage's name."""
-    name = title.partition("#")[0]
-    planned = next((each for each in plan.stages if each.name == name), None)
-    if planned is None:
-        return StageRecord(state="pending", since=now, directory="")
-    cpus, gpus = planned.asks
-    workers = planned.stage.resources.num_workers if planned.stage.method.trains else 1
-    directory = str(plan.entry(planned).path) if title == name else ""
-    return StageRecord(state="pending", since=now, workers=workers, cpus=cpus, gpus=gpus, directory=directory)
-
-
 _BURST_SECONDS = 0.1  # changes that come together are one write
 _TEXT_LENGTH = 4000
 
@@ -72,10 +44,8 @@ class RunRecorder:
     ) -> None:
         self._store = store
         self._plan: Plan | None = None
-        self._stages: Sequence[PlannedStage] = ()
         self._tracker = Tracker()
-        self._lock = threading.Lock()
-        self._writing = threading.Lock()
+        self._lock = threading.RLock()  # around a change and its write
         self._changed = threading.Event()
         self._closed = threading.Event()
         self._written: RunRecord | None = None
@@ -89,18 +59,13 @@ class RunRecorder:
         """Starts the heartbeat; at the end writes the outcome, unless that of a plan is there."""
         thread = threading.Thread(target=self._keep, daemon=True, name="run-record")
         thread.start()
-        end: tuple[Outcome, str] = "done", ""
         try:
-            yield
-        except BaseException as error:
-            end = end_of(error)
-            raise
+            with self._recorded_end():
+                yield
         finally:
             self._closed.set()
             self._changed.set()
             thread.join()
-            if self.record.outcome is None:
-                self._end(*end)
 
     @contextlib.contextmanager
     def running(
@@ -109,32 +74,42 @@ class RunRecorder:
         """Records the run of a plan, and at its end the outcome.
 
         Args:
-            stages: those that the run is to make, which it shows before they begin, but for those that trials own.
+            stages: those that the run is to produce, which it shows before they begin, but for those that trials own.
             sweep: None: it is none.
 
         Raises:
             ArtifactError: what the plan reuses was deleted before the record protected it.
         """
-        self._plan, self._stages, self._tracker = plan, stages, tracker
+        self._plan, self._tracker = plan, tracker
         mlflow = shown(tracking_uri(plan.pipeline.tracking.uri)) if plan.pipeline.tracking.mlflow else None
-        with self._lock:
-            blanks = expected(plan, stages, sweep.own if sweep else (), time.time())
-            links = replace(self.record.links, mlflow=mlflow)
-            self.record = replace(self.record, stages=blanks, links=links, sweep=sweep)
-        end: tuple[Outcome, str] = "done", ""
-        try:
+        names = list(dict.fromkeys(planned.name for planned in stages))
+        waits = {each.name: plan.waits(each) for each in stages if not (sweep and each.name in sweep.own)}
+        expected = {
+            name: replace(self._blank(plan, name), after=[other for other in names if other in waits[name]])
+            for name in waits
+        }
+        with self._recorded_end(lambda: self._verdict(replace(plan, stages=list(stages) or plan.stages))):
+            with self._lock:
+                links = replace(self.record.links, mlflow=mlflow)
+                self.record = replace(self.record, stages=expected, links=links, sweep=sweep)
             self.claim([plan])
             yield
-            end = self._verdict(plan)
+
+    @contextlib.contextmanager
+    def _recorded_end(self, verdict: Callable[[], tuple[Outcome, str]] = lambda: ("done", "")) -> Iterator[None]:
+        """Writes how a context ended, unless that is written."""
+        end: tuple[Outcome, str] = "failed", ""
+        try:
+            yield
+            end = verdict()
         except BaseException as error:
             end = end_of(error)
             raise
         finally:
-            self._end(*end)
-
-    def _end(self, outcome: Outcome, cause: str) -> None:
-        end = time.time()
-        self.change(lambda record: replace(record, outcome=outcome, cause=cause[:_TEXT_LENGTH], ended=end))
+            outcome, cause = end
+            now = time.time()
+            if self.record.outcome is None:
+                self.change(lambda record: replace(record, outcome=outcome, cause=cause[:_TEXT_LENGTH], ended=now))
 
     def claim(self, plans: Sequence[Plan]) -> None:
         """Records what further plans read too, which ``gc`` then keeps while this run lives.
@@ -151,8 +126,8 @@ class RunRecorder:
         """Changes the record, and writes it before anything else happens."""
         with self._lock:
             before, self.record = self.record, change(self.record)
-        if self.record != before:
-            self._write()
+            if self.record != before:
+                self._write()
 
     def on(self, event: Event) -> None:
         """Listens to the run."""
@@ -163,49 +138,55 @@ class RunRecorder:
             if state == "message":
                 self.record = replace(self.record, said=text)
             else:
-                now = time.time()
-                before = self.record.stages.get(title) or blank(self._plan, title, now)
+                before = self.record.stages.get(title) or self._blank(self._plan, title)
                 after = replace(
-                    before, state=state, since=now, reason=text, seconds=event.seconds,
+                    before, state=state, since=time.time(), reason=text, seconds=event.seconds,
                     total=event.num_steps or before.total,
                     directory=str(event.start.directory) if event.start else before.directory,
                 )  # fmt: skip
                 self.record = replace(self.record, stages={**self.record.stages, title: after})
         self._changed.set()
 
+    def _blank(self, plan: Plan, title: str) -> StageRecord:
+        """What the plan says of a stage; of one that only a trial of a sweep has, by the stage's name."""
+        name = title.partition("#")[0]
+        for planned in plan.stages:
+            if planned.name == name:
+                cpus, gpus = planned.asks
+                workers = planned.stage.resources.num_workers if planned.stage.method.trains else 1
+                directory = str(plan.entry(planned).path) if title == name else ""
+                return StageRecord(
+                    state="pending", since=time.time(), workers=workers, cpus=cpus, gpus=gpus, directory=directory
+                )
+        return StageRecord(state="pending", since=time.time(), directory="")
+
     def _keep(self) -> None:
         """Writes changes, or else touches the file, which is the heartbeat that other hosts see."""
         while not self._closed.is_set():
             self._changed.wait(HEARTBEAT_SECONDS)
             self._changed.clear()
-            if not self._closed.is_set():
-                self._write()
+            self._write()
             self._closed.wait(_BURST_SECONDS)
 
     def _write(self) -> None:
-        with self._writing:  # around the look at what is to be written: no older record comes after a newer one
-            with self._lock:
-                links = replace(self.record.links, mlflow_run=self._tracker.execution_id())
-                is_open = not self._tracker.is_complete
-                record = self.record = replace(self.record, links=links, open_mlflow=is_open)
-            with contextlib.suppress(OSError):  # a store that cannot be written is reported by the stage that needs it
-                if record == self._written:
-                    os.utime(run_record_path(self._store, record.id))
-                else:
-                    record.write(self._store)
-                    self._written = record
+        with self._lock, contextlib.suppress(OSError):  # of the store: reported by the stage that needs it
+            links = replace(self.record.links, mlflow_run=self._tracker.execution_id())
+            record = self.record = replace(self.record, links=links, open_mlflow=not self._tracker.is_complete)
+            if record == self._written:
+                os.utime(run_record_path(self._store, record.id))
+            else:
+                record.write(self._store)
+                self._written = record
 
     def _verdict(self, plan: Plan) -> tuple[Outcome, str]:
         """The outcome of a completed run, which may contain failed trials, or a model that its gate refused."""
-        stages = self.record.stages.items()
-        failed = [title for title, stage in stages if stage.state == "failed"]
+        failed = [title for title, stage in self.record.stages.items() if stage.state == "failed"]
         if failed:
             return "failed", f"{', '.join(failed)} failed; see posttrain logs {failed[0]}"
         if self.record.sweep:
             return "done", ""  # gates judge trials, not the sweep
-        made = replace(plan, stages=list(self._stages) or plan.stages)
         try:
-            refused = refusals(made)
+            refused = refusals(plan)
         except (PipelineError, OSError) as error:
             return "failed", str(error)
         return ("refused", refused[0]) if refused else ("done", "")

@@ -23,6 +23,7 @@ End = Literal["COMPLETED", "FAILED", "CANCELLED", "CRASHED"]  # Prefect's types 
 
 RUN_VARIABLE = "POSTTRAIN_RUN"  # the id of the run, in the environment of every process that it starts
 _FOLDER = "runs"
+_KILL_SECONDS = 10.0  # for a killed process to end
 _CHECKED = 50  # records that are read beside those that were written just now
 _CHECKED_OPEN = 200  # the same where one may still have to be reported: to a Prefect that is used now and then
 
@@ -148,11 +149,7 @@ class RunRecord:
 
     def is_dead(self, store: Path) -> bool:
         """Whether its driver is gone, however the run ended."""
-        try:
-            silent = time.time() - run_record_path(store, self.id).stat().st_mtime
-        except OSError:
-            silent = float("inf")
-        return self.driver.is_dead(silent)
+        return self.driver.is_dead(_silent_seconds(run_record_path(store, self.id)))
 
     def is_live(self, store: Path) -> bool:
         """Whether it is running; for a driver on another machine, known up to five minutes late."""
@@ -213,13 +210,11 @@ def run_ids(store: Path) -> list[str]:
 
 def latest(store: Path, number: int | None = None) -> Iterator[RunRecord]:
     """The records of runs that may be live, and of the last runs; newest first."""
-    now = time.time()
     for index, run_id in enumerate(run_ids(store)):
         path = run_record_path(store, run_id)
-        if index < (number or _CHECKED) or _age(path, now) < EXPIRY_SECONDS + SKEW_SECONDS:
-            record = read_run_record(path)
-            if record:
-                yield record
+        may_be_live = _silent_seconds(path) < EXPIRY_SECONDS + SKEW_SECONDS
+        if (index < (number or _CHECKED) or may_be_live) and (record := read_run_record(path)):
+            yield record
 
 
 def runs_of(store: Path, directory: Path) -> Iterator[tuple[RunRecord, StageRecord]]:
@@ -238,10 +233,9 @@ def left_open(store: Path) -> list[RunRecord]:
 
 def silent_drivers(store: Path) -> list[Owner]:
     """The drivers on other machines whose heartbeats timed out."""
-    elsewhere = [record for record in latest(store) if not record.driver.is_here()]
-    live = [record.driver for record in elsewhere if not record.is_dead(store)]
-    silent = [record.driver for record in elsewhere if record.is_dead(store)]
-    return [each for each in silent if not any(each.is_process(other) for other in live)]
+    elsewhere = [(record.driver, record.is_dead(store)) for record in latest(store) if not record.driver.is_here()]
+    live = [driver for driver, is_dead in elsewhere if not is_dead]
+    return [each for each, is_dead in elsewhere if is_dead and not any(map(each.is_process, live))]
 
 
 def processes_of(record: RunRecord) -> list[psutil.Process]:
@@ -257,14 +251,29 @@ def processes_of(record: RunRecord) -> list[psutil.Process]:
     return list(found.values())
 
 
+def kill_left(record: RunRecord) -> list[int]:
+    """Kills the processes that a dead driver has left on this host, such as a fork server that still imports.
+
+    Returns:
+        Their pids.
+    """
+    left = processes_of(record) if record.driver.is_here() else []
+    for each in left:
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile, or belongs to another user
+            each.kill()
+    psutil.wait_procs(left, timeout=_KILL_SECONDS)
+    return [each.pid for each in left]
+
+
 def dashboard_file(directory: Path) -> Path:
     """The file with the address of Ray's dashboard, while a stage runs on Ray workers and has one."""
     return directory / "work" / "ray-dashboard.txt"
 
 
-def _age(path: Path, now: float) -> float:
+def _silent_seconds(path: Path) -> float:
+    """How long ago a record was written or touched, by this machine's clock; infinite: it is gone."""
     try:
-        return now - path.stat().st_mtime
+        return time.time() - path.stat().st_mtime
     except OSError:
         return float("inf")
 

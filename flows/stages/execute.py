@@ -7,14 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-
-import psutil
+from typing import Literal
 
 from flows.planning.estimates import Estimator, History
 from flows.planning.plan import PlannedStage
-from flows.progress.run_record import processes_of, runs_of
-from flows.progress.stage_progress import Progress
-from flows.stages.job import STOP_FILE, Job
+from flows.progress.run_record import kill_left, runs_of
+from flows.stages.job import Job
 from flows.stages.launch import saving_first
 from flows.stages.resources import admitted, pool_slots
 from flows.stages.run import Run, input_records, inputs_as_planned, job_inputs, require_unchanged
@@ -45,77 +43,81 @@ class Result:
 
 
 def execute(run: Run, planned: PlannedStage) -> Result:
-    """Makes one stage's artifact, or waits for another run that is making it.
+    """Produces one stage's artifact, or waits for another run that produces it.
 
     Raises:
         PipelineError: the stage failed; nothing is committed.
     """
+    entry = run.plan.entry(planned)
     try:
-        with explain_full_disk(run.plan.entry(planned).path):
-            return _execute(run, planned)
+        with explain_full_disk(entry.path):
+            return _execute(run, planned, entry)
     except BaseException as error:
         run.emit(end_event(run.title(planned), error))
         if isinstance(error, OSError):  # of the store: read-only, gone
-            raise StageError(planned.name, f"the store: {error}", str(run.plan.entry(planned).logs)) from error
+            raise StageError(planned.name, f"the store: {error}", str(entry.logs)) from error
         raise
 
 
-def _execute(run: Run, planned: PlannedStage) -> Result:
-    entry = run.plan.entry(planned)
+def _execute(run: Run, planned: PlannedStage, entry: Entry) -> Result:
     lock = Lock(entry.path)
     finished = partial(planned.is_finished, entry)
 
     def waiting() -> None:
         busy = owner(entry.path)
         who = f" (process {busy.pid} on {busy.host})" if busy else ""
-        _waiting(run, planned, f"another run that makes it{who}")
+        run.wait(planned, f"another run that makes it{who}")
 
     if not acquire_or(lock, finished, waiting):
-        return _reused(run, planned, entry)
+        return _report_end(run, planned, "reused", entry.manifest())
     with lock.holding():
-        end_left(run.plan.home, entry)
+        cause = settle_last_run(run.plan.home, entry)
         entry.fence()
         if finished():  # by a run that ended between the poll and the lock
-            return _reused(run, planned, entry)
+            return _report_end(run, planned, "reused", entry.manifest())
         parents = inputs_as_planned(run.plan, planned)
         entry.open()
-        run.checks.require(run.plan, planned, run.processes, partial(_waiting, run, planned), run.announce)
+        run.checks.require(run, planned)
         method, before = planned.stage.method, attempts(entry.path)
         start = StageStart(
             stage=planned.name, method=f"{type(method).__module__}.{type(method).__qualname__}",
             produces=method.produces, fingerprint=planned.fingerprint, recipe=method.recipe(),
             inputs=input_records(planned, parents), directory=entry.path, parents=parents,
-            # Of the same code: then this attempt only goes on with it, also from step 0.
+            # Of the same code: then this attempt only resumes it, also from step 0.
             resumes=bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart,
         )  # fmt: skip
-        return _tracked(run, planned, entry, start, lock)
+        job = Job(
+            stage=planned.name, method=method, resources=planned.stage.resources, directory=entry.path,
+            inputs=job_inputs(run.plan, planned, parents), token=lock.token,
+        )  # fmt: skip
+        with _admitted(run, planned) as visible_gpus:
+            require_unchanged(run.plan, planned)  # the wait may have been long
+            checkpoint = None if planned.restart else last_intact(planned, entry)
+            begin(planned, entry, checkpoint, lock.require, cause)
+            with saving_first(job):
+                num_steps = run.checks.num_steps(planned, method)
+                run.emit(Event(title=run.title(planned), state="running", start=start, num_steps=num_steps))
+                manifest = _make(run, planned, start, replace(job, visible_gpus=visible_gpus), checkpoint)
+                best = planned.stage.resources.keep_best
+                kept = [each.step for each in best.best(entry.checkpoints.records(), best.n)] if best else []
+                entry.commit(manifest, lock, kept)
+                return _report_end(run, planned, "done", manifest)
 
 
-def _waiting(run: Run, planned: PlannedStage, reason: str) -> None:
-    run.processes.raise_if_ended(run.plan.entry(planned).path)
-    run.emit(Event(title=run.title(planned), state="waiting", text=reason))
-
-
-def _reused(run: Run, planned: PlannedStage, entry: Entry) -> Result:
-    manifest = entry.manifest()
+def _report_end(run: Run, planned: PlannedStage, state: Literal["reused", "done"], manifest: Manifest | None) -> Result:
     assert manifest is not None
-    run.emit(Event(title=run.title(planned), state="reused", manifest=manifest))
-    return Result(manifest=manifest, seconds=0.0)
-
-
-def _report_done(run: Run, planned: PlannedStage, manifest: Manifest) -> Result:
-    done = Event(title=run.title(planned), state="done", manifest=manifest)
-    run.emit(done)
-    if "diverged_at_step" in manifest.metrics:
-        at, best = (int(manifest.metrics[name]) for name in ("diverged_at_step", "best_step"))
-        run.announce(f"{run.title(planned)}: DIVERGED at step {at}; its output is its model of step {best}")
-    for line in _notes(manifest.metrics):
+    end = Event(title=run.title(planned), state=state, manifest=manifest)
+    run.emit(end)
+    for line in _notes(manifest.metrics) if state == "done" else ():
         run.announce(f"{run.title(planned)}: {line}")
-    return Result(manifest=manifest, seconds=done.seconds)
+    return Result(manifest=manifest, seconds=end.seconds)
 
 
 def _notes(metrics: Metrics) -> Iterator[str]:
     """What a training did in addition to its steps."""
+    if "diverged_at_step" in metrics:
+        at, best = (int(metrics[name]) for name in ("diverged_at_step", "best_step"))
+        yield f"DIVERGED at step {at}; its output is its model of step {best}"
     if "ended_early_at_step" in metrics:
         step = int(metrics["ended_early_at_step"])
         yield f"ended early at step {step}: val/loss no longer fell (validation.patience)"
@@ -124,69 +126,43 @@ def _notes(metrics: Metrics) -> Iterator[str]:
         yield f"{number} in its learning rate (schedule.adaptive), named in its log and manifest"
 
 
-def _tracked(run: Run, planned: PlannedStage, entry: Entry, start: StageStart, lock: Lock) -> Result:
-    """Makes and commits the artifact, with its record in the tracker from the first step to the last."""
-    with _admitted(run, planned) as visible_gpus:
-        require_unchanged(run.plan, planned)  # the wait may have been long
-        checkpoint = None if planned.restart else last_intact(planned, entry)
-        begin(planned, entry, checkpoint, lock.require, ended_before(run.plan.home, entry))
-        with saving_first(planned.stage, entry.work / STOP_FILE):
-            num_steps = run.checks.num_steps(planned, planned.stage.method)
-            run.emit(Event(title=run.title(planned), state="running", start=start, num_steps=num_steps))
-            manifest = _make(run, planned, start, checkpoint, visible_gpus, lock.token)
-            best = planned.stage.resources.keep_best
-            kept = [each.step for each in best.best(entry.checkpoints.records(), best.n)] if best else []
-            entry.commit(manifest, lock, kept)
-            return _report_done(run, planned, manifest)
-
-
 @contextlib.contextmanager
 def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
     """Waits for the CPUs and GPUs that a stage takes, and holds them."""
     cpus, gpus = planned.needs
-    room = counted(cpus, "CPU") + (f" and {counted(gpus, 'GPU')}" if gpus else "")
+    capacity = counted(cpus, "CPU") + (f" and {counted(gpus, 'GPU')}" if gpus else "")
     with contextlib.ExitStack() as held:
         if planned.pool:  # before the machine, which would be idle during that longer wait
             pool, slots = planned.pool
-            waiting = partial(_waiting, run, planned, f"{slots} of the GPU pool {pool}")
+            waiting = partial(run.wait, planned, f"{slots} of the GPU pool {pool}")
             held.enter_context(pool_slots(pool, slots, waiting))
-        yield held.enter_context(admitted(cpus, gpus, partial(_waiting, run, planned, room)))
+        yield held.enter_context(admitted(cpus, gpus, partial(run.wait, planned, capacity)))
 
 
-def _make(
-    run: Run, planned: PlannedStage, start: StageStart, checkpoint: Checkpoint | None, visible_gpus: tuple[str, ...],
-    token: str,
-) -> Manifest:  # fmt: skip
+def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoint: Checkpoint | None) -> Manifest:
     """Runs a stage to its end, and describes its output.
 
     Args:
-        checkpoint: that it goes on from; None: from the beginning.
-        visible_gpus: that it was admitted to.
-        token: of the lock under which it is made.
+        checkpoint: that it resumes from; None: from step 0.
 
     Raises:
-        PipelineError: it failed, made nothing, or a source changed meanwhile.
+        PipelineError: it failed, wrote nothing, or a source changed meanwhile.
     """
-    entry, method, resources = run.plan.entry(planned), planned.stage.method, planned.stage.resources
-    started = time.time()
+    entry, started = run.plan.entry(planned), time.time()
     estimator = Estimator(run.plan, History.of(run.plan.home))
     predicted = estimator.estimate(planned)
-    job = Job(
-        stage=planned.name, method=method, resources=resources, directory=entry.path, visible_gpus=visible_gpus,
-        inputs=job_inputs(run.plan, planned, start.parents), token=token,
-    )  # fmt: skip
     metrics = run_attempts(planned, entry, job, checkpoint, run.processes.run, run.announce)
     tried = attempts(entry.path)
     made_by = replace(
-        provenance_here(started), end=time.time(), code_digest=planned.code_digest, seed=asdict(method).get("seed"),
-        resources=asdict(resources), hardware=workers_hardware(planned), resumed_at=resumed_at(tried),
+        provenance_here(started), end=time.time(), code_digest=planned.code_digest, seed=asdict(job.method).get("seed"),
+        resources=asdict(job.resources), hardware=workers_hardware(planned), resumed_at=resumed_at(tried),
         changed_at=changed_at(tried), earlier_code_digests=other_code_digests(tried, None, planned.code_digest),
         because=run.plan.pipeline.because.get(planned.name, ""),
     )  # fmt: skip
     require_unchanged(run.plan, planned, code=False)  # nor while it was read
     files = digest_files(entry.output)
     if not files:
-        raise StageError(planned.name, "it ended without writing any output", str(job.log))
+        raise StageError(planned.name, "it ended without writing any output", str(entry.log))
     run_ids = run.tracker.run_ids(run.title(planned))
     manifest = replace(
         start.manifest(run.plan.pipeline.name), files=files, output_digest=digest_of(files), metrics=dict(metrics),
@@ -202,10 +178,10 @@ def begin(
     planned: PlannedStage, entry: Entry, checkpoint: Checkpoint | None, require_lease: Callable[[], None],
     cause: str = "",
 ) -> None:  # fmt: skip
-    """Prepares a stage's directory for an attempt; what was made after its checkpoint goes.
+    """Prepares a stage's directory for an attempt; what was written after its checkpoint goes.
 
     Args:
-        checkpoint: that it goes on from; None: from the beginning.
+        checkpoint: that it resumes from; None: from step 0.
         require_lease: raises where the directory is another run's by now: the wait before may have been long.
         cause: what ended the attempt before, where that is known.
 
@@ -213,12 +189,12 @@ def begin(
         ArtifactError: it is another run's.
     """
     require_lease()
-    reached = last_step(entry.metrics)
-    entry.begin(checkpoint.step if checkpoint else 0)
-    kind = current_signature(asdict(planned.stage.resources), workers_hardware(planned))
-    record_attempt(entry.path, checkpoint.step if checkpoint else 0, planned.code_digest, cause, kind, reached)
+    reached, step = last_step(entry.metrics), checkpoint.step if checkpoint else 0
+    entry.begin(step)
+    signature = current_signature(asdict(planned.stage.resources), workers_hardware(planned))
+    record_attempt(entry.path, step, planned.code_digest, cause, signature, reached)
     if restart := describe_last_attempt(attempts(entry.path)):
-        with (entry.logs / "stage.log").open("a") as log:
+        with entry.log.open("a") as log:
             log.write(f"--- {restart}\n")
 
 
@@ -231,13 +207,13 @@ def run_attempts(
     planned: PlannedStage, entry: Entry, job: Job, checkpoint: Checkpoint | None, run: Callable[[Job], Metrics],
     announce: Callable[[str], None],
 ) -> Metrics:  # fmt: skip
-    """Runs a stage, and goes on from its last checkpoint each time that a worker is lost.
+    """Runs a stage, and resumes it from its last checkpoint each time that a worker is lost.
 
     That ends when it was lost more than ``max_failures`` times since it last committed a checkpoint. The loss of one
     that saved because it was asked to end is no failure.
 
     Args:
-        checkpoint: that the first attempt goes on from, which has begun; None: from the beginning.
+        checkpoint: that the first attempt resumes from, which has begun; None: from step 0.
         job: as it would begin at step 0.
         run: starts it, and waits for its end.
         announce: reports to the listeners.
@@ -264,55 +240,45 @@ def run_attempts(
 
 
 def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
-    """The checkpoint that a stage can go on from, whose every byte was read; None: it has none.
+    """The checkpoint that a stage can resume from, whose every byte was read; None: it has none.
 
     Raises:
-        StageError: there are checkpoints and all are damaged: to begin again loses their steps, which must be said.
+        StageError: there are checkpoints and all are damaged: to start again loses their steps, which must be said.
     """
     found, damaged = entry.checkpoints.newest_intact()
     if found is None and damaged:
-        log = entry.logs / "stage.log"
-        with log.open("a") as file:
-            file.writelines(f"--- checkpoint damaged: {damage}\n" for damage in damaged)
+        with entry.log.open("a") as log:
+            log.writelines(f"--- checkpoint damaged: {damage}\n" for damage in damaged)
         first, more = damaged[0].removeprefix(f"{entry.checkpoints.directory}/"), len(damaged) - 1
         raise StageError(
             planned.name,
             f"none of its checkpoints is what was committed: {first}{f', and {more} more' if more else ''}; restore "
             f"the files, or lose their steps and start again with restart=[{planned.name}]",
-            str(log),
+            str(entry.log),
         )
     for damage in damaged:
         logger.warning("stage=%s checkpoint damaged: %s", planned.name, damage)
     return found
 
 
-def ended_before(store: Path, entry: Entry) -> str:
-    """What ended the last attempt at an artifact; empty: there was none, or it left no record.
-
-    Args:
-        store: where runs leave their notes.
-        entry: with the reports of that attempt.
-    """
-    for record, stage in runs_of(store, entry.path) if attempts(entry.path) else ():
-        if stage.state == "failed" and not record.is_live(store):
-            return stage.reason.partition("\n")[0]
-        if stage.state == "running" and not record.is_live(store):
-            reached = Progress(path=entry.metrics, total=None)
-            reached.refresh()
-            host = record.driver.host
-            how = f"driver on {host} was killed" if record.outcome is None else f"run on {host} was stopped"
-            return f"its {how}{f' at step {reached.step}' if reached.step else ''}"
-    return ""
-
-
-def end_left(store: Path, entry: Entry) -> None:
-    """Kills what a driver that was killed on this host has left of an artifact's last run.
+def settle_last_run(store: Path, entry: Entry) -> str:
+    """Says what ended the last attempt at an artifact, and kills what its driver left on this host if it was killed.
 
     Those are Ray's agents: for 60 s they try to reach a head that is gone too.
+
+    Args:
+        store: where runs leave their records.
+
+    Returns:
+        The cause; empty: there was no attempt, or it left no record.
     """
-    found = runs_of(store, entry.path) if attempts(entry.path) else ()
-    last = next((record for record, stage in found if stage.state in ("running", "failed")), None)
-    if last and last.outcome is None and last.driver.is_here() and last.driver.is_gone():
-        for process in processes_of(last):
-            with contextlib.suppress(psutil.Error):  # it ended meanwhile, or belongs to another user
-                process.kill()
+    for record, stage in runs_of(store, entry.path) if attempts(entry.path) else ():
+        if stage.state in ("running", "failed") and not record.is_live(store):
+            if record.outcome is None:
+                kill_left(record)
+            if stage.state == "failed":
+                return stage.reason.partition("\n")[0]
+            how = f"driver on {record.driver.host} was killed" if record.outcome is None else "run on {} was stopped"
+            reached = last_step(entry.metrics)
+            return f"its {how.format(record.driver.host)}{f' at step {reached}' if reached else ''}"
+    return ""

@@ -1,19 +1,20 @@
-"""Exit reasons: why a stage ended, in one line: the cause, the worker, its host and its step."""
+"""Exit reasons: why a stage ended, in one line: cause, worker, host and step; and which worker hangs."""
 
-import contextlib
 import os
+import re
 import signal
 import socket
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from flows.stages.job import CheckJob, Job
+from flows.stages.job import Job
 from lineage.errors import AskedError, LostError, PipelineError, StageError, StoppedError
-from lineage.store import Entry
+from tasks.check_rows import RowCheck
 from tasks.context import Launcher
-from tasks.heartbeat import Heartbeat, heartbeats
+from tasks.heartbeat import UNWATCHED, Heartbeat, Phase, heartbeats, stacks
 
-_HINT = "; out of memory?"
+_UNKNOWN = 255  # multiprocessing's exit code for a process whose fork server is gone
 
 
 def memory_kills(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -26,24 +27,21 @@ def memory_kills(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
         return None
 
 
-def memory_hint(before: int | None, after: int | None) -> str:
-    """The message for a process that was killed by SIGKILL between two readings."""
-    if before is not None and after is not None and after > before:
-        return ": the kernel ran out of memory for it"
-    return _HINT
-
-
-_UNKNOWN = 255  # multiprocessing's exit code for a process whose fork server is gone
+def memory_hint(before: int | None) -> str:
+    """What is said of a process that was killed by SIGKILL since ``memory_kills`` was ``before``."""
+    after = memory_kills()
+    is_certain = before is not None and after is not None and after > before
+    return ": the kernel ran out of memory for it" if is_certain else "; out of memory?"
 
 
 def lost(job: Job, ranks: Sequence[int], what: str, more: str = "") -> LostError:
     """The loss of workers.
 
     Args:
-        ranks: at least one; of several the first is asked where it was.
-        what, more: what became of them; what is said between them is where.
+        ranks: at least one; of several the first says at which step.
+        what, more: what became of them; the step is named between the two.
     """
-    return LostError(job.stage, f"{_who(job, ranks)} {what} {_when(job, ranks[0])}{more}", str(job.log))
+    return _lost(job, f"{_who(job, ranks)} {what} {_when(job, ranks[0])}{more}")
 
 
 def failed(job: Job, rank: int | None, error: Exception | SystemExit) -> StageError:
@@ -53,13 +51,13 @@ def failed(job: Job, rank: int | None, error: Exception | SystemExit) -> StageEr
         rank: None: it was no worker's.
     """
     cause, code = (str(error), error.exit_code) if isinstance(error, PipelineError) else (one_line(error), 1)
-    if isinstance(job, CheckJob):  # the log and the row on the screen are another stage's
+    if isinstance(job.method, RowCheck):  # the log and the row on the screen are another stage's
         cause = f"its rows, looked at before any stage trains: {cause}"
     elif rank is not None and _step(job, rank) is not None:
         cause = f"{_who(job, [rank])} {_when(job, rank)}: {cause}"
     elif rank is not None and job.resources.on_cluster:
         cause = f"rank {rank}: {cause}"
-    log = "above" if job.resources.launcher == Launcher.FOREGROUND else str(job.log)
+    log = "above" if job.resources.launcher == Launcher.FOREGROUND else str(job.entry.log)
     return StageError(job.stage, cause, log, code)
 
 
@@ -72,7 +70,7 @@ def one_line(error: BaseException) -> str:
 def asked(job: Job, stopped: StoppedError) -> AskedError:
     """The error of a stage that was asked to end while its run continues."""
     cause = f"its process on {socket.gethostname()} was asked to end by SIGTERM, and saved: {stopped}"
-    return AskedError(job.stage, cause, str(job.log))
+    return AskedError(job.stage, cause, str(job.entry.log))
 
 
 def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> StageError:
@@ -83,29 +81,30 @@ def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> S
         memory_kills_before: when it started.
     """
     here = f"on {socket.gethostname()}"
-    if not job.trains:
+    if not job.method.trains:
         who, when = f"its process {here}", ""
     elif job.resources.on_cluster:
         who, when = f"the process that leads its workers, {here},", f" {_when(job, 0)}"
     else:
         who, when = _who(job, [0]), f" {_when(job, 0)}"
     if exit_code is not None and exit_code < 0:
-        hint = memory_hint(memory_kills_before, memory_kills()) if -exit_code == signal.SIGKILL else ""
-        if -exit_code == signal.SIGVTALRM:
-            hint = ": a chat template took 60 s for one conversation; see docs/security.md"
-        cause = f"{who} was killed by {signal.Signals(-exit_code).name}{when}{hint}"
-        return LostError(job.stage, cause, str(job.log))
+        hints = {
+            signal.SIGKILL: memory_hint(memory_kills_before),
+            signal.SIGVTALRM: ": a chat template took 60 s for one conversation; see docs/security.md",
+        }
+        number = signal.Signals(-exit_code)
+        return _lost(job, f"{who} was killed by {number.name}{when}{hints.get(number, '')}")
     cause = f"{who} ended{when} with exit code {exit_code} and no answer"
     if exit_code == _UNKNOWN:
-        return LostError(job.stage, f"{cause}: so does one whose fork server was killed", str(job.log))
-    if not job.resources.on_cluster:
-        return StageError(job.stage, cause, str(job.log))  # its own code exited, and would do so again
-    return cluster_lost(job, f"the process that leads its workers ended with exit code {exit_code} and no answer")
+        return _lost(job, f"{cause}: so does one whose fork server was killed")
+    if job.method.trains and job.resources.on_cluster:
+        return cluster_lost(job, f"the process that leads its workers ended with exit code {exit_code} and no answer")
+    return StageError(job.stage, cause, str(job.entry.log))  # its own code exited, and would do so again
 
 
 def left(job: Job) -> str:
-    """What a stage that was stopped goes on from."""
-    steps = Entry(job.directory).checkpoints.steps()
+    """What a stage that was stopped resumes from."""
+    steps = job.entry.checkpoints.steps()
     return f"{job.stage} saved at step {steps[-1]}" if steps else f"{job.stage} starts again"
 
 
@@ -114,17 +113,20 @@ def cluster_lost(job: Job, cause: str) -> LostError:
     address = os.environ.get("RAY_ADDRESS")
     hint = f"; is RAY_ADDRESS={address} reachable?" if address else ""
     where = f"at {address}" if address else f"on {socket.gethostname()}"
-    return LostError(job.stage, f"its Ray cluster {where} was lost {_when(job, 0)}: {cause}{hint}", str(job.log))
+    return _lost(job, f"its Ray cluster {where} was lost {_when(job, 0)}: {cause}{hint}")
+
+
+def _lost(job: Job, cause: str) -> LostError:
+    return LostError(job.stage, cause, str(job.entry.log))
 
 
 def _who(job: Job, ranks: Sequence[int]) -> str:
-    known = _heartbeats(job)
+    known = heartbeats(job.entry.work)
+    word = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    if job.resources.on_cluster and not all(rank in known for rank in ranks):
+        return word  # a worker that has not started has not reported its host; without a cluster it is this one
     hosts = {known[rank].host if rank in known else socket.gethostname() for rank in ranks}
-    word = "rank" if len(ranks) == 1 else "ranks"
-    # A worker that has not started has not reported its host; without a cluster it is this one.
-    unknown = job.resources.on_cluster and not all(rank in known for rank in ranks)
-    where = "" if unknown else f" on {', '.join(sorted(hosts))}"
-    return f"{word} {', '.join(map(str, ranks))}{where}"
+    return f"{word} on {', '.join(sorted(hosts))}"
 
 
 def _when(job: Job, rank: int) -> str:
@@ -133,11 +135,67 @@ def _when(job: Job, rank: int) -> str:
 
 
 def _step(job: Job, rank: int) -> int | None:
-    known = _heartbeats(job)
-    return known[rank].step if rank in known else None
+    beat = heartbeats(job.entry.work).get(rank)
+    return beat.step if beat else None
 
 
-def _heartbeats(job: Job) -> dict[int, Heartbeat]:
-    with contextlib.suppress(OSError, ValueError):
-        return {beat.rank: beat for beat in heartbeats(job.directory / "work")}
-    return {}
+# --- a worker that hangs
+
+_LONGEST_SECONDS = 10.0  # from one poll to the next
+_START_SECONDS = 120.0  # in which a process may start, however short a step is
+# The innermost frame of a thread that waits for other workers: in a collective, or in a backward pass that holds some.
+_WAITING = re.compile(r'recent call first\):\n  File ".*/torch/(distributed|autograd)/')
+
+
+class HangWatch:
+    """Polls the heartbeats of one attempt, from its driver.
+
+    Hosts have clocks of their own: what counts is how long a heartbeat has not changed, by the driver's clock.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        minutes = job.resources.hang_minutes
+        self._limit = 60 * minutes if minutes and job.method.trains else None
+        self._seen: dict[int, tuple[Heartbeat | None, float]] = {}  # rank -> its last heartbeat, and when that came
+        # A cluster that is joined may have capacity for the first worker only after hours.
+        self._queues = bool(job.resources.on_cluster and os.environ.get("RAY_ADDRESS"))
+
+    @property
+    def pause_seconds(self) -> float | None:
+        """From one poll to the next; None: nothing is watched."""
+        return None if self._limit is None else min(self._limit / 10, _LONGEST_SECONDS)
+
+    def hung(self) -> LostError | None:
+        """The loss of the worker that the others wait for; the stacks of all that hang go to the stage's log."""
+        now, latest, work = time.monotonic(), heartbeats(self._job.entry.work), self._job.entry.work
+        if latest or not self._queues:
+            for rank in range(self._job.resources.num_workers):
+                beat = latest.get(rank)
+                if rank not in self._seen or (beat and self._seen[rank][0] != beat):
+                    self._seen[rank] = beat, now
+        hanging = [rank for rank, (beat, since) in self._seen.items() if self._hangs(beat, now - since)]
+        if not hanging:
+            return None
+        found = {rank: stacks(work, rank) for rank in hanging}
+        with self._job.entry.log.open("a") as log:
+            log.writelines(f"rank={rank} state=hung\n{text or 'no stack'}\n" for rank, text in found.items())
+        rank = min(hanging, key=lambda rank: self._order(rank, found[rank]))
+        beat, since = self._seen[rank]
+        phase = beat.doing if beat else "starting"
+        return lost(self._job, [rank], "hangs", f", {phase}: no progress for {now - since:.3g} s")
+
+    def _hangs(self, beat: Heartbeat | None, seconds: float) -> bool:
+        if self._limit is None:
+            return False
+        if beat is None:
+            return seconds >= max(self._limit, _START_SECONDS)
+        # Workers that have their inputs wait for those that fetch them.
+        fetches = any(other and other.doing == Phase.FETCHING for other, _ in self._seen.values())
+        return seconds >= self._limit and beat.doing not in UNWATCHED and not (fetches and beat.step is None)
+
+    def _order(self, rank: int, text: str) -> tuple[int, bool, bool, float]:
+        """By steps done, then those that do not wait for others in the step, then the oldest heartbeat."""
+        beat, since = self._seen[rank]
+        step = -2 if beat is None else -1 if beat.step is None else beat.step
+        return step, beat is not None and beat.doing == Phase.STEPPING, bool(_WAITING.search(text)), since

@@ -1,11 +1,7 @@
-"""Environment that a stage's process must have before its Python starts."""
+"""The environment that a stage's process must have before its Python starts."""
 
-import contextlib
 import os
 import secrets
-import threading
-from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -50,29 +46,14 @@ CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 WORKER_ENVIRONMENT = {**MALLOC, **THREADS, **CUBLAS, **GPUS}
 
 
-_changing = threading.Lock()
-_needed: Counter[str] = Counter()  # variable that we have set -> number of its users
-
-
-@contextlib.contextmanager
-def in_stage_environment() -> Iterator[None]:
-    """Sets variables for a process about to start, or a stage in this one; the last concurrent user unsets them."""
-    with _changing:
-        added = {name: value for name, value in stage_environment().items() if _needed[name] or name not in os.environ}
-        os.environ.update(added)
-        _needed.update(added.keys())
-    try:
-        yield
-    finally:
-        with _changing:
-            _needed.subtract(added.keys())
-            for name in added:
-                if not _needed[name]:
-                    os.environ.pop(name, None)
+def set_environment() -> None:
+    """Sets the variables of this process, for those that it starts; those that the user has set take precedence."""
+    for name, value in stage_environment().items():
+        os.environ.setdefault(name, value)
 
 
 def stage_environment() -> dict[str, str]:
-    """Variables for a process about to start; those that the user has set take precedence."""
+    """Variables for a process about to start."""
     return {
         **WORKER_ENVIRONMENT, **LIBRARIES, **_ray_authentication(), **_own_cluster(),
         # What torch compiles it keeps as pickles; it would be in a directory that another account can create.

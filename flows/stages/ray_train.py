@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
@@ -28,9 +29,10 @@ from ray.train.v2._internal.exceptions import (
 
 from flows.progress.run_record import dashboard_file
 from flows.stages.exit_reasons import cluster_lost, failed, lost, memory_hint, memory_kills, one_line
-from flows.stages.job import Job, run_worker
+from flows.stages.job import Job
 from flows.stages.process_settings import WORKER_ENVIRONMENT
 from flows.stages.resources import join
+from flows.stages.worker import run_worker
 from lineage.errors import ConfigError, LostError, PipelineError, StageError, StoppedError
 from lineage.remote_files import private_folder
 from tasks.context import Metrics
@@ -47,12 +49,12 @@ def train(job: Job) -> Metrics:
         return _train_on_cluster(job)
     # Ray Train's local mode: in this process, without a cluster or actors.
     trainer = TorchTrainer(lambda: run_worker(job), scaling_config=ScalingConfig(num_workers=0))
-    return _metrics(trainer.fit().return_value)
+    return cast(Metrics, trainer.fit().return_value)
 
 
 def _train_on_cluster(job: Job) -> Metrics:
-    resources = job.resources
-    kills = memory_kills()
+    resources, kills = job.resources, memory_kills()
+    gpus = {"GPU": float(resources.gpus_per_worker)} if resources.gpus_per_worker else {}
     try:
         with _own_sigterm():
             _connect(job)
@@ -63,18 +65,18 @@ def _train_on_cluster(job: Job) -> Metrics:
             scaling_config=ScalingConfig(
                 num_workers=resources.num_workers,
                 use_gpu=resources.gpus_per_worker > 0,
-                resources_per_worker=_per_worker(job),
+                resources_per_worker={"CPU": float(resources.cpus_per_worker), **gpus},
                 placement_strategy="SPREAD" if resources.num_nodes > 1 else "PACK",
             ),
             # The store is the only place of checkpoints; what Ray keeps of its own is scratch.
             # It retries nothing: the driver does, which knows the newest checkpoint.
             run_config=RunConfig(
                 name="ray",
-                storage_path=str(job.directory / "work"),
+                storage_path=str(job.entry.work),
                 failure_config=FailureConfig(max_failures=0, max_preemption_failures=0, controller_failure_limit=0),
             ),
         )
-        return _metrics(trainer.fit().return_value)
+        return cast(Metrics, trainer.fit().return_value)
     except (TrainingFailedError, RayError) as error:
         raise ending(job, error, kills) from error
     finally:
@@ -107,17 +109,11 @@ def _worker_loop(config: dict[str, Job]) -> dict[str, float]:
         raise
 
 
-def _per_worker(job: Job) -> dict[str, float]:
-    resources = job.resources
-    gpus = {"GPU": float(resources.gpus_per_worker)} if resources.gpus_per_worker else {}
-    return {"CPU": float(resources.cpus_per_worker), **gpus}
-
-
 def _connect(job: Job) -> None:
     """Joins the cluster at RAY_ADDRESS, or starts one on this machine that ends with this process."""
     resources = job.resources
     environment = {
-        "py_modules": [str(path) for path in _packages(job)],
+        "py_modules": _packages(job),
         "env_vars": {**WORKER_ENVIRONMENT, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
     }
     if os.environ.get("RAY_ADDRESS"):
@@ -145,7 +141,7 @@ def _session_parent() -> Path:
     return folder / "ray"
 
 
-def _packages(job: Job) -> list[Path]:
+def _packages(job: Job) -> list[str]:
     """The package directories that the workers need: ours, and that of the user's own method.
 
     Raises:
@@ -153,18 +149,12 @@ def _packages(job: Job) -> list[Path]:
     """
     own = type(job.method).__module__.partition(".")[0]
     modules = [importlib.import_module(name) for name in sorted({"lineage", "tasks", "flows", own})]
-    for module in modules:
-        if not hasattr(module, "__path__"):
-            raise ConfigError(
-                f"stages.{job.stage}.method: {own}.py is a single file and code travels to a cluster as packages; "
-                f"make it {own}/__init__.py, or a module of a package"
-            )
-    return [Path(next(iter(module.__path__))) for module in modules]
-
-
-def _metrics(value: object) -> Metrics:
-    assert isinstance(value, dict)
-    return value
+    if not all(hasattr(module, "__path__") for module in modules):
+        raise ConfigError(
+            f"stages.{job.stage}.method: {own}.py is a single file and code travels to a cluster as packages; "
+            f"make it {own}/__init__.py, or a module of a package"
+        )
+    return [next(iter(module.__path__)) for module in modules]
 
 
 # What gloo and NCCL say of a peer that is gone: it follows from what ended the peer, and is no cause.
@@ -190,20 +180,20 @@ def ending(job: Job, error: TrainingFailedError | RayError, memory_kills_before:
     """
     if isinstance(error, WorkerGroupError):
         return _of_workers(job, error.worker_failures, memory_kills_before)
-    if isinstance(error, ControllerError):
-        if isinstance(error.controller_failure, WorkerGroupStartupFailedError):
-            return LostError(job.stage, f"a worker was lost while it started: {_text(error)}", str(job.log))
-        return StageError(job.stage, f"Ray Train: {_text(error)}", str(job.log))
-    return cluster_lost(job, _text(error))
+    if not isinstance(error, ControllerError):
+        return cluster_lost(job, _text(error))
+    if isinstance(error.controller_failure, WorkerGroupStartupFailedError):
+        return LostError(job.stage, f"a worker was lost while it started: {_text(error)}", str(job.entry.log))
+    return StageError(job.stage, f"Ray Train: {_text(error)}", str(job.entry.log))
 
 
 def _of_workers(job: Job, failures: Mapping[int, Exception], memory_kills_before: int | None) -> PipelineError:
-    dead = {rank: why for rank, error in failures.items() if (why := _death(error)) is not None}
-    if dead:
-        ranks = [rank for rank in sorted(dead) if dead[rank] == dead[min(dead)]]
-        why = dead[ranks[0]]
-        return lost(job, ranks, "died", f": {why}" if why else memory_hint(memory_kills_before, memory_kills()))
     raised = {rank: _root(error) for rank, error in sorted(failures.items())}
+    dead = {rank: why for rank in raised if (why := _death(failures[rank])) is not None}
+    if dead:
+        why = next(iter(dead.values()))
+        ranks = [rank for rank in dead if dead[rank] == why]
+        return lost(job, ranks, "died", f": {why}" if why else memory_hint(memory_kills_before))
     for rank, error in raised.items():
         if not isinstance(error, StoppedError) and not lost_its_peer(error):
             return failed(job, rank, error)
@@ -216,10 +206,9 @@ def _of_workers(job: Job, failures: Mapping[int, Exception], memory_kills_before
 
 def _death(error: Exception) -> str | None:
     """Why a worker is gone, empty where Ray does not know; None: it is there, and raised an error."""
+    cause, text = _root(error), str(error)
     if isinstance(error, WorkerHealthCheckTimeoutError):
         return "it no longer answers Ray"
-    cause = _root(error)
-    text = str(error)
     if isinstance(cause, OutOfMemoryError) or "running low on memory" in text:
         return "its node was out of memory, and Ray killed it"
     if not isinstance(cause, RayActorError):
@@ -233,9 +222,8 @@ def _root(error: Exception) -> Exception:
     """The error that the worker raised, without Ray's wrapper, so that its type is kept."""
     if isinstance(error, WorkerHealthCheckFailedError):
         return _root(error.health_check_failure)
-    cause = error.__cause__
     is_wrapper = type(error).__module__.startswith("ray.") and not isinstance(error, RayActorError)
-    return cause if isinstance(cause, Exception) and is_wrapper else error
+    return error.__cause__ if is_wrapper and isinstance(error.__cause__, Exception) else error
 
 
 def _text(error: Exception) -> str:

@@ -25,8 +25,6 @@ from lineage.errors import ConfigError, PipelineError
 from lineage.manifest import list_gpus
 from lineage.remote_files import private_folder
 
-_POLL_SECONDS = 0.05
-_POOL_POLL_SECONDS = 1.0
 _LEASE_SECONDS = 60.0  # the shortest that Prefect accepts
 
 logger = logging.getLogger(__name__)
@@ -78,37 +76,37 @@ def visible_gpus() -> list[str]:
 
 @contextlib.contextmanager
 def _hold(kind: str, wanted: int, slots: list[str], waiting: Waiting) -> Iterator[tuple[str, ...]]:
-    if not wanted:
-        yield ()
-        return
-    folder = private_folder() / "slots"
-    folder.mkdir(exist_ok=True)
     held: list[str] = []
     with contextlib.ExitStack() as stack:
-        with contextlib.ExitStack() as turn:
-            while not _take(folder / f"{kind}.turn", turn):
-                waiting()
-                time.sleep(_POLL_SECONDS)
-            while True:
-                for slot in slots:
-                    if len(held) < wanted and slot not in held and _take(folder / f"{kind}-{slot}", stack):
-                        held.append(slot)
-                if len(held) == wanted:
-                    break
-                waiting()
-                time.sleep(_POLL_SECONDS)
+        if wanted:
+            folder = private_folder() / "slots"
+            folder.mkdir(exist_ok=True)
+            with contextlib.ExitStack() as queue:
+                _poll(lambda: _take(folder / f"{kind}.turn", queue), waiting)
+
+                def take() -> bool:
+                    for slot in slots:
+                        if len(held) < wanted and slot not in held and _take(folder / f"{kind}-{slot}", stack):
+                            held.append(slot)
+                    return len(held) == wanted
+
+                _poll(take, waiting)
         yield tuple(held)
 
 
 def _take(path: Path, stack: contextlib.ExitStack) -> bool:
     """Acquires a lock if it is free; the stack releases it."""
     lock = FileLock(path, thread_local=False)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        return False
-    stack.callback(lock.release)
-    return True
+    with contextlib.suppress(Timeout):
+        stack.enter_context(lock.acquire(blocking=False))
+        return True
+    return False
+
+
+def _poll(done: Callable[[], bool], waiting: Waiting, seconds: float = 0.05) -> None:
+    while not done():
+        waiting()
+        time.sleep(seconds)
 
 
 # --- a pool of GPUs that several machines share
@@ -136,7 +134,10 @@ def require_pools(wanted: Mapping[str, int]) -> None:
             try:
                 limit = client.read_global_concurrency_limit_by_name(pool).limit
             except ObjectNotFound as error:
-                raise _unknown(pool, slots) from error
+                raise ConfigError(
+                    f"resources.gpu_pool={pool}: Prefect has no such global concurrency limit; make it with as many "
+                    f"slots as the pool has GPUs: prefect gcl create {pool} --limit {max(slots, 8)}"
+                ) from error
         if limit < slots:
             raise ConfigError(
                 f"resources.gpu_pool={pool}: a stage takes {slots} of its slots, and it has {limit}; use fewer GPUs, "
@@ -148,12 +149,26 @@ def require_pools(wanted: Mapping[str, int]) -> None:
 def pool_slots(pool: str, slots: int, waiting: Waiting) -> Iterator[None]:
     """Waits until the pool has capacity, then holds it."""
     import httpx
+    from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
+    from prefect.concurrency.sync import concurrency
     from prefect.exceptions import PrefectException
 
     held = contextlib.ExitStack()
-    while not _take_pool(held, pool, slots):
-        waiting()
-        time.sleep(_POOL_POLL_SECONDS)
+
+    def take() -> bool:
+        # A server that is away for a while ends neither a training nor a wait: slots may then be assigned twice.
+        options = {"max_retries": 0, "lease_duration": _LEASE_SECONDS, "raise_on_lease_renewal_failure": False}
+        try:
+            held.enter_context(concurrency(pool, slots, strict=True, **options))
+        except ConcurrencySlotAcquisitionError as error:
+            cause = error.__cause__
+            is_full = isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code == httpx.codes.LOCKED
+            if is_full or isinstance(cause, httpx.TransportError):
+                return False
+            raise PipelineError(f"the GPU pool {pool}: {error}; see prefect gcl inspect {pool}") from error
+        return True
+
+    _poll(take, waiting, seconds=1.0)
     try:
         yield
     finally:
@@ -161,35 +176,6 @@ def pool_slots(pool: str, slots: int, waiting: Waiting) -> Iterator[None]:
             held.close()
         except (PrefectException, httpx.HTTPError) as error:  # the lease ends by itself, and the stage is finished
             logger.warning("pool=%s slots=%s state=not_given_back: %s", pool, slots, error)
-
-
-def _take_pool(held: contextlib.ExitStack, pool: str, slots: int) -> bool:
-    import httpx
-    from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
-    from prefect.concurrency.sync import concurrency
-
-    # A server that is unreachable for a while ends neither a training nor a wait: slots may then be assigned twice.
-    lease = concurrency(
-        pool, slots, strict=True, max_retries=0, lease_duration=_LEASE_SECONDS, raise_on_lease_renewal_failure=False
-    )
-    try:
-        held.enter_context(lease)
-    except ConcurrencySlotAcquisitionError as error:
-        cause = error.__cause__
-        is_full = isinstance(cause, httpx.HTTPStatusError) and cause.response.status_code == httpx.codes.LOCKED
-        if is_full or isinstance(cause, httpx.TransportError):
-            return False
-        if cause is None:  # it was deleted since
-            raise _unknown(pool, slots) from error
-        raise PipelineError(f"the GPU pool {pool}: {error}; see prefect gcl inspect {pool}") from error
-    return True
-
-
-def _unknown(pool: str, slots: int) -> ConfigError:
-    return ConfigError(
-        f"resources.gpu_pool={pool}: Prefect has no such global concurrency limit; make it with as many slots as the "
-        f"pool has GPUs: prefect gcl create {pool} --limit {max(slots, 8)}"
-    )
 
 
 # --- the Ray cluster at RAY_ADDRESS, asked in a process that leaves it again

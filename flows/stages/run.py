@@ -5,7 +5,7 @@ checked before the first of them trains.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
 from flows.planning.staleness import PlannedInput, write_examples
 from flows.progress.recorder import RunRecorder
-from flows.stages.job import CheckJob, JobInput
+from flows.stages.job import Job, JobInput
 from flows.stages.launch import StageProcesses
 from flows.stages.resources import Waiting, admitted
 from flows.wording import counted
@@ -25,7 +25,7 @@ from lineage.manifest import InputRecord, Manifest
 from lineage.sources import pin
 from lineage.store import Store
 from lineage.tracker import Event, Listener, Tracker
-from tasks.check_rows import EXAMPLES, POLICY, rows_slot
+from tasks.check_rows import EXAMPLES, LEAKED, POLICY, RowCheck, rows_slot
 from tasks.data.kinds import HELD_OUT
 from tasks.method import Input, Method, Training
 
@@ -157,15 +157,8 @@ class DataChecks:
     _errors: dict[str, StageError | None] = field(default_factory=dict)  # fingerprint of a stage -> its refusal
     _examples: dict[str, int] = field(default_factory=dict)  # fingerprint of a stage -> how many it trains on in a pass
 
-    def require(
-        self, plan: Plan, planned: PlannedStage, processes: StageProcesses, waiting: Callable[[str], None],
-        announce: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    def require(self, run: "Run", planned: PlannedStage) -> None:
         """Checks the rows of this stage and of all that are to train after it, as far as they are prepared.
-
-        Args:
-            waiting: is called repeatedly with what the stage waits for.
-            announce: is called with what leaked.
 
         Raises:
             PipelineError: the rows of one of them cannot be trained on.
@@ -173,16 +166,14 @@ class DataChecks:
         if not isinstance(planned.stage.method, Training):
             return
         with self._lock:
-            for each in [planned, *(other for other in plan.stale if other is not planned)]:
-                job = check_job(plan, each, plan.entry(planned).path)
+            for each in [planned, *(other for other in run.plan.stale if other is not planned)]:
+                job = check_job(run.plan, each, run.plan.entry(planned).path)
                 if job is None:
                     continue
                 if each.fingerprint not in self._errors:
-                    wait = partial(waiting, f"the rows of {each.name}, checked first")
-                    wait()
-                    self._errors[each.fingerprint] = self._check(each, job, wait, processes, announce)
-                error = self._errors[each.fingerprint]
-                if error:
+                    wait = partial(run.wait, planned, f"the rows of {each.name}, checked first")
+                    self._errors[each.fingerprint] = self._check(run, each, job, wait)
+                if error := self._errors[each.fingerprint]:
                     raise error
 
     def num_steps(self, planned: PlannedStage, method: Method) -> int | None:
@@ -192,37 +183,36 @@ class DataChecks:
         examples = self._examples.get(planned.fingerprint)
         return method.steps(lambda: examples or 0) if examples or method.num_steps else None
 
-    def _check(
-        self, planned: PlannedStage, job: CheckJob, wait: Waiting, processes: StageProcesses,
-        announce: Callable[[str], None],
-    ) -> StageError | None:  # fmt: skip
+    def _check(self, run: "Run", planned: PlannedStage, job: Job, wait: Waiting) -> StageError | None:
         """Checks the rows, and returns the error that refuses them.
 
         Raises:
             LostError: its process was lost once too often: nothing is known of the rows.
         """
+        wait()
         for left in reversed(range(job.resources.max_failures + 1)):
             try:
                 with admitted(job.resources.cpus_per_worker, 0, wait):
-                    found = processes.run(job)
+                    found = run.processes.run(job)
                 break
             except LostError as lost:
                 if not left:
                     raise
-                announce(f"{lost}; its rows are checked again")
+                run.announce(f"{lost}; its rows are checked again")
             except StageError as error:
                 return error
         if EXAMPLES in found:
             self._examples[planned.fingerprint] = int(found[EXAMPLES])
             if planned.examples:
                 write_examples(planned.examples, int(found[EXAMPLES]))
-        if found["leaked_rows"]:
-            leaked = counted(int(found["leaked_rows"]), "held-out row")
-            announce(f"{job.stage}: {leaked} among what it trains on: {job.leakage}")
+        if found[LEAKED]:
+            assert isinstance(job.method, RowCheck)
+            rows = counted(int(found[LEAKED]), "held-out row")
+            run.announce(f"{job.stage}: {rows} among what it trains on: {job.method.leakage}")
         return None
 
 
-def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> CheckJob | None:
+def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> Job | None:
     """The check of one stage's rows; None: it does not train, or its inputs are not finished yet.
 
     Args:
@@ -236,14 +226,15 @@ def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> CheckJob | 
     parents = {given.name: manifest for given in (rows, tokenizer) if (manifest := _manifest(plan, given))}
     if any(given.pinned is None and given.name not in parents for given in (rows, tokenizer)):
         return None
-    return CheckJob(
-        stage=planned.name, method=method, resources=planned.stage.resources, directory=directory,
-        inputs={
-            slot: job_input(plan, rows, method.consumes[slot], parents),
-            POLICY: job_input(plan, tokenizer, method.consumes[POLICY], parents),
-        },
-        chat_template=template, held_out=dict(_held_out(plan)), previous_percent=_previous_percent(plan, planned),
+    check = RowCheck(
+        method=method, stage=planned.name, chat_template=template, held_out=dict(_held_out(plan)),
+        previous_percent=_previous_percent(plan, planned), leakage=directory / f"logs/leakage-{planned.name}.parquet",
     )  # fmt: skip
+    inputs = {
+        slot: job_input(plan, rows, method.consumes[slot], parents),
+        POLICY: job_input(plan, tokenizer, method.consumes[POLICY], parents),
+    }
+    return Job(stage=planned.name, method=check, resources=planned.stage.resources, directory=directory, inputs=inputs)
 
 
 def _tokenizer(plan: Plan, planned: PlannedStage) -> tuple[PlannedInput, str | None]:
@@ -287,6 +278,7 @@ class Run:
 
     Args:
         emit: passes an event to all listeners.
+        waits: title -> what it waits for.
         titles: stage -> its title in events, where that is not its name.
         recorder: None: nothing records it, since nothing runs.
     """
@@ -296,11 +288,24 @@ class Run:
     emit: Listener
     tracker: Tracker
     titles: Mapping[str, str] = field(default_factory=dict)
+    waits: dict[str, str] = field(default_factory=dict)
     checks: DataChecks = field(default_factory=DataChecks)
     recorder: RunRecorder | None = None
 
     def title(self, planned: PlannedStage) -> str:
         return self.titles.get(planned.name, planned.name)
+
+    def wait(self, planned: PlannedStage, reason: str) -> None:
+        """Emits what a stage waits for, when that changes; called at each poll.
+
+        Raises:
+            PipelineError: as ``StageProcesses.raise_if_ended``.
+        """
+        self.processes.raise_if_ended(self.plan.entry(planned).path)
+        title = self.title(planned)
+        if self.waits.get(title) != reason:
+            self.waits[title] = reason
+            self.emit(Event(title=title, state="waiting", text=reason))
 
     def claim(self, plans: Sequence[Plan]) -> None:
         """Keeps what further plans read, such as those of trials; raises as ``claim`` of the same name."""

@@ -1,4 +1,4 @@
-"""The inside of a stage's process: logs to its file, dies with its parent, answers with metrics or one error."""
+"""The inside of a stage's process: logs to its file, ends with the driver, answers with metrics or one error."""
 
 import contextlib
 import gc
@@ -11,24 +11,14 @@ import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import psutil
 
 from flows.stages.exit_reasons import failed
-from flows.stages.job import CheckJob, Job, run_check, run_worker
-from lineage.disk import explain_full_disk
+from flows.stages.job import Job
+from flows.stages.worker import run_worker
 from lineage.errors import StageError, StoppedError
 from tasks.context import Metrics
-
-
-def kill_session(leader: int) -> None:
-    """Kills every process of a session except this one, including Ray's workers, which lead their own groups."""
-    for pid in psutil.pids():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getsid(pid) == leader and pid != os.getpid():
-                os.kill(pid, signal.SIGKILL)
-
 
 Answer = Metrics | StageError | StoppedError
 
@@ -45,16 +35,14 @@ def stage_main(job: Job, connection: Connection, environment: dict[str, str]) ->
     gc.enable()
     os.environ.clear()
     os.environ.update(environment)
-    os.setsid()  # a session and a group of its own: whatever the stage starts can be ended with it
-    _die_with_parent()
-    _log_to(job)
-    if job.trains:
-        # A scheduler that ends a machine asks every process of it: save first, as if we had been asked by our driver.
-        signal.signal(signal.SIGTERM, lambda number, frame: ask_to_stop(job.stop_file))
-    else:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork server ignores it
     if job.visible_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(job.visible_gpus)
+    os.setsid()  # a session and a group of its own: whatever the stage starts can be ended with it
+    threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
+    _log_to(job)
+    # A scheduler that ends a machine asks every process of it: save first, as if our driver had asked. The fork server
+    # ignores the signal, and so do the processes that it starts.
+    signal.signal(signal.SIGTERM, (lambda *_: job.ask_to_stop()) if job.method.trains else signal.SIG_DFL)
     reply = answer(job)
     with contextlib.suppress(OSError):  # the log is on a full disk
         sys.stdout.flush()
@@ -62,40 +50,23 @@ def stage_main(job: Job, connection: Connection, environment: dict[str, str]) ->
     connection.close()
 
 
-def ask_to_stop(stop_file: Path) -> None:
-    """Asks a training stage to save at the end of its step and to end; its workers look for the file."""
-    with contextlib.suppress(OSError):  # the stage has ended, or the store is gone
-        stop_file.touch()
-
-
 def answer(job: Job) -> Answer:
     """Runs a job; every way to fail becomes one error that names the stage, the cause and the log."""
     try:
-        return finite(run(job))
+        if job.method.trains:
+            from flows.stages.ray_train import train
+
+            return finite(train(job))
+        return finite(run_worker(job))
     except StoppedError as error:
         logger.info("stage=%s state=stopped: %s", job.stage, error)
         return error
-    except StageError as error:  # it already names the worker
-        _log_error()
-        return error
     except (Exception, SystemExit) as error:  # a method's `sys.exit()` ends it, not us
-        _log_error()
+        with contextlib.suppress(OSError):  # the log is on a full disk, as the answer says
+            traceback.print_exc()
+        if isinstance(error, StageError):  # it already names the worker
+            return error
         return failed(job, None if job.resources.on_cluster else 0, error)
-
-
-def _log_error() -> None:
-    with contextlib.suppress(OSError):  # as above: the answer reports it
-        traceback.print_exc()
-
-
-def run(job: Job) -> Metrics:
-    """Runs a job in this process: under Ray Train if it trains."""
-    if job.trains:
-        from flows.stages.ray_train import train
-
-        return train(job)
-    with explain_full_disk(job.directory):
-        return run_check(job) if isinstance(job, CheckJob) else run_worker(job)
 
 
 def finite(metrics: Metrics) -> dict[str, float]:
@@ -106,20 +77,24 @@ def finite(metrics: Metrics) -> dict[str, float]:
     return kept
 
 
+def kill_session(leader: int) -> None:
+    """Kills every process of a session except this one, including Ray's workers, which lead their own groups."""
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == leader and pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+
+
 def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        kill_session(os.getpid())
-        os.killpg(os.getpgid(0), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True, name="die-with-parent").start()
+    parent.join()
+    kill_session(os.getpid())
+    os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def _log_to(job: Job) -> None:
-    log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(job.entry.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)

@@ -14,7 +14,7 @@ from flows.reports.run import views
 from flows.reports.status import status_text
 from flows.stages.launch import StageProcesses
 from lineage.errors import ArtifactError
-from tests.finished import event, finish
+from tests.finished import finish
 
 
 @pytest.fixture
@@ -27,14 +27,10 @@ def the_note(plan):
     return read_run_record(run_record_path(plan.pipeline.store, run_id))
 
 
-@pytest.mark.parametrize("outer", [None, "another"])
-def test_what_a_run_starts_bears_its_id(plan, monkeypatch, outer):
-    monkeypatch.delenv(RUN_VARIABLE, raising=False)
-    if outer:
-        monkeypatch.setenv(RUN_VARIABLE, outer)
+def test_what_a_run_starts_bears_its_id(plan, monkeypatch):
+    monkeypatch.setenv(RUN_VARIABLE, "another")
     with open_run(plan, [], None, []):
         assert os.environ[RUN_VARIABLE] == the_note(plan).id
-    assert os.environ.get(RUN_VARIABLE) == outer
 
 
 def test_a_run_imports_beforehand_what_its_methods_need_and_no_more(plan, tmp_path, monkeypatch):
@@ -53,9 +49,9 @@ def test_a_run_imports_beforehand_what_its_methods_need_and_no_more(plan, tmp_pa
 def test_listeners_hear_of_a_wait_when_it_changes_and_not_at_each_poll(plan):
     heard = []
     with open_run(plan, [], lambda each: heard.append((each.state, each.text)), []) as run:
-        for state, text in [("waiting", "1 CPU")] * 3 + [("waiting", "a pool"), ("running", ""), ("waiting", "a pool")]:
-            run.emit(event(state, text, title="left", directory=plan.home))
-    assert heard == [("waiting", "1 CPU"), ("waiting", "a pool"), ("running", ""), ("waiting", "a pool")]
+        for reason in ("1 CPU", "1 CPU", "1 CPU", "a pool", "1 CPU"):
+            run.wait(plan.stage("left"), reason)
+    assert heard == [("waiting", "1 CPU"), ("waiting", "a pool"), ("waiting", "1 CPU")]
 
 
 def test_the_note_of_a_sweep_says_that_it_is_one(plan):

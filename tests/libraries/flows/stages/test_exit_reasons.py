@@ -11,7 +11,7 @@ from ray.train import ControllerError, WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
 
 from flows.stages import ray_train
-from flows.stages.exit_reasons import asked, death, failed, left, memory_hint, memory_kills
+from flows.stages.exit_reasons import asked, death, failed, left, memory_kills
 from flows.stages.job import Job
 from flows.stages.ray_train import ending
 from lineage.errors import DataError, LostError, StageError, StoppedError
@@ -58,7 +58,7 @@ def dead(text: str = "") -> Exception:
     ],
 )  # fmt: skip
 def test_a_worker_that_died_is_the_cause_and_is_lost(cluster_job, failures, cause, monkeypatch):
-    monkeypatch.setattr("flows.stages.ray_train.memory_kills", lambda: None)
+    monkeypatch.setattr("flows.stages.exit_reasons.memory_kills", lambda: None)
     found = ending(cluster_job, WorkerGroupError("x", failures), None)
     assert isinstance(found, LostError)
     assert found.cause == cause
@@ -123,7 +123,6 @@ def test_the_kernel_says_how_many_it_killed(tmp_path):
     events.unlink()
     assert memory_kills(own, tmp_path) is None
     assert memory_kills(tmp_path / "none", tmp_path) is None
-    assert memory_hint(1, 2) != memory_hint(2, 2) == memory_hint(None, 2)
 
 
 def test_torch_waits_for_a_worker_longer_than_whoever_looks_whether_one_hangs(tmp_path, monkeypatch):

@@ -8,7 +8,9 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import Plan, make_plan
 from flows.planning.staleness import former_defaults, hyperparameters, write_examples
 from flows.reports.run import plan_table
-from flows.stages.run import DataChecks
+from flows.stages.launch import StageProcesses
+from flows.stages.run import DataChecks, Run
+from lineage.tracker import Tracker
 from tasks.dpo import DPO
 from tasks.method import Adapter, Schedule
 from tasks.sft import SFT
@@ -52,7 +54,7 @@ def test_steps_and_epochs_of_rows_that_were_counted(tmp_path: Path, fields, show
     assert (found.num_steps, found.num_epochs) == length and found.is_exact
 
 
-class Checked:
+class Checked(StageProcesses):
     """Answers of processes that check rows."""
 
     def run(self, job: object) -> dict[str, float]:
@@ -81,7 +83,8 @@ def test_the_plan_knows_more_with_each_thing_that_is_done(tmp_path: Path) -> Non
     assert "2 epochs of 50 rows (num_epochs), about 7 steps of 16" in plan_table(prepared)
 
     checks = DataChecks()
-    checks.require(prepared, prepared.stage("cpt"), Checked(), lambda reason: None, lambda line: None)  # type: ignore[arg-type]
+    run = Run(plan=prepared, processes=Checked(), emit=lambda event: None, tracker=Tracker(), checks=checks)
+    checks.require(run, prepared.stage("cpt"))
     dpo = prepared.stage("dpo")
     assert checks.num_steps(dpo, dpo.stage.method) == 5  # 80 rows, 16 a step
     checked = plan(tmp_path, *EPOCHS, "stages.sft.method.learning_rate=1e-4")

@@ -1,14 +1,14 @@
 """How often a stage is tried, and what it goes on from, with runs that end as they are told."""
 
 import json
-import signal
 from dataclasses import replace
 from uuid import uuid4
 
+import psutil
 import pytest
 
 from flows.progress.run_record import RunRecord, StageRecord
-from flows.stages.execute import begin, end_left, ended_before, last_intact, run_attempts
+from flows.stages.execute import begin, last_intact, run_attempts, settle_last_run
 from flows.stages.job import Job
 from lineage.attempts import Attempt, attempts, record_attempt, resumed_at
 from lineage.errors import AskedError, LostError, StageError
@@ -147,16 +147,16 @@ def note(tmp_path, run_id: str, *, state: str = "running", reason: str = "", **f
 )
 def test_it_is_read_in_the_note_of_the_last_run_that_made_it(tmp_path, entry, fields, cause):
     note(tmp_path, "20260101-000000-aaaa", **fields)
-    assert ended_before(tmp_path, entry) == cause
+    assert settle_last_run(tmp_path, entry) == cause
 
 
-def test_the_last_run_counts_and_of_a_first_attempt_nothing_ended_before(tmp_path, entry):
+def test_the_last_run_counts_and_of_a_first_attempt_nothing_settle_last_run(tmp_path, entry):
     note(tmp_path, "20260101-000000-aaaa", outcome="stopped")
     note(tmp_path, "20260102-000000-aaaa")
     note(tmp_path, "20260103-000000-aaaa", driver=Owner.here())  # our own
-    assert "was killed" in ended_before(tmp_path, entry)
+    assert "was killed" in settle_last_run(tmp_path, entry)
     (entry.path / "attempts.jsonl").unlink()
-    assert ended_before(tmp_path, entry) == ""
+    assert settle_last_run(tmp_path, entry) == ""
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,9 @@ def test_what_a_killed_driver_left_of_a_stage_is_ended_and_nothing_of_another_ru
     killed = f"20260101-000000-{uuid4().hex[:8]}"  # its processes are found among all of the machine
     note(tmp_path, killed, **fields)
     left, other = sleeper_of(killed), sleeper_of("20260101-000000-bbbb")
-    end_left(tmp_path, entry)
-    if is_ended:
-        assert left.wait(10) == -signal.SIGKILL
+    settle_last_run(tmp_path, entry)
     for each in (left, other):
-        assert (each.poll() is None) != (is_ended and each is left)
+        assert psutil.pid_exists(each.pid) != (is_ended and each is left)
         each.kill()
         each.wait()
 

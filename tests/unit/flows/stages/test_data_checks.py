@@ -6,8 +6,9 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
-from flows.stages.run import DataChecks, check_job
+from flows.stages.run import Run, check_job
 from lineage.errors import ArtifactError, LostError, StageError, StoppedError
+from lineage.tracker import Tracker
 from tests.finished import finish
 
 DATA = ("corpus", "instructions", "preferences")
@@ -20,6 +21,9 @@ class Processes:
         self.answers = answers
         self.asked = []
 
+    def raise_if_ended(self, directory):
+        pass
+
     def run(self, job):
         self.asked.append(job.stage)
         answer = self.answers.get(job.stage, {"leaked_rows": 0})
@@ -30,11 +34,20 @@ class Processes:
         return answer
 
 
-def require(checks, plan, stage, processes):
-    """What was announced."""
-    told = []
-    checks.require(plan, plan.stage(stage), processes, lambda reason: None, told.append)
-    return told
+class Checked:
+    """A run, and what it announces."""
+
+    def __init__(self, plan, processes):
+        self.told = []
+        self.run = Run(plan=plan, processes=processes, emit=self.hear, tracker=Tracker())
+
+    def hear(self, event):
+        if event.state == "message":
+            self.told.append(event.text)
+
+    def __call__(self, stage):
+        self.run.checks.require(self.run, self.run.plan.stage(stage))
+        return self.told
 
 
 @pytest.fixture
@@ -48,11 +61,12 @@ def quickstart(tmp_path):
 def test_the_first_stage_that_trains_waits_for_the_checks_of_all(quickstart):
     plan = quickstart()
     finish(plan, *DATA, "base")
-    checks, processes = DataChecks(), Processes()
-    require(checks, plan, "cpt", processes)
+    processes = Processes()
+    require = Checked(plan, processes)
+    require("cpt")
     assert processes.asked[0] == "cpt"
     assert sorted(processes.asked) == ["cpt", "dpo", "reward", "sft"]
-    require(checks, plan, "dpo", processes)
+    require("dpo")
     assert len(processes.asked) == 4  # no row is checked twice in a run
 
 
@@ -60,17 +74,18 @@ def test_a_stage_that_does_not_train_asks_for_nothing(quickstart):
     plan = quickstart()
     finish(plan, *DATA, "base")
     processes = Processes()
-    require(DataChecks(), plan, "evaluate", processes)
+    Checked(plan, processes)("evaluate")
     assert processes.asked == []
 
 
 def test_rows_that_the_last_stage_cannot_train_on_keep_the_first_from_training(quickstart):
     plan = quickstart()
     finish(plan, *DATA, "base")
-    checks, processes = DataChecks(), Processes(dpo=StageError("dpo", "no answer is left", "log", 2))
+    processes = Processes(dpo=StageError("dpo", "no answer is left", "log", 2))
+    require = Checked(plan, processes)
     for stage in ("cpt", "dpo"):
         with pytest.raises(StageError, match="no answer is left"):
-            require(checks, plan, stage, processes)
+            require(stage)
     assert processes.asked.count("dpo") == 1
 
 
@@ -80,26 +95,27 @@ def test_rows_that_the_last_stage_cannot_train_on_keep_the_first_from_training(q
 def test_the_end_of_a_check_is_no_refusal(quickstart, error):
     plan = quickstart("resources.max_failures=0")
     finish(plan, *DATA, "base")
-    checks = DataChecks()
+    processes = Processes(cpt=iter([error, {"leaked_rows": 0}]))
+    require = Checked(plan, processes)
     with pytest.raises(type(error)):
-        require(checks, plan, "cpt", Processes(cpt=error))
-    require(checks, plan, "cpt", Processes())
+        require("cpt")
+    require("cpt")
 
 
 def test_a_check_that_was_killed_is_made_again(quickstart):
     plan = quickstart("resources.max_failures=2")
     finish(plan, *DATA, "base")
     lost = LostError("sft", "was killed", "log")
-    told = require(DataChecks(), plan, "cpt", Processes(sft=iter([lost, lost, {"leaked_rows": 0}])))
+    told = Checked(plan, Processes(sft=iter([lost, lost, {"leaked_rows": 0}])))("cpt")
     assert told == ["stage sft failed: was killed (log: log); its rows are checked again"] * 2
     with pytest.raises(LostError):
-        require(DataChecks(), plan, "cpt", Processes(sft=iter([lost, lost, lost, {"leaked_rows": 0}])))
+        Checked(plan, Processes(sft=iter([lost, lost, lost, {"leaked_rows": 0}])))("cpt")
 
 
 def test_rows_that_are_measured_on_and_trained_on_are_told_with_their_file(quickstart):
     plan = quickstart()
     finish(plan, *DATA, "base")
-    (line,) = require(DataChecks(), plan, "cpt", Processes(sft={"leaked_rows": 3}))
+    (line,) = Checked(plan, Processes(sft={"leaked_rows": 3}))("cpt")
     assert line.startswith("sft: 3 held-out rows among what it trains on: ")
     assert line.endswith("/logs/leakage-sft.parquet")
 
@@ -111,8 +127,12 @@ def test_the_tokenizer_is_that_of_the_root_with_the_template_that_a_stage_instal
         (plan.entry(plan.stage(stage)).output / "held_out.parquet").touch()
     jobs = {name: check_job(plan, plan.stage(name), plan.pipeline.store) for name in ("cpt", "sft", "dpo")}
     assert {name: job.inputs["policy"].planned.name for name, job in jobs.items()} == dict.fromkeys(jobs, "base")
-    assert {name: job.chat_template for name, job in jobs.items()} == {"cpt": None, "sft": "chatml", "dpo": "chatml"}
-    assert sorted(jobs["sft"].held_out) == sorted(DATA)
+    assert {name: job.method.chat_template for name, job in jobs.items()} == {
+        "cpt": None,
+        "sft": "chatml",
+        "dpo": "chatml",
+    }
+    assert sorted(jobs["sft"].method.held_out) == sorted(DATA)
 
 
 def test_what_was_trained_the_last_time_is_compared_unless_a_drop_is_accepted(quickstart):
@@ -121,10 +141,10 @@ def test_what_was_trained_the_last_time_is_compared_unless_a_drop_is_accepted(qu
     changed = ("stages.sft.method.num_steps=9",)
     plan = quickstart(*changed)
     finish(plan, *DATA, "base")
-    assert check_job(plan, plan.stage("sft"), plan.pipeline.store).previous_percent == 40.0
-    assert check_job(plan, plan.stage("dpo"), plan.pipeline.store).previous_percent is None
+    assert check_job(plan, plan.stage("sft"), plan.pipeline.store).method.previous_percent == 40.0
+    assert check_job(plan, plan.stage("dpo"), plan.pipeline.store).method.previous_percent is None
     accepting = quickstart(*changed, "accept_label_drop=[sft]")
-    assert check_job(accepting, accepting.stage("sft"), plan.pipeline.store).previous_percent is None
+    assert check_job(accepting, accepting.stage("sft"), plan.pipeline.store).method.previous_percent is None
 
 
 def test_rows_that_are_not_prepared_yet_are_checked_later(quickstart):

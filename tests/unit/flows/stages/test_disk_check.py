@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from flows.stages.job import CheckJob, Job, JobInput, run_worker
+from flows.stages.job import Job, JobInput
 from flows.stages.stage_process import answer
+from flows.stages.worker import run_worker
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.store import Store
-from tasks.check_rows import POLICY
+from tasks.check_rows import POLICY, RowCheck
 from tasks.context import Resources
 from tasks.method import Input
 from tasks.train.adapter_files import Base
@@ -35,20 +36,23 @@ def test_of_an_adapter_the_base_says_what_the_stage_writes(tmp_path: Path, monke
         directory=directory,
     )  # fmt: skip
     monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: 0)
-    monkeypatch.setattr("flows.stages.job.pin_threads", lambda count: None)
+    monkeypatch.setattr("flows.stages.worker.pin_threads", lambda count: None)
     with pytest.raises(ConfigError, match=r"left needs about .* checkpoints of 12.0 kB"):
         run_worker(job)
 
 
 def test_a_disk_that_is_full_while_rows_are_looked_at_is_said_as_in_training(tmp_path: Path, monkeypatch) -> None:
-    def full(job: Job) -> None:
+    def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "Error writing bytes to file. Detail: [errno 28] No space left on device")
 
-    job = CheckJob(
-        stage="sft", method=ToyTraining(), inputs={}, resources=Resources(), directory=tmp_path / "cpt",
-        chat_template=None, held_out={}, previous_percent=None,
+    check = RowCheck(
+        method=ToyTraining(), stage="sft", chat_template=None, held_out={}, previous_percent=None,
+        leakage=tmp_path / "leakage",
     )  # fmt: skip
-    monkeypatch.setattr("flows.stages.stage_process.run_check", full)
+    job = Job(stage="sft", method=check, inputs={}, resources=Resources(), directory=tmp_path / "cpt")
+    job.directory.mkdir()
+    monkeypatch.setattr("flows.stages.worker.pin_threads", lambda count: None)
+    monkeypatch.setattr(RowCheck, "run", full)
     said = str(answer(job))
     assert said.startswith("stage sft failed: its rows, looked at before any stage trains: the disk of ")
     assert f"{tmp_path / 'cpt'} is full (OSError: [Errno {errno.ENOSPC}] Error writing bytes" in said

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.declare.pipeline import Stage
 from flows.stages import launch
-from flows.stages.job import Job, _context
+from flows.stages.job import Job
 from flows.stages.launch import StageProcesses, saving_first
-from flows.stages.process_settings import in_stage_environment, stage_environment
+from flows.stages.process_settings import set_environment, stage_environment
+from flows.stages.worker import context_of
 from flows.stops import stoppable
 from lineage.errors import PrunedError, StageError
 from tasks.context import Launcher, Resources
@@ -51,7 +51,6 @@ def test_a_stage_in_the_commands_own_process_has_the_environment_of_one(tmp_path
     resources = Resources(launcher=Launcher.FOREGROUND)
     job = Job(stage="left", method=ToyTraining(), inputs={}, resources=resources, directory=tmp_path)
     assert StageProcesses().run(job) == {"has": 1.0}
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
 
 
 def test_a_method_that_exits_has_failed(tmp_path, monkeypatch):
@@ -75,7 +74,7 @@ def interrupted(job: Job, *numbers: int) -> list[bool]:
     seen: list[bool] = []
 
     def stage() -> None:
-        with stoppable(), saving_first(Stage(method=job.method, inputs={}, resources=job.resources), job.stop_file):
+        with stoppable(), saving_first(job):
             for number in numbers:
                 os.kill(os.getpid(), number)
                 seen.append(job.is_asked_to_stop())
@@ -143,24 +142,19 @@ def test_what_has_nothing_to_save_is_not_waited_for(tmp_path):
     assert interrupted(job_of(ToyModel(), tmp_path), signal.SIGTERM) == []
 
 
-def test_it_stays_until_the_last_of_several_has_no_need_of_it(monkeypatch):
+def test_what_the_user_has_set_takes_precedence(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    starting, in_foreground = in_stage_environment(), in_stage_environment()
-    starting.__enter__()
-    in_foreground.__enter__()
-    starting.__exit__(None, None, None)
+    set_environment()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    in_foreground.__exit__(None, None, None)
-    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"  # the user's
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_a_request_to_stop_is_seen_where_the_host_remembers_that_there_was_none(tmp_path, monkeypatch):
     job = job_of(ToyTraining(), tmp_path)
-    should_stop = _context(job).should_stop
+    should_stop = context_of(job).should_stop
     assert not should_stop()
-    job.stop_file.touch()
+    job.ask_to_stop()
     monkeypatch.setattr(Path, "exists", lambda path: False)  # as NFS does, for up to a minute
     assert should_stop()
 
