@@ -78,7 +78,8 @@ def _unpacked(path: Path, name: str) -> Iterator[BufferedReader]:
     """
     packing = compression_of(path)
     try:
-        with BufferedReader(_raw(path, packing), BLOCK_BYTES) as stream:
+        stream: BufferedReader = BufferedReader(_raw(path, packing), BLOCK_BYTES)
+        with stream:
             yield stream
     except OSError as error:  # from the disk, or from any decompressor
         accepted, remedy = "a file that you may read", "check its permissions"
