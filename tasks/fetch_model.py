@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineage.artifact import WHEEL, Source
+from lineage.artifact import WHEEL, Kind, Source
 from lineage.cached import cached
 from lineage.digest import digest_all, digest_file
 from lineage.errors import ConfigError
@@ -205,9 +205,25 @@ def _downloaded(path: str, revision: str | None, *, with_code: bool = False, pat
         return Path(snapshot_download(path, revision=revision, allow_patterns=wanted, ignore_patterns=["*/*"]))
     except Exception as error:  # the hub's errors and its HTTP library's have no common base
         raise ConfigError(
-            f"model {path}: no such directory, and the hub gave none at revision {revision} "
+            f"model {path}: no such directory, and the hub gave none{f' at revision {revision}' if revision else ''} "
             f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); give a directory or a hub id"
         ) from error
+
+
+def fetch_tokenizer(model: str) -> Path:
+    """The directory of a model's tokenizer; for a hub id it is downloaded, without weights.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        return _downloaded(model, None, patterns=[CONFIG, *TOKENIZER_FILES])
+    require_own_files(directory)
+    require_sound(directory)
+    if is_peft(directory) and not has_tokenizer(directory):
+        return fetch_tokenizer(base_source(_BASE, Source(path=model, kind=Kind.CHECKPOINT), directory).path)
+    return directory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,7 +214,7 @@ def _require_columns(scorer: Scorer, columns: Collection[str]) -> None:
 def _python(key: str, reward: RewardFunction, function: PythonFunction) -> Scorer:
     """A user's function, which needs the columns that it requires."""
     path = str(reward.function)
-    loaded = load_function(function, path, _ACCEPTED)
+    loaded = load_function(function, path, "a function that returns a list with one finite number per completion")
     if inspect.iscoroutinefunction(loaded):
         raise DataError(f"rewards.{key}: {path} is async; a plain function is accepted; write it with def")
     parameters = inspect.signature(loaded).parameters

@@ -68,7 +68,7 @@ def test_a_bad_row_ends_with_2_its_place_and_the_report_unless_it_is_allowed(cal
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["empty.jsonl"], "empty.jsonl is empty (0 bytes)"),
+        (["empty.jsonl"], "empty.jsonl: there is no row in this file"),
         (["two.jsonl"], "2 formats fit: text (has text: 9 rows from row 1 on), alpaca ("),
         (["nothing.jsonl"], "sources.rows.path=nothing.jsonl: no such file or directory"),
         (["kind=text"], "no rows are named; give a file"),
@@ -215,7 +215,7 @@ def test_rows_that_are_measured_on_elsewhere_are_named(call):
 
 
 @pytest.mark.parametrize(
-    ("measured", "why"), [("", "b.jsonl is empty"), (lines(BAD), "not one of its rows can be used")]
+    ("measured", "why"), [("", "b.jsonl: there is no row"), (lines(BAD), "not one of its rows can be used")]
 )
 def test_a_set_that_cannot_be_compared_costs_no_report(call, measured, why):
     words = ("a.jsonl", "--against", "b.jsonl", "--against", "c.jsonl", "--json")

@@ -23,30 +23,24 @@ from tasks.data.reading.chunk import Broken, Chunk, Row
 from tasks.data.reading.read import read_chunks
 
 GROUP = "group"
+SAMPLE = 1000  # rows for the detection of the format
 _MAX_RAW = 2000  # characters of a bad row in the file of rejects
-KEYS = pa.schema(
-    [
-        ("place", pa.int64()),
-        ("content", pa.uint64()),
-        ("share", pa.uint64()),
-        ("bytes", pa.int64()),
-        *((band, pa.uint64()) for band in BANDS),
-    ]
-)
+KEYS = pa.schema([
+    ("place", pa.int64()), ("content", pa.uint64()), ("share", pa.uint64()), ("bytes", pa.int64()),
+    *((band, pa.uint64()) for band in BANDS),
+])  # fmt: skip
 _NOT_DETECTED = BadRowError(
     "its format is not known, since no row before it can be read", "format not known", "rows of one format",
     "correct the first rows",
 )  # fmt: skip
-_CONTROL = "control characters"
 # Searched one by one, which takes a third of the time of a regex.
-_OF_ASCII = "".join(map(chr, (*range(1, 9), 11, 12, *range(14, 32), 127)))
+_ASCII = {"NUL characters": "\0", "control characters": "".join(map(chr, (*range(1, 9), 11, 12, *range(14, 32), 127)))}
 _BEYOND = {
-    _CONTROL: "".join(map(chr, range(0x80, 0xA0))),  # mostly Windows text that was read as Latin-1
+    "control characters": "".join(map(chr, range(0x80, 0xA0))),  # mostly Windows text that was read as Latin-1
     "bidirectional controls": "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069",
     "byte order marks U+FEFF": "\ufeff",
     "replacement characters U+FFFD": "\ufffd",  # the text was broken by an earlier decoder
 }
-
 ROLE_MARKS = "role marks in an answer"  # probably a transcript instead of one turn
 _ROLE_MARKS = (
     "<|im_start|>", "<|start_header_id|>", "<|user|>", "<start_of_turn>", "[INST]", "### Instruction:", "USER:",
@@ -110,10 +104,10 @@ class ConvertRows:
                 if self.detected is None:
                     raise _NOT_DETECTED
                 row = self.detected.convert(fields)
-                share = key_share(group or key_of(row), self.seed)
             except BadRowError as error:
                 found.rejects.append((place, _reject(entry, error)))
                 continue
+            share = key_share(group or key_of(row), self.seed)
             shapes[tuple(fields)] += 1
             if self.system_prompt is not None:
                 row = with_system(row, self.system_prompt)
@@ -133,16 +127,18 @@ class ConvertRows:
 
 def _keys(batch: pa.RecordBatch, named: Sequence[tuple[int, int, int]]) -> pa.RecordBatch:
     texts = texts_of(batch)
-    numbers = [pa.array(each, KEYS.field(at).type) for at, each in enumerate(zip(*named, strict=True))]
+    numbers = [pa.array(each, of) for each, of in zip(zip(*named, strict=True), KEYS.types, strict=False)]
     bands = map(pa.array, np.ascontiguousarray(band_hashes(texts).T))
     return pa.record_batch([*numbers, pc.binary_length(texts).cast(pa.int64()), *bands], KEYS)
 
 
 def _reject(row: Row, error: BadRowError) -> Broken:
+    raw = ""
+    with suppress(RecursionError):  # nested too deep to be shown
+        raw = json.dumps(dict(row.fields), default=str)[:_MAX_RAW]
     return Broken(
-        where=row.where, found=error.found, reason=error.reason, accepted=error.accepted, remedy=error.remedy,
-        raw=json.dumps(dict(row.fields), default=str)[:_MAX_RAW],
-    )  # fmt: skip
+        where=row.where, found=error.found, reason=error.reason, accepted=error.accepted, remedy=error.remedy, raw=raw
+    )
 
 
 def _stream_of(batch: pa.RecordBatch) -> pa.Buffer:
@@ -156,9 +152,7 @@ def _stream_of(batch: pa.RecordBatch) -> pa.Buffer:
 def remarks(row: CanonicalRow) -> tuple[str, ...]:
     """Warnings on a row's texts, as categories for counts."""
     said = "\n".join(_texts(row))
-    found = ["NUL characters"] if "\0" in said else []
-    if any(map(said.__contains__, _OF_ASCII)):
-        found.append(_CONTROL)
+    found = [words for words, odd in _ASCII.items() if any(map(said.__contains__, odd))]
     if not said.isascii():
         found += [words for words, odd in _BEYOND.items() if any(map(said.__contains__, odd))]
     messages = row.get("messages")
@@ -178,9 +172,6 @@ def _texts(row: CanonicalRow, role: str | None = None) -> list[str]:
         elif isinstance(value, list):
             texts += [message["content"] for message in value if role in (None, message["role"])]
     return texts
-
-
-SAMPLE = 1000  # rows for the detection of the format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,12 +194,10 @@ class Opened:
 
     def report(self) -> SourceReport:
         """The report before any row is counted."""
-        return SourceReport(
-            path=self.source.path,
-            format=self.detected.name if self.detected else "unknown",
-            evidence=self.detected.evidence if self.detected else "not one of the first rows can be read",
-            mapping=self.detected.mapping if self.detected else {},
-        )
+        name, evidence, mapping = "unknown", "not one of the first rows can be read", dict[str, str]()
+        if self.detected:
+            name, evidence, mapping = self.detected.name, self.detected.evidence, self.detected.mapping
+        return SourceReport(path=self.source.path, format=name, evidence=evidence, mapping=mapping)
 
     def refusal(self, accepted: Kind, remedy: str) -> DataError:
         """The error for rows of another kind than ``accepted``."""
@@ -236,9 +225,7 @@ def detect_source(source: Source, template: str | None = None) -> Opened:
         DataError: there are no rows, no format fits them, or several do.
     """
     chunks = read_chunks(source)
-    looked_at: list[Chunk] = []
-    count = 0
-    sample: list[Fields] = []
+    looked_at, count, sample = list[Chunk](), 0, list[Fields]()
     for chunk in chunks:
         looked_at.append(chunk)
         for entry in chunk.rows():
@@ -248,9 +235,9 @@ def detect_source(source: Source, template: str | None = None) -> Opened:
                     sample.append(with_prompt(entry.fields, template) if template else entry.fields)
         if count >= SAMPLE:
             break
-    if not count:
-        raise DataError(f'{source.path}: no rows; give at least one row, such as a line {{"text": "..."}}')
-    detected = detect(sample, source.path, columns=source.columns, stated=source.format) if sample else None
+    detected = None
+    if sample or not count:
+        detected = detect(sample, source.path, columns=source.columns, stated=source.format)
     return Opened(source=source, detected=detected, chunks=chain(looked_at, chunks))
 
 
@@ -264,12 +251,11 @@ def _array(values: Sequence[object], kind: pa.DataType) -> pa.Array:
     if not pa.types.is_list(kind):
         return pa.array(values, kind)
     conversations = [messages for messages in values if isinstance(messages, list)]
-    offsets = np.zeros(len(values) + 1, dtype=np.int32)
-    np.cumsum([len(messages) for messages in conversations], out=offsets[1:])
+    offsets = pa.array(np.cumsum([0, *map(len, conversations)]), pa.int32())
     flat = [message for messages in conversations for message in messages]
     fields = list(kind.value_type)
     parts = [pa.array([message.get(field.name) for message in flat], field.type) for field in fields]
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.StructArray.from_arrays(parts, fields=fields), type=kind)
+    return pa.ListArray.from_arrays(offsets, pa.StructArray.from_arrays(parts, fields=fields), type=kind)
 
 
 # The identity of rows.

@@ -5,7 +5,7 @@ arXiv:2205.12393, where 1 % is enough.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tasks.data.kinds import HELD_OUT, RESTING, TRAIN
 from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.report import MAX_PLACES, Remark
-from tasks.data.preparing.staging import StagedSource, Staging
+from tasks.data.preparing.staging import Staging
 from tasks.recipe import Input
 
 CONTENT = "printf('%016x', content)"  # SQL of a row's id, without the number of its copy
@@ -31,6 +31,8 @@ _UNMIXED = "left out by the mixture"
 _PARTED = "away from its group, beside the row that it is a copy of"
 _SHARES = 2**64
 _MEMORY = "256MB"  # Python, Arrow and the current batch take about twice that in addition
+_FEWEST, _MOST = 0.5, 2**40  # bounds for the rows of a slot: rounds to one; more than any disk holds
+_ROWS_PER_READ = 10_000
 
 
 @dataclass(kw_only=True)
@@ -86,17 +88,15 @@ def decide(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -
     Raises:
         DataError: a slot of the mixture is empty.
     """
-    connection.read_parquet(str(staging.keys)).create_view("keys")
-    connection.execute("CREATE TABLE selected (row BIGINT, slot INT, place BIGINT, content UBIGINT, share UBIGINT)")
-    slots = list(staging.sources.values())
-    for staged in slots:
-        _select(connection, staged)
-    _name(connection)
-    for slot, count, places in _split(connection, options):
-        slots[slot].report.remarks[_PARTED] = Remark(count=count, places=places)
-    between = connection.execute("SELECT slot, count(*) FROM sided WHERE held_out IS NULL GROUP BY slot").fetchall()
-    for slot, count in between:
-        slots[slot].report.dropped[_BETWEEN] = count
+    _select(connection, staging)
+    # Duplicates are numbered, and get the share of the first one, hence its split; ``own`` is that of their own group.
+    connection.execute(
+        f"CREATE TABLE named AS SELECT *, {CONTENT} || CASE WHEN copy > 0 THEN '-' || copy ELSE '' END AS row_id FROM ("
+        "SELECT row, slot, place, content, share AS own, first(share) OVER same AS share, "
+        "row_number() OVER same - 1 AS copy, count(*) OVER (PARTITION BY content) AS copies FROM selected "
+        "WINDOW same AS (PARTITION BY content ORDER BY row))"
+    )
+    _split(connection, staging, options)
     repeated, as_read = _arrange(connection, staging, options)
     return Decided(
         known=_number(connection, "SELECT count(*) FROM named SEMI JOIN old USING (row_id)"),
@@ -106,39 +106,31 @@ def decide(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -
     )  # fmt: skip
 
 
-def _select(connection: DuckDBPyConnection, staged: StagedSource) -> None:
-    """Selects the rows of a source's slice and sample; counts the others."""
-    source, report = staged.source, staged.report
-    inside = f"FROM keys WHERE slot = {staged.number} AND place >= {staged.start} AND place < {staged.stop}"
-    dropped = {_OUTSIDE: report.rows_read - (staged.stop - staged.start)}
-    sample = ""
-    if source.sample_count is not None:
-        dropped[_UNSAMPLED] = max(0, _number(connection, f"SELECT count(*) {inside}") - source.sample_count)
-        sample = f"ORDER BY {_draw_hash(source.shuffle_seed or 0, 'content')}, row LIMIT {source.sample_count}"
-    connection.execute(f"INSERT INTO selected SELECT row, slot, place, content, share {inside} {sample}")
-    report.dropped |= {reason: count for reason, count in dropped.items() if count}
+def _select(connection: DuckDBPyConnection, staging: Staging) -> None:
+    """Creates ``selected``, the rows of each source's slice and sample; counts the others."""
+    connection.read_parquet(str(staging.keys)).create_view("keys")
+    connection.execute("CREATE TABLE selected (row BIGINT, slot INT, place BIGINT, content UBIGINT, share UBIGINT)")
+    for staged in staging.sources.values():
+        source, report, sample = staged.source, staged.report, ""
+        inside = f"FROM keys WHERE slot = {staged.number} AND place >= {staged.start} AND place < {staged.stop}"
+        report.drop({_OUTSIDE: report.rows_read - (staged.stop - staged.start)})
+        if source.sample_count is not None:
+            report.drop({_UNSAMPLED: _number(connection, f"SELECT count(*) {inside}") - source.sample_count})
+            sample = f"ORDER BY {_draw_hash(source.shuffle_seed or 0, 'content')}, row LIMIT {source.sample_count}"
+        connection.execute(f"INSERT INTO selected SELECT row, slot, place, content, share {inside} {sample}")
 
 
-def _name(connection: DuckDBPyConnection) -> None:
-    """Creates ``named``: duplicates are numbered, and get the share of the first one, hence its split.
-
-    ``own`` is the share of the row's own group.
-    """
-    connection.execute(
-        f"CREATE TABLE named AS SELECT *, {CONTENT} || CASE WHEN copy > 0 THEN '-' || copy ELSE '' END AS row_id FROM ("
-        "SELECT row, slot, place, content, share AS own, first(share) OVER same AS share, "
-        "row_number() OVER same - 1 AS copy, count(*) OVER (PARTITION BY content) AS copies FROM selected "
-        "WINDOW same AS (PARTITION BY content ORDER BY row))"
-    )
-
-
-def _split(connection: DuckDBPyConnection, options: Prepare) -> list[tuple[int, int, list[str]]]:
+def _split(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -> None:
     """Creates ``sided``: ``held_out`` is null for rows between the splits. A copy of an old row joins its split.
 
-    Returns:
-        Slot, count and first ids of the copies that are in another split than their group.
+    Remarks on copies that are in another split than their group.
     """
-    highest, between = _thresholds(connection, options)
+    if isinstance(options.held_out, float):
+        highest = between = options.highest_share()
+    else:  # the highest share that is held out, and the highest one that is not trained on
+        nth = f"SELECT share FROM named ORDER BY share LIMIT 1 OFFSET {options.held_out - 1}"
+        highest = _number(connection, f"SELECT coalesce(({nth}), {_SHARES - 1}::UBIGINT)")
+        between = min(2 * highest, _SHARES - 1)
 
     def side(share: str) -> str:
         return f"CASE WHEN {share} <= {highest} THEN true WHEN {share} > {between} THEN false END"
@@ -147,26 +139,16 @@ def _split(connection: DuckDBPyConnection, options: Prepare) -> list[tuple[int, 
         f"CREATE TABLE sided AS SELECT new.*, coalesce(old.held_out, {side('share')}) AS held_out "
         f"FROM (SELECT * FROM named ANTI JOIN old USING (row_id)) new LEFT JOIN old ON old.row_id = {CONTENT}"
     )
-    found: list[tuple[int, int, list[str]]] = connection.execute(
+    parted = connection.execute(
         f"SELECT slot, count(*), list(row_id ORDER BY row)[:{MAX_PLACES}] FROM sided "
         f"WHERE copy > 0 AND own <> share AND held_out <> {side('own')} GROUP BY slot"
     ).fetchall()
-    return found
-
-
-def _thresholds(connection: DuckDBPyConnection, options: Prepare) -> tuple[int, int]:
-    """The highest share that is held out, and the highest one that is not trained on."""
-    if isinstance(options.held_out, float):
-        highest = options.highest_share()
-        return highest, highest
-    found = connection.execute(
-        f"SELECT share FROM named ORDER BY share LIMIT 1 OFFSET {options.held_out - 1}"
-    ).fetchall()
-    highest = found[0][0] if found else _SHARES - 1
-    return highest, min(2 * highest, _SHARES - 1)
-
-
-_FEWEST, _MOST = 0.5, 2**40  # bounds for the rows of a slot: rounds to one; more than any disk holds
+    dropped = connection.execute("SELECT slot, count(*) FROM sided WHERE held_out IS NULL GROUP BY slot").fetchall()
+    reports = [staged.report for staged in staging.sources.values()]
+    for slot, count, places in parted:
+        reports[slot].remarks[_PARTED] = Remark(count=count, places=places)
+    for slot, count in dropped:
+        reports[slot].drop({_BETWEEN: count})
 
 
 def mixed_counts(counts: Mapping[str, int], options: Prepare) -> Mapping[str, int]:
@@ -178,7 +160,10 @@ def mixed_counts(counts: Mapping[str, int], options: Prepare) -> Mapping[str, in
     Raises:
         DataError: a slot is empty, or none of its rows would be taken.
     """
-    weights = _weights(counts, options)
+    weights = options.proportions
+    if options.temperature is not None:
+        largest = max(counts.values()) or 1  # powers of ratios cannot overflow
+        weights = {slot: (count / largest) ** (1 / options.temperature) for slot, count in counts.items()}
     if weights is None:
         return counts
     empty = [slot for slot, count in counts.items() if not count]
@@ -200,27 +185,27 @@ def mixed_counts(counts: Mapping[str, int], options: Prepare) -> Mapping[str, in
     return {slot: round(count) for slot, count in wanted.items()}
 
 
-def _weights(counts: Mapping[str, int], options: Prepare) -> Mapping[str, float] | None:
-    largest = max(counts.values()) or 1  # powers of ratios cannot overflow
-    if options.temperature is not None:
-        return {slot: (count / largest) ** (1 / options.temperature) for slot, count in counts.items()}
-    return options.proportions
-
-
 def _arrange(connection: DuckDBPyConnection, staging: Staging, options: Prepare) -> tuple[int, bool]:
     """Creates ``placed`` from ``sided``; returns ``repeated`` and ``as_read`` of ``Decided``."""
     found = dict(connection.execute("SELECT slot, count(*) FROM sided WHERE NOT held_out GROUP BY slot").fetchall())
     have = {slot: found.get(source.number, 0) for slot, source in staging.sources.items()}
     want = mixed_counts(have, options)
     repeated = sum(max(0, want[slot] - have[slot]) for slot in have)
+    for slot, staged in staging.sources.items():
+        staged.report.drop({_UNMIXED: have[slot] - want[slot]})
+    _take(connection, have, want, options.seed)
     sources = [staged.source for staged in staging.sources.values()]
     as_read = len(sources) == 1 and sources[0].shuffle_seed is None and not repeated
-    _take(connection, have, want, options.seed)
-    placed = "SELECT row, held_out, row_id, row AS position FROM taken" if as_read else _positions(sources)
+    # Slots are interleaved evenly, each in its own order.
+    keys = " ".join(f"WHEN {slot} THEN {_key(source)}" for slot, source in enumerate(sources))
+    positions = (
+        "SELECT row, held_out, row_id, "
+        "row_number() OVER (ORDER BY (rank - 0.5) / size, slot, held_out) - 1 AS position "
+        "FROM (SELECT *, count(*) OVER (PARTITION BY slot, held_out) AS size, row_number() OVER "
+        f"(PARTITION BY slot, held_out ORDER BY repetition, CASE slot {keys} END, row) AS rank FROM taken)"
+    )
+    placed = "SELECT row, held_out, row_id, row AS position FROM taken" if as_read else positions
     connection.execute(f"CREATE TABLE placed AS {placed} ORDER BY row")
-    for slot, staged in staging.sources.items():
-        if want[slot] < have[slot]:
-            staged.report.dropped[_UNMIXED] = have[slot] - want[slot]
     return repeated, as_read
 
 
@@ -243,26 +228,12 @@ def _take(connection: DuckDBPyConnection, have: Mapping[str, int], want: Mapping
     )
 
 
-def _positions(sources: Sequence[Source]) -> str:
-    """SQL that interleaves the slots evenly, each in its own order."""
-    keys = " ".join(f"WHEN {slot} THEN {_key(source)}" for slot, source in enumerate(sources))
-    return (
-        "SELECT row, held_out, row_id, "
-        "row_number() OVER (ORDER BY (rank - 0.5) / size, slot, held_out) - 1 AS position "
-        "FROM (SELECT *, count(*) OVER (PARTITION BY slot, held_out) AS size, row_number() OVER "
-        f"(PARTITION BY slot, held_out ORDER BY repetition, CASE slot {keys} END, row) AS rank FROM taken)"
-    )
-
-
 def _key(source: Source) -> str:
     """SQL for the sort key of a source's rows: their places, shuffled within ``shuffle_buffer`` rows or fully."""
     if source.shuffle_seed is None:
         return "place::DOUBLE"
     share = f"{_draw_hash(source.shuffle_seed, 'place')} / {2**64}::DOUBLE"
     return share if source.shuffle_buffer is None else f"place + {share} * {source.shuffle_buffer}"
-
-
-_ROWS_PER_READ = 10_000
 
 
 def read_old(connection: DuckDBPyConnection, given: Input | None) -> None:
@@ -281,7 +252,7 @@ def read_old(connection: DuckDBPyConnection, given: Input | None) -> None:
             f"INSERT INTO old SELECT {first} + file_row_number AS number, row_id, {side == HELD_OUT} FROM old_file "
             "ORDER BY number"
         )
-        first += pq.ParquetFile(path).metadata.num_rows
+        first += pq.read_metadata(path).num_rows
 
 
 def draw_old(connection: DuckDBPyConnection, given: Input, share: float, seed: int, num_new: int) -> int:
@@ -307,24 +278,15 @@ def old_rows(connection: DuckDBPyConnection, given: Input) -> Iterator[tuple[str
     first = 0
     for side, path in _files(given):
         for batch in row_batches(path, _ROWS_PER_READ):
-            if side == HELD_OUT:
-                yield HELD_OUT, batch
-            else:
-                drawn = _drawn(connection, first, len(batch))
-                yield TRAIN, batch.filter(drawn)
-                yield RESTING, batch.filter(pc.invert(drawn))
+            numbers = f"number >= {first} AND number < {first + len(batch)}"
+            drawn = connection.sql(f"SELECT number - {first} AS n FROM again WHERE {numbers}").to_arrow_table()["n"]
+            is_drawn = pc.is_in(pa.array(range(len(batch))), drawn.combine_chunks())
+            yield (HELD_OUT, batch) if side == HELD_OUT else (TRAIN, batch.filter(is_drawn))
+            if side != HELD_OUT:
+                yield RESTING, batch.filter(pc.invert(is_drawn))
             first += len(batch)
 
 
 def _files(given: Input | None) -> list[tuple[str, Path]]:
     found = [(side, given.path / side) for side in (TRAIN, HELD_OUT, RESTING)] if given else []
     return [(side, path) for side, path in found if path.exists()]
-
-
-def _drawn(connection: DuckDBPyConnection, first: int, count: int) -> pa.Array:
-    """Whether each of ``count`` old rows, starting at ``first``, is replayed."""
-    query = (
-        "SELECT again.number IS NOT NULL AS drawn FROM old LEFT JOIN again USING (number) "
-        f"WHERE old.number >= {first} AND old.number < {first + count} ORDER BY old.number"
-    )
-    return connection.sql(query).to_arrow_table()["drawn"].combine_chunks()

@@ -30,6 +30,8 @@ from tasks.recipe import Input, Inputs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 
 def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping[str, Opened] | None = None) -> Metrics:
     """Checks, identifies, splits and writes all rows, replays old ones, and writes a report.
@@ -51,47 +53,55 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
     with TemporaryDirectory(dir=ctx.work_dir) as scratch:
         staging = stage(sources, convert, workers, Path(scratch), opened)
         report = DataReport(counts={}, sources={slot: staged.report for slot, staged in staging.sources.items()})
-        _settle_bad_rows(staging, report, options, ctx.output_dir)
-        with open_database(Path(scratch), workers) as connection:
-            read_old(connection, inputs.get(REPLAY))
-            decided = decide(connection, staging, options)
-            report.counts |= _write(connection, staging, options, inputs, ctx.output_dir, decided)
-            for source in report.sources.values():
-                source.rows_used = source.rows_read - sum(source.dropped.values())
-            report.counts["dropped"] = sum(sum(source.dropped.values()) for source in report.sources.values())
-            marked = sum(
-                source.remarks[ROLE_MARKS].count for source in report.sources.values() if ROLE_MARKS in source.remarks
-            )
-            report.counts |= {"rows_with_role_marks": marked} if marked else {}
-            _check_rows(connection, report, inputs.get(TOKENIZER), ctx.output_dir)
+        refusal = _settle_bad_rows(staging, report, options, ctx.output_dir)
+        if not refusal:
+            with open_database(Path(scratch), workers) as connection:
+                read_old(connection, inputs.get(REPLAY))
+                decided = decide(connection, staging, options)
+                report.counts |= _write(connection, staging, options, inputs, ctx.output_dir, decided)
+                for source in report.sources.values():
+                    source.rows_used = source.rows_read - source.num_dropped
+                marked = [
+                    source.remarks[ROLE_MARKS].count
+                    for source in report.sources.values()
+                    if ROLE_MARKS in source.remarks
+                ]
+                report.counts |= {
+                    "dropped": report.num_dropped,
+                    **({"rows_with_role_marks": sum(marked)} if marked else {}),
+                }
+                _check_rows(connection, report, inputs.get(TOKENIZER), ctx.output_dir)
+            refusal = _empty_side(report.counts, options, decided)
     write_reports(report, ctx.output_dir)
     _log_report(report)
-    stated = f"held_out={options.held_out} of {report.counts['rows']} rows leaves none"
-    if not report.counts["held_out_rows"]:
-        raise DataError(f"{stated} to measure on; give more rows or groups, or a held_out above {decided.lowest:.3f}")
-    if not report.counts["train_rows"]:
-        raise DataError(f"{stated} to train on; give more rows or groups, or a smaller held_out")
+    if refusal:
+        raise refusal
     return {name: float(count) for name, count in report.counts.items()}
 
 
-def _settle_bad_rows(staging: Staging, report: DataReport, options: Prepare, directory: Path) -> None:
-    """Reports the bad rows.
-
-    Raises:
-        DataError: there are more than ``max_bad_rows``; the report is written all the same.
-    """
+def _settle_bad_rows(staging: Staging, report: DataReport, options: Prepare, directory: Path) -> DataError | None:
+    """Writes and counts the bad rows; the error if there are more than ``max_bad_rows``."""
     shown = settle_rejects(staging, directory / REJECTS)
     report.rejects = REJECTS if shown else None
-    count = sum(sum(source.dropped.values()) for source in report.sources.values())
-    if count > options.max_bad_rows:
-        num_rows = sum(staged.stop - staged.start for staged in staging.sources.values())
-        report.counts |= {"rows": num_rows - count, "dropped": count}
-        write_reports(report, directory)
-        _log_report(report)
-        more = [f"and {count - MAX_SHOWN} more"] if count > MAX_SHOWN else []
-        listed = "\n  ".join([f"{count} of {num_rows} rows cannot be used:", *shown, *more])
-        where = f"all of them are in {directory / REJECTS}"
-        raise DataError(f"{listed}\n{where}; correct them, or leave them out with max_bad_rows={count}")
+    count = report.num_dropped
+    if count <= options.max_bad_rows:
+        return None
+    num_rows = sum(staged.stop - staged.start for staged in staging.sources.values())
+    report.counts |= {"rows": num_rows - count, "dropped": count}
+    more = [f"and {count - MAX_SHOWN} more"] if count > MAX_SHOWN else []
+    listed = "\n  ".join([f"{count} of {num_rows} rows cannot be used:", *shown, *more])
+    where = f"all of them are in {directory / REJECTS}"
+    return DataError(f"{listed}\n{where}; correct them, or leave them out with max_bad_rows={count}")
+
+
+def _empty_side(counts: Mapping[str, int], options: Prepare, decided: Decided) -> DataError | None:
+    """The error if a split has no row."""
+    found = f"held_out={options.held_out} of {counts['rows']} rows leaves none"
+    if not counts["held_out_rows"]:
+        return DataError(f"{found} to measure on; give more rows or groups, or a held_out above {decided.lowest:.3f}")
+    if not counts["train_rows"]:
+        return DataError(f"{found} to train on; give more rows or groups, or a smaller held_out")
+    return None
 
 
 def _write(
@@ -117,12 +127,8 @@ def _write(
             files.write(side, rows)
     files.close()
     counts |= {"train_rows": files.counts[TRAIN], "held_out_rows": files.counts[HELD_OUT]}
-    if decided.repeated:
-        counts["repeated_rows"] = decided.repeated
-    return {**counts, "duplicates": decided.duplicates}
-
-
-logger = logging.getLogger(__name__)
+    repeated = {"repeated_rows": decided.repeated} if decided.repeated else {}
+    return {**counts, **repeated, "duplicates": decided.duplicates}
 
 
 def _log_report(report: DataReport) -> None:
@@ -147,26 +153,26 @@ def _check_rows(connection: DuckDBPyConnection, report: DataReport, tokenizer: I
         directory: where the rows were written, and the files of findings are.
     """
     bands = ", ".join(BANDS)
-    connection.execute(
-        f"CREATE VIEW near_keys AS SELECT row AS ordinal, content, row_id, {bands} FROM keys JOIN placed USING (row)"
-    )
-    report.counts["near_duplicate_rows"], report.near_duplicates = find_near_duplicates(
-        connection, "near_keys", directory
-    )
-    files = [directory / side for side in (TRAIN, HELD_OUT)]
-    report.lengths = _lengths(files, tokenizer)
-    train, held_out = (NamedSet(name=file.stem, file=file) for file in files)
-    report.counts["leaked_rows"], report.leakage = find_leakage([train], [held_out], connection, directory)
-    report.counts |= _labels(connection, train.file)
+    keys = f"(SELECT row AS ordinal, content, row_id, {bands} FROM keys JOIN placed USING (row))"
+    counts = report.counts
+    counts["near_duplicate_rows"], report.near_duplicates = find_near_duplicates(connection, keys, directory)
+    train, held_out = (NamedSet(name=Path(side).stem, file=directory / side) for side in (TRAIN, HELD_OUT))
+    report.lengths = _lengths([train.file, held_out.file], tokenizer)
+    counts["leaked_rows"], report.leakage = find_leakage([train], [held_out], connection, directory)
+    rows = connection.read_parquet(str(train.file))
+    if "label" in rows.columns:
+        found = dict(rows.aggregate("label, count(*)", "label").fetchall())
+        counts |= {f"{name}_rows": found.get(label, 0) for label, name in LABEL_NAMES.items()}
 
 
-def _labels(connection: DuckDBPyConnection, train: Path) -> dict[str, int]:
-    """Numbers of training rows with a desirable and an undesirable answer; empty for rows without labels."""
-    rows = connection.read_parquet(str(train))
-    if "label" not in rows.columns:
-        return {}
-    found = dict(rows.aggregate("label, count(*)", "label").fetchall())
-    return {f"{name}_rows": found.get(label, 0) for label, name in LABEL_NAMES.items()}
+MAX_COUNTED = 20_000  # rows to tokenize: gives the 99th percentile within a tenth of a percent
+
+_NUM_BINS = 40
+_WIDTHS = [digit * 10**zeros for zeros in range(19) for digit in (1, 2, 5)]  # widths of bins with round edges
+_LONG_TAIL = 20  # longest row relative to the median from which bins grow geometrically
+_STEP = 64  # suggested lengths are multiples of it
+_ROWS_PER_READ = 1000
+_ROWS_AT_ONCE = 32  # twice as fast as a thousand
 
 
 def _lengths(files: Sequence[Path], tokenizer: Input | None) -> Lengths | None:
@@ -180,16 +186,6 @@ def _lengths(files: Sequence[Path], tokenizer: Input | None) -> Lengths | None:
     return measure(counted, tokenizer=tokenizer.name if tokenizer else None) if len(counted) else None
 
 
-MAX_COUNTED = 20_000  # rows to tokenize: gives the 99th percentile within a tenth of a percent
-
-_NUM_BINS = 40
-_WIDTHS = [digit * 10**zeros for zeros in range(19) for digit in (1, 2, 5)]  # widths of bins with round edges
-_LONG_TAIL = 20  # longest row relative to the median from which bins grow geometrically
-_STEP = 64  # suggested lengths are multiples of it
-_ROWS_PER_READ = 1000
-_ROWS_AT_ONCE = 32  # twice as fast as a thousand
-
-
 def measure(lengths: npt.NDArray[np.int64], *, tokenizer: str | None = None) -> Lengths:
     """Statistics of the lengths of rows, in bytes of UTF-8 or in tokens.
 
@@ -200,20 +196,12 @@ def measure(lengths: npt.NDArray[np.int64], *, tokenizer: str | None = None) -> 
     """
     p50, p95, p99 = (int(value) for value in np.quantile(lengths, [0.5, 0.95, 0.99], method="inverted_cdf"))
     edges = _edges(int(lengths.min()), p50, int(lengths.max()))
-    suggested = max(_STEP, -(-p95 // _STEP) * _STEP)
+    suggested = max(_STEP, -(-p95 // _STEP) * _STEP) if tokenizer else None
     return Lengths(
-        unit="tokens" if tokenizer else "bytes",
-        tokenizer=tokenizer,
-        rows=len(lengths),
-        p50=p50,
-        p95=p95,
-        p99=p99,
-        max=int(lengths.max()),
-        edges=edges,
-        counts=np.histogram(lengths, edges)[0].tolist(),
-        suggested_max_length=suggested if tokenizer else None,
-        suggests_packing=bool(lengths.mean() < suggested / 2) if tokenizer else None,
-    )
+        unit="tokens" if tokenizer else "bytes", tokenizer=tokenizer, rows=len(lengths), p50=p50, p95=p95, p99=p99,
+        max=int(lengths.max()), edges=edges, counts=np.histogram(lengths, edges)[0].tolist(),
+        suggested_max_length=suggested, suggests_packing=bool(lengths.mean() < suggested / 2) if suggested else None,
+    )  # fmt: skip
 
 
 def _edges(shortest: int, median: int, longest: int) -> list[int]:

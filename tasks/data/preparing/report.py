@@ -3,8 +3,8 @@
 Written as JSON and as a self-contained HTML page, in which content of rows is escaped.
 """
 
-import html
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -55,6 +55,24 @@ class SourceReport:
     dropped: dict[str, int] = field(default_factory=dict)
     remarks: dict[str, Remark] = field(default_factory=dict)
     ignored_columns: dict[str, int] = field(default_factory=dict)
+
+    def add(self, count: int, split_by: str | None, ignored: Mapping[str, int], remarks: Mapping[str, Remark]) -> None:
+        """Counts some rows, their unread columns and their remarks."""
+        self.rows_read += count
+        if split_by:
+            self.split_by = " or ".join(sorted({split_by, *(self.split_by or split_by).split(" or ")}))
+        self.ignored_columns = dict(sorted((Counter(self.ignored_columns) + Counter(ignored)).items()))
+        for words, remark in remarks.items():
+            self.remarks.setdefault(words, Remark()).add(remark.count, remark.places)
+
+    @property
+    def num_dropped(self) -> int:
+        """Number of rows that are not used."""
+        return sum(self.dropped.values())
+
+    def drop(self, counts: Mapping[str, int]) -> None:
+        """Counts rows that are not used, by reason."""
+        self.dropped = dict(sorted((Counter(self.dropped) + Counter(counts)).items()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +189,11 @@ class DataReport:
     rejects: str | None = None
     labels: Labels | None = None
 
+    @property
+    def num_dropped(self) -> int:
+        """Number of rows of all sources that are not used."""
+        return sum(source.num_dropped for source in self.sources.values())
+
     def write(self, directory: Path) -> None:
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
         # Lone surrogates, from file names that are not UTF-8, are escaped.
@@ -203,8 +226,6 @@ class DataReport:
 
 
 PAGE = "report.html"
-_WIDTH, _HEIGHT, _BOTTOM = 900, 220, 24  # of the histogram, with labels at the bottom
-_NUM_LABELS = 10
 
 Section = tuple[str, Sequence[str | tuple[str, str]]]
 """A title, and lines or name-value pairs."""
@@ -273,41 +294,13 @@ def write_reports(report: DataReport, directory: Path) -> None:
 
 
 def render(report: DataReport, shown: Iterable[Section]) -> str:
-    """The page, in pure ASCII."""
+    """The page, in pure ASCII; what rows bring is escaped."""
+    from jinja2 import Environment
+
+    page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    histogram = _histogram(report.lengths) if report.lengths else ""
-    body = "".join(_section(title, rows) + histogram * (title == "all rows") for title, rows in shown)
+    body = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(page)
     return html_page(
         title="data report", style=f"\n{style}", policy="default-src 'none'; style-src 'unsafe-inline'",
-        body=f"<h1>data report</h1>\n{body}",
+        body=body.render(sections=shown, lengths=report.lengths),
     )  # fmt: skip
-
-
-def _section(title: str, rows: Iterable[str | tuple[str, str]]) -> str:
-    escape = html.escape
-    cells = (
-        f'<td colspan="2">{escape(row)}' if isinstance(row, str) else f"<td>{escape(row[0])}</td><td>{escape(row[1])}"
-        for row in rows
-    )
-    table = "".join(f"<tr>{each}</td></tr>" for each in cells)
-    return f"<section><h2>{escape(title)}</h2><table>{table}</table></section>\n"
-
-
-def _histogram(lengths: Lengths) -> str:
-    wide, high = _WIDTH / len(lengths.counts), _HEIGHT - _BOTTOM
-    bar = max(wide - 2, 1)
-    unit = html.escape(f"tokens of {lengths.tokenizer}" if lengths.tokenizer else lengths.unit)
-    parts = [f"<section><h2>lengths in {unit}</h2>"]
-    parts.append(f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="histogram of lengths">')
-    for place, count in enumerate(lengths.counts):
-        tall = high * count / max(lengths.counts)
-        first, last = lengths.edges[place], lengths.edges[place + 1] - 1
-        parts.append(
-            f'<rect x="{place * wide + 1:.1f}" y="{high - tall:.1f}" width="{bar:.1f}" height="{tall:.1f}">'
-            f"<title>{first} to {last}: {count} rows</title></rect>"
-        )
-    parts.append(f'<line x1="0" y1="{high}" x2="{_WIDTH}" y2="{high}"/>')
-    step = max(1, -(-len(lengths.counts) // _NUM_LABELS))
-    for place in range(0, len(lengths.counts), step):
-        parts.append(f'<text x="{place * wide:.1f}" y="{_HEIGHT - 6}">{lengths.edges[place]}</text>')
-    return "".join([*parts, "</svg></section>\n"])

@@ -6,10 +6,10 @@ would depend on its writer.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +21,8 @@ from duckdb import DuckDBPyConnection
 from lineage.artifact import Kind, Source
 from tasks.data.kinds import HELD_OUT, ROW_KINDS, TRAIN
 from tasks.data.ordered_pool import ordered_map
-from tasks.data.preparing.convert_rows import KEYS, Converted, ConvertRows, Opened, detect_source
-from tasks.data.preparing.report import Remark, SourceReport
+from tasks.data.preparing.convert_rows import KEYS, ConvertRows, Opened, detect_source
+from tasks.data.preparing.report import SourceReport
 from tasks.data.reading.chunk import parse_split
 
 MAX_SHOWN = 20  # bad rows in one message
@@ -30,8 +30,6 @@ BYTES_AT_ONCE = 2**25  # rows in memory
 MAX_PIECES = 256  # open files; with more than 8 GB of rows the pieces are larger
 _ROWS_PER_GROUP = 10_000  # of Parquet
 _STAGED_KEYS = pa.schema([("row", pa.int64()), ("slot", pa.int32()), *KEYS])
-
-Batches = Iterator[pa.RecordBatch]
 
 
 @dataclass(kw_only=True)
@@ -53,33 +51,20 @@ class StagedSource:
 
 @dataclass(kw_only=True)
 class Staging:
-    """The staged rows of all slots.
+    """The staged rows of all slots, in scratch files: good rows, their keys, and bad rows.
 
     Args:
         count: number of good rows.
-
-    Files:
-        rows: the good rows as concatenated Arrow streams, without ids; ``row`` in ``keys`` numbers them from 0.
-        keys: Parquet with ``row``, ``slot``, ``place`` among the rows of its source, and the columns of
-            ``Converted.keys``.
-        bad: a JSON line per bad row: slot, place and problem.
     """
 
     directory: Path
     sources: dict[str, StagedSource] = field(default_factory=dict)
     count: int = 0
 
-    @property
-    def rows(self) -> Path:
-        return self.directory / "rows.arrows"
-
-    @property
-    def keys(self) -> Path:
-        return self.directory / "keys.parquet"
-
-    @property
-    def bad(self) -> Path:
-        return self.directory / "bad.jsonl"
+    def __post_init__(self) -> None:
+        self.rows, self.keys, self.bad = (
+            self.directory / name for name in ("rows.arrows", "keys.parquet", "bad.jsonl")
+        )
 
     def batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
         """The good rows in reading order; each batch with the number of its first row."""
@@ -120,41 +105,26 @@ def stage(
             staged = StagedSource(number=len(staging.sources), source=source, report=each.report())
             staging.sources[slot] = staged
             report, (_, part) = staged.report, parse_split(source.split)
-            work = replace(convert, detected=each.detected)
-            for converted in ordered_map(work, each.chunks, workers):
+            for converted in ordered_map(replace(convert, detected=each.detected), each.chunks, workers):
                 if converted.rows and converted.keys:
                     rows.write(converted.rows)
                     keys.write_batch(_keys(staging, staged, converted.keys))
                     staging.count += len(converted.keys)
                 for place, reject in converted.rejects:
-                    what = {"where": reject.where, "reason": reject.reason, "problem": reject.problem}
+                    shown = {"where": reject.where, "reason": reject.reason, "problem": reject.problem}
                     at = {"place": report.rows_read + place, "slot": slot}
-                    bad.write(json.dumps({**at, **what, "raw": reject.raw}) + "\n")
-                _count(report, converted)
+                    bad.write(json.dumps({**at, **shown, "raw": reject.raw}) + "\n")
+                report.add(converted.count, converted.split_by, converted.ignored, converted.remarks)
                 if part and part.last is not None and report.rows_read >= part.last:
                     break  # the slice ends here
             staged.start, staged.stop = part.bounds(report.rows_read) if part else (0, report.rows_read)
-            report.ignored_columns = dict(sorted(report.ignored_columns.items()))
     return staging
-
-
-def _count(report: SourceReport, converted: Converted) -> None:
-    report.rows_read += converted.count
-    if converted.split_by:
-        report.split_by = " or ".join(
-            sorted({converted.split_by, *(report.split_by or converted.split_by).split(" or ")})
-        )
-    for column, count in converted.ignored.items():
-        report.ignored_columns[column] = report.ignored_columns.get(column, 0) + count
-    for words, remark in converted.remarks.items():
-        report.remarks.setdefault(words, Remark()).add(remark.count, remark.places)
 
 
 def _keys(staging: Staging, staged: StagedSource, keys: pa.RecordBatch) -> pa.RecordBatch:
     rows = np.arange(staging.count, staging.count + len(keys))
-    columns = [pa.array(rows), pa.repeat(pa.scalar(staged.number, pa.int32()), len(keys)), *keys.columns]
-    places = _STAGED_KEYS.get_field_index("place")
-    columns[places] = pc.add(columns[places], staged.report.rows_read)
+    places = pc.add(keys.column("place"), staged.report.rows_read)
+    columns = [rows, np.full(len(keys), staged.number, np.int32), places, *keys.columns[1:]]
     return pa.record_batch(columns, _STAGED_KEYS)
 
 
@@ -170,12 +140,8 @@ def settle_rejects(staging: Staging, file: Path) -> list[str]:
             staged = staging.sources[fields.pop("slot")]
             if staged.start <= fields.pop("place") < staged.stop:
                 rejects.write(json.dumps(fields) + "\n")
-                dropped, reason = staged.report.dropped, fields["reason"]
-                dropped[reason] = dropped.get(reason, 0) + 1
-                if len(shown) < MAX_SHOWN:
-                    shown.append(f"{fields['where']}: {fields['problem']}")
-    for staged in staging.sources.values():
-        staged.report.dropped = dict(sorted(staged.report.dropped.items()))
+                staged.report.drop({fields["reason"]: 1})
+                shown += [f"{fields['where']}: {fields['problem']}"] if len(shown) < MAX_SHOWN else []
     if not shown:
         file.unlink()
     return shown
@@ -188,11 +154,11 @@ class SplitFiles:
         counts: split -> number of written rows.
     """
 
-    def __init__(self, directory: Path, kind: Kind, sides: tuple[str, ...]) -> None:
+    def __init__(self, directory: Path, kind: Kind, sides: Iterable[str]) -> None:
         self.counts = dict.fromkeys(sides, 0)
         self._schema = ROW_KINDS[kind].schema
-        self._writers = {side: pq.ParquetWriter(directory / side, self._schema) for side in sides}
-        self._pending: dict[str, list[pa.RecordBatch]] = {side: [] for side in sides}
+        self._writers = {side: pq.ParquetWriter(directory / side, self._schema) for side in self.counts}
+        self._pending: dict[str, list[pa.RecordBatch]] = {side: [] for side in self.counts}
 
     def write(self, side: str, rows: pa.RecordBatch) -> None:
         """Adds rows to a split; row groups do not depend on the batches."""
@@ -221,11 +187,9 @@ def _conformed(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     if batch.schema.equals(schema):
         return batch
     names = batch.schema.names
-    columns = [
-        batch.column(field.name).cast(field.type) if field.name in names else pa.nulls(len(batch), field.type)
-        for field in schema
-    ]
-    return pa.record_batch(columns, schema)
+    missing = pa.nulls(len(batch))
+    columns = [batch.column(name) if name in names else missing for name in schema.names]
+    return pa.record_batch([column.cast(of) for column, of in zip(columns, schema.types, strict=True)], schema)
 
 
 def placed_rows(
@@ -234,25 +198,21 @@ def placed_rows(
     """Split and rows of the table ``placed``, with ids, in order."""
     batches = _placed(connection, staging)
     if not as_read:
-        batches = sorted_rows(batches, staging.directory, _boundaries(connection))
+        # Positions that divide all rows into pieces that can be sorted in memory.
+        found = connection.execute(
+            "WITH piled AS (SELECT position, sum(bytes) OVER (ORDER BY position) AS height "
+            "FROM placed JOIN keys USING (row)) "
+            f"SELECT min(position) FROM piled GROUP BY floor(height / greatest({BYTES_AT_ONCE}, "
+            f"(SELECT max(height) FROM piled) / {MAX_PIECES})) ORDER BY 1"
+        ).fetchall()
+        batches = sorted_rows(batches, staging.directory, [position for (position,) in found[1:]])
     for rows in batches:
         held_out = rows.column("held_out")
         yield TRAIN, rows.filter(pc.invert(held_out))
         yield HELD_OUT, rows.filter(held_out)
 
 
-def _boundaries(connection: DuckDBPyConnection) -> list[int]:
-    """Positions that divide all rows into pieces that can be sorted in memory."""
-    found = connection.execute(
-        "WITH piled AS (SELECT position, sum(bytes) OVER (ORDER BY position) AS height "
-        "FROM placed JOIN keys USING (row)) "
-        f"SELECT min(position) FROM piled GROUP BY floor(height / greatest({BYTES_AT_ONCE}, "
-        f"(SELECT max(height) FROM piled) / {MAX_PIECES})) ORDER BY 1"
-    ).fetchall()
-    return [position for (position,) in found[1:]]
-
-
-def _placed(connection: DuckDBPyConnection, staging: Staging) -> Batches:
+def _placed(connection: DuckDBPyConnection, staging: Staging) -> Iterator[pa.RecordBatch]:
     """The used rows, with repetitions, in reading order."""
     for first, batch in staging.batches():
         query = (
@@ -266,7 +226,9 @@ def _placed(connection: DuckDBPyConnection, staging: Staging) -> Batches:
             yield rows
 
 
-def sorted_rows(batches: Batches, directory: Path, boundaries: Sequence[int]) -> Batches:
+def sorted_rows(
+    batches: Iterable[pa.RecordBatch], directory: Path, boundaries: Sequence[int]
+) -> Iterator[pa.RecordBatch]:
     """Sorts rows by their column ``position``, with files as buckets.
 
     Args:
@@ -283,24 +245,19 @@ def sorted_rows(batches: Batches, directory: Path, boundaries: Sequence[int]) ->
                     if number not in writers:
                         writers[number] = opened.enter_context(pa.ipc.new_stream(str(files[number]), rows.schema))
                     writers[number].write_table(rows.slice(first, last - first))
-    for file in files:
-        if file.exists():
-            with pa.OSFile(str(file)) as piece, pa.ipc.open_stream(piece) as reader:
-                yield from _sorted(reader.read_all()).to_batches()
-            file.unlink()
+    for file in filter(Path.exists, files):
+        with pa.OSFile(str(file)) as piece, pa.ipc.open_stream(piece) as reader:
+            rows = reader.read_all()
+            yield from rows.take(pc.sort_indices(rows["position"])).to_batches()
+        file.unlink()
 
 
-def _gathered(batches: Batches) -> Iterator[pa.Table]:
+def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Larger sorted tables, so that each file gets few batches."""
     pending: list[pa.RecordBatch] = []
-    for batch in batches:
-        pending.append(batch)
-        if sum(each.nbytes for each in pending) > BYTES_AT_ONCE:
-            yield _sorted(pa.Table.from_batches(pending))
+    for batch in chain(batches, [None]):
+        pending += [] if batch is None else [batch]
+        if pending and (batch is None or sum(each.nbytes for each in pending) > BYTES_AT_ONCE):
+            rows = pa.Table.from_batches(pending)
+            yield rows.take(pc.sort_indices(rows["position"]))
             pending.clear()
-    if sum(map(len, pending)):
-        yield _sorted(pa.Table.from_batches(pending))
-
-
-def _sorted(rows: pa.Table) -> pa.Table:
-    return rows.take(pc.sort_indices(rows["position"]))

@@ -1,14 +1,17 @@
 """What readers return: rows and unusable places, in chunks that another process can parse; and slices of splits."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from lineage.errors import ConfigError, DataError
 from lineage.text_split import SplitBy
 
-SHOWN_BYTES = 200  # of an unusable place, in messages
+BLOCK_BYTES = 2**20  # that are read at once
+MAX_ROW_BYTES = 64 * 2**20  # about ten million tokens; a longer line is a file without line ends
+MOST = f"{MAX_ROW_BYTES // 2**20} MB"
+_SHOWN_BYTES = 200  # of an unusable place, in messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +39,7 @@ class Broken:
     where: str
     found: str
     reason: str
-    raw: str
+    raw: str = ""
     accepted: str = "one JSON object per row, in UTF-8"
     remedy: str = "correct or remove the row"
 
@@ -69,7 +72,7 @@ def parsed(*entries: Row | Broken, split_by: SplitBy | None = None) -> Chunk:
 
 def shown(raw: bytes) -> str:
     """The beginning of an unusable place, as far as it is text."""
-    return raw[:SHOWN_BYTES].decode(errors="replace")
+    return raw[:_SHOWN_BYTES].decode(errors="replace")
 
 
 def not_utf8(error: UnicodeDecodeError, where: str, raw: bytes) -> Broken:
@@ -79,19 +82,14 @@ def not_utf8(error: UnicodeDecodeError, where: str, raw: bytes) -> Broken:
     return Broken(where=where, reason="not UTF-8", raw=shown(raw), found=found, accepted="UTF-8", remedy=remedy)
 
 
-def no_rows(name: str, found: str) -> DataError:
-    """The error for a file without a row."""
-    return DataError(f"{name}{found}; at least one row is accepted; write it again or leave it out")
+def refused(where: str, found: str, accepted: str, remedy: str = "correct it") -> DataError:
+    """The error for a whole file or directory, in the form of a ``Broken``."""
+    return DataError(f"{where}: {found}; accepted: {accepted}; {remedy}")
 
 
-def two_columns(name: str, column: str) -> DataError:
-    """The error for a table with two columns of one name."""
-    return DataError(f"{name}: two columns are named {column!r}; one of each name is accepted; rename one")
-
-
-def no_split(name: str, split: str, splits: Iterable[str]) -> ConfigError:
+def no_split(name: str, split: str, splits: Mapping[str, object]) -> ConfigError:
     """The error for a directory that has only other splits."""
-    return ConfigError(f"{name}: no split {split!r} in it; it has {', '.join(splits)}; set split to one of them")
+    return ConfigError(f"{name}: no split {split!r} in it; accepted: {', '.join(splits)}; set split to one of them")
 
 
 _SPLIT = re.compile(r"([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?")

@@ -18,7 +18,7 @@ from lineage.artifact import Source
 from lineage.code import source_file
 from lineage.errors import DataError
 from lineage.source_checks import PythonFunction, python_function
-from tasks.data.reading.chunk import Broken, Chunk, Row, Rows
+from tasks.data.reading.chunk import Broken, Chunk, Row, Rows, refused
 
 _ROWS_PER_CHUNK = 1000
 _ACCEPTED = "a function that takes no argument and yields mappings of column names to values"
@@ -70,16 +70,20 @@ def _plain(value: object) -> object:
 
 def _yielded(function: PythonFunction, path: str) -> Iterator[object]:
     try:
-        rows = _loaded(function, path)()
+        call = load_function(function, path, _ACCEPTED)
+        try:
+            inspect.signature(call).bind()
+        except TypeError as error:
+            raise refused(path, f"{error} in {inspect.signature(call)}", _ACCEPTED, "give each a default") from error
+        rows = call()
         if not isinstance(rows, Iterable) or isinstance(rows, str | bytes | Mapping):
-            raise DataError(f"{path} returned {type(rows).__name__}; accepted: {_ACCEPTED}; yield the rows")
+            raise refused(path, f"it returned {type(rows).__name__}", _ACCEPTED, "yield the rows")
         yield from rows
     except DataError:
         raise
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise DataError(
-            f"{path}: {place_of_error(error, function)}{type(error).__name__}: {error}; correct the function"
-        ) from error
+        found = f"{place_of_error(error, function)}{type(error).__name__}: {error}"
+        raise DataError(f"{path}: {found}; correct the function") from error
 
 
 def load_function(function: PythonFunction, path: str, accepted: str) -> Callable[..., object]:
@@ -97,18 +101,7 @@ def load_function(function: PythonFunction, path: str, accepted: str) -> Callabl
         module = importlib.import_module(str(function.module))
     found: object = vars(module).get(function.name)
     if not callable(found):
-        raise DataError(f"{path} is {'nothing' if found is None else type(found).__name__}; {accepted}; name one")
-    return found
-
-
-def _loaded(function: PythonFunction, path: str) -> Callable[[], object]:
-    found = load_function(function, path, f"accepted: {_ACCEPTED}")
-    try:
-        inspect.signature(found).bind()
-    except TypeError as error:
-        raise DataError(
-            f"{path}{inspect.signature(found)}: {error}; accepted: {_ACCEPTED}; give each a default"
-        ) from error
+        raise refused(path, f"it is {'nothing' if found is None else type(found).__name__}", accepted, "name one")
     return found
 
 

@@ -14,13 +14,13 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 
 from lineage.artifact import QUICKSTART, Source
-from lineage.errors import ConfigError, DataError
+from lineage.errors import ConfigError
 from lineage.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
 from lineage.secrets import without_secrets
 from lineage.source_checks import PYTHON, is_loaded
 from lineage.sources import local_paths
 from lineage.text_split import NOTE, SplitBy, data_suffix
-from tasks.data.reading.chunk import Chunk, Row, no_split, parse_split, parsed
+from tasks.data.reading.chunk import Chunk, Row, no_split, parse_split, parsed, refused
 from tasks.data.reading.delimited import read_csv
 from tasks.data.reading.json_rows import read_json, read_json_lines
 from tasks.data.reading.lines import read_text
@@ -42,12 +42,14 @@ _WORDS = {
 _PART = r"(?:[-_.]\w+)*-\d{5}-of-\d{5}.*|[-_]?\d*"
 _DIRECTORIES = {split: re.compile(words, re.IGNORECASE) for split, words in _WORDS.items()}
 _FILES = {split: re.compile(rf"(?:{words})(?:{_PART})", re.IGNORECASE) for split, words in _WORDS.items()}
+_TEXTS: Mapping[str, SplitBy | None] = {".txt": None, ".text": None, ".md": "document"}  # suffix -> default unit
 _READERS: Mapping[str, Callable[[Path, str], Iterator[Chunk]]] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), read_json_lines), ".json": read_json,
     ".parquet": read_parquet, ".arrow": read_arrow, ".feather": read_arrow, ".csv": read_csv,
     ".tsv": partial(read_csv, separator="\t"),
 }  # fmt: skip
-_TEXTS: Mapping[str, SplitBy | None] = {".txt": None, ".text": None, ".md": "document"}  # suffix -> default unit
+_SUFFIXES = (*_READERS, *_TEXTS)
+_ACCEPTED = f"{', '.join(_SUFFIXES)}, each also with .gz, .zst or .bz2"
 
 
 def read_chunks(source: Source) -> Iterator[Chunk]:
@@ -72,8 +74,11 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
         yield from _read_remote(source, split)
     elif paths and not is_loaded(source):
         for path in paths:
-            if path.is_dir():
-                yield from _read_directory(path, split, source.split_by)
+            if path.is_dir() and is_saved(path):
+                yield from read_saved(path, split)
+            elif path.is_dir():
+                for name in _chosen_files(_files_below(path), split, str(path)):
+                    yield from _read_file(path / name, str(path / name), source.split_by)
             else:
                 _require_no_splits(source, split)
                 yield from _read_file(path, str(path), source.split_by)
@@ -97,28 +102,16 @@ def _read_file(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chun
         DataError: files with this suffix are not read, or there is no row in it.
     """
     suffix = data_suffix(path)
-    if suffix in _TEXTS:
-        return read_text(path, name, split_by or _TEXTS[suffix])
-    if suffix not in _READERS:
-        raise DataError(
-            f"{name}: rows are not read from {path.suffix or 'a file without a suffix'}; accepted: "
-            f"{', '.join((*_READERS, *_TEXTS))}, each also with .gz, .zst or .bz2; convert or unpack it"
-        )
-    return _READERS[suffix](path, name)
-
-
-def _read_directory(directory: Path, split: str, split_by: SplitBy | None) -> Iterator[Chunk]:
-    """The rows of a directory, or of a data set saved in it. Files of other splits are logged.
-
-    Raises:
-        ConfigError: it has no such split.
-        DataError: it holds no data, or a file that cannot be read.
-    """
-    if is_saved(directory):
-        yield from read_saved(directory, split)
-        return
-    for name in _chosen_files(_files_below(directory), split, str(directory)):
-        yield from _read_file(directory / name, str(directory / name), split_by)
+    if suffix not in _SUFFIXES:
+        found = f"rows are not read from {path.suffix or 'a file without a suffix'}"
+        raise refused(name, found, _ACCEPTED, "convert or unpack it")
+    is_text = suffix in _TEXTS
+    chunks = read_text(path, name, split_by or _TEXTS[suffix]) if is_text else _READERS[suffix](path, name)
+    first = next(chunks, None)
+    if first is None:
+        raise refused(name, "there is no row in this file", "at least one", "write it again or leave it out")
+    yield first
+    yield from chunks
 
 
 def _files_below(directory: Path) -> list[PurePosixPath]:
@@ -129,10 +122,9 @@ def _files_below(directory: Path) -> list[PurePosixPath]:
         if path.is_file():
             names.append(name)
         elif path.is_symlink() and not _is_hidden(name):
-            raise DataError(
-                f"{directory}: holds {name}, a link to {'a directory' if path.is_dir() else 'nothing'}, which is not "
-                "followed; directories, files and links to files are accepted; put the files there, or remove the link"
-            )
+            target = "a directory" if path.is_dir() else "nothing"
+            found, accepted = f"{name} is a link to {target}, which is not followed", "files and links to files"
+            raise refused(str(directory), found, accepted, "put the files there, or remove the link")
     return names
 
 
@@ -146,13 +138,11 @@ def _chosen_files(names: Sequence[PurePosixPath], split: str, place: str) -> lis
     data = [name for name in names if not _is_beside_data(name)]
     if not data:
         beside = f" ({names[0]} and the like are not data)" if names else ""
-        raise DataError(f"{place}: no data in this directory{beside}; put files of rows there, or give another")
-    unread = [name for name in data if data_suffix(name) not in (*_READERS, *_TEXTS)]
+        raise refused(place, f"no data in this directory{beside}", _ACCEPTED, "put files there, or give another")
+    unread = [name for name in data if data_suffix(name) not in _SUFFIXES]
     if unread:
-        raise DataError(
-            f"{place}: holds {unread[0]}, of which rows are not read; a directory is read as a whole; convert or "
-            f"remove it, or name the files you mean by a glob such as {place}/*.jsonl"
-        )
+        remedy = f"convert or remove it, or name the files you mean by a glob such as {place}/*.jsonl"
+        raise refused(place, f"rows of {unread[0]} are not read", _ACCEPTED, remedy)
     splits: dict[str, list[PurePosixPath]] = {}
     for name in data:
         splits.setdefault(_split_of(name), []).append(name)
@@ -185,7 +175,7 @@ def _is_beside_data(name: PurePosixPath) -> bool:
     """Whether a file in a data directory is not data: hidden, a README, or a marker such as ``_SUCCESS``."""
     if _is_hidden(name) or name.name in _BESIDE:
         return True
-    if data_suffix(name) not in (*_READERS, *_TEXTS):
+    if data_suffix(name) not in _SUFFIXES:
         return name.name.startswith("_") or bool(NOTE.match(name.name))
     return data_suffix(name) in _TEXTS and bool(NOTE.fullmatch(name.stem))
 
@@ -207,33 +197,24 @@ def _read_remote(source: Source, split: str) -> Iterator[Chunk]:
     """
     versions = remote_versions("rows", source.path, source.credentials)
     if source.revision and revision_of(versions) != source.revision:
-        raise DataError(
-            f"{source.path}: its files have changed since the plan was made; the bytes that were planned are accepted; "
-            "do not change them during the run, and run again"
-        )
-    for url in _chosen(source, list(versions), split):
-        with TemporaryDirectory() as scratch:
-            copy = Path(scratch, place_of(url).name)
-            _copy(url, source, copy)
-            yield from _read_file(copy, url, source.split_by)
-
-
-def _chosen(source: Source, urls: list[str], split: str) -> list[str]:
-    """The URLs of a split: a directory is searched as a local one is; a file or the matches of a glob are all read."""
+        found, accepted = "its files have changed since the plan was made", "the bytes that were planned"
+        raise refused(source.path, found, accepted, "do not change them during the run, and run again")
+    # A directory is searched as a local one is; a file or the matches of a glob are all read.
     depth = len(place_of(source.path).parts)
-    below = {PurePosixPath(*place_of(url).parts[depth:]): url for url in urls}
+    below = {PurePosixPath(*place_of(url).parts[depth:]): url for url in versions}
+    urls = list(versions)
     if has_magic(source.path) or PurePosixPath() in below:
         _require_no_splits(source, split)
-        return urls
-    return [below[name] for name in _chosen_files(list(below), split, source.path)]
-
-
-def _copy(url: str, source: Source, target: Path) -> None:
-    try:
-        with open_remote(url, source.credentials) as remote, target.open("wb") as file:
-            shutil.copyfileobj(remote, file)
-    except Exception as error:  # file-system libraries have no common base for their errors
-        raise DataError(
-            f"{url}: cannot be copied here ({without_secrets(error, source.credentials)}); a file that stays as it is "
-            "and that the credentials may read is accepted; look for it there, and run again"
-        ) from error
+    else:
+        urls = [below[name] for name in _chosen_files(list(below), split, source.path)]
+    for url in urls:
+        with TemporaryDirectory() as scratch:
+            copy = Path(scratch, place_of(url).name)
+            try:
+                with open_remote(url, source.credentials) as remote, copy.open("wb") as file:
+                    shutil.copyfileobj(remote, file)
+            except Exception as error:  # file-system libraries have no common base for their errors
+                found = f"cannot be copied here ({without_secrets(error, source.credentials)})"
+                accepted = "a file that stays as it is and that the credentials may read"
+                raise refused(url, found, accepted, "look for it there, and run again") from error
+            yield from _read_file(copy, url, source.split_by)

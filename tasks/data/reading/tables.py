@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Source
-from lineage.errors import ConfigError, DataError, PipelineError
-from tasks.data.reading.chunk import Broken, Chunk, Row, Rows, Slice, no_rows, no_split, two_columns
-from tasks.data.reading.lines import BLOCK_BYTES, kind_of, on_disk
+from lineage.errors import ConfigError, PipelineError
+from tasks.data.reading.chunk import BLOCK_BYTES, Broken, Chunk, Row, Rows, Slice, no_split, refused
+from tasks.data.reading.lines import format_of, on_disk
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,93 +27,18 @@ def _table_rows(name: str, first: int, stream: bytes) -> Rows:
     table = pa.ipc.open_stream(stream).read_all()
     nested = [field.name for field in table.schema if pa.types.is_nested(field.type)]
     try:
-        rows: Iterable[dict[str, object] | None] = table.to_pylist()
+        rows: list[dict[str, object] | None] = table.to_pylist()
     except (ValueError, OverflowError):  # not representable in Python: half a character, a year beyond 9999
         rows = [None] * table.num_rows
     for index, row in enumerate(rows):
-        entry = _alone(table, index, f"{name}[{first + index}]") if row is None else row
-        if isinstance(entry, Broken):
-            yield entry
-        else:
-            bare = {column: _without_nulls(entry[column]) for column in nested}
-            yield Row(fields={**entry, **bare}, where=f"{name}[{first + index}]")
-
-
-def _alone(table: "pa.Table", index: int, where: str) -> dict[str, object] | Broken:
-    for column in table.column_names:
+        where = f"{name}[{first + index}]"
         try:
-            table[column][index].as_py()
+            fields = table.slice(index, 1).to_pylist()[0] if row is None else row
         except (ValueError, OverflowError) as error:
-            found = f"column {column!r} holds a value that Python cannot represent ({error})"
-            accepted = "text in UTF-8 and times of our calendar"
-            return Broken(where=where, reason="not readable", raw="", found=found, accepted=accepted)
-    row: dict[str, object] = table.slice(index, 1).to_pylist()[0]
-    return row
-
-
-def read_parquet(path: Path, name: str) -> Iterator[Chunk]:
-    """The rows of a Parquet file, in parts of a row group."""
-    import pyarrow.parquet as pq
-
-    # Without pre_buffer=False a whole row group is in memory, which may be the whole file.
-    options = {"pre_buffer": False, "buffer_size": BLOCK_BYTES, "page_checksum_verification": True}
-    with _readable(path, name, "Parquet") as (file, _), pq.ParquetFile(file, **options) as rows:
-        size = sum(rows.metadata.row_group(index).total_byte_size for index in range(rows.num_row_groups))
-        fitting = max(1, rows.metadata.num_rows * BLOCK_BYTES // max(size, 1))  # fewer where rows are long
-        yield from table_chunks(rows.iter_batches(batch_size=min(fitting, BATCH_ROWS)), name)
-
-
-def read_arrow(path: Path, name: str) -> Iterator[Chunk]:
-    """The rows of an Arrow file (Feather), or of a file in Arrow's stream format, as `datasets` writes it."""
-    import pyarrow as pa
-
-    with _readable(path, name, "Arrow") as (file, kind), pa.OSFile(str(file)) as stream:
-        if kind == "Arrow":
-            batches = pa.ipc.open_file(stream)
-            found = (batches.get_batch(index) for index in range(batches.num_record_batches))
+            found, accepted = f"a value is not readable ({error})", "text in UTF-8 and times of our calendar"
+            yield Broken(where=where, reason="not readable", found=found, accepted=accepted)
         else:
-            found = iter(pa.ipc.open_stream(stream))
-        yield from table_chunks(map(_validated, found), name)
-
-
-def table_chunks(batches: "Iterable[pa.RecordBatch | pa.Table]", name: str) -> Iterator[Chunk]:
-    """Batches cut into chunks of about a megabyte, as streams: a pickled slice would contain the whole batch.
-
-    Raises:
-        DataError: there is no row, or two columns have one name.
-    """
-    import pyarrow as pa
-
-    first = 0
-    for batch in batches:
-        if twice := {column for column in batch.schema.names if batch.schema.names.count(column) > 1}:
-            raise two_columns(name, min(twice))
-        count = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
-        for start in range(0, batch.num_rows, count):
-            piece, sink = batch.slice(start, count), pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, batch.schema) as writer:
-                writer.write(piece)
-            yield Chunk(rows=partial(_table_rows, name, first + start, sink.getvalue().to_pybytes()))
-        first += batch.num_rows
-    if not first:
-        raise no_rows(name, ": columns without rows")
-
-
-def _validated(batch: "pa.RecordBatch") -> "pa.RecordBatch":
-    """The batch, after a check of its offsets: with wrong ones a damaged file would crash the process.
-
-    Raises:
-        pa.ArrowInvalid: some do not.
-    """
-    import pyarrow as pa
-
-    bare = {
-        pa.string(): pa.binary(),
-        pa.large_string(): pa.large_binary(),
-    }  # so that bytes other than UTF-8 break only their row
-    for column in batch.columns:
-        column.view(bare.get(column.type, column.type)).validate(full=True)
-    return batch
+            yield Row(fields={**fields, **{name: _without_nulls(fields[name]) for name in nested}}, where=where)
 
 
 def _without_nulls(value: object) -> object:
@@ -123,9 +48,72 @@ def _without_nulls(value: object) -> object:
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
+def read_parquet(path: Path, name: str) -> Iterator[Chunk]:
+    """The rows of a Parquet file, in parts of a row group."""
+    import pyarrow.parquet as pq
+
+    # Without pre_buffer=False a whole row group is in memory, which may be the whole file.
+    options = {"pre_buffer": False, "buffer_size": BLOCK_BYTES, "page_checksum_verification": True}
+    with _readable(path, name, "Parquet") as file, pq.ParquetFile(file, **options) as rows:
+        size = sum(rows.metadata.row_group(index).total_byte_size for index in range(rows.num_row_groups))
+        fitting = max(1, rows.metadata.num_rows * BLOCK_BYTES // max(size, 1))  # fewer where rows are long
+        yield from table_chunks(rows.iter_batches(batch_size=min(fitting, BATCH_ROWS)), name)
+
+
+def read_arrow(path: Path, name: str) -> Iterator[Chunk]:
+    """The rows of an Arrow file (Feather), or of a file in Arrow's stream format, as `datasets` writes it."""
+    import pyarrow as pa
+
+    with _readable(path, name, "Arrow") as file, pa.OSFile(str(file)) as stream:
+        is_stream = stream.read(6) != b"ARROW1"
+        stream.seek(0)
+        if is_stream:
+            found = iter(pa.ipc.open_stream(stream))
+        else:
+            batches = pa.ipc.open_file(stream)
+            found = (batches.get_batch(index) for index in range(batches.num_record_batches))
+        yield from table_chunks(map(_validated, found), name)
+
+
+def table_chunks(batches: "Iterable[pa.RecordBatch | pa.Table]", name: str) -> Iterator[Chunk]:
+    """Batches cut into chunks of about a megabyte, as streams: a pickled slice would contain the whole batch.
+
+    Raises:
+        DataError: two columns have one name.
+    """
+    import pyarrow as pa
+
+    first = 0
+    for batch in batches:
+        if twice := {column for column in batch.schema.names if batch.schema.names.count(column) > 1}:
+            raise refused(name, f"two columns are named {min(twice)!r}", "one of each name", "rename one")
+        count = max(1, batch.num_rows * BLOCK_BYTES // max(batch.nbytes, 1))
+        for start in range(0, batch.num_rows, count):
+            piece, sink = batch.slice(start, count), pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, batch.schema) as writer:
+                writer.write(piece)
+            yield Chunk(rows=partial(_table_rows, name, first + start, sink.getvalue().to_pybytes()))
+        first += batch.num_rows
+
+
+def _validated(batch: "pa.RecordBatch") -> "pa.RecordBatch":
+    """The batch, after a check of its offsets: with wrong ones a damaged file would crash the process.
+
+    Raises:
+        pa.ArrowInvalid: some are wrong.
+    """
+    import pyarrow as pa
+
+    # As bytes, so that those other than UTF-8 break only their row.
+    bare = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+    for column in batch.columns:
+        column.view(bare.get(column.type, column.type)).validate(full=True)
+    return batch
+
+
 @contextmanager
-def _readable(path: Path, name: str, kind: str) -> Iterator[tuple[Path, str]]:
-    """The unpacked file, and its format by its first bytes.
+def _readable(path: Path, name: str, kind: str) -> Iterator[Path]:
+    """The unpacked file.
 
     Raises:
         DataError: the library of the format cannot read it.
@@ -133,21 +121,14 @@ def _readable(path: Path, name: str, kind: str) -> Iterator[tuple[Path, str]]:
     import pyarrow as pa
 
     with on_disk(path, name) as file:
-        with file.open("rb") as stream:
-            found, _ = kind_of(stream.read(64), name)
         try:
-            yield file, found
-        except (
-            OSError,
-            ValueError,
-            OverflowError,
-            pa.ArrowException,
-        ) as error:
-            cause = "cut or damaged" if found == kind else f"not {kind}, but {found}"
-            raise DataError(
-                f"{name} is {cause} ({str(error).splitlines()[0]}); {kind} is accepted; write or download it again, "
-                "or give it the suffix of what it is"
-            ) from error
+            yield file
+        except (OSError, ValueError, OverflowError, pa.ArrowException) as error:
+            with file.open("rb") as stream:
+                found = format_of(stream.read(64))
+            cause = "cut or damaged" if found == kind else found
+            remedy = "write or download it again, or give it the suffix of what it is"
+            raise refused(name, f"the file is {cause} ({str(error).splitlines()[0]})", kind, remedy) from error
 
 
 def is_saved(directory: Path) -> bool:
@@ -161,11 +142,10 @@ def read_saved(directory: Path, split: str) -> Iterator[Chunk]:
 
     with _named_errors(str(directory), split):
         data = datasets.load_from_disk(str(directory))
-        splits = list(data) if isinstance(data, datasets.DatasetDict) else ["train"]
+        splits = data if isinstance(data, datasets.DatasetDict) else {"train": data}
         if split not in splits:
             raise no_split(str(directory), split, splits)
-        rows = data[split] if isinstance(data, datasets.DatasetDict) else data
-        yield from table_chunks(rows.with_format("arrow").iter(batch_size=BATCH_ROWS), str(directory))
+        yield from table_chunks(splits[split].with_format("arrow").iter(batch_size=BATCH_ROWS), str(directory))
 
 
 def read_loaded(source: Source, split: str, part: Slice | None) -> Iterator[Chunk]:
@@ -209,8 +189,6 @@ def _named_errors(path: str, split: str) -> Iterator[None]:
         raise
     except Exception as error:
         message = str(error).strip().partition("\n")[0] or "no message"
-        raise DataError(
-            f"{path}: `datasets` reads no split {split!r} from it ({type(error).__name__}: {message}); "
-            "a file, a directory or glob of files, a saved data set, or a hub id is accepted; correct the path, or "
-            "set split or subset"
-        ) from error
+        found = f"`datasets` reads no split {split!r} from it ({type(error).__name__}: {message})"
+        accepted = "a file, a directory or glob of files, a saved data set, or a hub id"
+        raise refused(path, found, accepted, "correct the path, or set split or subset") from error

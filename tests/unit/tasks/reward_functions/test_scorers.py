@@ -107,7 +107,7 @@ def test_anything_but_finite_numbers_names_row_function_and_value(tmp_path, body
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("score = 3", "is int; a list with one finite number"),
+        ("score = 3", "it is int; accepted: a function that returns a list with one finite number"),
         ("async def score(completions): return []", "is async"),
         ("def score(): return []", r"cannot be called as score\(prompts=, completions=, \*\*columns\)"),
         ("def score(a, b, /): return []", "cannot be called as score"),

@@ -12,8 +12,6 @@ from tasks.data.reading import json_rows, lines
 from tasks.data.reading.chunk import Broken, Row
 from tests.unit.tasks.data.reading.written import PACKED, faults, json_lines, read, rows_of, write
 
-_CUT = "the line ends inside a value: it was cut here, or continues in the next line [cut short]"
-
 
 def places(path: Path) -> list[str]:
     return [row.where.removeprefix(str(path)) for row in read(path)]
@@ -38,24 +36,20 @@ def test_a_byte_order_mark_of_utf8_is_passed_over(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        (b'{"text": "b', _CUT),
-        (b'{"text": ["a", ', _CUT),
-        (b"{", _CUT),
+        (b'{"text": "b', "not JSON: unexpected end of data at column 12 [not JSON]"),
         (b'["a"]', 'not an object, but the JSON ["a"] [not an object]'),
-        (b'{"a": 1},', "not JSON: Extra data at column 9 [not JSON]"),
-        (b"]", "not JSON: Expecting value at column 1 [not JSON]"),
-        (b'{"a": ' + b"[" * 300 + b"]" * 300 + b"}", "values nested more than 250 deep [nested too deep]"),
+        (b'{"a": 1},', "not JSON: unexpected content after document at column 9 [not JSON]"),
         (b'{"a": [-9223372036854775809]}',
          "the integer -9223372036854775809 needs more than 64 bits [number too large]"),
         (b'{"a": 18446744073709551616, "b": ""}',
          "the integer 18446744073709551616 needs more than 64 bits [number too large]"),
         (b"null", "not an object, but the JSON null [not an object]"),
-        (b"{'a': 1}", "not JSON: Expecting property name enclosed in double quotes at column 2 [not JSON]"),
-        (b'{"a": "b\tc"}', "not JSON: Invalid control character at column 9 [not JSON]"),
-        (b'{"a": NaN}', "not JSON: NaN, which JSON does not have at column 7 [not JSON]"),
-        (b'{"a": "\\ud83d"}', "half a surrogate pair at column 8 [not UTF-8]"),
+        (b"{'a': 1}", "not JSON: unexpected character, expected a string key at column 2 [not JSON]"),
+        (b'{"a": "b\tc"}', "not JSON: unexpected control character in string at column 9 [not JSON]"),
+        (b'{"a": NaN}', "not JSON: unexpected character, expected a JSON value at column 7 [not JSON]"),
+        (b'{"a": "\\ud83d"}', "not JSON: no low surrogate in string at column 8 [not JSON]"),
         (b'{"text": "\xe4"}', "byte 0xe4 at column 11 is not UTF-8 [not UTF-8]"),
-        (b'\xef\xbb\xbf{"a": 1}', "a byte order mark in the middle of the file (files were joined?) [not JSON]"),
+        (b'\xef\xbb\xbf{"a": 1}', "not JSON: UTF-8 byte order mark (BOM) is not supported at column 1 [not JSON]"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("after", [b"", b'\n{"text": "c"}\n'])
@@ -91,7 +85,7 @@ def test_a_number_that_is_too_large_is_seen_wherever_it_stands(tmp_path: Path, b
 def test_lines_that_end_with_a_carriage_return_alone_are_named(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / name, '{"a": 1}\r{"a": 2}\r')
     with pytest.raises(
-        DataError, match=f"^{file}: its lines end with a carriage return only; a line feed at their end"
+        DataError, match=f"^{file}: its lines end with a carriage return only; accepted: a line feed at"
     ):
         read(file)
     assert len(read(write(file, '{"a": 1}\r'))) == 1
@@ -103,13 +97,13 @@ def test_what_no_parser_takes_is_a_fault_too(tmp_path: Path, line: bytes) -> Non
     assert fault.startswith("rows.jsonl:1: not JSON: ") and fault.endswith(" [not JSON]")
 
 
-def test_a_line_that_does_not_end_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
     monkeypatch.setattr(lines, "MAX_ROW_BYTES", 2**20)
     endless = json_lines([{"text": "x" * (2**20 + 200)}])
     file = write(tmp_path / "rows.jsonl", b'{"text": "a"}\n' + endless + b'{"text": "c"}\n' + endless[:-1])
-    assert [row.where.rpartition(":")[2] for row in read(file)] == ["1", "2", "3", "4"]
-    assert faults(file) == [f"rows.jsonl:{line}: a line of more than 64 MB [line too long]" for line in (2, 4)]
+    with pytest.raises(DataError, match=r"rows.jsonl:2: a line of more than 64 MB; accepted: shorter lines; "):
+        read(file)
 
 
 @pytest.mark.parametrize("line", [b'["a"]', b"[", b"]", b'{"a": 1},'])
@@ -119,20 +113,20 @@ def test_of_what_may_be_an_array_the_remedy_says_how_one_is_read(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "found"),
+    ("name", "content"),
     [
-        ("rows.jsonl", "", " is empty (0 bytes)"),
-        ("rows.json", "", " is empty (0 bytes)"),
-        ("rows.jsonl", "\n \r\n\t\n", ": only blank lines"),
-        ("rows.jsonl", "\ufeff", ": only blank lines"),
-        ("rows.json", " \n", ": only blank lines"),
-        ("rows.json", "[\n]\n", ": an empty JSON array"),
+        ("rows.jsonl", ""),
+        ("rows.json", ""),
+        ("rows.jsonl", "\n \r\n\t\n"),
+        ("rows.jsonl", "\ufeff"),
+        ("rows.json", " \n"),
+        ("rows.json", "[\n]\n"),
     ],
 )
 @pytest.mark.parametrize("packed", PACKED)
-def test_a_file_without_a_row_is_refused(tmp_path: Path, name: str, content: str, found: str, packed: str) -> None:
+def test_a_file_without_a_row_is_refused(tmp_path: Path, name: str, content: str, packed: str) -> None:
     file = write(tmp_path / f"{name}{packed}", PACKED[packed](content.encode()))
-    with pytest.raises(DataError, match=re.escape(f"{file}{found}; at least one row is accepted; ")):
+    with pytest.raises(DataError, match=re.escape(f"{file}: there is no row in this file; accepted: at least one; ")):
         read(file)
 
 
@@ -149,33 +143,16 @@ def test_items_are_named_by_the_line_on_which_they_begin(tmp_path: Path) -> None
     assert places(file) == [":2", ":5", ":5[2]", ":6", ":6[4]"]
 
 
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
-        (b'[{"a": 1},\n{"a": 2', ":2: ... at item [1]"),
-        (b'[{"a": 1},\n{"a": "2 } ] ', ":2: ... at item [1]"),
-        (b'[{"a": 1},\n', ":2: ... at item [1]"),
-    ],
-)
-def test_an_array_that_was_cut_is_named_where_it_ends(tmp_path: Path, text: bytes, place: str) -> None:
-    file = write(tmp_path / "rows.json", text)
-    where, _, item = place.partition(" ... ")
-    assert faults(file) == [
-        f"rows.json{where} the file ends inside its JSON array, {item}: it was cut here [cut short]"
-    ]
-    assert read(file)[0] == Row(fields={"a": 1}, where=f"{file}:1")
-
-
 def test_items_that_are_no_rows_are_named_and_the_others_are_read(tmp_path: Path) -> None:
     file = write(
         tmp_path / "rows.json", b'[3,\n{"a": NaN},\n{"a": "\xe4"},\n{"a": "\\udc00"},\n{"a":\n"\x01"}, {"a": 1}]'
     )
     assert faults(file) == [
         "rows.json:1: not an object, but the JSON 3 [not an object]",
-        "rows.json:2: not JSON: NaN, which JSON does not have at column 7 [not JSON]",
+        "rows.json:2: not JSON: unexpected character, expected a JSON value at column 7 [not JSON]",
         "rows.json:3: byte 0xe4 at column 8 is not UTF-8 [not UTF-8]",
-        "rows.json:4: half a surrogate pair at column 8 [not UTF-8]",
-        "rows.json:5: not JSON: Invalid control character at line 2 of the item, column 2 [not JSON]",
+        "rows.json:4: not JSON: invalid high surrogate in string at column 8 [not JSON]",
+        "rows.json:5: not JSON: unexpected control character in string at line 2 of the item, column 2 [not JSON]",
     ]
     assert [row.fields for row in read(file) if isinstance(row, Row)] == [{"a": 1}]
 
@@ -183,16 +160,21 @@ def test_items_that_are_no_rows_are_named_and_the_others_are_read(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "found"),
     [
+        ('[{"a": 1},\n{"a": 2', "2: not a JSON array: the file ends inside it (item [1])"),
+        ('[{"a": 1},\n{"a": "2 } ] ', """2: not a JSON array: Unterminated string starting at '"2 } ] ' (item [1])"""),
+        ('[{"a": 1},\n', "2: not a JSON array: the file ends inside it (item [1])"),
         ('[{"a": 1},\n]', "2: not a JSON array: Expecting value at ']' (item [1])"),
         ('[{"a": 1}\n{"a": 2}]', """2: not a JSON array: no comma after an item at '{"a": 2}]' (item [1])"""),
-        ('[{"a": 1}]\n{}', "2: not a JSON array: something after the end of the array at '{}' (item [1])"),
+        ('[{"a": 1}]\n{}', "2: not a JSON array: something after the end at '{}' (item [1])"),
         ('[{"a": 1},\n{"b":\ntru, "c": 2}]', """3: not a JSON array: Expecting value at 'tru, "c": 2}]' (item [1])"""),
         ("[" * 200_000, f"1: not a JSON array: values nested too deep at {'[' * 40!r} (item [0])"),
     ],
 )
 def test_an_array_whose_items_cannot_be_told_apart_is_refused(tmp_path: Path, text: str, found: str) -> None:
     file = write(tmp_path / "rows.json", text)
-    with pytest.raises(DataError, match=re.escape(f"{file}:{found}; objects between commas are accepted; correct it")):
+    with pytest.raises(
+        DataError, match=re.escape(f"{file}:{found}; accepted: objects between commas, to its end; correct it")
+    ):
         read(file)
 
 
