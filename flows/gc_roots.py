@@ -38,7 +38,13 @@ def find_roots(store: Path, pipeline: Pipeline, keep: Sequence[str]) -> dict[str
     with Index(store) as index:
         found |= {resolve(ref, index).node: f"--keep {ref}" for ref in keep}
         pipelines = sorted({name for name, _ in index.places()})
-    return add_present(store, {**found, **_sweeps(store), **_mlflow(pipeline.tracking, pipelines)})
+    for path in (store / FOLDER).glob("*/best*.yaml"):
+        best = set(read_best(path)[0])
+        for trial in trial_results(path.parent):
+            if {f"{field}={value}" for field, value in trial.params.items()} <= best:
+                nodes = (node_key(*each) for each in trial.fingerprints.items())
+                found |= dict.fromkeys(nodes, f"the best of sweep {path.parent.name}")
+    return add_present(store, found | _mlflow(pipeline.tracking, pipelines))
 
 
 def add_present(store: Path, before: dict[str, str]) -> dict[str, str]:
@@ -48,27 +54,19 @@ def add_present(store: Path, before: dict[str, str]) -> dict[str, str]:
         ArtifactError: a record cannot be read.
     """
     found = dict(before)
-    pipelines = {}
-    for run in latest(store):  # before the views: a run that ends in between has moved its views
-        if run.is_live(store):
-            why = f"run {run.id}"
-            places = filter(
-                None, (artifact_at(store, each.directory) for each in run.stages.values() if each.directory)
-            )
-            found |= dict.fromkeys((*run.reads, TOKENS, *(node_key(*place) for place in places)), why)
-            if run.waits_for or run.sweep:  # its plan is not known yet, or grows
-                pipelines[run.pipeline] = why
-    for path in (store / VIEWS).glob(f"*/*/{MANIFEST}"):
-        if manifest := Entry(path.parent).manifest():
-            node = node_key(manifest.stage, manifest.fingerprint)
-            found[node] = f"view {path.parents[1].name}/{path.parent.name}"
     with Index(store) as index:
-        for name, why in pipelines.items():
-            found |= {made.id: why for made in index.artifacts(f"{ARTIFACT} WHERE pipeline = ?", name)}
+        for run in filter(lambda run: run.is_live(store), latest(store)):  # first: a run that ends moves its views
+            places = [artifact_at(store, each.directory) for each in run.stages.values() if each.directory]
+            nodes = {TOKENS, *run.reads, *(node_key(*place) for place in places if place)}
+            if run.waits_for or run.sweep:  # its plan is not known yet, or grows
+                nodes |= {made.id for made in index.artifacts(f"{ARTIFACT} WHERE pipeline = ?", run.pipeline)}
+            found |= dict.fromkeys(nodes, f"run {run.id}")
+        for path in (store / VIEWS).glob(f"*/*/{MANIFEST}"):
+            if manifest := Entry(path.parent).manifest():
+                view = f"view {path.parents[1].name}/{path.parent.name}"
+                found[node_key(manifest.stage, manifest.fingerprint)] = view
         found |= _promoted(index)
-        for above in index.ancestors(list(found)):
-            found.setdefault(above.id, "an ancestor of what is kept")
-    return found
+        return {each.id: "an ancestor of what is kept" for each in index.ancestors(list(found))} | found
 
 
 def _promoted(index: Index) -> dict[str, str]:
@@ -76,32 +74,15 @@ def _promoted(index: Index) -> dict[str, str]:
     found: dict[str, str] = {}
     for event in read_events(index.store):
         for identity in filter(None, (event.fingerprint, event.verdict)):
-            nodes = index.with_prefix(identity[:16])
-            found |= dict.fromkeys(nodes, f"{event.action} {event.alias or ''}".strip())
+            found |= dict.fromkeys(index.with_prefix(identity[:16]), f"{event.action} {event.alias or ''}".strip())
         node = node_key(event.stage or "", event.fingerprint)
         if event.alias and event.stage and not index.artifact(node):
-            entry = index.entry(node)
-            if entry.path.exists() or node in index.aliases.values():  # else it was deleted long ago
+            path = index.entry(node).path
+            if path.exists() or node in index.aliases.values():  # else it was deleted long ago
                 raise ArtifactError(
                     f"{node}, which alias {event.alias} names or has named, has no {MANIFEST}: its ancestors are "
-                    f"unknown, so nothing is deleted; restore {entry.path}, or run its pipeline again"
+                    f"unknown, so nothing is deleted; restore {path}, or run its pipeline again"
                 )
-    return found
-
-
-def _sweeps(store: Path) -> dict[str, str]:
-    """The best trials of each sweep.
-
-    Raises:
-        ConfigError: a file of best overrides cannot be read.
-    """
-    found: dict[str, str] = {}
-    for path in (store / FOLDER).glob("*/best*.yaml"):
-        best = set(read_best(path)[0])
-        for row in trial_results(path.parent):
-            if {f"{field}={value}" for field, value in row.params.items()} <= best:
-                nodes = (node_key(*each) for each in row.fingerprints.items())
-                found |= dict.fromkeys(nodes, f"the best of sweep {path.parent.name}")
     return found
 
 

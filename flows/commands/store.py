@@ -15,7 +15,7 @@ from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
     from flows.declare.operation import Tracking
-    from lineage.gc import Garbage
+    from lineage.gc import Garbage, Size
     from lineage.verify.store import Checked, Finding
 
 _UNITS = {"d": 86400.0, "h": 3600.0, "": 86400.0}  # of an age, in seconds
@@ -112,65 +112,54 @@ def run_gc(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
     from flows.declare.store_root import asked_store
     from flows.gc_roots import add_present, find_roots
-    from lineage.gc import delete, find
+    from lineage.gc import delete, find, size
 
     store = asked_store(options.overrides, options.config_dir)
-    pipeline = load_pipeline(options.overrides, options.config_dir)
-    roots = find_roots(store, pipeline, options.keep)
+    roots = find_roots(store, load_pipeline(options.overrides, options.config_dir), options.keep)
     garbage, young = find(store, roots, options.older_than)
+    sizes = [size([each]) for each in (*garbage, *young)]  # before the deletion
+    whole = size(garbage)
     if not options.json:
-        _print_garbage(store, garbage, young)
+        _print_garbage(store, garbage, young, [each.num_bytes for each in sizes], whole)
     agreed = bool(garbage) and not options.dry_run and (options.yes or _confirmed(options.json))
-    if agreed and not options.yes:  # time has passed
-        roots = find_roots(store, pipeline, options.keep)
     done = [each for each in garbage if agreed and delete(store, each, partial(add_present, store, roots))]
     if options.json:
-        print(
-            json.dumps({**_garbage_dict(store, garbage, young, roots), "freed": [each.what for each in done]}, indent=2)
-        )
+        rows = [
+            {
+                "what": each.what, "why": each.why, "paths": list(map(str, each.paths)), "bytes": found.num_bytes,
+                "fingerprint": each.fingerprint, "freed_bytes": found.freed, "last_used": each.last_used,
+            }
+            for each, found in zip((*garbage, *young), sizes, strict=True)
+        ]  # fmt: skip
+        shown = {
+            "store": str(store), "garbage": rows[: len(garbage)], "bytes": whole.num_bytes, "freed_bytes": whole.freed,
+            "too_young": rows[len(garbage) :], "needed": roots, "freed": [each.what for each in done],
+        }  # fmt: skip
+        print(json.dumps(shown, indent=2))
     elif agreed:
         rest = len(garbage) - len(done)
         print(f"deleted {len(done)} of {len(garbage)}" + (f"; {rest} were used or deleted meanwhile" if rest else ""))
     return 0
 
 
-def _garbage_dict(
-    store: Path, garbage: "Sequence[Garbage]", young: "Sequence[Garbage]", roots: dict[str, str]
-) -> dict[str, object]:
-    from lineage.gc import size
-
-    def row(each: "Garbage") -> dict[str, object]:
-        return {
-            "what": each.what, "why": each.why, "paths": [str(path) for path in each.paths],
-            "fingerprint": each.fingerprint, "bytes": size([each]).num_bytes, "freed_bytes": size([each]).freed,
-            "last_used": each.last_used,
-        }  # fmt: skip
-
-    whole = size(garbage)
-    return {
-        "store": str(store), "garbage": list(map(row, garbage)), "bytes": whole.num_bytes, "freed_bytes": whole.freed,
-        "too_young": list(map(row, young)), "needed": roots,
-    }  # fmt: skip
-
-
-def _print_garbage(store: Path, garbage: "Sequence[Garbage]", young: "Sequence[Garbage]") -> None:
+def _print_garbage(
+    store: Path, garbage: "Sequence[Garbage]", young: "Sequence[Garbage]", sizes: Sequence[int], whole: "Size"
+) -> None:
     from rich.filesize import decimal
 
     from flows.reports.tables import empty_table, plain_text
     from flows.wording import counted
-    from lineage.gc import size
 
-    lines, whole = [], size(garbage)
+    lines, table = [], empty_table("what", "size", "why", numbers=("size",))
+    for each, num_bytes in zip(garbage, sizes, strict=False):
+        table.add_row(each.what, decimal(num_bytes), each.why)
     if garbage:
-        table = empty_table("what", "size", "why", numbers=("size",))
-        for each in garbage:
-            table.add_row(each.what, decimal(size([each]).num_bytes), each.why)
         lines.append(plain_text(table))
     if whole.freed < whole.num_bytes:
         lines.append(f"{decimal(whole.num_bytes - whole.freed)} stay on the disk: hard links from elsewhere share them")
     if young:
         names = ", ".join(each.what for each in young[:5])
-        used = f"{counted(len(young), 'thing')} ({decimal(size(young).num_bytes)}) used lately"
+        used = f"{counted(len(young), 'thing')} ({decimal(sum(sizes[len(garbage) :]))}) used lately"
         lines.append(f"{used} stay: {names}; --older-than 0 takes them too")
     total = f"{counted(len(garbage), 'thing')} to delete in {store}: {decimal(whole.freed)}"
     lines.append(total if garbage else f"nothing to delete in {store}")

@@ -88,7 +88,8 @@ def test_bytes_that_another_link_keeps_are_not_freed(written, made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("what", "name"), [("tokens", "tokens"), ("reference_logps", "reference_logps"), ("models", "model")]
+    ("what", "name"),
+    [("tokens", "tokens"), ("reference_logps", "reference_logps"), ("models", "model"), ("deleted", "deleted")],
 )
 def test_a_cache_goes_unless_a_run_is_under_way(written, what, name):
     for entry in ("1" * 16, "3" * 16 + ".draft"):
@@ -115,7 +116,8 @@ def test_a_rehearsal_and_a_stage_under_way_stay(written, made):
         with lock.holding():
             assert path not in [each.path for each in found(written)[0]]
             assert path != garbage.path or not delete(written.root, garbage, nothing)
-    assert delete(written.root, garbage, nothing)
+    assert not delete(written.root, garbage, nothing)  # it was locked since it was found
+    assert all(delete(written.root, each, nothing) for each in found(written)[0])
 
 
 def test_what_changed_after_it_was_found_stays(written, made):
@@ -145,11 +147,11 @@ def test_a_kill_in_the_middle_leaves_what_the_next_call_takes(written, made, mon
         patch.setattr(shutil, "rmtree", lambda path, **_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             delete(written.root, garbage, nothing)
-    assert entry_of(written, made).manifest() is None and deleted(written.root)
+    assert not entry_of(written, made).path.exists() and deleted(written.root)
     [half], _ = found(written)
-    assert half.why == "unfinished, without a checkpoint"
+    assert half.what.startswith("deleted ") and list(half.path.glob("*/manifest.json"))
     assert delete(written.root, half, nothing) and not delete(written.root, half, nothing)
-    assert not entry_of(written, made).path.parent.exists()
+    assert not half.path.exists() and found(written) == ([], [])
 
 
 def test_what_a_kill_left_beside_a_finished_output_goes_alone(written, made):
