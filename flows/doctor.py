@@ -93,7 +93,8 @@ def _judged(
     check: str, faults: Sequence[str], well: str, remedy: str, level: Literal["warn", "error"] = "error"
 ) -> Finding:
     """A finding with the faults and their remedy, or with level ``ok``."""
-    return Finding(check, level, _some(faults), remedy) if faults else Finding(check, "ok", well)
+    some = "; ".join([*faults[:8], *([f"and {len(faults) - 8} more"] if len(faults) > 8 else [])])
+    return Finding(check, level, some, remedy) if faults else Finding(check, "ok", well)
 
 
 def diagnose(overrides: Sequence[str], config_dir: Path | None) -> Iterator[Finding]:
@@ -137,24 +138,26 @@ def installed() -> tuple[dict[str, str], dict[str, list[str]], str]:
 
 def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]], lock: str) -> Iterator[Finding]:
     """Checks Python, requirements, the lock file, conflicting packages, and releases with published vulnerabilities."""
-    ours = [each for each in map(_requirement, requires["posttrain"]) if each]
-    python = next(each for each in ours if each.name == "python")
-    other = [] if _holds(python, versions) else [f"{versions['python']}, and posttrain requires {python.specifier}"]
+    needed = {package: list(_requirements(texts)) for package, texts in requires.items()}
+    names = {canonicalize_name(each.name) for each in needed["posttrain"]}
+    broken: dict[str, list[str]] = {"python": [], "own": [], "others": []}
+    for package, requirements in needed.items():
+        is_own = package == "posttrain"
+        for each in requirements:
+            has = versions.get(canonicalize_name(each.name))
+            if canonicalize_name(each.name) not in names or (not is_own and (has is None or each.name == "python")):
+                continue  # of no use to us
+            if not _holds(each, versions):
+                kind = "python" if each.name == "python" else "own" if is_own else "others"
+                text = f"{package} requires {each.name}{each.specifier}, {has or 'none'} is installed"
+                broken[kind].append(f"{has}, and posttrain requires {each.specifier}" if kind == "python" else text)
     make = "create a virtual environment with such a Python: make PYTHON=/path/to/python3.11"
-    yield _judged("python", other, versions["python"], make)
-    names = {canonicalize_name(each.name) for each in ours} - {"python"}
-    broken = [
-        (name, f"{name} requires {each.name}{each.specifier}, {versions.get(key, 'none')} is installed")
-        for name, each, key in _requirements(requires)
-        if key in names and (key in versions or name == "posttrain") and not _holds(each, versions)
-    ]
-    own = [line for name, line in broken if name == "posttrain"]
-    others = [line for name, line in broken if name != "posttrain"]
-    if own or not broken:
-        yield _judged("packages", own, f"all {len(names)} requirements are met", _INSTALL)
-    if others:
+    yield _judged("python", broken["python"], versions["python"], make)
+    if broken["own"] or not broken["others"]:
+        yield _judged("packages", broken["own"], f"all {len(names) - 1} requirements are met", _INSTALL)
+    if broken["others"]:
         mend = "uninstall what you do not need, or use a separate environment for it"
-        yield Finding("packages", "warn", _some(others), mend)
+        yield _judged("packages", broken["others"], "", mend, "warn")
     locked = lock_versions(lock)
     other = [
         f"{name} {versions.get(name, 'is absent')} (lock: {version})"
@@ -163,55 +166,42 @@ def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]
     ]
     well = "all versions match" if locked else "no requirements.lock to compare with"
     yield _judged("lock", other, well, _INSTALL, "warn")
-    yield from _known_faults(versions)
-
-
-def _known_faults(versions: Mapping[str, str]) -> Iterator[Finding]:
-    bad = [
-        each for each in KNOWN_BAD if each[1] not in versions and all(_holds(Requirement(r), versions) for r in each[0])
-    ]
-    for together, cure, why, remedy in bad:
-        names = " and ".join(f"{name} {versions[name]}" for name in (Requirement(each).name for each in together))
-        yield Finding("known-bad", "error", f"{names}{f' without {cure}' if cure else ''}: {why}", remedy)
+    bad = 0
+    for together, cure, why, remedy in KNOWN_BAD:
+        parts = list(map(Requirement, together))
+        if cure not in versions and all(_holds(each, versions) for each in parts):
+            bad += 1
+            found = " and ".join(f"{each.name} {versions[each.name]}" for each in parts)
+            yield Finding("known-bad", "error", f"{found}{f' without {cure}' if cure else ''}: {why}", remedy)
     if not bad:
         yield Finding("known-bad", "ok", "no packages that are known to break each other")
-    floors = {name: (versions[name], floor) for name, floor in FLOORS.items() if name in versions}
+    has = {name: versions[name] for name in FLOORS if name in versions}
     old = [
-        f"a release with published holes: {name} {has} (>={floor})"
-        for name, (has, floor) in floors.items()
-        if Version(has) < Version(floor)
+        f"a release with published holes: {name} {version} (>={FLOORS[name]})"
+        for name, version in has.items()
+        if Version(version) < Version(FLOORS[name])
     ]
-    yield _judged("security", old, ", ".join(f"{name} {has}" for name, (has, _) in floors.items()), _INSTALL)
+    yield _judged("security", old, ", ".join(map(" ".join, has.items())), _INSTALL)
 
 
 def lock_versions(text: str) -> dict[str, str]:
     """Name -> version in a file of ``uv pip compile``, without packages for other systems."""
-    lines = [Requirement(line) for line in re.findall(r"^[A-Za-z0-9][^\s=]*==[^#\n]+", text, re.MULTILINE)]
-    here = [each for each in lines if each.marker is None or each.marker.evaluate()]
-    return {canonicalize_name(each.name): next(iter(each.specifier)).version for each in here}
+    found = _requirements(re.findall(r"^[A-Za-z0-9][^\s=]*==[^#\n]+", text, re.MULTILINE))
+    return {canonicalize_name(each.name): next(iter(each.specifier)).version for each in found}
 
 
-def _requirements(requires: Mapping[str, list[str]]) -> Iterator[tuple[str, Requirement, str]]:
-    """Package, requirement and the requirement's canonical name, for this system and without extras."""
-    for name, texts in requires.items():
-        for each in filter(None, map(_requirement, texts)):
-            if not each.marker or each.marker.evaluate({"extra": ""}):
-                yield name, each, canonicalize_name(each.name)
-
-
-def _requirement(text: str) -> Requirement | None:
-    with contextlib.suppress(InvalidRequirement):
-        return Requirement(text)
-    return None
+def _requirements(texts: Iterable[str]) -> Iterator[Requirement]:
+    """The valid requirements for this system, without extras."""
+    for text in texts:
+        with contextlib.suppress(InvalidRequirement):
+            requirement = Requirement(text)
+            if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
+                yield requirement
 
 
 def _holds(requirement: Requirement, versions: Mapping[str, str]) -> bool:
     version = versions.get(canonicalize_name(requirement.name))
     return version is not None and requirement.specifier.contains(version, prereleases=True)
-
-
-def _some(lines: Sequence[str]) -> str:
-    return "; ".join([*lines[:8], *([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])])
 
 
 def check_store(store: Path, stages: Iterable[str]) -> Iterator[Finding]:
@@ -229,13 +219,11 @@ def check_store(store: Path, stages: Iterable[str]) -> Iterator[Finding]:
                       "choose a directory that you may write: store=DIRECTORY")  # fmt: skip
         return
     free, last = shutil.disk_usage(there).free, sum(_last_output_bytes(store, stage) for stage in stages)
-    found = f"{free / _GIB:,.1f} GiB free at {store}"
-    if free < max(_GIB, last):
-        found += f", and the last outputs of this pipeline take {last / _GIB:,.1f} GiB" if last else ""
-        level: Literal["warn", "error"] = "error" if free < _GIB else "warn"
-        yield Finding("store", level, found, "free space, or choose another disk: store=DIRECTORY")
-    else:
-        yield Finding("store", "ok", found)
+    space = f"{free / _GIB:,.1f} GiB free at {store}"
+    used = f", and the last outputs of this pipeline take {last / _GIB:,.1f} GiB" if last else ""
+    lacks = [space + used] if free < max(_GIB, last) else []
+    remedy = "free space, or choose another disk: store=DIRECTORY"
+    yield _judged("store", lacks, space, remedy, "error" if free < _GIB else "warn")
     if not linked:
         yield Finding("store", "warn", f"the file system of {store} has no hard links",
                       "use a local disk, or accept that its view and DVC's cache are copies")  # fmt: skip
@@ -280,16 +268,16 @@ def check_gpus() -> Finding:
         return Finding("gpu", "error", f"{found}; torch fails: {torch_fault}", _INSTALL)
     torch = json.loads(answer.splitlines()[-1])
     found += f", CUDA {torch['cuda']}, NCCL {torch['nccl']}"
-    if torch["cuda"] is None:
-        return Finding("gpu", "error", f"{found}: torch was built without CUDA",
-                       "pip install torch from an index that has CUDA builds: see pytorch.org/get-started")  # fmt: skip
-    if torch["seen"] < len(rows):
-        remedy = f"install a driver that supports CUDA {torch['cuda']}, or check CUDA_VISIBLE_DEVICES"
-        return Finding("gpu", "error", f"{found}: torch can use {torch['seen']} of {len(rows)}", remedy)
-    if torch["nccl"] is None and len(rows) > 1:
-        return Finding("gpu", "error", f"{found}: torch was built without NCCL",
-                       "pip install torch's CUDA build, which brings NCCL; until then num_workers=1")  # fmt: skip
-    return Finding("gpu", "ok", found)
+    faults = [
+        (torch["cuda"] is None, "torch was built without CUDA",
+         "pip install torch from an index that has CUDA builds: see pytorch.org/get-started"),
+        (torch["seen"] < len(rows), f"torch can use {torch['seen']} of {len(rows)}",
+         f"install a driver that supports CUDA {torch['cuda']}, or check CUDA_VISIBLE_DEVICES"),
+        (torch["nccl"] is None and len(rows) > 1, "torch was built without NCCL",
+         "pip install torch's CUDA build, which brings NCCL; until then num_workers=1"),
+    ]  # fmt: skip
+    why, remedy = next(((why, remedy) for is_so, why, remedy in faults if is_so), ("", ""))
+    return _judged("gpu", [f"{found}: {why}"] if why else [], found, remedy)
 
 
 def _output(*command: str) -> tuple[str, str]:
@@ -359,8 +347,8 @@ def ask_prefect(environment: Mapping[str, str]) -> tuple[int | str, int | str]:
     """Reply of the configured API with and without our credentials: an HTTP status, or an error text."""
     settings = prefect_settings(environment)
     url = settings.get("PREFECT_API_URL", "")
-    key, auth = settings.get("PREFECT_API_KEY"), own_auth(url) or settings.get("PREFECT_API_AUTH_STRING")
-    header = f"Bearer {key}" if key else basic(auth) if auth else ""
+    auth = own_auth(url) or settings.get("PREFECT_API_AUTH_STRING")
+    header = _header(settings.get("PREFECT_API_KEY"), auth)
     question = f"{url.rstrip('/')}/admin/version"
     reply = _ask(question, header)
     return reply, _ask(question, "") if header and reply == HTTPStatus.OK else reply
@@ -370,9 +358,8 @@ def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) 
     """Checks that the configured server answers and accepts our credentials."""
     if uri is None or not is_server(uri):
         return Finding("mlflow", "ok", "no server is set: a database, or no record in MLflow")
-    token, user = environment.get("MLFLOW_TRACKING_TOKEN"), environment.get("MLFLOW_TRACKING_USERNAME")
-    header = basic(f"{user}:{environment.get('MLFLOW_TRACKING_PASSWORD', '')}") if user else ""
-    header = f"Bearer {token}" if token else header
+    user, password = environment.get("MLFLOW_TRACKING_USERNAME"), environment.get("MLFLOW_TRACKING_PASSWORD", "")
+    header = _header(environment.get("MLFLOW_TRACKING_TOKEN"), f"{user}:{password}" if user else None)
     reply = _ask(f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default", header)
     return _answer("mlflow", f"{setting}={shown(uri)}", reply,
                    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
@@ -397,6 +384,10 @@ def check_ray(address: str) -> Finding:
         cause, _, mend = str(error).removeprefix(f"{named}: ").rpartition("; ")
         return Finding("ray", "error", f"{named}: {cause or mend}", mend if cause else remedy)
     return Finding("ray", "ok", f"{named} answers: {counted(round(cpus), 'CPU')}, {counted(round(gpus), 'GPU')}")
+
+
+def _header(token: str | None, password: str | None) -> str:
+    return f"Bearer {token}" if token else basic(password) if password else ""
 
 
 def _ask(url: str, authorization: str) -> int | str:
