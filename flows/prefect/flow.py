@@ -4,10 +4,11 @@ Stages never depend on Prefect. While its server is away they finish and commit;
 next command reports to it.
 """
 
+import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
 from uuid import UUID
@@ -28,7 +29,7 @@ from prefect.utilities.urls import url_for
 
 from flows.planning.verdicts import Judgement, judgements, record_decision, require_passed
 from flows.prefect.address import configured_api_url, prefix_of_command
-from flows.prefect.open_runs import api_here, is_away, report_unknown, settle, settle_left
+from flows.prefect.open_runs import api_here, is_away, settle, settle_left
 from flows.prefect.server import EmbeddedServer
 from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import End, OpenFlow, RunRecord, end_of
@@ -72,7 +73,7 @@ def in_flow(
     run: Run, body: Callable[[], State[None] | None], server: EmbeddedServer | None, *, name: str,
     flow_run_name: str | None = None,
 ) -> None:  # fmt: skip
-    """Runs the body of a command as one Prefect flow run.
+    """Runs the body of a command as one Prefect flow run; until Prefect knows its end, the record of the run keeps it.
 
     Args:
         body: returns the state that the flow run ends in; None: completed.
@@ -81,105 +82,92 @@ def in_flow(
     Raises:
         BaseException: what the body raised, whether or not Prefect could be told.
     """
-    assert run.recorder is not None
-    reported = _Reported(run.recorder, is_ours=server is not None)
+    recorder, is_over = run.recorder, False
+    assert recorder is not None
+    errors: list[BaseException] = []
+    with contextlib.ExitStack() as reporting:
 
-    @flow(name=name, flow_run_name=flow_run_name, persist_result=False, task_runner=task_runner())
-    def pipeline_flow() -> State[None] | None:
-        return reported.follow(body)
+        @flow(name=name, flow_run_name=flow_run_name, persist_result=False, task_runner=task_runner())
+        def pipeline_flow() -> State[None] | None:
+            nonlocal is_over
+            flow_run = enter_flow_run(recorder, is_ours=server is not None)
+            was_away = reporting.enter_context(_closing(recorder, flow_run))
+            is_stop = False
+            try:
+                with handling_sigterm():
+                    state = body()
+            except BaseException as error:
+                is_stop = end_of(error)[0] == "stopped"  # which is no crash
+                errors.append(KeyboardInterrupt() if is_stop and not isinstance(error, StoppedError) else error)
+                state = Cancelled(message=_STOPPED) if is_stop else Failed(message=str(error))
+            is_over = True
+            leave_flow_run(recorder, state)
+            if not is_stop and is_away():
+                was_away.set()
+            reporting.enter_context(_at_most(_STOP_SECONDS if is_stop or was_away.is_set() else _REPORT_SECONDS))
+            return state
 
-    if server:  # its database has the runs of all such servers
-        settle_left(run.plan.pipeline.store)
-    try:
-        pipeline_flow()
-    except BaseException as error:
-        if reported.flow_run is None and isinstance(error, httpx.HTTPError):
-            raise PipelineError(
-                f"Prefect at {configured_api_url()} went away before the first stage ({error}); "
-                "run the same command again"
-            ) from error
-        stopped = isinstance(error, KeyboardInterrupt) and not reported.gave_up  # Ctrl-C, after the body
-        if stopped or not reported.is_over:
-            raise
-        # Else Prefect did not take the end, or repeats the state that the body returned.
-    finally:
-        reported.close()
-    if reported.error:
-        raise reported.error
-
-
-class _Reported:
-    """How a flow run ended, in the record of the run until Prefect knows it.
-
-    Attributes:
-        flow_run: None: the body was not called yet.
-        is_over: the body has returned or raised; any later error is of Prefect alone, or a stop.
-        gave_up: Prefect had its seconds to take the end.
-        error: of the body.
-    """
-
-    def __init__(self, recorder: RunRecorder, *, is_ours: bool) -> None:
-        self._recorder, self._is_ours = recorder, is_ours
-        self.flow_run: FlowRun | None = None
-        self._closed = threading.Event()
-        self._was_away = False
-        self._alarm: Callable[[], object] = lambda: None  # restores the alarm that was set before ours
-        self.is_over = self.gave_up = False
-        self.error: BaseException | None = None
-
-    def follow(self, body: Callable[[], State[None] | None]) -> State[None] | None:
-        """The body of the flow run; from its end on Prefect has some seconds to take that end."""
-        self.flow_run = enter_flow_run(self._recorder, is_ours=self._is_ours)
-        threading.Thread(target=self._watch, daemon=True, name="prefect health").start()
-        is_stop = False
+        if server:  # its database has the runs of all such servers
+            settle_left(run.plan.pipeline.store)
         try:
-            with handling_sigterm():
-                state = body()
+            pipeline_flow()
+        except _TimeIsOver:
+            pass  # Prefect did not take the end
         except BaseException as error:
-            is_stop = end_of(error)[0] == "stopped"  # which is no crash
-            self.error = KeyboardInterrupt() if is_stop and not isinstance(error, StoppedError) else error
-            state = Cancelled(message=_STOPPED) if is_stop else Failed(message=str(error))
-        self.is_over = True
-        leave_flow_run(self._recorder, state)
-        was_away = not is_stop and is_away()
-        self._was_away |= was_away
-        self._limit(_STOP_SECONDS if is_stop or was_away else _REPORT_SECONDS)
-        return state
+            if recorder.record.open_flow is None and isinstance(error, httpx.HTTPError):
+                raise PipelineError(
+                    f"Prefect at {configured_api_url()} went away before the first stage ({error}); "
+                    "run the same command again"
+                ) from error
+            if not is_over or isinstance(error, KeyboardInterrupt):  # the second: Ctrl-C, after the body
+                raise
+            # Else Prefect repeats the state that the body returned.
+    if errors:
+        raise errors[0]
 
-    def close(self) -> None:
-        """Clears the record if Prefect knows the end."""
-        self._alarm()
-        self._closed.set()
-        flow = self._recorder.record.open_flow
-        if flow is None:
-            return
-        state = self.flow_run.state if self.flow_run else None
-        if not (state and state.is_final()):
-            report_unknown(flow)
-            return
-        # The states of task runs are events, which get lost.
-        if not (self._was_away or state.type.value != flow.end) or settle(self._recorder.record):
-            self._recorder.change(lambda record: replace(record, open_flow=None))
 
-    def _watch(self) -> None:
-        while not self._closed.wait(_HEALTH_SECONDS):
-            self._was_away |= is_away()
+@contextlib.contextmanager
+def _closing(recorder: RunRecorder, flow_run: FlowRun) -> Iterator[threading.Event]:
+    """At the end of the context, removes the open flow run from the record if Prefect knows how it ended.
 
-    def _limit(self, seconds: float) -> None:
-        """Prefect's client retries for minutes, and a server may accept a call and never answer."""
+    Yields an event that is set once Prefect was away: the states of task runs, which are events, may be lost.
+    """
+    was_away, closed = threading.Event(), threading.Event()
 
-        def interrupt(number: int, frame: FrameType | None) -> None:
-            self.gave_up = True
-            raise KeyboardInterrupt
+    def watch() -> None:
+        while not closed.wait(_HEALTH_SECONDS):
+            if is_away():
+                was_away.set()
 
-        handler, timer = signal.signal(signal.SIGALRM, interrupt), signal.getitimer(signal.ITIMER_REAL)
-        signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_SECONDS)
+    threading.Thread(target=watch, daemon=True, name="prefect health").start()
+    try:
+        yield was_away
+    finally:
+        closed.set()
+        state, open_flow = flow_run.state, recorder.record.open_flow
+        is_known = open_flow and state and state.is_final() and state.type.value == open_flow.end
+        if open_flow and ((is_known and not was_away.is_set()) or settle(recorder.record)):
+            recorder.change(lambda record: replace(record, open_flow=None))
 
-        def restore() -> None:
-            signal.setitimer(signal.ITIMER_REAL, *timer)
-            signal.signal(signal.SIGALRM, handler)
 
-        self._alarm = restore
+class _TimeIsOver(KeyboardInterrupt):
+    """Interrupts Prefect's client, which retries for minutes; a server may also accept a call and never answer."""
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """Interrupts the context after some seconds."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise _TimeIsOver
+
+    handler, timer = signal.signal(signal.SIGALRM, interrupt), signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)
 
 
 def enter_flow_run(recorder: RunRecorder, *, is_ours: bool) -> FlowRun:

@@ -4,16 +4,13 @@ Imports prefect only where there is one to report.
 """
 
 import contextlib
-import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
 from flows.prefect.address import configured_api_url, own_auth, use_own_auth
-from flows.progress.run_record import Links, OpenFlow, RunRecord, StageRecord, left_open
-from lineage.owner import Owner
+from flows.progress.run_record import OpenFlow, RunRecord, left_open
 from lineage.remote_files import why_unreachable
 
 _UNFINISHED = ["SCHEDULED", "PENDING", "RUNNING", "CANCELLING", "PAUSED"]
@@ -34,9 +31,8 @@ def is_away() -> bool:
 
 def settle_left(store: Path) -> list[RunRecord]:
     """Reports to the Prefect that is set the runs whose process is gone, and returns them; without any it is cheap."""
-    url = configured_api_url()
-    settled: list[RunRecord] = []
-    for record, note in [*((each, None) for each in left_open(store)), *_of_earlier_versions(store)] if url else ():
+    url, settled = configured_api_url(), []
+    for record in left_open(store) if url else ():
         if record.open_flow is None or record.open_flow.api != api_here():
             continue
         died = f"its process {record.driver.pid} on {record.driver.host} was killed"
@@ -44,23 +40,9 @@ def settle_left(store: Path) -> list[RunRecord]:
         record = replace(record, open_flow=replace(record.open_flow, message=message))
         use_own_auth(str(url))
         if settle(record):
-            note.unlink(missing_ok=True) if note else record.reported(store, to_prefect=True)
+            record.reported(store, to_prefect=True)
             settled.append(record)
     return settled
-
-
-def _of_earlier_versions(store: Path) -> Iterator[tuple[RunRecord, Path]]:
-    """The same in the files that earlier versions wrote, beside their records of runs."""
-    for path in sorted((store / "logs" / "prefect-open").glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # cut by a kill
-            fields = json.loads(path.read_text())
-            driver, pipeline = Owner(**fields.pop("driver")), fields.pop("pipeline", "")
-            stages = {name: StageRecord(state="done", since=0.0, directory="") for name in fields.pop("finished")}
-            if driver.is_dead(silent_seconds=0.0):
-                yield RunRecord(
-                    id=path.stem, pipeline=pipeline, words=[], driver=driver, started=0.0, stages=stages,
-                    links=Links(deployed=bool(pipeline)), open_flow=OpenFlow(**fields),
-                ), path  # fmt: skip
 
 
 def settle(record: RunRecord) -> bool:
@@ -74,8 +56,7 @@ def settle(record: RunRecord) -> bool:
     flow = record.open_flow
     assert flow is not None
     if is_away():
-        report_unknown(flow)
-        return False
+        return _report_unknown(flow)
     finished = [title for title, stage in record.stages.items() if stage.state in ("done", "reused")]
     make = {
         "COMPLETED": states.Completed, "FAILED": states.Failed, "CANCELLED": states.Cancelled,
@@ -94,16 +75,16 @@ def settle(record: RunRecord) -> bool:
             if not state.is_final() or (flow.end == "COMPLETED" and not state.is_completed()):
                 client.set_flow_run_state(UUID(flow.flow_run), make[flow.end](message=message), force=True)
     except (PrefectException, httpx.HTTPError):
-        report_unknown(flow)
-        return False
+        return _report_unknown(flow)
     return True
 
 
-def report_unknown(flow: OpenFlow) -> None:
-    """Says that Prefect shows a run as running; the record of the run says so for the next command."""
+def _report_unknown(flow: OpenFlow) -> bool:
+    """Prints that Prefect shows a run as running; the record of the run keeps it for the next command."""
     with contextlib.suppress(OSError):  # stderr is closed
         print(
             f"posttrain: Prefect at {configured_api_url()} does not answer, and shows the flow run {flow.flow_run} as "
             "running; the next command reports how it ended",
             file=sys.stderr, flush=True,
         )  # fmt: skip
+    return False

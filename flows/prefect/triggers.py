@@ -132,54 +132,49 @@ class Watcher:
     def poll(self) -> float:
         """Polls the sources once, and returns the seconds until the next poll."""
         try:
-            return self._poll()
+            found = {
+                name: pin(name, self._pipeline.sources[name], self._cache).fingerprint for name in self._trigger.sources
+            }
+            return self._poll(found, self._taken(found))
         except Exception as error:  # from the store, the hub, a bucket, the server: the next poll may succeed
             self._log(logging.WARNING, f"cannot poll: {type(error).__name__}: {error}")
             return self._trigger.poll
 
-    def _poll(self) -> float:
-        found = {
-            name: pin(name, self._pipeline.sources[name], self._cache).fingerprint for name in self._trigger.sources
-        }
-        taken = self._taken(found)
+    def _poll(self, found: Mapping[str, str], taken: Taken) -> float:
         now = self._clock()
         if found != self._found:
             self._found, self._since = found, now
         changed = sorted(name for name, digest in found.items() if taken.now().get(name) != digest)
+        remaining = self._since + self._trigger.settle - now
         if not changed:
             self._logged = ""
-            return self._trigger.poll
-        remaining = self._since + self._trigger.settle - now
-        if remaining > 0:
+        elif remaining > 0:
             self._log(logging.INFO, f"new: {', '.join(changed)}; waits until it settles")
             return min(remaining, self._trigger.poll)
-        self._log(logging.INFO, f"new: {', '.join(changed)}; {self._follow(taken, found, changed)}")
+        else:
+            self._log(logging.INFO, f"new: {', '.join(changed)}; {self._follow(taken, found, changed)}")
         return self._trigger.poll
 
     def _follow(self, taken: Taken, found: Mapping[str, str], changed: Sequence[str]) -> str:
         """Creates a run unless one is under way; returns what happened."""
-        other = self._runs.under_way()
-        if other or taken.run:
-            return f"waits for the run {other or taken.run}"
-        if self._is_produced():
-            self._write(replace(taken, digests=found, tries=0))
-            return "another run has taken it"
+        other = self._runs.under_way() or taken.run
+        if other:
+            return f"waits for the run {other}"
+        with contextlib.suppress(PipelineError):  # the run reports it
+            if not has_work(make_plan(self._pipeline)):
+                self._write(replace(taken, digests=found, tries=0))
+                return "another run has taken it"
         content = {"deployment": self._deployment, "before": taken.key, "digests": dict(found), "tries": taken.tries}
         key = digest_json(content)
         run_id, name = self._runs.create(changed, key)
         self._write(replace(taken, started=found, run=run_id, key=key))
         return f"started the run {name}"
 
-    def _is_produced(self) -> bool:
-        """Whether a run would have nothing to do."""
-        try:
-            return not has_work(make_plan(self._pipeline))
-        except PipelineError:  # the run reports it
-            return False
-
     def _taken(self, found: Mapping[str, str]) -> Taken:
         """The sources as earlier runs have taken them; one that is new here, as in the pipeline's last output."""
-        stored = self._read()
+        stored = None
+        with contextlib.suppress(OSError, ValueError, ConfigError):  # missing or damaged: watching starts again
+            stored = typed(Taken, json.loads(self._path.read_text()), str(self._path))
         # Its own first key: another store, or one that was deleted, may have had the same data on the same server.
         taken = self._settled(stored or Taken(digests={}, key=secrets.token_hex(16)))
         unknown = found.keys() - taken.now().keys()
@@ -200,12 +195,6 @@ class Watcher:
         if found == "lost":
             self._log(logging.WARNING, f"the run crashed, as {taken.tries} before it; start the next yourself")
         return replace(taken, digests=taken.now(), started={}, run=None, tries=0)
-
-    def _read(self) -> Taken | None:
-        try:
-            return typed(Taken, json.loads(self._path.read_text()), str(self._path))
-        except (OSError, ValueError, ConfigError):  # missing or damaged: watching starts again
-            return None
 
     def _write(self, taken: Taken) -> None:
         atomic_write(self._path, json.dumps(asdict(taken), indent=1) + "\n")
@@ -249,8 +238,7 @@ def watching(deployments: Mapping[str, Pipeline]) -> Iterator[None]:
             pass
 
     for name, pipeline in deployments.items():
-        trigger = pipeline.operation.trigger
-        if trigger and trigger.sources:
+        if trigger := _watched(pipeline):
             watcher = Watcher(pipeline, trigger, name, Runs(name))
             logger.info("%s: watches %s", name, ", ".join(trigger.sources))
             threading.Thread(target=watch, args=(watcher,), name=f"watch {name}", daemon=True).start()
@@ -266,11 +254,15 @@ def watch_until_stopped(deployments: Mapping[str, Pipeline]) -> None:
     Raises:
         ConfigError: no pipeline has a trigger on sources.
     """
-    triggers = [pipeline.operation.trigger for pipeline in deployments.values()]
-    if not any(trigger and trigger.sources for trigger in triggers):
+    if not any(map(_watched, deployments.values())):
         raise ConfigError(
             "--watch-only: no pipeline has a trigger on sources; set one, such as trigger={sources: [corpus]} in "
             "pipeline/NAME.yaml"
         )
     with contextlib.suppress(KeyboardInterrupt), stoppable(), watching(deployments):
         threading.Event().wait()
+
+
+def _watched(pipeline: Pipeline) -> Trigger | None:
+    trigger = pipeline.operation.trigger
+    return trigger if trigger and trigger.sources else None

@@ -1,14 +1,13 @@
 """Flow runs whose end Prefect may not know."""
 
-import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 from flows.prefect import open_runs
 from flows.prefect.open_runs import settle_left
-from flows.progress.run_record import Links, OpenFlow, RunRecord, StageRecord, left_open
+from flows.progress.run_record import OpenFlow, RunRecord, StageRecord, left_open
 from lineage.owner import Owner
 
 ID = "00000000-0000-0000-0000-000000000001"
@@ -61,18 +60,3 @@ def test_a_prefect_that_is_away_leaves_it_to_the_next_command(tmp_path, dead, mo
     assert settle_left(tmp_path) == []
     assert f"Prefect at {API} does not answer, and shows the flow run {ID} as running" in capsys.readouterr().err
     assert left_open(tmp_path) == [record]
-
-
-@pytest.mark.parametrize(("content", "is_reported"), [("", True), ('{"flow_run": "0', False)])
-def test_what_an_earlier_version_left_is_reported_once_unless_a_kill_has_cut_it(
-    tmp_path, dead, settled, content, is_reported
-):
-    path = tmp_path / "logs" / "prefect-open" / f"{ID}.json"
-    path.parent.mkdir(parents=True)
-    fields = {"flow_run": ID, "driver": asdict(dead), "api": API, "end": "FAILED", "message": "no memory"}
-    path.write_text(content or json.dumps({**fields, "finished": ["data"], "pipeline": "toy"}))
-    assert len(settle_left(tmp_path)) == is_reported
-    assert path.exists() is not is_reported and settle_left(tmp_path) == []
-    for record in settled:
-        assert (record.pipeline, record.links, list(record.stages)) == ("toy", Links(deployed=True), ["data"])
-        assert record.open_flow == replace(FLOW, end="FAILED", message="no memory")
