@@ -57,6 +57,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def count_of(what: str, least: int) -> Callable[[str], int]:
+    """The type of an option that takes a number of things."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: not a valid number of {what}; give {least} or more")
+        return int(text)
+
+    return count
+
+
 def write_output(path: Path, text: str) -> None:
     """Writes a file that an option names."""
     try:

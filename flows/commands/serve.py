@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_allow_code, cli_args
+from flows.commands.arguments import add_allow_code, cli_args, count_of
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,16 +19,12 @@ if TYPE_CHECKING:
 def add_serve(parser: argparse.ArgumentParser) -> None:
     add_allow_code(parser)
     parser.add_argument("--name", default="local", help="of each deployment, as in cpt-sft-dpo/local")
-    parser.add_argument("--limit", type=_count, help="concurrent runs over all deployments (default: no limit)")
+    parser.add_argument(
+        "--limit", type=count_of("runs", 1), help="concurrent runs over all deployments (default: no limit)"
+    )
     parser.add_argument(
         "--watch-only", action="store_true", help="only watch the triggers of deployments that another process serves"
     )
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: not a valid number of runs; give 1 or more")
-    return int(text)
 
 
 def run_serve(options: argparse.Namespace) -> int:

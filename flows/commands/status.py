@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from flows.commands.arguments import name_among
+from flows.commands.arguments import count_of, name_among
 from flows.declare.store_root import asked_store, store_root
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
@@ -54,7 +54,7 @@ def add_logs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--follow", "-f", action="store_true", help="wait for the stage to start, and print until it ends"
     )
-    parser.add_argument("-n", "--lines", type=_count, metavar="LINES", help="only the last LINES lines")
+    parser.add_argument("-n", "--lines", type=count_of("lines", 0), metavar="LINES", help="only the last LINES lines")
 
 
 def run_logs(options: argparse.Namespace) -> int:
@@ -71,12 +71,6 @@ def run_logs(options: argparse.Namespace) -> int:
             sys.stdout.flush()
         return 0
     return StoppedError.exit_code
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text}: not a valid number of lines; give 0 or more")
-    return int(text)
 
 
 def add_cancel(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 
 from flows.reports.compat import Outcome, all_outcomes, shipped, trainings
-from flows.reports.settings_page import nested, section
+from flows.reports.settings_page import coded, nested, section, table_below
 from lineage.artifact import Kind
 from lineage.markup import markdown_table
 from tasks.dpo import DPO
@@ -33,19 +33,16 @@ def render() -> dict[str, str]:
 def _losses() -> str:
     """Table of the losses of DPO."""
     rows = [
-        (
-            f"`{name}`", row.paper, ", ".join(f"`{each}`" for each in row.reads), "yes" if row.difference else "no",
-            "posttrain" if row.is_ours else "TRL",
-        )
+        (f"`{name}`", row.paper, coded(row.reads), "yes" if row.difference else "no",
+         "posttrain" if row.is_ours else "TRL")
         for name, row in LOSSES.items()
     ]  # fmt: skip
     said = (
         "The losses. All but `sft` read `beta`. `aot`, `aot_unpaired` and `kto_pair` compare the pairs of a whole "
         "step, so that micro batch and workers change nothing; where a step has several micro batches, that takes "
-        "another forward pass.\n"
+        "another forward pass."
     )
-    columns = ("loss", "from", "reads", "takes an `f_divergence`", "computed by")
-    return "\n".join([said, markdown_table(columns, rows), ""])
+    return table_below(said, ("loss", "from", "reads", "takes an `f_divergence`", "computed by"), rows)
 
 
 def _overview() -> list[tuple[str, ...]]:

@@ -3,7 +3,7 @@
 import inspect
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import cast, get_args, get_origin, get_type_hints
 
@@ -39,41 +39,34 @@ def render() -> dict[str, str]:
     return {"fields": "\n".join(parts), **_what_works()}
 
 
+def coded(names: Iterable[str]) -> str:
+    """Names in backquotes, separated by commas."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def table_below(said: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A paragraph and a table, as a part of a page."""
+    return "\n".join([f"{said}\n", markdown_table(columns, rows), ""])
+
+
 def _formats() -> str:
-    """Table of the quantization formats."""
+    needs = {name: ("a GPU" if row.gpu else "", row.package[1] if row.package else "") for name, row in FORMATS.items()}
     rows = [
-        (
-            f"`{name}`", ", ".join(f"`{field}`" for field in row.reads),
-            ", ".join(filter(None, ("a GPU" if row.gpu else "", row.package[1] if row.package else ""))),
-            "yes" if row.dequantizes else "no", row.reason,
-        )
+        (f"`{name}`", coded(row.reads), ", ".join(filter(None, needs[name])), "yes" if row.dequantizes else "no",
+         row.reason)
         for name, row in FORMATS.items()
     ]  # fmt: skip
-    said = "Every format reads `skip_modules` and `merge`.\n"
-    return "\n".join([said, markdown_table(("format", "reads", "needs", "dequantizes", "note"), rows), ""])
+    columns = ("format", "reads", "needs", "dequantizes", "note")
+    return table_below("Every format reads `skip_modules` and `merge`.", columns, rows)
 
 
 def _optimizers() -> str:
-    """Table of the optimizers."""
-    rows = [
-        (f"`{name}`", entry.about, ", ".join(f"`{field}`" for field in entry.reads), _needs(entry))
-        for name, entry in OPTIMIZERS.items()
-    ]
+    rows = [(f"`{name}`", row.about, coded(row.reads), _needs(row)) for name, row in OPTIMIZERS.items()]
     said = (
         f"Every optimizer reads `weight_decay`. `pip install 'posttrain[{EXTRA}]'` installs the packages that they "
-        "need, but for those with a licence, which forbids commercial use.\n"
+        "need, but for those with a licence, which forbids commercial use."
     )
-    return "\n".join([said, markdown_table(("optimizer", "what it is", "reads", "needs"), rows), ""])
-
-
-def _adapters() -> str:
-    """Table of the adapter types."""
-    rows = [(f"`{name}`", row.paper, ", ".join(f"`{field}`" for field in row.reads)) for name, row in ADAPTERS.items()]
-    said = (
-        "Every type reads `target_modules`, `exclude_modules`, `layers` and `modules_to_save`; `ln_tuning` is on the "
-        "norms.\n"
-    )
-    return "\n".join([said, markdown_table(("type", "from", "reads"), rows), ""])
+    return table_below(said, ("optimizer", "what it is", "reads", "needs"), rows)
 
 
 def _needs(entry: Entry) -> str:
@@ -82,14 +75,19 @@ def _needs(entry: Entry) -> str:
     return "a GPU" if entry.needs_gpu else ""
 
 
+def _adapters() -> str:
+    rows = [(f"`{name}`", row.paper, coded(row.reads)) for name, row in ADAPTERS.items()]
+    said = (
+        "Every type reads `target_modules`, `exclude_modules`, `layers` and `modules_to_save`; `ln_tuning` is on the "
+        "norms."
+    )
+    return table_below(said, ("type", "from", "reads"), rows)
+
+
 def _schedules() -> str:
-    """Table of the schedules."""
-    rows = [
-        (f"`{name}`", entry.about, ", ".join(f"`{field}`" for field in entry.reads))
-        for name, entry in SCHEDULES.items()
-    ]
-    said = "Every schedule reads `warmup`.\n"
-    return "\n".join([said, markdown_table(("schedule", "the learning rate after the warm-up", "reads"), rows), ""])
+    rows = [(f"`{name}`", row.about, coded(row.reads)) for name, row in SCHEDULES.items()]
+    columns = ("schedule", "the learning rate after the warm-up", "reads")
+    return table_below("Every schedule reads `warmup`.", columns, rows)
 
 
 def nested(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
