@@ -12,8 +12,6 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-import urllib.error
-import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,17 +26,16 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from flows.prefect.address import is_loopback, own_auth, prefect_settings
+from flows.prefect.address import ask_prefect, authorization, is_loopback, prefect_settings, status_of
 from flows.wording import counted
 from lineage.errors import ConfigError
 from lineage.mlflow.address import is_server, shown, tracking_uri
-from lineage.remote_files import basic, request
 from lineage.store import Store
 
 _CHECKOUT = Path(__file__).parents[1]
 _INSTALL = "pip install --requirement requirements.lock"
 _GIB = 2**30
-_TIMEOUT_SECONDS = 10.0  # as at the start of a run, for busy machines
+_TIMEOUT_SECONDS = 10.0
 _CLUSTER_SECONDS = 60.0  # joining a cluster takes seconds
 _COMMAND_SECONDS = 120.0  # importing torch takes seconds
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")  # without a default
@@ -334,24 +331,13 @@ def check_prefect(environment: Mapping[str, str], notify: str | None = None) -> 
             found = f"notify={notify}, and no PREFECT_API_URL: the block is looked up in your own Prefect database"
             yield Finding("prefect", "warn", found, "set PREFECT_API_URL to the server that holds the block")
         return
-    reply, without = ask_prefect(environment)
     named = f"PREFECT_API_URL={shown(url)}"
-    yield _answer("prefect", named, reply, "set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud",
+    yield _answer("prefect", named, ask_prefect(environment),
+                  "set PREFECT_API_AUTH_STRING, or PREFECT_API_KEY for Prefect Cloud",
                   "start it (prefect server start), correct the URL, or unset it: one is embedded")  # fmt: skip
-    if without == HTTPStatus.OK:
+    if ask_prefect(environment, as_stranger=True) == HTTPStatus.OK:
         why = f"{named} asks for no password: every client can run code where its runs run"
         yield Finding("prefect", "warn", why, _GUARD["prefect"])
-
-
-def ask_prefect(environment: Mapping[str, str]) -> tuple[int | str, int | str]:
-    """Reply of the configured API with and without our credentials: an HTTP status, or an error text."""
-    settings = prefect_settings(environment)
-    url = settings.get("PREFECT_API_URL", "")
-    auth = own_auth(url) or settings.get("PREFECT_API_AUTH_STRING")
-    header = _header(settings.get("PREFECT_API_KEY"), auth)
-    question = f"{url.rstrip('/')}/admin/version"
-    reply = _ask(question, header)
-    return reply, _ask(question, "") if header and reply == HTTPStatus.OK else reply
 
 
 def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) -> Finding:
@@ -359,8 +345,8 @@ def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) 
     if uri is None or not is_server(uri):
         return Finding("mlflow", "ok", "no server is set: a database, or no record in MLflow")
     user, password = environment.get("MLFLOW_TRACKING_USERNAME"), environment.get("MLFLOW_TRACKING_PASSWORD", "")
-    header = _header(environment.get("MLFLOW_TRACKING_TOKEN"), f"{user}:{password}" if user else None)
-    reply = _ask(f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default", header)
+    header = authorization(environment.get("MLFLOW_TRACKING_TOKEN"), f"{user}:{password}" if user else None)
+    reply = status_of(f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default", header)
     return _answer("mlflow", f"{setting}={shown(uri)}", reply,
                    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
                    "start it, correct the address, or turn the record off with tracking.mlflow=false")  # fmt: skip
@@ -384,24 +370,6 @@ def check_ray(address: str) -> Finding:
         cause, _, mend = str(error).removeprefix(f"{named}: ").rpartition("; ")
         return Finding("ray", "error", f"{named}: {cause or mend}", mend if cause else remedy)
     return Finding("ray", "ok", f"{named} answers: {counted(round(cpus), 'CPU')}, {counted(round(gpus), 'GPU')}")
-
-
-def _header(token: str | None, password: str | None) -> str:
-    return f"Bearer {token}" if token else basic(password) if password else ""
-
-
-def _ask(url: str, authorization: str) -> int | str:
-    """The HTTP status, or an error text."""
-    try:
-        asked = request(url)
-        if authorization:
-            asked.add_header("Authorization", authorization)
-        with urllib.request.urlopen(asked, timeout=_TIMEOUT_SECONDS) as reply:
-            return int(reply.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except (OSError, ValueError) as error:
-        return str(error)
 
 
 def _answer(check: str, named: str, reply: int | str, admit: str, start: str) -> Finding:

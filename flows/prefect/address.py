@@ -5,14 +5,19 @@ import ipaddress
 import os
 import shlex
 import tomllib
+import urllib.error
+import urllib.request
 from collections.abc import Mapping
+from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from lineage.errors import ConfigError
-from lineage.remote_files import why_unreachable
+from lineage.remote_files import basic, request
+from lineage.secrets import redacted
 
-_REACH_SECONDS = 10.0
+_REACH_SECONDS = 10.0  # for busy machines
 _PROFILE = "posttrain"  # unless PREFECT_PROFILE asks for another
 
 
@@ -40,18 +45,51 @@ def is_loopback(host: str) -> bool:
     return (getattr(found, "ipv4_mapped", None) or found).is_loopback
 
 
-def require_reachable(url: str) -> None:
-    """Requires that a Prefect server answers.
+def require_usable(url: str) -> None:
+    """Requires that a Prefect server answers and accepts our credentials, before its client fails with an HTTP error.
 
     Raises:
-        ConfigError: nothing answers there.
+        ConfigError: it does not.
     """
-    error = why_unreachable(url, _REACH_SECONDS)
-    if error:
+    reply = ask_prefect(os.environ)
+    if isinstance(reply, str):
         raise ConfigError(
-            f"PREFECT_API_URL={url}: no Prefect server answers there ({error}); start it, correct the URL, "
+            f"PREFECT_API_URL={url}: no Prefect server answers there ({reply}); start it, correct the URL, "
             "or unset it for an embedded server"
-        ) from error
+        )
+    if reply == HTTPStatus.UNAUTHORIZED:
+        raise ConfigError(
+            f"PREFECT_API_URL={redacted(url)} does not let you in (HTTP 401); set PREFECT_API_AUTH_STRING, "
+            "or PREFECT_API_KEY for Prefect Cloud"
+        )
+
+
+def ask_prefect(environment: Mapping[str, str], *, as_stranger: bool = False) -> int | str:
+    """Reply of the configured API to our credentials, or to none: an HTTP status, or an error text."""
+    settings = prefect_settings(environment)
+    url = settings.get("PREFECT_API_URL", "")
+    password = own_auth(url) or settings.get("PREFECT_API_AUTH_STRING")
+    header = "" if as_stranger else authorization(settings.get("PREFECT_API_KEY"), password)
+    return status_of(f"{url.rstrip('/')}/admin/version", header)
+
+
+def authorization(token: str | None, password: str | None) -> str:
+    """The header for a token, else for ``USER:PASSWORD``; empty for neither."""
+    return f"Bearer {token}" if token else basic(password) if password else ""
+
+
+def status_of(url: str, header: str) -> int | str:
+    """The HTTP status of an answer to these credentials, or an error text."""
+    try:
+        asked = request(url)
+        if header:
+            asked.add_header("Authorization", header)
+        with urllib.request.urlopen(asked, timeout=_REACH_SECONDS) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, ValueError, HTTPException) as error:
+        return str(error)
 
 
 def prefect_home() -> Path:

@@ -15,13 +15,11 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.prefect.address import configured_api_url, prefect_home, require_reachable, use_own_auth, write_profile
-from lineage.errors import ConfigError, PipelineError
-from lineage.secrets import redacted
+from flows.prefect.address import configured_api_url, prefect_home, require_usable, use_own_auth, write_profile
+from lineage.errors import PipelineError
 
 if TYPE_CHECKING:
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -115,9 +113,8 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
     read_settings_again()
     url = configured_api_url()
     if url:
-        require_reachable(url)
+        require_usable(url)
         use_own_auth(url)
-        _require_let_in()
         read_settings_again()
         yield None
         return
@@ -135,18 +132,6 @@ def embedded_server(log: Path, ui: bool = False) -> Iterator[EmbeddedServer | No
         if before is not None:
             os.environ["PREFECT_API_AUTH_STRING"] = before
         read_settings_again()
-
-
-def _require_let_in() -> None:
-    """Refuses, in one line, a server whose password is missing, before Prefect's client fails with an HTTP error."""
-    from flows.doctor import ask_prefect
-
-    url = configured_api_url()
-    if url and ask_prefect(os.environ)[0] == HTTPStatus.UNAUTHORIZED:
-        raise ConfigError(
-            f"PREFECT_API_URL={redacted(url)} does not let you in (HTTP 401); set PREFECT_API_AUTH_STRING, "
-            "or PREFECT_API_KEY for Prefect Cloud"
-        )
 
 
 def send_events() -> None:

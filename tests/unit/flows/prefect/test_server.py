@@ -83,7 +83,7 @@ def test_our_own_clients_have_it_for_as_long_as_the_server_runs(tmp_path, starte
 
 def test_another_command_finds_it_by_the_address_and_gives_it_to_no_other_server(monkeypatch):
     write_profile("http://127.0.0.1:4711/api", "posttrain:secret")
-    monkeypatch.setattr("flows.prefect.server.require_reachable", lambda url: None)
+    monkeypatch.setattr("flows.prefect.server.require_usable", lambda url: None)
     for url, expected in [("http://127.0.0.1:4711/api", "posttrain:secret"), ("http://127.0.0.2:4711/api", "")]:
         monkeypatch.setenv("PREFECT_API_URL", url)
         monkeypatch.setenv("PREFECT_API_AUTH_STRING", "")
