@@ -172,13 +172,13 @@ def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]
             yield Finding("known-bad", "error", f"{found}{f' without {cure}' if cure else ''}: {why}", remedy)
     if not bad:
         yield Finding("known-bad", "ok", "no packages that are known to break each other")
-    has = {name: versions[name] for name in FLOORS if name in versions}
+    floored = {name: versions[name] for name in FLOORS if name in versions}
     old = [
         f"a release with published holes: {name} {version} (>={FLOORS[name]})"
-        for name, version in has.items()
+        for name, version in floored.items()
         if Version(version) < Version(FLOORS[name])
     ]
-    yield _judged("security", old, ", ".join(map(" ".join, has.items())), _INSTALL)
+    yield _judged("security", old, ", ".join(map(" ".join, floored.items())), _INSTALL)
 
 
 def lock_versions(text: str) -> dict[str, str]:
