@@ -278,7 +278,7 @@ def settle_last_run(store: Path, entry: Entry) -> str:
                 kill_left(record)
             if stage.state == "failed":
                 return stage.reason.partition("\n")[0]
-            how = f"driver on {record.driver.host} was killed" if record.outcome is None else "run on {} was stopped"
+            what, how = ("driver", "killed") if record.outcome is None else ("run", "stopped")
             reached = last_step(entry.metrics)
-            return f"its {how.format(record.driver.host)}{f' at step {reached}' if reached else ''}"
+            return f"its {what} on {record.driver.host} was {how}{f' at step {reached}' if reached else ''}"
     return ""

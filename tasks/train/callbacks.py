@@ -138,7 +138,7 @@ class Recorder(TrainerCallback):
 
 
 class Jumps(TrainerCallback):
-    """Logs the rows of the first steps whose loss jumps: by six deviations of the steps before, or to no number."""
+    """Logs the rows of the first steps whose loss jumps: by six standard deviations, or to a non-finite value."""
 
     def __init__(self, rows_of_step: Callable[[int], str]) -> None:
         self.rows_of_step, self.left = rows_of_step, _MOST_JUMPS

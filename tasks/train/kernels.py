@@ -225,12 +225,13 @@ def require_precision(precision: str, *, on_gpu: bool) -> None:
 
 @contextmanager
 def fast_products(precision: str, *, on_gpu: bool) -> Iterator[None]:
-    """Computes a GPU's products of fp32 matrices in TF32 unless the training is in fp32: TF32 has 10 bits of mantissa.
+    """Sets how matrices in fp32 are multiplied.
 
-    Computes those of a CPU with oneDNN, which uses AVX-512 on CPUs of every vendor:
-    torch's default, MKL, does so on Intel's alone: on an AMD CPU oneDNN is twice as fast. The precision ``medium``
-    selects oneDNN. It also lets oneDNN round to bf16, which it does with AMX: there torch's default stays. The numbers
-    are those of MKL up to the order of additions. Attention stays with MKL (``sdpa_by_mkl``).
+    On a GPU in TF32, which has 10 bits of mantissa, unless the training is in fp32. On a CPU with oneDNN, which uses
+    AVX-512 on CPUs of every vendor: torch's default, MKL, does so on Intel's alone, and oneDNN is twice as fast on
+    AMD's. The precision ``medium`` selects oneDNN. It also lets oneDNN round to bf16, which it does with AMX: there
+    torch's default stays. The numbers are those of MKL up to the order of additions. Attention stays with MKL
+    (``sdpa_by_mkl``).
     """
     if on_gpu:
         with _products("highest" if precision == "fp32" else "high"):
