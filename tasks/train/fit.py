@@ -232,13 +232,9 @@ _FLASH = "FLASH_ATTENTION_DETERMINISTIC"
 
 
 def fit(
-    method: "TrainingRecipe",
-    trainer: Trainer,
-    inputs: "Inputs",
-    ctx: "TrainContext",
-    num_rows: int,
+    method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext", num_rows: int,
     held_out: Dataset | None = None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
     """Trains to the last step and reports each step; a trainer that is already there takes none.
 
     The trainer then holds the weights of the stage's output: those of the last step, or of the best.

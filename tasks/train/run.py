@@ -40,13 +40,7 @@ from tasks.train.callbacks import Jumps, StepZeroProof, require_agreement
 from tasks.train.checkpointing import held_out_rows
 from tasks.train.fit import RankBudget, fit
 from tasks.train.freeze import freeze
-from tasks.train.kernels import (
-    attention_of,
-    forget_liger,
-    hold_in,
-    prepare_layers,
-    replace_kernels,
-)
+from tasks.train.kernels import attention_of, forget_liger, hold_in, prepare_layers, replace_kernels
 from tasks.train.merging import compared, golden_prompts, golden_values
 from tasks.train.optimizers import install_optimizer
 from tasks.train.padding_free import Collator, collator_for, install
@@ -266,12 +260,16 @@ class TrainingRun:
         if self.method.adapter and self.method.adapter.type == "adalora":
             trainer.add_callback(RankBudget(trainer.model, self.ctx))
         if self.method.has_reference and "proof" not in own:
-            if self.method.neftune_alpha:
-                self._log_unproven()
-            else:
-                trainer.add_callback(StepZeroProof(trainer, self.inputs[_POLICY], self._proof_tolerance))
+            self._prove_start(trainer)
         self._count(trainer.model)
         return trainer
+
+    def _prove_start(self, trainer: Trainer) -> None:
+        """Compares policy and reference before the first step, unless NEFTune's noise makes them differ."""
+        if self.method.neftune_alpha:
+            self._log_unproven()
+        else:
+            trainer.add_callback(StepZeroProof(trainer, self.inputs[_POLICY], self._proof_tolerance))
 
     def _log_unproven(self) -> None:
         logger.warning(
