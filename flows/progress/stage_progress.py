@@ -30,7 +30,7 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     last_time: float = 0.0  # of the latest report
     _first: tuple[int, float] | None = None  # step and time of the earliest report since it began
-    _from_step: int = 0  # of the last report before that: of the attempt that it goes on with
+    _from_step: int = 0  # of the last report before that: of the attempt that it resumes
 
     def __post_init__(self) -> None:
         self._file = ReportFile(self.path, _TAIL_BYTES)

@@ -57,7 +57,7 @@ class Score:
     def __str__(self) -> str:
         return "\n".join(
             [
-                f"kills {self.kills}  survived {self.survived}  trainings hit {self.hit}  of them gone on with from a "
+                f"kills {self.kills}  survived {self.survived}  trainings hit {self.hit}  of them resumed from a "
                 f"checkpoint {self.resumed}  pipelines {self.rounds}  bit-identical {self.identical}  "
                 f"leaked processes {len(self.leaked)}  longest lost work {self.lost_steps} steps "
                 f"(saved every {SAVE_STEPS})",
