@@ -26,7 +26,7 @@ from lineage.attempts import attempts, describe_last_attempt
 from lineage.certificate import Certificate, Comparison, Tolerance, basis, key_of, write_certificate
 from lineage.errors import ConfigError, LostError, StageError
 from lineage.manifest import Manifest
-from lineage.metrics_file import ReportFile, read_reports
+from lineage.metrics_file import ReportFile, is_of_machine, read_reports
 from lineage.store import CACHE, Entry
 from tasks.context import Launcher, Resources
 from tasks.method import Training
@@ -42,7 +42,6 @@ TOLERANCES = {
     "fp8": Tolerance(losses=2e-2, weights=0.1),
 }
 _JUDGED = ("loss", "num_tokens")  # other metrics may be small differences of large numbers: only reported
-_MACHINE = ("_seconds", "_per_second", "_gib")  # units of metrics that differ between equal runs
 _POLL_SECONDS = 0.005
 _TRIES = 5  # a training of few quick steps may end before it is killed
 
@@ -323,7 +322,7 @@ def _step_difference(unbroken: Path, other: Path) -> Difference:
 
 def _changed(where: str, step: int | None, one: Mapping[str, float], two: Mapping[str, float]) -> Difference:
     """Compares the metrics of one step or of the end, without those that depend on the machine's speed."""
-    left, right = ({name: value for name, value in each.items() if not name.endswith(_MACHINE)} for each in (one, two))
+    left, right = ({name: value for name, value in each.items() if not is_of_machine(name)} for each in (one, two))
     names = sorted(left.keys() | right.keys(), key=lambda name: (name != "loss", name))
     changed = [name for name in names if not _is_same(left.get(name), right.get(name))]
     if not changed:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from lineage.files import parse_jsonl, read_jsonl, replace_jsonl
 
+_MACHINE = ("seconds", "per_second", "per_second_per_worker", "_gib", "mfu")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
@@ -16,6 +18,11 @@ class StageReport:
     step: int
     time: float
     metrics: Mapping[str, float]
+
+
+def is_of_machine(name: str) -> bool:
+    """Whether a metric measures time, speed or memory, in which equal runs differ."""
+    return name.endswith(_MACHINE)
 
 
 def read_reports(path: Path) -> list[StageReport]:

@@ -9,6 +9,7 @@ from flows.sweep.files import SweepFiles
 from flows.sweep.folder import TrialResult, overrides, trial_results
 from flows.sweep.plan import SweepPlan, count_stages, union
 from lineage.markup import markdown_table
+from lineage.metrics_file import is_of_machine
 
 _MOST_COLUMNS = 4  # of metrics where there are no objectives
 _MOST_TRIALS = 100
@@ -103,7 +104,7 @@ def _differing_metrics(rows: Sequence[TrialResult], sweep: SweepPlan) -> list[st
     """Metrics that differ between trials, of the last stage that varies, without durations."""
     for stage in reversed([planned.name for planned in sweep.plan.stages if planned.name in sweep.own]):
         found = [(name, value) for row in rows for name, value in row.metrics.items() if name.startswith(f"{stage}/")]
-        different = Counter(name for name, _ in set(found) if not name.endswith(("seconds", "per_second")))
+        different = Counter(name for name, _ in set(found) if not is_of_machine(name))
         if telling := [name for name in dict(found) if different[name] > 1]:
             return telling[:_MOST_COLUMNS]
     return []
