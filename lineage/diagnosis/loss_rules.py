@@ -351,4 +351,4 @@ def _still_falling(curves: Curves) -> Finding | None:
         f"{quarter:.3g} in the last quarter of the summed learning rate"
     )
     change = length(curves.num_steps * 2)
-    return Finding(confidence="high", metric=curves.validation_name, change=change, evidence=evidence)
+    return Finding(confidence="medium", metric=curves.validation_name, change=change, evidence=evidence)

@@ -119,6 +119,36 @@ def _kl_explodes(curves: Curves) -> Finding | None:
     return Finding(confidence="high", metric="kl", evidence=evidence, change=stronger_kl(curves))
 
 
+def _models(curves: Curves, metric: str) -> dict[str, float]:
+    """Model -> value of a metric of an evaluation, in the order of the pipeline."""
+    return {
+        name.removesuffix(f"/{metric}"): value for name, value in curves.report.items() if name.endswith(f"/{metric}")
+    }
+
+
+@_rule(
+    "repetitive", "answers", "an evaluation: 30 % of a tuned model's answers never end; reinforcement: half of them",
+    "an earlier checkpoint; do rows end in the token at which generation stops? Reinforcement: twice "
+    "`max_completion_length` if they never did end, else KL x4, half the rate",
+)  # fmt: skip
+def _repetitive(curves: Curves) -> Finding | None:
+    tuned = {name: value for name, value in list(_models(curves, "unfinished_share").items())[1:] if value > 0.3}
+    clipped, change = curves["completions/clipped_ratio"], Change()
+    if len(clipped) >= _MIN_STEPS and clipped.last > 0.5:
+        tuned[curves.stage] = clipped.last
+        most = int(curves.number("max_completion_length"))
+        if clipped.first < 0.5:
+            change = stronger_kl(curves)
+        elif most:  # and as many tokens for the prompt as before
+            change["method.max_completion_length"] = 2 * most
+            change["method.max_length"] = int(curves.number("max_length")) + most
+    evidence = ", ".join(f"{name}: {value:.0%}" for name, value in tuned.items()) + " of the answers never end"
+    metric = "completions/clipped_ratio" if len(clipped) else ""
+    if not tuned:
+        return None
+    return Finding(confidence="high" if metric else "medium", metric=metric, evidence=evidence, change=change)
+
+
 @_rule(
     "equal-rewards", "groups", "all rewards are equal in 70 % of the groups, which then have no gradient",
     "a temperature of 1 if it is below 0.7, else twice the completions per prompt; if no completion ever got another "
@@ -150,13 +180,6 @@ def _entropy_collapse(curves: Curves) -> Finding | None:
     return Finding(confidence="medium", metric="entropy", evidence=evidence, change=stronger_kl(curves))
 
 
-def _models(curves: Curves, metric: str) -> dict[str, float]:
-    """Model -> value of a metric of an evaluation, in the order of the pipeline."""
-    return {
-        name.removesuffix(f"/{metric}"): value for name, value in curves.report.items() if name.endswith(f"/{metric}")
-    }
-
-
 @_rule(
     "forgetting", "text", "an evaluation: text perplexity is twice that of an earlier model",
     "an adapter for that stage (`adapter.rank=16`), a lower rate, or text among its rows; check the prompt format",
@@ -167,27 +190,6 @@ def _forgetting(curves: Curves) -> Finding | None:
     worse = [name for name in list(found)[list(found).index(best) :] if found[name] > 2 * found[best]] if best else []
     evidence = ", ".join(f"{name} {found[name]:.4g}" for name in (best, *worse) if name)
     return Finding(confidence="medium", metric="", evidence=f"text perplexity: {evidence}") if worse else None
-
-
-@_rule(
-    "repetitive", "answers", "an evaluation: 30 % of a tuned model's answers never end; reinforcement: half of them",
-    "an earlier checkpoint; do rows end in the token at which generation stops? Reinforcement: twice "
-    "`max_completion_length` if they never did end, else KL x4, half the rate",
-)  # fmt: skip
-def _repetitive(curves: Curves) -> Finding | None:
-    tuned = {name: value for name, value in list(_models(curves, "unfinished_share").items())[1:] if value > 0.3}
-    clipped, change = curves["completions/clipped_ratio"], Change()
-    if len(clipped) >= _MIN_STEPS and clipped.last > 0.5:
-        tuned[curves.stage] = clipped.last
-        most = int(curves.number("max_completion_length"))
-        if clipped.first < 0.5:
-            change = stronger_kl(curves)
-        elif most:  # and as many tokens for the prompt as before
-            change["method.max_completion_length"] = 2 * most
-            change["method.max_length"] = int(curves.number("max_length")) + most
-    evidence = ", ".join(f"{name}: {value:.0%}" for name, value in tuned.items()) + " of the answers never end"
-    metric = "completions/clipped_ratio" if len(clipped) else ""
-    return Finding(confidence="medium", metric=metric, evidence=evidence, change=change) if tuned else None
 
 
 @_rule("low-device-use", "device", "under 15 % of the GPU's peak", "micro batch x2: global batch and model stay")
