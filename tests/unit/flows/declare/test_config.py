@@ -1,11 +1,15 @@
 """Overrides, groups and defaults become a pipeline; a mistake says what is accepted."""
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from flows.declare.compose import CONF as SHIPPED
 from flows.declare.compose import Composer, compose_tree
 from flows.declare.config import load_pipeline
 from flows.declare.store_root import store_root
@@ -197,7 +201,48 @@ RATE = "stages.left.method.learning_rate"
     ],
 )
 def test_it_is_what_hydra_composes(overrides):
-    assert compose_tree([*GROUPS, *overrides], CONF) == Composer([*GROUPS, *overrides], CONF).tree()
+    expected = of_hydra([*GROUPS, *overrides])
+    assert compose_tree([*GROUPS, *overrides], CONF) == Composer([*GROUPS, *overrides], CONF).tree() == expected
+
+
+def of_hydra(words):
+    """Hydra takes a value that no file has with ++ only."""
+    forced = [
+        word if word.startswith(("~", "pipeline=", "model=", "adapter=")) else f"++{word.lstrip('+')}" for word in words
+    ]
+    with initialize_config_dir(config_dir=str(SHIPPED), version_base="1.3"):
+        composed = compose("config", overrides=[f"hydra.searchpath=[file://{CONF}]", *forced])
+    return OmegaConf.to_container(composed, resolve=True)
+
+
+@pytest.mark.parametrize("pipeline", sorted(path.stem for path in (SHIPPED / "pipeline").glob("*.yaml")))
+def test_a_shipped_pipeline_is_what_hydra_composes(pipeline):
+    words = [f"pipeline={pipeline}", "model=tiny"]
+    assert json.dumps(compose_tree(words)) == json.dumps(of_hydra(words))
+
+
+def test_files_and_anchors_that_are_used_twice_are_set_apart(tmp_path):
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "own.yaml").write_text(
+        "# @package _global_\ndefaults:\n  - /stage@stages.one.method: sft\n  - /stage@stages.two.method: sft\n"
+        "stages: {one: {inputs: &both {policy: a}}, two: {inputs: *both}}\n"
+    )
+    words = ["pipeline=own", "model=tiny", "stages.one.method.seed=3", "stages.one.inputs.policy=b"]
+    stages = compose_tree(words, tmp_path)["stages"]
+    one, two = stages["one"], stages["two"]
+    assert (one["method"]["seed"], one["inputs"]) == (3, {"policy": "b"})
+    assert ("seed" in two["method"], two["inputs"]) == (False, {"policy": "a"})
+
+
+def test_what_an_override_cannot_reach_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"tags.0: 0 is not an index of a list of 0; set the whole list"):
+        compose_tree(["tags.0=x"])
+    with pytest.raises(ConfigError, match=r"method.x: method refers to another value, \$\{stages.sft\}; set that one"):
+        compose_tree(["stages.dpo.method='${stages.sft}'", "stages.dpo.method.x=1"])
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "own.yaml").write_text("- 1\n")
+    with pytest.raises(ConfigError, match=r"own.yaml: holds no mapping; write KEY: VALUE lines"):
+        compose_tree(["pipeline=own"], tmp_path)
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):
