@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -45,9 +46,15 @@ class Setting:
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 
+@cache
+def field_names(cls: "type[DataclassInstance]") -> tuple[str, ...]:
+    """The fields of a dataclass; asked for hundreds of times by a plan."""
+    return tuple(each.name for each in fields(cls))
+
+
 def set_fields(setting: "DataclassInstance") -> dict[str, object]:
     """The fields of a dataclass that are not None, nested ones included."""
-    found = ((each.name, getattr(setting, each.name)) for each in fields(setting))
+    found = ((name, getattr(setting, name)) for name in field_names(type(setting)))
     return {name: without_nones(value) for name, value in found if value is not None}
 
 

@@ -90,11 +90,26 @@ class Entry:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.output = path / "output"
-        self.logs = path / "logs"
-        self.log = self.logs / "stage.log"
-        self.metrics = path / "metrics.jsonl"
-        self.checkpoints = Checkpoints(path / "checkpoints")
+
+    @property
+    def output(self) -> Path:
+        return self.path / "output"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def log(self) -> Path:
+        return self.logs / "stage.log"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        return Checkpoints(self.path / "checkpoints")
 
     def manifest(self) -> Manifest | None:
         """The record, or None while the artifact is unfinished.

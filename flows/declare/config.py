@@ -19,6 +19,7 @@ from flows.declare.sweep import Sweep
 from lineage.artifact import SOURCE, Source
 from lineage.code import full_name, parsed, source_file
 from lineage.errors import ConfigError
+from lineage.fingerprint import field_names
 from lineage.store import store_path
 from lineage.verdict import Approval
 from tasks.context import Precision, Resources
@@ -316,7 +317,7 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
         "schedule": tree["lr_schedule"], "save": root.save, "approval": root.gate.approval,
         "precision": root.precision if _applies_precision(cls) else None,
     }  # fmt: skip
-    taken = {field.name for field in fields(cls)}
+    taken = set(field_names(cls))
     for key in defaults.keys() & taken:
         if defaults[key] is not None:
             recipe[key] = _merged(defaults[key], recipe[key]) if key in recipe else defaults[key]
@@ -346,7 +347,7 @@ def _built(
     quantization: object,
 ) -> Stage:  # fmt: skip
     """Builds a stage; ``quantization`` is the default of all stages."""
-    recipe, taken = dict(recipe), {field.name for field in fields(cls)}
+    recipe, taken = dict(recipe), set(field_names(cls))
     kept = _apply_training(cls, recipe, root.training) if issubclass(cls, Training) else []
     if recipe.get("adapter", False) is None and recipe.get("quantization") == quantization:
         recipe.pop("quantization", None)  # the default needs an adapter, which this stage does not have
@@ -373,7 +374,7 @@ def _apply_training(cls: type[Training], recipe: dict[str, object], shared: Trai
     reads = getattr(cls, "reads", None)
     if cls.has_own_loop or reads is None or not reads.trained:
         ignored |= {"validation"}
-    taken = {field.name for field in fields(cls)} - ignored
+    taken = set(field_names(cls)) - ignored
     for short, (setting, field) in SHORT_FORMS.items():
         if recipe.get(short) is not None and isinstance(node := defaults.get(setting), Mapping):
             defaults[setting] = {name: value for name, value in node.items() if name != field}

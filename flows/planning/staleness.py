@@ -247,6 +247,8 @@ def _stored_state(
     name: str, entry: Entry, method: Method, inputs: Mapping[str, PlannedInput], store: Store
 ) -> tuple[State, str]:
     """The state and the reason without regard to changes of its code."""
+    if not entry.path.exists():
+        return "run", _why_stale(method, inputs, store.finished(name))
     manifest = entry.manifest()
     if manifest:
         missing = manifest.missing(entry.output)

@@ -23,6 +23,7 @@ class Case:
     method: Training
     resources: Resources
     config: Mapping[str, object] = field(default_factory=dict)
+    _known: dict[str, tuple[str, object]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def get(self, path: str) -> object:
         """The value of a field, such as ``method.adapter.type``; None: it, or the setting around it, is not set."""
@@ -30,6 +31,11 @@ class Case:
 
     def found(self, path: str) -> tuple[str, object]:
         """The same, with the field that holds it: ``method.adapter`` where there is no adapter."""
+        if path not in self._known:  # many rules ask for the same fields
+            self._known[path] = self._find(path)
+        return self._known[path]
+
+    def _find(self, path: str) -> tuple[str, object]:
         if path == "method":
             return path, type(self.method).__name__
         if path.startswith(_CONFIG):
@@ -120,11 +126,12 @@ class Rule:
 
 
 def _has(case: Case, path: str, wanted: Condition) -> bool:
-    if wanted is SET:
-        return bool(case.get(path))
-    if callable(wanted):
+    if wanted is not SET and callable(wanted):
         return bool(wanted(case))
-    return case.get(path) in (wanted if isinstance(wanted, tuple) else (wanted,))
+    value = case.get(path)
+    if wanted is SET:
+        return bool(value)
+    return value in wanted if isinstance(wanted, tuple) else value == wanted
 
 
 @dataclass(frozen=True, kw_only=True)
