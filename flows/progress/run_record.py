@@ -219,8 +219,9 @@ def latest(store: Path, number: int | None = None) -> Iterator[RunRecord]:
 
 def runs_of(store: Path, directory: Path) -> Iterator[tuple[RunRecord, StageRecord]]:
     """The runs that have a stage of this directory, newest first; on another host the store may have another path."""
-    for record in latest(store):
-        for stage in record.stages.values():
+    for run_id in run_ids(store):
+        record = read_run_record(run_record_path(store, run_id))
+        for stage in record.stages.values() if record else ():
             if Path(stage.directory).parts[-2:] == directory.parts[-2:]:
                 yield record, stage
 

@@ -178,6 +178,8 @@ def patch_of(found: Diagnosis, rule: str | None) -> str:
         **({"config_dir": config_dir} if config_dir else {}), "overrides": [*kept, *change],
     }  # fmt: skip
     note = "# posttrain run --overrides-from THIS_FILE\n"
+    if not words and found.run is None:
+        note += "# No record of the run that made the stage is here: add its overrides.\n"
     text: str = yaml.safe_dump(dict(held), sort_keys=False, width=10_000, allow_unicode=True)
     return note + text
 

@@ -73,9 +73,9 @@ def rounded(value: float) -> float:
 
 
 def rate(curves: Curves, factor: float) -> Change:
-    """Override that multiplies the learning rate; it raises none of Adam above ``WILD_RATE``."""
+    """Override that multiplies the learning rate; it leaves none of Adam above ``WILD_RATE``."""
     now = curves.learning_rate
-    most = max(now, WILD_RATE) if factor > 1 and is_adam(curves) else math.inf
+    most = WILD_RATE if is_adam(curves) else math.inf
     return {"method.learning_rate": rounded(min(now * factor, most))} if now else {}
 
 
@@ -83,6 +83,11 @@ def is_adam(curves: Curves) -> bool:
     """Whether the optimizer, if the recipe names one, is of Adam's family."""
     found = curves.recipe.get("optimizer")
     return "adam" in str(found.get("name", "adam")) if isinstance(found, Mapping) else True
+
+
+def is_wild(curves: Curves) -> bool:
+    """Whether a step of Adam moves weights by half of what they are, or more."""
+    return curves.learning_rate >= WILD_RATE and is_adam(curves)
 
 
 def length(steps: float) -> Change:

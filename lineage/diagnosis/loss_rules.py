@@ -6,7 +6,7 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from lineage.diagnosis.curves import Curve, Curves
-from lineage.diagnosis.finding import WILD_RATE, Change, Finding, Rule, is_adam, length, rate, rounded, rule, stabilised
+from lineage.diagnosis.finding import Change, Finding, Rule, is_wild, length, rate, rounded, rule, stabilised
 
 MIN_STEPS = 50  # shortest curve that is judged flat or slow
 _SIGMAS = 6.0  # standard errors that count as significant
@@ -106,7 +106,7 @@ def _never_decreases(curves: Curves) -> Finding | None:
     if loss is None or curves.learning_rate < high or not _is_flat(loss):
         return None
     evidence = f"{_ends(loss)}, at learning rate {curves.learning_rate:g}"
-    if curves.learning_rate >= WILD_RATE and is_adam(curves):
+    if is_wild(curves):
         return Finding(confidence="medium", change=stabilised(curves, 10), evidence=evidence)
     more: Change = {"method.adapter.rank": rank * 2} if rank else {}
     return Finding(confidence="medium", change={**rate(curves, 5), **more}, evidence=evidence)

@@ -4,7 +4,7 @@ import math
 from functools import partial
 
 from lineage.diagnosis.curves import Curve, Curves
-from lineage.diagnosis.finding import Change, Finding, Rule, length, rate, rounded, rule, stronger_kl
+from lineage.diagnosis.finding import Change, Finding, Rule, is_wild, length, rate, rounded, rule, stronger_kl
 from lineage.diagnosis.loss_rules import lowest
 
 _MIN_STEPS = 20
@@ -43,7 +43,8 @@ def _exploding_margins(curves: Curves) -> Finding | None:
 
 @_rule(
     "accuracy-stuck", "accuracy", "accuracy of preferences stays at 0.5",
-    "learning rate x10 where margins hardly move; else read pairs: are chosen and rejected mixed up?",
+    "learning rate x10 (/ 10 at 0.01 or more) where margins hardly move; else read pairs: are chosen and rejected "
+    "mixed up?",
 )  # fmt: skip
 def _accuracy_stuck(curves: Curves) -> Finding | None:
     name, other = ("rewards/accuracies", "rewards/margins") if curves.is_preference else ("accuracy", "margin")
@@ -56,7 +57,7 @@ def _accuracy_stuck(curves: Curves) -> Finding | None:
     moves = spread > 0.1
     seen = f"{name} is {late.mean():.3g} over the last {len(late)} steps, margins {margins.last:.2g} +- {spread:.2g}"
     return Finding(
-        confidence="high", metric=name, change={} if moves else rate(curves, 10),
+        confidence="high", metric=name, change={} if moves else rate(curves, 0.1 if is_wild(curves) else 10),
         evidence=f"{seen}: the model {'moves, and learns no order' if moves else 'hardly moves'}",
     )  # fmt: skip
 

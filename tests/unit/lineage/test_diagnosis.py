@@ -283,8 +283,9 @@ def test_a_flat_loss_at_a_rate_that_moves_whole_weights_lowers_it():
 
     assert change(1e-3)["method.learning_rate"] == pytest.approx(5e-3)
     assert change(5e-3)["method.learning_rate"] == 0.01  # no more
-    lower = {"method.learning_rate": pytest.approx(5e-2), "method.schedule.warmup": 0.1}
+    lower = {"method.learning_rate": 0.01, "method.schedule.warmup": 0.1}  # and 0.001 after the next diagnosis
     assert change(0.5) == change(0.5, optimizer={"name": "adamw_torch"}) == lower
+    assert change(0.02)["method.learning_rate"] == pytest.approx(2e-3)
     assert change(0.5, optimizer={"name": "sgd"})["method.learning_rate"] == pytest.approx(2.5)
 
 

@@ -28,6 +28,7 @@ from flows.progress.run_record import (
     read_run_record,
     run_ids,
     run_record_path,
+    runs_of,
     silent_drivers,
     waits_for,
 )
@@ -251,6 +252,19 @@ def test_a_long_run_is_found_behind_many_short_ones(tmp_path, monkeypatch):
         if index != 1:
             os.utime(run_record_path(tmp_path, note.id), (0, 0))
     assert list(latest(tmp_path)) == [notes[5], notes[4], notes[1]]
+
+
+def test_the_run_of_a_stage_is_found_behind_any_number_of_later_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_record, "_CHECKED", 2)
+    notes = [note_of(ELSEWHERE, f"2026010{day}-000000-0000", outcome="done") for day in range(1, 7)]
+    directory = tmp_path / "sft" / "0123456789abcdef"
+    stage = StageRecord(state="done", since=0.0, directory=str(directory))
+    notes[0] = replace(notes[0], stages={"sft": stage})
+    for note in notes:
+        note.write(tmp_path)
+        os.utime(run_record_path(tmp_path, note.id), (0, 0))
+    [(found, of_stage)] = runs_of(tmp_path, directory)
+    assert (found.id, of_stage.directory) == (notes[0].id, str(directory))
 
 
 def test_a_driver_of_another_machine_is_gone_when_none_of_its_runs_is_heard(tmp_path):
