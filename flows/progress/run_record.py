@@ -220,10 +220,10 @@ def latest(store: Path, number: int | None = None) -> Iterator[RunRecord]:
 def runs_of(store: Path, directory: Path) -> Iterator[tuple[RunRecord, StageRecord]]:
     """The runs that have a stage of this directory, newest first; on another host the store may have another path."""
     for run_id in run_ids(store):
-        record = read_run_record(run_record_path(store, run_id))
-        for stage in record.stages.values() if record else ():
-            if Path(stage.directory).parts[-2:] == directory.parts[-2:]:
-                yield record, stage
+        if record := read_run_record(run_record_path(store, run_id)):
+            for stage in record.stages.values():
+                if Path(stage.directory).parts[-2:] == directory.parts[-2:]:
+                    yield record, stage
 
 
 def left_open(store: Path) -> list[RunRecord]:
