@@ -12,7 +12,7 @@ from flows.planning.reads import claim
 from flows.prefect.open_runs import settle_left
 from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import RUN_VARIABLE, SweepRecord
-from flows.stages.launch import StageProcesses, shared_modules
+from flows.stages.launch import StageProcesses, modules_of, shares_imports
 from flows.stages.resources import require_gpus
 from flows.stages.run import Run
 from flows.tracking import complete_record, make_tracker
@@ -86,7 +86,7 @@ def open_run(
         stack.enter_context(recorder.running(plan, tracker, stages, sweep))
         os.environ[RUN_VARIABLE] = recorder.record.id  # by which what a killed run has left is found
         stack.enter_context(tracker.execution(_execution(plan, words, trials)))
-        modules = [] if foreground else shared_modules(stages)
+        modules = [] if foreground else _shared_modules(stages)
         if modules:
             processes.warm_up(modules)
 
@@ -138,3 +138,12 @@ def check_machine(stages: Sequence[PlannedStage]) -> None:
                 f"stages.{planned.name}.resources.num_nodes={nodes}: a cluster started here has one node; "
                 "set RAY_ADDRESS to the address of your Ray cluster, or num_nodes=1"
             )
+
+
+def _shared_modules(stages: Sequence[PlannedStage]) -> list[str]:
+    """The modules that the stages' processes import: each once, in order."""
+    shared = [
+        each.stage for each in stages
+        if shares_imports(each.stage.method, each.stage.resources, is_first=not each.upstream)
+    ]  # fmt: skip
+    return modules_of([type(stage.method) for stage in shared])
