@@ -114,8 +114,8 @@ class Bench:
     def run(self, name: str, words: Sequence[str]) -> tuple[str, dict[str, float] | None]:
         """The training's node in the store, and its metrics; None where it failed."""
         from flows.declare.config import load_pipeline
-        from flows.open_run import open_run
         from flows.planning.plan import make_plan
+        from flows.run import open_run
         from flows.stages.execute import execute
         from lineage.errors import PipelineError
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline, Stage
-from flows.open_run import check_machine, open_run
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.screen import Screen
 from flows.rehearsal import WEIGHTS, delete_others, scratch, scratch_plan
+from flows.run import check_machine, open_run
 from flows.stages.execute import execute
 from flows.stages.resources import require_gpus
 from flows.stages.run import Run, job_inputs

@@ -12,11 +12,11 @@ from filelock import FileLock
 
 from flows.declare.operation import Operation
 from flows.declare.pipeline import Pipeline, Stage
-from flows.open_run import check_machine, open_run, prepare_run
 from flows.planning.estimates import Estimator, History, step_seconds
 from flows.planning.plan import Plan, PlannedStage, make_plan
 from flows.planning.verdicts import judgements
 from flows.progress.screen import Screen
+from flows.run import check_machine, open_run, prepare_run
 from flows.stages.execute import execute
 from flows.stages.job import STOP_FILE
 from flows.stops import stoppable

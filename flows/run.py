@@ -1,23 +1,39 @@
-"""Runs a plan from the command line: starts a Prefect server if needed, runs the flow, prints the report."""
+"""A run of a plan: from the command line to the report, and the context that every other run shares.
+
+The context opens and closes the run's record, starts and ends its processes.
+"""
 
 import contextlib
 import json
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from flows.declared import show_declared
-from flows.open_run import open_run, prepare_run
+from flows.planning.estimates import require_plan_disk
 from flows.planning.plan import Plan, PlannedStage
+from flows.planning.reads import claim
 from flows.planning.verdicts import may_ask, require_passed
+from flows.prefect.open_runs import settle_left
 from flows.prefect.server import embedded_server
+from flows.progress.recorder import RunRecorder
+from flows.progress.run_record import RUN_VARIABLE, SweepRecord
 from flows.progress.screen import Screen
 from flows.promotion.retrain import follow_up, has_work
 from flows.reports.run import plan_table, run_dict, summary
 from flows.stages.execute import Result, execute
+from flows.stages.launch import StageProcesses, modules_of, shares_imports
+from flows.stages.resources import require_gpus
 from flows.stages.run import Run
 from flows.stops import stoppable
+from flows.tracking import complete_record, make_tracker
+from lineage.artifact import SOURCE
 from lineage.errors import ConfigError, PipelineError, StoppedError
+from lineage.labels import Statement, record_labels
+from lineage.tracker import Event, Execution, Listener, Tracker
 from tasks.context import Launcher
 
 
@@ -97,3 +113,129 @@ def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
 def _screen(stages: Sequence[PlannedStage]) -> Screen:
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
     return Screen(sys.stderr, [planned.name for planned in stages], plain=foreground)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trials:
+    """The trials of a sweep that a run executes.
+
+    Args:
+        folder: of the sweep.
+        own: names of the stages that may differ between trials.
+        count: number of trials; None: not known in advance.
+    """
+
+    folder: Path
+    own: frozenset[str]
+    count: int | None = None
+
+
+def prepare_run(plan: Plan) -> None:
+    """Updates the record before anything runs: closes killed runs, records labels, protects reused outputs from gc.
+
+    Raises:
+        ArtifactError: an output that the plan reuses was deleted since.
+    """
+    complete_record(plan.pipeline)
+    settle_left(plan.pipeline.store)
+    record_labels(plan.pipeline.store, _stated(plan))
+    claim([plan])
+
+
+@contextlib.contextmanager
+def open_run(
+    plan: Plan, words: Sequence[str], listener: Listener, stages: Sequence[PlannedStage],
+    trials: Trials | None = None, *, recorder: RunRecorder | None = None, in_flow: bool = True, command: str = "run",
+) -> Iterator[Run]:  # fmt: skip
+    """Opens a run of some stages of a plan; at the end of the context its processes end and its record is closed.
+
+    Args:
+        words: arguments of the command, for the record.
+        listener: displays the run.
+        trials: of a sweep; the plan is then that of one trial, and the stages are those of all.
+        recorder: an open one; None: the record of the run starts here.
+        in_flow: whether the stages run in a Prefect flow.
+        command: name of the ``posttrain`` command.
+
+    Raises:
+        ArtifactError: an output that the plan reuses was deleted since.
+        ConfigError: this machine or the store lacks required resources, or MLflow does not answer.
+    """
+    check_machine(stages)
+    require_plan_disk(plan, plan.stale if trials else stages)  # for a sweep, at least one trial must fit
+    tracker = make_tracker(plan.pipeline.tracking) if stages or trials else Tracker()
+    processes = StageProcesses()
+    foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
+    sweep = None
+    if trials:
+        own = [planned.name for planned in plan.stages if planned.name in trials.own]
+        sweep = SweepRecord(folder=str(trials.folder), own=own, trials=trials.count)
+    with contextlib.ExitStack() as stack:
+        if recorder is None:
+            recorder = RunRecorder(plan.home, plan.pipeline.name, words, in_flow=in_flow, command=command)
+            stack.enter_context(recorder.open())
+        listeners = [listener, recorder.on, tracker.on]
+        stack.enter_context(recorder.running(plan, tracker, stages, sweep))
+        os.environ[RUN_VARIABLE] = recorder.record.id  # by which what a killed run has left is found
+        stack.enter_context(tracker.execution(_execution(plan, words, trials)))
+        modules = [] if foreground else _shared_modules(stages)
+        if modules:
+            processes.warm_up(modules)
+
+        def emit(event: Event) -> None:
+            for each in listeners:
+                each(event)
+
+        try:
+            yield Run(plan=plan, processes=processes, emit=emit, tracker=tracker, recorder=recorder)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                processes.stop()
+            raise
+        finally:
+            processes.end_all()
+
+
+def _stated(plan: Plan) -> list[Statement]:
+    """Statements of the labels of a plan's sources, needed if all is reused and no new manifest records them."""
+    given = {each.name: each for planned in plan.stages for each in planned.inputs.values()}
+    return [
+        Statement(fingerprint=each.fingerprint, source=each.name.removeprefix(SOURCE), labels=list(each.source.labels))
+        for each in given.values()
+        if each.source and each.source.labels
+    ]
+
+
+def _execution(plan: Plan, words: Sequence[str], trials: Trials | None) -> Execution:
+    own = trials.own if trials else ()
+    manifests = {each.name: plan.entry(each).manifest() for each in plan.stages if each.state == "reuse"}
+    reused = {name: manifest for name, manifest in manifests.items() if manifest and name not in own}
+    return Execution(
+        pipeline=plan.pipeline.name, store=plan.pipeline.store, words=list(words), reused=reused,
+        folder=trials.folder if trials else None,
+    )  # fmt: skip
+
+
+def check_machine(stages: Sequence[PlannedStage]) -> None:
+    """Refuses stages that need GPUs or nodes which this machine lacks.
+
+    Raises:
+        ConfigError: names the stage.
+    """
+    for planned in stages:
+        require_gpus(planned.name, planned.needs[1])
+        nodes = planned.stage.resources.num_nodes
+        if planned.stage.method.trains and nodes > 1 and not os.environ.get("RAY_ADDRESS"):
+            raise ConfigError(
+                f"stages.{planned.name}.resources.num_nodes={nodes}: a cluster started here has one node; "
+                "set RAY_ADDRESS to the address of your Ray cluster, or num_nodes=1"
+            )
+
+
+def _shared_modules(stages: Sequence[PlannedStage]) -> list[str]:
+    """The modules that the stages' processes import: each once, in order."""
+    shared = [
+        each.stage for each in stages
+        if shares_imports(each.stage.method, each.stage.resources, is_first=not each.upstream)
+    ]  # fmt: skip
+    return modules_of([type(stage.method) for stage in shared])

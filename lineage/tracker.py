@@ -1,6 +1,5 @@
 """Events that a run emits for its listeners, and the tracker that records nothing."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from lineage.errors import PrunedError, StoppedError
-from lineage.manifest import InputRecord, Manifest, Provenance
+from lineage.manifest import Manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,30 +32,16 @@ class StageStart:
     """A stage that starts.
 
     Args:
-        method: full name of the class.
-        produces: kind of the output.
+        manifest: as far as it is known at the start.
         directory: of the stage in the store; reports appear in its ``metrics.jsonl``.
         parents: name of a stage that it reads -> manifest of that stage's output.
         resumes: whether it resumes from a checkpoint and continues the MLflow run of the previous attempt.
     """
 
-    stage: str
-    method: str
-    produces: str
-    fingerprint: str
-    recipe: Mapping[str, object]
-    inputs: Mapping[str, InputRecord]
+    manifest: Manifest
     directory: Path
     parents: Mapping[str, Manifest]
     resumes: bool = False
-
-    def manifest(self, pipeline: str) -> Manifest:
-        """The part of its manifest that is known at the start."""
-        return Manifest(
-            pipeline=pipeline, stage=self.stage, method=self.method, recipe=dict(self.recipe),
-            fingerprint=self.fingerprint, inputs=dict(self.inputs), files={}, output_digest="", metrics={},
-            provenance=Provenance(start=time.time()), produces=self.produces,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,13 +57,12 @@ def save(entry: Entry, step: int, **record: int) -> Path:
 
 def event(state, text="", *, title="dpo", directory=None, num_steps=None, seconds=1.0, **metrics):
     """An event of a stage of this directory."""
-    start = StageStart(
-        stage=title, method="DPO", produces="policy", fingerprint="0" * 64, recipe={}, inputs={},
-        directory=directory or Path(), parents={},
+    manifest = Manifest(
+        pipeline="toy", stage=title, method="DPO", produces="policy", fingerprint="0" * 64, recipe={}, inputs={},
+        files={}, output_digest="", metrics=metrics, provenance=Provenance(start=10.0, end=10.0 + seconds),
     )  # fmt: skip
-    done = start.manifest("toy")
-    times = replace(done.provenance, start=10.0, end=10.0 + seconds)
+    start = StageStart(manifest=manifest, directory=directory or Path(), parents={})
     return Event(
         title=title, state=state, text=text, start=start if state == "running" else None, num_steps=num_steps,
-        manifest=replace(done, metrics=metrics, provenance=times) if state == "done" else None,
+        manifest=manifest if state == "done" else None,
     )  # fmt: skip

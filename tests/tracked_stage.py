@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import time
 from dataclasses import replace
 
+from lineage.manifest import Provenance
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.tracker import Event, Execution, StageStart, end_event
 
@@ -17,11 +19,12 @@ def start_of(store, manifest, parents=(), resumes=False):
     directory = store.root / manifest.stage / manifest.fingerprint[:16]
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "manifest.json").unlink(missing_ok=True)
-    return StageStart(
-        stage=manifest.stage, method=manifest.method, produces=manifest.produces, fingerprint=manifest.fingerprint,
-        recipe=manifest.recipe, inputs=manifest.inputs, directory=directory,
-        parents={each.stage: each for each in parents}, resumes=resumes,
+    known = replace(
+        manifest, files={}, output_digest="", metrics={}, provenance=Provenance(start=time.time()),
     )  # fmt: skip
+    return StageStart(
+        manifest=known, directory=directory, parents={each.stage: each for each in parents}, resumes=resumes
+    )
 
 
 def report(start, *steps):
@@ -44,18 +47,18 @@ class Tracked:
 
     def __init__(self, tracker, start):
         self.tracker, self.start = tracker, start
-        tracker.on(Event(title=start.stage, state="running", start=start))
+        tracker.on(Event(title=start.manifest.stage, state="running", start=start))
 
     def run_ids(self):
-        return self.tracker.run_ids(self.start.stage)
+        return self.tracker.run_ids(self.start.manifest.stage)
 
     def failed(self, error):
-        self.tracker.on(end_event(self.start.stage, error))
+        self.tracker.on(end_event(self.start.manifest.stage, error))
 
     def finish(self, manifest):
         """Commits it and reports it."""
         manifest = commit(self.start, manifest, self.run_ids())
-        self.tracker.on(Event(title=self.start.stage, state="done", manifest=manifest))
+        self.tracker.on(Event(title=self.start.manifest.stage, state="done", manifest=manifest))
 
 
 def record(uri, store, manifest, parents=()):

@@ -34,7 +34,6 @@ from flows.declare.compose import CONF, Composer
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
 from flows.declared import adopt_view, show_declared, split_words
-from flows.open_run import open_run, prepare_run
 from flows.planning.plan import Plan, make_plan
 from flows.planning.verdicts import require_passed
 from flows.prefect.deployments import ANCHOR, ENTRY, Declared, Preset, declared
@@ -44,6 +43,7 @@ from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import latest
 from flows.promotion.notify import notify, require_block
 from flows.promotion.retrain import follow_up, has_work
+from flows.run import open_run, prepare_run
 from lineage.code import code_digest
 from lineage.digest import digest_file, digest_of
 from lineage.errors import ConfigError, GateError, PipelineError

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from lineage.disk import explain_full_disk
 from lineage.environment_signature import current_signature
 from lineage.errors import AskedError, LostError, StageError
 from lineage.lock import Lock, acquire_or, owner
-from lineage.manifest import Manifest, hardware, provenance_here
+from lineage.manifest import Manifest, Provenance, hardware, provenance_here
 from lineage.metrics_file import last_step
 from lineage.store import Entry
 from lineage.tracker import Event, StageStart, end_event
@@ -79,29 +79,37 @@ def _execute(run: Run, planned: PlannedStage, entry: Entry) -> Result:
         entry.open()
         run.checks.require(run, planned)
         method, before = planned.stage.method, attempts(entry.path)
-        start = StageStart(
-            stage=planned.name, method=f"{type(method).__module__}.{type(method).__qualname__}",
-            produces=method.produces, fingerprint=planned.fingerprint, recipe=method.recipe(),
-            inputs=input_records(planned, parents), directory=entry.path, parents=parents,
-            # Of the same code: then this attempt only resumes it, also from step 0.
-            resumes=bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart,
-        )  # fmt: skip
-        job = Job(
-            stage=planned.name, method=method, resources=planned.stage.resources, directory=entry.path,
-            inputs=job_inputs(run.plan, planned, parents), token=lock.token,
-        )  # fmt: skip
+        # Of the same code: then this attempt only resumes it, also from step 0.
+        resumes = bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart
         with _admitted(run, planned) as visible_gpus:
             require_unchanged(run.plan, planned)  # the wait may have been long
             checkpoint = None if planned.restart else last_intact(planned, entry)
             begin(planned, entry, checkpoint, lock.require, cause)
+            job = Job(
+                stage=planned.name, method=method, resources=planned.stage.resources, directory=entry.path,
+                inputs=job_inputs(run.plan, planned, parents), visible_gpus=visible_gpus, token=lock.token,
+            )  # fmt: skip
             with saving_first(job):
+                known = _known_at_start(run, planned, parents)
+                start = StageStart(manifest=known, directory=entry.path, parents=parents, resumes=resumes)
                 num_steps = run.checks.num_steps(planned, method)
                 run.emit(Event(title=run.title(planned), state="running", start=start, num_steps=num_steps))
-                manifest = _make(run, planned, start, replace(job, visible_gpus=visible_gpus), checkpoint)
+                manifest = _make(run, planned, start, job, checkpoint)
                 best = planned.stage.resources.keep_best
                 kept = [each.step for each in best.best(entry.checkpoints.records(), best.n)] if best else []
                 entry.commit(manifest, lock, kept)
                 return _report_end(run, planned, "done", manifest)
+
+
+def _known_at_start(run: Run, planned: PlannedStage, parents: Mapping[str, Manifest]) -> Manifest:
+    """The part of its manifest that is known at the start."""
+    method = planned.stage.method
+    return Manifest(
+        pipeline=run.plan.pipeline.name, stage=planned.name,
+        method=f"{type(method).__module__}.{type(method).__qualname__}", recipe=method.recipe(),
+        fingerprint=planned.fingerprint, inputs=input_records(planned, parents), files={}, output_digest="",
+        metrics={}, provenance=Provenance(start=time.time()), produces=method.produces,
+    )  # fmt: skip
 
 
 def _report_end(run: Run, planned: PlannedStage, state: Literal["reused", "done"], manifest: Manifest | None) -> Result:
@@ -148,15 +156,16 @@ def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoi
     Raises:
         PipelineError: it failed, wrote nothing, or a source changed meanwhile.
     """
-    entry, started = run.plan.entry(planned), time.time()
+    entry = run.plan.entry(planned)
     estimator = Estimator(run.plan, History.of(run.plan.home))
     predicted = estimator.estimate(planned)
     metrics = run_attempts(planned, entry, job, checkpoint, run.processes.run, run.announce)
     tried = attempts(entry.path)
     made_by = replace(
-        provenance_here(started), end=time.time(), code_digest=planned.code_digest, seed=asdict(job.method).get("seed"),
-        resources=asdict(job.resources), hardware=workers_hardware(planned), resumed_at=resumed_at(tried),
-        changed_at=changed_at(tried), earlier_code_digests=other_code_digests(tried, None, planned.code_digest),
+        provenance_here(start.manifest.provenance.start), end=time.time(), code_digest=planned.code_digest,
+        seed=asdict(job.method).get("seed"), resources=asdict(job.resources), hardware=workers_hardware(planned),
+        resumed_at=resumed_at(tried), changed_at=changed_at(tried),
+        earlier_code_digests=other_code_digests(tried, None, planned.code_digest),
         because=run.plan.pipeline.because.get(planned.name, ""),
     )  # fmt: skip
     require_unchanged(run.plan, planned, code=False)  # nor while it was read
@@ -165,7 +174,7 @@ def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoi
         raise StageError(planned.name, "it ended without writing any output", str(entry.log))
     run_ids = run.tracker.run_ids(run.title(planned))
     manifest = replace(
-        start.manifest(run.plan.pipeline.name), files=files, output_digest=digest_of(files), metrics=dict(metrics),
+        start.manifest, files=files, output_digest=digest_of(files), metrics=dict(metrics),
         provenance=made_by, mlflow_run_id=run_ids.stage, execution_run_id=run_ids.execution,
         parent_run_ids=list(run_ids.parents),
     )  # fmt: skip

@@ -1,14 +1,19 @@
-"""Starts the process of one stage, waits for its answer, and can stop them all."""
+"""The process of a stage: the run starts it, waits for its answer and can stop it; inside, it runs the method."""
 
 import atexit
 import contextlib
+import gc
+import logging
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -18,17 +23,25 @@ from typing import cast
 
 import psutil
 
-from flows.planning.plan import PlannedStage
-from flows.stages.exit_reasons import HangWatch, asked, death, left, memory_kills
+from flows.stages.exit_reasons import HangWatch, asked, death, failed, left, memory_kills
 from flows.stages.job import Job
 from flows.stages.process_settings import set_environment
-from flows.stages.stage_process import Answer, answer, kill_session, stage_main
 from flows.stops import ended, hurried
-from lineage.errors import LostError, PipelineError, StoppedError
-from tasks.context import Launcher, Metrics, Resources
-from tasks.method import Method
+from lineage.disk import explain_full_disk
+from lineage.errors import ArtifactError, LostError, PipelineError, StageError, StoppedError
+from lineage.files import append_jsonl
+from tasks.check_rows import POLICY
+from tasks.context import Launcher, Metrics, Resources, TrainContext
+from tasks.disk_need import require_disk
+from tasks.heartbeat import HeartbeatFile, Phase
+from tasks.method import Method, Training
+from tasks.train.adapter_files import base_and_adapters
+
+Answer = Metrics | StageError | StoppedError
 
 FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -91,15 +104,6 @@ def shares_imports(method: Method, resources: Resources, *, is_first: bool) -> b
     if resources.gpus_per_worker and find_spec("torchao"):
         return False
     return method.trains or bool(method.preload and not is_first)
-
-
-def shared_modules(stages: Sequence[PlannedStage]) -> list[str]:
-    """The modules that the stages' processes import: each once, in order."""
-    shared = [
-        each.stage for each in stages
-        if shares_imports(each.stage.method, each.stage.resources, is_first=not each.upstream)
-    ]  # fmt: skip
-    return modules_of([type(stage.method) for stage in shared])
 
 
 def modules_of(methods: Sequence[type[Method]]) -> list[str]:
@@ -264,3 +268,148 @@ class StageProcesses:
             self._unwanted[directory] = why
         if running := self._running.get(directory):
             kill(running[1])
+
+
+# --- inside the process
+
+
+def stage_main(job: Job, connection: Connection, environment: dict[str, str]) -> None:
+    """Entry point of the process.
+
+    Args:
+        environment: of the run; a process that a fork server started has that of an earlier one.
+    """
+    gc.freeze()  # a collection would touch, and so copy, everything that the fork server imported
+    gc.enable()
+    os.environ.clear()
+    os.environ.update(environment)
+    if job.visible_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(job.visible_gpus)
+    os.setsid()  # a session and a group of its own: whatever the stage starts can be ended with it
+    threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
+    _log_to(job)
+    # A scheduler that ends a machine asks every process of it: save first, as if our driver had asked. The fork server
+    # ignores the signal, and so do the processes that it starts.
+    signal.signal(signal.SIGTERM, (lambda *_: job.ask_to_stop()) if job.method.trains else signal.SIG_DFL)
+    reply = answer(job)
+    with contextlib.suppress(OSError):  # the log is on a full disk
+        sys.stdout.flush()
+    connection.send(reply)
+    connection.close()
+
+
+def answer(job: Job) -> Answer:
+    """Runs a job; every way to fail becomes one error that names the stage, the cause and the log."""
+    try:
+        if job.method.trains:
+            from flows.stages.ray_train import train
+
+            return finite(train(job, partial(run_worker, job)))
+        return finite(run_worker(job))
+    except StoppedError as error:
+        logger.info("stage=%s state=stopped: %s", job.stage, error)
+        return error
+    except (Exception, SystemExit) as error:  # a method's `sys.exit()` ends it, not us
+        with contextlib.suppress(OSError):  # the log is on a full disk, as the answer says
+            traceback.print_exc()
+        if isinstance(error, StageError):  # it already names the worker
+            return error
+        return failed(job, None if job.resources.on_cluster else 0, error)
+
+
+def finite(metrics: Metrics) -> dict[str, float]:
+    """The metrics that JSON can represent; one that it cannot must not cost a trained model."""
+    kept = {name: value for name, value in metrics.items() if isinstance(value, int | float) and math.isfinite(value)}
+    for name in metrics.keys() - kept.keys():
+        logger.warning("metric=%s value=%r is no finite number and is left out", name, metrics[name])
+    return kept
+
+
+def kill_session(leader: int) -> None:
+    """Kills every process of a session except this one, including Ray's workers, which lead their own groups."""
+    for pid in psutil.pids():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if os.getsid(pid) == leader and pid != os.getpid():
+                os.kill(pid, signal.SIGKILL)
+
+
+def _die_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    kill_session(os.getpid())
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def _log_to(job: Job) -> None:
+    log = os.open(job.entry.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", force=True
+    )
+
+
+def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
+    """Runs a job's method as one of ``world_size`` workers.
+
+    Raises:
+        ArtifactError: this worker does not see the store.
+        PipelineError: the method's own, or the disk is full.
+    """
+    if not job.directory.is_dir():
+        raise ArtifactError(
+            f"rank {rank} does not see {job.directory}: the workers of a cluster write to the store themselves; "
+            "give a `store` that every node mounts"
+        )
+    pin_threads(job.resources.cpus_per_worker)
+    start = time.perf_counter()
+    with explain_full_disk(job.directory), contextlib.ExitStack() as stack:
+        heartbeat = None
+        if job.method.trains:
+            minutes = job.resources.hang_minutes
+            heartbeat = HeartbeatFile(job.entry.work, rank, 60 * minutes if minutes else None)
+            stack.callback(heartbeat.end)
+        context = context_of(job, rank, world_size, heartbeat)
+        context.mark(None, Phase.FETCHING)
+        inputs = job.resolve_inputs()
+        context.mark(None, Phase.LOADING)
+        if isinstance(job.method, Training) and POLICY in inputs and rank == 0:
+            model, _ = base_and_adapters(inputs[POLICY].path)
+            require_disk(job.stage, job.method, job.resources, model, job.entry)
+        metrics = job.method.run(inputs, context)
+    logger.info("stage=%s rank=%s state=done seconds=%.1f", job.stage, rank, time.perf_counter() - start)
+    return metrics
+
+
+def context_of(job: Job, rank: int = 0, world_size: int = 1, heartbeat: HeartbeatFile | None = None) -> TrainContext:
+    """The method's view of the job."""
+
+    def report(step: int, metrics: Metrics) -> None:
+        """Appends a line to ``metrics.jsonl``; also where a worker ends that outlived its driver and its lock."""
+        if heartbeat:
+            heartbeat.mark(step, Phase.BETWEEN)
+        if rank == 0:
+            job.require_lease()
+            record = {"step": step, "time": time.time(), "metrics": dict(metrics)}
+            append_jsonl(job.entry.metrics, record, flush=False)
+
+    entry = job.entry
+    return TrainContext(
+        output_dir=entry.output, work_dir=entry.work, resources=job.resources, rank=rank, world_size=world_size,
+        report=report, cache_dir=job.cache, checkpoint_dir=entry.checkpoints.directory,
+        require_lease=job.require_lease, resume_from=job.resume_from, should_stop=job.is_asked_to_stop,
+        **({"mark": heartbeat.mark} if heartbeat else {}),
+    )  # fmt: skip
+
+
+def pin_threads(count: int) -> None:
+    """Fixes the threads of every library: sums over other splits differ in their last bits."""
+    os.environ["OMP_NUM_THREADS"] = os.environ["RAYON_NUM_THREADS"] = str(count)
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if count > 1 else "false"
+    if "torch" in sys.modules:  # else it will read the variables: a stage that only reads rows needs no torch
+        import torch
+
+        torch.set_num_threads(count)

@@ -5,7 +5,7 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -32,7 +32,6 @@ from flows.stages.exit_reasons import cluster_lost, failed, lost, memory_hint, m
 from flows.stages.job import Job
 from flows.stages.process_settings import WORKER_ENVIRONMENT
 from flows.stages.resources import join
-from flows.stages.worker import run_worker
 from lineage.errors import ConfigError, LostError, PipelineError, StageError, StoppedError
 from lineage.remote_files import private_folder
 from tasks.context import Metrics
@@ -43,16 +42,19 @@ _WAIT_SECONDS = 7 * 24 * 3600
 _LONGEST_PARENT = 38  # of the 107 characters of a socket's path; the rest is /ray/SESSION/sockets/plasma_store
 
 
-def train(job: Job) -> Metrics:
-    """Runs a training job through ``TorchTrainer`` and returns rank 0's metrics."""
+Work = Callable[[int, int], Metrics]  # of one worker: its rank, and the number of workers
+
+
+def train(job: Job, work: Work) -> Metrics:
+    """Runs a job's work through ``TorchTrainer`` and returns rank 0's metrics."""
     if job.resources.on_cluster:
-        return _train_on_cluster(job)
+        return _train_on_cluster(job, work)
     # Ray Train's local mode: in this process, without a cluster or actors.
-    trainer = TorchTrainer(lambda: run_worker(job), scaling_config=ScalingConfig(num_workers=0))
+    trainer = TorchTrainer(lambda: work(0, 1), scaling_config=ScalingConfig(num_workers=0))
     return cast(Metrics, trainer.fit().return_value)
 
 
-def _train_on_cluster(job: Job) -> Metrics:
+def _train_on_cluster(job: Job, work: Work) -> Metrics:
     resources, kills = job.resources, memory_kills()
     gpus = {"GPU": float(resources.gpus_per_worker)} if resources.gpus_per_worker else {}
     try:
@@ -60,7 +62,7 @@ def _train_on_cluster(job: Job) -> Metrics:
             _connect(job)
         trainer = TorchTrainer(
             _worker_loop,
-            train_loop_config={"job": job},
+            train_loop_config={"work": work},
             torch_config=TorchConfig(timeout_s=_WAIT_SECONDS),
             scaling_config=ScalingConfig(
                 num_workers=resources.num_workers,
@@ -99,10 +101,10 @@ def _own_sigterm() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _worker_loop(config: dict[str, Job]) -> dict[str, float]:
+def _worker_loop(config: dict[str, Work]) -> dict[str, float]:
     context = get_context()
     try:
-        return dict(run_worker(config["job"], rank=context.get_world_rank(), world_size=context.get_world_size()))
+        return dict(config["work"](context.get_world_rank(), context.get_world_size()))
     except Exception as error:
         if lost_its_peer(error):
             time.sleep(_PEER_SECONDS)  # Ray reports the first failure that it sees: that should be the peer's

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from flows.open_run import Trials, check_machine, open_run, prepare_run
 from flows.planning.plan import PlannedStage
 from flows.prefect.server import embedded_server
 from flows.progress.screen import Screen
 from flows.reports.sweep import sweep_dict, sweep_summary, union_text
+from flows.run import Trials, check_machine, open_run, prepare_run
 from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses
 from flows.stages.resources import ask_cluster, count_cpus, visible_gpus

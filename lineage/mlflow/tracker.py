@@ -30,8 +30,8 @@ _CAUSE_LENGTH = 200
 class _Stage:
     """The record of one running stage in MLflow."""
 
-    def __init__(self, title: str, start: StageStart, began: float) -> None:
-        self.title, self.start, self.began = title, start, began
+    def __init__(self, title: str, start: StageStart) -> None:
+        self.title, self.start, self.began = title, start, start.manifest.provenance.start
         self.entry = Entry(start.directory)
         self.ids: RunIds | None = None
         self.was_tried = False  # to write it
@@ -113,14 +113,13 @@ class MlflowTracker(Tracker):
 
     def _begin(self, title: str, start: StageStart) -> None:
         before, uri = RunFile.read(start.directory), shown(self._uri)
-        manifest = start.manifest(self._execution.pipeline)
         note = RunFile(
             uri=uri, run_id=before.run_id if before and start.resumes and before.uri == uri else "", execution_id="",
-            words=self._execution.words, title=title, resumes=start.resumes, writer=self._me, start=manifest,
+            words=self._execution.words, title=title, resumes=start.resumes, writer=self._me, start=start.manifest,
         )  # fmt: skip
         with contextlib.suppress(OSError):
             note.write(start.directory)
-        self._stages.append(_Stage(title, start, manifest.provenance.start))
+        self._stages.append(_Stage(title, start))
         self.wake()
 
     def _end(self, title: str, status: str, cause: str) -> bool:

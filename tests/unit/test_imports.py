@@ -54,7 +54,6 @@ ALONE = {
     "flows.sweep.tune": "the plan and the doctor: its command's file parses alone, also for --help",
     "flows.verl.*": "the methods of reinforcement: its command's file parses alone, also for --help",
     "flows.stages.ray_train": "Ray",
-    "flows.stages.stage_process": "the plan: a stage's process imports this file and not launch.py",
     "lineage.mlflow.tracker": "MLflow",
     "tasks.train.*_trainer": "torch and TRL: a method's file imports neither",
     "tasks.train.actor_critic": "torch: PPO's file does not import it",

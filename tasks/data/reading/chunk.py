@@ -75,13 +75,6 @@ def shown(raw: bytes) -> str:
     return raw[:_SHOWN_BYTES].decode(errors="replace")
 
 
-def not_utf8(error: UnicodeDecodeError, where: str, raw: bytes) -> Broken:
-    """A line that cannot be decoded as UTF-8."""
-    found = f"byte {raw[error.start]:#04x} at column {error.start + 1} is not UTF-8"
-    remedy = "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`, or correct the row"
-    return Broken(where=where, reason="not UTF-8", raw=shown(raw), found=found, accepted="UTF-8", remedy=remedy)
-
-
 def refused(where: str, found: str, accepted: str, remedy: str = "correct it") -> DataError:
     """The error for a whole file or directory, in the form of a ``Broken``."""
     return DataError(f"{where}: {found}; accepted: {accepted}; {remedy}")

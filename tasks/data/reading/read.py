@@ -22,8 +22,7 @@ from lineage.sources import local_paths
 from lineage.text_split import NOTE, SplitBy, data_suffix
 from tasks.data.reading.chunk import Chunk, Row, no_split, parse_split, parsed, refused
 from tasks.data.reading.delimited import read_csv
-from tasks.data.reading.json_rows import read_json, read_json_lines
-from tasks.data.reading.lines import read_text
+from tasks.data.reading.lines import read_json, read_json_lines, read_text
 from tasks.data.reading.python_rows import read_function
 from tasks.data.reading.tables import is_saved, read_arrow, read_loaded, read_parquet, read_saved
 from tasks.quickstart import quickstart_rows

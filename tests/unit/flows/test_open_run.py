@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.open_run import Trials, open_run, prepare_run
 from flows.planning.plan import make_plan
 from flows.progress.run_record import RUN_VARIABLE, read_run_record, run_ids, run_record_path
 from flows.rehearsal import scratch_plan
 from flows.reports.run import views
 from flows.reports.status import status_text
+from flows.run import Trials, open_run, prepare_run
 from flows.stages.launch import StageProcesses
 from lineage.errors import ArtifactError
 from tests.finished import finish

@@ -136,7 +136,7 @@ def test_torch_waits_for_a_worker_longer_than_whoever_looks_whether_one_hangs(tm
     monkeypatch.setattr(ray_train, "_connect", lambda job: None)
     day = Resources(num_workers=2, hang_minutes=1440.0)
     job = Job(stage="sft", method=ToyTraining(), inputs={}, resources=day, directory=tmp_path)
-    assert ray_train.train(job) == {"loss": 1.0}
+    assert ray_train.train(job, lambda rank, num_workers: {}) == {"loss": 1.0}
     assert given["torch_config"].timeout_s > 60 * 1440
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.open_run import check_machine
 from flows.planning.model_checks import check_models
 from flows.planning.plan import make_plan
+from flows.run import check_machine
 from flows.stages.resources import require_gpus
 from lineage.errors import ConfigError
 

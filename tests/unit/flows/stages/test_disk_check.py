@@ -8,8 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from flows.stages.job import Job, JobInput
-from flows.stages.stage_process import answer
-from flows.stages.worker import run_worker
+from flows.stages.launch import answer, run_worker
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.store import Store
@@ -36,7 +35,7 @@ def test_of_an_adapter_the_base_says_what_the_stage_writes(tmp_path: Path, monke
         directory=directory,
     )  # fmt: skip
     monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: 0)
-    monkeypatch.setattr("flows.stages.worker.pin_threads", lambda count: None)
+    monkeypatch.setattr("flows.stages.launch.pin_threads", lambda count: None)
     with pytest.raises(ConfigError, match=r"left needs about .* checkpoints of 12.0 kB"):
         run_worker(job)
 
@@ -51,7 +50,7 @@ def test_a_disk_that_is_full_while_rows_are_looked_at_is_said_as_in_training(tmp
     )  # fmt: skip
     job = Job(stage="sft", method=check, inputs={}, resources=Resources(), directory=tmp_path / "cpt")
     job.directory.mkdir()
-    monkeypatch.setattr("flows.stages.worker.pin_threads", lambda count: None)
+    monkeypatch.setattr("flows.stages.launch.pin_threads", lambda count: None)
     monkeypatch.setattr(RowCheck, "run", full)
     said = str(answer(job))
     assert said.startswith("stage sft failed: its rows, looked at before any stage trains: the disk of ")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import DataError
-from tasks.data.reading import json_rows, lines
+from tasks.data.reading import lines
 from tasks.data.reading.chunk import Broken, Row
 from tests.unit.tasks.data.reading.written import PACKED, faults, json_lines, read, rows_of, write
 
@@ -179,8 +179,8 @@ def test_an_array_whose_items_cannot_be_told_apart_is_refused(tmp_path: Path, te
 
 
 def test_an_item_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_rows, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(json_rows, "MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(lines, "MAX_ROW_BYTES", 2**20)
     file = write(tmp_path / "rows.json", json.dumps([{"a": 1}, {"a": "x" * 2**22}]))
     with pytest.raises(DataError, match=r"rows.json:1: not a JSON array: an item of more than 64 MB at .*item \[1\]"):
         read(file)
