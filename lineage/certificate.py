@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from lineage.artifact import MODELS
-from lineage.environment_signature import environment_signature
+from lineage.environment import environment_signature
 from lineage.errors import ArtifactError
 from lineage.files import atomic_write
 from lineage.fingerprint import digest_json, short

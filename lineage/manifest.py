@@ -1,66 +1,13 @@
 """The record of a finished artifact, ``manifest.json``: recipe, inputs, output digests, metrics and provenance."""
 
-import contextlib
-import importlib.metadata
 import json
-import platform
-import socket
-import subprocess
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 
 from lineage.digest import DigestCache, damage_of, digest_files
 from lineage.secrets import redacted
 
-_CPUS = Path("/proc/cpuinfo")
-_SECONDS = 20
-
-
-@cache
-def hardware() -> dict[str, str]:
-    """Names of ``cpu`` and, if any, ``gpu``; each model once."""
-    gpus = ", ".join(sorted(set(list_gpus("name"))))
-    return {"cpu": _cpu(), **({"gpu": gpus} if gpus else {})}
-
-
-def _cpu() -> str:
-    with contextlib.suppress(OSError):
-        for line in _CPUS.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-@cache
-def list_gpus(*properties: str) -> list[str]:
-    """A line per NVIDIA GPU with these properties, by the driver: importing torch takes seconds. Empty: no driver."""
-    query = ("nvidia-smi", f"--query-gpu={','.join(properties)}", "--format=csv,noheader,nounits")
-    try:
-        listing = subprocess.run(query, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [line.strip() for line in listing.splitlines() if line.strip()]
-
-
 SCHEMA_VERSION = 2  # 1: no `produces`, `source` and `execution_run_id`
-
-# Libraries whose version can change the result of a stage.
-_LIBRARIES = (
-    "torch",
-    "transformers",
-    "trl",
-    "peft",
-    "datasets",
-    "accelerate",
-    "tokenizers",
-    "safetensors",
-    "bitsandbytes",
-    "deepspeed",
-    "numpy",
-    "ray",
-    "prefect",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,38 +114,3 @@ class Manifest:
             cache: as in ``digest_files``.
         """
         return damage_of(self.files, digest_files(output, cache))
-
-
-def provenance_here(start: float) -> Provenance:
-    """Provenance of work that this host has started, with its environment."""
-    commit, dirty = _git()
-    return Provenance(
-        start=start, hosts=[socket.gethostname()], python=platform.python_version(),
-        libraries=dict(library_versions()), git_commit=commit, git_dirty=dirty,
-    )  # fmt: skip
-
-
-@cache
-def library_versions() -> dict[str, str]:
-    """Installed versions, read from package metadata: nothing is imported."""
-    versions = {}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _git() -> tuple[str | None, bool | None]:
-    """Commit of the repository that holds this code, and whether its files differ from it."""
-    here = Path(__file__).parent
-    commands = (["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain", "--untracked-files=no"])
-    try:
-        commit, status = (
-            subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-            for command in commands
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None, None
-    return commit, bool(status)

@@ -15,8 +15,8 @@ import psutil
 from flows.declare.pipeline import Pipeline, Stage
 from flows.wording import gib
 from lineage.artifact import SOURCE, Kind, Source
+from lineage.environment import list_gpus
 from lineage.errors import ConfigError
-from lineage.manifest import list_gpus
 from lineage.model_files import read_json
 from lineage.peft_adapter import base_source, is_peft
 from lineage.sources import local_paths

@@ -10,8 +10,8 @@ from pathlib import Path
 from flows.declare.pipeline import Pipeline, Stage, listed
 from flows.planning.model_checks import POLICY, root_config, root_directory, root_json, root_of
 from lineage.artifact import ALIAS, MODELS, SOURCE
+from lineage.environment import list_gpus
 from lineage.errors import ConfigError
-from lineage.manifest import list_gpus
 from lineage.model_source import vocabulary_of
 from lineage.verdict import CHAMPION
 from tasks.context import Resources

@@ -13,10 +13,11 @@ from typing import TypedDict
 from flows.planning.adapter_choice import PROCESS, Model, local_model, planned_model, read_model
 from flows.planning.plan import Plan, PlannedStage
 from lineage.artifact import Kind
+from lineage.environment import hardware
 from lineage.errors import ConfigError
 from lineage.files import append_jsonl, read_jsonl
 from lineage.fingerprint import short
-from lineage.manifest import Manifest, hardware
+from lineage.manifest import Manifest
 from lineage.metrics_file import read_reports
 from lineage.store import Store
 from tasks.base_model import BaseModel

@@ -22,10 +22,10 @@ from lineage.certificate import certified
 from lineage.checkpoints import Checkpoint
 from lineage.digest import digest_files, digest_of
 from lineage.disk import explain_full_disk
-from lineage.environment_signature import current_signature
+from lineage.environment import current_signature, hardware, provenance_here
 from lineage.errors import AskedError, LostError, StageError
 from lineage.lock import Lock, acquire_or, owner
-from lineage.manifest import Manifest, Provenance, hardware, provenance_here
+from lineage.manifest import Manifest, Provenance
 from lineage.metrics_file import last_step
 from lineage.store import Entry
 from lineage.tracker import Event, StageStart, end_event

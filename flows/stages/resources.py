@@ -21,8 +21,8 @@ from filelock import FileLock, Timeout
 
 from flows.prefect.address import configured_api_url
 from flows.stages.process_settings import stage_environment
+from lineage.environment import list_gpus
 from lineage.errors import ConfigError, PipelineError
-from lineage.manifest import list_gpus
 from lineage.remote_files import private_folder
 
 _LEASE_SECONDS = 60.0  # the shortest that Prefect accepts

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock
 
+from lineage.environment import hardware
 from lineage.files import atomic_write
-from lineage.manifest import hardware
 from tasks.estimate import Architecture, architecture, flops_per_token, sequences
 
 if TYPE_CHECKING:

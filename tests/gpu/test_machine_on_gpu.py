@@ -13,7 +13,7 @@ from flows.doctor import check_gpus
 from flows.planning.adapter_choice import capacity
 from flows.stages.process_settings import stage_environment
 from flows.stages.resources import visible_gpus
-from lineage.manifest import hardware
+from lineage.environment import hardware
 from tasks.context import Resources
 from tasks.train.speed import measured_peak
 from tests import training

@@ -15,7 +15,8 @@ from safetensors.torch import save_file as save_tensors
 from flows.certify import TOLERANCES, compare
 from lineage.certificate import Comparison
 from lineage.digest import digest_files, digest_of
-from lineage.manifest import Manifest, provenance_here
+from lineage.environment import provenance_here
+from lineage.manifest import Manifest
 from lineage.store import Entry
 from tasks.weight_differences import length, movement, weight_difference
 

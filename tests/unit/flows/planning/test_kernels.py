@@ -8,7 +8,7 @@ from flows import certify
 from flows.declare.config import load_pipeline
 from flows.planning import checks
 from flows.planning.plan import make_plan
-from lineage.environment_signature import current_signature
+from lineage.environment import current_signature
 from lineage.errors import ConfigError
 from tests.command import Command
 
