@@ -14,6 +14,11 @@ from lineage.errors import ArtifactError
 Parsed = TypeVar("Parsed")
 
 
+def user_cache(name: str) -> Path:
+    """A file of what commands of this user need not compute again; it may be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "posttrain", name)
+
+
 def atomic_write(path: Path, text: str) -> None:
     """Replaces a file atomically; creates its folder.
 

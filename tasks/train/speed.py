@@ -6,7 +6,6 @@ kept in the user's cache directory.
 
 import json
 import logging
-import os
 import platform
 import time
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from filelock import FileLock
 
 from lineage.environment import hardware
-from lineage.files import atomic_write
+from lineage.files import atomic_write, user_cache
 from tasks.estimate import Architecture, architecture, flops_per_token, sequences
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ _LOCK_SECONDS = 60
 
 def peaks_file() -> Path:
     """Where peaks are kept: FLOP/s by host, device, threads and precision. Delete it to measure again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "posttrain", "peaks.json")
+    return user_cache("peaks.json")
 
 
 def known_peak(resources: "Resources", precision: str) -> float | None:

@@ -170,6 +170,27 @@ def test_each_stage_digests_the_code_anew_and_parses_only_what_changed(tmp_path,
     assert code_digest_now("mine") != before and parsed == [b"import another_of_mine\n"]
 
 
+def test_imports_are_kept_between_commands_and_a_broken_cache_is_no_obstacle(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("import other_of_mine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    parsed, parse = [], code.ast.parse
+    monkeypatch.setattr(code.ast, "parse", lambda source: parsed.append(source) or parse(source))
+
+    def digest_of_a_new_command() -> str:
+        monkeypatch.setattr(code, "_PARSED", code._Parsed())
+        code._digest_and_imports.cache_clear()
+        return code_digest_now("mine")
+
+    digests = [digest_of_a_new_command() for _ in range(2)]
+    assert len(parsed) == 1
+    for content in ("{", "[]"):
+        (tmp_path / "posttrain" / "imports.json").write_text(content)
+        digests.append(digest_of_a_new_command())
+    assert len(parsed) == 3 and len(set(digests)) == 1
+    code._digest_and_imports.cache_clear()
+
+
 def test_imports_are_found_in_every_statement_that_holds_others():
     for path in [*Path("tasks").rglob("*.py"), *Path("lineage").rglob("*.py"), *Path("flows").rglob("*.py")]:
         tree = ast.parse(path.read_text())
