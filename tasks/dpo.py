@@ -51,29 +51,10 @@ class DPO(LossOptions):
 
         from tasks.train.dpo_trainer import MovingReferenceTrainer, OwnLossesTrainer
 
-        options = self._trl_options()
+        options = self.trl_options()
         ours = {name: weight for name, weight in self.weights.items() if LOSSES[name].is_ours}
         if self.reference_sync is not None:
             return run.trl(MovingReferenceTrainer, DPOConfig, **options, own_losses=ours)
         if ours:
             return run.trl(OwnLossesTrainer, DPOConfig, **options, own_losses=ours)
         return run.trl(DPOTrainer, DPOConfig, **options)
-
-    def _trl_options(self) -> dict[str, object]:
-        """The arguments of TRL's ``DPOConfig``, with the losses that TRL computes."""
-        theirs = {name: weight for name, weight in self.weights.items() if not LOSSES[name].is_ours}
-        sync = self.reference_sync
-        options = {
-            "loss_weights": [*theirs.values()] if self.losses else None,
-            "label_smoothing": self.label_smoothing,
-            "discopop_tau": self.discopop_tau,
-            "f_divergence_type": self.f_divergence,
-            "f_alpha_divergence_coef": self.f_alpha,
-            "ld_alpha": self.ld_alpha,
-            "use_weighting": self.weighting and True,
-            "sync_ref_model": sync and True,
-            "ref_model_mixup_alpha": sync and sync.mixup_alpha,
-            "ref_model_sync_steps": sync and sync.every_steps,
-        }
-        stated = {name: value for name, value in options.items() if value is not None}
-        return {"beta": self.beta, "loss_type": [*theirs], **stated}

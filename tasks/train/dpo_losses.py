@@ -86,7 +86,7 @@ class ReferenceSync:
 
 
 class LossOptions(AnswerTraining):
-    """Which of the fields of ``tasks/dpo.py`` can be combined."""
+    """How the fields of ``tasks/dpo.py`` are used: which can be combined, and their names in TRL."""
 
     beta: float
     loss_type: LossType
@@ -105,6 +105,25 @@ class LossOptions(AnswerTraining):
         """The weight of each of its losses, in the order of ``LOSSES``."""
         losses = self.losses or {self.loss_type: 1.0}
         return {name: losses[name] for name in LOSSES if name in losses}
+
+    def trl_options(self) -> dict[str, object]:
+        """The arguments of TRL's ``DPOConfig``, with the losses that TRL computes."""
+        theirs = {name: weight for name, weight in self.weights.items() if not LOSSES[name].is_ours}
+        sync = self.reference_sync
+        options = {
+            "loss_weights": [*theirs.values()] if self.losses else None,
+            "label_smoothing": self.label_smoothing,
+            "discopop_tau": self.discopop_tau,
+            "f_divergence_type": self.f_divergence,
+            "f_alpha_divergence_coef": self.f_alpha,
+            "ld_alpha": self.ld_alpha,
+            "use_weighting": self.weighting and True,
+            "sync_ref_model": sync and True,
+            "ref_model_mixup_alpha": sync and sync.mixup_alpha,
+            "ref_model_sync_steps": sync and sync.every_steps,
+        }
+        stated = {name: value for name, value in options.items() if value is not None}
+        return {"beta": self.beta, "loss_type": [*theirs], **stated}
 
     def check_losses(self) -> None:
         """Refuses options that have no effect, or that cannot be combined."""
