@@ -411,10 +411,22 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
+def _needed(rule: Rule) -> str:
+    """A field without which the rule refuses nothing; empty: there is none."""
+    for path, wanted in rule.when.items():
+        values = wanted if isinstance(wanted, tuple) else (wanted,)
+        if wanted is SET or not (callable(wanted) or None in values):
+            return path
+    return ""
+
+
+_NEEDED = [(_needed(rule), rule) for rule in RULES]  # most rules are about what most trainings do not set
+
+
 def refusals(case: Case) -> Iterator[Refusal]:
     """A refusal from each rule that refuses a training."""
-    for rule in RULES:
-        if rule.refuses(case):
+    for needed, rule in _NEEDED:
+        if (not needed or case.get(needed) is not None) and rule.refuses(case):
             yield Refusal(
                 rule=rule.id,
                 found=dict(case.found(path) for path in rule.when),
