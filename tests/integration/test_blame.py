@@ -73,6 +73,7 @@ def test_the_first_stage_whose_model_is_worse_is_named_and_nothing_is_trained(to
     assert "its own recipe:\n  second: points: 50 -> -60" in text
 
 
+@pytest.mark.slow
 def test_no_stage_is_named_where_none_is_worse_beyond_the_noise(toy):
     make(toy)
     make(toy, "stages.first.method.points=199")
@@ -81,6 +82,7 @@ def test_no_stage_is_named_where_none_is_worse_beyond_the_noise(toy):
     assert set(outcomes(found).values()) == {"inconclusive"}
 
 
+@pytest.mark.slow
 def test_an_alias_says_which_model_is_the_predecessor(toy):
     first, second, third = (make(toy, f"stages.second.method.points={points}") for points in (50, 40, 30))
     for each in (first, third):

@@ -34,6 +34,7 @@ def served(tmp_path, environment):
     process.wait(60)
 
 
+@pytest.mark.slow
 def test_a_cancelled_run_saves_and_the_next_one_goes_on(served, environment, prefect_url, tmp_path):
     api = PrefectApi(prefect_url)
 

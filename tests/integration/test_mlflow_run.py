@@ -85,6 +85,7 @@ def test_a_version_leads_to_its_run_its_data_its_parent_and_the_root_also_after_
     assert toy("rebuild").stdout.startswith("MLflow: added 0 executions, 0 runs")
 
 
+@pytest.mark.slow
 def test_a_failed_stage_and_a_stopped_run_are_closed(toy):
     assert toy("run", "stages.left.method.fail=true").returncode == 1
     client = client_of(toy)

@@ -76,7 +76,8 @@ def test_a_token_that_the_cluster_does_not_take_is_told_in_one_line(toy):
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.parametrize("trouble", ["", pytest.param("die:6:1", marks=pytest.mark.slow)])  # by SIGKILL, in step 6
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["", "die:6:1"])  # by SIGKILL, in step 6
 def test_workers_on_a_cluster_end_with_the_same_bits_also_where_one_dies_and_is_replaced(toy, trouble):
     words = ("pipeline=toy-interrupted", "stages.train.resources.launcher=cluster",
              "stages.train.resources.num_workers=2", "stages.train.resources.micro_batch_size=4")  # fmt: skip

@@ -128,6 +128,7 @@ def test_what_is_wrong_with_a_trial_or_a_word_is_told_before_anything_starts(toy
     assert not (folder / "artifacts").exists()
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_leaves_no_process_and_goes_on_where_it_was(toy, folder):
     words = ("stages.left.method.step_seconds=0,0.2", "stages.left.method.num_steps=40")
     process = toy.start("run", "--multirun", "--json", *words, stderr=folder / "errors.txt")
