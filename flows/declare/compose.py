@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 import omegaconf._utils
 import yaml
@@ -21,7 +21,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
 
@@ -34,6 +34,7 @@ _VALUE = re.compile(r"\w+(\.\w+)+=")  # a key that cannot be a group
 _NO_SCHEDULE = "schedule=null"  # the pipeline's key, which is also the name of a group
 
 _MISSING = "???"  # a mandatory value that is not set
+_TAGS = {f"tag:yaml.org,2002:{name}" for name in ("set", "binary", "omap", "pairs", "timestamp")}  # not in JSON
 _DEFAULTS, _HYDRA = "defaults", "hydra"  # keys of a file that are Hydra's
 
 Tree = dict[str, object]
@@ -101,7 +102,7 @@ class Composer:
             for _, package, content in files:
                 for part in reversed(package.split(".") if package else ()):
                     content = {part: content}
-                _merge(tree, {key: value for key, value in content.items() if key != _HYDRA})
+                _merge(tree, {key: value for key, value in content.items() if key != _HYDRA}, tree)
             for override in values:
                 _apply(tree, override)
         self._pickled = pickle.dumps(tree)
@@ -149,7 +150,7 @@ def _chosen(
         path = next(
             folder / f"{each.config_path}.yaml" for folder in folders if (folder / f"{each.config_path}.yaml").is_file()
         )
-        files.append((path, each.package or "", contents[str(path)]))
+        files.append((path, each.package or "", contents[os.path.realpath(path)]))
     return files, [override for override in found.config_overrides if not override.is_hydra_override()]
 
 
@@ -163,6 +164,8 @@ def _content_kept(contents: dict[str, Tree]) -> Iterator[None]:
     bases = (*([yaml.CSafeLoader] if yaml.__with_libyaml__ else []), own())
 
     class Loader(*bases):  # type: ignore[misc]
+        yaml_constructors: ClassVar = {tag: read for tag, read in own().yaml_constructors.items() if tag not in _TAGS}
+
         def __init__(self, stream: TextIO) -> None:
             super().__init__(stream)
             self._path = os.path.realpath(stream.name)
@@ -181,18 +184,29 @@ def _content_kept(contents: dict[str, Tree]) -> Iterator[None]:
         omegaconf._utils.get_yaml_loader = own
 
 
-def _merge(tree: Tree, more: Tree) -> Tree:
+def _merge(tree: Tree, more: Tree, root: Tree, *at: str) -> Tree:
     """Merges as OmegaConf does: mappings key by key, all else is replaced; ``???`` replaces no value.
 
-    Copies what it takes: several packages may have one file, and several keys one anchor.
+    Copies what it takes: several packages may have one file, and several keys one anchor. ``tree`` is the node of
+    ``root`` under the keys ``at``.
     """
     for key, value in more.items():
-        now = tree.get(key)
         if isinstance(value, dict):
-            tree[key] = _merge(now if isinstance(now, dict) else {}, value)
+            tree[key] = _merge(_mapping(tree.get(key), root, *at, key), value, root, *at, key)
         elif value != _MISSING or key not in tree:
             tree[key] = deepcopy(value) if isinstance(value, list) else value
     return tree
+
+
+def _mapping(now: object, root: Tree, *at: str) -> Tree:
+    """The mapping into which another one is merged; of an interpolation, a copy of the mapping that it refers to."""
+    if isinstance(now, str) and "${" in now:
+        node: object = OmegaConf.create(root)
+        with contextlib.suppress(OmegaConfBaseException):  # it refers to what a later file adds
+            for key in at:
+                node = node[int(key) if isinstance(node, ListConfig) else key]  # type: ignore[index]
+            now = OmegaConf.to_container(node) if isinstance(node, DictConfig) else None
+    return now if isinstance(now, dict) else {}
 
 
 def _apply(tree: Tree, override: Override) -> None:
@@ -218,7 +232,7 @@ def _apply(tree: Tree, override: Override) -> None:
             raise ConfigError(f"Could not delete from config. The value of '{key}' is {now} and not {value}.")
         del node[int(last) if isinstance(node, list) else last]  # type: ignore[attr-defined]
     elif isinstance(value, dict):
-        _set(node, last, _merge(now if isinstance(now, dict) else {}, value), key)
+        _set(node, last, _merge(_mapping(now, tree, *parents, last), value, tree, *parents, last), key)
     else:
         _set(node, last, value, key)
 

@@ -245,6 +245,36 @@ def test_what_an_override_cannot_reach_is_refused(tmp_path):
         compose_tree(["pipeline=own"], tmp_path)
 
 
+def test_a_mapping_is_merged_into_a_copy_of_what_an_interpolation_refers_to(tmp_path):
+    """As OmegaConf merges."""
+    (tmp_path / "pipeline").mkdir()
+    own = tmp_path / "pipeline" / "own.yaml"
+    text = "# @package _global_\ndefaults: [/sub, _self_]\nb: {y: 2}\n"
+    own.write_text(text)
+    (tmp_path / "sub.yaml").write_text("# @package _global_\na: {x: 1, deep: {z: 3}}\nb: ${a}\nc: ${later}\n")
+    assert compose_tree(["pipeline=own", "c=1"], tmp_path)["b"] == {"x": 1, "deep": {"z": 3}, "y": 2}
+    tree = compose_tree(["pipeline=own", "++b={deep: {w: 4}}", "b.x=5", "c={y: 6}"], tmp_path)
+    assert tree["a"] == {"x": 1, "deep": {"z": 3}}
+    assert tree["b"] == {"x": 5, "deep": {"z": 3, "w": 4}, "y": 2}
+    assert tree["c"] == {"y": 6}
+
+
+def test_files_may_be_linked(tmp_path):
+    (tmp_path / "own.yaml").write_text("# @package _global_\nname: own\n")
+    (tmp_path / "groups/pipeline").mkdir(parents=True)
+    (tmp_path / "groups/pipeline/own.yaml").symlink_to(tmp_path / "own.yaml")
+    (tmp_path / "linked").symlink_to(tmp_path / "groups")
+    assert compose_tree(["pipeline=own", "model=tiny"], tmp_path / "linked")["name"] == "own"
+
+
+@pytest.mark.parametrize("value", ["!!set {x, y}", "!!binary aGk=", "!!timestamp 2026-11-23", "!!omap [x: 1]"])
+def test_what_json_does_not_have_is_refused(tmp_path, value):
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline" / "own.yaml").write_text(f"# @package _global_\ntags: {value}\n")
+    with pytest.raises(ConfigError, match=r"could not determine a constructor for the tag .*own.yaml., line 2"):
+        compose_tree(["pipeline=own"], tmp_path)
+
+
 def test_a_file_that_changed_is_read_again(tmp_path):
     shutil.copytree(CONF, tmp_path / "groups")
     before = compose_tree(GROUPS, tmp_path / "groups")
