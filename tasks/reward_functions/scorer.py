@@ -24,6 +24,7 @@ Message = Mapping[str, object]
 Columns = Mapping[str, Sequence[object]]
 Score = Callable[[Sequence[Sequence[Message]], Sequence[str], Columns], object]
 _ACCEPTED = "a list with one finite number per completion is accepted"
+_MAX_REWARD = 1e15  # trainings compute in fp32, where the variance of numbers beyond 1e19 is infinite
 _GIVEN = ("prompts", "completions")  # arguments of a user's function, beside the columns
 
 
@@ -55,7 +56,8 @@ class Scorer:
             columns: column of the prompts' rows -> a value per completion.
 
         Raises:
-            PipelineError: the function raises, or returns anything but finite numbers; names row, function and value.
+            PipelineError: the function raises, or returns anything but finite numbers, or one so large that its
+                variance is infinite in fp32; names row, function and value.
         """
         _require_columns(self, columns)
         scores = self.score(prompts, completions, columns)
@@ -71,6 +73,12 @@ class Scorer:
                 raise PipelineError(
                     f"rewards.{self.name} returned {reprlib.repr(value)} for row {row} ({_shown(prompts[row])}, "
                     f"completion {reprlib.repr(completions[row])}); {_ACCEPTED}; correct the function"
+                )
+            if abs(value) * max(1.0, abs(self.weight)) > _MAX_REWARD:
+                raise PipelineError(
+                    f"rewards.{self.name} returned {reprlib.repr(value)} for row {row} ({_shown(prompts[row])}, "
+                    f"completion {reprlib.repr(completions[row])}), with weight={self.weight:g}; numbers up to "
+                    f"{_MAX_REWARD:g} are accepted, also times the weight; scale them in the function"
                 )
         return [float(value) for value in found]
 
@@ -258,7 +266,11 @@ def _failing_row(
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(float(value))
+    """Whether a value is a number that a float can hold: a larger whole number is none."""
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
 def _shown(prompt: Sequence[Message]) -> str:

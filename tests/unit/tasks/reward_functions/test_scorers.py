@@ -1,6 +1,7 @@
 """Reward functions are chosen, checked and called; what they return is finite numbers."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,8 @@ def score(completions, answer=None):
         ("return [None, 1]", r"returned None for row 0"),
         ("return ['1', 1]", r"returned '1' for row 0"),
         ("return [1j, 1]", r"returned 1j for row 0"),
+        ("return [1, 10**400]", r"returned 10+\.\.\.0+ for row 1 .* finite number"),
+        ("return [1, -1e39]", r"returned -1e\+39 for row 1 .* weight=1; numbers up to 1e\+15 are accepted"),
         ("return [1.0]", "returned 1 values for 2 completions"),
         ("return 1.0", "returned 1.0 for 2 completions"),
         ("return [1 / (len(c) - 2) for c in completions]", r"a.py:1: ZeroDivisionError: .* for row 1 \(.*'bc'\)"),
@@ -102,6 +105,13 @@ def test_anything_but_finite_numbers_names_row_function_and_value(tmp_path, body
     (scorer,) = scorers(mine(tmp_path / "a.py", f"def score(completions): {body}\n"))
     with pytest.raises(PipelineError, match=f"rewards.mine.*{found}"):
         scorer(asked(2), ["a", "bc"], {})
+
+
+def test_a_weight_that_makes_a_reward_too_large_is_refused_with_it(tmp_path):
+    code = "def score(completions): return [1e10 for _ in completions]\n"
+    (scorer,) = scorers({"mine": replace(mine(tmp_path / "a.py", code)["mine"], weight=-1e6)})
+    with pytest.raises(PipelineError, match=r"returned 10000000000.0 for row 0 .* weight=-1e\+06"):
+        scorer(asked(1), ["a"], {})
 
 
 @pytest.mark.parametrize(
