@@ -87,7 +87,8 @@ class Generating(Completing):
         rewards: name -> reward function; their weighted sum is the reward.
         reward_model_weight: of the reward model's score in the sum, where the slot ``reward_model`` is filled.
         missing_eos_penalty: subtracted from the reward of a completion without an end.
-        equal_rewards_patience: steps in a row in which no group has two different rewards, after which it fails.
+        equal_rewards_patience: steps in a row in which no group has two different rewards, or ``mask_truncated`` leaves
+            out all completions, after which it fails.
         vllm: generates by vLLM: on a ``server``, or in the training's process.
     """
 

@@ -6,6 +6,7 @@ between the steps of a generation when a training resumes. These trainers do non
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
 
 _STATE = "rollouts-{rank}.pt"
+# Metrics of TRL that are means over the tokens of a micro batch; the latter where ratios are of tokens.
+_OF_TOKENS = ("kl", "entropy")
+_OF_RATIOS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
 
 def generating_trainer(run: "TrainingRun", trainer_class: type, config_class: type, **own: object) -> "Trainer":
@@ -78,7 +82,11 @@ def _named(name: str) -> Callable[..., list[float]]:
 
 
 class WithRollouts(_BaseTrainer):
-    """A base class in front of a trainer of TRL that generates."""
+    """A base class in front of a trainer of TRL that generates.
+
+    Attributes:
+        metric_weights: metric -> the weight of each of its values of the step, which are of one micro batch each.
+    """
 
     def __init__(
         self, *args: object, rollouts: "Rollouts", kl_beta: float, ref_model: "PreTrainedModel | None" = None,
@@ -87,6 +95,7 @@ class WithRollouts(_BaseTrainer):
         kwargs["args"].beta = 0.0  # type: ignore[attr-defined]  # else it would load a reference of its own
         super().__init__(*args, **kwargs)
         self.rollouts, self.beta, self.ref_model, self.proof = rollouts, kl_beta, ref_model, proof
+        self.metric_weights: dict[str, list[float]] = defaultdict(list)
         number_real_tokens(self.model)
         method = rollouts.method
         if not (method.neftune_alpha or (method.adapter and method.adapter.dropout)):  # noise of each row
@@ -111,8 +120,12 @@ class WithRollouts(_BaseTrainer):
         return found
 
     def _generate_and_score_completions(self, inputs: list[dict[str, object]]) -> object:
+        """Also reports the share of equal rewards: TRL's is that of the whole batch with ``scale_rewards=batch``, and
+        of rewards less the KL in RLOO."""
         self._examples = inputs
-        return super()._generate_and_score_completions(inputs)
+        found = super()._generate_and_score_completions(inputs)
+        self._metrics["train"]["frac_reward_zero_std"][-1] = self._equal_groups
+        return found
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> object:
         if self.use_vllm:
@@ -127,9 +140,17 @@ class WithRollouts(_BaseTrainer):
         step = self.state.global_step
         rewards_BK = self.rollouts.score(step, self._examples, completion_ids)
         rewards_NK: Tensor = self.rollouts.gathered(rewards_BK)
-        self.rollouts.watch(step, rewards_NK)
+        self._equal_groups = float(self.rollouts.equal_groups(rewards_NK).float().mean())
+        self.rollouts.watch(step, rewards_NK, completion_ids)
         self.rollouts.keep(step, self._examples, completion_ids, rewards_BK)
         return rewards_NK
+
+    def _compute_loss(self, model: "PreTrainedModel", inputs: "Mapping[str, Tensor]") -> object:
+        num_tokens = float(self.accelerator.reduce(inputs["completion_mask"].sum().float(), "sum"))
+        of_ratios = _OF_RATIOS if getattr(self, "importance_sampling_level", None) == "token" else ()
+        for name in (*_OF_TOKENS, *of_ratios):
+            self.metric_weights[name].append(num_tokens)
+        return super()._compute_loss(model, inputs)
 
     def _prove(self, proof: "Callable[[Tensor], None]", batch: "Mapping[str, Tensor]") -> None:
         """Requires that policy and reference agree on the first micro batch."""
@@ -149,8 +170,16 @@ class WithRollouts(_BaseTrainer):
         proof(((policy_BC - reference_BC) * batch["completion_mask"]).sum(1))
 
     def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
-        """Logs at each step the metrics of its generation; a metric for which no token has a value is 0."""
+        """Logs at each step the metrics of its generation; a metric for which no token has a value is 0.
+
+        TRL averages the means of micro batches, in which one without a token counts as much as one of many.
+        """
         metrics = self._metrics["train"]
+        for name, weights in self.metric_weights.items():
+            values, total = metrics.get(name, []), math.fsum(weights)
+            if len(values) == len(weights) and total:
+                values[:] = [math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / total]
+        self.metric_weights.clear()
         for name, values in self._of_generation.items():
             metrics.setdefault(name, [*values])
         metrics.pop("step_time", None)  # of the clock
@@ -189,6 +218,8 @@ class OnlineDPOTrainer(GRPOTrainer):
     TRL's trainer of this name generates again for each micro batch, and renders the prompts itself. Shapes: G prompts.
     """
 
+    metric_weights: dict[str, list[float]]  # of ``WithRollouts``
+
     def __init__(self, *args: object, pair_loss: str, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.pair_loss = pair_loss
@@ -224,11 +255,13 @@ class OnlineDPOTrainer(GRPOTrainer):
         return loss / self.current_gradient_accumulation_steps
 
     def _add_metrics(self, values: "Mapping[str, Tensor]", weights: "Tensor") -> None:
-        """Means over all workers; nan where all weights are 0, which ``log`` replaces by 0."""
+        """Means over all workers; 0 where all weights are 0."""
         for name, each in values.items():
             sums = torch.stack([(each.detach() * weights).sum(), weights.sum().float()])
             total, weight = self.accelerator.reduce(sums, "sum").tolist()
-            self._metrics["train"][name].append(total / weight if weight else math.nan)
+            self._metrics["train"][name].append(total / weight if weight else 0.0)
+            if name not in _OF_TOKENS:
+                self.metric_weights[name].append(weight)
 
 
 def pair_losses(log_ratios_G: "Tensor", beta: float, loss: str) -> "Tensor":

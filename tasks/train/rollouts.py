@@ -71,7 +71,7 @@ class Rollouts:
 
     Attributes:
         names, weights: of the rewards: the functions, then the reward model, then the penalty of a missing end.
-        equal_steps: the last steps in a row in which no group has two different rewards.
+        equal_steps: the last steps in a row that teach nothing; see ``watch``.
         samples: the samples kept so far.
     """
 
@@ -191,12 +191,12 @@ class Rollouts:
             ``frac_reward_zero_std`` and the completions' lengths.
 
         Raises:
-            PipelineError: no group had two different rewards for ``equal_rewards_patience`` steps in a row.
+            PipelineError: ``equal_rewards_patience`` steps in a row taught nothing.
         """
         lengths = torch.tensor([[len(ids) for ids in completion_ids], self.truncated(completion_ids).tolist()])
         rewards_NK = self.gathered(rewards_BK)
         lengths_N2 = self.gathered(lengths.T.float().to(rewards_BK.device))
-        self.watch(step, rewards_NK)
+        self.watch(step, rewards_NK, completion_ids)
         self.keep(step, examples, completion_ids, rewards_BK)
         total_N = self.total(rewards_NK)
         means = {f"rewards/{name}/mean": float(rewards_NK[:, index].mean()) for index, name in enumerate(self.names)}
@@ -228,24 +228,49 @@ class Rollouts:
         torch.distributed.all_gather(found, values_B.contiguous())
         return torch.cat(found)
 
-    def watch(self, step: int, rewards_NK: "Tensor") -> None:
-        """Counts the steps in which all completions of a prompt have equal rewards; see ``record``."""
-        self.equal_steps = self.equal_steps + 1 if bool(self.equal_groups(rewards_NK).all()) else 0
-        patience = self.method.equal_rewards_patience
-        if self.equal_steps == 0:
-            return
+    def watch(self, step: int, rewards_NK: "Tensor", completion_ids: Sequence[Sequence[int]]) -> None:
+        """Counts the steps that teach nothing: all completions of a prompt have equal rewards, or none gets a loss.
+
+        Args:
+            completion_ids: of this worker; ``rewards_NK`` is of all.
+
+        Raises:
+            PipelineError: as of ``record``.
+        """
         means = ", ".join(f"{name}={float(rewards_NK[:, index].mean()):g}" for index, name in enumerate(self.names))
+        if bool(self.equal_groups(rewards_NK).all()):
+            found, why = "equal", "all completions of each prompt had equal rewards"
+        elif self._all_masked(completion_ids):
+            found = "masked"
+            why = (
+                f"no completion ended within max_completion_length={self.method.max_completion_length} tokens, and "
+                "mask_truncated=true leaves out those without an end"
+            )
+        else:
+            self.equal_steps = 0
+            return
+        self.equal_steps += 1
+        patience = self.method.equal_rewards_patience
         if patience is not None and self.equal_steps >= patience:
+            remedy = (
+                "make the prompts easier or harder, give partial credit, raise sampling.temperature or num_generations"
+                if found == "equal"
+                else "raise max_completion_length, set mask_truncated=false"
+            )
             raise PipelineError(
-                f"for {self.equal_steps} steps up to step {step + 1}, all completions of each prompt had equal rewards "
-                f"(means of the last: {means}), so there is nothing to learn; rewards that differ within a group are "
-                "accepted; make the prompts easier or harder, give partial credit, raise sampling.temperature or "
-                "num_generations, or set equal_rewards_patience=null"
+                f"for {self.equal_steps} steps up to step {step + 1}, {why} (means of the last: {means}), so there is "
+                "nothing to learn; rewards that differ within a group are accepted, of completions that get a loss; "
+                f"{remedy}, or set equal_rewards_patience=null"
             )
         if self.equal_steps == 1:
             logger.warning(
-                "step=%d rewards=equal: in every group, so the step learns nothing from them; %s", step + 1, means
+                "step=%d rewards=%s: %s, so the step learns nothing from them; %s", step + 1, found, why, means
             )
+
+    def _all_masked(self, completion_ids: Sequence[Sequence[int]]) -> bool:
+        if not getattr(self.method, "mask_truncated", False):
+            return False
+        return bool(self.gathered(self.truncated(completion_ids).float().to(self.run.device)).all())
 
     def keep(
         self, step: int, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]], rewards_BK: "Tensor"

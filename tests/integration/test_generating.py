@@ -309,6 +309,27 @@ def test_every_loss_and_bound_changes_the_run_where_completions_are_trained_agai
     assert equal == [], equal
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("grpo", {"mask_truncated": True, "max_completion_length": 24, "beta": 0.1}),
+        ("rloo", {"mask_truncated": True, "max_completion_length": 24}),
+        ("online_dpo", {}),
+    ],
+)
+def test_the_micro_batch_changes_no_metric(root: Path, tmp_path: Path, name: str, fields: dict) -> None:
+    """Also where some micro batches have no token, or no pair, that counts."""
+    one, other = (
+        training.train(
+            training.method(name, **fields), root, tmp_path / f"{size}", resources=Resources(micro_batch_size=size)
+        )
+        for size in (2, 8)
+    )
+    for (_, found), (_, expected) in zip(other.reports, one.reports, strict=True):
+        for metric in ("kl", "entropy", "rewards/margins", "rewards/accuracies", "frac_reward_zero_std"):
+            assert found.get(metric) == pytest.approx(expected.get(metric), abs=1e-5), metric
+
+
 def test_the_micro_batch_changes_no_loss_by_more_than_last_bits(root: Path, tmp_path: Path) -> None:
     for name, fields in (
         ("grpo", {"loss": "bnpo", "num_iterations": 2}),
@@ -435,6 +456,31 @@ def test_equal_rewards_stop_a_training_after_so_many_steps(
         run = training.train(training.method("grpo", **fields, equal_rewards_patience=None), root, tmp_path / "none")
     assert caplog.text.count("rewards=equal") == 1
     assert run.metrics["frac_reward_zero_std"] == 1.0 and len(run.reports) == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("grpo", {}), ("grpo", {"scale_rewards": "batch"}), ("grpo", {"loss": "dr_grpo"}), ("rloo", {}), ("ppo", {})],
+)
+def test_the_share_of_groups_with_equal_rewards_is_that_of_the_rewards(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fields: dict
+) -> None:
+    def half(completions: list[str]) -> list[float]:  # two groups of four: equal rewards, others
+        return [1.0 if row < 4 else float(row) for row in range(len(completions))]
+
+    monkeypatch.setattr(completion_scores, "spread", half)
+    stage = training.method(name, num_generations=4, learning_rate=3e-2, **fields)
+    run = training.train(stage, root, tmp_path / "output", resources=Resources(micro_batch_size=8))
+    assert [metrics["frac_reward_zero_std"] for _, metrics in run.reports] == [0.5] * 3
+
+
+def test_steps_whose_completions_are_all_masked_stop_a_training(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"mask_truncated": True, "max_completion_length": 1}
+    with pytest.raises(PipelineError, match=r"for 2 steps up to step 2, no completion ended within .*set mask_trunc"):
+        training.train(training.method("grpo", **fields, equal_rewards_patience=2), root, tmp_path / "output")
+    assert caplog.text.count("rewards=masked") == 1
 
 
 @pytest.fixture(scope="module")
