@@ -51,17 +51,18 @@ class PPO(Generating):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        batch = self.global_batch_size
         refused = {
             f"kl_target={self.kl_target or 0:g} with kl_coef=0: the coefficient adapts by factors, so it would stay 0; "
             "set kl_coef, such as 0.05, or kl_target=null": self.kl_target is not None and not self.kl_coef,
             f"kl_horizon={self.kl_horizon} without kl_target: the coefficient is fixed; set kl_target, such as 6, or "
             "kl_horizon=null": self.kl_horizon is not None and self.kl_target is None,
+            f"kl_horizon={self.kl_horizon} with global_batch_size={batch}: a step could make kl_coef negative; set "
+            f"kl_horizon above {batch / 5:g}": self.kl_target and 5 * (self.kl_horizon or 10_000) <= batch,
             "center_advantages=true with num_generations=1: it compares the completions of one prompt; set "
-            "num_generations, such as 4, or center_advantages=false": (
-                self.center_advantages and self.num_generations == 1
-            ),
-            f"num_minibatches={self.num_minibatches} does not divide global_batch_size={self.global_batch_size}; set "
-            "one that does": self.global_batch_size % self.num_minibatches,
+            "num_generations=4, or center_advantages=false": self.center_advantages and self.num_generations == 1,
+            f"num_minibatches={self.num_minibatches} does not divide global_batch_size={batch}; set one that "
+            "does": batch % self.num_minibatches,
             f"clip_range={self.clip_range:g}, value_clip_range={self.value_clip_range} with one update per step: its "
             "ratios are 1, so nothing is clipped; remove them, or set num_ppo_epochs or num_minibatches above 1": (
                 self.num_ppo_epochs * self.num_minibatches == 1

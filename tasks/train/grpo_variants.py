@@ -69,6 +69,11 @@ class VariantOptions(Generating):
         for name, value in bounds.items():
             if getattr(variant, name) is None:
                 raise ConfigError(f"{name}={value:g}: loss={loss} has no such bound; set {name}=null")
+        if loss == "cispo" and self.epsilon_high is not None and self.epsilon_high < 1:
+            raise ConfigError(
+                f"epsilon_high={self.epsilon_high:g}: of loss=cispo it is the largest ratio, not a distance from 1, so "
+                f"every token would weigh {self.epsilon_high:g}; set 1 or more, such as 5, or epsilon_high=null"
+            )
         if self.kl_ratio and (self.beta == 0 or self.num_iterations == 1):
             raise ConfigError(
                 f"kl_ratio=true with beta={self.beta:g} and num_iterations={self.num_iterations}: it weights the KL by "

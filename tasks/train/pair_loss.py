@@ -161,7 +161,16 @@ def label_weights(
         desirable, undesirable: as set; None: chosen so that both labels have the same total weight, with 1 for the
             more numerous one.
         num_desirable, num_undesirable: among the training rows.
+
+    Raises:
+        ConfigError: a weight is set of answers that the rows do not have.
     """
+    for name, weight, count in (("desirable", desirable, num_desirable), ("undesirable", undesirable, num_undesirable)):
+        if weight is not None and not count:
+            raise ConfigError(
+                f"{name}_weight={weight:g}: none of the {num_desirable + num_undesirable} training rows is {name}; set "
+                f"{name}_weight=null, or add such rows"
+            )
     ratio = num_desirable / num_undesirable if num_desirable and num_undesirable else 1.0
     if desirable is None:
         desirable = undesirable / ratio if undesirable is not None else max(1.0, 1 / ratio)

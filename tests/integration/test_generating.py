@@ -361,6 +361,7 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "prompt": ("grpo", {"max_prompt_length": 95}, r"max_prompt_length=95; set max_length=101"),
     "bound": ("grpo", {"epsilon": 0.1}, r"epsilon=0.1 with num_iterations=1.*set num_iterations=2"),
     "no bound": ("grpo", {"loss": "sapo", "num_iterations": 2, "epsilon": 0.1}, r"loss=sapo has no such bound"),
+    "cap": ("grpo", {"loss": "cispo", "num_iterations": 2, "epsilon_high": 0.28}, r"epsilon_high=0.28: .*set 1 or"),
     "like": ("grpo", {"loss": "gspo"}, r"loss=gspo with num_iterations=1.*or loss=grpo"),
     "as dapo": ("grpo", {"loss": "bnpo"}, r"loss=bnpo with num_iterations=1.*or loss=dapo"),
     "kl_ratio": ("grpo", {"kl_ratio": True, "beta": 0.1}, r"kl_ratio=true.*num_iterations=2"),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from lineage.errors import ConfigError
 from tasks.context import Resources, TrainContext
 from tasks.kto import KTO
 from tasks.method import Adapter, Validation
@@ -81,6 +82,13 @@ def test_weights_make_up_for_the_counts(
     found = label_weights(fields.get("desirable_weight"), fields.get("undesirable_weight"), *counts)
     assert found == pytest.approx(weights)
     assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(("counts", "name"), [((8, 0), "undesirable"), ((0, 8), "desirable")])
+def test_a_weight_of_answers_that_no_row_has_is_refused(counts: tuple[int, int], name: str) -> None:
+    weights = {"desirable": None, "undesirable": None, name: 3.0}
+    with pytest.raises(ConfigError, match=rf"^{name}_weight=3: none of the 8 training rows is {name}; set {name}_wei"):
+        label_weights(weights["desirable"], weights["undesirable"], *counts)
 
 
 @pytest.mark.parametrize(("undesirable", "warns"), [(1.0, True), (1.5, False), (2.0, False), (2.01, True)])

@@ -159,6 +159,7 @@ def test_the_reference_of_an_adapter_is_the_policy_that_was_given(tmp_path: Path
     [
         ({"kl_target": 6.0, "kl_coef": 0.0}, r"kl_target=6 with kl_coef=0.*set kl_coef.* or kl_target=null"),
         ({"kl_horizon": 100}, r"kl_horizon=100 without kl_target.*set kl_target.* or kl_horizon=null"),
+        ({"kl_target": 6.0, "kl_horizon": 1}, r"kl_horizon=1 with global_batch_size=8.*set kl_horizon above 1.6"),
         ({"center_advantages": True, "num_generations": 1}, r"center_advantages=true with num_generations=1.*set num"),
         ({"num_minibatches": 3}, r"num_minibatches=3 does not divide global_batch_size=8; set one that does"),
         (
