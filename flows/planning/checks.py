@@ -7,15 +7,18 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import orjson
+
 from flows.declare.pipeline import Pipeline, Stage, listed
 from flows.planning.model_checks import POLICY, root_config, root_directory, root_json, root_of
-from lineage.artifact import ALIAS, MODELS, SOURCE
+from lineage.artifact import ALIAS, MODELS, SOURCE, Source
 from lineage.environment import list_gpus
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, PipelineError
 from lineage.model_source import vocabulary_of
 from lineage.verdict import CHAMPION
 from tasks.context import Resources
-from tasks.data.formats.detect import check_direction
+from tasks.data.formats.detect import check_direction, detect, with_prompt
+from tasks.data.formats.turns import BadRowError, Fields
 from tasks.data.kinds import CONVERSATIONS, TEXT
 from tasks.data.preparing.options import Prepare
 from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
@@ -47,6 +50,51 @@ def check_data(pipeline: Pipeline) -> None:
                 stage.method.row_slots(stage.inputs)
             except ConfigError as error:
                 raise ConfigError(f"stages.{name}.method: {error}") from error
+
+
+_FIRST_ROWS = 20
+_FIRST_BYTES = 1 << 20
+
+
+def check_row_kinds(pipeline: Pipeline) -> None:
+    """Checks that JSON Lines files on this machine have rows of the kind that their data stage takes.
+
+    The stage makes the same check of all its sources, and of more rows; here it takes the first ones. With
+    ``max_bad_rows`` these may be the bad ones, so that nothing is known.
+
+    Raises:
+        ConfigError: the rows are of another kind, such as single answers where pairs are read.
+    """
+    for name, stage in pipeline.stages.items():
+        method = stage.method
+        if not isinstance(method, Prepare) or method.max_bad_rows:
+            continue
+        refs = [stage.inputs.get(slot, "") for slot in method.row_slots(stage.inputs)]
+        for ref in filter(pipeline.is_source, refs):
+            source = pipeline.sources[ref.removeprefix(SOURCE)]
+            try:
+                rows = _first_rows(source, method.prompt_template)
+                if not rows:
+                    continue
+                found = detect(rows, source.path, columns=source.columns, stated=source.format)
+            except (OSError, ValueError, PipelineError, BadRowError):
+                continue  # the stage says what is wrong with the file
+            refusal = found.refusal_by_stage(source.path, method.produces)
+            if refusal:
+                raise ConfigError(f"stages.{name}.inputs: {refusal}")
+
+
+def _first_rows(source: Source, template: str | None) -> list[Fields]:
+    """The first rows of a file of JSON Lines; none: it is another file, or its first rows may not be read."""
+    path, is_whole = Path(source.path), source.split == "train" and source.shuffle_seed is None
+    if path.suffix != ".jsonl" or not path.is_file() or not is_whole or source.sample_count is not None:
+        return []
+    with path.open("rb") as file:
+        lines = file.read(_FIRST_BYTES).splitlines(keepends=True)
+    rows = [orjson.loads(line) for line in lines[:_FIRST_ROWS] if line.endswith(b"\n") and line.strip()]
+    if not all(isinstance(row, dict) for row in rows):
+        return []
+    return [with_prompt(row, template) if template else row for row in rows]
 
 
 # Suffixes of dropout rates in a config.json.

@@ -17,6 +17,7 @@ from flows.planning.checks import (
     check_gates,
     check_kernels,
     check_positions,
+    check_row_kinds,
 )
 from flows.planning.model_checks import check_merges, check_models, check_replay, check_same_split, check_store
 from flows.planning.staleness import (
@@ -182,6 +183,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     check_fallbacks(pipeline)
     check_replay(pipeline)
     check_data(pipeline)
+    check_row_kinds(pipeline)
     check_models(pipeline)
     check_positions(pipeline)
     check_evaluations(pipeline)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 
+from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.known import BY_NAME, FORMATS, REST, Format
 from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, images_are_not_read, is_nothing, named
@@ -46,6 +47,26 @@ class Detected:
         """The user's columns -> their meaning, for the report."""
         used = [name for name in self.format.mapping if name in self.seen or name == REST]
         return {self.columns.get(name, name): self.format.mapping[name] for name in used}
+
+    def refusal(self, place: str, accepted: Kind, remedy: str) -> str:
+        """The message for rows of another kind than ``accepted``.
+
+        Args:
+            place: path of the source.
+        """
+        return (
+            f"{place}: detected {self.name} ({self.evidence}), which gives {self.format.kind}; {accepted} is accepted "
+            f"{remedy}, or set another format with format=NAME"
+        )
+
+    def refusal_by_stage(self, place: str, kind: Kind) -> str | None:
+        """The message of a data stage that writes rows of this kind; None: it takes these rows."""
+        found = self.format.kind
+        if found == kind:
+            return None
+        splits = (found, kind) == (Kind.PREFERENCES, Kind.UNPAIRED)
+        after = " and conf/stage/unpair.yaml after it, which splits pairs" if splits else ""
+        return self.refusal(place, kind, f"by this stage; use conf/stage/{found}.yaml for it{after}")
 
     def read_columns(self, fields: Fields) -> set[str]:
         """The columns of a row that are read; others are ignored."""

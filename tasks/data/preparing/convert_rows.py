@@ -202,17 +202,13 @@ class Opened:
     def refusal(self, accepted: Kind, remedy: str) -> DataError:
         """The error for rows of another kind than ``accepted``."""
         assert self.detected
-        return DataError(
-            f"{self.source.path}: detected {self.detected.name} ({self.detected.evidence}), which gives {self.kind}; "
-            f"{accepted} is accepted {remedy}, or set another format with format=NAME"
-        )
+        return DataError(self.detected.refusal(self.source.path, accepted, remedy))
 
     def require_kind(self, kind: Kind) -> None:
         """Refuses rows of another kind."""
-        if self.kind not in (kind, None):
-            splits = (self.kind, kind) == (Kind.PREFERENCES, Kind.UNPAIRED)
-            after = " and conf/stage/unpair.yaml after it, which splits pairs" if splits else ""
-            raise self.refusal(kind, f"by this stage; use conf/stage/{self.kind}.yaml for it{after}")
+        refusal = self.detected and self.detected.refusal_by_stage(self.source.path, kind)
+        if refusal:
+            raise DataError(refusal)
 
 
 def detect_source(source: Source, template: str | None = None) -> Opened:

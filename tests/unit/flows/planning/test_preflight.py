@@ -1,11 +1,13 @@
 """What the plan refuses before anything starts."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from flows.declare.config import load_pipeline
+from flows.planning.checks import check_row_kinds
 from flows.planning.model_checks import check_models
 from flows.planning.plan import make_plan
 from flows.run import check_machine
@@ -89,6 +91,37 @@ def test_a_cluster_elsewhere_takes_nothing_of_this_machine(monkeypatch):
 def test_quickstart_rows_that_do_not_exist_are_refused_by_the_plan():
     with pytest.raises(ConfigError, match=r"no such rows; accepted: quickstart:corpus.*did you mean quickstart:corpus"):
         make_plan(load_pipeline(["sources.corpus.path=quickstart:corpsu"]))
+
+
+PAIR = {"prompt": "Hi", "chosen": "Hello", "rejected": "Go"}
+SINGLE = {"prompt": "Hi", "completion": "Hello", "label": True}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "overrides", "rows", "message"),
+    [
+        ("cpt-sft-dpo", [], [SINGLE], r"which gives unpaired; preferences is accepted.*use conf/stage/unpaired.yaml"),
+        ("sft-kto", [], [PAIR], None),
+        ("cpt-sft-dpo", [], [PAIR], None),
+        ("cpt-sft-dpo", ["sources.preferences.format=preference"], [SINGLE], None),  # the stage says what it lacks
+        ("cpt-sft-dpo", ["stages.preferences.method.max_bad_rows=9"], [SINGLE], None),  # the first may be the bad ones
+        ("cpt-sft-dpo", ["sources.preferences.split='train[1:]'"], [SINGLE, PAIR], None),
+        ("cpt-sft-dpo", [], [["no row"]], None),
+    ],
+)
+def test_a_file_of_single_answers_is_refused_by_the_plan_where_pairs_are_read(
+    tmp_path, pipeline, overrides, rows, message
+):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check = partial(
+        check_row_kinds, load_pipeline([f"pipeline={pipeline}", f"sources.preferences.path={path}", *overrides])
+    )
+    if message is None:
+        check()
+        return
+    with pytest.raises(ConfigError, match=rf"stages.preferences.inputs: {path}: detected .*{message}"):
+        check()
 
 
 def test_several_nodes_need_a_cluster_elsewhere(monkeypatch):
