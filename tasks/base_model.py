@@ -30,13 +30,13 @@ class BaseModel(Method):
     produces: ClassVar[Kind] = Kind.CHECKPOINT
 
     vocab_size: Annotated[int, Ge(_BYTES + 3)] = 4096  # maximum; a small corpus yields fewer tokens
-    hidden_size: Annotated[int, Gt(0)] = 192
-    intermediate_size: Annotated[int, Gt(0)] = 512
-    num_layers: Annotated[int, Gt(0)] = 4
-    num_heads: Annotated[int, Gt(0)] = 6
+    hidden_size: Annotated[int, Gt(0)] = 192  # width of the layers
+    intermediate_size: Annotated[int, Gt(0)] = 512  # width of the MLPs
+    num_layers: Annotated[int, Gt(0)] = 4  # decoder layers
+    num_heads: Annotated[int, Gt(0)] = 6  # attention heads; as many for keys and values
     max_positions: Annotated[int, Gt(0)] = 1024  # tokens
-    tie_embeddings: bool = True
-    seed: Annotated[int, Ge(0)] = 0
+    tie_embeddings: bool = True  # the output layer has the weights of the embedding
+    seed: Annotated[int, Ge(0)] = 0  # of the random weights
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_heads):

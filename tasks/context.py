@@ -35,12 +35,12 @@ class Resources:
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
-    num_nodes: Annotated[int, Gt(0)] = 1
+    num_nodes: Annotated[int, Gt(0)] = 1  # machines of a Ray cluster
     num_workers: Annotated[int, Gt(0)] = 1  # over all nodes
     cpus_per_worker: Annotated[int, Gt(0)] = 2  # also the threads that torch may use, pinned
     gpus_per_worker: Annotated[int, Ge(0), Le(1)] = 0  # more would be DataParallel, with another global batch
     micro_batch_size: Annotated[int, Gt(0)] = 8  # rows per worker in one forward pass
-    launcher: Launcher = Launcher.AUTO
+    launcher: Launcher = Launcher.AUTO  # auto: process for one worker, cluster (Ray) for more
     zero_stage: Literal[0, 2] = 0  # 2: gradients and optimizer state are sharded over the workers
     gpu_pool: str | None = None  # a global concurrency limit of Prefect that counts GPUs over several machines
     save_steps: Annotated[int, Gt(0)] | None = None  # optimizer steps between checkpoints
@@ -54,14 +54,10 @@ class Resources:
     attention: Attention = "auto"  # auto: the fastest that is installed; see tasks.train.kernels.attention_of
     gradient_checkpointing: Literal["off", "on"] | bool | Annotated[int, Gt(0)] = "off"  # N: every Nth layer
     compile: bool = False  # compile layers with torch.compile
-    precompute_reference: bool = (
-        False  # compute the reference's log-probabilities once before training, into the store's cache
-    )
+    precompute_reference: bool = False  # compute the reference's log-probabilities once, into the store's cache
     liger: bool = False  # use liger-kernel for norms, rotary positions and MLPs
     empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps between releases of unused GPU memory
-    dataloader_workers: Annotated[int, Ge(0)] = (
-        0  # processes that collate batches ahead; 0: the training process itself
-    )
+    dataloader_workers: Annotated[int, Ge(0)] = 0  # processes that collate batches ahead; 0: the training's own
     price_per_gpu_hour: Annotated[float, Ge(0)] | None = None  # for the plan's estimate; null: show no price
     currency: str = "USD"  # of the price
     watts_per_worker: Annotated[float, Gt(0)] | None = None  # mean power of a worker, for the plan's estimate of energy

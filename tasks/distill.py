@@ -33,7 +33,7 @@ class Distillation(SFT):
 
     beta: Annotated[float, Ge(0), Le(1)] = 0.0
     temperature: Annotated[float, Gt(0)] = 1.0
-    cross_entropy_weight: Annotated[float, Ge(0), Lt(1)] = 0.0
+    cross_entropy_weight: Annotated[float, Ge(0), Lt(1)] = 0.0  # in the loss, beside the divergence
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from tasks.train.distill_trainer import distill_trainer, divergence

@@ -197,10 +197,10 @@ class TrainingRecipe(Method):
     num_epochs: Annotated[float, Gt(0)] | None = None  # passes over the rows; without num_steps, one
     global_batch_size: Annotated[int, Gt(0)]  # rows per optimizer step, over all workers
     max_length: Annotated[int, Gt(0)]  # tokens per row, prompt + completion
-    seed: Annotated[int, Ge(0), Lt(2**32)] = 0
+    seed: Annotated[int, Ge(0), Lt(2**32)] = 0  # of the order of rows, new weights, dropout and sampling
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
-    max_grad_norm: Annotated[float, Gt(0)] = 1.0
+    max_grad_norm: Annotated[float, Gt(0)] = 1.0  # gradients of a larger norm are scaled down to it
     precision: Precision = "fp32"  # of the arithmetic; auto: bf16 on a GPU, else fp32
     adapter: Adapter | None = None
     quantization: Quantization | None = None  # of the base under an adapter
@@ -213,7 +213,7 @@ class TrainingRecipe(Method):
     save: Literal["adapter"] | None = None  # the output: only the adapter; None: the whole model
     validation: Validation | None = None  # the loss on held-out rows, while it trains
     best: Best | None = None  # which models compete to be the best; None with output=best: those of validation
-    output: Literal["best", "last"] = "last"
+    output: Literal["best", "last"] = "last"  # which model it is: of the last step, or the best of those that compete
     on_divergence: Literal["fail", "best"] = "fail"  # when the loss is non-finite
 
     def __init_subclass__(cls, **kwargs: object) -> None:

@@ -38,8 +38,8 @@ class TAID(SFT):
     option_versions: ClassVar = {**AnswerTraining.option_versions}  # its packing never padded
     models: ClassVar = {"policy": POLICY, "teacher": TEACHER}
 
-    t_start: Annotated[float, Ge(0), Lt(1)] = 0.4
-    t_end: Annotated[float, Gt(0), Le(1)] = 1.0
+    t_start: Annotated[float, Ge(0), Lt(1)] = 0.4  # the teacher's share t at the first step
+    t_end: Annotated[float, Gt(0), Le(1)] = 1.0  # its largest value, reached at the last step at the latest
     alpha: Annotated[float, Ge(0), Le(1)] = 5e-4  # largest part of 1 - t that a step adds to t, beside the line
     momentum: Annotated[float, Ge(0), Lt(1)] = 0.99  # of the mean relative fall of J, which decides the part of alpha
 

@@ -54,13 +54,13 @@ class TeacherAnswers(Method):
     uses_gpu: ClassVar[bool] = True
     chat_slot: ClassVar[str | None] = "teacher"
 
-    max_new_tokens: Annotated[int, Gt(0)] = 256
+    max_new_tokens: Annotated[int, Gt(0)] = 256  # tokens of an answer
     max_length: Annotated[int, Gt(1)] = 2048
     num_answers: Annotated[int, Gt(0)] = 1  # to each prompt
     sampling: Sampling | None = None
     num_beams: Annotated[int, Gt(0)] = 1
     unfinished: Literal["drop", "keep"] = "drop"
-    seed: Annotated[int, Ge(0)] = 0
+    seed: Annotated[int, Ge(0)] = 0  # of the noise of sampling
 
     def __post_init__(self) -> None:
         if self.max_new_tokens >= self.max_length:

@@ -87,7 +87,7 @@ class Evaluate(Method):
     num_rows: Annotated[int, Gt(0)] = 200
     num_prompts: Annotated[int, Gt(0)] = 32
     num_questions: Annotated[int, Gt(0)] | None = None
-    max_new_tokens: Annotated[int, Gt(0)] = 64
+    max_new_tokens: Annotated[int, Gt(0)] = 64  # tokens of an answer
     max_length: Annotated[int, Gt(1)] | None = None
     max_dropped: Annotated[float, Ge(0), Le(1)] = 0.05
     max_cut: Annotated[float, Ge(0), Le(1)] = 0.5

@@ -50,11 +50,11 @@ class Gate(Method):
     preload: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[int] = 2  # 2: no interval of an accuracy is of zero width
 
-    rules: Annotated[Mapping[str, Rule], MinLen(1)]
+    rules: Annotated[Mapping[str, Rule], MinLen(1)]  # metric -> what a candidate must reach
     inconclusive: Literal["refuse", "promote"] = "refuse"  # the effect of a rule that the rows cannot decide
     approval: Approval = "none"  # required: a person must approve a candidate that passes
-    confidence: Annotated[float, Gt(0), Lt(1)] = 0.95
-    num_resamples: Annotated[int, Ge(100)] = 10_000
+    confidence: Annotated[float, Gt(0), Lt(1)] = 0.95  # of the intervals
+    num_resamples: Annotated[int, Ge(100)] = 10_000  # of the bootstrap over rows
     min_rows: Annotated[int, Ge(2)] = 20  # fewer are too few for the bootstrap: inconclusive
     seed: Annotated[int, Ge(0)] = 0  # of the resamples
 

@@ -68,8 +68,8 @@ class Adapter(Setting):
     """
 
     type: Type = DEFAULT
-    rank: Annotated[int, Gt(0)] = 16
-    alpha: Annotated[int, Gt(0)] = 32
+    rank: Annotated[int, Gt(0)] = 16  # of the update of a weight matrix
+    alpha: Annotated[int, Gt(0)] = 32  # the update is scaled by alpha / rank
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     target_modules: str = ALL_LINEAR
     exclude_modules: str | None = None

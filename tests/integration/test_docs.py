@@ -170,6 +170,14 @@ def test_the_tables_of_pages_are_those_of_the_code_and_their_command_writes_them
     assert {page: (tmp_path / page).read_text(encoding="utf-8") for page in texts} == texts
 
 
+def test_every_field_has_a_meaning():
+    for page in ("methods.md", "settings.md"):
+        tables = re.findall(r"\| accepted \| default \| meaning \|\n((?:\|.*\n)+)", pages.rendered(page))
+        rows = [row for table in tables for row in table.splitlines()]
+        assert len(rows) > 50
+        assert not [row for row in rows if row.endswith("|  |")]
+
+
 def test_every_method_is_there_with_its_own_options_and_what_it_works_with():
     text = pages.rendered("methods.md")
     parts = dict(part.split("`\n", 1) for part in text.split("\n### `")[1:])
