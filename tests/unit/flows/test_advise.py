@@ -17,14 +17,19 @@ from tasks.sft import SFT
 from tests.finished import finish
 
 PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
-SMALL = tuple(f"sources.{name}.path=rows.jsonl" for name in ("corpus", "instructions", "preferences"))
-PRETRAINED = ("model=smollm2", "tracking=none", "sources.instructions.path=rows.jsonl")
+ROWS = {
+    "corpus": {"text": "a"},
+    "instructions": {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    "preferences": {"prompt": "a", "chosen": "b", "rejected": "c"},
+}
+SMALL = tuple(f"sources.{name}.path={name}.jsonl" for name in ROWS)
+PRETRAINED = ("model=smollm2", "tracking=none", "sources.instructions.path=instructions.jsonl")
 
 
 @pytest.fixture(autouse=True)
 def _rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2_000)
+    for name, row in ROWS.items():
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 2_000)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
