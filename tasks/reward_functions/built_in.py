@@ -14,7 +14,7 @@ import operator
 import re
 import unicodedata
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -40,14 +40,21 @@ from tasks.reward_functions.function import RewardFunction
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import ValidationError
 
 RELATIVE_TOLERANCE = 1e-9  # default: rounding of floats
-_FRACTION = re.compile(r"\\[dt]?frac\s?(?:\{([^{}]{1,40})\}|(\d))(?:\{([^{}]{1,40})\}|(\d))")  # of LaTeX
-_VULGAR = re.compile(r"(?<![\d.,])(\d*)([\u00bc-\u00be\u2150-\u215e])")  # such as ½ and 1½
-_SEPARATOR = re.compile(r"(?<=\d)_(?=\d{3}(?!\d))")  # of thousands, in code
+_LIKE_ASCII = str.maketrans("\u2212\uff0d\u2044\uff0c\uff0e\uff05", "--/,.%")  # minus, fraction slash; the wide - , . %
+# Of LaTeX, with a whole number before it: 1\frac{1}{2} is 3/2.
+_FRACTION = re.compile(
+    r"(?:(?<![\d.,])(\d{1,15}) ?)?\\[dt]?frac\s?(?:\{([^{}]{1,40})\}|(\d))(?:\{([^{}]{1,40})\}|(\d))"
+)
+_VULGAR = re.compile(r"(?<![\d.,])(\d{0,15})([\u00bc-\u00be\u2150-\u215e])")  # such as ½ and 1½
+# Of thousands: in code, in LaTeX, and spaces that no line is broken at.
+_SEPARATOR = re.compile(r"(?<=\d)(?:_|\{,\}|,\\!|\\,|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_POWER = re.compile(r"(?<=\d)\s?(?:\\times|\\cdot|\u00d7|\*)\s?10\s?\^\s?(?:\{\s?([-+]?\d{1,3})\s?\}|([-+]?\d{1,3}))")
 _PLAIN = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
-_NUMBER = re.compile(rf"(?<![\w.])(?:(?<![\)\]])(?P<sign>[-+]))?\$?(?P<over>{_PLAIN})(?:\s?/\s?(?P<under>{_PLAIN}))?"
-                     r"(?P<percent>\s?\\?%)?")  # fmt: skip
+_NUMBER = re.compile(rf"(?<![\w.])(?:(?<![\)\]])(?P<sign>[-+]))?\$?(?:(?P<whole>\d{{1,15}}) (?=\d{{1,15}}\s?/\s?\d))?"
+                     rf"(?P<over>{_PLAIN})(?:\s?/\s?(?P<under>{_PLAIN}))?(?P<percent>\s?\\?%)?")  # fmt: skip
 _THOUSANDS = re.compile(r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:[eE][-+]?\d{1,3})?")
 _TAGS = ("think", "answer")
 
@@ -73,8 +80,9 @@ def _require_plain(reward: RewardFunction, row: Mapping[str, object]) -> None:
 def _numeric(reward: RewardFunction, answer: Answer) -> float:
     """1 where the last number of an answer is that of the column, within a tolerance.
 
-    Numbers may have thousands separators (1,000 or 1_000), a fraction (3/4, ½ or LaTeX's), an exponent or a percent
-    sign (12% is 0.12). Partial credit falls with the relative error, and is 0 from an error of 100 % on.
+    Numbers may have thousands separators (1,000, 1_000 or LaTeX's 1{,}000), a fraction (3/4, 1 3/4, ½ or LaTeX's), an
+    exponent (1e3, 2*10^3) or a percent sign (12% is 0.12). Partial credit falls with the relative error, and is 0 from
+    an error of 100 % on.
     """
     found, right = last_number(answer.text), last_number(as_text(answer.row[column_of(reward)]))
     assert right is not None
@@ -89,23 +97,38 @@ def _numeric(reward: RewardFunction, answer: Answer) -> float:
 
 def _require_number(reward: RewardFunction, row: Mapping[str, object]) -> None:
     name = column_of(reward)
-    if isinstance(row[name], bool) or last_number(as_text(row[name])) is None:
-        raise DataError(f"{name} is {row[name]!r}, without a number; correct the row, or set column")
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or last_number(str(value)) is None:
+        raise DataError(
+            f"{name} is {value!r}, without a number; a number, or text with one, is accepted; correct the "
+            "row, or set column"
+        )
 
 
 def last_number(text: str) -> float | None:
     """The last number of a text; None: it has none that is finite."""
-    text = _FRACTION.sub(r"\1\2/\3\4", _SEPARATOR.sub("", text.replace("\u2212", "-")))
+    text = _SEPARATOR.sub("", text.translate(_LIKE_ASCII))
+    text = _POWER.sub(r"e\1\2", _FRACTION.sub(_slashed, text))
     text = _VULGAR.sub(lambda found: repr(int(found[1] or 0) + unicodedata.numeric(found[2])), text)
     found = deque(_NUMBER.finditer(text), maxlen=1)
     return _number_of(found[0]) if found else None
+
+
+def _slashed(found: re.Match[str]) -> str:
+    """A fraction of LaTeX with a slash; its sign goes before it."""
+    whole, over, under = found[1], (found[2] or found[3]).strip(), (found[4] or found[5]).strip()
+    if under.startswith("-"):
+        over, under = over.removeprefix("-") if over.startswith("-") else f"-{over}", under.removeprefix("-")
+    return f"{whole} {over}/{under}" if whole else f"{over}/{under}"
 
 
 def _number_of(found: re.Match[str]) -> float | None:
     value = _plain_number(found["over"])
     if found["under"]:
         under = _plain_number(found["under"])
+        is_mixed = found["whole"] and value < under
         value = value / under if under else math.inf
+        value += float(found["whole"]) if is_mixed else 0
     value = (-value if found["sign"] == "-" else value) / (100 if found["percent"] else 1)
     return value if math.isfinite(value) else None
 
@@ -273,10 +296,37 @@ def _fits(schema: Mapping[str, object], value: object) -> bool:
 
 @lru_cache(maxsize=1024)
 def _validator(schema: str) -> "Draft202012Validator":
+    """jsonschema's validator, with keywords of its own where the library takes any time for an answer."""
     from jsonschema import Draft202012Validator
+    from jsonschema.validators import extend
     from referencing import Registry
 
-    return Draft202012Validator(json.loads(schema), registry=Registry())  # an empty registry: no reference is fetched
+    bounded = extend(Draft202012Validator, {"pattern": _pattern, "uniqueItems": _unique_items})
+    validator: Draft202012Validator = bounded(json.loads(schema), registry=Registry())  # no reference is fetched
+    return validator
+
+
+def _pattern(validator: object, pattern: str, value: object, schema: object) -> "Iterator[ValidationError]":
+    from jsonschema.exceptions import ValidationError
+
+    if isinstance(value, str) and not matches(pattern, value, whole=False):
+        yield ValidationError(f"does not match {pattern!r}")
+
+
+def _unique_items(validator: object, unique: bool, value: object, schema: object) -> "Iterator[ValidationError]":
+    from jsonschema.exceptions import ValidationError
+
+    if unique and isinstance(value, list) and len(set(map(_canonical, value))) < len(value):
+        yield ValidationError("has equal items")
+
+
+def _canonical(value: object) -> str:
+    """Text that two values of JSON share where they are equal: 1 is 1.0, and true is not 1."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{json.dumps(key)}:{_canonical(value[key])}' for key in sorted(value))}}}"
+    if isinstance(value, list):
+        return f"[{','.join(map(_canonical, value))}]"
+    return json.dumps(int(value) if isinstance(value, float) and value.is_integer() else value)
 
 
 def _tool_call(reward: RewardFunction, answer: Answer) -> float:

@@ -62,6 +62,13 @@ def test_with_a_tag_only_the_text_in_it_is_an_answer(completion, value):
         ("9" * LONG, 42, 0), ("1," * LONG, 42, 0.5 / 42), ("1,111" * LONG, 42, 0), ("1/" * LONG + "42", 42, None),
         ("84", 42, 0), ("-42", 42, 0), ("1e400", 42, 0), ("NaN inf", 42, 0), ("42" + " %" * LONG, 0.42, None),
         ("(" * LONG, 42, 0), ("$" * LONG, 42, 0), ("\\frac{" * LONG, 42, 0),
+        (r"\boxed{1{,}000}", 1000, 1), (r"1,\!234,\!567", 1234567, 1), (r"10\,000", r"10{,}000", 1),
+        ("1\u202f000", 1000, 1), (r"1\frac{1}{2}", 1.5, 1), (r"-2\tfrac12", -2.5, 1), ("1 1/2 cups", 1.5, 1),
+        ("2 5/2", 2.5, 1), ("2\u20443", "2/3", 1), (r"\frac{3}{-4}", -0.75, 1), (r"\frac{-3}{-4}", 0.75, 1),
+        (r"1.5 \times 10^{-3}", 0.0015, 1), ("2*10^3", 2000, 1),
+        ("\uff11\uff0c\uff10\uff10\uff10", 1000, 1), ("50\uff05", 0.5, 1),
+        ("9" * 400 + "½", 42, 0), ("1" * 5000 + "½", 42, 0), ("1 " * LONG, 42, None), ("1 1/" * LONG, 42, None),
+        ("1{,}000" * LONG, 42, None), ("1*10^" * LONG, 42, None),
     ],
 )  # fmt: skip
 def test_numeric(completion, answer, value):
@@ -78,6 +85,8 @@ def test_numeric_has_an_absolute_and_a_relative_tolerance():
     assert score("numeric", "103", {"answer": 100}, relative_tolerance=0.02) == 0
     with pytest.raises(DataError, match="row 0 of the prompts: answer is 'none', without a number"):
         score("numeric", "1", {"answer": "none"})
+    with pytest.raises(DataError, match=r"answer is \[1, 2\], without a number"):
+        score("numeric", "1", {"answer": [1, 2]})
 
 
 def test_regex_of_an_option_or_a_column():
@@ -173,6 +182,19 @@ def test_json_has_the_keys_of_a_column(completion, value):
 @pytest.mark.parametrize("written", [SCHEMA, json.dumps(SCHEMA)])
 def test_json_fits_the_schema_of_a_column(completion, value, written):
     assert score("json", completion, {"answer": written}, column="answer", partial_credit=0.5) == value
+
+
+def test_no_answer_keeps_a_schema_busy():
+    start = time.perf_counter()
+    slow = {"properties": {"a": {"pattern": "^(a+)+$"}}}
+    assert score("json", json.dumps({"a": "a" * 40 + "!"}), {"answer": slow}, column="answer") == 0
+    many = [1, "a", *({"k": each} for each in range(6000))]
+    different = {"uniqueItems": True}
+    assert score("json", json.dumps(many), {"answer": different}, column="answer") == 1
+    assert score("json", json.dumps([*many, {"k": 7.0}]), {"answer": different}, column="answer") == 0
+    assert score("json", "[1, true, 0, false, [1], [true]]", {"answer": different}, column="answer") == 1
+    assert score("json", "[" + '{"a": ' * 200 + "1" + "}" * 200 + "]", {"answer": different}, column="answer") == 1
+    assert time.perf_counter() - start < 5
 
 
 def test_json_without_a_column_is_any_json():
