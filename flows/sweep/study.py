@@ -195,11 +195,12 @@ class Study:
     def tell(self, result: TrialResult) -> None:
         """Reports the end of a trial; one that failed stays open, since the cause may be fixed."""
         values = [result.values[name] for name in self._sweep.objectives] if result.state == "complete" else None
-        if result.state != "failed":
-            # Samplers that have tried everything try to stop Optuna's own loop, which is not used here.
-            with contextlib.suppress(RuntimeError):
-                self._study.tell(self._asked[result.number], values, STATES[result.state], skip_if_finished=True)
-        self._locks.pop(result.number).release()
+        with folder_lock(self._folder):  # else another process that asks could take the trial for one that was killed
+            if result.state != "failed":
+                # Samplers that have tried everything try to stop Optuna's own loop, which is not used here.
+                with contextlib.suppress(RuntimeError):
+                    self._study.tell(self._asked[result.number], values, STATES[result.state], skip_if_finished=True)
+            self._locks.pop(result.number).release()
         pruning, found = self._sweep.pruning, sorted(self._other_metrics)
         if pruning and found and not self._has_metric:
             self._has_metric = True  # one warning is enough

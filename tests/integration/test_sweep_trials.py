@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from threading import Thread
 
 import optuna
 import pytest
@@ -89,6 +90,23 @@ def test_the_trials_of_a_living_process_are_its_own(tmp_path):
     assert _study(tmp_path, num_trials=2).ask() is None
     del ours
     assert _study(tmp_path, num_trials=2).ask()[0] == 0
+
+
+def test_a_trial_that_ends_while_another_process_asks_is_not_run_again(tmp_path, monkeypatch):
+    ours, theirs = (_study(tmp_path, num_trials=2) for _ in range(2))
+    number, _ = ours.ask()
+    end = Thread(target=ours.tell, args=[complete(number, best=1.0)])
+    read = theirs._study.get_trials
+
+    def read_before_the_end(**kwargs):
+        trials = read(**kwargs)
+        end.start()
+        end.join(0.3)
+        return trials
+
+    monkeypatch.setattr(theirs._study, "get_trials", read_before_the_end)
+    assert theirs.ask()[0] == 1
+    end.join()
 
 
 def test_a_folder_of_the_lease_era_still_resumes(tmp_path):
