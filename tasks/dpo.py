@@ -51,7 +51,7 @@ class DPO(LossOptions):
 
         from tasks.train.dpo_trainer import MovingReferenceTrainer, OwnLossesTrainer
 
-        options = self.trl_options()
+        options = self.trl_options(run.num_steps)
         ours = {name: weight for name, weight in self.weights.items() if LOSSES[name].is_ours}
         if self.reference_sync is not None:
             return run.trl(MovingReferenceTrainer, DPOConfig, **options, own_losses=ours)

@@ -1,8 +1,9 @@
 """An answer to score, and what the built-in functions of rewards share."""
 
 import json
+import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lineage.errors import ConfigError, DataError
@@ -92,6 +93,16 @@ def unfenced(text: str) -> str:
     parts = text.split("```")
     blocks = [parts[index] for index in range(1, len(parts) - 1, 2)]
     return blocks[-1].partition("\n")[2] if blocks else text
+
+
+def check_tags(tags: Sequence[str]) -> None:
+    """Refuses what is no name of a tag, and a name that is there twice.
+
+    Raises:
+        ConfigError: names the tags.
+    """
+    if len(set(tags)) < len(tags) or not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
+        raise ConfigError(f"tags={[*tags]}: different names such as think, answer are accepted; change them")
 
 
 def require_pattern(pattern: str) -> None:

@@ -27,6 +27,7 @@ from tasks.reward_functions.answer import (
     Answer,
     BuiltIn,
     as_text,
+    check_tags,
     column_of,
     credit,
     json_of,
@@ -185,8 +186,10 @@ def _check_format(reward: RewardFunction) -> None:
             if getattr(reward, name) is not None:
                 raise ConfigError(f"pattern with {name}={getattr(reward, name)}: {name} is of tags; remove one of them")
         require_pattern(reward.pattern)
-    elif reward.tags == () or any(not re.fullmatch(r"[\w-]+", tag) for tag in reward.tags or ()):
-        raise ConfigError(f"tags={list(reward.tags or ())}: names such as [think, answer] are accepted; change them")
+    elif reward.tags == ():
+        raise ConfigError("tags=[]: names such as [think, answer] are accepted; change them")
+    else:
+        check_tags(reward.tags or _TAGS)
 
 
 def _length(reward: RewardFunction, answer: Answer) -> float:

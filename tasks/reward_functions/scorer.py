@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.source_checks import PYTHON, PythonFunction, code_of
 from tasks.data.reading.python_rows import load_function, place_of_error
-from tasks.reward_functions.answer import Answer
+from tasks.reward_functions.answer import Answer, check_tags
 from tasks.reward_functions.built_in import BUILT_IN
 from tasks.reward_functions.function import TAKES, RewardFunction, Rewards
 
@@ -139,6 +139,7 @@ def check_rewards(rewards: Rewards) -> None:
                 f"{', '.join(sorted(known.options))}; remove it, or choose another function"
             )
         try:
+            check_tags([reward.answer_tag] if reward.answer_tag is not None else [])
             known.check_options(reward)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error

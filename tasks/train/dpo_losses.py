@@ -106,8 +106,9 @@ class LossOptions(AnswerTraining):
         losses = self.losses or {self.loss_type: 1.0}
         return {name: losses[name] for name in LOSSES if name in losses}
 
-    def trl_options(self) -> dict[str, object]:
+    def trl_options(self, num_steps: int) -> dict[str, object]:
         """The arguments of TRL's ``DPOConfig``, with the losses that TRL computes."""
+        self._check_moves(num_steps)
         theirs = {name: weight for name, weight in self.weights.items() if not LOSSES[name].is_ours}
         sync = self.reference_sync
         options = {
@@ -172,16 +173,18 @@ class LossOptions(AnswerTraining):
                 )
         if self.sft_weight is None:
             return
-        others = [
-            f"{name}={getattr(self, name)}"
-            for name in ("losses", "label_smoothing", "f_divergence", "ld_alpha", "weighting", "reference_sync")
-            if getattr(self, name) is not None
-        ]
-        if self.loss_type != "sigmoid" or others:
-            found = f"sft_weight={self.sft_weight:g} with {', '.join(others) or f'loss_type={self.loss_type}'}"
-            instead = f"; with others, losses={{sigmoid: 1, sft: {self.sft_weight:g}}}" if others else ""
+        others = ("losses", "label_smoothing", "f_divergence", "ld_alpha", "weighting", "reference_sync")
+        for name in others:
+            if getattr(self, name) is not None:
+                both = "" if name == "losses" else f" with losses={{sigmoid: 1, sft: {self.sft_weight:g}}} for both"
+                raise ConfigError(
+                    f"sft_weight={self.sft_weight:g} with {name}: it goes with loss sigmoid alone; set {name}=null, "
+                    f"or sft_weight=null{both}"
+                )
+        if self.loss_type != "sigmoid":
             raise ConfigError(
-                f"{found}: it goes with loss_type=sigmoid; set loss_type=sigmoid, or sft_weight=null{instead}"
+                f"sft_weight={self.sft_weight:g} with loss_type={self.loss_type}: it goes with loss_type=sigmoid; set "
+                "loss_type=sigmoid, or sft_weight=null"
             )
 
     def _check_divergence(self, rows: list[LossRow], named: str) -> None:
@@ -216,10 +219,16 @@ class LossOptions(AnswerTraining):
                 f"reference_sync with adapter.type={self.adapter.type}: the reference of an adapter is the policy "
                 "without it, which does not move; set adapter=null, or reference_sync=null"
             )
-        if self.num_steps is not None and sync.every_steps >= self.num_steps:
+        if self.num_steps is not None:
+            self._check_moves(self.num_steps)
+
+    def _check_moves(self, num_steps: int) -> None:
+        """Refuses a reference that would never move; of epochs, steps are known when the rows are."""
+        sync = self.reference_sync
+        if sync is not None and sync.every_steps >= num_steps:
             raise ConfigError(
-                f"reference_sync.every_steps={sync.every_steps} with num_steps={self.num_steps}: the reference would "
-                f"never move; set reference_sync.every_steps={max(1, self.num_steps // 2)} or less"
+                f"reference_sync.every_steps={sync.every_steps} with num_steps={num_steps}: the reference would never "
+                f"move; set reference_sync.every_steps={max(1, num_steps // 2)} or less"
             )
 
 

@@ -23,7 +23,8 @@ MISSING_EOS = "missing_eos"  # the penalty's name among the rewards
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling(Setting):
-    """How completions are sampled. The loss uses the same temperature; the other fields affect only the samples.
+    """How completions are sampled. A loss on them uses the same temperature, except online DPO, whose loss has 1; the
+    other fields affect only the samples.
 
     Args:
         temperature: of the softmax.
@@ -111,6 +112,11 @@ class Generating(Completing):
                 f"global_batch_size={self.global_batch_size} completions are not groups of num_generations="
                 f"{self.num_generations}; a multiple of it is accepted; set global_batch_size="
                 f"{max(1, self.global_batch_size // self.num_generations) * self.num_generations}"
+            )
+        if self.sampling.top_k == 1 and self.num_generations > 1:
+            raise ConfigError(
+                f"sampling.top_k=1 with num_generations={self.num_generations}: all completions of a prompt would be "
+                "equal, and nothing is learned; set sampling.top_k=2 or more, or null"
             )
         if self.vllm and self.has_own_loop:
             raise ConfigError(f"vllm={self.vllm}: {type(self).__name__} has a loop of its own; set vllm=null")

@@ -367,6 +367,7 @@ REFUSED: dict[str, tuple[str, dict, str]] = {
     "kl_ratio": ("grpo", {"kl_ratio": True, "beta": 0.1}, r"kl_ratio=true.*num_iterations=2"),
     "name": ("grpo", {"rewards": {"reward_model": RewardFunction(function="exact")}}, r"this name is taken"),
     "best": ("grpo", {"best": Best(every_steps=1)}, r"reads prompts, which have no loss .* set best.metric to one"),
+    "greedy": ("rloo", {"sampling": Sampling(top_k=1)}, r"top_k=1 .*would be equal.*; set sampling.top_k=2"),
     "answer": ("grpo", {"too_long": "cut_answer"}, r"too_long=cut_answer: prompts have no answer yet"),
 }  # fmt: skip
 

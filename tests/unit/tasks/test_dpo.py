@@ -54,6 +54,9 @@ def test_every_option_is_identity() -> None:
         ({"loss_type": "sft", "reference_sync": ReferenceSync()}, "reference_sync with loss sft alone: it reads none"),
         ({"reference_sync": ReferenceSync(), "adapter": Adapter()}, "reference_sync with adapter.type=lora: the refer"),
         ({"reference_sync": ReferenceSync(), "num_steps": 9}, "the reference would never move; set reference_sync.ev"),
+        ({"sft_weight": 0.5, "label_smoothing": 0.1}, "set label_smoothing=null, or sft_weight=null with losses={sig"),
+        ({"sft_weight": 0.5, "losses": {"sigmoid": 1.0, "aot": 1.0}}, "set losses=null, or sft_weight=null$"),
+        ({"sft_weight": 0.5, "loss_type": "ipo"}, "set loss_type=sigmoid, or sft_weight=null"),
         ({"loss_type": "aot", "validation": Validation(every_steps=1)}, "it compares the pairs of a step"),
         ({"loss_type": "kto_pair", "output": "best", "best": Best(every_steps=1)}, "best.metric=.*held-out rows have"),
     ],
@@ -61,6 +64,13 @@ def test_every_option_is_identity() -> None:
 def test_options_that_do_nothing_or_cannot_go_together_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DPO(**fields)  # type: ignore[arg-type]
+
+
+def test_a_reference_that_would_never_move_is_refused_when_the_rows_are_counted() -> None:
+    method = DPO(reference_sync=ReferenceSync(every_steps=9), num_epochs=3.0)
+    assert method.trl_options(10)["ref_model_sync_steps"] == 9
+    with pytest.raises(ConfigError, match="every_steps=9 with num_steps=9: the reference would never move"):
+        method.trl_options(9)
 
 
 def test_every_loss_names_its_paper() -> None:

@@ -130,6 +130,7 @@ def test_format_of_own_tags_or_a_pattern():
     assert score("format", "7 days", pattern=r"\d+ days") == 1 and score("format", "7 days!", pattern=r"\d+ days") == 0
     for options, found in (
         ({"tags": ("a b",)}, "names such as"), ({"tags": ()}, "names such as"),
+        ({"tags": ("a", "a")}, "different names such as"),
         ({"pattern": "a", "tags": ("a",)}, "pattern with tags="),
         ({"pattern": "a", "partial_credit": 0.5}, "is of tags"),
     ):  # fmt: skip
