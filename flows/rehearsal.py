@@ -112,7 +112,7 @@ def announce(plan: Plan) -> None:
         runs = sum(each.runs for each in found)
         basis = f"measured on {counted(runs, 'run')}" if runs else "by formula"
         trainings = f"{counted(len(found), 'training')} of {NUM_STEPS} steps"
-        about = clock(sum(each.seconds for each in found))
+        about = clock(sum(each.seconds or 0.0 for each in found))
         print(f"{trainings}, one micro batch per worker each: about {about} ({basis})", file=sys.stderr)
 
 

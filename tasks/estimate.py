@@ -285,7 +285,9 @@ class Work:
     moved: int
 
 
-def work(method: TrainingRecipe, resources: Resources, found: Architecture, *, num_steps: int, tokens: float) -> Work:
+def work(
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, *, num_steps: int, tokens: float
+) -> Work:  # fmt: skip
     """Args: num_steps: optimizer steps; tokens: of a row in the mean, all of its sequences together."""
     rows = num_steps * method.global_batch_size
     total = round(rows * tokens)
@@ -293,7 +295,7 @@ def work(method: TrainingRecipe, resources: Resources, found: Architecture, *, n
     head = 0 if method.models["policy"] == REWARD_HEAD else _LOGIT_COPIES * found.vocabulary
     return Work(
         tokens=total, flops=total * flops_per_token(found, method, resources, round(each)),
-        updates=num_steps * trained_weights(method, found.shapes()).trained,
+        updates=num_steps * trained_weights(method, shapes).trained,
         passes=num_steps * resources.accumulation_steps(method.global_batch_size),
         moved=total * (found.layers * _kept(found) + head),
     )  # fmt: skip

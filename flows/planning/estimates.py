@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -93,8 +93,8 @@ class Estimate:
 
     Args:
         memory: peak of a worker in bytes; ``terms``: its parts by formula.
-        least: the part that is certain: all of it if past runs or joined rows tell the length of rows.
-        seconds: of the stage.
+        least: the part that is certain: all of it if past runs on the same data or joined rows tell the length of rows.
+        seconds: of the stage; None: its number of steps is unknown, and so are GPU-hours, price and energy.
         runs: number of past runs that correct it; 0: formula only.
         error: median relative error of memory and time of the predictions of these runs; None: no predictions.
         price: of its GPUs; None: no price is set. kwh: None: no power is set.
@@ -104,10 +104,10 @@ class Estimate:
     memory: int
     least: int
     terms: Memory
-    seconds: float
+    seconds: float | None
     runs: int
     features: Features
-    gpu_hours: float = 0.0
+    gpu_hours: float | None = None
     price: float | None = None
     currency: str = ""
     kwh: float | None = None
@@ -117,11 +117,12 @@ class Estimate:
     @property
     def basis(self) -> str:
         """``measured on 2 runs, off by 5 % in memory and 12 % in time``, or ``by formula``."""
+        longest = ", all rows as long as max_length" if self.at_most else ""
         if not self.runs:
-            return "by formula, all rows as long as max_length" if self.at_most else "by formula"
+            return f"by formula{longest}"
         plural = "run" if self.runs == 1 else "runs"
         off = f", off by {self.error[0]:.0%} in memory and {self.error[1]:.0%} in time" if self.error else ""
-        return f"measured on {self.runs} {plural}{off}"
+        return f"measured on {self.runs} {plural}{off}{longest}"
 
     def to_dict(self) -> dict[str, object]:
         """The value of ``estimate`` in ``plan --json``."""
@@ -136,23 +137,32 @@ class Totals(TypedDict):
     """The needs of trainings together, as ``estimate`` in ``plan --json`` beside the stages."""
 
     memory_gib: float
-    seconds: float
-    gpu_hours: float
+    seconds: float | None
+    gpu_hours: float | None
     cost: float | None
     currency: str
     kwh: float | None
 
 
 def in_all(estimates: Sequence[Estimate]) -> Totals:
-    """The largest memory and the sums of the rest; cost and energy are None where no stage has them."""
+    """The largest memory and the sums of the rest.
+
+    Time and GPU-hours are None if those of a stage are unknown, cost and energy also if no stage has them.
+    """
     costs = [each.price for each in estimates if each.price is not None]
     energies = [each.kwh for each in estimates if each.kwh is not None]
+    is_known = all(each.seconds is not None for each in estimates)
     return {
         "memory_gib": max(each.memory for each in estimates) / 2**30,
-        "seconds": sum(each.seconds for each in estimates), "gpu_hours": sum(each.gpu_hours for each in estimates),
-        "cost": sum(costs) if costs else None, "currency": estimates[0].currency,
-        "kwh": sum(energies) if energies else None,
+        "seconds": _sum(each.seconds for each in estimates), "gpu_hours": _sum(each.gpu_hours for each in estimates),
+        "cost": sum(costs) if costs and is_known else None, "currency": estimates[0].currency,
+        "kwh": sum(energies) if energies and is_known else None,
     }  # fmt: skip
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    return None if None in known else sum(each for each in known if each is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +180,8 @@ class History:
         own = (features.hardware, features.family, features.method)
         return [run for run in self.runs if (run.features.hardware, run.features.family, run.features.method) == own]
 
-    def lengths(self, method: Training, features: Features) -> tuple[float, int]:
-        """Mean tokens per row and tokens of the longest sequence.
+    def lengths(self, method: Training, features: Features) -> tuple[float, int, bool]:
+        """Mean tokens per row, tokens of the longest sequence, and whether these are known.
 
         As past runs on the same data counted them, or else the maximum.
         """
@@ -179,11 +189,12 @@ class History:
         most = float(method.max_length * max(1, len(reads.answers) if reads else 1))
         own = (features.rows, features.method)
         runs = [run.features for run in self.runs if (run.features.rows, run.features.method) == own]
-        if not runs or (reads is not None and reads.joined):
-            return most, method.max_length
+        is_joined = reads is not None and reads.joined
+        if not runs or is_joined:
+            return most, method.max_length, is_joined
         mean = max(runs, key=lambda each: each.num_steps).row_tokens or most
         whole = (each.max_length for each in runs if not each.is_cut)  # which bounds the length of a row
-        return min(mean, most), min([method.max_length, *whole])
+        return min(mean, most), min([method.max_length, *whole]), True
 
     def memory(self, features: Features) -> int | None:
         """Peak memory in bytes: the formula plus the excess of the most similar run, such as allocator gaps.
@@ -244,16 +255,16 @@ class Estimator:
         self._peaks: dict[str, float | None] = {}
 
     def estimates(self, stages: Sequence[PlannedStage]) -> dict[str, Estimate]:
-        """Name -> estimate of each training whose model and length are known."""
+        """Name -> estimate of each training whose model is known."""
         found = {planned.name: self.estimate(planned) for planned in stages}
         return {name: each for name, each in found.items() if each}
 
     def estimate(self, planned: PlannedStage) -> Estimate | None:
-        """The estimate of a stage; None: it does not train, or its model or length is unknown."""
+        """The estimate of a stage; None: it does not train, or its model is unknown."""
         method, resources = planned.stage.method, planned.stage.resources
         known = self.model(planned) if isinstance(method, Training) else None
         num_steps = planned.hyperparameters.num_steps if planned.hyperparameters else None
-        if not isinstance(method, Training) or known is None or num_steps is None:
+        if not isinstance(method, Training) or known is None:
             return None
         with contextlib.suppress(ConfigError):  # reported by the plan and the stage
             return self._estimate(planned, method, resources, *known, num_steps)
@@ -261,12 +272,13 @@ class Estimator:
 
     def _estimate(
         self, planned: PlannedStage, method: Training, resources: Resources, found: Architecture, shapes: Shapes,
-        num_steps: int,
+        steps: int | None,
     ) -> Estimate:  # fmt: skip
+        num_steps = steps or 1  # memory is that of one step
         key = _key(planned, found)
-        tokens, longest = self._history.lengths(method, key)
+        tokens, longest, is_known = self._history.lengths(method, key)
         terms = memory(method, resources, found, shapes, longest, self._frozen(planned, method))
-        total = work(method, resources, found, num_steps=num_steps, tokens=tokens)
+        total = work(method, resources, found, shapes, num_steps=num_steps, tokens=tokens)
         features = replace(
             key, model_bytes=terms.model, row_bytes=max(terms.total - terms.model, 1), flops=total.flops,
             passes=total.passes, num_steps=num_steps, row_tokens=tokens, layers=found.layers, moved=total.moved,
@@ -278,18 +290,15 @@ class Estimator:
         by_formula = total.flops / ((peak * _SHARE if peak else unmeasured) * resources.num_workers)
         by_formula += total.passes * found.layers * _LAYER_SECONDS
         past = self._history.seconds(features, peak * resources.num_workers if peak else None)
-        seconds = past or by_formula
-        whole = seconds + (median(others) if others else _START_SECONDS)
-        gpu_hours = planned.asks[1] * whole / 3600
+        whole = (past or by_formula) + (median(others) if others else _START_SECONDS) if steps else None
+        gpu_hours = planned.asks[1] * whole / 3600 if whole is not None else None
         price, watts = resources.price_per_gpu_hour, resources.watts_per_worker
         most = self._history.memory(features) or _process(features) + terms.total
-        reads = getattr(method, "reads", None)
-        is_known = bool(near) or (reads is not None and reads.joined)
         return Estimate(
             memory=most, least=most if is_known else _process(features) + terms.model, terms=terms, seconds=whole,
             runs=len(near), features=features, at_most=not is_known, error=_error(near), gpu_hours=gpu_hours,
-            price=None if price is None else price * gpu_hours, currency=resources.currency,
-            kwh=None if watts is None else watts * resources.num_workers * whole / 3.6e6,
+            price=None if price is None or gpu_hours is None else price * gpu_hours, currency=resources.currency,
+            kwh=None if watts is None or whole is None else watts * resources.num_workers * whole / 3.6e6,
         )  # fmt: skip
 
     def _peak(self, planned: PlannedStage, precision: str) -> float | None:
@@ -362,7 +371,7 @@ class Estimator:
             return None
         pace = step_seconds(reports) if steps <= FEW_STEPS else None  # the first steps are slow
         row_tokens = tokens / (steps * method.global_batch_size)
-        total = work(method, planned.stage.resources, known[0], num_steps=int(steps), tokens=row_tokens)
+        total = work(method, planned.stage.resources, *known, num_steps=int(steps), tokens=row_tokens)
         whole = manifest.provenance.end - manifest.provenance.start
         is_cut = any(metrics.get(name, 1.0) for name in ("rows_cut", "rows_dropped"))
         features = replace(

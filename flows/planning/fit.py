@@ -1,6 +1,7 @@
 """Checks that each training fits into the memory of its workers; proposes the cheapest change that makes it fit."""
 
 import logging
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def _remedy(change: Change) -> str:
     if not change.overrides:
         name = f"stages.{change.stage}.resources"
         return f"no smaller micro batch, adapter or sharding makes it fit; {name}.check_memory=false runs it anyway"
-    return f"with {' '.join(change.overrides)} it needs {gib(change.memory)}"
+    return f"with {shlex.join(change.overrides)} it needs {gib(change.memory)}"
 
 
 def _write(path: Path, overrides: list[str]) -> None:

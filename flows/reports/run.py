@@ -178,9 +178,9 @@ def _estimate_table(estimates: Mapping[str, Estimate]) -> list[str]:
 
 def _cells(total: Totals) -> tuple[str, ...]:
     """Memory, time, GPU-hours, price and energy; empty cells if unknown."""
-    hours, cost, kwh = total["gpu_hours"], total["cost"], total["kwh"]
+    seconds, hours, cost, kwh = (total["seconds"], total["gpu_hours"], total["cost"], total["kwh"])
     return (
-        f"{total['memory_gib']:.2f}", clock(total["seconds"]), f"{hours:.2f}" if hours else "",
+        f"{total['memory_gib']:.2f}", "" if seconds is None else clock(seconds), f"{hours:.2f}" if hours else "",
         "" if cost is None else f"{cost:.2f} {total['currency']}", "" if kwh is None else f"{kwh:.3f}",
     )  # fmt: skip
 

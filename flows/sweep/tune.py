@@ -272,12 +272,13 @@ class Tuner:
             seen.add(key)
             num_steps = planned.hyperparameters.num_steps if planned.hyperparameters else None
             guess = None if made else estimator.estimate(planned)
-            if not made and {"steps": num_steps, "money": guess}.get(budget, 0) is None:
+            guessed = guess.seconds if guess else None
+            if not made and {"steps": num_steps, "money": guessed}.get(budget, 0) is None:
                 raise ConfigError(
                     f"--budget-{budget}: what {planned.name} takes is not known before its rows are read; set "
                     f"--steps, or stages.{planned.name}.method.num_steps, or the other budget"
                 )
-            took = made.provenance.end - made.provenance.start if made else guess.seconds if guess else None
+            took = made.provenance.end - made.provenance.start if made else guessed
             price = planned.stage.resources.price_per_gpu_hour
             steps += num_steps or 0
             seconds.append(took)

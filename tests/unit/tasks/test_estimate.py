@@ -127,7 +127,7 @@ def test_arithmetic_by_hand():
     # PPO samples, measures policy, value model and reference, and trains two models in each of four epochs.
     ppo = PPO(num_steps=1, max_length=64, max_completion_length=32)
     assert flops_per_token(llama, ppo, CPU, 64) == (1 + 3 + 2 * 4 * 3) * forward
-    found = work(full, CPU, llama, num_steps=10, tokens=64)
+    found = work(full, CPU, llama, llama.shapes(), num_steps=10, tokens=64)
     assert (found.tokens, found.passes, found.flops) == (10 * 8 * 64, 40, 10 * 8 * 64 * 3 * forward)
 
 

@@ -14,6 +14,8 @@ from flows.planning.plan import make_plan
 from flows.reports.run import plan_dict, plan_table
 from lineage.errors import ConfigError
 from lineage.files import append_jsonl
+from tasks.estimate import architecture, work
+from tasks.method import Adapter
 from tasks.train.speed import peak_key, peaks_file
 from tests.command import Command
 
@@ -126,7 +128,39 @@ def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
     assert after.seconds == pytest.approx(10 + starts + (100 - starts) * after.features.flops / features.flops)
     longest = "by formula, all rows as long as max_length"
     assert estimates(demo())["dpo"].basis == longest  # another method
-    assert estimates(demo("stages.sft.resources.cpus_per_worker=1"))["sft"].basis == longest  # other hardware
+    assert estimates(demo("stages.sft.resources.cpus_per_worker=1"))["sft"].basis == "by formula"  # other hardware
+
+
+def test_a_run_on_other_rows_tells_the_time_and_not_how_long_the_rows_are(demo):
+    remember(demo(), "sft", memory=2**31, seconds=100.0, row_tokens=64.0, is_cut=False, rows="others")
+    found = estimates(demo())["sft"]
+    assert found.basis == "measured on 1 run, off by 100% in memory and 10% in time, all rows as long as max_length"
+    assert found.least < 2**30 < found.memory
+
+
+def test_memory_is_estimated_and_checked_where_the_steps_are_not_known_yet(demo, monkeypatch):
+    by_epochs = ["stages.cpt.method.num_steps=null", "stages.cpt.method.num_epochs=1"]
+    plan = demo(*by_epochs, "resources.price_per_gpu_hour=3", "resources.watts_per_worker=100")
+    found = estimates(plan)
+    assert found["cpt"].memory == estimates(demo())["cpt"].memory
+    assert (found["cpt"].seconds, found["cpt"].gpu_hours, found["cpt"].price, found["cpt"].kwh) == (None,) * 4
+    text = plan_table(plan, found)
+    assert [line.split() for line in text.splitlines() if line.startswith("cpt ")][1] == ["cpt", "0.61", "by", "formula"]
+    total = plan_dict(plan, found)["estimate"]
+    assert (total["seconds"], total["gpu_hours"], total["cost"], total["kwh"]) == (None,) * 4
+    assert total["memory_gib"] > 0.5
+    monkeypatch.setattr(fit, "capacity", lambda resources: 2**29)
+    with pytest.raises(ConfigError, match=r"stages\.cpt needs"):
+        require_fits(plan, found, Estimator(plan, History()))
+
+
+def test_the_weights_of_the_files_count_and_not_names_of_the_llama_family():
+    method, resources = load_pipeline([]).stages["sft"].method, load_pipeline([]).stages["sft"].resources
+    found = architecture({"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16})
+    assert found
+    shapes = {"wte.weight": (16, 8), "h.0.attn.c_attn.weight": (8, 24), "h.0.mlp.c_fc.weight": (8, 32)}
+    adapted = replace(method, adapter=Adapter(type="lora", rank=2, target_modules="c_attn"))
+    assert work(adapted, resources, found, shapes, num_steps=1, tokens=4).updates == 2 * (8 + 24)
 
 
 def test_rows_that_were_never_cut_do_not_grow_with_the_limit(demo):
@@ -220,6 +254,7 @@ def test_fewer_weights_are_trained_where_nothing_else_helps(demo, monkeypatch):
     monkeypatch.setattr(fit, "capacity", lambda resources: least)
     change = fit.cheapest(estimator, plan.stage("dpo"), least)
     assert change.overrides[0] == "stages.dpo.method.adapter={type: lora}"
+    assert fit._remedy(change).startswith("with 'stages.dpo.method.adapter={type: lora}'")  # to paste into a shell
     changed = demo("stages.base.method.hidden_size=1536", "stages.base.method.num_layers=8", *change.overrides)
     assert estimates(changed)["dpo"].memory == change.memory <= least
     hopeless = fit.cheapest(estimator, plan.stage("dpo"), 2**20)
