@@ -69,9 +69,8 @@ class PPO(Generating):
                 and (self.clip_range, self.value_clip_range) != (0.2, 0.2)
             ),
         }
-        for message, is_refused in refused.items():
-            if is_refused:
-                raise ConfigError(message)
+        if found := [message for message, is_refused in refused.items() if is_refused]:
+            raise ConfigError(found[0])
 
     def loop(self, run: "TrainingRun") -> Metrics:
         import torch

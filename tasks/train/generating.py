@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le
 from lineage.errors import ConfigError
 from lineage.fingerprint import Setting
 from tasks.data.kinds import PROMPTS
-from tasks.data.tokens.tokenization import Tokenization, TooLong
+from tasks.data.tokens.tokenization import Tokenization
 from tasks.method import FROZEN_POLICY, POLICY, REWARD_MODEL, Training
 from tasks.reward_functions import Rewards, check_rewards
 
@@ -60,7 +60,7 @@ class Completing(Training):
     max_length: Annotated[int, Gt(0)] = 1024
     max_completion_length: Annotated[int, Gt(0)] = 256  # tokens
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
-    too_long: TooLong | None = None
+    too_long: Literal["cut_prompt", "drop", "refuse"] | None = None
     sampling: Sampling = field(default_factory=Sampling)
 
     def tokenization(self) -> Tokenization | None:
