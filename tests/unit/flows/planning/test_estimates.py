@@ -12,8 +12,10 @@ from flows.planning.estimates import FILE, Estimator, Features, History, Run
 from flows.planning.fit import require_fits
 from flows.planning.plan import make_plan
 from flows.reports.run import plan_dict, plan_table
+from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.files import append_jsonl
+from lineage.manifest import Manifest, Provenance
 from tasks.estimate import architecture, work
 from tasks.method import Adapter
 from tasks.train.speed import peak_key, peaks_file
@@ -145,13 +147,33 @@ def test_memory_is_estimated_and_checked_where_the_steps_are_not_known_yet(demo,
     assert found["cpt"].memory == estimates(demo())["cpt"].memory
     assert (found["cpt"].seconds, found["cpt"].gpu_hours, found["cpt"].price, found["cpt"].kwh) == (None,) * 4
     text = plan_table(plan, found)
-    assert [line.split() for line in text.splitlines() if line.startswith("cpt ")][1] == ["cpt", "0.61", "by", "formula"]
+    assert [line for line in text.splitlines() if line.split() == ["cpt", "0.61", "by", "formula"]]
     total = plan_dict(plan, found)["estimate"]
     assert (total["seconds"], total["gpu_hours"], total["cost"], total["kwh"]) == (None,) * 4
     assert total["memory_gib"] > 0.5
     monkeypatch.setattr(fit, "capacity", lambda resources: 2**29)
     with pytest.raises(ConfigError, match=r"stages\.cpt needs"):
         require_fits(plan, found, Estimator(plan, History()))
+
+
+def test_a_training_by_epochs_is_remembered_though_its_steps_were_unknown_when_it_was_planned(demo):
+    plan = demo("stages.cpt.method.num_steps=null", "stages.cpt.method.num_epochs=1")
+    planned = plan.stage("cpt")
+    assert planned.hyperparameters and planned.hyperparameters.num_steps is None
+    entry = plan.entry(planned)
+    entry.metrics.parent.mkdir(parents=True)
+    entry.metrics.write_text(json.dumps({"step": 20, "time": 1.0, "metrics": {"memory_gib": 1.5}}) + "\n")
+    metrics = {"train_seconds": 8.0, "num_tokens": 20 * 8 * 128.0, "steps": 20.0}
+    made = Manifest(
+        pipeline="", stage="cpt", method="", recipe={}, fingerprint="", inputs={}, files={}, output_digest="",
+        metrics=metrics, provenance=Provenance(start=0.0, end=10.0), produces=Kind.CHECKPOINT,
+    )  # fmt: skip
+    estimator = Estimator(plan, History())
+    estimator.record(planned, made, estimator.estimate(planned))
+    (run,) = History.of(plan.home).runs
+    assert (run.memory, run.seconds, run.other_seconds, run.features.num_steps) == (3 * 2**29, 8.0, 2.0, 20)
+    assert run.predicted_memory and run.predicted_seconds is None
+    assert estimates(demo())["cpt"].memory == 3 * 2**29
 
 
 def test_the_weights_of_the_files_count_and_not_names_of_the_llama_family():
