@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import recorded_cli_args
-from tasks.advice import BATCH_FACTOR, RATIO, SIZES, Case, Row, Value, case_of
+from tasks.advice import BATCH_FACTOR, RATIO, SIZES, Case, Range, Row, Value, case_of
 from tasks.method import Training
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class _Writer:
             if now is not None:
                 self._put(field, now, now, self.kept or "as set; the documents have no range for it", _PIPELINE)
             return
-        accepted = row.recommended or row.permissible
+        accepted = _accepted(row)
         if now is not None and accepted and self._keeps(field, now, row):
             self._put(field, now, now, f"as set, inside {accepted.text}{_unit(field, row)}", row.source)
             return
@@ -173,23 +173,28 @@ class _Writer:
             return None
         if field == "method.adapter.alpha" and self.case.tuned == "lora":
             field = RATIO
-        rows = [row for row in self._with_steps().rows(field) if row.advised is not None]
-        return rows[-1] if rows else None
+        rows = self._with_steps().rows(field)
+        advised = [row for row in rows if row.advised is not None]
+        bounds = [row for row in rows if row.recommended and row.permissible]
+        return next(iter([*reversed(advised), *bounds]), None)
 
     def _keeps(self, field: str, now: Value, row: Row) -> bool:
         if field == "method.adapter.alpha" and row.field == RATIO:
             now = float(now) / float(self._chosen("method.adapter.rank") or 1)
-        if field == "resources.micro_batch_size" and int(self._chosen(_BATCH) or 1) % (self.workers * int(now)):
+        if field == "resources.micro_batch_size" and self._batch() % (self.workers * int(now)):
             return False
-        bound = row.recommended or row.permissible
+        bound = _accepted(row)
         case = replace(self._with_steps(), values={**self.case.values, row.field: now})
         return bound is not None and case.is_inside(row, bound)
 
     def _value(self, field: str, row: Row) -> tuple[Value, str]:
         """The value of a row, adapted to the values chosen before, and a note on the adaptation."""
         value = row.advised
-        assert value is not None
-        batch = int(self._chosen(_BATCH) or 1)
+        if value is None:
+            assert row.recommended
+            nearest = row.recommended.nearest(float(self._chosen(field) or 0))
+            value = int(nearest) if nearest.is_integer() else nearest
+        batch = self._batch()
         if row.field == RATIO:
             return int(float(value) * float(self._chosen("method.adapter.rank") or 1)), ""
         if row.field == "method.learning_rate":
@@ -212,16 +217,22 @@ class _Writer:
     def _chosen(self, field: str) -> Value | None:
         return self.values[field].value if field in self.values else self.case.values.get(field)
 
+    def _batch(self) -> int:
+        return int(self._chosen(_BATCH) or self.method.global_batch_size)
+
     def _steps(self) -> int:
-        epochs, batch = self._chosen("method.num_epochs"), self._chosen(_BATCH)
-        return (
-            self.method.num_steps
-            if self.kept and self.method.num_steps
-            else max(1, math.ceil(float(epochs or 1) * self.num_rows / float(batch or 1)))
-        )
+        epochs, num_steps = self._chosen("method.num_epochs"), self.method.num_steps
+        if num_steps and (self.kept or "method.num_steps" not in self.values):
+            return num_steps
+        return max(1, math.ceil(float(epochs or 1) * self.num_rows / self._batch()))
 
     def _with_steps(self) -> Case:
         return replace(self.case, num_steps=self._steps())
+
+
+def _accepted(row: Row) -> Range | None:
+    """The values of a row that are kept: the recommended ones, or the permissible ones where none is advised."""
+    return row.permissible if row.advised is None else row.recommended or row.permissible
 
 
 def _unit(field: str, row: Row) -> str:

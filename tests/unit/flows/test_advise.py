@@ -93,6 +93,25 @@ def test_the_overrides_can_be_pasted_and_a_file_holds_them_with_reasons(capsys) 
     assert capsys.readouterr().out == one
 
 
+def test_the_steps_of_a_warm_up_are_of_the_methods_own_batch(capsys) -> None:
+    assert main(["advise", "dpo", "--json", *PRETRAINED, *SMALL]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["stages"]
+    of_dpo = {each["field"]: each for each in found["values"]}
+    assert of_dpo["method.schedule.warmup"]["value"] == 5
+    assert "29 steps in all" in of_dpo["method.schedule.warmup"]["reason"]  # 1,800 rows, 64 of them a step
+
+
+def test_what_only_the_job_form_names_is_kept_inside_its_range_and_moved_from_outside(capsys) -> None:
+    wrong = [f"stages.dpo.{field}" for field in ("method.learning_rate=1", "resources.micro_batch_size=32")]
+    assert main(["advise", "dpo", "--json", *PRETRAINED, *SMALL, *wrong]) == 0
+    found = json.loads(capsys.readouterr().out)
+    of_dpo = {each["field"]: each for each in found["stages"][0]["values"]}
+    assert of_dpo["method.learning_rate"]["value"] == 2e-5 and of_dpo["resources.micro_batch_size"]["value"] == 8
+    assert of_dpo["method.num_epochs"]["reason"] == "as set, inside < 50"
+    stage = plan(*SMALL, *found["overrides"]).stage("dpo").stage
+    assert not [str(each) for each in findings(case_of(stage.method, stage.resources, 1_800, 29))]
+
+
 def test_gpus_of_the_machine_become_workers_that_divide_the_batch(capsys, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     values, _ = advised(capsys)
