@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -9,12 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from flows.planning.estimates import Estimator, History
+from flows.planning.adapter_choice import capacity
+from flows.planning.estimates import Estimate, Estimator, History
 from flows.planning.plan import PlannedStage
 from flows.progress.run_record import kill_left, runs_of
 from flows.stages.job import Job
 from flows.stages.launch import saving_first
-from flows.stages.resources import admitted, pool_slots
+from flows.stages.resources import admitted, count_cpus, pool_slots
 from flows.stages.run import Run, input_records, inputs_as_planned, job_inputs, require_unchanged
 from flows.wording import counted
 from lineage.attempts import attempts, changed_at, describe_last_attempt, other_code_digests, record_attempt, resumed_at
@@ -137,14 +139,29 @@ def _notes(metrics: Metrics) -> Iterator[str]:
 @contextlib.contextmanager
 def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
     """Waits for the CPUs and GPUs that a stage takes, and holds them."""
-    cpus, gpus = planned.needs
-    capacity = counted(cpus, "CPU") + (f" and {counted(gpus, 'GPU')}" if gpus else "")
+    cpus, gpus = cpus_for(planned, Estimator(run.plan, History.of(run.plan.home)).estimate(planned)), planned.needs[1]
+    asked = counted(cpus, "CPU") + (f" and {counted(gpus, 'GPU')}" if gpus else "")
     with contextlib.ExitStack() as held:
         if planned.pool:  # before the machine, which would be idle during that longer wait
             pool, slots = planned.pool
             waiting = partial(run.wait, planned, f"{slots} of the GPU pool {pool}")
             held.enter_context(pool_slots(pool, slots, waiting))
-        yield held.enter_context(admitted(cpus, gpus, partial(run.wait, planned, capacity)))
+        yield held.enter_context(admitted(cpus, gpus, partial(run.wait, planned, asked)))
+
+
+def cpus_for(planned: PlannedStage, need: Estimate | None) -> int:
+    """The CPUs that a stage takes on this machine: no smaller share of them than of the memory.
+
+    So stages run side by side only where they fit into memory together.
+
+    Args:
+        need: None: unknown.
+    """
+    cpus, gpus = planned.needs
+    memory = 0 if gpus else capacity(planned.stage.resources)
+    if need is None or not (cpus and memory):
+        return cpus
+    return max(cpus, min(count_cpus(), math.ceil(count_cpus() * need.memory / memory)))
 
 
 def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoint: Checkpoint | None) -> Manifest:

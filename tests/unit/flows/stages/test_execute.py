@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+from types import SimpleNamespace
 
 import pytest
 
@@ -142,6 +143,27 @@ def test_a_stop_in_the_last_step_of_a_training_in_this_process_waits_for_its_out
         execute(run, plan.stage("left"))
     assert plan.entry(plan.stage("left")).is_finished()
     assert ("done", "left", "") in heard
+
+
+@pytest.mark.parametrize(("memory", "cpus"), [(None, 1), (10, 1), (26, 3), (51, 5), (400, 8)])
+def test_a_stage_takes_as_large_a_share_of_the_cpus_as_of_the_memory(toy, monkeypatch, memory, cpus):
+    """So that two of them never need more memory than there is."""
+    plan, asked = toy("stages.data.resources.cpus_per_worker=1"), list[int]()
+
+    @contextlib.contextmanager
+    def admitted(*args):
+        asked.append(args[0])
+        yield ()
+
+    monkeypatch.setattr(execute_module, "admitted", admitted)
+    monkeypatch.setattr(execute_module, "count_cpus", lambda: 8)
+    monkeypatch.setattr(execute_module, "capacity", lambda resources: 100)
+    need = memory and SimpleNamespace(memory=memory)
+    monkeypatch.setattr(execute_module.Estimator, "estimate", lambda self, planned: need)
+    run = Run(plan=plan, processes=Ending(StageError("data", "begun", "log")), emit=Heard(), tracker=Tracker())
+    with pytest.raises(StageError, match="begun"):
+        execute(run, plan.stage("data"))
+    assert asked == [cpus]
 
 
 def test_a_source_that_changes_during_the_wait_is_not_read(plan, tmp_path, monkeypatch):
