@@ -96,6 +96,7 @@ def test_an_alias_says_which_model_is_the_predecessor(toy):
     assert blame(toy, "alias:champion", "--against", f"third@{second['third']}")["a"] == f"third@{second['third']}"
 
 
+@pytest.mark.slow
 def test_a_model_that_is_gone_is_left_out_and_said_so(toy):
     before = make(toy)
     make(toy, WORSE)

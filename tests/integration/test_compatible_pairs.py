@@ -53,6 +53,7 @@ def covering(pairs: Pairs) -> Iterator[tuple[Choice, ...]]:
         yield tuple(chosen)
 
 
+@pytest.mark.slow
 def test_every_pair_that_works_is_in_one_training() -> None:
     pairs = pairs_that_work()
     trained = {frozenset(pair) for chosen in covering(pairs) for pair in combinations(chosen, 2)}

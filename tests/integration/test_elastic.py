@@ -27,7 +27,8 @@ def losses(*attempts: list[Done]) -> list[float]:
     return [loss for ranks in attempts for loss in ranks[0].metric("loss")]
 
 
-@pytest.mark.parametrize("name", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
+@pytest.mark.slow  # test_two_workers_measure_and_adapt_as_one_and_resume_to_the_bit is the quick one
+@pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_two_workers_stopped_and_resumed_are_unbroken_to_the_bit(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str
 ) -> None:

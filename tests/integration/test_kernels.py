@@ -73,7 +73,7 @@ def test_fp16_scales_its_loss_and_resumes_to_the_bit(
 
 
 METHODS = ("cpt", "sft", "reward", "dpo")
-QUICK = (("sft", "full"), ("reward", "full"), ("dpo", "lora"))  # each method trains seven times
+QUICK = (("sft", "full"),)  # each method trains seven times
 
 
 def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -184,7 +184,9 @@ def own_loop(**fields: object) -> OptimizedLoop:
     return OptimizedLoop(**{**training.FIELDS, "max_length": 16, **fields})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "adapter", [pytest.param(None, id="full"), pytest.param(LORA, id="lora", marks=pytest.mark.slow)]
+)
 def test_a_loop_of_its_own_attends_recomputes_and_compiles_too(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None
 ) -> None:

@@ -152,6 +152,7 @@ def test_code_that_changes_between_plan_and_stage_is_not_recorded_as_the_old_one
 SLEPT_STEPS = 20
 
 
+@pytest.mark.slow
 def test_a_suspended_driver_keeps_its_lock_and_who_waits_says_whose(toy):
     words = (f"stages.left.method.num_steps={SLEPT_STEPS}", "stages.left.method.step_seconds=0.1")
     toy.run("stages.left.method.num_steps=1")  # data and model
