@@ -85,6 +85,7 @@ class Curves:
         failure: why the stage failed; empty: it did not.
         gpus: GPUs per worker.
         micro_batch_size: rows per worker in one forward pass; None: unknown.
+        is_checkpointed: whether activations are computed again in the backward pass.
         is_over: whether the stage has finished or failed.
     """
 
@@ -96,6 +97,7 @@ class Curves:
     failure: str = ""
     gpus: int = 0
     micro_batch_size: int | None = None
+    is_checkpointed: bool = False
     is_over: bool = True
 
     def __getitem__(self, name: str) -> Curve:

@@ -73,10 +73,17 @@ def rounded(value: float) -> float:
 
 
 def rate(curves: Curves, factor: float) -> Change:
-    """Override that multiplies the learning rate; it leaves none of Adam above ``WILD_RATE``."""
+    """Override that multiplies the learning rate, with its minimum where that would not be below it.
+
+    It leaves no rate of Adam above ``WILD_RATE``.
+    """
     now = curves.learning_rate
     most = WILD_RATE if is_adam(curves) else math.inf
-    return {"method.learning_rate": rounded(min(now * factor, most))} if now else {}
+    if not now:
+        return {}
+    new = rounded(min(now * factor, most))
+    is_low = curves.number("schedule", "min_learning_rate") >= new
+    return {"method.learning_rate": new, **({"method.schedule.min_learning_rate": rounded(new / 10)} if is_low else {})}
 
 
 def is_adam(curves: Curves) -> bool:
@@ -90,9 +97,12 @@ def is_wild(curves: Curves) -> bool:
     return curves.learning_rate >= WILD_RATE and is_adam(curves)
 
 
-def length(steps: float) -> Change:
-    """Overrides that set the length of the training."""
-    return {"method.num_steps": max(1, round(steps)), "method.num_epochs": None}
+def length(curves: Curves, steps: float) -> Change:
+    """Overrides that set the length of the training, without a patience that it would be too short for."""
+    change: Change = {"method.num_steps": max(1, round(steps)), "method.num_epochs": None}
+    if steps <= curves.number("validation", "patience") * curves.number("validation", "every_steps"):
+        change["method.validation.patience"] = None
+    return change
 
 
 def stabilised(curves: Curves, factor: float) -> Change:

@@ -1,5 +1,6 @@
 """Rules on the failure, the loss and the held-out loss of a training."""
 
+import math
 from bisect import bisect
 from collections.abc import Mapping
 from functools import partial
@@ -24,7 +25,7 @@ def _out_of_memory(curves: Curves) -> Finding | None:
     text = curves.failure.lower()
     if not any(sign in text for sign in ("out of memory", "outofmemory", "can't allocate memory")):
         return None
-    change: Change = {"resources.gradient_checkpointing": "on"}
+    change: Change = {} if curves.is_checkpointed else {"resources.gradient_checkpointing": "on"}
     micro = curves.micro_batch_size or 8
     if micro > 1:  # a divisor of it divides the global batch too
         smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
@@ -84,6 +85,12 @@ def _duplicated_rows(curves: Curves) -> Finding | None:
     return Finding(confidence="high", metric="", evidence=f"of {rows:.0f} rows {copies:.0f} repeat an earlier one")
 
 
+def _is_warming_up(curves: Curves) -> bool:
+    """Whether a running stage has had fewer than ``MIN_STEPS`` steps at half of its rate or more."""
+    rates, half = curves["learning_rate"].values, 0.5 * curves.learning_rate
+    return not curves.is_over and len(rates) > 0 and sum(rate >= half for rate in rates) < MIN_STEPS
+
+
 def _is_flat(loss: Curve) -> bool:
     """Whether the loss neither falls nor rises beyond noise."""
     falls = loss.first - loss.lowest > max(3 * loss.error(), 0.01 * abs(loss.first))
@@ -103,7 +110,7 @@ def _never_decreases(curves: Curves) -> Finding | None:
     loss, has_adapter = _fitted(curves, 2 * MIN_STEPS), "adapter" in curves.recipe
     rank = int(curves.number("adapter", "rank"))  # some types of adapters have none
     high = _HIGH_ADAPTER_RATE if has_adapter else _HIGH_RATE
-    if loss is None or curves.learning_rate < high or not _is_flat(loss):
+    if loss is None or curves.learning_rate < high or _is_warming_up(curves) or not _is_flat(loss):
         return None
     evidence = f"{_ends(loss)}, at learning rate {curves.learning_rate:g}"
     if is_wild(curves):
@@ -115,7 +122,7 @@ def _never_decreases(curves: Curves) -> Finding | None:
 @_rule("flat", "loss", "no fall beyond noise in 50 steps or more", "learning rate x10; x5 where it falls a little")
 def _flat(curves: Curves) -> Finding | None:
     loss = _fitted(curves)
-    if loss is None or not _is_flat(loss):
+    if loss is None or _is_warming_up(curves) or not _is_flat(loss):
         return None
     factor = 10 if loss.first - loss.last <= loss.error() else 5
     return Finding(confidence="high", evidence=_ends(loss), change=rate(curves, factor))
@@ -178,6 +185,8 @@ def _smooth(curves: Curves) -> Finding | None:
     change: Change = {"method.global_batch_size": batch // 2}
     if num_steps := int(curves.number("num_steps")):
         change["method.num_steps"] = 2 * num_steps
+    if curves.micro_batch_size and batch // 2 % curves.micro_batch_size:
+        change["resources.micro_batch_size"] = math.gcd(batch // 2, curves.micro_batch_size)
     return Finding(confidence="medium", evidence=f"{_ends(loss)}, at global batch {batch}", change=change)
 
 
@@ -279,9 +288,9 @@ def _overfit(curves: Curves) -> Finding | None:
     fall = max([found.values[0], *([curves.loss.first] if curves.loss else [])]) - least
     if low >= len(found) - 2 or rise < max(0.02 * least, 0.05 * fall) or both_rise:
         return None
-    change = length(step)
+    change = length(curves, step)
     if step < 0.15 * curves.num_steps:
-        change = {**length(2 * step), **rate(curves, 1 / 3)}
+        change = {**length(curves, 2 * step), **rate(curves, 1 / 3)}
     if curves.number("adapter", "dropout", default=1.0) < 0.05:  # some types of adapters have none
         change["method.adapter.dropout"] = 0.05
     elif "adapter" not in curves.recipe and curves.number("weight_decay") < 0.01:
@@ -312,7 +321,7 @@ def _validation_flat(curves: Curves) -> Finding | None:
     if share > 0.6 or fall < max(_SIGMAS * loss.error(), 0.1 * loss.last, 0.005 * loss.first):
         return None
     evidence = f"held-out loss is flat from step {step} ({min(found.values):.4g}); training loss falls by {fall:.3g}"
-    change = length(step)
+    change = length(curves, step)
     return Finding(confidence="medium", at=step, change=change, metric=curves.validation_name, evidence=evidence)
 
 
@@ -350,5 +359,5 @@ def _still_falling(curves: Curves) -> Finding | None:
         f"held-out loss is {found.values[-1]:.4g} at step {found.steps[-1]}; "
         f"{quarter:.3g} in the last quarter of the summed learning rate"
     )
-    change = length(curves.num_steps * 2)
+    change = length(curves, curves.num_steps * 2)
     return Finding(confidence="medium", metric=curves.validation_name, change=change, evidence=evidence)

@@ -77,7 +77,7 @@ def _overconfident(curves: Curves) -> Finding | None:
     held_out = f"; held-out loss {min(found.values):.3g} -> {found.values[-1]:.3g}" if len(found) else ""
     return Finding(
         confidence="high" if rises else "medium", metric="margin", at=step,
-        change={**length(step), **rate(curves, 0.5)},
+        change={**length(curves, step), **rate(curves, 0.5)},
         evidence=f"mean margin {margin:.3g}, at an accuracy of {curves['accuracy'].last:.3g}{held_out}",
     )  # fmt: skip
 

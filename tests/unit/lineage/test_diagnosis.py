@@ -320,6 +320,48 @@ def test_a_micro_batch_that_is_proposed_divides_the_global_batch():
     assert found.change == {}
 
 
+def test_a_micro_batch_divides_a_smaller_batch_too():
+    found = diagnose(replace(CASES["slow and smooth"][0], micro_batch_size=128))[0]
+    assert found.change == {"method.global_batch_size": 64, "resources.micro_batch_size": 64}
+
+
+def test_memory_that_no_setting_of_the_resources_saves_gets_no_change():
+    given = replace(CASES["no memory on a GPU"][0], is_checkpointed=True)
+    assert diagnose(given)[0].change == {"resources.micro_batch_size": 4}
+    assert diagnose(replace(given, micro_batch_size=1))[0].change == {}
+
+
+def test_a_minimum_stays_below_a_rate_that_is_lowered():
+    def change(minimum: float) -> dict[str, object]:
+        given = CASES["nan"][0]
+        [found] = diagnose(replace(given, recipe={**given.recipe, "schedule": {"min_learning_rate": minimum}}))
+        return dict(found.change)
+
+    assert change(2e-6)["method.schedule.min_learning_rate"] == pytest.approx(2e-7)
+    assert "method.schedule.min_learning_rate" not in change(1e-6)
+
+
+def test_a_patience_that_a_shorter_training_could_not_use_is_left_out():
+    def change(patience: int) -> dict[str, object]:
+        given = CASES["overfit"][0]
+        validation = {"every_steps": 20, "patience": patience}
+        [found] = diagnose(replace(given, recipe={**given.recipe, "validation": validation}))
+        return dict(found.change)
+
+    shorter = {"method.num_steps": 100, "method.num_epochs": None}
+    assert change(5) == {**shorter, "method.validation.patience": None}
+    assert change(4) == shorter
+
+
+def test_a_running_stage_is_not_called_flat_while_its_rate_warms_up():
+    def found(rates: Curve, *, is_over: bool) -> list[Finding]:
+        return diagnose(replace(curves(loss=line(3.0, steps=60, noise=0.05), learning_rate=rates), is_over=is_over))
+
+    rising, full = line(0.0, 1e-5, steps=60), line(2e-5, steps=60)
+    assert found(rising, is_over=False) == []
+    assert rules(found(rising, is_over=True)) == rules(found(full, is_over=False)) == {"flat"}
+
+
 def test_evidence_names_steps_and_values():
     [found] = diagnose(CASES["overfit"][0])
     assert found.evidence == "held-out loss 1.344 at step 100, its lowest, and 2 at 200"
