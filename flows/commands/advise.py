@@ -5,7 +5,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _ASSUMED_ROWS = 20_000  # if they cannot be counted: a medium size
 _MOST_WORKERS = 9
 _PIPELINE = "the pipeline"
+_MACHINE = "this machine"
 _BATCH = "method.global_batch_size"
 _SETTINGS = (
     "method.num_epochs", "method.global_batch_size", "resources.micro_batch_size", "method.learning_rate",
@@ -67,21 +68,13 @@ def add_advise(parser: argparse.ArgumentParser) -> None:
 
 
 def run_advise(options: argparse.Namespace) -> int:
-    from flows.declare.config import load_pipeline
-    from flows.declare.pipeline import listed
-    from flows.planning.plan import make_plan
-    from lineage.errors import ConfigError
-
     name = next((word for word in options.overrides if "=" not in word), None)
     options.overrides = [word for word in options.overrides if word != name]
-    pipeline = replace(load_pipeline(options.overrides, options.config_dir), advice="off")
-    plan = make_plan(pipeline)
-    stages = [planned.name for planned in plan.stages if isinstance(planned.stage.method, Training)]
-    if name is not None and name not in stages:
-        raise ConfigError(f"{name}: no stage that trains; there are: {listed(name, stages)}")
-    recipes = [recipe(plan, plan.stage(stage)) for stage in ([name] if name else stages)]
+    recipes, plan = _recipes(name, options.overrides, options.config_dir)
+    if adapted := [word for each in _savings(plan, recipes).values() for word in each if ".method." in word]:
+        recipes, plan = _recipes(name, [*options.overrides, *adapted], options.config_dir)
+    recipes = [_saving(each, [*adapted, *_savings(plan, [each]).get(each.stage, [])]) for each in recipes]
     overrides = [word for each in recipes for word in each.overrides()]
-    make_plan(replace(load_pipeline([*options.overrides, *overrides], options.config_dir), advice="off"))
     if options.out:
         options.out.write_text(_yaml(recipes, options.overrides, options.config_dir), encoding="utf-8")
     if options.json:
@@ -96,6 +89,51 @@ def run_advise(options: argparse.Namespace) -> int:
             + " \\\n  ".join(["posttrain plan", *map(shlex.quote, [*recorded_cli_args(options), *overrides])])
         )
     return 0
+
+
+def _recipes(name: str | None, words: list[str], config_dir: Path | None) -> tuple[list[Recipe], "Plan"]:
+    """The recipes of a stage or of all trainings, and the plan that follows them.
+
+    Raises:
+        ConfigError: there is no such training.
+    """
+    from flows.declare.config import load_pipeline
+    from flows.declare.pipeline import listed
+    from flows.planning.plan import make_plan
+    from lineage.errors import ConfigError
+
+    plan = make_plan(replace(load_pipeline(words, config_dir), advice="off"))
+    stages = [planned.name for planned in plan.stages if isinstance(planned.stage.method, Training)]
+    if name is not None and name not in stages:
+        raise ConfigError(f"{name}: no stage that trains; there are: {listed(name, stages)}")
+    found = [recipe(plan, plan.stage(stage)) for stage in ([name] if name else stages)]
+    overrides = [word for each in found for word in each.overrides()]
+    return found, make_plan(replace(load_pipeline([*words, *overrides], config_dir), advice="off"))
+
+
+def _savings(plan: "Plan", recipes: Sequence[Recipe]) -> dict[str, list[str]]:
+    """Stage -> the overrides that make it fit into memory, for those that the plan would refuse."""
+    from flows.planning.adapter_choice import capacity
+    from flows.planning.estimates import Estimator, History
+    from flows.planning.fit import cheapest
+
+    estimator, found = Estimator(plan, History.of(plan.home)), dict[str, list[str]]()
+    for planned in (plan.stage(each.stage) for each in recipes):
+        held, need = capacity(planned.stage.resources), estimator.estimate(planned)
+        if held and need and need.least > held and planned.stage.resources.check_memory and not planned.runs_elsewhere:
+            found[planned.name] = cheapest(estimator, planned, held).overrides
+    return found
+
+
+def _saving(found: Recipe, words: Sequence[str]) -> Recipe:
+    """A recipe with overrides that save memory."""
+    values = {each.field: each for each in found.values}
+    for word in words:
+        field, _, text = word.removeprefix(f"stages.{found.stage}.").partition("=")
+        if not field.startswith("stages."):  # of another stage
+            now, value = (values[field].now if field in values else None), int(text) if text.isdecimal() else text
+            values[field] = Advised(field=field, value=value, now=now, reason="to fit into memory", source=_MACHINE)
+    return replace(found, values=tuple(sorted(values.values(), key=lambda each: each.field != "method.adapter")))
 
 
 def recipe(plan: "Plan", planned: "PlannedStage") -> Recipe:
@@ -251,7 +289,7 @@ def _machine(planned: "PlannedStage") -> Iterator[Advised]:
         ("resources.num_workers", workers, now.num_workers),
         ("method.precision", "bf16" if gpus else precision, precision),
     ):
-        yield Advised(field=field, value=value, now=before, reason=seen, source="this machine")
+        yield Advised(field=field, value=value, now=before, reason=seen, source=_MACHINE)
 
 
 def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str]:

@@ -191,3 +191,19 @@ def test_a_sweep_of_learning_rates(sweep: str, rates: list[float]) -> None:
     methods = [trial.plan.stage("sft").stage.method for trial in trials]
     assert [method.learning_rate for method in methods] == rates  # type: ignore[attr-defined]
     assert [method.adapter is not None for method in methods] == [sweep == "lr-peft"] * 3  # type: ignore[attr-defined]
+
+
+def test_what_does_not_fit_into_memory_is_advised_smaller(capsys, monkeypatch) -> None:
+    from flows.planning import adapter_choice
+
+    def sft(memory: int) -> dict[str, object]:
+        monkeypatch.setattr(adapter_choice, "_of_machine", lambda: memory)
+        words = ("tracking=none", *SMALL, "stages.base.method.hidden_size=1536", "stages.base.method.num_layers=8")
+        assert main(["advise", "--json", *words]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert main(["plan", *words, *found["overrides"]]) == 0
+        capsys.readouterr()
+        return {each["field"]: each["value"] for each in found["stages"][1]["values"]}
+
+    assert "method.adapter" not in sft(2**40)
+    assert sft(7 * 2**28)["method.adapter"] == "{type: lora}"
