@@ -109,7 +109,12 @@ def add_diagnose(parser: argparse.ArgumentParser) -> None:
 
 def run_diagnose(options: argparse.Namespace) -> int:
     from flows.reports.diagnosis import diagnosis_dict, diagnosis_page, diagnosis_text, patch_of, read_diagnosis
+    from lineage.diagnosis.rules import RULES
+    from lineage.errors import ConfigError
 
+    names = [rule.name for rule in RULES]
+    if options.rule is not None and options.rule not in names:
+        raise ConfigError(f"--rule {options.rule}: no such rule; there are: {', '.join(names)}")
     ref, overrides = name_among(options.ref, options.overrides)
     found = read_diagnosis(ref, asked_store(overrides, options.config_dir))
     files = [(options.out, patch_of), (options.html, diagnosis_page)]

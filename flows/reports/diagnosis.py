@@ -15,6 +15,7 @@ from flows.progress.stage_log import stage_entry
 from flows.wording import counted, printable_text
 from lineage.diagnosis.curves import Curve, Curves, read_curves
 from lineage.diagnosis.finding import Finding
+from lineage.diagnosis.loss_rules import MIN_STEPS
 from lineage.diagnosis.rules import RULES, diagnose
 from lineage.errors import ConfigError, PipelineError
 from lineage.markup import html_page
@@ -122,7 +123,8 @@ def diagnosis_text(found: Diagnosis) -> str:
     head = f"{found.node}: {counted(found.curves.num_steps, 'step')}"
     if not found.findings:
         checked = [name for name in ("loss", found.curves.validation_name) if name in found.curves.series]
-        lines = [f"{head}, and none of the {len(RULES)} rules fires", *_plots(found.curves, checked)]
+        few = f"; most judge {MIN_STEPS} steps or more" if 0 < len(found.curves.loss) < MIN_STEPS else ""
+        lines = [f"{head}, and none of the {len(RULES)} rules fires{few}", *_plots(found.curves, checked)]
         return printable_text("\n".join(lines))
     lines = [f"{head}, {counted(len(found.findings), 'finding')}"]
     for each in found.findings:

@@ -60,6 +60,9 @@ def test_the_text_and_the_page_show_evidence_plot_and_overrides(toy, slow):
     refused = call(["diagnose", "left", "--out", "p.yaml", "--rule", "slow"], toy.folder, toy.environment)
     assert refused.returncode == 2
     assert "slow has no change that overrides can make; rules that have one here: flat" in refused.stderr
+    refused = call(["diagnose", "left", "--rule", "flatt"], toy.folder, toy.environment)
+    assert refused.returncode == 2
+    assert "--rule flatt: no such rule; there are: exploding-margins, " in refused.stderr
     refused = call(["diagnose", "right", "--out", "p.yaml"], toy.folder, toy.environment)
     assert "no finding has a change that overrides can make" in refused.stderr
     assert not (toy.folder / "p.yaml").exists()
