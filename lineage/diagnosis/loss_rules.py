@@ -7,7 +7,18 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from lineage.diagnosis.curves import Curve, Curves
-from lineage.diagnosis.finding import Change, Finding, Rule, is_wild, length, rate, rounded, rule, stabilised
+from lineage.diagnosis.finding import (
+    Change,
+    Confidence,
+    Finding,
+    Rule,
+    is_wild,
+    length,
+    rate,
+    rounded,
+    rule,
+    stabilised,
+)
 
 MIN_STEPS = 50  # shortest curve that is judged flat or slow
 _SIGMAS = 6.0  # standard errors that count as significant
@@ -125,7 +136,9 @@ def _flat(curves: Curves) -> Finding | None:
     if loss is None or _is_warming_up(curves) or not _is_flat(loss):
         return None
     factor = 10 if loss.first - loss.last <= loss.error() else 5
-    return Finding(confidence="high", evidence=_ends(loss), change=rate(curves, factor))
+    is_clear = 3 * loss.error() <= 0.03 * abs(loss.first)  # else noise may hide the fall of a sane training
+    confidence: Confidence = "high" if is_clear else "medium"
+    return Finding(confidence=confidence, evidence=_ends(loss), change=rate(curves, factor))
 
 
 @_rule(

@@ -362,6 +362,13 @@ def test_a_running_stage_is_not_called_flat_while_its_rate_warms_up():
     assert rules(found(rising, is_over=True)) == rules(found(full, is_over=False)) == {"flat"}
 
 
+def test_a_fall_that_noise_may_hide_is_called_flat_with_less_confidence():
+    fine_tuned = line(1.3, 1.24, 1.21, 1.2, 1.2, noise=0.15)
+    [found] = diagnose(curves(loss=fine_tuned))
+    assert (found.rule, found.confidence) == ("flat", "medium")
+    assert diagnose(curves(loss=FLAT))[0].confidence == "high"
+
+
 def test_evidence_names_steps_and_values():
     [found] = diagnose(CASES["overfit"][0])
     assert found.evidence == "held-out loss 1.344 at step 100, its lowest, and 2 at 200"
