@@ -30,13 +30,19 @@ from tasks.method import Training
 Model = tuple[Architecture, Shapes]
 
 PROCESS = 2**29  # resident on a CPU before a model is loaded: Python, torch, transformers
+_GPU_CONTEXT = 2**29  # bytes of a GPU that CUDA takes before a model is loaded
+_GPU_GAPS = 0.05  # share of a GPU that the allocator reserves without use
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
 def capacity(resources: Resources) -> int:
-    """Memory of a worker on this machine in bytes: of its GPU, or its share of main memory; 0: unknown."""
+    """Memory that a worker may take on this machine in bytes: of its GPU, or its share of main memory; 0: unknown.
+
+    Of a GPU, all but the CUDA context and a part that PyTorch's allocator reserves without use.
+    """
     if resources.gpus_per_worker:
-        return _of_gpu()
+        held = _of_gpu()
+        return max(0, held - int(held * _GPU_GAPS) - _GPU_CONTEXT)
     on_this = -(-resources.num_workers // resources.num_nodes)
     return _of_machine() // on_this
 

@@ -287,10 +287,12 @@ def test_a_gpu_and_a_machine_have_their_own_memory(monkeypatch):
     from tasks.context import Resources
 
     monkeypatch.setattr(adapter_choice, "_of_machine", lambda: 64)
-    monkeypatch.setattr(adapter_choice, "_of_gpu", lambda: 80)
+    monkeypatch.setattr(adapter_choice, "_of_gpu", lambda: 80 * 2**30)
     assert adapter_choice.capacity(Resources(num_workers=4)) == 16
     assert adapter_choice.capacity(Resources(num_workers=4, num_nodes=2)) == 32
-    assert adapter_choice.capacity(Resources(num_workers=4, gpus_per_worker=1)) == 80
+    assert adapter_choice.capacity(Resources(num_workers=4, gpus_per_worker=1)) == 75.5 * 2**30  # 5 % and 0.5 GiB less
+    monkeypatch.setattr(adapter_choice, "_of_gpu", lambda: 0)
+    assert adapter_choice.capacity(Resources(gpus_per_worker=1)) == 0
 
 
 def chosen(plan) -> dict[str, object]:
