@@ -47,7 +47,6 @@ ALONE = {
     "flows.certify": "the plan and torch: its command's file parses alone, also for --help",
     "flows.doctor": "packages and addresses: its command's file parses alone, also for --help",
     "flows.gc_roots": "the index and the plan: its command's file parses alone, also for --help",
-    "flows.planning.fit": "the size of memory and what changes it: its command's file parses alone, also for --help",
     "flows.planning.plan_file": "libraries and code of a plan: its command's file parses alone, also for --help",
     "flows.reports.*": "rich and the index: the command's file parses alone, also for --help",
     "flows.sweep.plots": "Optuna and plotly",
