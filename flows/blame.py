@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from flows.declare.config import load_pipeline
-from flows.declare.pipeline import Pipeline, Stage
+from flows.declare.pipeline import Pipeline, Stage, listed
 from flows.declare.store_root import asked_store
 from flows.planning.aliases import Champion, artifact_as_source
 from flows.planning.plan import Plan, make_plan
@@ -22,6 +22,7 @@ from lineage.graph.index import Index, newest_where
 from lineage.graph.refs import resolve
 from lineage.markup import markdown_table
 from lineage.verdict import RuleResult, interval_text
+from tasks.evaluate.evaluate import Evaluate
 from tasks.evaluate.row_scores import read_scores
 from tasks.gate.bootstrap import Bootstrap
 from tasks.gate.rule import Evidence, Rule
@@ -118,7 +119,7 @@ def blame(
         rules, report = {}, None
         if present:
             plan, name = _plan(index.store, after, present, given, config_dir)
-            report = _evaluated(plan, name, words)
+            report = _evaluated(plan, name, metric, words)
             rules = {pair.after.id: rule for pair, rule in zip(present, _judged(report, metric, present), strict=True)}
         judged = [(pair, rules.get(pair.after.id)) for pair in pairs]
         worse = next((pair for pair, rule in judged if rule and rule.outcome == "worse"), None)
@@ -208,9 +209,13 @@ def _evaluation(pipeline: Pipeline, model: str) -> tuple[str, Stage]:
     return name, stage
 
 
-def _evaluated(plan: Plan, name: str, words: Sequence[str]) -> Path:
+def _evaluated(plan: Plan, name: str, metric: str, words: Sequence[str]) -> Path:
     """The report of the evaluation, which runs unless it is finished."""
     planned = plan.stage(name)
+    method = planned.stage.method
+    if isinstance(method, Evaluate) and metric not in method.measured_metrics():
+        measured = listed(metric, method.measured_metrics())
+        raise ConfigError(f"--metric {metric}: {name} does not measure it; it measures {measured}")
     for upstream in planned.upstream:
         found = plan.stage(upstream)
         if found.state != "reuse":

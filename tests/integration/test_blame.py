@@ -3,10 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from flows.blame import _evaluated
+from lineage.errors import ConfigError
 from lineage.promotions import Event, append
+from tasks.evaluate.evaluate import Evaluate
 from tests.command import TOY, Command, call
 from tests.miniature import MODEL, STEPS, write_own_rows
 
@@ -94,6 +98,12 @@ def test_an_alias_says_which_model_is_the_predecessor(toy):
     assert blame(toy, f"third@{third['third']}")["a"] == f"third@{first['third']}"
     assert blame(toy, f"third@{second['third']}")["a"] == f"third@{first['third']}"
     assert blame(toy, "alias:champion", "--against", f"third@{second['third']}")["a"] == f"third@{second['third']}"
+
+
+def test_a_metric_that_the_evaluation_does_not_measure_is_refused_before_it_runs():
+    planned = SimpleNamespace(stage=SimpleNamespace(method=Evaluate()), upstream=[], state="run")
+    with pytest.raises(ConfigError, match=r"--metric answer_perplexty: exam does not measure it"):
+        _evaluated(SimpleNamespace(stage=lambda name: planned), "exam", "answer_perplexty", [])
 
 
 @pytest.mark.slow
