@@ -71,7 +71,7 @@ class KeepBest(Ranking):
 
     key: ClassVar[str] = "resources.keep_best"
 
-    n: Annotated[int, Gt(0)] = 1  # checkpoints
+    n: Annotated[int, Gt(0)] = 1  # number of checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,9 +71,11 @@ def run_advise(options: argparse.Namespace) -> int:
     name = next((word for word in options.overrides if "=" not in word), None)
     options.overrides = [word for word in options.overrides if word != name]
     recipes, plan = _recipes(name, options.overrides, options.config_dir)
-    if adapted := [word for each in _savings(plan, recipes).values() for word in each if ".method." in word]:
+    savings = _savings(plan, recipes)
+    if adapted := [word for each in savings.values() for word in each if ".method." in word]:
         recipes, plan = _recipes(name, [*options.overrides, *adapted], options.config_dir)
-    recipes = [_saving(each, [*adapted, *_savings(plan, [each]).get(each.stage, [])]) for each in recipes]
+        savings = _savings(plan, recipes)
+    recipes = [_saving(each, [*adapted, *savings.get(each.stage, [])]) for each in recipes]
     overrides = [word for each in recipes for word in each.overrides()]
     if options.out:
         options.out.write_text(_yaml(recipes, options.overrides, options.config_dir), encoding="utf-8")

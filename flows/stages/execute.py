@@ -83,7 +83,9 @@ def _execute(run: Run, planned: PlannedStage, entry: Entry) -> Result:
         method, before = planned.stage.method, attempts(entry.path)
         # Of the same code: then this attempt only resumes it, also from step 0.
         resumes = bool(before) and before[-1].code_digest == planned.code_digest and not planned.restart
-        with _admitted(run, planned) as visible_gpus:
+        estimator = Estimator(run.plan, History.of(run.plan.home))
+        predicted = estimator.estimate(planned)
+        with _admitted(run, planned, predicted) as visible_gpus:
             require_unchanged(run.plan, planned)  # the wait may have been long
             checkpoint = None if planned.restart else last_intact(planned, entry)
             begin(planned, entry, checkpoint, lock.require, cause)
@@ -97,6 +99,7 @@ def _execute(run: Run, planned: PlannedStage, entry: Entry) -> Result:
                 num_steps = run.checks.num_steps(planned, method)
                 run.emit(Event(title=run.title(planned), state="running", start=start, num_steps=num_steps))
                 manifest = _make(run, planned, start, job, checkpoint)
+                estimator.record(planned, manifest, predicted)
                 best = planned.stage.resources.keep_best
                 kept = [each.step for each in best.best(entry.checkpoints.records(), best.n)] if best else []
                 entry.commit(manifest, lock, kept)
@@ -137,9 +140,9 @@ def _notes(metrics: Metrics) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _admitted(run: Run, planned: PlannedStage) -> Iterator[tuple[str, ...]]:
+def _admitted(run: Run, planned: PlannedStage, need: Estimate | None) -> Iterator[tuple[str, ...]]:
     """Waits for the CPUs and GPUs that a stage takes, and holds them."""
-    cpus, gpus = cpus_for(planned, Estimator(run.plan, History.of(run.plan.home)).estimate(planned)), planned.needs[1]
+    cpus, gpus = cpus_for(planned, need), planned.needs[1]
     asked = counted(cpus, "CPU") + (f" and {counted(gpus, 'GPU')}" if gpus else "")
     with contextlib.ExitStack() as held:
         if planned.pool:  # before the machine, which would be idle during that longer wait
@@ -174,8 +177,6 @@ def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoi
         PipelineError: it failed, wrote nothing, or a source changed meanwhile.
     """
     entry = run.plan.entry(planned)
-    estimator = Estimator(run.plan, History.of(run.plan.home))
-    predicted = estimator.estimate(planned)
     metrics = run_attempts(planned, entry, job, checkpoint, run.processes.run, run.announce)
     tried = attempts(entry.path)
     made_by = replace(
@@ -195,9 +196,7 @@ def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoi
         provenance=made_by, mlflow_run_id=run_ids.stage, execution_run_id=run_ids.execution,
         parent_run_ids=list(run_ids.parents),
     )  # fmt: skip
-    manifest = certified(manifest, start.parents, run.plan.pipeline.store)
-    estimator.record(planned, manifest, predicted)
-    return manifest
+    return certified(manifest, start.parents, run.plan.pipeline.store)
 
 
 def begin(

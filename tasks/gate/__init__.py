@@ -50,7 +50,7 @@ class Gate(Method):
     preload: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[int] = 2  # 2: no interval of an accuracy is of zero width
 
-    rules: Annotated[Mapping[str, Rule], MinLen(1)]  # metric -> what a candidate must reach
+    rules: Annotated[Mapping[str, Rule], MinLen(1)]  # name -> what a candidate must reach
     inconclusive: Literal["refuse", "promote"] = "refuse"  # the effect of a rule that the rows cannot decide
     approval: Approval = "none"  # required: a person must approve a candidate that passes
     confidence: Annotated[float, Gt(0), Lt(1)] = 0.95  # of the intervals

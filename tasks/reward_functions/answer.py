@@ -95,14 +95,17 @@ def unfenced(text: str) -> str:
     return blocks[-1].partition("\n")[2] if blocks else text
 
 
-def check_tags(tags: Sequence[str]) -> None:
-    """Refuses what is no name of a tag, and a name that is there twice.
+def check_tags(option: str, tags: Sequence[str]) -> None:
+    """Refuses what is not a name of a tag, and a name that is there twice.
+
+    Args:
+        option: that sets them, for the message.
 
     Raises:
         ConfigError: names the tags.
     """
     if len(set(tags)) < len(tags) or not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
-        raise ConfigError(f"tags={[*tags]}: different names such as think, answer are accepted; change them")
+        raise ConfigError(f"{option}={[*tags]}: different names such as think, answer are accepted; change them")
 
 
 def require_pattern(pattern: str) -> None:

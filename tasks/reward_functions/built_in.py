@@ -189,7 +189,7 @@ def _check_format(reward: RewardFunction) -> None:
     elif reward.tags == ():
         raise ConfigError("tags=[]: names such as [think, answer] are accepted; change them")
     else:
-        check_tags(reward.tags or _TAGS)
+        check_tags("tags", reward.tags or _TAGS)
 
 
 def _length(reward: RewardFunction, answer: Answer) -> float:

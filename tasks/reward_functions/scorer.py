@@ -139,7 +139,7 @@ def check_rewards(rewards: Rewards) -> None:
                 f"{', '.join(sorted(known.options))}; remove it, or choose another function"
             )
         try:
-            check_tags([reward.answer_tag] if reward.answer_tag is not None else [])
+            check_tags("answer_tag", [reward.answer_tag] if reward.answer_tag is not None else [])
             known.check_options(reward)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error

@@ -237,11 +237,13 @@ class Rollouts:
         Raises:
             PipelineError: as of ``record``.
         """
-        means = ", ".join(f"{name}={float(rewards_NK[:, index].mean()):g}" for index, name in enumerate(self.names))
         if bool(self.equal_groups(rewards_NK).all()):
             found, why = "equal", "all completions of each prompt had equal rewards"
+            remedy = (
+                "make the prompts easier or harder, give partial credit, raise sampling.temperature or num_generations"
+            )
         elif self._all_masked(completion_ids):
-            found = "masked"
+            found, remedy = "masked", "raise max_completion_length, set mask_truncated=false"
             why = (
                 f"no completion ended within max_completion_length={self.method.max_completion_length} tokens, and "
                 "mask_truncated=true leaves out those without an end"
@@ -250,13 +252,9 @@ class Rollouts:
             self.equal_steps = 0
             return
         self.equal_steps += 1
+        means = ", ".join(f"{name}={float(rewards_NK[:, index].mean()):g}" for index, name in enumerate(self.names))
         patience = self.method.equal_rewards_patience
         if patience is not None and self.equal_steps >= patience:
-            remedy = (
-                "make the prompts easier or harder, give partial credit, raise sampling.temperature or num_generations"
-                if found == "equal"
-                else "raise max_completion_length, set mask_truncated=false"
-            )
             raise PipelineError(
                 f"for {self.equal_steps} steps up to step {step + 1}, {why} (means of the last: {means}), so there is "
                 "nothing to learn; rewards that differ within a group are accepted, of completions that get a loss; "
@@ -268,9 +266,8 @@ class Rollouts:
             )
 
     def _all_masked(self, completion_ids: Sequence[Sequence[int]]) -> bool:
-        if not getattr(self.method, "mask_truncated", False):
-            return False
-        return bool(self.gathered(self.truncated(completion_ids).float().to(self.run.device)).all())
+        masks = getattr(self.method, "mask_truncated", False)
+        return masks and bool(self.gathered(self.truncated(completion_ids).float().to(self.run.device)).all())
 
     def keep(
         self, step: int, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]], rewards_BK: "Tensor"

@@ -40,7 +40,7 @@ def test_a_reward_is_named_after_its_key_or_its_function():
         ("exact", {"tolerance": 0.1}, r".tolerance=0.1: exact does not read it; exact reads answer_tag, column, "),
         ("exact", {"function": "python:shlex.quote"}, "exact is the name of a built-in function; rename the reward"),
         ("exact", {"allow_code": True}, "exact is built in; .* remove allow_code"),
-        ("exact", {"answer_tag": "<answer>"}, r"tags=\['<answer>'\]: different names such as"),
+        ("exact", {"answer_tag": "<answer>"}, r"answer_tag=\['<answer>'\]: different names such as"),
         ("exact", {"weight": float("nan")}, "weight=nan: a finite number is accepted"),
         ("mine", {"function": "python:file.py:score"}, "would run that file; set rewards.mine.allow_code=true"),
         ("mine", {"function": "python:math.sqrt", "allow_code": True}, "sqrt is of a module; .* remove it"),
