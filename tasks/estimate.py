@@ -181,13 +181,23 @@ def memory(
     generated = -(-method.global_batch_size // resources.num_workers) if _completions(method) else 0
     return Memory(
         weights=copies * (base + weights.beside * _FLOAT),
-        gradients=copies * weights.trained * _FLOAT // divided,
+        gradients=_gradient_copies(method, resources) * copies * weights.trained * _FLOAT // divided,
         optimizer=copies * weights.trained * method.optimizer.state_bytes // divided,
         activations=_activations(found, rows * tokens, width, resources.checkpointed_layers),
         logits=rows * (1 if is_head else tokens * found.vocabulary * _LOGIT_COPIES) * _FLOAT,
         frozen=_frozen_weights(method, resources, weights.base, frozen) * dtype,
         cache=2 * found.layers * found.kv_heads * found.head * tokens * generated * width,
     )  # fmt: skip
+
+
+def _gradient_copies(method: TrainingRecipe, resources: Resources) -> int:
+    """How often a worker holds the gradients: in the buckets that workers exchange alone, or also outside of them.
+
+    Gradients are views of the buckets. Those of micro batches before a step's last are not exchanged, and lie beside.
+    """
+    if resources.num_workers == 1 or resources.zero_stage or method.has_own_loop:
+        return 1
+    return 2 if resources.accumulation_steps(method.global_batch_size) > 1 else 1
 
 
 def _activations(found: Architecture, tokens: int, width: int, every: int | None) -> int:

@@ -62,6 +62,8 @@ class Done:
     reports: list[tuple[int, Metrics]]
     rows: Rows
     torch_seed: int  # the last one set, or restored
+    num_gradients: int = 0  # that the optimizer read in the last step
+    num_gradient_storages: int = 0  # views of one bucket share its storage
 
     def metric(self, name: str) -> list[float]:
         return [metrics[name] for _, metrics in self.reports]
@@ -73,7 +75,8 @@ def train(asked: Asked, rank: int = 0) -> Done:
 
     reports: list[tuple[int, Metrics]] = []
     batches: list[list[str]] = []
-    with _noted(batches), training.one_thread():
+    storages: list[int] = []
+    with _noted(batches, storages), training.one_thread():
         context = asked.context(reports, rank)
         try:
             asked.stage.run(training.inputs(asked.root, asked.stage), context)
@@ -82,7 +85,10 @@ def train(asked: Asked, rank: int = 0) -> Done:
     size = asked.resources.accumulation_steps(asked.stage.global_batch_size)
     # The loader reads one batch ahead: what it read for a step that never came is no row of a step.
     rows = [list(chain(*batches[step * size : (step + 1) * size])) for step in range(len(reports))]
-    return Done(reports=reports, rows=rows, torch_seed=torch.initial_seed())
+    return Done(
+        reports=reports, rows=rows, torch_seed=torch.initial_seed(),
+        num_gradients=len(storages), num_gradient_storages=len(set(storages)),
+    )  # fmt: skip
 
 
 class WorkerGroup:
@@ -144,11 +150,16 @@ def _serve(end: Connection, rank: int, size: int, port: int) -> None:
 
 
 @contextmanager
-def _noted(batches: list[list[str]]) -> Iterator[None]:
-    """Notes every batch that is collated, each row by its tokens."""
-    from transformers import Trainer
+def _noted(batches: list[list[str]], storages: list[int]) -> Iterator[None]:
+    """Notes every batch that is collated, each row by its tokens, and where the last step's gradients lie."""
+    from transformers import Trainer, TrainerCallback
 
     from tasks.train.fit import fit
+
+    class Storages(TrainerCallback):
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            held = [each.grad for each in kwargs["model"].parameters() if each.grad is not None]
+            storages[:] = [each.untyped_storage().data_ptr() for each in held]
 
     def watched(*given: Any) -> Metrics:
         trainer = next(each for each in given if isinstance(each, Trainer))
@@ -159,6 +170,7 @@ def _noted(batches: list[list[str]]) -> Iterator[None]:
             return collate(examples)
 
         trainer.data_collator = noting
+        trainer.add_callback(Storages())
         return fit(*given)
 
     with mock.patch("tasks.train.run.fit", watched):

@@ -295,6 +295,8 @@ def _train(
     trainer: Trainer, ctx: "TrainContext", watching: Sequence[TrainerCallback], checkpointing: Checkpointing
 ) -> None:
     name_accumulation(trainer)
+    if trainer.accelerator.ddp_handler is not None:  # without it, each worker holds all gradients twice
+        trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
     trainer.remove_callback(PrinterCallback)
     # In this order: measure, report, save.
     for callback in (NewRandomState(ctx), StepCounts(trainer)):

@@ -99,6 +99,7 @@ def test_two_workers_measure_and_adapt_as_one_and_resume_to_the_bit(
         assert values[0] == values[1] == pytest.approx(values[2], abs=TOLERANCE)
     assert len({report["adaptive/factor"] for _, report in ranks[0].reports}) > 1
     assert [step for step, report in ranks[0].reports if "val/loss" in report] == [2, 4, 6]
+    assert all(each.num_gradient_storages < each.num_gradients for each in ranks)  # they are views of the buckets
     assert losses(first, rest) == losses(ranks)
     assert same(weights(broken.folder / "output"), weights(whole.folder / "output"))
 

@@ -54,6 +54,21 @@ def test_what_is_trained_has_gradients_and_moments(config, weights):
     assert (divided.weights, divided.gradients, divided.optimizer) == (4 * weights, weights, 2 * weights)
 
 
+def test_workers_hold_the_gradients_of_accumulated_micro_batches_beside_the_buckets():
+    llama = of(LLAMA)
+
+    def gradients(method, **resources: int) -> float:
+        found = memory(method, replace(CPU, **resources), llama, llama.shapes(), 64)
+        return found.gradients / 4 / 134_515_008
+
+    sft = SFT(**STAGE)
+    assert gradients(sft, num_workers=1, micro_batch_size=1) == 1
+    assert gradients(sft, num_workers=4, micro_batch_size=2) == 1  # 8 rows: each micro batch is exchanged
+    assert gradients(sft, num_workers=4, micro_batch_size=1) == 2
+    ppo = PPO(num_steps=1, max_length=64, max_completion_length=32, global_batch_size=8)
+    assert gradients(ppo, num_workers=4, micro_batch_size=1) == 2  # of two models, and its loop has no buckets
+
+
 @pytest.mark.parametrize(
     ("config", "per_token"),
     [(LLAMA, 30 * (9 * 576 + 2 * 192 + 4 * 1536)), (MIXTRAL, 2 * (9 * 8 + 2 * 4 + 4 * 16 * 2))],
