@@ -59,6 +59,7 @@ class Hyperparameters:
         is_exact: whether ``num_examples`` was counted on tokens; else it is the number of prepared rows.
         warmup: in steps; below 1: a fraction of all steps.
         num_rows: prepared rows; None: unknown yet.
+        lost: what of the rows is dropped or cut; empty: nothing, or unknown before the rows are tokenized.
     """
 
     learning_rate: float
@@ -71,6 +72,7 @@ class Hyperparameters:
     length_reason: str
     warmup: float
     num_rows: int | None = None
+    lost: str = ""
 
     def to_dict(self) -> dict[str, object]:
         """What ``plan --json`` adds to the stage's row."""
@@ -80,6 +82,7 @@ class Hyperparameters:
                 "num_steps": self.num_steps, "num_epochs": self.num_epochs, "num_examples": self.num_examples,
                 "exact": self.is_exact, "reason": self.length_reason,
             },
+            **({"rows": self.lost} if self.lost else {}),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -96,7 +99,8 @@ class Hyperparameters:
             length = f"{epochs} ({self.length_reason}), {about}{self.num_steps} steps of {self.global_batch_size}"
         is_cut = self.num_steps is not None and self.warmup >= self.num_steps
         cut = f"; its warm-up of {self.warmup:g} steps does not end, so that the learning rate stays below" * is_cut
-        return f"learning_rate {self.learning_rate:g} ({self.learning_rate_reason}); {length}{cut}"
+        lost = f"; {self.lost}" if self.lost else ""
+        return f"learning_rate {self.learning_rate:g} ({self.learning_rate_reason}); {length}{cut}{lost}"
 
 
 def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path | None) -> Hyperparameters:
@@ -106,7 +110,7 @@ def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path
         rows: manifest of the data stage that it reads; None: unfinished, or a source.
         counted: the file of ``examples_file``; None: its rows are not counted.
     """
-    exact = _read(counted) if counted else None
+    exact, lost = _read(counted) if counted else (None, "")
     examples = exact or _prepared(method, rows)
     num_steps = method.num_steps
     if num_steps is None and examples:
@@ -121,7 +125,7 @@ def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path
         learning_rate=method.learning_rate, learning_rate_reason=_learning_rate_reason(method), num_steps=num_steps,
         num_epochs=num_epochs, num_examples=examples, is_exact=exact is not None or examples is None,
         global_batch_size=method.global_batch_size, length_reason=length_reason,
-        warmup=method.schedule.warmup, num_rows=_train_rows(rows),
+        warmup=method.schedule.warmup, num_rows=_train_rows(rows), lost=lost,
     )  # fmt: skip
 
 
@@ -161,16 +165,17 @@ def examples_file(store: Path, tokenization: Tokenization, rows: str, tokenizer:
     return store / CACHE / "examples" / short(key)
 
 
-def write_examples(path: Path, count: int) -> None:
-    """Saves a count for later plans."""
-    atomic_write(path, str(count))
+def write_examples(path: Path, count: int, lost: str) -> None:
+    """Saves a count, and what of the rows is dropped or cut, for later plans."""
+    atomic_write(path, f"{count}\n{lost}")
 
 
-def _read(path: Path) -> int | None:
+def _read(path: Path) -> tuple[int | None, str]:
     try:
-        return int(path.read_text()) or None
+        count, _, lost = path.read_text().partition("\n")
+        return int(count) or None, lost
     except (OSError, ValueError):  # not counted yet, or damaged: it can be counted again
-        return None
+        return None, ""
 
 
 def former_defaults(method: TrainingRecipe, before: Mapping[str, object]) -> list[str]:

@@ -25,7 +25,7 @@ from lineage.manifest import InputRecord, Manifest
 from lineage.sources import pin
 from lineage.store import Store
 from lineage.tracker import Event, Listener, Tracker
-from tasks.check_rows import EXAMPLES, LEAKED, POLICY, RowCheck, rows_slot
+from tasks.check_rows import EXAMPLES, LEAKED, POLICY, RowCheck, describe_lost, rows_slot
 from tasks.data.kinds import HELD_OUT
 from tasks.method import Input, Method, Training
 
@@ -201,12 +201,15 @@ class DataChecks:
                 run.announce(f"{lost}; its rows are checked again")
             except StageError as error:
                 return error
+        assert isinstance(job.method, RowCheck)
+        lost = describe_lost(found, job.method.method.max_length)
         if EXAMPLES in found:
             self._examples[planned.fingerprint] = int(found[EXAMPLES])
             if planned.examples:
-                write_examples(planned.examples, int(found[EXAMPLES]))
+                write_examples(planned.examples, int(found[EXAMPLES]), lost)
+        if lost:
+            run.announce(f"{job.stage}: {lost}")
         if found[LEAKED]:
-            assert isinstance(job.method, RowCheck)
             rows = counted(int(found[LEAKED]), "held-out row")
             run.announce(f"{job.stage}: {rows} among what it trains on: {job.method.leakage}")
         return None

@@ -48,7 +48,7 @@ def test_the_values_that_apply_and_why(method: SFT, shown: str) -> None:
     ],
 )
 def test_steps_and_epochs_of_rows_that_were_counted(tmp_path: Path, fields, shown: str, length) -> None:
-    write_examples(tmp_path / "count", 100)
+    write_examples(tmp_path / "count", 100, "")
     found = hyperparameters(SFT(global_batch_size=8, **fields), None, tmp_path / "count")
     assert str(found).endswith(f"; {shown}")
     assert (found.num_steps, found.num_epochs) == length and found.is_exact

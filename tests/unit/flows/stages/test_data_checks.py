@@ -120,6 +120,33 @@ def test_rows_that_are_measured_on_and_trained_on_are_told_with_their_file(quick
     assert line.endswith("/logs/leakage-sft.parquet")
 
 
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (
+            {"rows": 2078, "rows_dropped": 1131, "rows_cut": 1618, "length_p95": 1600},
+            "1,131 of 2,078 rows dropped, 1,618 cut at max_length=512; 95 % need 1,600",
+        ),
+        (
+            {"rows": 10, "rows_dropped": 0, "rows_cut": 0, "prompts_cut": 2, "length_p95": 300},
+            "2 of 10 rows with a cut prompt at max_length=512; 95 % need 300",
+        ),
+        ({"rows": 10, "rows_dropped": 3, "rows_cut": 1}, "3 of 10 rows dropped: they fill no chunk of 512 tokens"),
+        ({"rows": 10, "rows_dropped": 0, "rows_cut": 1}, ""),
+        ({"rows": 10, "rows_dropped": 0, "rows_cut": 0, "length_p95": 300}, ""),
+    ],
+)
+def test_what_is_dropped_and_cut_is_announced_before_the_first_step_and_known_to_later_plans(quickstart, counts, said):
+    setting = "stages.sft.method.max_length=512"
+    plan = quickstart(setting)
+    finish(plan, *DATA, "base")
+    told = Checked(plan, Processes(sft={"leaked_rows": 0, "examples": 9, **counts}))("cpt")
+    assert told == ([f"sft: {said}"] if said else [])
+    shown = quickstart(setting).stage("sft").hyperparameters
+    assert shown.lost == said and said in str(shown)
+    assert shown.to_dict().get("rows", "") == said
+
+
 def test_the_tokenizer_is_that_of_the_root_with_the_template_that_a_stage_installs(quickstart):
     plan = quickstart("stages.sft.method.chat_template=chatml")
     finish(plan, *DATA, "base")
