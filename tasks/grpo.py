@@ -1,7 +1,7 @@
 """Group relative policy optimization and its variants: Shao et al. 2024, arXiv:2402.03300."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class GRPO(VariantOptions):
     """Makes completions likelier that got a higher reward than others of the same prompt."""
+
+    version: ClassVar[int] = 2  # 1 took the rounding of equal rewards for a signal, and steps without one
 
     num_generations: Annotated[int, Ge(2)] = 8  # completions per prompt: a group
     loss: Loss = "grpo"  # eq. 3 of the paper; tasks/train/grpo_variants.py has all papers
@@ -44,4 +46,6 @@ class GRPO(VariantOptions):
 
         from tasks.train.generating_trainer import generating_trainer
 
-        return generating_trainer(run, GRPOTrainer, GRPOConfig, kl_beta=self.beta, **self.trl_options())
+        return generating_trainer(
+            run, GRPOTrainer, GRPOConfig, scale=self.scale, kl_beta=self.beta, **self.trl_options()
+        )

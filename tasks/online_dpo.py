@@ -25,6 +25,7 @@ class OnlineDPO(Generating):
         loss: as ``loss_type`` of DPO.
     """
 
+    version: ClassVar[int] = 2  # 1 took steps without a signal
     whole_groups: ClassVar[bool] = True
 
     default_learning_rate: ClassVar = 5e-7
@@ -38,6 +39,6 @@ class OnlineDPO(Generating):
         from tasks.train.generating_trainer import OnlineDPOTrainer, generating_trainer
 
         return generating_trainer(
-            run, OnlineDPOTrainer, GRPOConfig, kl_beta=self.beta, pair_loss=self.loss, scale_rewards="none",
+            run, OnlineDPOTrainer, GRPOConfig, kl_beta=self.beta, pair_loss=self.loss, scale="none",
             temperature=1.0,
         )  # fmt: skip

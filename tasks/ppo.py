@@ -117,6 +117,7 @@ class PPO(Generating):
                 loss=found["loss/policy"] + self.value_coef * found["loss/value"], kl_coef=kl.value, **found,
                 num_tokens=sum(len(ids) for row in batch.rows for ids in row), grad_norm=grad_norms / num_updates,
                 explained_variance=terms.explained_variance(batch.values_BC, returns_BC, batch.mask_BC),
+                **terms.extremes(advantages_BC, batch.mask_BC),
                 **batch.metrics,
             )  # fmt: skip
             kl.update(batch.metrics["kl"], self.global_batch_size)

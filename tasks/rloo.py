@@ -1,7 +1,7 @@
 """REINFORCE leave-one-out: Ahmadian et al. 2024, arXiv:2402.14740."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
@@ -26,6 +26,8 @@ class RLOO(Generating):
         mask_truncated: completions without an end get no loss.
     """
 
+    version: ClassVar[int] = 2  # 1 took the rounding of equal rewards for a signal, and steps without one
+
     num_generations: Annotated[int, Ge(2)] = 4
     beta: Annotated[float, Ge(0)] = 0.05
     normalize_advantages: bool = False
@@ -43,6 +45,7 @@ class RLOO(Generating):
 
         clip = None if self.reward_clip is None else (-self.reward_clip, self.reward_clip)
         return generating_trainer(
-            run, RLOOTrainer, RLOOConfig, kl_beta=self.beta, normalize_advantages=self.normalize_advantages,
+            run, RLOOTrainer, RLOOConfig, kl_beta=self.beta,
+            scale="normalize" if self.normalize_advantages else "none",
             reward_clip_range=clip, mask_truncated_completions=self.mask_truncated,
         )  # fmt: skip

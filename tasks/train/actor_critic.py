@@ -30,6 +30,7 @@ Row = tuple[Sequence[int], Sequence[int]]  # the tokens of a prompt and its comp
 
 _STEP = 0.2  # largest relative error that the adaptive coefficient reacts to
 _EPSILON = 1e-8  # of a variance
+_ROUNDING = 1e-6  # error of a mean in fp32, relative to its largest value
 
 
 def masked_mean(values_BC: Tensor, mask_BC: Tensor) -> Tensor:
@@ -40,13 +41,22 @@ def masked_mean(values_BC: Tensor, mask_BC: Tensor) -> Tensor:
 def whiten(values_BC: Tensor, mask_BC: Tensor, *, shift: bool) -> Tensor:
     """Scales the values to variance 1 over the tokens of all completions; 0 on padding.
 
+    Equal values are equally far from their mean: 0, whatever rounding makes of it.
+
     Args:
         shift: whether their mean becomes 0; else it stays.
     """
     mean = masked_mean(values_BC, mask_BC)
-    variance = masked_mean((values_BC - mean) ** 2, mask_BC)
-    whitened_BC = (values_BC - mean) * torch.rsqrt(variance + _EPSILON)
+    differences_BC = _without_rounding((values_BC - mean) * mask_BC, values_BC * mask_BC)
+    variance = masked_mean(differences_BC**2, mask_BC)
+    whitened_BC = differences_BC * torch.rsqrt(variance + _EPSILON)
     return (whitened_BC if shift else whitened_BC + mean) * mask_BC
+
+
+def _without_rounding(differences_BC: Tensor, values_BC: Tensor) -> Tensor:
+    """Differences of values from their mean; 0 where all are no more than rounding makes them."""
+    is_rounding = differences_BC.abs().max() <= _ROUNDING * values_BC.abs().max()
+    return differences_BC.masked_fill(is_rounding, 0.0)
 
 
 def token_rewards(scores_B: Tensor, log_ratios_BC: Tensor, mask_BC: Tensor, kl_coef: float) -> Tensor:
@@ -76,7 +86,9 @@ def center_by_prompt(values_BC: Tensor, mask_BC: Tensor, num_generations: int) -
     """Subtracts the mean over the tokens of all completions of a prompt, which follow each other; 0 on padding."""
     sums_B, counts_B = (values_BC * mask_BC).sum(1), mask_BC.sum(1)
     means_G = sums_B.view(-1, num_generations).sum(1) / counts_B.view(-1, num_generations).sum(1)
-    return (values_BC - means_G.repeat_interleave(num_generations).unsqueeze(1)) * mask_BC
+    centered_BC = (values_BC - means_G.repeat_interleave(num_generations).unsqueeze(1)) * mask_BC
+    of_prompts = zip(centered_BC.split(num_generations), (values_BC * mask_BC).split(num_generations), strict=True)
+    return torch.cat([_without_rounding(*each) for each in of_prompts])
 
 
 def policy_loss(logps_BC: Tensor, old_BC: Tensor, advantages_BC: Tensor, clip_range: float) -> tuple[Tensor, Tensor]:
@@ -103,6 +115,12 @@ def explained_variance(values_BC: Tensor, returns_BC: Tensor, mask_BC: Tensor) -
     """1 - Var[returns - values] / Var[returns] over the tokens: 1 where the values are the returns."""
     errors, returns = ((each_BC[mask_BC.bool()]).var(correction=0) for each_BC in (returns_BC - values_BC, returns_BC))
     return float(1 - errors / (returns + _EPSILON))
+
+
+def extremes(advantages_BC: Tensor, mask_BC: Tensor) -> dict[str, float]:
+    """The largest and the smallest advantage of a token, as metrics."""
+    found = advantages_BC[mask_BC.bool()]
+    return {"advantages/max": float(found.max()), "advantages/min": float(found.min())}
 
 
 @dataclass(kw_only=True)

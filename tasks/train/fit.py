@@ -79,7 +79,10 @@ class RankBudget(TrainerCallback):
         self.pattern = pattern or None
 
     def on_optimizer_step(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        """Gradients are still there."""
+        """Gradients are still there; a step without a signal has none, and scores ranks by zeros."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         config = self.model.peft_config["default"]
         config.rank_pattern = self.pattern
         self.model.base_model.update_and_allocate(state.global_step + 1)

@@ -9,13 +9,14 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from accelerate.utils import DistributedType
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import DistillationConfig, DistillationTrainer, GRPOTrainer, RLOOTrainer
 from trl.trainer.base_trainer import _BaseTrainer
-from trl.trainer.utils import add_fused_lm_head, split_tensor_dict, use_adapter
+from trl.trainer.utils import add_fused_lm_head, nanstd, split_tensor_dict, use_adapter
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
@@ -31,23 +32,29 @@ if TYPE_CHECKING:
     from tasks.train.generating import Completing
     from tasks.train.run import TrainingRun
 
+Scale = Literal["group", "batch", "none", "normalize"]
+
 _STATE = "rollouts-{rank}.pt"
+_EPSILON = 1e-4  # of a standard deviation, as in TRL
 # Metrics of TRL that are means over the tokens of a micro batch; the latter where ratios are of tokens.
 _OF_TOKENS = ("kl", "entropy")
 _OF_RATIOS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
 
-def generating_trainer(run: "TrainingRun", trainer_class: type, config_class: type, **own: object) -> "Trainer":
+def generating_trainer(
+    run: "TrainingRun", trainer_class: type, config_class: type, *, scale: Scale, **own: object
+) -> "Trainer":
     """Builds a trainer of TRL that generates.
 
     Args:
         trainer_class: GRPO's or RLOO's, or a subclass of one.
+        scale: of advantages: see ``scaled``; TRL scales none.
         own: as for ``run.trl``; ``kl_beta`` is the weight of the KL.
     """
     method, rollouts = run.method, Rollouts(run)
     assert isinstance(method, Generating)
     sampling = method.sampling
-    shared = {
+    shared: dict[str, object] = {
         "num_generations": method.num_generations,
         "num_iterations": method.steps_per_generation,
         "max_completion_length": method.max_completion_length,
@@ -67,8 +74,27 @@ def generating_trainer(run: "TrainingRun", trainer_class: type, config_class: ty
         ),
         "proof": run.start_proof() if method.has_reference else None,
     }
+    if issubclass(trainer_class, GRPOTrainer):
+        shared["scale_rewards"] = "none"
     joined = type(trainer_class.__name__, (WithRollouts, trainer_class), {})
-    return run.trl(joined, config_class, rollouts=rollouts, **{**shared, **own})
+    return run.trl(joined, config_class, rollouts=rollouts, scale=scale, **{**shared, **own})
+
+
+def scaled(advantages_GN: "Tensor", rewards_GN: "Tensor", scale: Scale) -> "Tensor":
+    """Advantages of G groups, divided by a standard deviation.
+
+    Args:
+        advantages_GN: the distances of rewards from the baselines of their groups.
+        scale: ``group``, ``batch``: that of the rewards of a group, or of all; ``normalize``: that of all advantages,
+            less their mean.
+    """
+    if scale == "group":
+        return advantages_GN / (nanstd(rewards_GN, dim=1).unsqueeze(1) + _EPSILON)
+    if scale == "batch":
+        return advantages_GN / (nanstd(rewards_GN) + _EPSILON)
+    if scale == "normalize":
+        return (advantages_GN - advantages_GN.mean()) / (nanstd(advantages_GN) + _EPSILON)
+    return advantages_GN
 
 
 def _named(name: str) -> Callable[..., list[float]]:
@@ -86,15 +112,21 @@ class WithRollouts(_BaseTrainer):
 
     Attributes:
         metric_weights: metric -> the weight of each of its values of the step, which are of one micro batch each.
+        kl_in_loss: the KL to the reference is a term of the loss, beside the advantages.
+        has_signal: something in the completions changes the policy; without, a step changes no weight.
+        has_moved: a step has changed the policy, so that it may differ from its reference.
     """
 
     def __init__(
-        self, *args: object, rollouts: "Rollouts", kl_beta: float, ref_model: "PreTrainedModel | None" = None,
-        proof: "Callable[[Tensor], None] | None" = None, **kwargs: object,
+        self, *args: object, rollouts: "Rollouts", kl_beta: float, scale: Scale,
+        ref_model: "PreTrainedModel | None" = None, proof: "Callable[[Tensor], None] | None" = None, **kwargs: object,
     ) -> None:  # fmt: skip
         kwargs["args"].beta = 0.0  # type: ignore[attr-defined]  # else it would load a reference of its own
         super().__init__(*args, **kwargs)
         self.rollouts, self.beta, self.ref_model, self.proof = rollouts, kl_beta, ref_model, proof
+        self.scale, self.has_signal, self.has_moved = scale, True, False
+        self.kl_in_loss = bool(kl_beta) and not isinstance(self, RLOOTrainer | OnlineDPOTrainer)
+        self._plain_backward, self.accelerator.backward = self.accelerator.backward, self._backward
         self.metric_weights: dict[str, list[float]] = defaultdict(list)
         number_real_tokens(self.model)
         method = rollouts.method
@@ -121,11 +153,34 @@ class WithRollouts(_BaseTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, object]]) -> object:
         """Also reports the share of equal rewards: TRL's is that of the whole batch with ``scale_rewards=batch``, and
-        of rewards less the KL in RLOO."""
+        of rewards less the KL in RLOO. Rounding gives the completions of a group with equal rewards no advantage: a
+        mean of 0.3 in fp32 is not 0.3, and Adam turns any gradient into a full step."""
         self._examples = inputs
-        found = super()._generate_and_score_completions(inputs)
-        self._metrics["train"]["frac_reward_zero_std"][-1] = self._equal_groups
+        found: dict[str, Tensor] = super()._generate_and_score_completions(inputs)
+        rollouts, rewards_NK, metrics = self.rollouts, self._rewards_NK, self._metrics["train"]
+        plain_GN = rollouts.gathered(found["advantages"]).view(-1, self.num_generations)
+        advantages_GN = scaled(plain_GN, rollouts.total(rewards_NK).view_as(plain_GN), self.scale)
+        advantages_GN = advantages_GN.masked_fill(rollouts.is_rounding(plain_GN, rewards_NK).unsqueeze(1), 0.0)
+        first = self.accelerator.process_index * len(found["advantages"])
+        found["advantages"] = advantages_GN.flatten()[first : first + len(found["advantages"])]
+        has_loss_N = rollouts.gathered(found["completion_mask"].any(1).float()) > 0
+        differs = self.kl_in_loss and self.has_moved
+        self.has_signal = bool((has_loss_N & ((advantages_GN.flatten() != 0) | differs)).any())
+        metrics["frac_reward_zero_std"][-1] = float(rollouts.equal_groups(rewards_NK).float().mean())
+        metrics["advantages/max"].append(float(advantages_GN.max()))
+        metrics["advantages/min"].append(float(advantages_GN.min()))
         return found
+
+    def _backward(self, loss: "Tensor", **kwargs: object) -> None:
+        """The backward pass of a step with a signal; without, neither momentum nor weight decay change a weight."""
+        self.has_moved |= self.has_signal
+        is_deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if self.has_signal:
+            self._plain_backward(loss, **kwargs)
+        elif is_deepspeed or self.accelerator.scaler is not None:  # these count each step; the schedule sets its rate
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0
+            self._plain_backward(loss * 0.0, **kwargs)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> object:
         if self.use_vllm:
@@ -140,7 +195,7 @@ class WithRollouts(_BaseTrainer):
         step = self.state.global_step
         rewards_BK = self.rollouts.score(step, self._examples, completion_ids)
         rewards_NK: Tensor = self.rollouts.gathered(rewards_BK)
-        self._equal_groups = float(self.rollouts.equal_groups(rewards_NK).float().mean())
+        self._rewards_NK = rewards_NK
         self.rollouts.watch(step, rewards_NK, completion_ids)
         self.rollouts.keep(step, self._examples, completion_ids, rewards_BK)
         return rewards_NK
@@ -194,6 +249,8 @@ class WithRollouts(_BaseTrainer):
             "rollouts": self.rollouts.state_dict(),
             "buffered": self._buffered if reused else [],
             "of_generation": self._of_generation if reused else {},
+            "has_signal": self.has_signal,
+            "has_moved": self.has_moved,
         }
         draft = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         torch.save(state, draft / _STATE.format(rank=self.args.process_index))
@@ -210,6 +267,7 @@ class WithRollouts(_BaseTrainer):
         self.rollouts.load_state_dict(state["rollouts"])
         if same:
             self._buffered, self._of_generation = state["buffered"], state["of_generation"]
+        self.has_signal, self.has_moved = state.get("has_signal", True), state.get("has_moved", True)
 
 
 class OnlineDPOTrainer(GRPOTrainer):

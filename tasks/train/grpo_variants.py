@@ -94,6 +94,11 @@ class VariantOptions(Generating):
                 f"loss={variant.like}"
             )
 
+    @property
+    def scale(self) -> Scale:
+        """What advantages are divided by."""
+        return self.scale_rewards or VARIANTS[self.loss].scale_rewards
+
     def trl_options(self) -> dict[str, object]:
         """Arguments of TRL's ``GRPOConfig`` that the loss and its options become."""
         variant = VARIANTS[self.loss]
@@ -102,7 +107,6 @@ class VariantOptions(Generating):
             "importance_sampling_level": "sequence" if variant.sequence else "token",
             "epsilon": self.epsilon or variant.epsilon or 0.2,
             "epsilon_high": self.epsilon_high or variant.epsilon_high,
-            "scale_rewards": self.scale_rewards or variant.scale_rewards,
             "mask_truncated_completions": self.mask_truncated,
             "use_bias_correction_kl": self.kl_ratio,
         }

@@ -62,6 +62,7 @@ SAMPLES_FILE = "samples.parquet"
 SAMPLES_PER_STEP = 16  # from the first prompts of a step
 MAX_SAMPLES = 10_000  # in the output; a longer training keeps those of every n-th step
 LOGGED = 10  # samples in the log
+_ROUNDING = 1e-6  # error of sums in fp32, relative to the largest term
 _FUSED = {"input_ids", "attention_mask", "labels"}  # tensors of TRL's fused forward
 _TOKENS = ("prompt", "prompt_ids")  # of an example, beside its columns
 
@@ -216,9 +217,16 @@ class Rollouts:
 
     def equal_groups(self, rewards_NK: "Tensor") -> "Tensor":
         """Whether all rewards of each prompt are equal; with one completion per prompt, whether all of the step are."""
-        size = self.method.num_generations
-        groups = self.total(rewards_NK).view(-1, size if size > 1 else len(rewards_NK))
-        return torch.isclose(groups, groups[:, :1]).all(1)
+        size, clip = self.method.num_generations, getattr(self.method, "reward_clip", None) or math.inf
+        groups = self.total(rewards_NK).clamp(-clip, clip).view(-1, size if size > 1 else len(rewards_NK))
+        return self.is_rounding(groups - groups.mean(1, keepdim=True), rewards_NK)
+
+    def is_rounding(self, differences_GN: "Tensor", rewards_NK: "Tensor") -> "Tensor":
+        """Whether all differences between the rewards of a group (G) are no more than rounding makes them."""
+        clip = getattr(self.method, "reward_clip", None) or math.inf
+        terms_N = rewards_NK.abs() @ torch.tensor(self.weights, device=rewards_NK.device).abs()
+        largest_G = terms_N.clamp(max=clip).view_as(differences_GN).amax(1)
+        return differences_GN.abs().amax(1) <= _ROUNDING * largest_G
 
     def gathered(self, values_B: "Tensor") -> "Tensor":
         """The values of all workers, in the order of the batch."""

@@ -22,7 +22,7 @@ from tasks.train.generating import Sampling
 from tasks.train.generating_trainer import OnlineDPOTrainer, pair_losses
 from tasks.train.grpo_variants import VARIANTS
 from tasks.train.rollouts import Rollouts, _warpers, sample
-from tasks.train.run import row_order
+from tasks.train.run import TrainingRun, row_order
 from tests import completion_scores, tiny_models, training
 from tests.integration.test_resume import SAVING, stop_and_go_on
 from tests.trained_store import LORA, Made
@@ -474,6 +474,87 @@ def test_the_share_of_groups_with_equal_rewards_is_that_of_the_rewards(
     stage = training.method(name, num_generations=4, learning_rate=3e-2, **fields)
     run = training.train(stage, root, tmp_path / "output", resources=Resources(micro_batch_size=8))
     assert [metrics["frac_reward_zero_std"] for _, metrics in run.reports] == [0.5] * 3
+
+
+def equal_after(steps: int, value: float = 0.3) -> object:
+    """A reward function that gives different rewards in the first steps, then one to all."""
+    calls: list[None] = []
+
+    def spread(completions: list[str]) -> list[float]:
+        calls.append(None)
+        return [float(row) if len(calls) <= steps else value for row in range(len(completions))]
+
+    return spread
+
+
+QUIET = [
+    ("grpo", {}), ("grpo", {"scale_rewards": "batch"}), ("grpo", {"loss": "dr_grpo"}),
+    ("grpo", {"num_iterations": 2, "num_steps": 4}), ("rloo", {"beta": 0.0, "normalize_advantages": True}),
+    ("rloo", {"beta": 0.0, "reward_clip": 0.3}), ("online_dpo", {"num_generations": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fields"), QUIET)
+def test_a_step_with_equal_rewards_changes_no_weight(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fields: dict
+) -> None:
+    shared = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_schedule": "constant", "warmup_ratio": 0.0, **fields}
+    iterations = fields.get("num_iterations", 1)
+    resources = Resources(micro_batch_size=8)
+    outputs = []
+    for steps in (iterations, 3 * iterations):  # the first generation teaches: Adam has momentum after it
+        monkeypatch.setattr(completion_scores, "spread", equal_after(1, value=7.3))
+        stage = training.method(name, **{**shared, "num_steps": steps})
+        outputs.append(training.train(stage, root, tmp_path / str(steps), resources=resources))
+    learned, quiet = outputs
+    assert not same(weights(learned.output), weights(root / "policy"))
+    assert same(weights(quiet.output), weights(learned.output))
+    first, *_, last = (metrics for _, metrics in quiet.reports)
+    assert first["advantages/max"] > 0 > first["advantages/min"] and first["grad_norm"] > 0
+    assert last["advantages/max"] == last["advantages/min"] == last["grad_norm"] == 0
+
+
+def test_a_policy_that_is_still_its_reference_gets_no_step_without_rewards(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(completion_scores, "spread", equal_after(0))
+    stage = training.method("grpo", beta=0.1, weight_decay=0.1, learning_rate=1e-2)
+    run = training.train(stage, root, tmp_path / "output", resources=Resources(micro_batch_size=8))
+    assert same(weights(run.output), weights(root / "policy"))
+
+
+def test_a_scaled_loss_takes_a_step_that_changes_no_weight(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scaler of fp16 fails on a step without gradients, as does DeepSpeed's engine."""
+    shared = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_schedule": "constant", "warmup_ratio": 0.0}
+    found = []
+    for steps in (1, 3):
+        monkeypatch.setattr(completion_scores, "spread", equal_after(1))
+        stage = training.method("grpo", **shared, num_steps=steps)
+        ctx = TrainContext(
+            output_dir=tmp_path / str(steps), work_dir=tmp_path / "work", resources=Resources(micro_batch_size=8),
+            report=lambda _step, _metrics: None,
+        )  # fmt: skip
+        run = TrainingRun(stage, training.inputs(root, stage), ctx)
+        trainer = stage.trainer(run)
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        run.fit(trainer)
+        found.append({name: each.detach().clone() for name, each in trainer.model.named_parameters()})
+    assert same(*found) and not same(found[0], {name: weights(root / "policy")[name] for name in found[0]})
+
+
+def test_equal_rewards_of_any_value_have_advantages_of_exactly_0(root: Path, tmp_path: Path) -> None:
+    """Of the 101 values from 0.00 to 1.00, 46 have a mean in fp32 that is another number."""
+    rewards_GN = (torch.arange(101) / 100).repeat_interleave(8).view(101, 8)
+    method = training.method("grpo", num_generations=8)
+    rollouts = SimpleNamespace(method=method, weights=[1.0])
+    found = Rollouts.is_rounding(rollouts, rewards_GN - rewards_GN.mean(1, keepdim=True), rewards_GN.view(-1, 1))
+    assert bool(found.all())
+    near = rewards_GN.clone()
+    near[:, 0] += 0.01  # and nothing that differs is taken for equal
+    found = Rollouts.is_rounding(rollouts, near - near.mean(1, keepdim=True), near.view(-1, 1))
+    assert not bool(found.any())
 
 
 def test_steps_whose_completions_are_all_masked_stop_a_training(

@@ -115,6 +115,10 @@ def test_a_finished_sweep_trains_nothing_again(old: Command, folder: Path) -> No
     assert columns and new_rows == old_rows
 
 
+# Methods whose numbers changed, so that their version rose: they train again.
+MOVED = ("grpo", "rloo", "online_dpo")  # equal rewards had advantages by rounding; steps without a signal were taken
+
+
 def test_no_recipe_moved() -> None:
     pipeline, lora = "cpt-sft-dpo-gated", Adapter(rank=4, alpha=8, dropout=0.1)
     found = {
@@ -124,4 +128,6 @@ def test_no_recipe_moved() -> None:
     found |= {f"{name}+lora": training.method(name, adapter=lora) for name in training.METHODS}
     before = json.loads((FIXTURES / "recipes.json").read_text())
     moved = {name: fingerprint(method.recipe(), {})[:16] for name, method in found.items()}
-    assert {name: moved[name] for name in before} == before
+    still = {name for name in before if name.partition("+")[0] not in MOVED}
+    assert {name: moved[name] for name in still} == {name: before[name] for name in still}
+    assert not [name for name in before if name not in still and moved[name] == before[name]]

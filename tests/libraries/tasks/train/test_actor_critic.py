@@ -51,6 +51,18 @@ def test_values_are_whitened_over_the_tokens_and_not_over_padding() -> None:
     assert whiten(values, mask, shift=False) == near([3 - spread, 3.0], [3 + spread, 0.0])
 
 
+@pytest.mark.parametrize("value", [0.3, 0.7, -7.3, 1e4 / 3])
+def test_equal_values_are_not_apart_by_rounding(value: float) -> None:
+    mask = torch.ones(8, 7)
+    values = torch.full((8, 7), value)
+    assert not whiten(values, mask, shift=True).any() and not center_by_prompt(values, mask, num_generations=4).any()
+    assert torch.allclose(whiten(values, mask, shift=False), values, rtol=1e-6)
+    values[0, 0] *= 1.001
+    assert whiten(values, mask, shift=True).all()
+    found = center_by_prompt(values, mask, num_generations=4)
+    assert found[:4].all() and not found[4:].any()
+
+
 def test_advantages_are_centred_over_the_tokens_of_a_prompt() -> None:
     values = torch.tensor([[1.0, 2.0], [6.0, PADDING], [0.0, 0.0], [2.0, 2.0]])
     mask = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
