@@ -35,7 +35,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
-    from flows.planning.checks import bf16_notes, position_notes
+    from flows.planning.checks import bf16_notes, column_notes, position_notes
     from flows.planning.estimates import Estimator, History, share_notes
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
@@ -47,8 +47,9 @@ def run_plan(options: argparse.Namespace) -> int:
     plan = make_plan(pipeline)
     faster = bf16_notes({planned.name: planned.stage for planned in plan.stale})
     shares = share_notes(plan, plan.stale)
-    positions = position_notes(pipeline, [planned.name for planned in plan.stale])
-    plan = replace(plan, notes=[*plan.notes, *positions, *shares, *faster, *pending(plan)])
+    stale = [planned.name for planned in plan.stale]
+    positions, columns = position_notes(pipeline, stale), column_notes(plan.pipeline, stale)
+    plan = replace(plan, notes=[*plan.notes, *positions, *columns, *shares, *faster, *pending(plan)])
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
     require_fits(plan, found, estimator, options.suggest)

@@ -3,18 +3,22 @@
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 import orjson
 
 from flows.declare.pipeline import Pipeline, Stage, listed
 from flows.planning.model_checks import POLICY, root_config, root_directory, root_json, root_of
-from lineage.artifact import ALIAS, MODELS, SOURCE, Source
+from lineage.artifact import ALIAS, MODELS, QUICKSTART, SOURCE, Source
 from lineage.environment import list_gpus
 from lineage.errors import ConfigError, PipelineError
 from lineage.model_source import vocabulary_of
+from lineage.source_checks import PYTHON, is_loaded
+from lineage.sources import local_paths
 from lineage.verdict import CHAMPION
 from tasks.context import Resources
 from tasks.data.formats.detect import check_direction, detect, with_prompt
@@ -82,6 +86,39 @@ def check_row_kinds(pipeline: Pipeline) -> None:
             refusal = found.refusal_by_stage(source.path, method.produces)
             if refusal:
                 raise ConfigError(f"stages.{name}.inputs: {refusal}")
+
+
+def column_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
+    """Notes on columns of files on this machine that their data stage would not read, from their first rows."""
+    found = []
+    for name in stages:
+        method, inputs = pipeline.stages[name].method, pipeline.stages[name].inputs
+        if not isinstance(method, Prepare):
+            continue
+        for ref in filter(pipeline.is_source, (inputs[slot] for slot in method.row_slots(inputs))):
+            source = pipeline.sources[ref.removeprefix(SOURCE)]
+            with suppress(OSError, ValueError, PipelineError, BadRowError):  # the stage says what is wrong with it
+                unread = _unread_columns(source, method.prompt_template)
+                if unread:
+                    found.append(f"{name}: columns of {source.path} that are not read: {', '.join(unread)}")
+    return found
+
+
+def _unread_columns(source: Source, template: str | None) -> list[str]:
+    """Columns of the first rows that are not read; empty for a source that is not a file on this machine."""
+    paths = [] if source.path.startswith((PYTHON, QUICKSTART)) else local_paths(source.path)
+    from tasks.data.reading.chunk import Row
+    from tasks.data.reading.read import read_chunks
+    from tasks.data.reading.tables import is_saved
+
+    if not paths or is_loaded(source) or is_saved(paths[0]):  # `datasets`, which is heavy, reads these
+        return []
+    chunk = next(read_chunks(source))
+    rows = [row.fields for row in islice(chunk.rows(), _FIRST_ROWS) if isinstance(row, Row)]
+    rows = [with_prompt(row, template) if template else row for row in rows]
+    detected = detect(rows, source.path, columns=source.columns, stated=source.format)
+    group = detected.columns.get("group", "group")
+    return sorted({name for row in rows for name in row.keys() - detected.read_columns(row) if name != group})
 
 
 def _first_rows(source: Source, template: str | None) -> list[Fields]:

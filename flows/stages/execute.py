@@ -32,6 +32,8 @@ from lineage.metrics_file import last_step
 from lineage.store import Entry
 from lineage.tracker import Event, StageStart, end_event
 from tasks.context import Metrics
+from tasks.data.preparing.options import Prepare
+from tasks.data.preparing.report import REPORT, DataReport
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +123,8 @@ def _report_end(run: Run, planned: PlannedStage, state: Literal["reused", "done"
     assert manifest is not None
     end = Event(title=run.title(planned), state=state, manifest=manifest)
     run.emit(end)
-    for line in _notes(manifest.metrics) if state == "done" else ():
+    notes = [*_notes(manifest.metrics), *_unread(run, planned)] if state == "done" else []
+    for line in notes:
         run.announce(f"{run.title(planned)}: {line}")
     return Result(manifest=manifest, seconds=end.seconds)
 
@@ -137,6 +140,15 @@ def _notes(metrics: Metrics) -> Iterator[str]:
     if metrics.get("adaptive/interventions"):
         number = counted(int(metrics["adaptive/interventions"]), "intervention")
         yield f"{number} in its learning rate (schedule.adaptive), named in its log and manifest"
+
+
+def _unread(run: Run, planned: PlannedStage) -> Iterator[str]:
+    """The columns of its sources that a data stage has not read."""
+    output = run.plan.entry(planned).output
+    if isinstance(planned.stage.method, Prepare) and (output / REPORT).exists():
+        for source in DataReport.read(output).sources.values():
+            if source.unread:
+                yield f"columns of {source.path} that are not read: {source.unread}"
 
 
 @contextlib.contextmanager

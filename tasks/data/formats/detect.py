@@ -95,6 +95,12 @@ class Detected:
                     f"the row has {name}, which {self.name} does not read", "unread answer or label",
                     f"rows of {self.name}", f"remove the row, or leave {name} unread with format={self.name}",
                 )  # fmt: skip
+        for name in () if self.stated else self.format.unread(fields):
+            raise BadRowError(
+                f"the row has {name}, which {self.name} does not read and which changes what is trained",
+                "unread column", f"the columns {', '.join(each for each in self.format.mapping if each != REST)}",
+                f"rename it to one of them with columns, remove it, or leave it unread with format={self.name}",
+            )  # fmt: skip
         return self.format.convert(fields)
 
 
@@ -159,7 +165,7 @@ def _fit(format: Format, rows: Sequence[Fields], present: frozenset[str], *, sta
     found = {}
     for index, fields in enumerate(rows):
         said = {name: value for name, value in fields.items() if name in present}
-        if (stated or not format.lost(fields)) and (names := format.recognize(said)):
+        if (stated or not format.lost(fields)) and (names := format.recognize(said, stated=stated)):
             found[index] = names
     most = Counter(found.values()).most_common(1)
     words = f"has {' and '.join(most[0][0])}" if most else ""

@@ -12,6 +12,7 @@ from itertools import takewhile
 
 from lineage.artifact import Kind
 from tasks.data.formats.turns import (
+    SYSTEM,
     BadRowError,
     CanonicalRow,
     Fields,
@@ -30,18 +31,22 @@ from tasks.data.formats.turns import (
     prompt_turns,
     require_nothing_else,
     required,
-    sharegpt_turns,
     spelling_of,
-    system_turn,
     text,
     text_of,
     whole_characters,
+    with_system_column,
 )
 from tasks.data.kinds import RESERVED_COLUMNS
 
 REST = "*"  # in a mapping: all other columns
 _COMPLETION = ("completion", "response")
+_INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # of Alpaca, and as Dolly calls them
+_OTHER_PROMPTS = frozenset({"prompt", "text", "messages", "conversations"})
 _PROMPTS = ("question", "instruction", "query", "problem")  # other common names of a prompt
+# Columns that change what is trained: a row with one that its format does not read is refused.
+_WEIGHTS = frozenset({"weight", "weights", "sample_weight", "loss_weight"})
+_OF_CHAT = frozenset({"tools", "functions", "label", "thinking", "reasoning_content"})
 _JUDGED = frozenset({"label", "chosen", "rejected"})  # columns with a judgement of answers
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # role names in transcripts
@@ -77,16 +82,26 @@ def _asked_and_answered(fields: Fields) -> tuple[list[Message], list[Message]]:
 
 
 def _alpaca(fields: Fields) -> CanonicalRow:
-    messages = system_turn(fields) + _history(fields.get("history"))
-    instruction, more = required(fields, "instruction", "empty prompt"), fields.get("input")
+    messages = _history(fields.get("history"))
+    name = one_of(fields, _INPUTS)
+    instruction, more = required(fields, "instruction", "empty prompt"), fields.get(name)
     if is_nothing(more) or (isinstance(more, str) and more.isspace()):
         asked = text(instruction, "instruction", "empty prompt")
     else:
-        asked = text(more, "input", "empty prompt")
+        asked = text(more, name, "empty prompt")
         if instruction != "":  # some data sets put the whole question in ``input``
             asked = f"{text(instruction, 'instruction', 'empty prompt')}\n{asked}"
-    output = answer(text_of(fields, "no answer", "output"), "output")
+    given = one_of(fields, _OUTPUTS)
+    output = answer(text(required(fields, given, "no answer"), given, "no answer"), given)
     return add_tools({"messages": [*messages, _user(asked), *output]}, fields)
+
+
+def _recognize_instructions(fields: Fields) -> tuple[str, ...]:
+    """The columns of Alpaca, or of Dolly, whose names other formats have too."""
+    if {"instruction", "output"} <= fields.keys():
+        return ("instruction", "output")
+    is_dolly = {"instruction", "response"} <= fields.keys() and _OTHER_PROMPTS.isdisjoint(fields)
+    return ("instruction", "response") if is_dolly else ()
 
 
 def _history(value: object) -> list[Message]:
@@ -105,8 +120,8 @@ def _history(value: object) -> list[Message]:
 
 
 def _sharegpt(fields: Fields) -> CanonicalRow:
-    turns, spelling = sharegpt_turns(fields)
-    return add_tools({"messages": conversation(turns, "conversations", spelling)}, fields)
+    turns = listed(fields, "conversations")
+    return add_tools({"messages": conversation(turns, "conversations", spelling_of(turns))}, fields)
 
 
 def _reasoning(fields: Fields) -> CanonicalRow:
@@ -116,7 +131,7 @@ def _reasoning(fields: Fields) -> CanonicalRow:
     if "</think>" in thinking or "<think>" in solution:
         raise BadRowError("the thinking or the solution has a <think> of its own")
     answered = answer(f"<think>\n{thinking}\n</think>\n\n{solution}", "solution")
-    return {"messages": [*system_turn(fields), _user(problem), *answered]}
+    return {"messages": [_user(problem), *answered]}
 
 
 def _function_calling(fields: Fields) -> CanonicalRow:
@@ -293,8 +308,8 @@ def _require_one_beginning(fields: Fields, chosen: list[Message], rejected: list
 
 def _sharegpt_ranking(fields: Fields) -> CanonicalRow:
     """ShareGPT with two answers: ``conversations`` is the prompt, ``chosen`` and ``rejected`` are one turn each."""
-    turns, spelling = sharegpt_turns(fields)
-    asked, (chosen, rejected) = prompt_turns(turns, "conversations", spelling), _answers(fields)
+    turns = listed(fields, "conversations")
+    asked, (chosen, rejected) = prompt_turns(turns, "conversations", spelling_of(turns)), _answers(fields)
     left, right = answer(chosen, "chosen", spelling_of(chosen)), answer(rejected, "rejected", spelling_of(rejected))
     return _paired(asked, left, right, fields)
 
@@ -354,9 +369,13 @@ class Format:
     by_value: Callable[[Fields], tuple[str, ...]] | None = None
     losing: frozenset[str] = frozenset()
 
-    def recognize(self, fields: Fields) -> tuple[str, ...]:
-        """The columns by which a row matches this format; empty: it does not match."""
-        if self.by_value:
+    def recognize(self, fields: Fields, *, stated: bool = False) -> tuple[str, ...]:
+        """The columns by which a row matches this format; empty: it does not match.
+
+        Args:
+            stated: the user sets the format: ``needs``, where there are any, suffice.
+        """
+        if self.by_value and not (stated and self.needs):
             return self.by_value(fields)
         either = [(names,) if isinstance(names, str) else names for names in self.needs]
         found = [next((name for name in names if name in fields), None) for names in either]
@@ -369,7 +388,8 @@ class Format:
             BadRowError: what is wrong with it.
         """
         try:
-            return self.read(fields)
+            row = self.read(fields)
+            return row if self.kind == Kind.TEXT else with_system_column(row, fields)
         except BadRowError as error:
             if error.accepted:
                 raise
@@ -379,10 +399,19 @@ class Format:
         """The columns of a row that would be lost."""
         return [] if self.losing.isdisjoint(fields) else sorted(self.losing & fields.keys())
 
+    def unread(self, fields: Fields) -> list[str]:
+        """The columns of a row that change what is trained and that this format does not read."""
+        found = fields.keys() & (_WEIGHTS | (frozenset(SYSTEM) if self.kind == Kind.TEXT else _OF_CHAT))
+        if not found or REST in self.mapping:
+            return []
+        said = {name: fields[name] for name in found - self.mapping.keys() if not is_nothing(fields[name])}
+        return sorted(name for name, value in said.items() if not (name in _WEIGHTS and value == 1))
+
 
 _CHAT = '"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
 _ANSWER = '{"role": "assistant", "content": "..."}'
-_TOOLS = {"tools": "tools"}
+_SYSTEM = dict.fromkeys(SYSTEM, "the first turn of the prompt")
+_TOOLS = {"tools": "tools", **_SYSTEM}
 _PAIR = {"chosen": "chosen", "rejected": "rejected", "kind": "kind", **_TOOLS}
 
 FORMATS: tuple[Format, ...] = (
@@ -393,7 +422,7 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="messages", kind=Kind.CONVERSATIONS, needs=("messages",), read=_messages, losing=_JUDGED,
         accepted=f"{{{_CHAT}}}",
-        mapping={"messages": "the conversation", "tools": "tools", "functions": "tools, as they were called before"},
+        mapping={"messages": "the conversation", **_TOOLS, "functions": "tools, as they were called before"},
     ),
     Format(
         name="prompt_completion", kind=Kind.CONVERSATIONS, needs=("prompt", _COMPLETION), read=_prompt_completion,
@@ -402,17 +431,18 @@ FORMATS: tuple[Format, ...] = (
         losing=frozenset({"label"}),
     ),
     Format(
-        name="alpaca", kind=Kind.CONVERSATIONS, needs=("instruction", "output"), read=_alpaca,
+        name="alpaca", kind=Kind.CONVERSATIONS, needs=("instruction", _OUTPUTS), read=_alpaca,
+        by_value=_recognize_instructions,
         accepted='{"instruction": "...", "input": "...", "output": "..."}',
         mapping={
-            "instruction": "the user's turn", "input": "the user's turn, below the instruction",
-            "output": "the assistant's turn", "system": "the system's turn", "history": "earlier turns", **_TOOLS,
+            "instruction": "the user's turn", **dict.fromkeys(_INPUTS, "the user's turn, below the instruction"),
+            **dict.fromkeys(_OUTPUTS, "the assistant's turn"), "history": "earlier turns", **_TOOLS,
         },
     ),
     Format(
         name="sharegpt", kind=Kind.CONVERSATIONS, needs=("conversations",), read=_sharegpt, losing=_JUDGED,
         accepted='{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
-        mapping={"conversations": "the conversation", "system": "its first turn", **_TOOLS},
+        mapping={"conversations": "the conversation", **_TOOLS},
     ),
     Format(
         name="reasoning", kind=Kind.CONVERSATIONS, read=_reasoning,
@@ -422,13 +452,13 @@ FORMATS: tuple[Format, ...] = (
             **dict.fromkeys(("problem", "question"), "the user's turn"),
             **dict.fromkeys(("thinking", "reasoning"), "the assistant's turn, within <think>"),
             **dict.fromkeys(("solution", "answer"), "the assistant's turn, below its thinking"),
-            "system": "the system's turn",
+            **_SYSTEM,
         },
     ),
     Format(
         name="function_calling", kind=Kind.CONVERSATIONS, needs=("query", "tools", "answers"), read=_function_calling,
         accepted='{"query": "...", "tools": [{"name": ...}], "answers": [{"name": ..., "arguments": {...}}]}',
-        mapping={"query": "the user's turn", "tools": "tools", "answers": "the assistant's tool calls"},
+        mapping={"query": "the user's turn", "answers": "the assistant's tool calls", **_TOOLS},
     ),
     Format(
         name="preference", kind=Kind.PREFERENCES, needs=("prompt", "chosen", "rejected"), read=_preference,
@@ -458,8 +488,7 @@ FORMATS: tuple[Format, ...] = (
         accepted='{"conversations": [{"from": "human", "value": "..."}], "chosen": {"from": "gpt", "value": "..."}, '
         '"rejected": {"from": "gpt", "value": "..."}}',
         mapping={
-            "conversations": "prompt", "chosen": "chosen", "rejected": "rejected", "system": "the prompt's first turn",
-            "kind": "kind", "tools": "tools",
+            "conversations": "prompt", **_PAIR,
         },
     ),
     Format(
@@ -469,7 +498,7 @@ FORMATS: tuple[Format, ...] = (
         f'"non_preferred_output": [{_ANSWER}]}}',
         mapping={
             "input": "prompt and tools", "preferred_output": "chosen", "non_preferred_output": "rejected",
-            "kind": "kind",
+            "kind": "kind", **_SYSTEM,
         },
     ),
     Format(
@@ -491,7 +520,7 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="prompts", kind=Kind.PROMPTS, needs=("prompt",), read=_prompts,
         accepted='{"prompt": "..."}, a string or a list of messages',
-        mapping={"prompt": "prompt", "tools": "tools", REST: "columns, for a reward function"},
+        mapping={"prompt": "prompt", **_TOOLS, REST: "columns, for a reward function"},
         losing=frozenset({*_COMPLETION, "chosen", "rejected"}),
     ),
 )  # fmt: skip

@@ -13,6 +13,7 @@ CanonicalRow = dict[str, object]  # a row with the columns of its kind, without 
 _SHOWN = 40  # characters of a text in a message
 _SPACES = "".join(character for character in map(chr, range(0x3001)) if character.isspace())
 _UNSEEN = _SPACES + "\u200b\u200c\u200d\u2060\ufeff"  # and characters without width
+SYSTEM = ("system", "system_prompt")  # columns that hold the first turn of the prompt
 _BAD_TOOLS, _BAD_CALL, _UNCLOSED = "tools that cannot be read", "tool call that cannot be read", "unclosed tool call"
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 _OUTER = ("type", "id", "index")  # keys beside a function; ``index`` comes from streamed responses
@@ -288,19 +289,23 @@ def answer(value: object, what: str, spelling: Spelling = OPENAI) -> list[Messag
     return messages
 
 
-def system_turn(fields: Fields) -> list[Message]:
-    """The turn of the column ``system``, if it is set."""
-    system = fields.get("system")
-    return [] if is_nothing(system) else [{"role": "system", "content": text(system, "system", "empty prompt")}]
-
-
-def sharegpt_turns(fields: Fields) -> tuple[object, Spelling]:
-    """The turns, with that of the column ``system``, and their spelling."""
-    turns, system = listed(fields, "conversations"), fields.get("system")
-    spelling = spelling_of(turns)
-    if is_nothing(system) or not isinstance(turns, list):
-        return turns, spelling
-    return [{spelling.role: "system", spelling.content: system}, *turns], spelling
+def with_system_column(row: CanonicalRow, fields: Fields) -> CanonicalRow:
+    """A row of chat with the turn of the user's column ``system`` or ``system_prompt``, if one is set."""
+    column = one_of(fields, SYSTEM)
+    if is_nothing(fields.get(column)):
+        return row
+    said = text(fields[column], column, "empty prompt")
+    name = "messages" if "messages" in row else "prompt"
+    turns = row[name]
+    assert isinstance(turns, list), "rows of text have no turns"
+    if turns[0]["role"] != "system":
+        return {**row, name: [{"role": "system", "content": said}, *turns]}
+    if turns[0]["content"] != said:
+        raise BadRowError(
+            f"the column {column} and the first turn are two system prompts", "two system prompts",
+            "one system prompt, in the column or in the turns", "remove one of them",
+        )  # fmt: skip
+    return row
 
 
 def spelling_of(turns: object) -> Spelling:

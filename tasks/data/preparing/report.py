@@ -14,6 +14,7 @@ from lineage.markup import html_page
 REPORT, REJECTS = "report.json", "rejects.jsonl"
 LEAKAGE, NEAR_DUPLICATES = "leakage.parquet", "near_duplicates.parquet"
 MAX_PLACES = 5  # rows that a remark names
+_MAX_COLUMNS = 10  # unread columns in one line
 NUM_LISTED = 20  # near-duplicates and overlaps in a report; separate files list all
 
 
@@ -69,6 +70,13 @@ class SourceReport:
     def num_dropped(self) -> int:
         """Number of rows that are not used."""
         return sum(self.dropped.values())
+
+    @property
+    def unread(self) -> str:
+        """The columns that are not read, with their rows: ``id (30 rows), source (12 rows)``; empty: all are read."""
+        listed = [f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in self.ignored_columns.items()]
+        more = f" and {len(listed) - _MAX_COLUMNS} more" if len(listed) > _MAX_COLUMNS else ""
+        return ", ".join(listed[:_MAX_COLUMNS]) + more
 
     def drop(self, counts: Mapping[str, int]) -> None:
         """Counts rows that are not used, by reason."""

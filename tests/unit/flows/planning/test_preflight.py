@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.planning.checks import check_row_kinds
+from flows.planning.checks import check_row_kinds, column_notes
 from flows.planning.model_checks import check_models
 from flows.planning.plan import make_plan
 from flows.run import check_machine
@@ -122,6 +122,21 @@ def test_a_file_of_single_answers_is_refused_by_the_plan_where_pairs_are_read(
         return
     with pytest.raises(ConfigError, match=rf"stages.preferences.inputs: {path}: detected .*{message}"):
         check()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+def test_the_plan_names_the_columns_that_are_not_read(tmp_path, suffix):
+    path, columns = tmp_path / f"rows.{suffix}", ["id", "group", *PAIR]
+    rows = [{"id": "1", "group": "g", **PAIR}] * 3
+    path.write_text("\n".join(map(json.dumps, rows)) if suffix == "jsonl" else json.dumps(rows))
+    if suffix == "csv":
+        path.write_text("\n".join([",".join(columns), *(",".join(row.values()) for row in rows)]))
+    pipeline = load_pipeline([f"sources.preferences.path={path}"])
+    notes = column_notes(pipeline, ["base", "preferences", "dpo"])
+    assert notes == [f"preferences: columns of {path} that are not read: id"]
+    assert column_notes(pipeline, ["corpus", "dpo"]) == []
+    path.write_text("no row")
+    assert column_notes(pipeline, ["preferences"]) == []
 
 
 def test_several_nodes_need_a_cluster_elsewhere(monkeypatch):

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
 from flows.stages import execute as execute_module
 from flows.stages.execute import begin, execute, workers_hardware
 from flows.stages.run import Run
@@ -16,6 +18,7 @@ from lineage.attempts import attempts, record_attempt
 from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
 from lineage.lock import Lock
 from lineage.tracker import Tracker
+from tasks.data.preparing.report import DataReport, SourceReport
 from tests.finished import finish, save
 
 
@@ -125,6 +128,22 @@ def test_what_a_training_did_beside_its_steps_is_announced(half_done, monkeypatc
         "left: ended early at step 60: val/loss no longer fell (validation.patience)",
         "left: 2 interventions in its learning rate (schedule.adaptive), named in its log and manifest",
     ]
+
+
+def test_columns_that_a_data_stage_did_not_read_are_announced_once(tmp_path, monkeypatch):
+    def written(processes, job):
+        ignored = {"id": 2000, **{f"column {number}": 1 for number in range(11)}}
+        source = SourceReport(path="rows.jsonl", format="f", evidence="", mapping={}, ignored_columns=ignored)
+        other = SourceReport(path="all.jsonl", format="f", evidence="", mapping={})
+        DataReport(counts={}, sources={"rows": source, "rows_2": other}).write(job.directory / "output")
+        return {}
+
+    monkeypatch.setattr(Writing, "run", written)
+    plan, heard = make_plan(load_pipeline([f"store={tmp_path}/store"])), Heard()
+    execute(Run(plan=plan, processes=Writing(), emit=heard, tracker=Tracker()), plan.stage("preferences"))
+    (line,) = [text for state, _, text in heard if state == "message"]
+    assert line.startswith("preferences: columns of rows.jsonl that are not read: id (2,000 rows), column 0 (1 row), ")
+    assert line.endswith(" and 2 more")
 
 
 class AskedInItsLastStep(Writing):

@@ -10,6 +10,7 @@ import pytest
 from lineage.artifact import Kind
 from tasks.data.formats.detect import Detected, detect
 from tasks.data.formats.known import BY_NAME, FORMATS
+from tasks.data.formats.turns import BadRowError
 from tasks.data.kinds import messages_of, tools_of
 
 Row = dict[str, object]
@@ -168,6 +169,75 @@ def test_a_row_is_told_and_brought_into_the_form_of_its_kind(name: str, row: Row
     copied: Detected = pickle.loads(pickle.dumps(detected))
     assert copied == detected
     assert copied.convert(row) == made
+
+
+CHAT = [(name, *cases[0]) for name, cases in CASES.items() if name != "text"]
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+@pytest.mark.parametrize(("name", "row", "made"), CHAT, ids=[name for name, *_ in CHAT])
+def test_a_system_column_is_the_first_turn_of_the_prompt(name: str, row: Row, made: Row, column: str) -> None:
+    given = {**row, column: "s"}
+    detected = detect([given], "rows.jsonl")
+    assert detected.name == name and detected.mapping[column] == "the first turn of the prompt"
+    turns = "messages" if "messages" in made else "prompt"
+    own = list(made[turns])  # type: ignore[call-overload]
+    converted = detected.convert(given)
+    assert converted.pop(turns) == (own if own[0] == S else [S, *own])
+    columns = {"columns": json.dumps({column: "s"})} if name == "prompts" else {}  # reward functions get it too
+    assert {**converted, turns: own} == {**made, **columns}
+    if name != "prompts":
+        assert detected.convert({**row, column: None}) == detected.convert({**row, column: ""}) == made
+    assert column in detected.read_columns(given)
+
+
+def test_two_system_prompts_in_one_row_are_refused() -> None:
+    row: Row = {"messages": [S, Q, A], "system": "another"}
+    with pytest.raises(BadRowError, match="the column system and the first turn are two system prompts"):
+        detect([row], "rows").convert(row)
+    with pytest.raises(BadRowError, match="system and system_prompt are both there"):
+        detect([row], "rows").convert({**row, "system_prompt": "s"})
+
+
+@pytest.mark.parametrize(
+    ("row", "made"),
+    [
+        ({"instruction": "q", "context": "c", "response": "a", "category": "open_qa"}, [user("q\nc"), A]),
+        ({"instruction": "q", "context": "", "response": "a"}, [Q, A]),
+    ],
+)
+def test_the_columns_of_dolly_are_those_of_alpaca(row: Row, made: list[Row]) -> None:
+    detected = detect([row], "rows.jsonl")
+    assert detected.name == "alpaca" and detected.convert(row) == {"messages": made}
+    assert detect([{**row, "prompt": "q"}], "rows.jsonl", stated="alpaca").convert(row) == {"messages": made}
+    assert detect([{"prompt": "q", **row, "context": None}], "rows.jsonl").name == "prompt_completion"
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "value"),
+    [
+        ("preference", "label", 1), ("preference", "weight", 0.5),
+        ("alpaca", "label", False), ("messages", "weights", [1, 0]), ("messages", "sample_weight", 0),
+        ("prompt_completion", "reasoning_content", "t"), ("reasoning", "tools", [WEATHER]),
+        ("openai_preference", "tools", [WEATHER]), ("sharegpt", "functions", [WEATHER]), ("text", "system", "s"),
+        ("text", "weight", 0.1), ("preference", "images", ["a.png"]), ("unpaired", "weight", 2),
+    ],
+)  # fmt: skip
+def test_an_unread_column_that_changes_what_is_trained_is_refused(name: str, column: str, value: object) -> None:
+    row = CASES[name][0][0]
+    detected = detect([row], "rows.jsonl")
+    with pytest.raises(BadRowError, match=rf"^the row has {column}") as refusal:
+        detected.convert({**row, column: value})
+    if column != "images":
+        assert f"format={name}" in str(refusal.value)
+        assert detect([row], "rows.jsonl", stated=name).convert({**row, column: value}) == CASES[name][0][1]
+    for nothing in (None, "", [], {}):
+        assert detected.convert({**row, column: nothing}) == CASES[name][0][1]
+
+
+def test_a_weight_of_one_is_the_default() -> None:
+    row = CASES["preference"][0][0]
+    assert detect([row], "rows.jsonl").convert({**row, "weight": 1.0}) == CASES["preference"][0][1]
 
 
 def test_tools_and_arguments_keep_the_order_of_their_keys() -> None:
