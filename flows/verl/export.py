@@ -30,10 +30,12 @@ MODEL = {model!r}
 
 @cache
 def _scorers() -> list[Scorer]:
-    from transformers import AutoTokenizer
+    from pathlib import Path
+
+    from tasks.tokenizers import tokenizer_of
 
     rewards = {{name: RewardFunction(**_fields(each)) for name, each in REWARDS.items()}}
-    return scorers(rewards, AutoTokenizer.from_pretrained(MODEL))
+    return scorers(rewards, tokenizer_of(Path(MODEL)))
 
 
 def _fields(stated: dict) -> dict:
@@ -79,6 +81,7 @@ def export_verl(plan: Plan, stage: str, folder: Path, overrides: Sequence[str], 
     inputs = {slot: _finished(plan, stage, given) for slot, given in planned.inputs.items()}
     rows, policy = inputs["prompts"], inputs["policy"]
     require_whole(stage, policy)
+    require_plain_tokenizer(stage, policy)
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     source = f"{plan.pipeline.name}/{stage}"
@@ -130,6 +133,22 @@ def require_whole(stage: str, policy: Path) -> None:
         raise ConfigError(
             f"{stage}: its policy {policy} is an adapter without its base, which verl cannot load; a whole model is "
             "accepted; put a stage `merge` before it (docs/models.md), or train the policy with save=null"
+        )
+
+
+def require_plain_tokenizer(stage: str, policy: Path) -> None:
+    """Requires a tokenizer that verl, which loads it by ``AutoTokenizer``, reads as its file has it.
+
+    Raises:
+        ConfigError: it reads other tokens.
+    """
+    from tasks.tokenizers import read_otherwise
+
+    if other := read_otherwise(policy):
+        raise ConfigError(
+            f"{stage}: verl loads the tokenizer of {policy} by AutoTokenizer, which takes {other} for this type of "
+            "model and makes other tokens than its tokenizer.json, on which the policy was trained; a model whose "
+            "tokens are those of its type is accepted; train the stage with posttrain run"
         )
 
 

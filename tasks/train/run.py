@@ -20,7 +20,7 @@ from tasks.data.tokens.template import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
 from tasks.positions import require_positions
 from tasks.recipe import Role
-from tasks.tokenizers import require_same_tokens, tokenizer_of
+from tasks.tokenizers import read_otherwise, require_same_tokens, tokenizer_of
 from tasks.train import models
 from tasks.train.adapted import (
     adapter_weights_of,
@@ -141,6 +141,11 @@ class TrainingRun:
         given, workers = self.inputs[reads.slot], self.ctx.resources.cpus_per_worker
         rows = load_or_make(tokenization, given, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
         show(rows, given, self.method.max_length)
+        if self.ctx.rank == 0 and (other := read_otherwise(self.inputs[_POLICY].path)):
+            logger.warning(
+                "tokenizer=tokenizer.json auto_tokenizer=%s: transformers' AutoTokenizer, and programs that load the "
+                "output by it, read other tokens; load it with PreTrainedTokenizerFast", other,
+            )  # fmt: skip
         if self._start.model.can_generate():
             stop_at(self._start.model.generation_config, rows.stats.stop_tokens)
         return rows

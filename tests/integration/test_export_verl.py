@@ -10,6 +10,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from flows.verl.export import require_plain_tokenizer
+from lineage.errors import ConfigError
 from tests import tiny
 from tests.command import Command
 
@@ -150,3 +152,14 @@ def test_verl_trains_the_exported_stage(folder: Path) -> None:
     run = [str(folder / "out" / "run.sh"), "trainer.total_training_steps=1", "trainer.n_gpus_per_node=1"]
     done = subprocess.run(run, cwd=folder, env=command.environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_a_model_whose_tokens_verl_reads_otherwise_is_refused(tmp_path: Path) -> None:
+    tiny.write_tokenizer(tmp_path)
+    require_plain_tokenizer("grpo", tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    stated = json.loads((tmp_path / "tokenizer.json").read_text())
+    stated["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stated))
+    with pytest.raises(ConfigError, match=r"by AutoTokenizer, which takes Qwen2Tokenizer .* other tokens"):
+        require_plain_tokenizer("grpo", tmp_path)

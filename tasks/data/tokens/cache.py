@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tasks.recipe import Input
 
-TOKENS_VERSION = 3  # raise it when the same rows, tokenizer and options now give other tokens
+TOKENS_VERSION = 4  # raise it when the same rows, tokenizer and options now give other tokens
 _LIBRARIES = ("fastokens", "jinja2", "tokenizers", "transformers")  # that render and encode
 _VOCABULARIES = ("*.model", "*.tiktoken", "*vocab*", "*merges*", "tekken.json")  # beside the files of ours
 

@@ -1,0 +1,133 @@
+"""The tokens of a model are those of the ``tokenizer.json`` that travels with it, whatever its class."""
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+
+from lineage.errors import ConfigError
+from tasks.tokenizers import PROBE, read_otherwise, tokenizer_of
+
+THREE_DIGITS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def own() -> Tokenizer:
+    """A tokenizer that keeps up to three digits together."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(THREE_DIGITS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator([" ".join(map(str, range(1000, 2024))), PROBE] * 3, trainer)
+    return tokenizer
+
+
+def written(directory: Path, own: Tokenizer, model_type: str, **stated: object) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    own.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", **stated}))
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return directory
+
+
+BODIES = [
+    ("qwen2", "PreTrainedTokenizerFast"), ("qwen2", None), ("qwen3_5", "TokenizersBackend"),
+    ("qwen3_5_moe", "Qwen2Tokenizer"), ("qwen4_exp", "TokenizersBackend"), ("llama", "GPT2Tokenizer"),
+    ("gemma", "GemmaTokenizerFast"), ("cohere", "CohereTokenizer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "tokenizer_class"), BODIES)
+def test_the_tokens_are_those_of_the_file(
+    tmp_path: Path, own: Tokenizer, model_type: str, tokenizer_class: str | None
+) -> None:
+    stated = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+    directory = written(tmp_path, own, model_type, **stated)
+    expected = own.encode(PROBE, add_special_tokens=False).ids
+    found = tokenizer_of(directory)
+    assert found(PROBE, add_special_tokens=False)["input_ids"] == expected
+    assert found.decode(expected, clean_up_tokenization_spaces=False) == PROBE
+
+
+READ_BY = [
+    ("qwen2", None, "Qwen2Tokenizer"),
+    ("llama", "GPT2Tokenizer", "GPT2Tokenizer"),
+    ("gemma", None, "GemmaTokenizer"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "tokenizer_class", "name"), [*READ_BY, ("llama", "TokenizersBackend", None)])
+def test_what_a_user_reads_with_auto_tokenizer_is_known(
+    tmp_path: Path, own: Tokenizer, model_type: str, tokenizer_class: str | None, name: str | None
+) -> None:
+    stated = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+    assert read_otherwise(written(tmp_path, own, model_type, **stated)) == name
+
+
+def test_special_tokens_that_no_file_names_are_those_of_the_class(tmp_path: Path, own: Tokenizer) -> None:
+    directory = written(tmp_path, own, "gpt2", tokenizer_class="GPT2Tokenizer")
+    found, plain = tokenizer_of(directory), AutoTokenizer.from_pretrained(directory)
+    assert found.special_tokens_map == plain.special_tokens_map | {"pad_token": "<|im_end|>"}
+    assert (found.bos_token, found.eos_token) == ("<|endoftext|>", "<|im_end|>")
+    assert found.get_vocab() == plain.get_vocab()
+
+
+def as_vocabulary(directory: Path, own: Tokenizer) -> None:
+    """Replaces ``tokenizer.json`` by the two files of older tokenizers."""
+    (directory / "tokenizer.json").unlink()
+    own.model.save(str(directory))
+
+
+def test_a_class_that_splits_otherwise_is_refused_without_a_file(tmp_path: Path, own: Tokenizer) -> None:
+    directory = written(tmp_path / "qwen2", own, "qwen2", tokenizer_class="GPT2Tokenizer")
+    as_vocabulary(directory, own)
+    with pytest.raises(ConfigError, match="names GPT2Tokenizer, transformers takes Qwen2Tokenizer"):
+        tokenizer_of(directory)
+    alike = written(tmp_path / "gpt2", own, "gpt2", tokenizer_class="GPT2TokenizerFast")
+    as_vocabulary(alike, own)
+    assert tokenizer_of(alike)("a 1")["input_ids"] == AutoTokenizer.from_pretrained(alike)("a 1")["input_ids"]
+
+
+def test_a_sentencepiece_file_is_read_by_its_class_or_refused(tmp_path: Path, own: Tokenizer) -> None:
+    for model_type in ("llama", "qwen2"):
+        directory = written(tmp_path / model_type, own, model_type, tokenizer_class="LlamaTokenizer", eos_token="</s>")
+        (directory / "tokenizer.json").unlink()
+        (directory / "tokenizer.model").write_bytes(b"pieces")
+    if find_spec("sentencepiece") is None:
+        with pytest.raises(ConfigError, match=r"tokenizer\.model may need the package sentencepiece"):
+            tokenizer_of(tmp_path / "llama")
+        return
+    import sentencepiece
+
+    (tmp_path / "text").write_text("a bc 123 a bc de\n" * 20)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "llama/tokenizer"), model_type="bpe", vocab_size=280,
+        byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    shutil.copyfile(tmp_path / "llama/tokenizer.model", tmp_path / "qwen2/tokenizer.model")
+    found = tokenizer_of(tmp_path / "llama")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "llama/tokenizer.model"))
+    assert found("a bc 123", add_special_tokens=False)["input_ids"] == pieces.encode("a bc 123")
+    with pytest.raises(ConfigError, match="Qwen2Tokenizer"):
+        tokenizer_of(tmp_path / "qwen2")
+
+
+def test_files_that_travel_are_read_alike_at_both_ends(tmp_path: Path, own: Tokenizer) -> None:
+    from tasks.tokenizers import copy_tokenizer_files
+
+    source = written(tmp_path / "a", own, "qwen2")
+    copy_tokenizer_files(source, tmp_path)
+    shutil.copyfile(source / "config.json", tmp_path / "config.json")
+    assert (tmp_path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    assert tokenizer_of(tmp_path)(PROBE)["input_ids"] == tokenizer_of(source)(PROBE)["input_ids"]
