@@ -36,6 +36,7 @@ from tasks.data.formats.turns import (
     text_of,
     whole_characters,
     with_system_column,
+    with_thought,
 )
 from tasks.data.kinds import RESERVED_COLUMNS
 
@@ -45,8 +46,9 @@ _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # of Alpaca, a
 _OTHER_PROMPTS = frozenset({"prompt", "text", "messages", "conversations"})
 _PROMPTS = ("question", "instruction", "query", "problem")  # other common names of a prompt
 # Columns that change what is trained: a row with one that its format does not read is refused.
+_THOUGHT_COLUMNS = ("reasoning_content", "thinking")
 _WEIGHTS = frozenset({"weight", "weights", "sample_weight", "loss_weight"})
-_OF_CHAT = frozenset({"tools", "functions", "label", "thinking", "reasoning_content"})
+_OF_CHAT = frozenset({"tools", "functions", "label", *_THOUGHT_COLUMNS})
 _JUDGED = frozenset({"label", "chosen", "rejected"})  # columns with a judgement of answers
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # role names in transcripts
@@ -78,7 +80,16 @@ def _asked(fields: Fields) -> list[Message]:
 
 def _asked_and_answered(fields: Fields) -> tuple[list[Message], list[Message]]:
     name = one_of(fields, _COMPLETION)
-    return _asked(fields), answer(required(fields, name, "no answer"), name)
+    return _asked(fields), _thought_over(answer(required(fields, name, "no answer"), name), fields)
+
+
+def _thought_over(answered: list[Message], fields: Fields) -> list[Message]:
+    """An answer of one turn with the thought of the user's column, if one is set."""
+    name = one_of(fields, _THOUGHT_COLUMNS)
+    if is_nothing(fields.get(name)):
+        return answered
+    turn = answered[0]
+    return [{**turn, "content": with_thought(str(turn["content"]), fields[name], name)}]
 
 
 def _alpaca(fields: Fields) -> CanonicalRow:
@@ -92,7 +103,7 @@ def _alpaca(fields: Fields) -> CanonicalRow:
         if instruction != "":  # some data sets put the whole question in ``input``
             asked = f"{text(instruction, 'instruction', 'empty prompt')}\n{asked}"
     given = one_of(fields, _OUTPUTS)
-    output = answer(text(required(fields, given, "no answer"), given, "no answer"), given)
+    output = _thought_over(answer(text(required(fields, given, "no answer"), given, "no answer"), given), fields)
     return add_tools({"messages": [*messages, _user(asked), *output]}, fields)
 
 
@@ -412,6 +423,7 @@ _CHAT = '"messages": [{"role": "user", "content": "..."}, {"role": "assistant", 
 _ANSWER = '{"role": "assistant", "content": "..."}'
 _SYSTEM = dict.fromkeys(SYSTEM, "the first turn of the prompt")
 _TOOLS = {"tools": "tools", **_SYSTEM}
+_THOUGHT = dict.fromkeys(_THOUGHT_COLUMNS, "the assistant's turn, within <think>")
 _PAIR = {"chosen": "chosen", "rejected": "rejected", "kind": "kind", **_TOOLS}
 
 FORMATS: tuple[Format, ...] = (
@@ -427,7 +439,10 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="prompt_completion", kind=Kind.CONVERSATIONS, needs=("prompt", _COMPLETION), read=_prompt_completion,
         accepted='{"prompt": "...", "completion": "..."}, each a string or a list of messages',
-        mapping={"prompt": "messages, the user's", **dict.fromkeys(_COMPLETION, "messages, the assistant's"), **_TOOLS},
+        mapping={
+            "prompt": "messages, the user's", **dict.fromkeys(_COMPLETION, "messages, the assistant's"), **_TOOLS,
+            **_THOUGHT,
+        },
         losing=frozenset({"label"}),
     ),
     Format(
@@ -436,7 +451,7 @@ FORMATS: tuple[Format, ...] = (
         accepted='{"instruction": "...", "input": "...", "output": "..."}',
         mapping={
             "instruction": "the user's turn", **dict.fromkeys(_INPUTS, "the user's turn, below the instruction"),
-            **dict.fromkeys(_OUTPUTS, "the assistant's turn"), "history": "earlier turns", **_TOOLS,
+            **dict.fromkeys(_OUTPUTS, "the assistant's turn"), "history": "earlier turns", **_TOOLS, **_THOUGHT,
         },
     ),
     Format(
@@ -510,7 +525,9 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="unpaired", kind=Kind.UNPAIRED, needs=("prompt", _COMPLETION, "label"), read=_unpaired,
         accepted='{"prompt": "...", "completion": "...", "label": true}, the texts strings or lists of messages',
-        mapping={"prompt": "prompt", **dict.fromkeys(_COMPLETION, "completion"), "label": "label", **_TOOLS},
+        mapping={
+            "prompt": "prompt", **dict.fromkeys(_COMPLETION, "completion"), "label": "label", **_TOOLS, **_THOUGHT,
+        },
     ),
     Format(
         name="messages_label", kind=Kind.UNPAIRED, by_value=_recognize_judged, read=_messages_label,

@@ -229,6 +229,8 @@ OPENAI, FROM_VALUE = Spelling("role", "content"), Spelling("from", "value")
 _CALL_ROLE = "function_call"  # ShareGPT's role whose content is the JSON text of calls
 _EMPTY = {"assistant": "no answer", "user": "empty prompt", "system": "empty prompt", "tool": "no tool result"}
 _MEDIA = ("image", "audio", "video", "file")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of what the assistant thinks, as vLLM and TRL have it
+_THINK, _THOUGHT_ENDS = "<think>", "</think>"
 _CALLS = ("tool_calls", "function_call")  # the second is OpenAI's former name
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _WRITTEN = re.compile(f"{_OPEN}((?:(?!{_OPEN}).)*?){_CLOSE}", re.DOTALL)
@@ -238,6 +240,7 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot"), "assistant"),
     **dict.fromkeys(("observation", "function_response"), "tool"), _CALL_ROLE: _CALL_ROLE,
 }  # fmt: skip
+_WRITTEN_BY_MODEL = ("assistant", _CALL_ROLE)
 _START, _CALLED = "at the beginning", "after a tool call that no tool answered"
 _NEXT = {  # turn -> turns that may follow
     _START: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",),
@@ -365,6 +368,9 @@ def _message(value: object, what: str, spelling: Spelling) -> Message:
         found = f"{what} has the role {named(said).removeprefix('the text ')}"
         raise BadRowError(f"{found}, none of {', '.join(_ROLES)}", "unknown role")
     where = f"{what} {spelling.content}"
+    name = (
+        next((key for key in THOUGHTS if not is_nothing(value.get(key))), None) if role in _WRITTEN_BY_MODEL else None
+    )
     calls = next((key for key in _CALLS if not is_nothing(value.get(key))), None) if role == "assistant" else None
     if role == _CALL_ROLE:
         content = value.get(spelling.content)
@@ -375,9 +381,20 @@ def _message(value: object, what: str, spelling: Spelling) -> Message:
         made = {"role": role, "content": written, "tool_calls": calls_json(value[calls], f"{what} {calls}")}
     else:
         made = {"role": role, "content": _content(_key(value, spelling.content, what, _EMPTY[role]), where, role)}
+    if name:
+        made["content"] = with_thought(str(made["content"]), value[name], f"{what} {name}")
     if len(value) > 2:
-        _add_rest(made, value, what, {spelling.role, spelling.content, calls})
+        _add_rest(made, value, what, {spelling.role, spelling.content, calls, name})
     return made
+
+
+def with_thought(content: str, thought: object, what: str) -> str:
+    """What the assistant says, with a thought from a field of its own before it, as chat templates take it."""
+    said = text(thought, what, "no thinking")
+    if _THOUGHT_ENDS in said or _THINK in content or _THOUGHT_ENDS in content:
+        found = f"{what} has a thought, and there is a {_THINK} in it or in the content"
+        raise BadRowError(found, "two thoughts", f"one thought, in the field or within {_THINK} in the content")
+    return f"{_THINK}\n{said}\n{_THOUGHT_ENDS}\n\n{content}"
 
 
 def _key(value: Mapping[str, object], name: str, what: str, missing: str) -> object:
@@ -388,6 +405,10 @@ def _key(value: Mapping[str, object], name: str, what: str, missing: str) -> obj
 
 def _content(value: object, what: str, role: str) -> str:
     if isinstance(value, list) and value:
+        if role == "assistant" and (thoughts := [part for part in value if _is_thought(part)]):
+            rest = [part for part in value if not _is_thought(part)]
+            thought = "\n".join(_thought_part(part, what) for part in thoughts)
+            return with_thought(_content(rest, what, role) if rest else "", thought, f"{what} of type thinking")
         value = "".join(_part(part, f"{what}[{index}]") for index, part in enumerate(value))
     if role == "tool" and value == "":
         return ""  # a tool may return nothing
@@ -406,6 +427,18 @@ def _answer_text(value: object, what: str) -> str:
             if mark in left:
                 raise BadRowError(f"{what} has {mark} without {missing}", _UNCLOSED)
     return content
+
+
+def _is_thought(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in THOUGHTS
+
+
+def _thought_part(part: Mapping[str, object], what: str) -> str:
+    """The thought of a part, as Anthropic's and Mistral's messages have it: a text, or a list of texts."""
+    said = part.get(str(part["type"]), part.get("text"))
+    if isinstance(said, list) and said:
+        return "".join(_part(each, f"{what}[{index}]") for index, each in enumerate(said))
+    return text(said, f"{what} of type {part['type']}", "no thinking")
 
 
 def _part(value: object, what: str) -> str:

@@ -218,7 +218,7 @@ def test_the_columns_of_dolly_are_those_of_alpaca(row: Row, made: list[Row]) -> 
     [
         ("preference", "label", 1), ("preference", "weight", 0.5),
         ("alpaca", "label", False), ("messages", "weights", [1, 0]), ("messages", "sample_weight", 0),
-        ("prompt_completion", "reasoning_content", "t"), ("reasoning", "tools", [WEATHER]),
+        ("messages", "reasoning_content", "t"), ("preference", "thinking", "t"), ("reasoning", "tools", [WEATHER]),
         ("openai_preference", "tools", [WEATHER]), ("sharegpt", "functions", [WEATHER]), ("text", "system", "s"),
         ("text", "weight", 0.1), ("preference", "images", ["a.png"]), ("unpaired", "weight", 2),
     ],
@@ -238,6 +238,60 @@ def test_an_unread_column_that_changes_what_is_trained_is_refused(name: str, col
 def test_a_weight_of_one_is_the_default() -> None:
     row = CASES["preference"][0][0]
     assert detect([row], "rows.jsonl").convert({**row, "weight": 1.0}) == CASES["preference"][0][1]
+
+
+def thought(content: str) -> Row:
+    return assistant(f"<think>\nt\n</think>\n\n{content}")
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_thinking_in_a_field_of_its_own_is_that_at_the_beginning_of_the_content(key: str) -> None:
+    own: Row = {**A, key: "t"}
+    calling: Row = {"role": "assistant", "content": None, "tool_calls": [CALL], key: "t"}
+    called: Row = {**thought(""), "tool_calls": CALLS}
+    rows: list[tuple[Row, Row]] = [
+        ({"messages": [Q, own, Q, {**B, key: None}]}, {"messages": [Q, thought("a"), Q, B]}),
+        ({"messages": [Q, calling, RESULT, own]}, {"messages": [Q, called, RESULT, thought("a")]}),
+        ({"conversations": [said("human", "q"), {**said("gpt", "a"), key: "t"}]}, {"messages": [Q, thought("a")]}),
+        ({"prompt": "q", "chosen": [own], "rejected": "b"}, {**PAIR, "chosen": [thought("a")]}),
+        ({"prompt": "q", "completion": own, "label": 1}, {"prompt": [Q], "completion": [thought("a")], "label": True}),
+    ]
+    for row, made in rows:
+        assert detect([row], "rows.jsonl").convert(row) == made
+    refused: list[tuple[list[Row], str]] = [
+        ([Q, {**A, key: "a </think> b"}], rf"messages\[1\] {key} has a thought, and there is a <think> in it"),
+        ([Q, {**thought("a"), key: "t"}], rf"messages\[1\] {key} has a thought, and there is a <think> in it or in"),
+        ([Q, {**A, key: 1}], rf"messages\[1\] {key} is the number 1"),
+        ([Q, {**A, "content": "", key: "t"}], r"messages\[1\] content is empty"),
+        ([{**Q, key: "t"}, A], rf"messages\[0\] has {key}"),
+    ]
+    for messages, message in refused:
+        with pytest.raises(BadRowError, match=message):
+            detect([{"messages": [Q, A]}], "rows.jsonl").convert({"messages": messages})
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"type": "thinking", "thinking": "t", "signature": "x"}, {"type": "text", "text": "a"}],
+        [{"type": "thinking", "thinking": [{"type": "text", "text": "t"}]}, {"type": "text", "text": "a"}],
+        [{"type": "reasoning", "text": "t"}, {"type": "text", "text": "a"}],
+    ],
+)
+def test_thinking_as_a_part_of_the_content(parts: list[Row]) -> None:
+    row: Row = {"messages": [Q, {"role": "assistant", "content": parts}]}
+    assert detect([row], "rows.jsonl").convert(row) == {"messages": [Q, thought("a")]}
+
+
+@pytest.mark.parametrize("column", ["reasoning_content", "thinking"])
+def test_a_column_of_thinking_is_that_of_the_answer(column: str) -> None:
+    rows: list[Row] = [{"prompt": "q", "completion": "a"}, {"instruction": "q", "output": "a"}]
+    for row in rows:
+        detected = detect([{**row, column: "t"}], "rows.jsonl")
+        assert detected.convert({**row, column: "t"}) == {"messages": [Q, thought("a")]}
+        assert detected.convert({**row, column: None}) == {"messages": [Q, A]}
+    row = {"prompt": "q", "completion": "a", "label": 0, column: "t"}
+    assert detect([row], "rows.jsonl").convert(row)["completion"] == [thought("a")]
 
 
 def test_tools_and_arguments_keep_the_order_of_their_keys() -> None:
