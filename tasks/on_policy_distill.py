@@ -26,6 +26,7 @@ class OnPolicyDistillation(Completing):
             generalized Jensen-Shannon divergence (eq. 1).
     """
 
+    version: ClassVar[int] = 2  # 1 did not stop at the end of turn that the chat template alone names
     models: ClassVar = {"policy": POLICY, "teacher": TEACHER}
     default_learning_rate: ClassVar = 1e-6
 

@@ -31,6 +31,7 @@ class PPO(Generating):
     ``num_ppo_epochs`` x ``num_minibatches`` times on them.
     """
 
+    version: ClassVar[int] = 2  # 1 did not stop at the end of turn that the chat template alone names
     models: ClassVar = {**Generating.models, "value": VALUE_MODEL}
     applies: ClassVar = LOOP_FIELDS
 

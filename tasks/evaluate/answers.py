@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tasks.data.tokens.rendering import turn_ends
 from tasks.evaluate.scoring import generating, in_batches, padded
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def greedy_answers(
 ) -> list[Answer]:
     """Greedy answers, in order of the prompts: the most likely next token until a stop token.
 
-    Stop tokens are those of the model's generation config and the tokenizer's end of sequence. Nothing else of the
+    Stop tokens are those of the model's generation config, the tokenizer's end of sequence, and what ends a turn of
+    the chat template. Nothing else of the
     generation config is used: a repetition penalty, for example, would choose a less likely token.
 
     Args:
@@ -101,5 +103,5 @@ def answers_of(
 
 def _stop_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:
     ends = model.generation_config.eos_token_id
-    found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends]), *turn_ends(tokenizer)}
     return {token for token in found if token is not None}

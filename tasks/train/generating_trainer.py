@@ -22,7 +22,14 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
 from tasks.train.adapted import REFERENCE
 from tasks.train.generating import Generating
-from tasks.train.rollouts import Rollouts, number_real_tokens, read_prompts_once, sample, seeds_of
+from tasks.train.rollouts import (
+    Rollouts,
+    number_real_tokens,
+    read_prompts_once,
+    sample,
+    seeds_of,
+    warn_if_all_truncated,
+)
 from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
@@ -350,11 +357,16 @@ class OnPolicyTrainer(DistillationTrainer):
         first = self.args.process_index * len(prompt_ids)
         seeds = seeds_of(self.method.seed, self.state.global_step, first, len(prompt_ids))
         with self.accelerator.autocast(), autocast(self.args):
-            return sample(
+            found = sample(
                 self.model, [[*ids] for ids in prompt_ids], self.method.sampling, seeds,
                 max_new_tokens=self.method.max_completion_length, pad_token_id=self._tokenizer.pad_token_id,
                 stop_tokens=self.eos_token_ids,
             )  # fmt: skip
+        if self.state.global_step == 0:
+            has_no_end = [not ids or ids[-1] not in self.eos_token_ids for ids in found]
+            truncated_N = self.accelerator.gather(torch.tensor(has_no_end, device=self.args.device))
+            warn_if_all_truncated(truncated_N, self.method)
+        return found
 
     def _compute_loss(self, *args: object) -> object:
         with self.accelerator.autocast():

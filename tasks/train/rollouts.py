@@ -42,7 +42,7 @@ from lineage.errors import PipelineError
 from tasks.evaluate.scoring import generating, padded
 from tasks.positions import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
 from tasks.reward_functions import check_columns, scorers
-from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Generating, Sampling
+from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Completing, Generating, Sampling
 from tasks.train.kernels import plain
 from tasks.train.padding_free import is_padding_free
 from tasks.train.rewards import sequence_scores
@@ -245,6 +245,10 @@ class Rollouts:
         Raises:
             PipelineError: as of ``record``.
         """
+        if step == 0:
+            warn_if_all_truncated(
+                self.gathered(self.truncated(completion_ids).float().to(self.run.device)), self.method
+            )
         if bool(self.equal_groups(rewards_NK).all()):
             found, why = "equal", "all completions of each prompt had equal rewards"
             remedy = (
@@ -349,6 +353,17 @@ class Rollouts:
         rows = self.run.rows
         examples = rows.dataset(range(len(rows)))[:]
         check_columns(self.scorers, {name: values for name, values in examples.items() if name not in _TOKENS})
+
+
+def warn_if_all_truncated(truncated_N: "Tensor", method: Completing) -> None:
+    """Warns where no completion of the first batch has an end: the policy may end its turns in another token."""
+    if bool(truncated_N.all()):
+        logger.warning(
+            "step=1 completions/clipped_ratio=1: none of %d completions ended within max_completion_length=%d tokens; "
+            "they end at the tokens of the model's generation_config.json, its tokenizer's eos_token and the end of "
+            "turn of its chat template; raise max_completion_length, or train the policy on answers that end (sft)",
+            len(truncated_N), method.max_completion_length,
+        )  # fmt: skip
 
 
 def seeds_of(seed: int, step: int, first: int, num_completions: int) -> list[int]:

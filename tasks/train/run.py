@@ -16,6 +16,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
 from tasks.data.tokens.cache import load_or_make, show
+from tasks.data.tokens.rendering import turn_ends
 from tasks.data.tokens.template import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
 from tasks.positions import require_positions
@@ -124,6 +125,8 @@ class TrainingRun:
         models.repair_generation(policy.model, self.inputs[_POLICY])
         if self._chat_template:
             install_chat_template(policy.tokenizer, self._chat_template)
+        if type(self.method).reads.chat and policy.model.can_generate():
+            stop_at(policy.model.generation_config, turn_ends(policy.tokenizer))
         hold_in(policy.model, self._base_dtype)
         replace_kernels(policy.model, self.method.precision, self.ctx.resources)
         return policy
@@ -132,7 +135,7 @@ class TrainingRun:
     def rows(self) -> "TokenizedRows":
         """The tokens of the rows; cut and dropped rows are logged.
 
-        The tokens that end the assistant's turns are added to the policy's stop tokens.
+        The tokens that end their turns are added to the policy's stop tokens, beside those of the chat template.
         """
         reads, tokenization = type(self.method).reads, self.method.tokenization()
         assert tokenization

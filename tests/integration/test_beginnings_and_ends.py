@@ -3,12 +3,15 @@
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from lineage.artifact import Kind
 from tasks.data.tokens.cache import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
+from tasks.evaluate.answers import answers_of, greedy_answers, sampled_tokens
 from tasks.method import Adapter
+from tasks.train.generating import Sampling
 from tests import tiny, training
 from tests.libraries.tasks.data.tokens.tokens import rows_input
 
@@ -42,7 +45,13 @@ def with_bos(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(("name", "fields"), [("sft", {}), ("dpo", {}), ("sft", {"adapter": Adapter(rank=2, alpha=4)})])
+LORA = {"adapter": Adapter(rank=2, alpha=4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("sft", {}), ("dpo", {}), ("sft", LORA), *((name, {}) for name in training.GENERATING), ("grpo", LORA)],
+)
 def test_generation_of_the_output_stops_where_the_answers_end(
     tmp_path: Path, name: str, fields: dict[str, object]
 ) -> None:
@@ -53,6 +62,63 @@ def test_generation_of_the_output_stops_where_the_answers_end(
     assert end in GenerationConfig.from_pretrained(done.output).eos_token_id
     assert 0 in GenerationConfig.from_pretrained(done.output).eos_token_id  # it still stops where the base did
     assert (done.output / "chat_template.jinja").read_bytes() == (base / "chat_template.jinja").read_bytes()
+
+
+@pytest.mark.parametrize("name", training.GENERATING)
+def test_completions_end_with_the_turn_of_the_template(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """The base has ChatML, and its files name <|endoftext|> alone; it says <|im_end|> at once."""
+    root = training.write_inputs(tmp_path / "inputs", num_rows=4)
+    base = write_base(tmp_path / "base")
+    end = bent_towards(base, "<|im_end|>")
+    longest = training.method(name).max_completion_length
+    done = training.train(training.method(name, **STEPS), root, tmp_path / "output", policy=base)
+    metrics = done.reports[0][1]
+    assert metrics["completions/clipped_ratio"] == 0 and metrics["completions/mean_length"] < longest
+    assert "clipped_ratio=1" not in caplog.text
+    assert end in GenerationConfig.from_pretrained(done.output).eos_token_id
+
+
+def test_answers_of_an_evaluation_end_with_the_turn_of_the_template(tmp_path: Path) -> None:
+    base = write_base(tmp_path / "base")
+    bent_towards(base, "<|im_end|>")
+    tokenizer, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    (greedy,) = greedy_answers(model, tokenizer, [[5, 6, 7]], 8, 1)
+    (sampled,) = answers_of(model, tokenizer, sampled_tokens(model, tokenizer, [[5, 6, 7]], 8, 1, Sampling(), [1]))
+    assert greedy.finished and sampled.finished and greedy.num_tokens == sampled.num_tokens == 0
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "on_policy_distill"])
+def test_a_first_batch_without_an_end_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str) -> None:
+    root = training.write_inputs(tmp_path / "inputs", num_rows=4)
+    base = write_base(tmp_path / "base")
+    bent_towards(base, "a")
+    training.train(training.method(name, **{**STEPS, "num_steps": 2}), root, tmp_path / "output", policy=base)
+    assert caplog.text.count("none of 4 completions ended within max_completion_length=6") == 1
+
+
+def bent_towards(base: Path, token: str) -> int:
+    """Makes a token nearly certain wherever the model answers, and <|endoftext|> the tokenizer's end of sequence.
+
+    Returns:
+        The token's id.
+    """
+    plain = AutoTokenizer.from_pretrained(base)
+    PreTrainedTokenizerFast(
+        tokenizer_object=plain.backend_tokenizer, pad_token="<|endoftext|>", eos_token="<|endoftext|>",
+        chat_template=OWN,
+    ).save_pretrained(base)  # fmt: skip
+    found: int = plain.convert_tokens_to_ids(token)
+    model = AutoModelForCausalLM.from_pretrained(
+        base, config=AutoConfig.from_pretrained(base, tie_word_embeddings=False)
+    )
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 5.0
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[found, 0] = 2.0
+    model.save_pretrained(base)
+    return found
 
 
 def test_documents_begin_with_bos_where_the_tokenizer_adds_it(tmp_path: Path) -> None:

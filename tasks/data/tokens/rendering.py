@@ -365,3 +365,38 @@ def _thinks_in_field(template: Template) -> bool:
         return _SLOT in template.render([thinking.in_field(messages)], None, "")[0]
     except PipelineError:
         return False
+
+
+_QUESTION: Message = {"role": "user", "content": "zq0qz"}
+_CALL: Message = {
+    "role": "assistant", "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "zq1qz", "arguments": {"zq2qz": "zq3qz"}}}],
+}  # fmt: skip
+_TOOL: Mapping[str, object] = {
+    "type": "function",
+    "function": {
+        "name": "zq1qz", "description": "zq4qz",
+        "parameters": {"type": "object", "properties": {"zq2qz": {"type": "string", "description": "zq5qz"}}},
+    },
+}  # fmt: skip
+
+
+def turn_ends(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The tokens that end the assistant's turns by the chat template alone, whatever rows say: of an answer, and of a
+    turn that calls a tool, where that is a special token. Empty: there is no template, or it ends turns in none.
+    """
+    if not tokenizer.chat_template:
+        return []
+    renderer, found, answered = Renderer.of(tokenizer), list[str](), ""
+    answer: Message = {"role": "assistant", "content": "zq1qz"}
+    for last, tools, known in ((answer, None, renderer.stops.added), (_CALL, [_TOOL], renderer.stops.special)):
+        try:
+            prompt, text = renderer._turn([_QUESTION, last], tools, "")
+        except PipelineError:  # it refuses such turns, or ends them in no token of its own
+            continue
+        end = next((end for end in known if text.endswith(end)), "")
+        if end and end not in answered:  # a token within an answer cannot end it (Cohere's <|END_RESPONSE|>)
+            found.append(end)
+        answered = answered or text[len(prompt) :]
+    ends: list[int] = tokenizer.convert_tokens_to_ids(found)
+    return ends

@@ -18,10 +18,11 @@ from transformers.utils import chat_template_utils
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.kinds import Message
-from tasks.data.tokens.rendering import Renderer, Turns
+from tasks.data.tokens.rendering import Renderer, Turns, turn_ends
 from tasks.data.tokens.template import Thinking, Tools, in_field
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import IGNORED, RowTokenizer
+from tests import tiny
 from tests.libraries.tasks.data.tokens.test_rendering import stored
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
@@ -318,6 +319,24 @@ def test_what_answers_end_in_is_what_generation_must_stop_at() -> None:
     (row,) = rows([{"row_id": "a", "messages": stored(TOOLS), "tools": None}])
     names = {"<|user|>", "<|observation|>"}  # what GLM's own generation config stops at
     assert row.outcome.stops == set(tokenizer.convert_tokens_to_ids(sorted(names)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_end_of_a_turn_is_known_without_rows(family: str) -> None:
+    tokenizer = tokenizer_of(family)
+    rows = RowTokenizer.of(Tokenization(kind=Kind.CONVERSATIONS, max_length=10**6), tokenizer)
+    (row,) = rows([{"row_id": "a", "messages": asked("Paris")}])
+    answer, *of_calls = turn_ends(tokenizer)
+    assert row.outcome.stops == {answer}
+    trained = [
+        token for token, label in zip(row.columns["input_ids"], row.columns["labels"], strict=True) if label >= 0
+    ]
+    assert not set(of_calls) & set(trained), "generation of an answer would stop within it"
+
+
+def test_a_tokenizer_without_a_template_ends_no_turns(tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny.write_tokenizer(tmp_path, chat_template=None))
+    assert turn_ends(tokenizer) == []
 
 
 def test_a_row_of_several_texts_is_one_row_and_several_examples() -> None:
