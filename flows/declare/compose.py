@@ -4,7 +4,7 @@ import contextlib
 import os
 import pickle
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, lru_cache
 from pathlib import Path
@@ -12,13 +12,15 @@ from typing import ClassVar, TextIO
 
 import omegaconf._utils
 import yaml
+from antlr4 import ParserRuleContext
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser import overrides_parser
+from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -35,9 +37,52 @@ _NO_SCHEDULE = "schedule=null"  # the pipeline's key, which is also the name of 
 
 _MISSING = "???"  # a mandatory value that is not set
 _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("set", "binary", "omap", "pairs", "timestamp")}  # not in JSON
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_MERGE, _TEXT = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:str"
 _DEFAULTS, _HYDRA = "defaults", "hydra"  # keys of a file that are Hydra's
 
 Tree = dict[str, object]
+
+
+class TypedInt(int):
+    """A whole number that was not written as Python writes it: ``1_000``. As a text, it is what was written."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class TypedFloat(float):
+    """The same of other numbers: ``1.10`` and ``6e53``, which may also be a version and a revision."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def as_typed(value: object, text: str) -> object:
+    """A parsed value that keeps its text, where it is a number with another."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or str(value) == text:
+        return value
+    number = TypedInt(value) if isinstance(value, int) else TypedFloat(value)
+    number.text = text
+    return number
+
+
+class _Visitor(HydraOverrideVisitor):
+    """Parses overrides as Hydra does; numbers keep their text, and numbers that are keys are texts."""
+
+    def _createPrimitive(self, ctx: ParserRuleContext) -> object:
+        return as_typed(super()._createPrimitive(ctx), ctx.getText().strip())
+
+    def visitDictKey(self, ctx: ParserRuleContext) -> object:
+        key = super().visitDictKey(ctx)
+        return ctx.getText().strip() if key is None or isinstance(key, int | float) else key
+
+
+overrides_parser.HydraOverrideVisitor = _Visitor  # type: ignore[misc]
 
 _CHOICE = re.compile(r"\w+=[^{\[]*")  # a group choice, or a value at the root
 
@@ -118,16 +163,19 @@ class Composer:
                 _apply(tree, _value(word))
             if _is_plain(tree):
                 return {str(key): value for key, value in tree.items()}
-            config = OmegaConf.create(tree)
+            texts: dict[str, object] = {}
+            config = OmegaConf.create(_marked(tree, texts))
             missing = sorted(OmegaConf.missing_keys(config))
             if missing:
                 raise MissingValueError(f"{missing[0]}: has no value; set {missing[0]}=...")
-            return _resolved(config)
+            return {key: _unmarked(value, texts) for key, value in _resolved(config).items()}
 
     def part(self, key: str) -> dict[str, object]:
         """The value of one root key, even if values elsewhere are missing."""
         with _hydra_errors():
-            return _resolved(OmegaConf.create(pickle.loads(self._pickled))[key])
+            texts: dict[str, object] = {}
+            config = OmegaConf.create(_marked(pickle.loads(self._pickled), texts))[key]
+            return {name: _unmarked(value, texts) for name, value in _resolved(config).items()}
 
 
 def _chosen(
@@ -164,7 +212,10 @@ def _content_kept(contents: dict[str, Tree]) -> Iterator[None]:
     bases = (*([yaml.CSafeLoader] if yaml.__with_libyaml__ else []), own())
 
     class Loader(*bases):  # type: ignore[misc]
-        yaml_constructors: ClassVar = {tag: read for tag, read in own().yaml_constructors.items() if tag not in _TAGS}
+        yaml_constructors: ClassVar = {
+            tag: _keeping_text(read) if tag in _NUMBERS else read
+            for tag, read in own().yaml_constructors.items() if tag not in _TAGS
+        }  # fmt: skip
 
         def __init__(self, stream: TextIO) -> None:
             super().__init__(stream)
@@ -177,11 +228,52 @@ def _content_kept(contents: dict[str, Tree]) -> Iterator[None]:
             contents[self._path] = {key: value for key, value in (data or {}).items() if key != _DEFAULTS}
             return {key: value for key, value in (data or {}).items() if key == _DEFAULTS}
 
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            for key, _ in node.value:  # 2024: and on: are texts too
+                if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                    key.tag = _TEXT
+            read: dict[object, object] = super().construct_mapping(node, deep)
+            return read
+
     omegaconf._utils.get_yaml_loader = lambda: Loader
     try:
         yield
     finally:
         omegaconf._utils.get_yaml_loader = own
+
+
+def _keeping_text(read: Callable[[object, yaml.Node], object]) -> Callable[[object, yaml.Node], object]:
+    return lambda loader, node: as_typed(read(loader, node), str(node.value))
+
+
+_MARK = re.compile("\ue000([^\ue001]*)\ue001")  # of a number with its text, while OmegaConf resolves interpolations
+
+
+def _marked(node: object, texts: dict[str, object]) -> object:
+    """A copy for OmegaConf, which knows no numbers with a text.
+
+    Args:
+        texts: text -> number, which is filled.
+    """
+    if isinstance(node, dict):
+        return {key: _marked(value, texts) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_marked(value, texts) for value in node]
+    if isinstance(node, TypedInt | TypedFloat):
+        texts[node.text] = node
+        return f"\ue000{node.text}\ue001"
+    return node
+
+
+def _unmarked(node: object, texts: Mapping[str, object]) -> object:
+    if isinstance(node, dict):
+        return {key: _unmarked(value, texts) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_unmarked(value, texts) for value in node]
+    if not isinstance(node, str) or "\ue000" not in node:
+        return node
+    whole = _MARK.fullmatch(node)
+    return texts[whole[1]] if whole else _MARK.sub(r"\1", node)
 
 
 def _merge(tree: Tree, more: Tree, root: Tree, *at: str) -> Tree:
@@ -201,11 +293,12 @@ def _merge(tree: Tree, more: Tree, root: Tree, *at: str) -> Tree:
 def _mapping(now: object, root: Tree, *at: str) -> Tree:
     """The mapping into which another one is merged; of an interpolation, a copy of the mapping that it refers to."""
     if isinstance(now, str) and "${" in now:
-        node: object = OmegaConf.create(root)
+        texts: dict[str, object] = {}
+        node: object = OmegaConf.create(_marked(root, texts))
         with contextlib.suppress(OmegaConfBaseException):  # it refers to what a later file adds
             for key in at:
                 node = node[int(key) if isinstance(node, ListConfig) else key]  # type: ignore[index]
-            now = OmegaConf.to_container(node) if isinstance(node, DictConfig) else None
+            now = _unmarked(OmegaConf.to_container(node), texts) if isinstance(node, DictConfig) else None
     return now if isinstance(now, dict) else {}
 
 
@@ -348,7 +441,7 @@ def parsed(word: str) -> Override:
         ConfigError: it does not parse.
     """
     try:
-        return OverridesParser.create().parse_override(word)
+        return overrides_parser.OverridesParser.create().parse_override(word)
     except HydraException as error:
         raise ConfigError(
             f"{word}: is no override ({_first_lines(error)}); write key=value, quote odd values"
@@ -370,6 +463,8 @@ def _group(word: str, override: Override, options: list[str]) -> list[str]:
         return ["++" + word.lstrip("+")]
     if override.is_delete() or value in options:
         return [word]
+    if not isinstance(value, str) and str(value) in options:  # pipeline=2024
+        return [f"{word.partition('=')[0]}={_quoted(str(value))}"]
     if group == "model" and isinstance(value, str) and ("/" in value or Path(value).is_dir()):
         # A directory or hub id is short for two overrides.
         return ["model=pretrained", f"++sources.base.path={_quoted(value)}"]

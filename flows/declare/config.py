@@ -6,6 +6,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar, cast, get_args
@@ -46,12 +47,41 @@ def typed(cls: type[T], node: Node, where: str, groups: Sequence[str] = ()) -> T
             _ADAPTERS[cls] = TypeAdapter(cls)
         return cast(T, _ADAPTERS[cls].validate_json(json.dumps(node), strict=True))
     except ValidationError as error:
+        if numbers := [each for detail in error.errors() if (each := _number_for_text(node, dict(detail)))]:
+            return typed(cls, _with_texts(node, numbers), where, groups)
         problems = [_problem(cls, dict(detail), where, groups) for detail in error.errors()]
         raise ConfigError("\n".join(problems)) from error
     except ConfigError as error:  # raised by a dataclass that checks its fields, without knowing its location
         if str(error).startswith(where):
             raise
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _number_for_text(node: object, detail: Mapping[str, object]) -> tuple[str | int, ...] | None:
+    """Where a number is, for which a text is expected: what was typed is the text."""
+    if detail["type"] != "string_type":
+        return None
+    at: list[str | int] = []
+    loc = detail["loc"]
+    assert isinstance(loc, tuple)
+    for part in loc:
+        if (isinstance(node, Mapping) and part in node) or (isinstance(node, list | tuple) and isinstance(part, int)):
+            node = node[part]
+        else:  # the name of a type, of a union
+            break
+        at.append(part)
+    return tuple(at) if isinstance(node, int | float) and not isinstance(node, bool) else None
+
+
+def _with_texts(node: Node, numbers: Sequence[tuple[str | int, ...]]) -> Node:
+    """A copy in which these numbers are texts."""
+    copy = deepcopy(dict(node))
+    for *parents, last in numbers:
+        place: object = copy
+        for part in parents:
+            place = place[part]  # type: ignore[index]
+        place[last] = str(place[last])  # type: ignore[index]
+    return copy
 
 
 def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[str]) -> str:
@@ -66,6 +96,8 @@ def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[
         return f"{path}: is not set and has no default; set {path}=..."
     form = _form(cls, detail, loc)
     hint = f"; write {path}={form}" if form else ""
+    if detail["type"] == "string_type" and isinstance(detail["input"], bool):
+        hint = f"; where the text is meant, write '{path}=\"{json.dumps(detail['input'])}\"'"
     return f"{path}={json.dumps(detail['input'])}: {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}{hint}"
 
 
@@ -263,8 +295,8 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
     """
     _refuse_ms_amp(tree)
     root = _root(tree)
-    sources = {name: typed(Source, node, f"sources.{name}") for name, node in root.sources.items()}
-    stages = {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
+    sources = {name: typed(Source, node, f"sources.{name}") for name, node in _nodes(tree, "sources").items()}
+    stages = {name: _stage(name, node, root, tree) for name, node in _nodes(tree, "stages").items()}
     pipeline = Pipeline(
         name=root.name,
         store=store_path(root.store),
@@ -298,7 +330,14 @@ def stages_of(tree: Node) -> dict[str, Stage]:
         ConfigError: names what was found, what is accepted, what to do.
     """
     root = _root(tree)
-    return {name: _stage(name, node, root, tree) for name, node in root.stages.items()}
+    return {name: _stage(name, node, root, tree) for name, node in _nodes(tree, "stages").items()}
+
+
+def _nodes(tree: Node, key: str) -> dict[str, Node]:
+    """The nodes under a key that ``_root`` has checked; not those that it built, in which numbers lost their text."""
+    found = tree[key]
+    assert isinstance(found, dict)
+    return found
 
 
 def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
@@ -310,8 +349,8 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
             f"{where}: no such stage; there are: {listed(name, others)} (a new stage states {where}.method._target_)"
         )
     parts = typed(StageNode, {"inputs": {}, "resources": {}, **node}, where)
-    cls = method_class(f"{where}.method._target_", str(parts.method["_target_"]))
-    recipe = {key: value for key, value in parts.method.items() if key != "_target_"}
+    cls = method_class(f"{where}.method._target_", str(method["_target_"]))
+    recipe = {key: value for key, value in method.items() if key != "_target_"}
     defaults = {
         "adapter": tree["adapter"], "quantization": tree["quantization"], "optimizer": tree["optimizer"],
         "schedule": tree["lr_schedule"], "save": root.save, "approval": root.gate.approval,

@@ -72,7 +72,7 @@ class Sweep:
 
     name: str | None
     params: Mapping[str, str]
-    fixed: Mapping[str, str | int | float | bool | None]
+    fixed: Mapping[str, str]
     until: str | None
     objectives: Mapping[str, Objective]
     sampler: dict[str, object] | None

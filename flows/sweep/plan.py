@@ -11,7 +11,7 @@ from typing import cast
 
 from hydra.core.override_parser.types import Override, RangeSweep
 
-from flows.declare.compose import Composer, field_of
+from flows.declare.compose import Composer, TypedFloat, TypedInt, field_of
 from flows.declare.config import dotted, pipeline_of, typed
 from flows.declare.pipeline import Pipeline, listed
 from flows.declare.sweep import Objective, Sweep
@@ -165,9 +165,15 @@ def read_sweep(arguments: Sequence[str], config_dir: Path | None = None) -> Swee
         ConfigError: an override, a setting or a trial is wrong.
     """
     shared, swept = fixed_and_swept(arguments)
-    sweep = typed(Sweep, Composer(shared, config_dir).part("sweep"), "sweep")
+    node = Composer(shared, config_dir).part("sweep")
+    if isinstance(node.get("fixed"), dict):  # numbers as they were typed: a field may be a text
+        node["fixed"] = {
+            field: value if isinstance(value, dict | list) else _written(value)
+            for field, value in node["fixed"].items()
+        }
+    sweep = typed(Sweep, node, "sweep")
     given = {field_of(word) for word in shared}  # the command line replaces sweep.fixed
-    fixed = [f"{field}={_written(value)}" for field, value in sweep.fixed.items() if field not in given]
+    fixed = [f"{field}={value}" for field, value in sweep.fixed.items() if field not in given]
     words = [*fixed, *(word for word in shared if field_of(word).split(".")[0] != "sweep")]
     params = {**sweep.params, **swept}
     require_variable(params, words)
@@ -179,7 +185,7 @@ def read_sweep(arguments: Sequence[str], config_dir: Path | None = None) -> Swee
 
 def _written(value: object) -> str:
     """A value as an override writes it."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return str(value) if isinstance(value, str | TypedInt | TypedFloat) else json.dumps(value)
 
 
 def varying(pipeline: Pipeline, fields: Iterable[str]) -> frozenset[str]:

@@ -7,7 +7,7 @@ from itertools import product
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep, Sweep
 from hydra.errors import HydraException
 
-from flows.declare.compose import field_of, parsed
+from flows.declare.compose import TypedFloat, TypedInt, field_of, parsed
 from lineage.errors import ConfigError
 
 # Root keys that do not affect the outputs of stages, so that trials cannot differ in them.
@@ -71,6 +71,23 @@ def choices(values: Override) -> tuple[str, ...]:
     if value.shuffle:
         random.Random(values.input_line).shuffle(found)
     return tuple(found)
+
+
+def categories(texts: Sequence[str]) -> tuple[str, ...]:
+    """The names of choices in a study: numbers as Python writes them, which studies had before their texts were kept.
+
+    The texts themselves, if two would have one name: ``1.1`` and ``1.10``.
+    """
+    names = tuple(Override._get_value_element_as_str(_plain(parsed(f"x={text}")._value)) for text in texts)
+    return names if len(set(names)) == len(names) else tuple(texts)
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return int(value) if isinstance(value, TypedInt) else float(value) if isinstance(value, TypedFloat) else value
 
 
 def combinations(space: Mapping[str, Override]) -> list[dict[str, str]]:

@@ -20,7 +20,7 @@ from flows.declare.config import target_class
 from flows.declare.pipeline import listed
 from flows.declare.sweep import Direction, Sweep
 from flows.sweep.folder import TrialResult, folder_lock
-from flows.sweep.space import choices, exact, numbers
+from flows.sweep.space import categories, choices, exact, numbers
 from lineage.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,9 @@ def _drawn(trial: optuna.Trial, field: str, values: Override) -> str:
     elif isinstance(value, RangeSweep):
         low, high, step = min(numbers(value)), max(numbers(value)), abs(exact(value.step))
     else:
-        return str(trial.suggest_categorical(field, choices(values)))
+        texts = choices(values)
+        names = categories(texts)
+        return texts[names.index(str(trial.suggest_categorical(field, names)))]
     assert low is not None and high is not None
     log = "log" in value.tags
     if isinstance(low, int):

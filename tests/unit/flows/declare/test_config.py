@@ -34,6 +34,42 @@ def test_a_model_is_a_directory_a_hub_id_or_the_name_of_a_shipped_one(tmp_path):
         assert load_pipeline([f"model={model}"]).sources["base"].path == path
 
 
+# A commit, a version, a year, a file: none of them is meant as a number.
+TYPED = ["6e53", "1.10", "2024", "1_000", "+5", "1e999", "-0", "12e4567"]
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_a_text_field_takes_a_number_as_it_was_typed(tmp_path, text):
+    rows = toy(f"sources.rows.revision={text}", f"tags=[{text}, x]", f"+sources.rows.columns={{prompt: {text}}}")
+    assert rows.sources["rows"].revision == text
+    assert rows.operation.tags == (text, "x")
+    assert rows.sources["rows"].columns == {"prompt": text}
+    linked = toy(f"sources.rows.revision={text}", "sources.rows.split=v${sources.rows.revision}", "store=2024.10")
+    assert (linked.sources["rows"].split, linked.store.name) == (f"v{text}", "2024.10")
+    whole = toy(f"sources.rows.revision={text}", "sources.rows.split=${sources.rows.revision}")
+    assert whole.sources["rows"].split == text
+    group = tmp_path / "source"
+    group.mkdir()
+    (group / "own.yaml").write_text(f"path: rows.txt\nrevision: {text}\ncolumns: {{{text}: prompt}}\n")
+    shutil.copytree(CONF, tmp_path, dirs_exist_ok=True)
+    own = load_pipeline([*TOY[:2], "+source@sources.rows=own"], tmp_path).sources["rows"]
+    assert (own.revision, own.columns) == (text, {text: "prompt"})
+
+
+def test_a_key_is_a_text_and_a_truth_value_for_a_text_is_refused_with_its_quotes():
+    columns = "+sources.rows.columns={1.10: prompt, true: chosen, null: rejected}"
+    assert set(toy(columns).sources["rows"].columns) == {"1.10", "true", "null"}
+    with pytest.raises(ConfigError, match=r"""where the text is meant, write 'sources.rows.revision="true"'"""):
+        toy("sources.rows.revision=true")
+    assert toy('sources.rows.revision="true"').sources["rows"].revision == "true"
+
+
+def test_a_group_may_be_named_like_a_number(tmp_path):
+    shutil.copytree(CONF, tmp_path, dirs_exist_ok=True)
+    shutil.copy(tmp_path / "pipeline/toy.yaml", tmp_path / "pipeline/1.10.yaml")
+    assert load_pipeline(["pipeline=1.10", *TOY[1:]], tmp_path).stages.keys() == toy().stages.keys()
+
+
 @pytest.mark.parametrize("adapter", ["lora", "full"])
 def test_the_adapter_goes_to_every_training_stage(adapter):
     pipeline = load_pipeline([f"adapter={adapter}"])

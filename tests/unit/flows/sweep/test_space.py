@@ -4,7 +4,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from flows.sweep.folder import short_names
-from flows.sweep.space import choices, combinations, fixed_and_swept, read_values, require_variable
+from flows.sweep.space import categories, choices, combinations, fixed_and_swept, read_values, require_variable
 from lineage.errors import ConfigError
 from tests.sweeps import space_of, sweep
 
@@ -111,3 +111,11 @@ def test_every_combination_once_the_last_field_fastest():
 def test_what_only_a_sampler_draws_is_refused_with_the_remedy(values):
     with pytest.raises(ConfigError, match="sweep=optuna"):
         combinations(space_of({"a": values}))
+
+
+def test_values_of_a_sweep_are_kept_as_they_were_typed_and_named_in_a_study_as_before():
+    texts = choices(read_values("sources.base.revision", "1.10,6e53,2024,[1e-4,x]"))
+    assert texts == ("1.10", "6e53", "2024", "[1e-4,x]")
+    assert categories(texts) == ("1.1", "6e+53", "2024", "[0.0001,x]")
+    assert categories(("1.1", "1.10")) == ("1.1", "1.10")
+    assert categories(choices(read_values("x", "'a b',c"))) == ("'a b'", "c")
