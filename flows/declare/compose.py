@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import ClassVar, TextIO
+from typing import ClassVar, Protocol, TextIO, cast
 
 import omegaconf._utils
 import yaml
-from antlr4 import ParserRuleContext
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import create_defaults_list
@@ -71,18 +70,24 @@ def as_typed(value: object, text: str) -> object:
     return number
 
 
+class _Context(Protocol):
+    """A node of the grammar's tree."""
+
+    def getText(self) -> str: ...
+
+
 class _Visitor(HydraOverrideVisitor):
     """Parses overrides as Hydra does; numbers keep their text, and numbers that are keys are texts."""
 
-    def _createPrimitive(self, ctx: ParserRuleContext) -> object:
+    def _createPrimitive(self, ctx: _Context) -> object:
         return as_typed(super()._createPrimitive(ctx), ctx.getText().strip())
 
-    def visitDictKey(self, ctx: ParserRuleContext) -> object:
+    def visitDictKey(self, ctx: _Context) -> object:
         key = super().visitDictKey(ctx)
         return ctx.getText().strip() if key is None or isinstance(key, int | float) else key
 
 
-overrides_parser.HydraOverrideVisitor = _Visitor  # type: ignore[misc]
+overrides_parser.HydraOverrideVisitor = _Visitor
 
 _CHOICE = re.compile(r"\w+=[^{\[]*")  # a group choice, or a value at the root
 
@@ -164,7 +169,7 @@ class Composer:
             if _is_plain(tree):
                 return {str(key): value for key, value in tree.items()}
             texts: dict[str, object] = {}
-            config = OmegaConf.create(_marked(tree, texts))
+            config = _omegaconf(tree, texts)
             missing = sorted(OmegaConf.missing_keys(config))
             if missing:
                 raise MissingValueError(f"{missing[0]}: has no value; set {missing[0]}=...")
@@ -174,7 +179,7 @@ class Composer:
         """The value of one root key, even if values elsewhere are missing."""
         with _hydra_errors():
             texts: dict[str, object] = {}
-            config = OmegaConf.create(_marked(pickle.loads(self._pickled), texts))[key]
+            config = _omegaconf(pickle.loads(self._pickled), texts)[key]
             return {name: _unmarked(value, texts) for name, value in _resolved(config).items()}
 
 
@@ -249,12 +254,16 @@ def _keeping_text(read: Callable[[object, yaml.Node], object]) -> Callable[[obje
 _MARK = re.compile("\ue000([^\ue001]*)\ue001")  # of a number with its text, while OmegaConf resolves interpolations
 
 
-def _marked(node: object, texts: dict[str, object]) -> object:
-    """A copy for OmegaConf, which knows no numbers with a text.
+def _omegaconf(tree: Tree, texts: dict[str, object]) -> DictConfig:
+    """A tree for OmegaConf, which knows no numbers with a text: marked texts are in their place.
 
     Args:
         texts: text -> number, which is filled.
     """
+    return OmegaConf.create(cast(Tree, _marked(tree, texts)))
+
+
+def _marked(node: object, texts: dict[str, object]) -> object:
     if isinstance(node, dict):
         return {key: _marked(value, texts) for key, value in node.items()}
     if isinstance(node, list):
@@ -294,7 +303,7 @@ def _mapping(now: object, root: Tree, *at: str) -> Tree:
     """The mapping into which another one is merged; of an interpolation, a copy of the mapping that it refers to."""
     if isinstance(now, str) and "${" in now:
         texts: dict[str, object] = {}
-        node: object = OmegaConf.create(_marked(root, texts))
+        node: object = _omegaconf(root, texts)
         with contextlib.suppress(OmegaConfBaseException):  # it refers to what a later file adds
             for key in at:
                 node = node[int(key) if isinstance(node, ListConfig) else key]  # type: ignore[index]

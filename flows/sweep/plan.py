@@ -166,15 +166,13 @@ def read_sweep(arguments: Sequence[str], config_dir: Path | None = None) -> Swee
     """
     shared, swept = fixed_and_swept(arguments)
     node = Composer(shared, config_dir).part("sweep")
-    if isinstance(node.get("fixed"), dict):  # numbers as they were typed: a field may be a text
-        node["fixed"] = {
-            field: value if isinstance(value, dict | list) else _written(value)
-            for field, value in node["fixed"].items()
-        }
+    if isinstance(fixed := node.get("fixed"), dict):  # numbers as they were typed: a field may be a text
+        scalars = {field: value for field, value in fixed.items() if not isinstance(value, dict | list)}
+        node["fixed"] = {**fixed, **{field: _written(value) for field, value in scalars.items()}}
     sweep = typed(Sweep, node, "sweep")
     given = {field_of(word) for word in shared}  # the command line replaces sweep.fixed
-    fixed = [f"{field}={value}" for field, value in sweep.fixed.items() if field not in given]
-    words = [*fixed, *(word for word in shared if field_of(word).split(".")[0] != "sweep")]
+    words = [f"{field}={value}" for field, value in sweep.fixed.items() if field not in given]
+    words = [*words, *(word for word in shared if field_of(word).split(".")[0] != "sweep")]
     params = {**sweep.params, **swept}
     require_variable(params, words)
     space = {field: read_values(field, values) for field, values in params.items()}
