@@ -14,6 +14,7 @@ from flows.declare.pipeline import Pipeline
 from flows.planning.plan import Plan, make_plan
 from lineage.dvc import FILE, DvcProject, View
 from lineage.errors import ArtifactError, ConfigError, PipelineError
+from lineage.files import local_path
 
 # Overrides that change where and how a pipeline runs, but not its outputs.
 _EXECUTION = ("resources", "tracking", "store", "code_drift", "advice")
@@ -62,7 +63,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], Path | None]:
         ConfigError: ``--config-dir`` has no value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--config-dir", type=Path)
+    parser.add_argument("--config-dir", type=local_path)
     try:
         stated, overrides = parser.parse_known_args(list(words))
     except argparse.ArgumentError as error:

@@ -3,20 +3,45 @@
 import contextlib
 import json
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from lineage.errors import ArtifactError
+from lineage.errors import ArtifactError, ConfigError
+from lineage.secrets import redacted
 
 Parsed = TypeVar("Parsed")
+
+URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
 def user_cache(name: str) -> Path:
     """A file of what commands of this user need not compute again; it may be deleted at any time."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "posttrain", name)
+
+
+def local_path(stated: str, name: str = "", instead: str = "") -> Path:
+    """The path of a setting or option that names a file or directory of this machine; for argparse too.
+
+    Args:
+        name: of the setting, for the message.
+        instead: what works.
+
+    Raises:
+        ConfigError: it is a URL, which would become a folder with that name.
+    """
+    scheme, shown = URL.match(stated.lower()), redacted(stated)
+    if not scheme:
+        return Path(stated)
+    if scheme[0] == "file://":
+        raise ConfigError(f"{name}{shown}: is a URL; the path without file:// is accepted: {shown[len('file://') :]}")
+    raise ConfigError(
+        f"{name}{shown}: is a URL, and this is a path of this machine; name a file or directory"
+        + (f"; {instead}" if instead else ", and copy it there or from there with the tools of the storage")
+    )
 
 
 def atomic_write(path: Path, text: str) -> None:

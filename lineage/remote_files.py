@@ -4,7 +4,6 @@ import base64
 import contextlib
 import inspect
 import os
-import re
 import stat
 import tempfile
 import urllib.error
@@ -19,6 +18,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from lineage.digest import digest_of
 from lineage.errors import ConfigError
+from lineage.files import URL
 from lineage.secrets import secrets_of, without_secrets
 
 if TYPE_CHECKING:
@@ -79,7 +79,6 @@ def _is_own(path: Path) -> bool:
 Credentials = Mapping[str, str]  # option of a file system in fsspec -> the environment variable that holds it
 
 _NONE: Credentials = MappingProxyType({})
-_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _WEB = ("http://", "https://")
 _DVC = "dvc://"  # a path tracked by DVC in the repository of this folder, at its last commit
 # Attributes that change with the content; without any, the modification time is used.
@@ -89,7 +88,7 @@ _OF_TIME = ("LastModified", "last_modified", "Last-Modified", "updated", "mtime"
 
 def is_url(path: str) -> bool:
     """Whether a source's path is a URL for fsspec."""
-    return bool(_URL.match(path))
+    return bool(URL.match(path))
 
 
 def remote_versions(name: str, url: str, credentials: Credentials = _NONE) -> dict[str, str]:

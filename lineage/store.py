@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, ConfigError
-from lineage.files import atomic_write, flush, flush_tree
+from lineage.files import atomic_write, flush, flush_tree, local_path
 from lineage.fingerprint import short
 from lineage.manifest import Manifest
 from lineage.metrics_file import cut_reports, read_reports
@@ -44,6 +44,13 @@ _ENTRY = f"*/{'[0-9a-f]' * 16}"
 _OLDER = (f"{_ENTRY}/{MANIFEST}", f"{_ENTRY}/logs", f"pipelines/*/*/{MANIFEST}", "runs/????????-??????-*.json")
 
 
+_NO_URL = (
+    "a store needs locks and atomic renames, which object storage lacks: a local disk works, and NFSv4, Lustre or "
+    "CephFS where several hosts share it; `dvc remote add -d team s3://bucket/path` and `dvc push` copy outputs to a "
+    "bucket"
+)
+
+
 def store_path(stated: str) -> Path:
     """The absolute path of a store, which need not exist.
 
@@ -53,7 +60,7 @@ def store_path(stated: str) -> Path:
     """
     if not stated.strip():
         raise ConfigError("store= is empty; the path of a directory is accepted; give one, or leave store= out")
-    path = Path(stated).expanduser().absolute()
+    path = local_path(stated, "store=", _NO_URL).expanduser().absolute()
     with contextlib.suppress(FileNotFoundError):
         if not S_ISDIR(path.stat().st_mode):
             raise ConfigError(f"store={path}: is a file; name a directory, which is created if it does not exist")

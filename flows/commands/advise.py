@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import recorded_cli_args
+from lineage.files import local_path
 from tasks.advice import BATCH_FACTOR, RATIO, SIZES, Case, Range, Row, Value, case_of
 from tasks.method import Training
 
@@ -64,7 +65,9 @@ class Recipe:
 
 def add_advise(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "A first word without = is a STAGE; without one, all stages that train are advised."
-    parser.add_argument("--out", type=Path, metavar="FILE.yaml", help="write the overrides, for --overrides-from FILE")
+    parser.add_argument(
+        "--out", type=local_path, metavar="FILE.yaml", help="write the overrides, for --overrides-from FILE"
+    )
 
 
 def run_advise(options: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lineage.errors import ConfigError, PipelineError
+from lineage.files import local_path
 from lineage.secrets import redacted
 
 
@@ -13,7 +14,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
     """Arguments that select a pipeline: overrides, and a folder of further groups."""
     # An explicit default keeps overrides out of argparse's message on missing arguments.
     parser.add_argument("overrides", nargs="*", default=[], metavar="OVERRIDE", help="e.g. stages.dpo.method.beta=0.2")
-    parser.add_argument("--config-dir", type=Path, help="a directory of your own groups: model/, source/ ...")
+    parser.add_argument("--config-dir", type=local_path, help="a directory of your own groups: model/, source/ ...")
 
 
 def add_allow_code(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +28,7 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
     """Options for a sweep, and for a run with the best settings of a sweep."""
     parser.add_argument("--multirun", action="store_true", help="try every value, such as a.b=1,2; see sweep=")
     parser.add_argument(
-        "--overrides-from", type=Path, metavar="FILE", help="best.yaml of a sweep, or a patch of diagnose"
+        "--overrides-from", type=local_path, metavar="FILE", help="best.yaml of a sweep, or a patch of diagnose"
     )
 
 

@@ -22,6 +22,7 @@ from flows.wording import printable
 from lineage.artifact import DATA, SOURCE, Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError, DataError
+from lineage.files import local_path
 from lineage.model_source import MODEL_OPTIONS
 from lineage.source_checks import check_options
 from lineage.sources import files_of, local_paths, pin
@@ -60,12 +61,12 @@ def add_data(parser: argparse.ArgumentParser) -> None:
         help="rows that something is measured on, in a format that is detected: list those that the others repeat; "
         "may be given several times",
     )  # fmt: skip
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the histogram of lengths")
+    parser.add_argument("--html", type=local_path, metavar="FILE", help="write a page with the histogram of lengths")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR",
+        "--out", type=local_path, metavar="DIR",
         help="keep the report, its page, and all that it names: bad rows, near-duplicates, leakage",
     )  # fmt: skip
-    parser.add_argument("--config-dir", type=Path, help="a directory of your own groups, for source:NAME")
+    parser.add_argument("--config-dir", type=local_path, help="a directory of your own groups, for source:NAME")
     add_json(parser)
 
 

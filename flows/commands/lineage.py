@@ -2,17 +2,17 @@
 
 import argparse
 import json
-from pathlib import Path
 
 from flows.commands.arguments import add_json, add_overrides, name_among, recorded_cli_args, write_output
 from flows.declare.store_root import asked_store
+from lineage.files import local_path
 
 
 def add_lineage(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "ref", metavar="REF", help="such as cpt-sft-dpo/dpo, alias:champion, or digits of a fingerprint"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that draws the graph")
+    parser.add_argument("--html", type=local_path, metavar="FILE", help="write a page that draws the graph")
 
 
 def run_lineage(options: argparse.Namespace) -> int:
@@ -102,9 +102,9 @@ def add_diagnose(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
     parser.add_argument("--rule", metavar="RULE", help="the rule whose change --out writes; default: the most certain")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the change, for posttrain run --overrides-from FILE"
+        "--out", type=local_path, metavar="FILE", help="write the change, for posttrain run --overrides-from FILE"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that draws the curves")
+    parser.add_argument("--html", type=local_path, metavar="FILE", help="write a page that draws the curves")
 
 
 def run_diagnose(options: argparse.Namespace) -> int:

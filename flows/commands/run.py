@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_sweep, read_overrides, recorded_cli_args
+from lineage.files import local_path
 
 if TYPE_CHECKING:
     from flows.declare.pipeline import Pipeline
@@ -16,9 +17,9 @@ WORK = 4  # exit code of plan --exit-code if a run would do something
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     add_sweep(parser)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the plan to a file, for run --plan FILE")
+    parser.add_argument("--out", type=local_path, metavar="FILE", help="write the plan to a file, for run --plan FILE")
     parser.add_argument(
-        "--suggest", type=Path, metavar="FILE", help="write the overrides that make every stage fit into memory"
+        "--suggest", type=local_path, metavar="FILE", help="write the overrides that make every stage fit into memory"
     )
     parser.add_argument("--exit-code", action="store_true", help=f"exit with {WORK} if a run would do something")
 
@@ -74,7 +75,7 @@ def _refuse_with_sweep(options: argparse.Namespace, *names: str) -> None:
 def add_run(parser: argparse.ArgumentParser) -> None:
     add_sweep(parser)
     parser.add_argument(
-        "--plan", type=Path, metavar="FILE", help="run the plan that plan --out wrote; refuse if it has changed"
+        "--plan", type=local_path, metavar="FILE", help="run the plan that plan --out wrote; refuse if it has changed"
     )
 
 
@@ -163,7 +164,7 @@ def _require_stage(pipeline: "Pipeline", name: str) -> None:
 def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", choices=["verl"], help="the program that is to run the stage")
     parser.add_argument("name", metavar="STAGE", help="a stage of GRPO, RLOO or PPO, whose inputs are finished")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write; default: verl/STAGE")
+    parser.add_argument("--out", type=local_path, metavar="DIR", help="where to write; default: verl/STAGE")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of verl, which wins; repeat it"
     )

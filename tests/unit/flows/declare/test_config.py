@@ -9,6 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from flows.__main__ import main
 from flows.declare.compose import CONF as SHIPPED
 from flows.declare.compose import Composer, compose_tree
 from flows.declare.config import load_pipeline
@@ -366,3 +367,33 @@ def test_a_missing_value_is_refused_and_an_interpolation_is_resolved(tmp_path):
     with pytest.raises(ConfigError, match=r"^name: has no value"):
         Composer(["pipeline=own", "model=tiny"], tmp_path).tree()
     assert Composer(["pipeline=own", "model=tiny", "name=given"], tmp_path).tree()["store"] == "warn"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "store=s3://bucket/store"], ["status", "store=S3://bucket/store"], ["gc", "store=https://host/store"],
+        ["stage", "sft", "store=gs://bucket/store"], ["doctor", "store=az://box/store", "pipeline=cpt-sft-dpo"],
+        ["plan", "--out", "s3://bucket/plan.json"], ["plan", "--suggest", "s3://bucket/fits.yaml"],
+        ["run", "--plan", "s3://bucket/plan.json"], ["run", "--overrides-from", "s3://bucket/best.yaml"],
+        ["data", "rows.jsonl", "--html", "s3://bucket/page.html"], ["data", "rows.jsonl", "--out", "s3://bucket/rows"],
+        ["lineage", "cpt-sft-dpo/dpo", "--html", "s3://bucket/page.html"], ["serve", "--config-dir", "s3://bucket/conf"],
+        ["advise", "--out", "s3://bucket/recipe.yaml"], ["export", "verl", "grpo", "--out", "s3://bucket/verl"],
+        ["diagnose", "dpo", "--out", "s3://bucket/patch.yaml"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_url_is_no_path_of_this_machine_in_any_command(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert "is a URL, and this is a path of this machine; name a file or directory" in shown.err + shown.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_url_of_a_local_file_says_its_path_and_shows_no_secret():
+    with pytest.raises(ConfigError, match="the path without file:// is accepted: /data/store"):
+        store_root(["store=file:///data/store"])
+    with pytest.raises(ConfigError, match=r"dvc remote add -d team s3://bucket/path") as found:
+        toy("store=s3://me:hidden@bucket/store")
+    assert "hidden" not in str(found.value)
