@@ -20,23 +20,33 @@ from annotated_types import Ge, Gt, Le
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
+from lineage.model_files import read_json
+from lineage.model_source import vocabulary_of
 from tasks.context import Metrics, TrainContext
-from tasks.recipe import Inputs, Method
+from tasks.recipe import Input, Inputs, Method
 from tasks.remote_code import trust, trusts
 from tasks.train.merging import (
     BASE,
     INDEX,
     POLICY,
+    Places,
     adapters_on_one_base,
     compared,
     drawn,
-    golden_texts,
+    golden_texts_for,
     golden_values,
+    largest_difference,
+    merge_adapters,
+    places_of,
     plain_lora,
     read_tensor,
-    require_alike,
+    require_same_config,
+    require_same_template,
+    require_same_values,
+    require_same_vocabulary,
+    shape_of,
     slerp,
-    whole_weights,
+    template_of,
     write_config,
 )
 from tasks.train.quantization import torch_dtype
@@ -201,7 +211,6 @@ class Merge(Method):
             )
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        from tasks.tokenizers import tokenizer_of
         from tasks.train.models import copy_tokenizer, whole_model
         from tasks.train.sharding import leave_out_deepspeed
 
@@ -209,11 +218,10 @@ class Merge(Method):
         self.check_inputs(inputs)
         require_alike(inputs)
         policy = inputs[POLICY]
-        prompts = golden_texts(tokenizer_of(policy.path))
         ctx.output_dir.mkdir(parents=True, exist_ok=True)
         before: list[float] = []
         if self.combination is None or self.space == "adapters":
-            model = self._with_adapters(inputs, ctx, lambda adapted: before.extend(golden_values(adapted, prompts)))
+            model = self._with_adapters(inputs, ctx, lambda adapted: before.extend(self._golden(adapted, inputs)))
             model.to(torch_dtype(self.dtype or "fp32")).save_pretrained(ctx.output_dir, safe_serialization=True)
             del model
         else:
@@ -222,7 +230,7 @@ class Merge(Method):
         if trusts(policy.path):  # its code was copied too
             trust(ctx.output_dir)
         output = whole_model(self.produces, ctx.output_dir)
-        after = golden_values(output, prompts)
+        after = self._golden(output, inputs)
         if not all(map(math.isfinite, after)):
             raise DataError(
                 f"the merged model gives non-finite log-probabilities ({', '.join(map(str, after))}); a model with "
@@ -232,15 +240,16 @@ class Merge(Method):
         if not before:
             return {**size, "merge/golden": sum(after) / len(after)}
         metrics = compared(before, after, is_reward_model=self.produces == Kind.REWARD_MODEL)
-        found = max(abs(one - two) for one, two in zip(before, after, strict=True))
         most = _MAX_DIFFERENCE if self.max_difference is None else self.max_difference
-        if found > most:
-            raise DataError(
-                f"merging moved a golden prompt by {found:.3g}, in mean log-probability or score (all are in the log); "
-                f"max_difference={most:g} is accepted; set dtype=fp32, or max_difference={1.1 * found:.2g} if that is "
-                "meant"
-            )
+        accepted = f"max_difference={1.1 * largest_difference(before, after):.2g}"
+        remedy = f"set dtype=fp32, or {accepted} if that is meant"
+        require_same_values(before, after, most, "merging", remedy, DataError, "max_difference")
         return {**size, **metrics}
+
+    def _golden(self, model: "PreTrainedModel | PeftModel", inputs: Inputs) -> list[float]:
+        from tasks.train.kernels import plain
+
+        return golden_values(model, golden_texts_for(plain(model), [inputs[POLICY].path]))
 
     def shares(self, models: Collection[str]) -> dict[str, float]:
         """Slot -> weight, in one order: another order of a sum gives other last bits."""
@@ -265,10 +274,10 @@ class Merge(Method):
         base, below, adapters = adapters_on_one_base(inputs)
         taken = Intake(base=base, merged=below)
         model = whole_model(policy.kind, policy.path, taken=taken)
-        return self._combined(model, adapters, ctx.work_dir, watch)
+        return self._combined(model, policy.path, adapters, ctx.work_dir, watch)
 
     def _combined(
-        self, model: "PreTrainedModel", adapters: Mapping[str, Path], work: Path, watch: "Watch"
+        self, model: "PreTrainedModel", policy: Path, adapters: Mapping[str, Path], work: Path, watch: "Watch"
     ) -> "PreTrainedModel":
         from peft import PeftModel
 
@@ -299,8 +308,7 @@ class Merge(Method):
             ) from error
         adapted.set_adapter(_COMBINED)
         watch(adapted)
-        merged: PreTrainedModel = adapted.merge_and_unload(adapter_names=[_COMBINED])
-        return merged
+        return merge_adapters(adapted, golden_texts_for(model, [policy]), _COMBINED).model
 
     def _combine_weights(self, inputs: Inputs, ctx: TrainContext) -> None:
         """Writes the combined weights, in the files that those of the policy are in."""
@@ -396,3 +404,60 @@ class MergeRewardModels(Merge):
                 f"combination={self.combination}{space}: reward models are averaged, their heads too; "
                 "combination=linear or slerp is accepted, in the space of weights; set combination=linear"
             )
+
+
+def require_alike(inputs: "Inputs") -> None:
+    """Requires that all models have the policy's architecture, vocabulary and chat template.
+
+    Raises:
+        ConfigError: one differs; names both models.
+    """
+    from tasks.train.models import load_config
+
+    policy = inputs[POLICY]
+    ours = load_config(policy.path).to_dict()
+    known = vocabulary_of(read_json(policy.path, "tokenizer.json"))
+    for slot, other in inputs.items():
+        if slot == POLICY:
+            continue
+        require_same_config(policy.name, other.name, ours, load_config(other.path).to_dict())
+        vocabulary = vocabulary_of(read_json(other.path, "tokenizer.json"))
+        if known and vocabulary:
+            require_same_vocabulary(policy.name, other.name, known, vocabulary)
+        if slot != BASE:
+            require_same_template(policy.name, other.name, template_of(policy.path), template_of(other.path))
+
+
+def whole_weights(inputs: "Inputs", work: Path) -> dict[str, Places]:
+    """Where the weights of each slot are: in its own files, or in ``work`` if an adapter has to be merged first.
+
+    Raises:
+        ConfigError: the models have different weights.
+    """
+    places = {slot: places_of(_merged_directory(slot, each, work)) for slot, each in inputs.items()}
+    if len({frozenset(each) for each in places.values()}) > 1:  # the same weights may have other names on the hub
+        places = {slot: places_of(_merged_directory(slot, each, work, again=True)) for slot, each in inputs.items()}
+    ours = places[POLICY]
+    for slot, theirs in places.items():
+        apart = sorted(ours.keys() ^ theirs.keys()) or [
+            name for name in ours if shape_of(ours, name) != shape_of(theirs, name)
+        ]
+        if apart:
+            raise ConfigError(
+                f"{inputs[POLICY].name} and {inputs[slot].name} have different weights: {len(apart)} differ, such as "
+                f"{apart[0]}; models that were trained from one base are accepted; leave {inputs[slot].name} out"
+            )
+    return places
+
+
+def _merged_directory(slot: str, given: "Input", work: Path, *, again: bool = False) -> Path:
+    """The directory with a model's whole weights; written to ``work`` where it has adapters. One model is in memory."""
+    from tasks.train.adapter_files import base_and_adapters
+    from tasks.train.models import whole_model
+
+    base, adapters = base_and_adapters(given.path)
+    if not adapters and not again:
+        return base
+    if not (work / slot).is_dir():
+        whole_model(given.kind, given.path).save_pretrained(work / slot, safe_serialization=True)
+    return work / slot

@@ -9,23 +9,25 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, PipelineError
 from lineage.model_files import quantization_format, read_json
-from lineage.model_source import vocabulary_of
+from lineage.model_source import has_tokenizer
 from tasks.data.kinds import tokens_of
+from tasks.positions import learned_positions
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from torch import Tensor
+    from torch import Tensor, dtype
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from tasks.data.tokens.cache import TokenizedRows
-    from tasks.recipe import Input, Inputs
+    from tasks.recipe import Inputs
 
 POLICY, BASE = "policy", "base"  # slots
 CONFIG, _GENERATION = "config.json", "generation_config.json"
@@ -54,6 +56,10 @@ _TEXTS = (  # where a stage reads no rows
     "Water boils at a lower temperature on a mountain, because the pressure of the air is lower there.",
 )
 _MAX_TOKENS = 256
+_FEW_TOKENS = 64
+# By how much a golden value may move where the same model is computed in another way: nats per token.
+EXACT = 1e-3  # in fp32
+ROUNDED = 0.05  # with weights or products of 8 bits
 
 logger = logging.getLogger(__name__)
 
@@ -136,64 +142,12 @@ def template_of(directory: Path) -> str | None:
     return template if template is None or isinstance(template, str) else json.dumps(template, sort_keys=True)
 
 
-def require_alike(inputs: "Inputs") -> None:
-    """Requires that all models have the policy's architecture, vocabulary and chat template.
+def places_of(directory: Path) -> Places:
+    """The file of each tensor of a model's directory.
 
     Raises:
-        ConfigError: one differs; names both models.
+        ConfigError: there are no weights.
     """
-    from tasks.train.models import load_config
-
-    policy = inputs[POLICY]
-    ours = load_config(policy.path).to_dict()
-    known = vocabulary_of(read_json(policy.path, "tokenizer.json"))
-    for slot, other in inputs.items():
-        if slot == POLICY:
-            continue
-        require_same_config(policy.name, other.name, ours, load_config(other.path).to_dict())
-        vocabulary = vocabulary_of(read_json(other.path, "tokenizer.json"))
-        if known and vocabulary:
-            require_same_vocabulary(policy.name, other.name, known, vocabulary)
-        if slot != BASE:
-            require_same_template(policy.name, other.name, template_of(policy.path), template_of(other.path))
-
-
-def whole_weights(inputs: "Inputs", work: Path) -> dict[str, Places]:
-    """Where the weights of each slot are: in its own files, or in ``work`` if an adapter has to be merged first.
-
-    Raises:
-        ConfigError: the models have different weights.
-    """
-    places = {slot: _places(_merged_directory(slot, each, work)) for slot, each in inputs.items()}
-    if len({frozenset(each) for each in places.values()}) > 1:  # the same weights may have other names on the hub
-        places = {slot: _places(_merged_directory(slot, each, work, again=True)) for slot, each in inputs.items()}
-    ours = places[POLICY]
-    for slot, theirs in places.items():
-        apart = sorted(ours.keys() ^ theirs.keys()) or [
-            name for name in ours if _shape(ours, name) != _shape(theirs, name)
-        ]
-        if apart:
-            raise ConfigError(
-                f"{inputs[POLICY].name} and {inputs[slot].name} have different weights: {len(apart)} differ, such as "
-                f"{apart[0]}; models that were trained from one base are accepted; leave {inputs[slot].name} out"
-            )
-    return places
-
-
-def _merged_directory(slot: str, given: "Input", work: Path, *, again: bool = False) -> Path:
-    """The directory with a model's whole weights; written to ``work`` where it has adapters. One model is in memory."""
-    from tasks.train.adapter_files import base_and_adapters
-    from tasks.train.models import whole_model
-
-    base, adapters = base_and_adapters(given.path)
-    if not adapters and not again:
-        return base
-    if not (work / slot).is_dir():
-        whole_model(given.kind, given.path).save_pretrained(work / slot, safe_serialization=True)
-    return work / slot
-
-
-def _places(directory: Path) -> Places:
     index = read_json(directory, INDEX)
     if isinstance(index, dict):
         return {name: directory / file for name, file in index["weight_map"].items()}
@@ -206,7 +160,8 @@ def _places(directory: Path) -> Places:
         return dict.fromkeys(file.keys(), path)
 
 
-def _shape(places: Places, name: str) -> tuple[int, ...]:
+def shape_of(places: Places, name: str) -> tuple[int, ...]:
+    """The shape of a tensor."""
     from safetensors import safe_open
 
     with safe_open(places[name], framework="pt") as file:
@@ -324,6 +279,20 @@ def golden_texts(tokenizer: "PreTrainedTokenizerBase") -> Golden:
     return [tokenizer(text)["input_ids"][:_MAX_TOKENS] for text in _TEXTS]
 
 
+def golden_texts_for(model: "PreTrainedModel", directories: Iterable[Path]) -> Golden:
+    """``golden_texts`` by the first tokenizer in a list of a model's directories, as far as the model reads them.
+
+    Without a tokenizer: the first ids of the vocabulary.
+    """
+    from tasks.tokenizers import tokenizer_of
+
+    place = next(filter(has_tokenizer, directories), None)
+    num_tokens = model.get_input_embeddings().weight.shape[0]
+    prompts = golden_texts(tokenizer_of(place)) if place else [range(min(num_tokens, _FEW_TOKENS))]
+    positions = learned_positions(model.config.get_text_config().to_dict())
+    return [[token for token in prompt if token < num_tokens][:positions] for prompt in prompts]
+
+
 def golden_values(model: "PreTrainedModel | PeftModel", prompts: Golden) -> list[float]:
     """The mean log-probability of each row's tokens, in nats; for a reward model, each row's score."""
     import torch
@@ -333,10 +302,8 @@ def golden_values(model: "PreTrainedModel | PeftModel", prompts: Golden) -> list
     is_training = base.training
     base.eval()
     found = []
-    dtypes = {each.dtype for each in base.parameters() if each.is_floating_point()}
-    # Where the frozen part is in bf16 and the trained one in fp32, layers of both meet only under autocast.
-    is_mixed = {torch.bfloat16, torch.float32} <= dtypes
-    with torch.no_grad(), torch.autocast(base.device.type, torch.bfloat16, enabled=is_mixed):
+    autocast = torch.autocast(base.device.type, torch.bfloat16, enabled=_is_mixed(base))
+    with torch.no_grad(), autocast, torch.compiler.set_stance("force_eager"):  # not compiled again for a few rows
         for prompt in prompts:
             ids_BT = torch.tensor([prompt], device=base.device)
             # The class's forward: that of a model in training reads batches without padding.
@@ -350,10 +317,62 @@ def golden_values(model: "PreTrainedModel | PeftModel", prompts: Golden) -> list
     return found
 
 
+def _dtypes(model: "PreTrainedModel") -> "set[dtype]":
+    return {each.dtype for each in model.parameters() if each.is_floating_point()}
+
+
+def _is_mixed(model: "PreTrainedModel") -> bool:
+    """Whether the frozen part is in bf16 and the trained one in fp32: layers of both meet only under autocast."""
+    import torch
+
+    return {torch.bfloat16, torch.float32} <= _dtypes(model)
+
+
+def tolerance_of(model: "PreTrainedModel | PeftModel", values: Sequence[float]) -> float:
+    """The most by which these golden values may move where the model is computed in another order."""
+    import torch
+    from peft import PeftModel
+
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    is_exact = _dtypes(base) <= {torch.float32, torch.float64} and "quantization_config" not in base.config
+    is_score = base.get_output_embeddings() is None  # which has no scale of its own
+    return (EXACT if is_exact else ROUNDED) * (max(1.0, *map(abs, values)) if is_score else 1.0)
+
+
+def largest_difference(before: Sequence[float], after: Sequence[float]) -> float:
+    """Of one golden value; nan or infinite if a value is."""
+    found = [abs(left - right) for left, right in zip(before, after, strict=True)]
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def require_same_values(
+    before: Sequence[float], after: Sequence[float], tolerance: float, what: str, remedy: str,
+    error: type[PipelineError] = PipelineError, setting: str = "",
+) -> None:  # fmt: skip
+    """Requires that a model which went from one form to another is still the same model.
+
+    Args:
+        before, after: ``golden_values``.
+        tolerance: of each value: nats per token, or of a score.
+        what: the hand-over, such as ``merging``.
+        error: the class of what is raised.
+        setting: the one that states the tolerance; empty: none does.
+
+    Raises:
+        PipelineError: a value moved by more, or is not a number.
+    """
+    apart = largest_difference(before, after)
+    if not apart <= tolerance:  # nan is not either
+        raise error(
+            f"{what} moved a golden prompt by {apart:.3g}, in mean log-probability or score (before {_shown(before)}; "
+            f"after {_shown(after)}); {setting and f'{setting}='}{tolerance:g} is accepted; {remedy}"
+        )
+
+
 def compared(before: Sequence[float], after: Sequence[float], *, is_reward_model: bool) -> dict[str, float]:
     """Metrics of a merge, which are logged too: means before and after it, and the largest difference of one row."""
     name = "scores" if is_reward_model else "logps"
-    apart = max(abs(left - right) for left, right in zip(before, after, strict=True))
+    apart = largest_difference(before, after)
     logger.info(
         "merge golden_prompts=%d %s_before=%s %s_after=%s max_difference=%.3g", len(before), name, _shown(before), name,
         _shown(after), apart,
@@ -367,3 +386,75 @@ def compared(before: Sequence[float], after: Sequence[float], *, is_reward_model
 
 def _shown(values: Sequence[float]) -> str:
     return ",".join(f"{value:.4f}" for value in values)
+
+
+class Merged(NamedTuple):
+    """A model after its adapter was merged, and its golden values before and after."""
+
+    model: "PreTrainedModel"
+    before: list[float]
+    after: list[float]
+
+
+def merge_adapters(adapted: "PeftModel", prompts: Golden, name: str) -> Merged:
+    """Merges the active adapters of a model into its weights, and compares golden prompts before and after.
+
+    PEFT changes the matrix of an adapted embedding or head in place, also where both share it, and an adapter may be on
+    one of the two: they are separate while it is merged, and share a matrix again if both are equal afterwards.
+
+    Args:
+        name: of the adapter, for messages.
+
+    Raises:
+        PipelineError: the merged model is another one.
+    """
+    before = golden_values(adapted, prompts)
+    base = adapted.get_base_model()
+    tolerance = tolerance_of(base, before)
+    is_tied = _separate_head(base)
+    with warnings.catch_warnings():
+        for known in ("Model with `tie_word_embeddings=True`", "Input and output embeddings are no longer tied"):
+            warnings.filterwarnings("ignore", known)
+        model: PreTrainedModel = adapted.merge_and_unload()
+    if is_tied:
+        _share_or_separate_head(model)
+    after = golden_values(model, prompts)
+    require_same_values(
+        before, after, tolerance, f"merging the adapter {name}",
+        "adapter and base are unchanged: merge them with the program that trained the adapter, and compare its "
+        "log-probabilities before and after; or report the adapter's adapter_config.json",
+    )  # fmt: skip
+    return Merged(model, before, after)
+
+
+def _separate_head(model: "PreTrainedModel") -> bool:
+    """Gives the head a matrix of its own where it shares that of the embedding and an adapter is on one of them.
+
+    Returns:
+        Whether the model's config says that they share one.
+    """
+    import torch
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(isinstance(each, BaseTunerLayer) for each in (embedding, head)):
+        layers = [each.get_base_layer() if isinstance(each, BaseTunerLayer) else each for each in (embedding, head)]
+        shared = layers[0].weight
+        assert shared is not None
+        if getattr(layers[1], "weight", None) is shared:
+            layers[1].weight = torch.nn.Parameter(shared.detach().clone(), requires_grad=False)
+    return head is not None and bool(model.config.get_text_config().tie_word_embeddings)
+
+
+def _share_or_separate_head(model: "PreTrainedModel") -> None:
+    """Makes the config of a model whose head and embedding shared a matrix agree with their weights."""
+    import torch
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = torch.equal(head.weight, embedding.weight)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = is_tied
+    model.tie_weights()
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if not is_tied:
+        logger.info("model=%s head=separate: its adapter made head and embedding differ", model.name_or_path)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.model_files import quantization_format, read_json
+from tasks.context import Metrics
 from tasks.recipe import Input, TrainingRecipe
 from tasks.remote_code import local_options, trusts
 from tasks.tokenizers import copy_tokenizer_files, tokenizer_of
@@ -26,7 +27,17 @@ from tasks.train.adapter_files import (
     rounding_of_base,
     save_adapter,
 )
-from tasks.train.quantization import options_quantized_before, why_not_on_quantized
+from tasks.train.merging import (
+    Golden,
+    Merged,
+    compared,
+    golden_texts_for,
+    golden_values,
+    merge_adapters,
+    require_same_values,
+    tolerance_of,
+)
+from tasks.train.quantization import FORMATS, options_quantized_before, why_not_on_quantized
 from tasks.train.quantized_base import (
     Quantizer,
     detect_quantized_layers,
@@ -250,7 +261,7 @@ def whole_model(
         adapted = _adapted(model, adapter)
         if watch and number == len(merges):
             watch(adapted)
-        model = adapted.merge_and_unload()
+        model = merge_adapters(adapted, golden_texts_for(model, (directory, base)), str(adapter)).model
         model.requires_grad_(True)  # PEFT froze the base
     if (merges or base != directory) and (directory / _GENERATION).exists() and model.can_generate():
         model.generation_config = GenerationConfig.from_pretrained(directory)
@@ -358,7 +369,8 @@ def save_output(
     policy: Input,
     ctx: "TrainContext",
     start: "Mapping[str, Tensor] | None" = None,
-) -> "PreTrainedModel | None":
+    prompts: Golden = (),
+) -> Metrics:
     """Writes the trained model, with the tokenizer and chat template of its input; rank 0 only.
 
     A LoRA is merged into the weights, and also saved alone in ``adapter/``; with ``save=adapter`` only the adapter is
@@ -369,21 +381,23 @@ def save_output(
 
     Args:
         start: weights of an adapter before the first step, where its initialization changed the base.
+        prompts: golden ones, which are compared before and after a merge.
 
     Returns:
-        The model that was merged into a base in few bits; None: there was none, or only the adapter is written.
+        Golden values before and after a merge, as metrics.
+
+    Raises:
+        PipelineError: the merged model is another than the trained one.
     """
     from peft import PeftModel
 
-    from tasks.train.kernels import hold_in
-
-    merged: PreTrainedModel | None = None
     if ctx.rank != 0:
-        return None
+        return {}
+    metrics: Metrics = {}
     if not isinstance(model, PeftModel):
         model.save_pretrained(ctx.output_dir, safe_serialization=True)
         copy_tokenizer(policy.path, ctx.output_dir)
-        return None
+        return metrics
     base = intake(method, policy).beneath or Base.of(policy)
     if method.save == "adapter":
         base = replace(base, rounding=method.quantization.rounding() if method.quantization else None)
@@ -394,27 +408,39 @@ def save_output(
         if whole.can_generate():
             whole.generation_config.save_pretrained(ctx.output_dir)
     else:
-        rounded = is_quantized(model.get_base_model())
         save_adapter(model, ctx.output_dir / ADAPTER_DIR, base, start)
-        merged = _merge(method, model, policy, ctx.output_dir / ADAPTER_DIR)
-        merged = hold_in(merged, ctx.resources.frozen_dtype(method.precision))
-        merged.save_pretrained(ctx.output_dir, safe_serialization=True)
-        merged = merged if rounded else None
+        found = _merge(method, model, policy, ctx, prompts)
+        found.model.save_pretrained(ctx.output_dir, safe_serialization=True)
+        metrics = compared(found.before, found.after, is_reward_model=method.produces == Kind.REWARD_MODEL)
     copy_tokenizer(policy.path, ctx.output_dir)
-    return merged
+    return metrics
 
 
-def _merge(method: TrainingRecipe, model: "PeftModel", policy: Input, adapter: Path) -> "PreTrainedModel":
-    base = model.get_base_model()
+def _merge(
+    method: TrainingRecipe, model: "PeftModel", policy: Input, ctx: "TrainContext", prompts: Golden
+) -> Merged:  # fmt: skip
+    """The model to write, in the dtype that it is written in."""
+    from tasks.train.kernels import hold_in
+
+    base, adapter = model.get_base_model(), ctx.output_dir / ADAPTER_DIR
+    dtype = ctx.resources.frozen_dtype(method.precision)
     if not is_quantized(base):
-        whole: PreTrainedModel = model.merge_and_unload()
-        return whole
+        found = merge_adapters(model, prompts, str(adapter))
+        return found._replace(model=hold_in(found.model, dtype))
+    before = golden_values(model, prompts)
     taken = intake(method, policy) if method.adapter_in == "continue" else None
-    rounding = method.quantization.rounding() if method.quantization else None
+    setting = method.quantization
+    rounding = setting.rounding() if setting else None
     whole = whole_model(method.produces, policy.path, plain_config(base), last=adapter, rounding=rounding, taken=taken)
     if base.can_generate():
         whole.generation_config = base.generation_config
-    return whole
+    whole = hold_in(whole, dtype)
+    after = golden_values(whole, prompts)
+    # Else the merged model differs by the rounding of the base in training, or of what its layers read.
+    if setting and rounding and not FORMATS[setting.format].rounds_inputs:
+        remedy = "the adapter is saved beside it: set quantization.merge=original, or save=adapter"
+        require_same_values(before, after, tolerance_of(base, before), f"merging {adapter}", remedy)
+    return Merged(whole, before, after)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

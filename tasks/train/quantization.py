@@ -103,6 +103,7 @@ class FormatRow:
         gpu: whether it needs a GPU.
         conv1d: whether it also rounds the layers of GPT-2, which are not linear layers of torch.
         dequantizes: whether ``rounded_weights`` reads its weights.
+        rounds_inputs: whether its layers also round what they read.
         reason: why it cannot be trained on; empty: it can.
     """
 
@@ -112,6 +113,7 @@ class FormatRow:
     gpu: bool = False
     conv1d: bool = False
     dequantizes: bool = True
+    rounds_inputs: bool = False
     reason: str = ""
 
 
@@ -175,7 +177,7 @@ _CALIBRATED = "its own tool makes it, with calibration data; a model=... that it
 FORMATS: Mapping[str, FormatRow] = {
     "nf4": FormatRow(reads=_BLOCKS, conv1d=True),
     "fp4": FormatRow(reads=_BLOCKS, conv1d=True),
-    "int8": FormatRow(conv1d=True),
+    "int8": FormatRow(conv1d=True, rounds_inputs=True),
     "torchao_int8": FormatRow(reads=("group_size",), package=_TORCHAO),
     "torchao_int8_dynamic": FormatRow(package=_TORCHAO),
     "torchao_float8": FormatRow(package=_TORCHAO),

@@ -42,10 +42,10 @@ from tasks.train.checkpointing import held_out_rows
 from tasks.train.fit import RankBudget, fit
 from tasks.train.freeze import freeze
 from tasks.train.kernels import attention_of, forget_liger, hold_in, prepare_layers, replace_kernels
-from tasks.train.merging import compared, golden_prompts, golden_values
+from tasks.train.merging import golden_prompts
 from tasks.train.optimizers import install_optimizer
 from tasks.train.padding_free import Collator, collator_for, install
-from tasks.train.quantized_base import is_quantized, step_in_fp32
+from tasks.train.quantized_base import step_in_fp32
 from tasks.train.reference_logps import with_reference
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import install_schedule
@@ -341,21 +341,20 @@ class TrainingRun:
         """Writes the trained model with its tokenizer and chat template; rank 0 only.
 
         Returns:
-            Where an adapter was merged that was trained on few bits: the golden prompts before and after, as metrics.
+            Where an adapter was merged: the golden prompts before and after, as metrics.
         """
         model = self.policy.model if self.trained is None else self.trained
-        merges = self.ctx.rank == 0 and self.method.save is None and self.method.adapter and is_quantized(model)
+        merges = self.ctx.rank == 0 and self.method.save is None and self.method.adapter
         prompts = golden_prompts(self.rows) if merges else []
-        forget_liger()  # the base is merged on the CPU
-        before = golden_values(model, prompts)
-        merged = models.save_output(self.method, model, self.inputs[_POLICY], self.ctx, self._adapter_start)
+        forget_liger()  # a quantized base is merged on the CPU
+        metrics = models.save_output(
+            self.method, model, self.inputs[_POLICY], self.ctx, self._adapter_start, prompts
+        )  # fmt: skip
         if self._chat_template and self.ctx.rank == 0:
             (self.ctx.output_dir / CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
         for write in self.writers if self.ctx.rank == 0 else ():
             write(self.ctx.output_dir)
-        if merged is None or not prompts:
-            return {}
-        return compared(before, golden_values(merged, prompts), is_reward_model=self._is_reward_model)
+        return dict(metrics)
 
     @cached_property
     def ordered_rows(self) -> Dataset:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lineage.artifact import Kind, Source
 from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
-from lineage.errors import ArtifactError, ConfigError
+from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.manifest import InputRecord
 from lineage.sources import pin
 from tasks.method import Adapter, Input, Training
@@ -132,6 +132,16 @@ def test_a_resumed_training_is_the_uninterrupted_one_to_the_bit(made: Made, adap
     stage = training.method("dpo", adapter=LORA, adapter_in=adapter_in, num_steps=6, learning_rate=1e-2)
     stop_and_go_on(stage, made.rows, made.folder, policy=policy.path)
     assert not (Checkpoints(made.folder / "broken" / "checkpoints").path(3) / "ref").exists()
+
+
+def test_a_trained_adapter_that_its_output_lost_stops_the_stage(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage's own rows before and after the merge are metrics of its output."""
+    stage = training.method("sft", adapter=LORA, learning_rate=3e-2, num_steps=4, chat_template="chatml")
+    metrics = training.train(stage, made.rows, made.folder / "right").metrics
+    assert metrics["merge/logps_difference"] < 1e-5 and metrics["merge/logps_before"] < 0
+    monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self: self.unload(), raising=False)
+    with pytest.raises(PipelineError, match=r"merging the adapter .* moved a golden prompt by"):
+        training.train(stage, made.rows, made.folder / "lost")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, PipelineError
 from lineage.peft_adapter import MERGED_TYPES
 from lineage.sources import Pinned, pin
 from tasks.data.examine import fetch_tokenizer
@@ -106,6 +107,53 @@ def test_every_accepted_type_merges(base: Path, tmp_path: Path, peft_type: str) 
     adapted = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter))
     assert torch.allclose(merged, adapted, atol=1e-4)
     assert (merged - logits(loaded(base))).abs().max() > 1e-4
+
+
+ON_TIED: dict[str, dict[str, Any]] = {
+    "head": {"target_modules": ["lm_head"]},
+    "embedding": {"target_modules": ["EMBEDDING"]},
+    "both": {"target_modules": ["EMBEDDING", "lm_head"]},
+    "both_as_one": {"target_modules": ["EMBEDDING"], "ensure_weight_tying": True},
+    "head_in_full": {"target_modules": ["lm_head"], "modules_to_save": ["EMBEDDING"]},
+    "embedding_in_full": {"modules_to_save": ["EMBEDDING"]},
+    "rows": {"trainable_token_indices": [5, 77]},
+}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "gemma2", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ON_TIED)
+@pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")
+def test_an_adapter_on_one_end_of_a_tied_model_changes_that_end_alone(
+    tmp_path: Path, architecture: str, case: str
+) -> None:
+    """Saved and loaded again by transformers, the merged model is what PEFT computes: head and embedding may differ."""
+    base = write_model(tmp_path / "base", architecture, tie_word_embeddings=True)
+    embedding = "wte" if architecture == "gpt2" else "embed_tokens"
+    fields = {
+        name: [embedding if each == "EMBEDDING" else each for each in value] if isinstance(value, list) else value
+        for name, value in ON_TIED[case].items()
+    }  # fmt: skip
+    targets = ["c_attn" if architecture == "gpt2" else "q_proj", *fields.pop("target_modules", [])]
+    config = LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", **fields)
+    adapter = write_adapter(tmp_path / "adapter", base, config=config)
+    merged = loaded(fetch_model(checkpoint(adapter), tmp_path / "cache"))
+    merged.save_pretrained(tmp_path / "merged")
+    adapted = logits(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert torch.allclose(logits(merged), adapted, atol=1e-4)
+    assert torch.allclose(logits(again), adapted, atol=1e-4)
+    is_tied = again.get_input_embeddings().weight is again.get_output_embeddings().weight
+    # PEFT does not know the name of GPT-2's embedding, and leaves its head as it is.
+    assert is_tied == (case == "rows" or (case == "both_as_one" and architecture != "gpt2"))
+
+
+def test_a_merge_that_gives_another_model_is_stopped(
+    base: Path, lora: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every adapter goes through one function, which compares golden prompts before and after."""
+    monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self: self.unload(), raising=False)
+    with pytest.raises(PipelineError, match=r"merging the adapter .*lora moved a golden prompt by .*: 0\.001 is"):
+        loaded(fetch_model(checkpoint(lora), tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
