@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from lineage.artifact import SOURCE
 from lineage.digest import DigestCache, damage_of, digest_files
 from lineage.secrets import redacted
 
@@ -114,3 +115,23 @@ class Manifest:
             cache: as in ``digest_files``.
         """
         return damage_of(self.files, digest_files(output, cache))
+
+
+DATA_REPORT = "report.json"  # of a data stage, in its output
+OUTSIDE = "outside the slice"  # the report's reason for rows that the source's ``split`` excludes
+
+
+def rows_read(manifest: Manifest, output: Path) -> dict[str, int]:
+    """Slot -> rows that its source has: bad, held-out and excluded ones count, those outside its slice do not.
+
+    Args:
+        output: of the stage. Without its report, as after gc, a stage that reads one source has the sum in its metrics.
+    """
+    try:
+        sources = json.loads((output / DATA_REPORT).read_text(encoding="utf-8"))["sources"]
+        return {slot: each["rows_read"] - each["dropped"].get(OUTSIDE, 0) for slot, each in sources.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        slots = [slot for slot, each in manifest.inputs.items() if each.artifact.startswith(SOURCE)]
+        if len(slots) != 1 or "rows" not in manifest.metrics:
+            return {}
+        return {slots[0]: int(manifest.metrics["rows"] + manifest.metrics.get("dropped", 0))}

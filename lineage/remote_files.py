@@ -80,6 +80,7 @@ Credentials = Mapping[str, str]  # option of a file system in fsspec -> the envi
 
 _NONE: Credentials = MappingProxyType({})
 _WEB = ("http://", "https://")
+REGION = "region"  # of an S3 bucket, an option of ours
 _DVC = "dvc://"  # a path tracked by DVC in the repository of this folder, at its last commit
 # Attributes that change with the content; without any, the modification time is used.
 _OF_CONTENT = ("md5", "ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest", "blob_id", "generation")
@@ -152,6 +153,8 @@ def _file_system(url: str, credentials: Credentials) -> Iterator[tuple["Abstract
     # Reads the committed version, not the working tree, which has no version.
     stated = {"rev": "HEAD"} if url.startswith(_DVC) else {}
     secrets: dict[str, object] = dict(secrets_of(credentials))
+    if REGION in secrets:  # s3fs passes it on to botocore alone
+        secrets["client_kwargs"] = {"region_name": secrets.pop(REGION)}
     if secrets and url.startswith(_WEB):
         secrets = {"client_kwargs": {"headers": {"Authorization": _authorization(secrets)}}}
     if stated:
@@ -174,6 +177,7 @@ def _require_options(kind: "type[AbstractFileSystem]", credentials: Credentials)
     """Checks that the file system has these options: it would silently ignore others."""
     accepted = [name for name in inspect.signature(kind.__init__).parameters if name not in ("self", "args", "kwargs")]
     accepted = ["username", "password", "token"] if "https" in kind.protocol else accepted
+    accepted += [REGION] if "s3" in kind.protocol else []
     for option in credentials:
         if option not in accepted:
             raise ConfigError(

@@ -15,7 +15,7 @@ from lineage.code import code_digest_now, source_file
 from lineage.digest import digest_file
 from lineage.errors import ConfigError
 from lineage.model_source import check_model_options
-from lineage.text_split import check_split
+from lineage.text_split import check_split, data_suffix
 
 _READ = 0o444
 
@@ -123,6 +123,7 @@ LOADER = (
     "quotechar", "escapechar", "decimal", "thousands", "na_values", "encoding", "encoding_errors", "sample_by",
     "keep_linebreaks", "newlines_in_values", "verification_mode",
 )  # fmt: skip
+_SEPARATOR = ("sep", "delimiter")
 _INSTEAD = {  # argument -> what to set in its place
     "path": "sources.{0}.path", "name": "sources.{0}.subset", "split": "sources.{0}.split",
     "revision": "sources.{0}.revision", "streaming": "sources.{0}.streaming",
@@ -163,7 +164,14 @@ def reading_identity(source: Source) -> dict[str, object]:
 
 def is_loaded(source: Source) -> bool:
     """Whether ``datasets.load_dataset`` reads the source, instead of our own readers."""
-    return source.subset is not None or bool(source.loader)
+    return source.subset is not None or (bool(source.loader) and separator_of(source) is None)
+
+
+def separator_of(source: Source) -> str | None:
+    """What separates the cells of a CSV or TSV file, or of those of a glob, if ``loader`` sets that alone."""
+    values = [value for key, value in source.loader.items() if key in _SEPARATOR]
+    is_file = data_suffix(Path(source.path)) in (".csv", ".tsv") and not os.path.isdir(source.path)
+    return str(values[0]) if is_file and len(values) == len(source.loader) == 1 and source.subset is None else None
 
 
 def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool, is_directory: bool = False) -> None:
@@ -224,13 +232,19 @@ def _refuse_reading(name: str, source: Source) -> None:
 
 def _check_loader(name: str, source: Source, *, can_load: bool) -> None:
     """Checks that the arguments of `datasets.load_dataset` are known and read nothing outside the pinned source."""
+    separator = separator_of(source)
+    if separator is not None and (len(separator) != 1 or separator in '"\r\n'):
+        raise ConfigError(
+            f"sources.{name}.loader: {separator!r} separates no cells; one character is accepted, but no quote and no "
+            "line break; set loader.sep=';'"
+        )
     if not is_loaded(source):
         return
     field = f"sources.{name}.{'loader' if source.subset is None else 'subset'}"
     if not can_load:
         raise ConfigError(
             f"{field}: {source.path} is not read by `datasets.load_dataset`; a hub data set, or a directory laid out "
-            "like one, is accepted; remove subset and loader"
+            "like one, is accepted, and of a CSV file loader.sep alone; remove subset and loader"
         )
     if source.split_by is not None:
         raise ConfigError(

@@ -9,7 +9,7 @@ from functools import cached_property
 from lineage.artifact import SOURCE, Kind
 from lineage.graph.index import ARTIFACT, Index, newest_where, reached
 from lineage.graph.places import Indexed, artifact_at, node_key
-from lineage.manifest import InputRecord, Manifest
+from lineage.manifest import InputRecord, Manifest, rows_read
 from lineage.store import Entry, Store
 
 
@@ -207,9 +207,9 @@ def _pass_labels_down(graph: Graph) -> None:
     for node in graph.nodes.values():
         node.labels.update(*(own[each] for each in graph.toward(node.id)))
     for edge in graph.edges:
-        reader, source = graph.nodes[edge.child].manifest, graph.nodes[edge.parent]
-        if _is_rows(source) and reader and "rows" in reader.metrics:
-            source.rows = int(reader.metrics["rows"])
+        reader, source = graph.nodes[edge.child], graph.nodes[edge.parent]
+        if _is_rows(source) and reader.manifest and reader.entry:
+            source.rows = rows_read(reader.manifest, reader.entry.output).get(edge.slot, source.rows)
 
 
 def _is_rows(node: Node) -> bool:

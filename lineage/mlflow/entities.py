@@ -161,7 +161,7 @@ def model_tags(manifest: Manifest, output: Path, labels: list[str]) -> dict[str,
 
 
 def source_data(slot: str, record: InputRecord, rows: float | None) -> DatasetInput:
-    """A source as a data set; ``rows``: as counted by the stage that read it."""
+    """A source as a data set; ``rows``: as ``rows_read`` counts them."""
     source, digest = record.source, record.digest or record.fingerprint
     name, about = record.artifact.removeprefix(SOURCE), {"digest": digest, "fingerprint": record.fingerprint}
     if source is None:  # of an old manifest, which says no more

@@ -11,7 +11,7 @@ from lineage.artifact import SOURCE
 from lineage.attempts import attempts, resumed_at
 from lineage.diagnosis.rules import as_line, live_findings
 from lineage.graph.places import artifact_at
-from lineage.manifest import InputRecord, Manifest
+from lineage.manifest import InputRecord, Manifest, rows_read
 from lineage.mlflow.address import is_server
 from lineage.mlflow.entities import (
     Key,
@@ -142,10 +142,12 @@ class Mirror:
         self.client.log_batch(run_id, metrics=metrics)
         self.runs.tag(run_id, tags)
         self._diagnose(entry, run_id)
-        rows = manifest.metrics.get("rows")
+        rows = rows_read(manifest, entry.output)
         sources = {slot: each for slot, each in manifest.inputs.items() if each.artifact.startswith(SOURCE)}
         self._add_inputs(
-            run_id, [source_data(slot, each, rows) for slot, each in sources.items() if not is_model_source(each)], []
+            run_id,
+            [source_data(slot, each, rows.get(slot)) for slot, each in sources.items() if not is_model_source(each)],
+            [],
         )
         self._add_samples(run_id, entry.output / SAMPLES)
         model_id = None

@@ -17,6 +17,7 @@ from duckdb import DuckDBPyConnection
 
 from lineage.artifact import Source
 from lineage.errors import DataError
+from lineage.manifest import OUTSIDE
 from tasks.data.kinds import HELD_OUT, RESTING, TRAIN
 from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing.options import Prepare
@@ -26,7 +27,7 @@ from tasks.recipe import Input
 
 CONTENT = "printf('%016x', content)"  # SQL of a row's id, without the number of its copy
 
-_OUTSIDE, _UNSAMPLED, _BETWEEN = "outside the slice", "not in the sample", "between the sides"
+_UNSAMPLED, _BETWEEN = "not in the sample", "between the sides"
 _UNMIXED = "left out by the mixture"
 _PARTED = "away from its group, beside the row that it is a copy of"
 _SHARES = 2**64
@@ -113,7 +114,7 @@ def _select(connection: DuckDBPyConnection, staging: Staging) -> None:
     for staged in staging.sources.values():
         source, report, sample = staged.source, staged.report, ""
         inside = f"FROM keys WHERE slot = {staged.number} AND place >= {staged.start} AND place < {staged.stop}"
-        report.drop({_OUTSIDE: report.rows_read - (staged.stop - staged.start)})
+        report.drop({OUTSIDE: report.rows_read - (staged.stop - staged.start)})
         if source.sample_count is not None:
             report.drop({_UNSAMPLED: _number(connection, f"SELECT count(*) {inside}") - source.sample_count})
             sample = f"ORDER BY {_draw_hash(source.shuffle_seed or 0, 'content')}, row LIMIT {source.sample_count}"

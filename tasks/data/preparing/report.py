@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from lineage.manifest import DATA_REPORT
 from lineage.markup import html_page
 
-REPORT, REJECTS = "report.json", "rejects.jsonl"
+REPORT, REJECTS = DATA_REPORT, "rejects.jsonl"
 LEAKAGE, NEAR_DUPLICATES = "leakage.parquet", "near_duplicates.parquet"
 MAX_PLACES = 5  # rows that a remark names
 _MAX_COLUMNS = 10  # unread columns in one line

@@ -142,6 +142,8 @@ def _header(line: _Line, name: str, separator: str) -> tuple[str, ...]:
     elif any("\udc80" <= each <= "\udcff" for each in "".join(columns)):
         found = "the name of a column is not UTF-8"
     if found:
-        accepted = f"a header of column names in UTF-8, each once, with {_SEPARATORS[separator]} between them"
-        raise refused(f"{name}:{number}", found, accepted)
+        between = _SEPARATORS.get(separator, repr(separator))
+        accepted = f"a header of column names in UTF-8, each once, with {between} between them"
+        remedy = f"correct it, or set loader.sep='{others[0]}' on the source" if others else "correct it"
+        raise refused(f"{name}:{number}", found, accepted, remedy.replace("\t", "\\t"))
     return tuple(columns)

@@ -17,7 +17,7 @@ from lineage.artifact import QUICKSTART, Source
 from lineage.errors import ConfigError
 from lineage.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
 from lineage.secrets import without_secrets
-from lineage.source_checks import PYTHON, is_loaded
+from lineage.source_checks import PYTHON, is_loaded, separator_of
 from lineage.sources import local_paths
 from lineage.text_split import NOTE, SplitBy, data_suffix
 from tasks.data.reading.chunk import Chunk, Row, no_split, parse_split, parsed, refused
@@ -77,10 +77,10 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
                 yield from read_saved(path, split)
             elif path.is_dir():
                 for name in _chosen_files(_files_below(path), split, str(path)):
-                    yield from _read_file(path / name, str(path / name), source.split_by)
+                    yield from _read_file(path / name, str(path / name), source)
             else:
                 _require_no_splits(source, split)
-                yield from _read_file(path, str(path), source.split_by)
+                yield from _read_file(path, str(path), source)
     else:
         yield from read_loaded(source, split, part)
 
@@ -90,12 +90,13 @@ def _quickstart(path: str) -> Iterator[Chunk]:
     yield parsed(*(Row(fields=fields, where=f"{path}[{index}]") for index, fields in enumerate(rows)))
 
 
-def _read_file(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk]:
+def _read_file(path: Path, name: str, source: Source) -> Iterator[Chunk]:
     """The rows of one file.
 
     Args:
         name: of the file, as the user knows it.
-        split_by: the unit of plain text that is a row; None: it is detected, and for Markdown the whole file.
+        source: its ``split_by`` is the unit of plain text that is a row; None: it is detected, and for Markdown the
+            whole file. Its separator is that of CSV and TSV.
 
     Raises:
         DataError: files with this suffix are not read, or there is no row in it.
@@ -104,8 +105,13 @@ def _read_file(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chun
     if suffix not in _SUFFIXES:
         found = f"rows are not read from {path.suffix or 'a file without a suffix'}"
         raise refused(name, found, _ACCEPTED, "convert or unpack it")
-    is_text = suffix in _TEXTS
-    chunks = read_text(path, name, split_by or _TEXTS[suffix]) if is_text else _READERS[suffix](path, name)
+    separator = separator_of(source)
+    if separator is not None:
+        chunks = read_csv(path, name, separator)
+    elif suffix in _TEXTS:
+        chunks = read_text(path, name, source.split_by or _TEXTS[suffix])
+    else:
+        chunks = _READERS[suffix](path, name)
     first = next(chunks, None)
     if first is None:
         raise refused(name, "there is no row in this file", "at least one", "write it again or leave it out")
@@ -216,4 +222,4 @@ def _read_remote(source: Source, split: str) -> Iterator[Chunk]:
                 found = f"cannot be copied here ({without_secrets(error, source.credentials)})"
                 accepted = "a file that stays as it is and that the credentials may read"
                 raise refused(url, found, accepted, "look for it there, and run again") from error
-            yield from _read_file(copy, url, source.split_by)
+            yield from _read_file(copy, url, source)

@@ -11,6 +11,7 @@ from lineage.graph.impact import impact
 from lineage.graph.index import Index
 from lineage.graph.refs import resolve
 from lineage.labels import LABELS, Statement, record_labels, recorded_labels
+from lineage.store import Store
 from tests.written_store import node
 
 
@@ -49,6 +50,30 @@ def test_a_parent_that_is_gone_is_named_as_missing(store):
     assert rows["cpt"]["state"] == "missing" and rows["cpt"]["fingerprint"] == made["cpt"].fingerprint
     assert rows["dpo"]["state"] == "present"
     assert "base" not in rows
+
+
+@pytest.mark.parametrize(
+    ("report", "metrics", "counts"),
+    [
+        ({"rows": {"rows_read": 2017, "dropped": {"between the sides": 65}}}, {"rows": 1952, "dropped": 65}, [2017]),
+        ({"rows": {"rows_read": 1000, "dropped": {"outside the slice": 990}}}, {"rows": 10, "dropped": 990}, [10]),
+        (None, {"rows": 1952, "dropped": 65}, [2017]),  # its report is gone
+        (
+            {"rows": {"rows_read": 20, "dropped": {}}, "rows_2": {"rows_read": 30, "dropped": {"no answer": 1}}},
+            {"rows": 49, "dropped": 1},
+            [20, 30],
+        ),
+    ],
+)
+def test_a_source_has_all_its_rows(store, report, metrics, counts):
+    sources = {"rows": store.source("rows"), "rows_2": store.source("more")}
+    made = store.stage("corpus", dict(list(sources.items())[: len(counts)]), metrics=metrics)
+    if report:
+        (Store(store.root).entry("corpus", made.fingerprint).output / "report.json").write_text(
+            json.dumps({"sources": report, **metrics})
+        )
+    found = {each["name"]: each.get("rows") for each in graph(store, made).to_dict("x")["nodes"]}
+    assert [found[name] for name in ("source:rows", "source:more")[: len(counts)]] == counts
 
 
 def test_the_json_is_that_of_the_page(store):

@@ -15,7 +15,7 @@ from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError
 from lineage.fingerprint import canonical_json
-from lineage.remote_files import open_remote, remote_versions
+from lineage.remote_files import _file_system, open_remote, remote_versions
 from lineage.secrets import secrets_of, without_secrets
 from lineage.sources import pin as pin_with
 from tests.web_server import site
@@ -51,6 +51,11 @@ def hub(**fields) -> Source:
             Source(path=__file__, columns={"prompt": "q", "text": "q"}),
             r"columns: the rows' column 'q' has two names of ours; one is accepted",
         ),
+        (
+            Source(path="rows.csv", loader={"sep": "::"}),
+            r"sources.rows.loader: '::' separates no cells; one character is accepted",
+        ),
+        (Source(path=__file__, loader={"sep": ";"}), r"sources.rows.loader: .* and of a CSV file loader.sep alone"),
         (Source(path="memory://bucket/model", kind=Kind.CHECKPOINT), "a model is not read from a URL"),
     ],
 )
@@ -117,6 +122,19 @@ def test_a_value_in_place_of_a_name_is_refused_and_not_repeated(value):
     with pytest.raises(ConfigError, match=r"credentials.key is not the name of an environment variable") as refused:
         secrets_of(source.credentials)
     assert not value or value not in str(refused.value)
+
+
+def test_the_region_of_a_bucket_is_given_as_its_other_options_are(monkeypatch):
+    from s3fs import S3FileSystem
+
+    monkeypatch.setenv("MY_REGION", "eu-west-3")
+    with _file_system("s3://rows/a.jsonl", {"region": "MY_REGION"}) as (files, path):
+        assert isinstance(files, S3FileSystem) and path == "rows/a.jsonl"
+        assert files.client_kwargs == {"region_name": "eu-west-3"}
+    with pytest.raises(ConfigError, match=r"credentials.regoin: S3FileSystem has no such option; accepted: .*region"):
+        _file_system("s3://rows/a.jsonl", {"regoin": "MY_REGION"}).__enter__()
+    with pytest.raises(ConfigError, match=r"credentials.region: MemoryFileSystem has no such option"):
+        _file_system("memory://a.jsonl", {"region": "MY_REGION"}).__enter__()
 
 
 def test_what_a_library_says_is_told_without_secrets(monkeypatch):

@@ -5,9 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from lineage.artifact import Source
+from lineage.digest import DigestCache
 from lineage.errors import DataError
+from lineage.sources import pin
 from tasks.data.reading import delimited
 from tasks.data.reading.chunk import Row
+from tasks.data.reading.read import read_chunks
 from tests.unit.tasks.data.reading.written import PACKED, faults, read, rows_of, write
 
 
@@ -129,3 +133,29 @@ def test_a_table_without_a_header_or_a_row_is_refused(
     file = write(tmp_path / name, content)
     with pytest.raises(DataError, match=re.escape(f"{file}{message}")):
         read(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "loader", "text"),
+    [
+        ("rows.csv", {"sep": ";"}, "q;a\n1;2,5\n"),
+        ("rows.csv", {"delimiter": "|"}, "q|a\n1|2,5\n"),
+        ("rows.csv", {"sep": "\t"}, "q\ta\n1\t2,5\n"),
+        ("rows.tsv", {"sep": ";"}, "q;a\n1;2,5\n"),
+    ],
+)
+def test_a_file_has_the_separator_that_its_source_sets(
+    tmp_path: Path, name: str, loader: dict[str, str], text: str
+) -> None:
+    file = write(tmp_path / name, text)
+    for path in (file, tmp_path / f"*{file.suffix}"):
+        source = Source(path=str(path), loader=loader)
+        pinned = pin("rows", source, DigestCache(None))
+        assert pinned.record.reading == {"loader": loader}
+        rows = [row for chunk in read_chunks(pinned.source) for row in chunk.rows()]
+        assert [row.fields for row in rows if isinstance(row, Row)] == [{"q": "1", "a": "2,5"}]
+
+
+def test_the_refusal_of_another_separator_names_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"or set loader.sep=';' on the source"):
+        read(write(tmp_path / "rows.csv", "q;a\n1;2\n"))
