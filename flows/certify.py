@@ -26,7 +26,7 @@ from lineage.attempts import attempts, describe_last_attempt
 from lineage.certificate import Certificate, Comparison, Tolerance, basis, key_of, write_certificate
 from lineage.errors import ConfigError, LostError, StageError
 from lineage.manifest import Manifest
-from lineage.metrics_file import ReportFile, is_of_machine, read_reports
+from lineage.metrics_file import ReportFile, headline_metric, is_of_machine, read_reports
 from lineage.store import CACHE, Entry
 from tasks.context import Launcher, Resources
 from tasks.method import Training
@@ -41,7 +41,6 @@ TOLERANCES = {
     "fp16": Tolerance(losses=2e-2, weights=0.1),
     "fp8": Tolerance(losses=2e-2, weights=0.1),
 }
-_JUDGED = ("loss", "num_tokens")  # other metrics may be small differences of large numbers: only reported
 _POLL_SECONDS = 0.005
 _TRIES = 5  # a training of few quick steps may end before it is killed
 
@@ -328,7 +327,9 @@ def _changed(where: str, step: int | None, one: Mapping[str, float], two: Mappin
     if not changed:
         return Difference()
     shown = ("none" if value is None else f"{value:.9g}" for value in (left.get(changed[0]), right.get(changed[0])))
-    judged = [_relative(left.get(name), right.get(name)) for name in changed if name in _JUDGED]
+    # Other metrics may be small differences of large numbers: only reported. So is the loss where there are rewards.
+    judged_names = (headline_metric(left), "num_tokens")
+    judged = [_relative(left.get(name), right.get(name)) for name in changed if name in judged_names]
     first = "{} in {} ({}, unbroken, and {})".format(where, changed[0], *shown)
     return Difference(first=first, step=step, largest=max(judged, default=0.0))
 

@@ -81,8 +81,9 @@ def _stage(pipeline: Pipeline, name: str, words: Sequence[str], files: Composed,
     stage["params"] = list(_parameters(_identity_keys(pipeline, name), files, folder))
     stage["outs"] = [shown(name, "output"), shown(name, MANIFEST)]
     stage["metrics"] = [shown(name, METRICS)]
-    if isinstance(pipeline.stages[name].method, Training):
-        stage["plots"] = [{shown(name, PLOTS): {"x": "step", "y": "loss"}}]
+    method = pipeline.stages[name].method
+    if isinstance(method, Training):
+        stage["plots"] = [{shown(name, PLOTS): {"x": "step", "y": method.progress or "loss"}}]
     return {key: value for key, value in stage.items() if value}
 
 

@@ -25,6 +25,11 @@ def is_of_machine(name: str) -> bool:
     return name.endswith(_MACHINE)
 
 
+def headline_metric(metrics: Mapping[str, object]) -> str:
+    """The metric that says how well a training does: its loss, or its reward, beside which a loss says nothing."""
+    return "reward" if "reward" in metrics else "loss"
+
+
 def read_reports(path: Path) -> list[StageReport]:
     """All reports; a line cut by a kill is skipped, and a missing file has none."""
     return read_jsonl(path, _report)

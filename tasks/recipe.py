@@ -174,6 +174,8 @@ class TrainingRecipe(Method):
     Class attributes:
         reads: the kind of rows that it trains on: an entry of ``tasks.data.kinds``.
         models: name -> role of every model that it uses; ``policy`` is trained and becomes the output.
+        progress: the metric that says how well a training does: its loss; its reward, where the loss is 0 by
+            construction; None: none does, as where the loss is to a target that moves.
         has_own_loop: whether it trains without a trainer of transformers (``tasks.method.Training.loop``).
         default_learning_rate: used where ``learning_rate`` is not set, for a training of all weights.
         option_versions: option -> (entry of the recipe, amount by which it is higher where the option is set), for
@@ -184,6 +186,7 @@ class TrainingRecipe(Method):
 
     reads: ClassVar[RowKind]
     models: ClassVar[Mapping[str, Role]] = {"policy": POLICY}
+    progress: ClassVar[Literal["loss", "reward"] | None] = "loss"
     has_own_loop: ClassVar[bool] = False
     # The first version of quantization left the experts of a mixture in fp32.
     option_versions: ClassVar[Mapping[str, tuple[str, int]]] = {"adapter.quantization": ("quantization_version", 1)}
@@ -267,6 +270,13 @@ class TrainingRecipe(Method):
     def rows_of(self, num_steps: int) -> int:
         """Number of rows that ``num_steps`` steps read."""
         return num_steps * self.global_batch_size
+
+    @property
+    def loss_says_nothing(self) -> str:
+        """Why its loss is no measure of progress, for messages."""
+        of_own = "is of its own completions, near 0 or of their pairs, and not of their rewards"
+        why = of_own if self.progress else "is to a target that moves, so that it may rise"
+        return f"the loss of {type(self).__name__} {why}"
 
     @property
     def measures_held_out(self) -> bool:
@@ -407,6 +417,11 @@ class TrainingRecipe(Method):
                 "the next"
             )
         reads = getattr(type(self), "reads", None)
+        if self.best and self.best.metric == "loss" and self.progress != "loss":
+            instead = "reward with best.mode=max" if self.progress else f"{HELD_OUT_LOSS}, which is to the teacher"
+            raise ConfigError(
+                f"best.metric=loss: {self.loss_says_nothing}, so it ranks no models; set best.metric={instead}"
+            )
         measured = self.validation or (self.best and self.best.metric == HELD_OUT_LOSS)
         if measured and reads is not None and not reads.trained:
             if self.validation:

@@ -37,6 +37,7 @@ class TAID(SFT):
     version: ClassVar[int] = 1
     option_versions: ClassVar = {**AnswerTraining.option_versions}  # its packing never padded
     models: ClassVar = {"policy": POLICY, "teacher": TEACHER}
+    progress: ClassVar = None  # J falls as the student learns, and rises as t does
 
     t_start: Annotated[float, Ge(0), Lt(1)] = 0.4  # the teacher's share t at the first step
     t_end: Annotated[float, Gt(0), Le(1)] = 1.0  # its largest value, reached at the last step at the latest
@@ -49,6 +50,12 @@ class TAID(SFT):
             raise ConfigError(
                 f"t_start={self.t_start:g}, t_end={self.t_end:g}: the teacher's share rises from the first to the "
                 "second; set t_end above t_start"
+            )
+        default = type(self).momentum
+        if self.alpha == 0 and self.momentum != default:
+            raise ConfigError(
+                f"momentum={self.momentum:g} with alpha=0: it decides what part of alpha a step adds to t, which then "
+                f"follows the line alone; set momentum={default:g}, or alpha above 0, such as {type(self).alpha:g}"
             )
 
     def trainer(self, run: "TrainingRun") -> "Trainer":

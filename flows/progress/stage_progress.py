@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.wording import clock
-from lineage.metrics_file import ReportFile
+from lineage.metrics_file import ReportFile, headline_metric
 from lineage.store import Entry
 from lineage.tracker import Event, StageStart
 
@@ -100,7 +100,8 @@ def line_of(event: Event) -> str:
 
 
 def _highlights(metrics: Mapping[str, float]) -> list[str]:
-    shown = [f"loss {metrics['loss']:.3f}"] if "loss" in metrics else []
+    name = headline_metric(metrics)
+    shown = [f"{name} {metrics[name]:.3f}"] if name in metrics else []
     if "tokens_per_second" in metrics:
         shown.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
     if "mfu" in metrics:

@@ -11,6 +11,7 @@ from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, Node
 from lineage.manifest import Manifest, Provenance
+from lineage.metrics_file import headline_metric
 
 # Fields that are shown elsewhere, or nearly always have their default.
 _HIDDEN_FIELDS = ("method", "version", "warmup_ratio", "lr_schedule", "weight_decay", "max_grad_norm")
@@ -92,13 +93,14 @@ def _value(value: object) -> str:
 
 
 def _measured(metrics: Mapping[str, float]) -> str:
-    """Counts of rows of a data stage; share of trained tokens and loss of a training."""
+    """Counts of rows of a data stage; share of trained tokens and loss or reward of a training."""
     told = [f"{int(metrics[name]):,} {name.replace('_', ' ')}" for name in ("rows", "train_rows") if name in metrics]
     percent = metrics.get("trained_tokens_percent")
     if percent is not None:
         told.append(f"{percent:.1f} % of the tokens trained")
-    if "loss" in metrics:
-        told.append(f"loss {metrics['loss']:.4g}")
+    name = headline_metric(metrics)
+    if name in metrics:
+        told.append(f"{name} {metrics[name]:.4g}")
     return ", ".join(told)
 
 

@@ -20,6 +20,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from lineage.graph.ancestry import Edge
 from lineage.markup import html_page
+from lineage.metrics_file import headline_metric
 
 _HERE = Path(__file__)
 
@@ -282,11 +283,12 @@ def _subtitle(node: Node, letters: int) -> str:
 
 
 def _headline(node: Node) -> str:
-    """The most informative number: loss, or number of rows."""
+    """The most informative number: reward, loss, or number of rows."""
     metrics = cast("Mapping[str, object]", node.get("metrics") or {})
-    loss, rows = metrics.get("loss"), metrics.get("rows", node.get("rows"))
-    if isinstance(loss, int | float):
-        return f"loss {loss:.4g}"
+    name = headline_metric(metrics)
+    value, rows = metrics.get(name), metrics.get("rows", node.get("rows"))
+    if isinstance(value, int | float):
+        return f"{name} {value:.4g}"
     return f"{rows:,.0f} rows" if isinstance(rows, int | float) else ""
 
 

@@ -44,7 +44,8 @@ class Tuning:
     """The arguments of the command.
 
     Args:
-        metric: ``STAGE/METRIC``, or a metric of the stage; None: its held-out loss.
+        metric: ``STAGE/METRIC``, or a metric of the stage; None: its held-out loss, or of a method on prompts, which
+            have none, its reward or loss.
         rounds: number of rounds; after regularization they repeat from the learning rate.
         steps: steps of each trial, until the round of epochs changes them; None: as declared.
         budget: ``steps`` or ``money``, and the limit for all trials together; None: no limit.
@@ -92,11 +93,13 @@ def read_tuning(asked: Tuning, given: Sequence[str], config_dir: Path | None) ->
     assert isinstance(method, Training)
     if asked.steps:
         shared += [f"{where}.num_steps={asked.steps}", f"{where}.num_epochs=null"]
-    if asked.metric is None and method.validation is None:
+    reads = getattr(type(method), "reads", None)
+    default = HELD_OUT_LOSS if reads is None or reads.trained else str(method.progress)
+    if asked.metric is None and method.validation is None and default == HELD_OUT_LOSS:
         steps = asked.steps or method.num_steps
         how_often = f"every_steps={max(1, steps // _MEASUREMENTS)}" if steps else f"every_epochs={1 / _MEASUREMENTS}"
         shared.append(f"{where}.validation.{how_often}")
-    metric = asked.metric or HELD_OUT_LOSS
+    metric = asked.metric or f"{asked.stage}/{default}"
     if metric.partition("/")[0] not in pipeline.stages:
         metric = f"{asked.stage}/{metric}"
     until = metric.partition("/")[0]

@@ -131,6 +131,11 @@ class Curves:
         return "reward" in self.series
 
     @property
+    def loss_is_progress(self) -> bool:
+        """Whether the loss says how far a training is: not where it is 0 by construction, or to a target that moves."""
+        return not self.is_reinforcement and "taid/t" not in self.series
+
+    @property
     def is_reward_model(self) -> bool:
         return "margin" in self.series and "accuracy" in self.series
 

@@ -58,8 +58,8 @@ def _not_finite(curves: Curves) -> Finding | None:
 
 
 def _fitted(curves: Curves, least: int = MIN_STEPS) -> Curve | None:
-    """The loss, if it is long enough and meaningful: in reinforcement learning it is not."""
-    return curves.loss if len(curves.loss) >= least and not curves.is_reinforcement else None
+    """The loss, if it is long enough and meaningful."""
+    return curves.loss if len(curves.loss) >= least and curves.loss_is_progress else None
 
 
 @_rule(
@@ -297,8 +297,9 @@ def _overfit(curves: Curves) -> Finding | None:
         return None
     low = lowest(found)
     least, rise, step = found.values[low], found.values[-1] - found.values[low], found.steps[low]
-    both_rise = len(curves.loss) > 3 and curves.loss.last > curves.loss.first  # the training is unstable
-    fall = max([found.values[0], *([curves.loss.first] if curves.loss else [])]) - least
+    loss = _fitted(curves, 1) or Curve()
+    both_rise = len(loss) > 3 and loss.last > loss.first  # the training is unstable
+    fall = max([found.values[0], *([loss.first] if loss else [])]) - least
     if low >= len(found) - 2 or rise < max(0.02 * least, 0.05 * fall) or both_rise:
         return None
     change = length(curves, step)

@@ -65,6 +65,13 @@ def _measured_or_linear(case: Case) -> Fields:
     return {"method.validation.every_steps": 10}
 
 
+def _best_kept(case: Case) -> Fields:
+    """The best checkpoints by what the method reports of its progress."""
+    if case.method.progress == "reward":
+        return {"resources.keep_best.metric": "reward", "resources.keep_best.mode": "max"}
+    return {"resources.keep_best.metric": "loss"} if case.method.progress else {"resources.keep_best": None}
+
+
 def _rows_at_once(case: Case) -> int:
     return case.resources.num_workers * case.resources.micro_batch_size
 
@@ -287,6 +294,12 @@ RULES: tuple[Rule, ...] = (
         nearest={"resources.zero_stage": 0}, also={"method.schedule.adaptive.smoothing": 0.9, **ZERO},
     ),
     Rule(
+        id="adaptive-moving-target",
+        when={"method.schedule.adaptive.smoothing": SET, "method": lambda case: case.method.progress is None},
+        reason="its loss is to a target that moves towards the teacher, and may rise while the student learns",
+        nearest={"method.schedule.adaptive": None}, also={"method.schedule.adaptive.smoothing": 0.9}, stage="taid",
+    ),
+    Rule(
         id="adaptive-optimizer",
         when={"method.schedule.adaptive.smoothing": SET, "method.optimizer.name": (*_AVERAGING, *_IN_BACKWARD)},
         reason="an adaptive learning rate changes that of the next step and may go back to a checkpoint, which "
@@ -379,7 +392,13 @@ RULES: tuple[Rule, ...] = (
             "method.best": lambda case: not case.method.measures_held_out, "method.validation": shown,
         },
         reason=f"{HELD_OUT_LOSS} is measured only where validation does, or where models compete by it (method.best)",
-        nearest={"resources.keep_best.metric": "loss"},
+        nearest=_best_kept,
+    ),
+    Rule(
+        id="keep-best-loss",
+        when={"resources.keep_best.metric": "loss", "method": lambda case: case.method.progress != "loss"},
+        reason="its loss is 0 by construction, or to a target that moves, so that it ranks no checkpoints",
+        nearest=_best_kept, stage="grpo",
     ),
     Rule(
         id="vllm",

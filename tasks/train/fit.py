@@ -33,7 +33,7 @@ from tasks.train.checkpointing import (
 from tasks.train.kernels import fast_products, start_scaler
 from tasks.train.own_optimizers import count_measured
 from tasks.train.quantized_base import step_in_fp32
-from tasks.train.schedules import Adaptive, Event, LossWatch
+from tasks.train.schedules import Event, LossWatch
 from tasks.train.sharding import name_accumulation
 from tasks.train.speed import Speed
 
@@ -102,14 +102,19 @@ class RankBudget(TrainerCallback):
 class AdaptiveRate(TrainerCallback, ExportableState):
     """Multiplies the schedule's learning rate by the factor of a ``LossWatch``; its state is in every checkpoint.
 
-    It runs before the callbacks that measure and report, and after those that complete the log of a step.
+    It watches the loss, or minus the reward where that is the method's ``progress``. It runs before the callbacks that
+    measure and report, and after those that complete the log of a step.
 
     Args:
         best: the model to go back to; None: ``divergence_z`` is not set.
     """
 
-    def __init__(self, trainer: "Trainer", setting: Adaptive, ctx: "TrainContext", best: "BestModel | None") -> None:
-        self.trainer, self.ctx, self.best = trainer, ctx, best
+    def __init__(
+        self, trainer: "Trainer", method: "TrainingRecipe", ctx: "TrainContext", best: "BestModel | None"
+    ) -> None:
+        setting = method.schedule.adaptive
+        assert setting and method.progress
+        self.trainer, self.ctx, self.best, self.measure = trainer, ctx, best, method.progress
         self.watch = LossWatch(setting=setting)
 
     def state(self) -> dict[str, object]:
@@ -132,8 +137,9 @@ class AdaptiveRate(TrainerCallback, ExportableState):
         step, entry = state.global_step, state.log_history[-1]
         if "learning_rate" in logs:  # transformers logs that of the schedule
             logs["learning_rate"] = entry["learning_rate"] = logs["learning_rate"] * self.watch.factor
+        measured = -logs["reward"] if self.measure == "reward" else logs["loss"]
         is_finite = not has_diverged(logs)
-        loss = agreed(logs["loss"] if is_finite else math.nan, args)
+        loss = agreed(measured if is_finite else math.nan, args)
         z = self.watch.z(loss)
         can_return = self.best is not None and self.best.step is not None and step < state.max_steps
         event = self.watch.observe(step, loss, can_return=can_return)
@@ -142,8 +148,8 @@ class AdaptiveRate(TrainerCallback, ExportableState):
             return
         logs[f"adaptive/{event}"] = 1.0
         logger.warning(
-            "[adaptive] step %d | %s | loss %.4f | z %.2f | learning rate x %.4g",
-            step, event, logs["loss"], z, self.watch.factor,
+            "[adaptive] step %d | %s | %s %.4f | z %.2f | learning rate x %.4g",
+            step, event, self.measure, logs[self.measure], z, self.watch.factor,
         )  # fmt: skip
         if event is not Event.DIVERGENCE:
             return
@@ -265,7 +271,7 @@ def fit(
         validation = Validating(trainer, method, ctx, held_out or held_out_rows(method, inputs, ctx), num_rows)
     best = BestModel(trainer, method.best, ctx) if method.best else None
     adaptive = method.schedule.adaptive
-    rate = AdaptiveRate(trainer, adaptive, ctx, best if adaptive.divergence_z else None) if adaptive else None
+    rate = AdaptiveRate(trainer, method, ctx, best if adaptive.divergence_z else None) if adaptive else None
     divergence = Divergence(ctx.checkpoints, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:

@@ -97,6 +97,7 @@ class Generating(Completing):
     optional: ClassVar[frozenset[str]] = frozenset({REWARD_MODEL_NAME})
     whole_groups: ClassVar[bool] = False  # all completions of a prompt must be in one micro batch
     default_learning_rate: ClassVar = 1e-6
+    progress: ClassVar = "reward"
 
     num_generations: Annotated[int, Ge(1)] = 8  # completions per prompt
     rewards: Rewards | None = None

@@ -1,7 +1,7 @@
 """Learning-rate schedules by name: the setting, and the arguments of transformers' trainer that choose one.
 
-An adaptive schedule is cut by how far the loss is from its moving average. The average and the variance are
-exponential: Finch 2009, "Incremental calculation of weighted mean and variance", section 9.
+An adaptive schedule is cut by how far the loss, or minus the reward, is from its moving average. The average and the
+variance are exponential: Finch 2009, "Incremental calculation of weighted mean and variance", section 9.
 z = (loss - mean) / sqrt(variance).
 """
 
@@ -31,6 +31,9 @@ PLATEAU: Name = "reduce_lr_on_plateau"
 @dataclass(frozen=True, kw_only=True)
 class Adaptive(Setting):
     """Cuts the schedule's learning rate when the loss of a step spikes, stays where it is, or diverges.
+
+    Methods with rewards, whose loss is 0 by construction, have minus the mean reward of a step watched in its place: a
+    spike is then a reward that collapses, a plateau one that no longer rises.
 
     Args:
         spike_z: a loss this many standard deviations above its average is a spike; None: none is.

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from lineage.errors import StoppedError
 from tasks.best import Best
 from tasks.method import Adapter, Adaptive, Schedule
 from tasks.train import fit
-from tests import training
+from tests import completion_scores, training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights
 
@@ -59,6 +60,33 @@ def test_a_spike_changes_the_steps_after_it_and_is_recorded(
     assert [step for step, each in ran.reports if "adaptive/spike" in each] == [4]
     assert metrics["adaptive/interventions"] == 1 and metrics["adaptive/spike/step_4"] == 0.5
     assert not [name for name in calm.reports[-1][1] if name.startswith("adaptive/") and name != "adaptive/factor"]
+
+
+@pytest.mark.parametrize("name", training.REINFORCED)
+def test_where_there_are_rewards_it_watches_them_and_not_the_loss(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The loss is 0 by construction, or one of the policy's own pairs: a plateau of it would cut the rate for good."""
+    steps = 6
+
+    def trained(reward: Callable[[int], float], folder: str) -> StageFolder:
+        calls: list[None] = []
+
+        def spread(completions: list[str]) -> list[float]:
+            calls.append(None)
+            return [reward(len(calls)) + row % 2 / 100 for row in range(len(completions))]
+
+        monkeypatch.setattr(completion_scores, "spread", spread)
+        ran = StageFolder(tmp_path / folder, root)
+        adaptive = Adaptive(start_steps=1, plateau_steps=2, smoothing=0.1, spike_z=None)
+        ran(training.method(
+            name, learning_rate=RATE, num_steps=steps, schedule=Schedule(name="constant", warmup=0.0, adaptive=adaptive)
+        ))  # fmt: skip
+        return ran
+
+    rising, still = trained(float, "rising"), trained(lambda _step: 1.0, "still")
+    assert rates(rising) == pytest.approx(dict.fromkeys(range(1, steps + 1), 1))
+    assert rates(still)[steps] < 1 and [step for step, each in still.reports if "adaptive/plateau" in each]
 
 
 def test_calm_it_changes_no_bit(root: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.sweep.tune import Tuning, read_tuning
 from tests.command import TOY, Command, call
 from tests.miniature import MODEL, STEPS, write_own_rows
 
@@ -25,6 +26,20 @@ def tune(toy: Command, *words: str) -> tuple[dict, list[str]]:
     result = toy("tune", "tuned", "--json", *words)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout), re.findall(r"^(\S+) +started", result.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "stage", "metric", "direction"),
+    [
+        ("sft-grpo", "sft", "sft/held_out_loss", "minimize"), ("sft-grpo", "grpo", "grpo/reward", "maximize"),
+        ("rlhf-ppo", "ppo", "ppo/reward", "maximize"),
+    ],
+)  # fmt: skip
+def test_it_tunes_by_what_the_method_reports_of_its_progress(pipeline, stage, metric, direction):
+    plan = read_tuning(Tuning(stage=stage), [f"pipeline={pipeline}", "tracking=none"], None)
+    [objective] = plan.sweep.objectives.values()
+    assert (objective.metric, objective.direction) == (metric, direction)
+    assert any("validation" in each for each in plan.overrides) == (stage == "sft")
 
 
 def settings(found: dict) -> list[dict[str, str]]:

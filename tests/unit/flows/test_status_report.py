@@ -2,6 +2,7 @@ import json
 import os
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from flows.progress.run_record import (
     new_id,
     run_record_path,
 )
+from flows.progress.stage_progress import Progress
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
 from lineage.attempts import record_attempt
@@ -62,6 +64,13 @@ def text(store):
 
 def died(note, **fields):
     return replace(note, driver=replace(note.driver, started=0.0), **fields)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "expected"), [({"loss": 3.41}, "loss 3.410"), ({"loss": 0.0, "reward": 0.7}, "reward 0.700"), ({}, "")]
+)
+def test_where_there_are_rewards_they_are_shown_in_place_of_a_loss_that_says_nothing(metrics, expected):
+    assert Progress(path=Path("none"), total=4, metrics=metrics).describe().endswith(expected)
 
 
 def test_a_store_without_a_run_says_how_to_start_one(tmp_path):

@@ -61,6 +61,7 @@ RL = {
     "completions__mean_length": line(40.0, 45.0, noise=1.0), "completions__clipped_ratio": line(0.02, noise=0.01),
 }  # fmt: skip
 GRPO = {"method": "GRPO", "learning_rate": 1e-6, "beta": 0.0, "num_generations": 8, "global_batch_size": 64}
+TAID = {**RECIPE, "method": "TAID"}
 LOW_PLATEAU = line(3.0, 2.0, 1.9, 1.9, 1.9, noise=0.02)
 OVER = line(2.6, 1.5, 1.3, 1.6, 2.0, steps=10, every=20)
 FALLING = {"loss": line(3.0, 2.5, 1.9, 1.5, noise=0.05), "val__loss": line(3.0, 2.5, 2.0, 1.5, steps=8, every=25)}
@@ -91,6 +92,11 @@ CASES: dict[str, tuple[Curves, set[str]]] = {
     "few copies": (curves(loss=SANE, report={"data/rows": 1600.0, "data/duplicates": 80.0}), set()),
     "copies, and nothing trained": (curves(report={"data/rows": 1600.0, "data/duplicates": 800.0}), set()),
     "flat": (curves(loss=FLAT), {"flat"}),
+    "flat towards a target that moves": (curves(TAID, loss=FLAT, taid__t=line(0.4, 1.0)), set()),
+    "rising towards a target that moves": (curves(TAID, loss=line(1.0, 1.5, 2.0), taid__t=line(0.4, 1.0)), set()),
+    "overfit to a target that moves": (
+        curves(TAID, loss=line(1.0, 1.5, 2.0), taid__t=line(0.4, 1.0), val__loss=OVER), {"overfit"},
+    ),
     "flat for 40 steps": (curves(loss=line(3.0, noise=0.05, steps=40)), set()),
     "flat at a high rate": (curves({**RECIPE, "learning_rate": 1e-3}, loss=FLAT), {"never-decreases"}),
     "flat at an adapter's rate": (curves(ADAPTED, loss=FLAT), {"flat"}),

@@ -5,11 +5,13 @@ import pytest
 from flows.declare.config import load_pipeline
 from lineage.errors import ConfigError
 from lineage.fingerprint import fingerprint
+from tasks.best import Best
 from tasks.grpo import GRPO
 from tasks.online_dpo import OnlineDPO
 from tasks.ppo import PPO
 from tasks.reward_functions import RewardFunction
 from tasks.rloo import RLOO
+from tasks.taid import TAID
 from tasks.train.generating import Generating, Sampling
 
 REWARDS = {
@@ -25,17 +27,37 @@ OPTIONS: dict[str, object] = {
 @pytest.mark.parametrize(
     ("cls", "fields", "prefix"),
     [
-        (GRPO, {}, "7b43aba7e9882f99"),
-        (GRPO, OPTIONS, "40eaef85774e43af"),
-        (RLOO, {"rewards": REWARDS}, "80577930c4005db4"),
-        (OnlineDPO, {"rewards": REWARDS}, "778c440057045b8e"),
-        (PPO, {"rewards": REWARDS, "kl_target": 2.0}, "e3047068efe9d58a"),
+        (GRPO, {}, "ac38abf7fe574960"),
+        (GRPO, OPTIONS, "fbb3c41e1b7aebac"),
+        (RLOO, {"rewards": REWARDS}, "4827a0c9370fa1e7"),
+        (OnlineDPO, {"rewards": REWARDS}, "433faec87842a0f2"),
+        (PPO, {"rewards": REWARDS, "kl_target": 2.0}, "372fa2b396b85617"),
     ],
 )
-def test_fingerprints_are_those_of_the_first_outputs(
+def test_fingerprints_are_those_of_the_first_outputs_of_the_version(
     cls: type[Generating], fields: dict[str, object], prefix: str
 ) -> None:
+    assert cls.version == 2  # an equal version is an equal fingerprint
     assert fingerprint(cls(num_steps=3, **fields).recipe(), {}).startswith(prefix)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cls", [GRPO, RLOO, OnlineDPO])
+def test_a_loss_that_says_nothing_ranks_no_models(cls: type[Generating]) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"best.metric=loss: the loss of {cls.__name__} is of its own completions.*=reward"
+    ):
+        cls(num_steps=3, rewards=REWARDS, best=Best(metric="loss", every_steps=1))
+    cls(num_steps=3, rewards=REWARDS, best=Best(metric="reward", mode="max", every_steps=1))
+
+
+def test_a_target_that_moves_ranks_no_models_and_alpha_0_has_no_momentum() -> None:
+    with pytest.raises(
+        ConfigError, match=r"best.metric=loss: the loss of TAID is to a target that moves.*held_out_loss"
+    ):
+        TAID(num_steps=3, learning_rate=1e-3, best=Best(metric="loss", every_steps=1))
+    with pytest.raises(ConfigError, match=r"momentum=0.5 with alpha=0: .* set momentum=0.99, or alpha above 0"):
+        TAID(num_steps=3, learning_rate=1e-3, alpha=0.0, momentum=0.5)
+    TAID(num_steps=3, learning_rate=1e-3, alpha=0.0)
 
 
 def test_an_adapter_on_the_head_is_refused_by_the_plan() -> None:

@@ -18,6 +18,7 @@ from tasks.online_dpo import OnlineDPO
 from tasks.ppo import PPO
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
+from tasks.taid import TAID
 from tasks.train.compatibility import RULES, refusals
 from tasks.train.rule import Case, Fields, Rule, assigned
 
@@ -42,6 +43,7 @@ STAGES = {
     "grpo": GRPO,
     "online_dpo": OnlineDPO,
     "ppo": PPO,
+    "taid": TAID,
 }
 IN_THE_DEFAULT = ("cpt", "sft", "reward", "dpo")  # pipeline
 BASE = {
