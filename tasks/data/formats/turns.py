@@ -7,6 +7,8 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+from tasks.data.reading.chunk import Unread
+
 Fields = Mapping[str, object]
 CanonicalRow = dict[str, object]  # a row with the columns of its kind, without ``row_id`` and nulls
 
@@ -55,6 +57,8 @@ def named(value: object) -> str:
             return "a list"
         case Mapping():
             return "an object"
+        case Unread():
+            return f"of Arrow's type {value.type}, which is not read"
     return f"of type {type(value).__name__}"
 
 

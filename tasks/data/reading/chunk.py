@@ -26,6 +26,17 @@ class Row:
     where: str
 
 
+@dataclass(frozen=True)
+class Unread:
+    """A value of a column whose type has no form in JSON.
+
+    Args:
+        type: name of the type.
+    """
+
+    type: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Broken:
     """A place where a row was expected but there is none, or one that cannot be used.

@@ -193,12 +193,29 @@ def _json_row(raw: bytes, where: str) -> Row | Broken:
         return _broken(raw, where, "not JSON", f"not JSON: {error.msg} at {line}column {error.colno}")
     if not isinstance(fields, dict):
         return _broken(raw, where, "not an object", f"not an object, but the JSON {shown(raw)[:_SHOWN]}")
-    if _LONG in raw.translate(_DIGITS):  # orjson would round a number of more than 64 bits
-        beyond = list[str]()
-        json.loads(raw, parse_int=lambda digits: None if -(2**63) <= int(digits) < 2**64 else beyond.append(digits))
-        if beyond:
-            return _broken(raw, where, "number too large", f"the integer {beyond[0]} needs more than 64 bits")
+    if beyond := _beyond(raw):
+        return _broken(raw, where, "number too large", beyond)
     return Row(fields=fields, where=where)
+
+
+def json_value(raw: bytes) -> object:
+    """The value in a JSON text of a column.
+
+    Raises:
+        ValueError: it is not JSON, or has an integer of more than 64 bits.
+    """
+    value: object = orjson.loads(raw)
+    if beyond := _beyond(raw):
+        raise ValueError(beyond)
+    return value
+
+
+def _beyond(raw: bytes) -> str:
+    """What is wrong with integers of more than 64 bits, which orjson would round; empty: there are none."""
+    beyond = list[str]()
+    if _LONG in raw.translate(_DIGITS):
+        json.loads(raw, parse_int=lambda digits: None if -(2**63) <= int(digits) < 2**64 else beyond.append(digits))
+    return f"the integer {beyond[0]} needs more than 64 bits" if beyond else ""
 
 
 def _broken(raw: bytes, where: str, reason: str, found: str) -> Broken:

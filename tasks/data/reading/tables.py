@@ -1,7 +1,7 @@
 """Tables: batches of rows of Parquet, Arrow, or `datasets`, passed on as columns and converted to rows later."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, PipelineError
-from tasks.data.reading.chunk import BLOCK_BYTES, Broken, Chunk, Row, Rows, Slice, no_split, refused
-from tasks.data.reading.lines import format_of, on_disk
+from tasks.data.reading.chunk import BLOCK_BYTES, Broken, Chunk, Row, Rows, Slice, Unread, no_split, refused
+from tasks.data.reading.lines import format_of, json_value, on_disk
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 1000
 _SHUFFLE_BUFFER = 10_000  # rows
+_EXTENSION = b"ARROW:extension:name"
+
+
+Convert = Callable[[object], object]  # a value as ``to_pylist`` gives it -> as JSON has it; null is converted to null
 
 
 def _table_rows(name: str, first: int, stream: bytes) -> Rows:
@@ -25,7 +29,7 @@ def _table_rows(name: str, first: int, stream: bytes) -> Rows:
     import pyarrow as pa
 
     table = pa.ipc.open_stream(stream).read_all()
-    nested = [field.name for field in table.schema if pa.types.is_nested(field.type)]
+    converts = {field.name: convert for field in table.schema if (convert := _conversion(field))}
     try:
         rows: list[dict[str, object] | None] = table.to_pylist()
     except (ValueError, OverflowError):  # not representable in Python: half a character, a year beyond 9999
@@ -34,18 +38,82 @@ def _table_rows(name: str, first: int, stream: bytes) -> Rows:
         where = f"{name}[{first + index}]"
         try:
             fields = table.slice(index, 1).to_pylist()[0] if row is None else row
+            fields |= {column: convert(fields[column]) for column, convert in converts.items()}
         except (ValueError, OverflowError) as error:
             found, accepted = f"a value is not readable ({error})", "text in UTF-8 and times of our calendar"
             yield Broken(where=where, reason="not readable", found=found, accepted=accepted)
         else:
-            yield Row(fields={**fields, **{name: _without_nulls(fields[name]) for name in nested}}, where=where)
+            yield Row(fields=fields, where=where)
 
 
-def _without_nulls(value: object) -> object:
-    """A nested value without the null fields that a table adds to give all structs the same fields."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+def _conversion(field: "pa.Field") -> Convert | None:
+    """How values of a column, or of a part of it, become values as JSON has them; None: they are such values.
+
+    What has no such form (bytes, times, tensors, unions ...) becomes no text, list or object, so that a format that
+    reads the column refuses it by name.
+    """
+    import pyarrow as pa
+
+    of = field.type
+    if field.metadata and _EXTENSION in field.metadata:  # of a library that is not loaded here
+        return _unread(field.metadata[_EXTENSION].decode(errors="replace"))
+    if isinstance(of, pa.JsonType):
+        return _nullable(lambda value: json_value(str(value).encode()))
+    if isinstance(of, pa.UuidType):
+        return _nullable(str)
+    if isinstance(of, pa.BaseExtensionType) and not isinstance(of, pa.Bool8Type):
+        return _unread(of.extension_name)
+    if pa.types.is_struct(of):
+        return _of_struct([(each.name, _conversion(each)) for each in of])
+    if pa.types.is_map(of):
+        return _of_map(_conversion(of.item_field))
+    if pa.types.is_dictionary(of) or pa.types.is_run_end_encoded(of):
+        return _conversion(pa.field("value", of.value_type))
+    if pa.types.is_union(of):
+        return _unread(str(of))
+    if pa.types.is_nested(of):  # all other nested types are lists: large, of a fixed size, views
+        return _of_list(_conversion(of.value_field))
+    return None
+
+
+def _nullable(convert: Convert) -> Convert:
+    return lambda value: None if value is None else convert(value)
+
+
+def _unread(name: str) -> Convert:
+    return _nullable(lambda value: Unread(name))
+
+
+def _of_list(convert: Convert | None) -> Convert | None:
+    return convert and _nullable(lambda values: [convert(value) for value in values])  # type: ignore[attr-defined]
+
+
+def _of_struct(parts: Sequence[tuple[str, Convert | None]]) -> Convert:
+    """An object without the null fields that a table adds to give all structs the same fields."""
+    converts = {name: convert for name, convert in parts if convert}
+
+    def converted(value: object) -> object:
+        assert isinstance(value, dict)
+        fields = {name: converts[name](each) if name in converts else each for name, each in value.items()}
+        return {name: each for name, each in fields.items() if each is not None}
+
+    return _nullable(converted)
+
+
+def _of_map(convert: Convert | None) -> Convert:
+    """An object, whose nulls are the user's; a map with a key that is no text stays a list of pairs."""
+
+    def converted(value: object) -> object:
+        assert isinstance(value, list)
+        pairs = [(key, convert(each) if convert else each) for key, each in value]
+        if not all(isinstance(key, str) for key, _ in pairs):
+            return [list(pair) for pair in pairs]
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            raise ValueError("a map has a key twice")
+        return made
+
+    return _nullable(converted)
 
 
 def read_parquet(path: Path, name: str) -> Iterator[Chunk]:
@@ -107,7 +175,8 @@ def _validated(batch: "pa.RecordBatch") -> "pa.RecordBatch":
     # As bytes, so that those other than UTF-8 break only their row.
     bare = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
     for column in batch.columns:
-        column.view(bare.get(column.type, column.type)).validate(full=True)
+        # A view of some types, such as string_view, as themselves would crash.
+        (column.view(bare[column.type]) if column.type in bare else column).validate(full=True)
     return batch
 
 

@@ -4,18 +4,25 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, IterableDataset
+from datasets import Dataset, IterableDataset, disable_progress_bars
 from hypothesis import given
 from hypothesis import strategies as st
 from trl.data_utils import extract_prompt
 
-from lineage.artifact import Source
-from lineage.digest import DigestCache
+from lineage.artifact import Kind, Source
+from lineage.digest import DigestCache, digest_file
 from lineage.errors import ConfigError, DataError
 from lineage.sources import Pinned, pin
+from tasks.context import TrainContext
 from tasks.data.formats.known import common_beginning
+from tasks.data.kinds import HELD_OUT, TRAIN
 from tasks.data.reading.chunk import Row
+from tasks.prepare_data import PrepareConversations
+from tasks.recipe import Input
 from tests.unit.tasks.data.reading.written import read, rows_of
 
 
@@ -167,3 +174,68 @@ def test_the_beginning_is_that_of_trl(begin: str, chosen: str, rejected: str) ->
     assert extract_prompt(pair) == {
         "prompt": pair["chosen"][:end], "chosen": pair["chosen"][end:], "rejected": pair["rejected"][end:]
     }  # fmt: skip
+
+
+def _turns(index: int) -> list[dict[str, object]]:
+    """A conversation with a call, whose arguments differ from row to row."""
+    arguments = {f"key {number}": f"value {index}" for number in range(index % 3 + 1)}
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    return [
+        {"role": "user", "content": f'What is "{index}"?'},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": f"a number\n{index}"},
+        {"role": "assistant", "content": f"It is {index}."},
+    ]
+
+
+SAME = [{"system": f"Be brief, {index % 2}.", "messages": _turns(index)} for index in range(12)]
+AS_TEXT = [{**row, "messages": json.dumps(row["messages"])} for row in SAME]
+
+
+def _by_duckdb(file: Path, text: str, messages: str) -> None:
+    """Parquet by DuckDB, with columns of these types."""
+    with duckdb.connect() as connection:
+        types = f"{{system: '{text}', messages: '{messages}'}}"
+        rows = f"read_json('{file.parent}/rows.jsonl', format='newline_delimited', columns={types})"
+        connection.execute(f"COPY (SELECT * FROM {rows}) TO '{file}' (FORMAT parquet)")
+
+
+CALL_OF_MAP = "STRUCT(type VARCHAR, function STRUCT(name VARCHAR, arguments MAP(VARCHAR, VARCHAR)))"
+WITH_MAPS = f"STRUCT(role VARCHAR, content VARCHAR, tool_calls {CALL_OF_MAP}[])[]"
+
+
+def _ways(directory: Path) -> dict[str, dict[str, object]]:
+    """The same rows in all ways: name -> the source's fields."""
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SAME))
+    (directory / "rows.json").write_text(json.dumps(SAME))
+    pq.write_table(pa.Table.from_pylist(SAME), directory / "pyarrow.parquet")
+    pq.write_table(pa.Table.from_pylist(AS_TEXT), directory / "texts.parquet")
+    _by_duckdb(directory / "duckdb.parquet", "JSON", "JSON")
+    _by_duckdb(directory / "maps.parquet", "VARCHAR", WITH_MAPS)
+    (directory / "set").mkdir()
+    (directory / "set" / "rows.jsonl").write_bytes((directory / "rows.jsonl").read_bytes())
+    loaded = Dataset.from_json(str(directory / "rows.jsonl"), cache_dir=str(directory / "cache"))
+    assert "json" in str(loaded.with_format("arrow")[:1].schema), "it has Arrow's type of JSON"
+    loaded.to_parquet(str(directory / "datasets.parquet"))
+    loaded.save_to_disk(str(directory / "saved"))
+    files = ("rows.jsonl", "rows.json", "pyarrow.parquet", "texts.parquet", "duckdb.parquet", "maps.parquet")
+    places = [*files, "datasets.parquet", "saved"]
+    ways: dict[str, dict[str, object]] = {name: {"path": str(directory / name)} for name in places}
+    return {**ways, "loader": {"path": str(directory / "set"), "loader": {"data_files": "rows.jsonl"}}}
+
+
+def test_the_same_rows_have_the_same_digest_in_whatever_way_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hub")
+    disable_progress_bars()
+    found = {}
+    for name, fields in _ways(tmp_path).items():
+        source = Source(**fields)  # type: ignore[arg-type]
+        given = Input(name="rows", kind=Kind.ROWS, fingerprint="", path=Path(source.path), source=source)
+        out = tmp_path / f"of {name}"
+        PrepareConversations(held_out=0.3).run({"rows": given}, TrainContext(output_dir=out, work_dir=tmp_path))
+        found[name] = [digest_file(out / side) for side in (TRAIN, HELD_OUT)]
+    rows = pq.read_table(tmp_path / "of rows.jsonl" / TRAIN).to_pylist()
+    assert rows[0]["messages"][0]["role"] == "system"
+    assert {name: digests for name, digests in found.items() if digests != found["rows.jsonl"]} == {}

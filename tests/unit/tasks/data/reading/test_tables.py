@@ -3,6 +3,7 @@
 import os
 import pickle
 from datetime import date
+from itertools import accumulate
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +13,8 @@ import pytest
 
 from lineage.artifact import Source
 from lineage.errors import DataError
-from tasks.data.reading.chunk import Broken, Row
+from tasks.data.formats.turns import BadRowError, text
+from tasks.data.reading.chunk import Broken, Row, Unread
 from tasks.data.reading.read import read_chunks
 from tests.unit.tasks.data.reading.written import PACKED, read, rows_of, write
 
@@ -89,6 +91,82 @@ def test_a_struct_has_the_fields_of_its_own_row_alone(tmp_path: Path, suffix: st
     raw = pa.StringArray.from_buffers(1, pa.array([b"\xff"]).buffers()[1], pa.array([b"\xff"]).buffers()[2])
     one = pa.table({**pa.Table.from_pylist(rows).slice(0, 1).to_pydict(), "bad": ["a"]}).append_column("text", raw)
     assert isinstance(read(stored(file, one))[0], Broken)
+
+
+def of_type(of: pa.DataType, values: list[object]) -> pa.Array:
+    if isinstance(of, pa.BaseExtensionType):
+        return pa.ExtensionArray.from_storage(of, pa.array(values, of.storage_type))
+    return pa.array(values, of)
+
+
+MESSAGE = '{"role": "user", "content": "a", "n": null}'
+READ = [
+    (pa.json_(), ['"a \\"b\\""', None, "null"], ['a "b"', None, None]),
+    (pa.json_(), [f"[{MESSAGE}]"], [[{"role": "user", "content": "a", "n": None}]]),
+    (pa.json_(pa.large_string()), ['{"x": 1}'], [{"x": 1}]),
+    (pa.list_(pa.json_()), [[MESSAGE]], [[{"role": "user", "content": "a", "n": None}]]),
+    (pa.struct([("x", pa.json_()), ("y", pa.json_())]), [{"x": '"t"'}], [{"x": "t"}]),
+    (pa.uuid(), [b"0" * 16, None], ["30303030-3030-3030-3030-303030303030", None]),
+    (pa.bool8(), [1, 0], [True, False]),
+    *((of, ["a", None], ["a", None])
+      for of in (pa.large_string(), pa.string_view(), pa.dictionary(pa.int8(), pa.string()))),
+    *((of, [["a"], None], [["a"], None])
+      for of in (pa.large_list(pa.string()), pa.list_view(pa.string()),
+                 pa.large_list_view(pa.string()), pa.list_(pa.dictionary(pa.int8(), pa.string())))),
+    (pa.list_(pa.string(), 1), [["a"]], [["a"]]),  # a null of them is none that pyarrow reads from Parquet
+    (pa.map_(pa.string(), pa.string()), [[("b", "1"), ("a", None)], [], None], [{"b": "1", "a": None}, {}, None]),
+    (pa.map_(pa.string(), pa.struct([("x", pa.int8()), ("y", pa.int8())])), [[("k", {"x": 1})]], [{"k": {"x": 1}}]),
+    (pa.map_(pa.int8(), pa.string()), [[(1, "a")]], [[[1, "a"]]]),
+    (pa.large_list(pa.struct([("x", pa.map_(pa.string(), pa.int8()))])), [[{"x": [("k", 1)]}]], [[{"x": {"k": 1}}]]),
+    (pa.fixed_shape_tensor(pa.int8(), (2,)), [[1, 2]], [Unread("arrow.fixed_shape_tensor")]),
+    (pa.opaque(pa.string(), "geometry", "postgis"), ["POINT (0 0)"], [Unread("arrow.opaque")]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+@pytest.mark.parametrize(("of", "values", "read_as"), READ, ids=[str(of) for of, *_ in READ])
+def test_values_of_every_type_are_those_of_json_or_refused(
+    tmp_path: Path, suffix: str, of: pa.DataType, values: list[object], read_as: list[object]
+) -> None:
+    file = stored(tmp_path / f"rows{suffix}", pa.table({"c": nested(of, values)}))
+    assert [row["c"] for row in rows_of(file)] == read_as
+    for row in rows_of(file):
+        if isinstance(row["c"], Unread):
+            with pytest.raises(BadRowError, match=rf"text is of Arrow's type {row['c'].type}, which is not read"):
+                text(row["c"], "text", "no text")
+
+
+def nested(of: pa.DataType, values: list[object]) -> pa.Array:
+    """Values of a type with an extension type in it, which pyarrow makes of no Python values."""
+    if isinstance(of, pa.ListType) and isinstance(of.value_type, pa.BaseExtensionType):
+        flat = [each for value in values for each in value]  # type: ignore[attr-defined]
+        return pa.ListArray.from_arrays([0, *accumulate(map(len, values))], of_type(of.value_type, flat))  # type: ignore[arg-type]
+    if isinstance(of, pa.StructType) and isinstance(of[0].type, pa.BaseExtensionType):
+        parts = [of_type(each.type, [value.get(each.name) for value in values]) for each in of]  # type: ignore[attr-defined]
+        return pa.StructArray.from_arrays(parts, fields=list(of))
+    return of_type(of, values)
+
+
+def test_an_extension_type_of_a_library_that_is_not_here_is_not_read(tmp_path: Path) -> None:
+    field = pa.field("text", pa.string(), metadata={"ARROW:extension:name": "a.library.tokens"})
+    file = stored(tmp_path / "rows.arrow", pa.table([pa.array(["a"])], pa.schema([field])))
+    assert rows_of(file) == [{"text": Unread("a.library.tokens")}]
+
+
+@pytest.mark.parametrize(
+    ("of", "value", "found"),
+    [
+        (pa.json_(), "{", "a value is not readable (unexpected end of data"),
+        (pa.json_(), str(2**64), f"a value is not readable (the integer {2**64} needs more than 64 bits)"),
+        (pa.map_(pa.string(), pa.int8()), [("a", 1), ("a", 2)], "a value is not readable (a map has a key twice)"),
+    ],
+)
+def test_a_value_that_json_does_not_have_breaks_its_row_alone(
+    tmp_path: Path, of: pa.DataType, value: object, found: str
+) -> None:
+    fault, good = read(stored(tmp_path / "rows.parquet", pa.table({"c": of_type(of, [value, None])})))
+    assert isinstance(fault, Broken) and fault.found.startswith(found)
+    assert isinstance(good, Row) and good.fields == {"c": None}
 
 
 def _refusal(file: Path) -> str:
