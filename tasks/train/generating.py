@@ -4,7 +4,8 @@
 (``tasks.train.generating_trainer``) and in a method's own loop.
 """
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
 
@@ -39,6 +40,12 @@ class Sampling(Setting):
     top_k: Annotated[int, Gt(0)] | None = None
     min_p: Annotated[float, Gt(0), Le(1)] | None = None
     repetition_penalty: Annotated[float, Gt(0)] = 1.0
+
+    @property
+    def cuts(self) -> list[str]:
+        """The fields that make it sample from another distribution than the softmax at its temperature."""
+        plain = {each.name: each.default for each in fields(self) if each.name != "temperature"}
+        return [name for name, value in plain.items() if getattr(self, name) != value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +128,14 @@ class Generating(Completing):
             )
         if self.vllm and self.has_own_loop:
             raise ConfigError(f"vllm={self.vllm}: {type(self).__name__} has a loop of its own; set vllm=null")
+        cut = self.sampling.cuts
+        if self.vllm and cut:
+            raise ConfigError(
+                f"vllm={self.vllm} with sampling.{cut[0]}={getattr(self.sampling, cut[0]):g}: vLLM gives the "
+                "log-probabilities of the tokens that this leaves, and the policy those of all, so that their ratio "
+                f"weighs each token wrong (github.com/huggingface/trl/issues/6789); set sampling.{cut[0]}="
+                f"{json.dumps(getattr(Sampling(), cut[0]))}, or vllm=null"
+            )
         check_rewards(self.rewards or {})
         for name in (REWARD_MODEL_NAME, MISSING_EOS):
             if name in (self.rewards or {}):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from lineage.model_files import quantization_format, read_json
+from lineage.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
 from tasks.context import Metrics
 from tasks.recipe import Input, TrainingRecipe
 from tasks.remote_code import local_options, trusts
@@ -248,6 +248,10 @@ def whole_model(
     base, merged = (taken.base, taken.merged) if taken else base_and_adapters(directory)
     merges = [(adapter, rounding_of_base(adapter)) for adapter in merged]
     merges += [(last, rounding)] if last else []
+    if kind == Kind.REWARD_MODEL and config is None:
+        why = why_no_reward_model(load_config(directory).to_dict(), {directory, base, *(each for each, _ in merges)})
+        if why:
+            raise ConfigError(f"{directory} is no reward model: {why}; {REWARD_MODEL_ADVICE}")
     config = config or load_config(directory)
     local = local_options(directory)
     with _read_into_bf16(dtype == "bf16" and not merges and quantizer is None):

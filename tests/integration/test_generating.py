@@ -1,6 +1,7 @@
 """Methods on the policy's own completions: GRPO and its variants, RLOO, online DPO, and what they share."""
 
 import math
+import shutil
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,13 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaModel
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
+from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.best import Best
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.method import Adapter
+from tasks.method import Adapter, Input
 from tasks.reward_functions import RewardFunction
 from tasks.train import models
 from tasks.train.generating import Sampling
@@ -589,6 +593,49 @@ def test_a_reward_model_reads_the_tokens_that_the_policy_read_and_wrote(
     samples = pq.read_table(run.output / "samples.parquet").to_pylist()[-8:]
     assert [each["rewards/reward_model"] for each in samples] == pytest.approx(expected, abs=1e-5)
     assert run.reports[-1][1]["rewards/reward_model/mean"] == pytest.approx(sum(expected) / 8, abs=1e-5)
+
+
+@pytest.fixture(scope="module")
+def without_head(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A plain language model, and a classifier with two labels."""
+    folder = tmp_path_factory.mktemp("without_head")
+    shutil.copytree(root / "policy", folder / "plain")
+    shutil.copytree(root / "policy", folder / "two")
+    AutoModelForSequenceClassification.from_pretrained(root / "policy", num_labels=2).save_pretrained(folder / "two")
+    return {name: folder / name for name in ("plain", "two")}
+
+
+@pytest.mark.parametrize(("name", "why"), [("plain", "no file of it has a head"), ("two", "its head has 2 labels")])
+@pytest.mark.parametrize("reader", ["grpo", "ppo", "evaluate"])
+def test_only_a_model_with_a_trained_head_of_one_label_gives_rewards(
+    root: Path, tmp_path: Path, without_head: dict[str, Path], reader: str, name: str, why: str
+) -> None:
+    """A plain language model would give random rewards, without a line."""
+    judge = Input(name="judge", kind=Kind.REWARD_MODEL, fingerprint="j" * 64, path=without_head[name])
+    ctx = TrainContext(
+        output_dir=tmp_path / "output", work_dir=tmp_path / "work", resources=Resources(micro_batch_size=4),
+        report=lambda _step, _metrics: None,
+    )  # fmt: skip
+
+    def read() -> object:
+        if reader == "evaluate":
+            return models.load_on_device(judge, ctx)
+        stage = training.method(reader, rewards=None)
+        return stage.run({**training.inputs(root, stage), "reward_model": judge}, ctx)
+
+    with pytest.raises(ConfigError, match=rf"no reward model: {why}.*conf/stage/reward.yaml"):
+        read()
+
+
+@pytest.mark.parametrize("name", ["plain", "two"])
+def test_the_plan_refuses_a_reward_model_without_a_head(without_head: dict[str, Path], name: str) -> None:
+    words = [
+        "pipeline=rlhf-ppo", "~stages.reward", "+source@sources.judge=rows", "sources.judge.kind=reward_model",
+        f"sources.judge.path={without_head[name]}", "stages.ppo.inputs.reward_model=source:judge",
+        "stages.evaluate.inputs.reward_model=source:judge", "tracking=none",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"sources\.judge\.path=.*: no reward model: "):
+        make_plan(load_pipeline(words))
 
 
 def test_rewards_are_summed_with_their_weights(with_model: Path, tmp_path: Path) -> None:

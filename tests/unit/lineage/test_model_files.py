@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError
-from lineage.model_files import read_json, require_own_files, require_sound
+from lineage.model_files import read_json, require_own_files, require_sound, why_no_reward_model
 from lineage.sources import pin
 from tasks.fetch_model import fetch_model
 
@@ -119,3 +119,23 @@ def test_a_damaged_file_of_a_model_is_named(model, name, content):
     (model / name).write_bytes(content)
     with pytest.raises(ConfigError, match=f"{model / name}: cannot be read as a part of a model"):
         pin("base", Source(path=str(model), kind=Kind.CHECKPOINT), DigestCache(None))
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "why"),
+    [
+        ({"id2label": {"0": "LABEL_0"}}, {"score.weight": (1, 4)}, None),
+        ({"num_labels": 1}, {"score.weight": (1, 4)}, None),
+        ({"id2label": {"0": "LABEL_0"}}, {"base_model.model.score.weight": (1, 4)}, None),  # of an adapter
+        ({}, {"lm_head.weight": (9, 4)}, "no file of it has a head"),  # a language model
+        ({"id2label": {"0": "LABEL_0"}}, {"model.embed_tokens.weight": (9, 4)}, "no file of it has a head"),
+        ({"id2label": {"0": "LABEL_0"}}, {"my_score.weight": (1, 4)}, "no file of it has a head"),
+        ({}, {"score.weight": (2, 4)}, "its head has 2 labels"),
+        ({"id2label": {"0": "no", "1": "yes", "2": "both"}}, {"score.weight": (3, 4)}, "its head has 3 labels"),
+        ({"id2label": {"0": "LABEL_0"}}, {"score.weight": (2, 4)}, "its head has 2 labels"),
+    ],
+)
+def test_a_reward_model_has_a_head_with_one_label(tmp_path, config, weights, why):
+    save_file({name: np.zeros(shape) for name, shape in weights.items()}, tmp_path / "model.safetensors")
+    found = why_no_reward_model(config, [tmp_path])
+    assert found is None if why is None else why in found

@@ -50,6 +50,19 @@ def test_a_loss_that_says_nothing_ranks_no_models(cls: type[Generating]) -> None
     cls(num_steps=3, rewards=REWARDS, best=Best(metric="reward", mode="max", every_steps=1))
 
 
+@pytest.mark.parametrize("cls", [GRPO, RLOO, OnlineDPO])
+@pytest.mark.parametrize(
+    ("name", "value", "plain"),
+    [("top_p", 0.9, "1.0"), ("top_k", 20, "null"), ("min_p", 0.1, "null"), ("repetition_penalty", 1.1, "1.0")],
+)
+def test_vllm_samples_from_the_whole_distribution(cls: type[Generating], name: str, value: float, plain: str) -> None:
+    sampling = Sampling(temperature=0.7, **{name: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=rf"sampling.{name}={value}: .* set sampling.{name}={plain}, or vllm=null"):
+        cls(num_steps=3, rewards=REWARDS, sampling=sampling, vllm="colocate")
+    cls(num_steps=3, rewards=REWARDS, sampling=sampling)
+    cls(num_steps=3, rewards=REWARDS, sampling=Sampling(temperature=0.7), vllm="colocate")
+
+
 def test_a_target_that_moves_ranks_no_models_and_alpha_0_has_no_momentum() -> None:
     with pytest.raises(
         ConfigError, match=r"best.metric=loss: the loss of TAID is to a target that moves.*held_out_loss"
