@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Gt
 
-from tasks.data.kinds import LABEL_NAMES, UNPAIRED
+from tasks.data.kinds import LABEL_NAMES, UNPAIRED, single_answers
 from tasks.method import FROZEN_POLICY, POLICY, AnswerTraining
 from tasks.train.pair_loss import kto_loss, label_weights, rows_trainer
 
@@ -37,12 +37,10 @@ class KTO(AnswerTraining):
     undesirable_weight: Annotated[float, Gt(0)] | None = None
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
-        from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
-
         counts = (int(run.rows.metrics.get(f"{label}_rows", 0)) for label in LABEL_NAMES.values())
         weights = label_weights(self.desirable_weight, self.undesirable_weight, *counts)
         # A mismatched answer may be longer than the row's own, which is why it is cut too.
-        collate = DataCollatorForUnpairedPreference(run.policy.tokenizer.pad_token_id, max_length=self.max_length)
+        collate = single_answers(run.policy.tokenizer.pad_token_id, self.max_length)
         loss = partial(kto_loss, self.beta, *weights)
         trainer = rows_trainer(run, loss, estimates_divergence=self.loss_type == "kto", data_collator=collate)
         run.share |= dict(zip(("desirable_weight", "undesirable_weight"), weights, strict=True))

@@ -1,5 +1,6 @@
 """Sequence-level distillation: a teacher answers prompts. Kim & Rush 2016, arXiv:1606.07947, section 3.2."""
 
+import json
 import logging
 import random
 from collections import Counter
@@ -12,7 +13,7 @@ from annotated_types import Ge, Gt
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.context import Metrics, TrainContext
-from tasks.data.kinds import CONVERSATIONS, HELD_OUT, PROMPTS, ROW_ID, TRAIN, Row
+from tasks.data.kinds import CONVERSATIONS, HELD_OUT, PROMPTS, ROW_ID, TRAIN, UNTRAINED, Row, untrained_of
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.recipe import Inputs, Method
 from tasks.train.generating import Sampling
@@ -113,7 +114,8 @@ class TeacherAnswers(Method):
             asked = [_asked(row) for row in pq.read_table(prompts.path / side).to_pylist()]
             answered = list(self._answered(asked, model, tokenizer, ctx, counts))
             counts[f"{side.partition('.')[0]}_rows"] = len(answered)
-            pq.write_table(pa.Table.from_pylist(answered, schema=CONVERSATIONS.schema), ctx.output_dir / side)
+            schema = CONVERSATIONS.schema_with([UNTRAINED] if any(row.get(UNTRAINED) for row in answered) else [])
+            pq.write_table(pa.Table.from_pylist(answered, schema=schema), ctx.output_dir / side)
         logger.info("rows_of=%s %s", prompts.name, " ".join(f"{name}={count}" for name, count in counts.items()))
         if not counts["train_rows"]:
             raise DataError(
@@ -168,7 +170,12 @@ def _asked(row: Row) -> Row:
     messages = row["messages"]
     assert isinstance(messages, list)
     last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-    return {ROW_ID: row[ROW_ID], "prompt": messages[:last], "tools": row.get("tools")}
+    before = sum(message["role"] == "assistant" for message in messages[:last])
+    untrained = sorted(place for place in untrained_of(row) if place < before)
+    return {
+        ROW_ID: row[ROW_ID], "prompt": messages[:last], "tools": row.get("tools"),
+        UNTRAINED: json.dumps(untrained) if untrained else None,
+    }  # fmt: skip
 
 
 def _conversation(row: Row, answer: str, number: int) -> Row:
@@ -178,4 +185,5 @@ def _conversation(row: Row, answer: str, number: int) -> Row:
         ROW_ID: f"{row[ROW_ID]}-a{number}" if number else row[ROW_ID],
         "messages": [*prompt, {"role": "assistant", "content": answer}],
         "tools": row.get("tools"),
+        UNTRAINED: row.get(UNTRAINED),
     }

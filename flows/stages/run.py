@@ -202,13 +202,13 @@ class DataChecks:
             except StageError as error:
                 return error
         assert isinstance(job.method, RowCheck)
-        lost = describe_lost(found, job.method.method.max_length)
+        unused = describe_lost(found, job.method.method.max_length)
         if EXAMPLES in found:
             self._examples[planned.fingerprint] = int(found[EXAMPLES])
             if planned.examples:
-                write_examples(planned.examples, int(found[EXAMPLES]), lost)
-        if lost:
-            run.announce(f"{job.stage}: {lost}")
+                write_examples(planned.examples, int(found[EXAMPLES]), unused)
+        if unused:
+            run.announce(f"{job.stage}: {unused}")
         if found[LEAKED]:
             rows = counted(int(found[LEAKED]), "held-out row")
             run.announce(f"{job.stage}: {rows} among what it trains on: {job.method.leakage}")

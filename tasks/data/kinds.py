@@ -5,7 +5,7 @@ the leak check and evaluation use these records. Below: messages, tools and text
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal
@@ -23,6 +23,9 @@ Collator = Callable[[list[dict[str, object]]], object]
 IGNORED = -100  # label of a token that is not trained
 MISMATCHED = "KL_"  # TRL's prefix for columns with the prompts of a batch paired with answers of other rows
 ROW_ID = "row_id"
+TRAINED = "trained"  # CHOSEN_trained: a 1 for each token of an answer with loss, 0 for the others; empty: all have it
+_COMPLETION_TRAINED = f"completion_{TRAINED}"
+UNTRAINED = "untrained"  # of conversations: JSON list of those of the assistant's turns that get no loss, from 0
 TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"  # the files of the splits
 RESTING = "resting.parquet"  # rows of earlier models that are not replayed this time
 LABEL_NAMES = {True: "desirable", False: "undesirable"}  # of single answers
@@ -98,6 +101,7 @@ class RowKind:
         answers: columns of answers. ``asked`` and ``answers`` are the content of a row, used by the leak check, the
             search for near-duplicates, and lengths.
         others: further columns.
+        rare: columns that a file has only where a row of it has a value.
         tokens: columns of a token file.
         chat: whether rows are rendered by a chat template.
         joined: whether rows are concatenated and cut into chunks of one length.
@@ -114,6 +118,7 @@ class RowKind:
     asked: str
     answers: tuple[str, ...] = ()
     others: Mapping[str, Column] = field(default_factory=dict, hash=False)
+    rare: Mapping[str, Column] = field(default_factory=dict, hash=False)
     tokens: Mapping[str, Column] = field(hash=False)
     chat: bool = True
     joined: bool = False
@@ -137,7 +142,12 @@ class RowKind:
     @property
     def schema(self) -> "pa.Schema":
         """Arrow schema of prepared rows."""
-        return arrow_schema({ROW_ID: Column.TEXT, **self.columns})
+        return self.schema_with(())
+
+    def schema_with(self, rare: Collection[str]) -> "pa.Schema":
+        """Arrow schema of prepared rows with these of the rare columns."""
+        more = {name: column for name, column in self.rare.items() if name in rare}
+        return arrow_schema({ROW_ID: Column.TEXT, **self.columns, **more})
 
 
 def arrow_schema(columns: Mapping[str, Column]) -> "pa.Schema":
@@ -168,15 +178,36 @@ def _language_modeling(pad_token_id: int) -> Collator:
 def _pairs(pad_token_id: int) -> Collator:
     from trl.trainer.dpo_trainer import DataCollatorForPreference
 
-    collator: Collator = DataCollatorForPreference(pad_token_id)
-    return collator
+    return _with_gaps(DataCollatorForPreference(pad_token_id), ("chosen", "rejected"))
 
 
-def _single_answers(pad_token_id: int) -> Collator:
+def single_answers(pad_token_id: int, max_length: int | None = None) -> Collator:
+    """Collates single answers; one that is longer than ``max_length`` with its prompt loses its end."""
     from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-    collator: Collator = DataCollatorForUnpairedPreference(pad_token_id)
-    return collator
+    return _with_gaps(DataCollatorForUnpairedPreference(pad_token_id, max_length=max_length), ("completion",))
+
+
+def _with_gaps(collate: Collator, answers: Sequence[str]) -> Collator:
+    """Collates answers, and takes what others than the assistant say within them out of the mask of the loss.
+
+    Args:
+        answers: names of the answers, whose rows follow one another in the batch.
+    """
+
+    def collated(examples: list[dict[str, object]]) -> object:
+        batch = collate(examples)
+        assert isinstance(batch, Mapping)
+        for prefix in ("", MISMATCHED):
+            masks = [each.get(f"{prefix}{name}_{TRAINED}") for name in answers for each in examples]
+            prompts = [each["prompt_ids"] for _ in answers for each in examples]
+            for row, (mask, prompt) in enumerate(zip(masks, prompts, strict=True)):
+                if mask:
+                    part = batch[f"{prefix}completion_mask"][row, len(prompt) :][: len(mask)]  # type: ignore[arg-type]
+                    part *= part.new_tensor(mask[: len(part)])  # type: ignore[index]
+        return batch
+
+    return collated
 
 
 def _with_mismatched(examples: "Dataset") -> "Dataset":
@@ -189,7 +220,9 @@ def _with_mismatched(examples: "Dataset") -> "Dataset":
 
     def paired(batch: Mapping[str, list[int]]) -> dict[str, list[object]]:
         before = examples[[(index - 1) % len(examples) for index in batch["index"]]]
-        return {**examples[batch["index"]], "KL_completion_ids": before["completion_ids"]}
+        names = ["completion_ids", *([_COMPLETION_TRAINED] if any(before.get(_COMPLETION_TRAINED, ())) else [])]
+        mismatched = {f"{MISMATCHED}{name}": before[name] for name in names}
+        return {**examples[batch["index"]], **mismatched}
 
     return Dataset.from_dict({"index": range(len(examples))}).with_transform(paired)
 
@@ -222,7 +255,11 @@ def tokens_of(example: Mapping[str, list[int]]) -> list[int]:
 def _labelled_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
     ids, labels = columns["input_ids"], columns["labels"]
     assert isinstance(ids, list) and isinstance(labels, list)
-    trained = [label != IGNORED for label in labels]
+    return _marked_text(tokenizer, ids, [label != IGNORED for label in labels])
+
+
+def _marked_text(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], trained: Sequence[bool]) -> str:
+    """Tokens as text, with those that are trained in ⟦ ⟧."""
     text, start = "", 0
     while start < len(ids):
         end = start
@@ -235,13 +272,19 @@ def _labelled_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> st
 
 
 def _answers_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
-    answers = [str(tokenizer.decode(columns[name])) for name in ("chosen_ids", "rejected_ids")]
-    return str(tokenizer.decode(columns["prompt_ids"])) + "".join(f"⟦{answer}⟧" for answer in answers)
+    answers = (_answer_text(tokenizer, columns, name) for name in ("chosen", "rejected"))
+    return str(tokenizer.decode(columns["prompt_ids"])) + "".join(answers)
+
+
+def _answer_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns, name: str) -> str:
+    ids, mask = columns[f"{name}_ids"], columns.get(f"{name}_{TRAINED}")
+    assert isinstance(ids, list)
+    return _marked_text(tokenizer, ids, list(map(bool, mask)) if isinstance(mask, list) and mask else [True] * len(ids))
 
 
 def _judged_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
-    prompt, answer = (str(tokenizer.decode(columns[name])) for name in ("prompt_ids", "completion_ids"))
-    return f"{prompt}⟦{answer}⟧ ({LABEL_NAMES[bool(columns['label'])]})"
+    prompt, answer = str(tokenizer.decode(columns["prompt_ids"])), _answer_text(tokenizer, columns, "completion")
+    return f"{prompt}{answer} ({LABEL_NAMES[bool(columns['label'])]})"
 
 
 def _prompt_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:
@@ -258,21 +301,26 @@ TEXT = RowKind(
 )  # fmt: skip
 
 CONVERSATIONS = RowKind(
-    kind=Kind.CONVERSATIONS, slot="rows", asked="messages", others=_TOOLS, tokens=_LABELLED,
+    kind=Kind.CONVERSATIONS, slot="rows", asked="messages", others=_TOOLS, rare={UNTRAINED: Column.TEXT},
+    tokens=_LABELLED,
     tokenize="conversations", collator=_language_modeling, sample=_labelled_text,
 )  # fmt: skip
 
 PREFERENCES = RowKind(
     kind=Kind.PREFERENCES, slot="pairs", asked="prompt", answers=("chosen", "rejected"),
     others={"kind": Column.TEXT, **_TOOLS},
-    tokens={"prompt_ids": Column.IDS, "chosen_ids": Column.IDS, "rejected_ids": Column.IDS},
+    tokens=dict.fromkeys(
+        ("prompt_ids", "chosen_ids", "rejected_ids", f"chosen_{TRAINED}", f"rejected_{TRAINED}"), Column.IDS
+    ),
     tokenize="preferences", collator=_pairs, sample=_answers_text,
 )  # fmt: skip
 
 UNPAIRED = RowKind(
     kind=Kind.UNPAIRED, slot="rows", asked="prompt", answers=("completion",), others={"label": Column.FLAG, **_TOOLS},
-    tokens={"prompt_ids": Column.IDS, "completion_ids": Column.IDS, "label": Column.FLAG},
-    tokenize="unpaired", examples=_with_mismatched, collator=_single_answers,
+    tokens={
+        **dict.fromkeys(("prompt_ids", "completion_ids", _COMPLETION_TRAINED), Column.IDS), "label": Column.FLAG,
+    },
+    tokenize="unpaired", examples=_with_mismatched, collator=single_answers,
     sample=_judged_text,
 )  # fmt: skip
 
@@ -329,6 +377,11 @@ def _message(stored: Mapping[str, str | None]) -> Message:
     if "tool_calls" in message:
         message["tool_calls"] = json.loads(str(message["tool_calls"]))
     return message
+
+
+def untrained_of(row: Mapping[str, object]) -> frozenset[int]:
+    """The positions, among the assistant's turns, of those that get no loss."""
+    return frozenset(json.loads(str(row.get(UNTRAINED) or "[]")))
 
 
 def tools_of(row: Mapping[str, object]) -> list[dict[str, object]] | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.turns import canonical
-from tasks.data.kinds import HELD_OUT, IGNORED, TokenRow, columns_of, messages_of, tools_of
+from tasks.data.kinds import HELD_OUT, IGNORED, TRAINED, TokenRow, columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import common_prefix, encoder_of
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.template import Thinking
@@ -292,21 +292,24 @@ def answer_tokens(rows: Tokens) -> list[Scored]:
 def pair_tokens(rows: Tokens) -> Pairs:
     """The two conversations of each pair; the tokens of the answers count, as in training."""
     kinds = [None if row["kind"] is None else str(row["kind"]) for row, _ in _kept(rows)]
-    return Pairs(chosen=_answered_rows(rows, "chosen_ids"), rejected=_answered_rows(rows, "rejected_ids"), kinds=kinds)
+    return Pairs(chosen=_answered_rows(rows, "chosen"), rejected=_answered_rows(rows, "rejected"), kinds=kinds)
 
 
 def unpaired_tokens(rows: Tokens) -> Unpaired:
     """The conversation of each single answer; the tokens of the answer count, as in training."""
     desirable = [bool(row["label"]) for row, _ in _kept(rows)]
-    return Unpaired(answers=_answered_rows(rows, "completion_ids"), desirable=desirable)
+    return Unpaired(answers=_answered_rows(rows, "completion"), desirable=desirable)
 
 
-def _answered_rows(rows: Tokens, column: str) -> list[Scored]:
-    """Prompts with their answers in a column; rows of one prompt are a group."""
+def _answered_rows(rows: Tokens, name: str) -> list[Scored]:
+    """Prompts with their answers of a name; rows of one prompt are a group."""
     return [
-        Scored.answer(each.columns["prompt_ids"], each.columns[column], str(row["row_id"]), prompt_of(row).name)
+        Scored.answer(
+            each.columns["prompt_ids"], each.columns[f"{name}_ids"], str(row["row_id"]), prompt_of(row).name,
+            trained=each.columns[f"{name}_{TRAINED}"],
+        )
         for row, each in _kept(rows)
-    ]
+    ]  # fmt: skip
 
 
 def _kept(rows: Tokens) -> Tokens:

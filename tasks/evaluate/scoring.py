@@ -35,9 +35,11 @@ class Scored:
     group: str = ""
 
     @staticmethod
-    def answer(prompt: Sequence[int], answer: Sequence[int], row_id: str = "", group: str = "") -> "Scored":
-        """A prompt with its answer, whose tokens count."""
-        mask = [0] * len(prompt) + [1] * len(answer)
+    def answer(
+        prompt: Sequence[int], answer: Sequence[int], row_id: str = "", group: str = "", trained: Sequence[int] = ()
+    ) -> "Scored":
+        """A prompt with its answer, whose tokens count; ``trained``: its mask, empty: all of them."""
+        mask = [0] * len(prompt) + list(trained or [1] * len(answer))
         return Scored(input_ids=[*prompt, *answer], mask=mask, row_id=row_id, group=group)
 
     @property

@@ -5,8 +5,8 @@ A sweep over ``beta`` or the loss then computes the reference once, and a traini
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from dataclasses import asdict
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from lineage.cached import cached
 from lineage.fingerprint import digest_json, short
 from lineage.store import REFERENCE_LOGPS
+from tasks.data.kinds import TRAINED
 from tasks.evaluate.scoring import Scored, logps
 from tasks.heartbeat import Phase
 
@@ -71,8 +72,10 @@ def _key(examples: Dataset, method: "TrainingRecipe", inputs: "Inputs", ctx: "Tr
     """Digest of everything that determines the numbers: tokens, model, and arithmetic."""
     tokens = hashlib.sha256()
     for batch in examples.with_format("arrow").iter(_ROWS):
-        for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
-            column = batch[name].combine_chunks()
+        for name in ("prompt_ids", "chosen_ids", "rejected_ids", f"chosen_{TRAINED}", f"rejected_{TRAINED}"):
+            column = batch[name].combine_chunks() if name in batch.column_names else None
+            if column is None or (name.endswith(TRAINED) and not len(column.flatten())):
+                continue  # all tokens are trained
             tokens.update(column.value_lengths().to_numpy().tobytes() + column.flatten().to_numpy().tobytes())
     policy = inputs["policy"]
     decides = {
@@ -90,6 +93,11 @@ def _key(examples: Dataset, method: "TrainingRecipe", inputs: "Inputs", ctx: "Tr
     return digest_json(decides)
 
 
+def _masks(batch: Mapping[str, list[list[int]]], side: str) -> list[list[int]]:
+    """The mask of each answer of a side; tokens of earlier versions have none."""
+    return batch.get(f"{side}_{TRAINED}") or [[] for _ in batch["prompt_ids"]]
+
+
 def _compute(
     examples: Dataset, method: "TrainingRecipe", ctx: "TrainContext", model: "PreTrainedModel"
 ) -> "dict[str, Tensor]":
@@ -100,8 +108,13 @@ def _compute(
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
         for batch in examples.iter(_ROWS):
             ctx.mark(None, Phase.LOADING)
-            answered = partial(map, Scored.answer, batch["prompt_ids"])
-            rows = [*answered(batch["chosen_ids"]), *answered(batch["rejected_ids"])]
+            rows = [
+                Scored.answer(prompt, answer, trained=mask)
+                for side in ("chosen", "rejected")
+                for prompt, answer, mask in zip(
+                    batch["prompt_ids"], batch[f"{side}_ids"], _masks(batch, side), strict=True
+                )
+            ]
             sums = logps(model, rows, _BATCH)
             for name, part in zip(COLUMNS, (sums[: len(rows) // 2], sums[len(rows) // 2 :]), strict=True):
                 found[name] += part

@@ -181,6 +181,21 @@ def test_a_row_has_the_id_that_it_always_had(tmp_path: Path, method: Method, row
     assert row_id in {found["row_id"] for name in SIDES for found in side(tmp_path, name)}
 
 
+def test_turns_without_loss_are_a_column_of_files_that_have_some(tmp_path: Path) -> None:
+    plain = [{"messages": [{**QUESTION, "content": f"q {index}"}, ANSWER]} for index in range(20)]
+    weighed = [{"messages": [{**QUESTION, "weight": 0}, {**ANSWER, "weight": 0}, QUESTION, ANSWER]}]
+    method = PrepareConversations(held_out=0.2)
+    prepare(tmp_path, method, plain, "plain")
+    prepare(tmp_path, method, [*plain, *weighed], "weighed")
+    assert list(side(tmp_path, "train", "plain")[0]) == ["row_id", "messages", "tools"]
+    rows = [row for name in SIDES for row in side(tmp_path, name, "weighed")]
+    before = [row for name in SIDES for row in side(tmp_path, name, "plain")]
+    assert {row["row_id"]: row["untrained"] for row in rows if row["untrained"]} == {
+        row["row_id"]: "[0]" for row in rows if len(messages_of(row["messages"])) == 4
+    }
+    assert {row["row_id"] for row in before} < {row["row_id"] for row in rows}, "other rows keep their ids"
+
+
 def test_prompts_keep_the_columns_that_a_reward_is_computed_from(tmp_path: Path) -> None:
     prepare(tmp_path, PreparePrompts(held_out=0.3), [{"prompt": f"q{index}", "answer": index} for index in range(40)])
     row = side(tmp_path, "train")[0]

@@ -37,6 +37,7 @@ from tasks.data.formats.turns import (
     whole_characters,
     with_system_column,
     with_thought,
+    without_marks,
 )
 from tasks.data.kinds import RESERVED_COLUMNS
 
@@ -84,12 +85,12 @@ def _asked_and_answered(fields: Fields) -> tuple[list[Message], list[Message]]:
 
 
 def _thought_over(answered: list[Message], fields: Fields) -> list[Message]:
-    """An answer of one turn with the thought of the user's column, if one is set."""
+    """An answer with the thought of the user's column, if one is set."""
     name = one_of(fields, _THOUGHT_COLUMNS)
     if is_nothing(fields.get(name)):
         return answered
     turn = answered[0]
-    return [{**turn, "content": with_thought(str(turn["content"]), fields[name], name)}]
+    return [{**turn, "content": with_thought(str(turn["content"]), fields[name], name)}, *answered[1:]]
 
 
 def _alpaca(fields: Fields) -> CanonicalRow:
@@ -235,10 +236,16 @@ def _implicit_preference(fields: Fields) -> CanonicalRow:
             raise BadRowError(f"{name} is {named(value)}", "no answer" if value is None else "not of the format")
     assert isinstance(chosen, str | list) and isinstance(rejected, str | list)
     end = common_beginning(chosen, rejected)
+    while end and isinstance(chosen, list) and _is_answer(chosen[end - 1]):
+        end -= 1  # both make the same call, and go on otherwise
     if not end:
         raise BadRowError("chosen and rejected have no common beginning, and there is no prompt", "empty prompt")
     asked = prompt(chosen[:end], "the common beginning")
     return _paired(asked, answer(chosen[end:], "chosen"), answer(rejected[end:], "rejected"), fields)
+
+
+def _is_answer(turn: object) -> bool:
+    return isinstance(turn, dict) and turn.get("role") == "assistant"
 
 
 def common_beginning(chosen: Sequence[object], rejected: Sequence[object]) -> int:
@@ -400,7 +407,7 @@ class Format:
         """
         try:
             row = self.read(fields)
-            return row if self.kind == Kind.TEXT else with_system_column(row, fields)
+            return row if self.kind == Kind.TEXT else with_system_column(without_marks(row), fields)
         except BadRowError as error:
             if error.accepted:
                 raise

@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+from tasks.data.kinds import UNTRAINED
 from tasks.data.reading.chunk import Unread
 
 Fields = Mapping[str, object]
@@ -185,9 +186,11 @@ def _call(value: object, what: str) -> Mapping[str, object]:
     outer, function = _function(value, what, _BAD_CALL)
     require_nothing_else(function, ("name", "arguments", *(_OUTER if outer is function else ())), what)
     name = optional_name(outer.get("id"), f"{what} id", _BAD_CALL)
-    arguments = {} if is_nothing(function.get("arguments")) else function["arguments"]
-    if isinstance(arguments, str):
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and not is_blank(arguments):
         arguments = parsed_json(arguments, f"{what} arguments", _UNCLOSED)
+    if is_nothing(arguments) or (isinstance(arguments, str) and is_blank(arguments)):
+        arguments = {}  # a call without arguments: null, "null", "", "[]"
     if not isinstance(arguments, Mapping):
         raise BadRowError(f'{what} arguments is {named(arguments)}, not an object such as {{"a": 1}}', _BAD_CALL)
     call = {"name": function["name"], "arguments": arguments}
@@ -234,6 +237,9 @@ _CALL_ROLE = "function_call"  # ShareGPT's role whose content is the JSON text o
 _EMPTY = {"assistant": "no answer", "user": "empty prompt", "system": "empty prompt", "tool": "no tool result"}
 _MEDIA = ("image", "audio", "video", "file")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of what the assistant thinks, as vLLM and TRL have it
+# Keys that say whether a turn is trained: of OpenAI, LLaMA-Factory, ms-swift and axolotl.
+_WEIGHTS, _SWITCHES = ("weight", "loss_weight"), ("loss", "train", "training")
+_NO_LOSS = "no loss"  # key of a turn of the assistant that is not trained, until ``without_marks``
 _THINK, _THOUGHT_ENDS = "<think>", "</think>"
 _CALLS = ("tool_calls", "function_call")  # the second is OpenAI's former name
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -284,15 +290,19 @@ def prompt_turns(value: object, what: str, spelling: Spelling = OPENAI) -> list[
 
 
 def answer(value: object, what: str, spelling: Spelling = OPENAI) -> list[Message]:
-    """One assistant turn, given as a string, a turn, or a list of one turn."""
+    """The assistant's answer: a string, a turn, or a list of turns from its first one to its last one.
+
+    Between them may be what tools or the user say, such as the result of a call, which is not trained.
+    """
     if not isinstance(value, list | Mapping):
         return [{"role": "assistant", "content": _answer_text(value, what)}]
     whole = isinstance(value, Mapping)
     messages = [_message(value, what, spelling)] if whole else _each(value, what, spelling, "no answer")
-    if [message["role"] for message in messages] != ["assistant"]:
+    if {messages[0]["role"], messages[-1]["role"]} != {"assistant"}:
         roles = ", ".join(str(message["role"]) for message in messages)
-        raise BadRowError(f"{what} has messages of {roles}; what precedes the answer belongs to prompt",
-                          "wrong role order")  # fmt: skip
+        raise BadRowError(f"{what} has messages of {roles}; what precedes the answer belongs to prompt, and it ends "
+                          "with the assistant", "wrong role order")  # fmt: skip
+    _check_order(messages, what, before="user")
     return messages
 
 
@@ -464,8 +474,8 @@ def images_are_not_read(found: str) -> BadRowError:
 def _add_rest(made: Message, value: Mapping[str, object], what: str, read: set[str | None]) -> None:
     """Adds a turn's name and tool call id; refuses other keys, which would be lost."""
     rest = {key: item for key, item in value.items() if key not in read and not is_nothing(item)}
-    if rest.get("weight") == 1:  # OpenAI: this turn is trained, which is the default
-        del rest["weight"]
+    if any([_has_no_loss(rest.pop(key), key, made["role"], what) for key in (*_WEIGHTS, *_SWITCHES) if key in rest]):
+        made[_NO_LOSS] = True
     for key in [key for key in rest if key == "name" or (key == "tool_call_id" and made["role"] == "tool")]:
         item = rest.pop(key)
         if not isinstance(item, str):
@@ -474,8 +484,37 @@ def _add_rest(made: Message, value: Mapping[str, object], what: str, read: set[s
     require_nothing_else(rest, (), what)
 
 
-def _check_order(messages: Sequence[Message], what: str) -> None:
-    before = _START
+def _has_no_loss(value: object, key: str, role: object, what: str) -> bool:
+    """Whether a key says that a turn of the assistant is not trained; all other turns never are."""
+    if value not in (0, 1):
+        raise BadRowError(f"{what} {key} is {named(value)}", "weight of a turn", "0 and 1, false and true")
+    if role != "assistant" and value and key in _SWITCHES:
+        found = f"{what} {key} is {named(value)}, and it is a turn of the {role}"
+        raise BadRowError(found, "loss on a prompt", "loss on the assistant's turns alone", "remove it")
+    return role == "assistant" and not value
+
+
+def without_marks(row: CanonicalRow) -> CanonicalRow:
+    """A row whose turns without loss are listed in ``untrained``, as positions among the assistant's turns.
+
+    Raises:
+        BadRowError: an answer of a pair, or a single one, is to have no loss.
+    """
+    for name in ("prompt", "chosen", "rejected", "completion", "messages"):
+        turns = row.get(name)
+        if not isinstance(turns, list) or not any(_NO_LOSS in turn for turn in turns):
+            continue
+        if name in ("chosen", "rejected", "completion"):
+            remedy = "remove the row, or the key that says so"
+            raise BadRowError(f"{name} has a turn without loss", "answer without loss", "answers with loss", remedy)
+        row = {**row, name: [{key: item for key, item in turn.items() if key != _NO_LOSS} for turn in turns]}
+        if name == "messages":
+            answers = [turn for turn in turns if turn["role"] == "assistant"]
+            row[UNTRAINED] = json.dumps([place for place, turn in enumerate(answers) if _NO_LOSS in turn])
+    return row
+
+
+def _check_order(messages: Sequence[Message], what: str, before: str = _START) -> None:
     for index, turn in enumerate(messages):
         role = str(turn["role"])
         if role not in _NEXT[before]:

@@ -60,6 +60,7 @@ class Converted:
         rejects: place in the chunk and problem of each bad row.
         remarks, ignored: as in the report of the source.
         split_by: unit of a row in plain text.
+        rare: the rare columns that a row has.
     """
 
     split_by: str | None
@@ -69,6 +70,7 @@ class Converted:
     rejects: list[tuple[int, Broken]] = field(default_factory=list)
     remarks: dict[str, Remark] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
+    rare: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,9 @@ class ConvertRows:
             read = {*self.detected.read_columns(dict.fromkeys(names)), group_column}
             found.ignored.update({name: count for name in names if name not in read})
         if rows:
-            batch = record_batch(rows, ROW_KINDS[self.kind].schema.remove(0))  # the first is the id
+            kind = ROW_KINDS[self.kind]
+            found.rare = frozenset(name for name in kind.rare if any(name in row for row in rows))
+            batch = record_batch(rows, kind.schema_with(kind.rare).remove(0))  # the first is the id
             found.rows, found.keys = _stream_of(batch), _keys(batch, named)
         return found
 

@@ -288,6 +288,11 @@ def old_rows(connection: DuckDBPyConnection, given: Input) -> Iterator[tuple[str
             first += len(batch)
 
 
+def old_columns(given: Input) -> set[str]:
+    """The columns of the old rows."""
+    return {name for _, path in _files(given) for name in pq.read_schema(path).names}
+
+
 def _files(given: Input | None) -> list[tuple[str, Path]]:
     found = [(side, given.path / side) for side in (TRAIN, HELD_OUT, RESTING)] if given else []
     return [(side, path) for side, path in found if path.exists()]

@@ -19,7 +19,7 @@ from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import HELD_OUT, LABEL_NAMES, RESTING, TRAIN, kind_of_columns, messages_of, texts_of, tools_of
 from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing.convert_rows import ROLE_MARKS, ConvertRows, Opened
-from tasks.data.preparing.decide import Decided, decide, draw_old, old_rows, open_database, read_old
+from tasks.data.preparing.decide import Decided, decide, draw_old, old_columns, old_rows, open_database, read_old
 from tasks.data.preparing.options import REPLAY, TOKENIZER, Prepare
 from tasks.data.preparing.repeats import BANDS, NamedSet, find_leakage, find_near_duplicates
 from tasks.data.preparing.report import REJECTS, DataReport, Lengths, write_reports
@@ -114,7 +114,9 @@ def _write(
 ) -> dict[str, int]:
     """Writes new and replayed rows; returns their counts."""
     replay, share = inputs.get(REPLAY), options.replay_share
-    files = SplitFiles(directory, options.produces, (TRAIN, HELD_OUT, RESTING) if replay else (TRAIN, HELD_OUT))
+    sides = (TRAIN, HELD_OUT, RESTING) if replay else (TRAIN, HELD_OUT)
+    rare = staging.rare | (old_columns(replay) if replay and share else set())
+    files = SplitFiles(directory, options.produces, sides, rare)
     for side, rows in placed_rows(connection, staging, as_read=decided.as_read):
         files.write(side, rows)
     new = files.counts[TRAIN] + files.counts[HELD_OUT] - decided.repeated

@@ -6,7 +6,7 @@ would depend on its writer.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
@@ -55,11 +55,13 @@ class Staging:
 
     Args:
         count: number of good rows.
+        rare: the rare columns that a row has.
     """
 
     directory: Path
     sources: dict[str, StagedSource] = field(default_factory=dict)
     count: int = 0
+    rare: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.rows, self.keys, self.bad = (
@@ -110,6 +112,7 @@ def stage(
                     rows.write(converted.rows)
                     keys.write_batch(_keys(staging, staged, converted.keys))
                     staging.count += len(converted.keys)
+                staging.rare |= converted.rare
                 for place, reject in converted.rejects:
                     shown = {"where": reject.where, "reason": reject.reason, "problem": reject.problem}
                     at = {"place": report.rows_read + place, "slot": slot}
@@ -154,9 +157,9 @@ class SplitFiles:
         counts: split -> number of written rows.
     """
 
-    def __init__(self, directory: Path, kind: Kind, sides: Iterable[str]) -> None:
+    def __init__(self, directory: Path, kind: Kind, sides: Iterable[str], rare: Collection[str] = ()) -> None:
         self.counts = dict.fromkeys(sides, 0)
-        self._schema = ROW_KINDS[kind].schema
+        self._schema = ROW_KINDS[kind].schema_with(rare)
         self._writers = {side: pq.ParquetWriter(directory / side, self._schema) for side in self.counts}
         self._pending: dict[str, list[pa.RecordBatch]] = {side: [] for side in self.counts}
 

@@ -286,7 +286,7 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
 
 def _parts(rows: Path, tokenizer: RowTokenizer, workers: int) -> Iterator[TokenPart]:
     kind = ROW_KINDS[tokenizer.tokenization.kind]
-    batches = row_batches(rows, _ROWS_PER_PART, kind.schema.names)
+    batches = row_batches(rows, _ROWS_PER_PART, kind.schema_with(kind.rare).names)
     parts = ordered_map(partial(_tokenized, tokenizer), batches, workers)
     return chunked(parts, tokenizer.tokenization.max_length) if kind.joined else parts
 

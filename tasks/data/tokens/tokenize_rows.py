@@ -1,8 +1,10 @@
 """Converts rows to training examples: tokens, labels, the policy for long rows, and statistics of the outcomes."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError
@@ -10,12 +12,14 @@ from tasks.data.kinds import (
     IGNORED,
     LABEL_NAMES,
     ROW_KINDS,
+    TRAINED,
     Row,
     RowOutcome,
     TokenRow,
     columns_of,
     messages_of,
     tools_of,
+    untrained_of,
 )
 from tasks.data.tokens.encoding import Encoded, Encoder, common_prefix, encoder_of
 from tasks.data.tokens.rendering import Renderer, Span, Turns
@@ -89,6 +93,30 @@ def keep_end(tokenization: Tokenization, outcome: RowOutcome, head: int) -> Kept
     return Kept(head=head, removed=removed, max_length=longest)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """The tokens of a prompt with its answer.
+
+    Args:
+        start: where the answer begins.
+        gaps: start and end of what others than the assistant say within the answer, such as the result of a call.
+    """
+
+    ids: list[int]
+    start: int
+    gaps: Sequence[tuple[int, int]]
+
+    def trained(self, kept: Kept, start: int) -> list[int]:
+        """1 for each kept token from ``start`` on that is trained, 0 for the others; empty: all are."""
+        if not self.gaps:
+            return []
+        mask = [1] * len(self.ids)
+        for begin, end in self.gaps:
+            mask[begin:end] = [0] * (end - begin)
+        answer = kept.of(mask)[start:]
+        return answer if 0 in answer else []
+
+
 NOTHING_TO_TRAIN = "nothing_to_train"
 _NO_TEMPLATE = (
     "{model} has no chat template, and conversations cannot be rendered without one; set chat_template=chatml on the "
@@ -146,16 +174,25 @@ class RowTokenizer:
         rendered = [self._render(row, ["messages"]) for row in rows]
         encoded = self.encoder.encode([turns.text for each in rendered for turns in each])
         for row, each in zip(rows, rendered, strict=True):
-            made = [self._conversation(str(row["row_id"]), turns, next(encoded)) for turns in each]
-            kept = [columns for outcome, columns in made if not outcome.dropped] or [made[0][1]]
-            yield TokenRow(outcome=joined([outcome for outcome, _ in made]), columns=kept[0], more=kept[1:])
+            untrained, numbers = untrained_of(row), itertools.count()
+            made = []
+            for turns in each:
+                trained = [next(numbers) not in untrained for _ in turns.spans]
+                made.append((any(trained), *self._conversation(str(row["row_id"]), turns, next(encoded), trained)))
+            # A text of which nothing is to be trained is no example, unless that is so of the whole row.
+            meant = [(outcome, columns) for is_meant, outcome, columns in made if is_meant] or [made[0][1:]]
+            kept = [columns for outcome, columns in meant if not outcome.dropped] or [meant[0][1]]
+            yield TokenRow(outcome=joined([outcome for outcome, _ in meant]), columns=kept[0], more=kept[1:])
 
-    def _conversation(self, row_id: str, turns: Turns, whole: Encoded) -> tuple[RowOutcome, dict[str, list[int]]]:
+    def _conversation(
+        self, row_id: str, turns: Turns, whole: Encoded, trained: Sequence[bool]
+    ) -> tuple[RowOutcome, dict[str, list[int]]]:
         outcome = RowOutcome(row_id=row_id, length=len(whole.ids))
         labels = [IGNORED] * len(whole.ids)
         places = [self._tokens_of(turns, span, whole, outcome) for span in turns.spans]
-        for start, end in places:
-            labels[start:end] = whole.ids[start:end]
+        for (start, end), is_trained in zip(places, trained, strict=True):
+            if is_trained:
+                labels[start:end] = whole.ids[start:end]
         kept = keep(self.tokenization, outcome, places[0][0], self._head(whole.ids))
         columns = {"input_ids": kept.of(whole.ids), "labels": kept.of(labels)}
         predicted = columns["labels"][1:]
@@ -195,25 +232,30 @@ class RowTokenizer:
             chosen, rejected = (self._answer(*next(sides), outcome) for _ in ("chosen", "rejected"))
             yield self._pair(outcome, chosen, rejected)
 
-    def _answer(self, turns: Turns, whole: Encoded, outcome: RowOutcome) -> tuple[list[int], int]:
-        """The tokens of a prompt with its answer, and where the answer begins."""
+    def _answer(self, turns: Turns, whole: Encoded, outcome: RowOutcome) -> "Answered":
+        """The tokens of a prompt with its answer."""
         places = [self._tokens_of(turns, span, whole, outcome) for span in turns.spans]
-        return whole.ids[: places[-1][1]], places[0][0]
+        gaps = [(end, start) for (_, end), (start, _) in pairwise(places)]
+        return Answered(ids=whole.ids[: places[-1][1]], start=places[0][0], gaps=gaps)
 
-    def _pair(self, outcome: RowOutcome, chosen: tuple[list[int], int], rejected: tuple[list[int], int]) -> TokenRow:
-        """A pair from the tokens of each side and the place where its answer begins; the prompt is what both share."""
-        outcome.length = max(len(chosen[0]), len(rejected[0]))
-        start = min(chosen[1], rejected[1], common_prefix(chosen[0], rejected[0]))
-        kept = keep(self.tokenization, outcome, start, self._head(chosen[0]))
-        left, right = kept.of(chosen[0]), kept.of(rejected[0])
+    def _pair(self, outcome: RowOutcome, chosen: "Answered", rejected: "Answered") -> TokenRow:
+        """A pair from the tokens of each side; the prompt is what both share."""
+        outcome.length = max(len(chosen.ids), len(rejected.ids))
+        start = min(chosen.start, rejected.start, common_prefix(chosen.ids, rejected.ids))
+        kept = keep(self.tokenization, outcome, start, self._head(chosen.ids))
+        left, right = kept.of(chosen.ids), kept.of(rejected.ids)
         start -= kept.removed
         prompt, good, bad = left[:start], left[start:], right[start:]
-        outcome.tokens, outcome.trained = 2 * len(prompt) + len(good) + len(bad), len(good) + len(bad)
+        sides = {"chosen": chosen, "rejected": rejected}
+        masks = {f"{name}_{TRAINED}": side.trained(kept, start) for name, side in sides.items()}
+        outcome.tokens = 2 * len(prompt) + len(good) + len(bad)
+        outcome.trained = len(good) + len(bad) - sum(mask.count(0) for mask in masks.values())
         if not (good and bad):
             outcome.dropped = outcome.dropped or NOTHING_TO_TRAIN
         elif good == bad:
             outcome.dropped = outcome.dropped or "equal_after_the_cut"
-        return TokenRow(outcome=outcome, columns={"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad})
+        columns = {"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad, **masks}
+        return TokenRow(outcome=outcome, columns=columns)
 
     def unpaired(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
         """``prompt_ids``, ``completion_ids`` and ``label``: prompt and answer fit ``max_length``."""
@@ -221,17 +263,16 @@ class RowTokenizer:
         encoded = self.encoder.encode([turns.text for turns in rendered])
         for row, turns, whole in zip(rows, rendered, encoded, strict=True):
             outcome = RowOutcome(row_id=str(row["row_id"]), length=0, label=bool(row["label"]))
-            told, start = self._answer(turns, whole, outcome)
-            outcome.length = len(told)
-            kept = keep(self.tokenization, outcome, start, self._head(told))
-            ids = kept.of(told)
-            prompt, answer = ids[: start - kept.removed], ids[start - kept.removed :]
-            outcome.tokens, outcome.trained = len(ids), len(answer)
+            answered = self._answer(turns, whole, outcome)
+            outcome.length = len(answered.ids)
+            kept = keep(self.tokenization, outcome, answered.start, self._head(answered.ids))
+            ids, start = kept.of(answered.ids), answered.start - kept.removed
+            prompt, answer, mask = ids[:start], ids[start:], answered.trained(kept, start)
+            outcome.tokens, outcome.trained = len(ids), len(answer) - mask.count(0)
             if not answer:
                 outcome.dropped = outcome.dropped or NOTHING_TO_TRAIN
-            yield TokenRow(
-                outcome=outcome, columns={"prompt_ids": prompt, "completion_ids": answer}, rest={"label": outcome.label}
-            )  # fmt: skip
+            columns = {"prompt_ids": prompt, "completion_ids": answer, f"completion_{TRAINED}": mask}
+            yield TokenRow(outcome=outcome, columns=columns, rest={"label": outcome.label})
 
     def prompts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
         """``prompt_ids`` up to where the assistant begins to speak, its ``prompt`` and ``columns`` as JSON text.

@@ -16,9 +16,10 @@ from lineage.artifact import DATA, Kind
 from lineage.errors import ConfigError, DataError
 from tasks.check_rows import check_rows, leaked
 from tasks.context import Metrics, TrainContext
-from tasks.data.kinds import PREFERENCES, PROMPTS, ROW_KINDS, UNPAIRED, RowKind, kind_of_columns
+from tasks.data.kinds import PREFERENCES, PROMPTS, ROW_KINDS, UNPAIRED, RowKind, kind_of_columns, single_answers
 from tasks.data.tokens.cache import show
 from tasks.data.tokens.tokenization import Tokenization, TooLong
+from tasks.evaluate.scoring import Scored
 from tasks.method import Input, Inputs, Training
 from tasks.train.checkpointing import held_out_rows
 from tests import tiny
@@ -199,6 +200,44 @@ def given(kind: Kind, directory: Path, root: Path) -> Inputs:
     path = tiny.write_rows(root / kind, ROWS[kind][:9], ROWS[kind][9:])
     policy = Input(name="base", kind=Kind.CHECKPOINT, fingerprint="p" * 64, path=directory)
     return {"policy": policy, ROW_KINDS[kind].slot: Input(name=kind, kind=kind, fingerprint="r" * 64, path=path)}
+
+
+def masks(tokenizer: PreTrainedTokenizerBase, batch: Mapping[str, pa.Array], name: str = "") -> list[str]:
+    """The text of each row of a batch that gets loss."""
+    ids, kept = batch[f"{name}input_ids"], batch[f"{name}completion_mask"].bool()
+    return [tokenizer.decode(row[mask]) for row, mask in zip(ids, kept, strict=True)]
+
+
+def test_what_others_say_within_an_answer_gets_no_loss_in_a_batch(
+    directory: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    one, other, user = ([{"role": role, "content": text}] for role, text in zip(
+        ("assistant", "assistant", "user"), ("adds", "map value", "items"), strict=True))  # fmt: skip
+    several = [*one, *user, *other]
+    pairs = [
+        {"row_id": "a", "prompt": user, "chosen": one, "rejected": several},
+        {"row_id": "b", "prompt": user, "chosen": several, "rejected": other},
+    ]
+    rows = list(tokenized(pairs, directory, tmp_path, 512).dataset([0, 1]))
+    both, first, last = "adds<|im_end|>map value<|im_end|>", "adds<|im_end|>", "map value<|im_end|>"
+    batch = PREFERENCES.collator(tokenizer.pad_token_id)(rows)
+    assert masks(tokenizer, batch) == [first, both, both, last]
+    scored = [
+        Scored.answer(row["prompt_ids"], row[f"{side}_ids"], trained=row[f"{side}_trained"])
+        for side in ("chosen", "rejected")
+        for row in rows
+    ]
+    assert [each.num_tokens for each in scored] == batch["completion_mask"].sum(1).tolist()
+    singles = [
+        {"row_id": "a", "prompt": user, "completion": several, "label": True},
+        {"row_id": "b", "prompt": user, "completion": other, "label": False},
+    ]
+    rows = list(tokenized(singles, directory, tmp_path / "single", 512).dataset([0, 1]))
+    batch = single_answers(tokenizer.pad_token_id)(rows)
+    assert masks(tokenizer, batch) == [both, last]
+    assert masks(tokenizer, batch, "KL_") == [last, both], "a mismatched answer has its own mask"
+    short = single_answers(tokenizer.pad_token_id, max_length=len(rows[0]["prompt_ids"]) + 4)(rows)
+    assert short["completion_mask"].sum(1).max() <= 4
 
 
 @pytest.fixture

@@ -79,6 +79,68 @@ def test_pairs_that_are_equal_after_the_cut_are_dropped(directory: Path, tmp_pat
     assert result.metrics["rows_dropped"] == 2
 
 
+@pytest.mark.parametrize(
+    ("untrained", "trained"),
+    [(None, "returns items<|im_end|>adds\nvalue<|im_end|>"), ("[0]", "adds\nvalue<|im_end|>"),
+     ("[1]", "returns items<|im_end|>"), ("[0, 1]", "")],
+)  # fmt: skip
+def test_a_turn_without_loss_is_context(
+    tokenizer: PreTrainedTokenizerBase, untrained: str | None, trained: str
+) -> None:
+    (row,) = token_rows([{"row_id": "a", "messages": CONVERSATION, "untrained": untrained}], tokenizer)
+    (whole,) = token_rows([{"row_id": "a", "messages": CONVERSATION}], tokenizer)
+    assert row.columns["input_ids"] == whole.columns["input_ids"]
+    assert trained_text(tokenizer, row) == trained
+    assert row.outcome.dropped == (None if trained else "nothing_to_train")
+
+
+# Writes the thinking of the last turn alone, so that each turn is a text of its own.
+LAST_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_text_without_a_trained_turn_is_no_example(directory: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = LAST_THINKING
+    thinks = [
+        *_user("sum"),
+        *_answer("<think>items</think>adds"),
+        *_user("the list"),
+        *_answer("<think>value</think>map"),
+    ]
+    (both,) = token_rows([{"row_id": "a", "messages": thinks}], tokenizer)
+    assert both.outcome.num_examples == 2 and not both.outcome.cut
+    for untrained, example in (("[0]", both.more[0]), ("[1]", both.columns)):
+        (one,) = token_rows([{"row_id": "a", "messages": thinks, "untrained": untrained}], tokenizer)
+        assert one.columns == example and not one.more
+        assert one.outcome.num_examples == 1 and not one.outcome.cut and not one.outcome.dropped
+
+
+def test_of_an_answer_of_several_turns_only_what_the_assistant_says_is_trained(
+    tokenizer: PreTrainedTokenizerBase, directory: Path, tmp_path: Path
+) -> None:
+    several = [*_answer("adds"), *_user("items"), *_answer("map value")]
+    pair = {"row_id": "p", "prompt": _user("sum"), "chosen": several, "rejected": _answer("map")}
+    single = {"row_id": "u", "prompt": _user("sum"), "completion": several, "label": True}
+    (of_pair,), (of_single,) = token_rows([pair], tokenizer), token_rows([single], tokenizer)
+    for row, name in ((of_pair, "chosen"), (of_single, "completion")):
+        ids, mask = row.columns[f"{name}_ids"], row.columns[f"{name}_trained"]
+        parts = (tokenizer.decode([each for each, kept in zip(ids, mask, strict=True) if kept == of]) for of in (1, 0))
+        assert list(parts) == ["adds<|im_end|>map value<|im_end|>", _BETWEEN]
+    answers = sum(of_pair.columns["chosen_trained"]) + len(of_pair.columns["rejected_ids"])
+    assert of_pair.outcome.trained == answers and of_pair.columns["rejected_trained"] == []
+    (sample,) = tokenized([pair], directory, tmp_path, 512).stats.samples
+    assert sample.endswith(f"⟦adds<|im_end|>⟧{_BETWEEN}⟦map value<|im_end|>⟧⟦map<|im_end|>⟧")
+    (cut,) = token_rows([pair], tokenizer, len(of_pair.columns["prompt_ids"]) + 4)
+    assert cut.columns["chosen_trained"] == of_pair.columns["chosen_trained"][:4] or cut.columns["chosen_trained"] == []
+    assert len(cut.columns["chosen_ids"]) == 4
+
+
+_BETWEEN = "\n<|im_start|>user\nitems<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_pairs_split_where_the_answer_begins(tokenizer: PreTrainedTokenizerBase) -> None:
     pair = {"row_id": "p", "prompt": _user("sum"), "chosen": _answer("adds"), "rejected": _answer("map")}
     (row,) = token_rows([pair], tokenizer)

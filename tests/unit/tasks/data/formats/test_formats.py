@@ -294,6 +294,97 @@ def test_a_column_of_thinking_is_that_of_the_answer(column: str) -> None:
     assert detect([row], "rows.jsonl").convert(row)["completion"] == [thought("a")]
 
 
+@pytest.mark.parametrize(
+    ("key", "off", "on"),
+    [("weight", 0, 1), ("weight", 0.0, 1.0), ("loss_weight", 0.0, 1.0), ("loss", False, True), ("train", False, True),
+     ("training", 0, 1)],
+)  # fmt: skip
+def test_turns_without_loss_are_listed_by_their_place_among_the_assistants(key: str, off: object, on: object) -> None:
+    rows: list[tuple[Row, Row]] = [
+        ({"messages": [S, {**Q, key: off}, {**A, key: off}, Q, {**B, key: on}]},
+         {"messages": [S, Q, A, Q, B], "untrained": "[0]"}),
+        ({"system": "s", "messages": [Q, {**A, key: None}, Q, {**B, key: off}, Q, A]},
+         {"messages": [S, Q, A, Q, B, Q, A], "untrained": "[1]"}),
+        ({"conversations": [said("human", "q"), {**said("gpt", "a"), key: off}]},
+         {"messages": [Q, A], "untrained": "[0]"}),
+        ({"messages": [{**Q, key: off}, {**A, key: on}]}, {"messages": [Q, A]}),
+        ({"prompt": [Q, {**A, key: off}, Q], "chosen": [{**A, key: on}], "rejected": "b"},
+         {**PAIR, "prompt": [Q, A, Q]}),
+    ]  # fmt: skip
+    for row, made in rows:
+        assert detect([row], "rows.jsonl").convert(row) == made
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [Q, {**A, "weight": 0.5}]}, r"messages\[1\] weight is the number 0.5; accepted: 0 and 1"),
+        ({"messages": [Q, {**A, "loss_weight": 2}]}, r"messages\[1\] loss_weight is the number 2"),
+        (
+            {"messages": [Q, {**A, "train": "no"}]},
+            r"messages\[1\] train is the text 'no'; accepted: 0 and 1, false and",
+        ),
+        (
+            {"messages": [{**Q, "train": True}, A]},
+            r"messages\[0\] train is the boolean true, and it is a turn of the user",
+        ),
+        ({"messages": [Q, {**A, "train_detail": [{"begin_offset": 0}]}]}, r"messages\[1\] has train_detail"),
+        ({"prompt": "q", "chosen": [{**A, "loss": False}], "rejected": "b"}, "chosen has a turn without loss"),
+        ({"prompt": "q", "completion": {**A, "weight": 0}, "label": 1}, "completion has a turn without loss"),
+    ],
+)
+def test_losses_that_no_turn_can_have_are_refused(row: Row, message: str) -> None:
+    with pytest.raises(BadRowError, match=message):
+        detect([row], "rows.jsonl").convert(row)
+
+
+CALLED = [CALLING, RESULT, A]
+
+
+@pytest.mark.parametrize(
+    ("row", "made"),
+    [
+        ({"prompt": "q", "chosen": CALLED, "rejected": [B]}, {**PAIR, "chosen": CALLED}),
+        ({"prompt": [Q], "chosen": [A, Q, A], "rejected": CALLED}, {**PAIR, "chosen": [A, Q, A], "rejected": CALLED}),
+        ({"prompt": "q", "chosen": [Q, *CALLED], "rejected": [Q, B]}, {**PAIR, "chosen": CALLED}),
+        ({"chosen": [S, Q, *CALLED], "rejected": [S, Q, B]}, {**PAIR, "prompt": [S, Q], "chosen": CALLED}),
+        ({"chosen": [Q, *CALLED], "rejected": [Q, CALLING, {**RESULT, "content": "rain"}, B]},  # they share the call
+         {**PAIR, "chosen": CALLED, "rejected": [CALLING, {**RESULT, "content": "rain"}, B]}),
+        ({"conversations": [said("human", "q")], "chosen": CALLED, "rejected": "b"}, {**PAIR, "chosen": CALLED}),
+        ({"input": {"messages": [Q]}, "preferred_output": CALLED, "non_preferred_output": [B]},
+         {**PAIR, "chosen": CALLED}),
+        ({"messages": [Q], "chosen": {"messages": CALLED}, "rejected": "b"}, {**PAIR, "chosen": CALLED}),
+        ({"prompt": "q", "completion": CALLED, "label": True}, {"prompt": [Q], "completion": CALLED, "label": True}),
+        ({"prompt": "q", "completion": CALLED}, {"messages": [Q, *CALLED]}),
+    ],
+)  # fmt: skip
+def test_an_answer_may_be_a_call_its_result_and_what_is_said_of_it(row: Row, made: Row) -> None:
+    assert detect([row], "rows.jsonl").convert(row) == made
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ([Q, A], "chosen has messages of user, assistant; what precedes the answer belongs to prompt"),
+        ([CALLING, RESULT], "chosen has messages of assistant, tool; .* and it ends with the assistant"),
+        ([CALLING, A], r"chosen\[1\] has the role 'assistant' after a tool call that no tool answered"),
+        ([A, B], r"chosen\[1\] has the role 'assistant' after 'assistant'"),
+        ([RESULT], "chosen has messages of tool"),
+    ],
+)
+def test_an_answer_in_another_order_is_refused(chosen: list[Row], message: str) -> None:
+    row: Row = {"prompt": "q", "chosen": chosen, "rejected": "b"}
+    with pytest.raises(BadRowError, match=message):
+        detect([row], "rows.jsonl").convert(row)
+
+
+@pytest.mark.parametrize("arguments", [None, "null", "", " ", {}, "{}", "[]"])
+def test_a_call_without_arguments(arguments: object) -> None:
+    bare = json.dumps([{"type": "function", "function": {"name": "f", "arguments": {}}}])
+    row: Row = {"messages": [Q, {**CALLING, "tool_calls": [{"name": "f", "arguments": arguments}]}]}
+    assert detect([row], "rows.jsonl").convert(row) == {"messages": [Q, {**CALLING, "tool_calls": bare}]}
+
+
 def test_tools_and_arguments_keep_the_order_of_their_keys() -> None:
     row = CASES["function_calling"][0][0]
     made = detect([row], "rows").convert(row)
