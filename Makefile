@@ -29,7 +29,12 @@ test: $(READY)  ## what CI runs: every test that needs no GPU, but `slow` and `n
 test-all: $(READY)  ## `slow` too: before an issue is resolved
 	$(SUITE) -m "not nightly"
 
-nightly: $(READY)  ## all tests, then the chaos
+# The extras of pyproject.toml that the lock leaves out: optimizers and formats of quantized bases.
+EXTRAS = $(shell $(BIN)/python -c 'import tomllib; found = tomllib.load(open("pyproject.toml", "rb")); \
+	extras = found["project"]["optional-dependencies"]; print(*{*extras["optimizers"], *extras["torchao"], *extras["quanto"]})')
+
+nightly: $(READY)  ## all tests with all extras installed, then the chaos
+	$(BIN)/pip install --quiet --no-deps $(EXTRAS)
 	$(SUITE) --hypothesis-profile nightly
 	$(BIN)/python -m tests.chaos --toy --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)

@@ -57,7 +57,7 @@ def _stage_refusals(overrides: Sequence[str], config_dir: Path | None) -> dict[s
     from flows.declare.compose import compose_tree
     from flows.declare.config import pipeline_of, stages_of
     from flows.planning.checks import check_kernels
-    from flows.planning.model_checks import root_config
+    from flows.planning.model_checks import check_quantization, root_config
     from tasks.method import Training
     from tasks.train.compatibility import refusals
     from tasks.train.rule import Case
@@ -73,7 +73,10 @@ def _stage_refusals(overrides: Sequence[str], config_dir: Path | None) -> dict[s
         return found
     pipeline = pipeline_of(tree, overrides, config_dir)
     check_kernels(pipeline)  # packages
-    return {
+    found = {
         name: list(refusals(Case(method=case.method, resources=case.resources, config=root_config(pipeline, name))))
         for name, case in cases.items()
     }
+    for name in cases if not any(found.values()) else ():
+        check_quantization(name, pipeline, root_config(pipeline, name))
+    return found

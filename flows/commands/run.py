@@ -36,7 +36,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     from flows.declare.config import load_pipeline
     from flows.declared import adopt_view
-    from flows.planning.checks import bf16_notes, column_notes, position_notes
+    from flows.planning.checks import bf16_notes, column_notes, compile_notes, position_notes
     from flows.planning.estimates import Estimator, History, share_notes
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
@@ -46,7 +46,8 @@ def run_plan(options: argparse.Namespace) -> int:
     pipeline = load_pipeline(options.overrides, options.config_dir)
     adopt_view(pipeline)
     plan = make_plan(pipeline)
-    faster = bf16_notes({planned.name: planned.stage for planned in plan.stale})
+    to_run = {planned.name: planned.stage for planned in plan.stale}
+    faster = [*bf16_notes(to_run), *compile_notes(to_run)]
     shares = share_notes(plan, plan.stale)
     stale = [planned.name for planned in plan.stale]
     positions, columns = position_notes(pipeline, stale), column_notes(plan.pipeline, stale)

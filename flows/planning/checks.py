@@ -32,6 +32,7 @@ from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Training
 from tasks.positions import learned_positions, too_few_positions
 from tasks.tokenizers import differing_tokens
 from tasks.train.optimizers import OPTIMIZERS
+from tasks.train.quantization import compiles
 
 
 def check_data(pipeline: Pipeline) -> None:
@@ -447,6 +448,18 @@ def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:
     if not found:
         return []
     return [f"precision=bf16 would train {', '.join(slow)} faster: this CPU has {found} (docs/performance.md)"]
+
+
+def compile_notes(stages: Mapping[str, Stage]) -> list[str]:
+    """The stages whose quantized base compiles a kernel first, which takes minutes once."""
+    found = []
+    for name, stage in stages.items():
+        setting = stage.method.quantization if isinstance(stage.method, Training) else None
+        if setting and compiles(setting.format, on_gpu=stage.resources.gpus_per_worker > 0):
+            found.append(
+                f"{name}: quantization.format={setting.format} compiles C++ before its first step, for minutes"
+            )
+    return found[:1]  # the first one does it for all
 
 
 def bf16_instructions() -> str | None:

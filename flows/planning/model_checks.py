@@ -94,7 +94,7 @@ def check_models(pipeline: Pipeline) -> None:
         config = _policy_config(pipeline, name)
         if config:
             check_compatible(f"stages.{name}", stage.method, stage.resources, config)
-        _check_quantization(name, pipeline, config)
+        check_quantization(name, pipeline, config)
         _check_adapter_in(name, pipeline)
         slot = stage.method.chat_slot
         if slot and not _given(pipeline, stage.inputs, slot, has_template) and not installs:
@@ -158,7 +158,7 @@ def _check_adapter_in(name: str, pipeline: Pipeline) -> None:
         )
 
 
-def _check_quantization(name: str, pipeline: Pipeline, config: Mapping[str, object]) -> None:
+def check_quantization(name: str, pipeline: Pipeline, config: Mapping[str, object]) -> None:
     """Checks that the packages for a quantized base are installed and its format is supported."""
     method, resources = pipeline.stages[name].method, pipeline.stages[name].resources
     if not isinstance(method, Training):

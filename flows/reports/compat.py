@@ -16,6 +16,8 @@ from tasks.context import Dtype, Resources
 from tasks.method import Adapter, Method, Optimizer, Quantization, Schedule, Training
 from tasks.recipe import TrainingRecipe
 from tasks.train.compatibility import RULES, refusals
+from tasks.train.optimizers import OPTIMIZERS
+from tasks.train.quantization import FORMATS
 from tasks.train.rule import Case, Fields, Refusal, Rule, assigned
 
 Works = Literal["yes", "on a GPU", "no"]
@@ -65,8 +67,19 @@ class Outcome:
     rule: str | None = None
     reason: str | None = None
 
+    @property
+    def needs(self) -> list[str]:
+        """The commands that install what is not in the lock, without which the plan refuses them."""
+        if self.case is None:
+            return []
+        setting, package = self.case.method.quantization, OPTIMIZERS[self.case.method.optimizer.name].package
+        own = FORMATS[setting.format].package if setting else None
+        return [*([own[1]] if own else []), *([package.install] if package else [])]
+
     def to_dict(self) -> dict[str, object]:
-        said = {"rule": self.rule, "reason": self.reason, "condition": assigned(self.condition)}
+        said = {
+            "rule": self.rule, "reason": self.reason, "condition": assigned(self.condition), "needs": self.needs,
+        }  # fmt: skip
         return {
             "settings": {choice.setting: choice.value for choice in self.choices},
             "works": self.works,
@@ -164,7 +177,9 @@ def _judged(chosen: tuple[Choice, ...], machine: Fields) -> Outcome:
         refusal = next(refusals(case), None)
         if refusal is None:
             return Outcome(choices=chosen, works="on a GPU" if machine else "yes", condition=condition, case=case)
-        if any(_overlap(path, {**pinned, **machine, **condition}) for path in refusal.nearest):
+        # The precision of conf/resources/gpu.yaml is a default, which a condition may replace; the GPU is not.
+        settled = {**pinned, **condition, **{path: 1 for path in machine if path.startswith("resources.")}}
+        if any(_overlap(path, settled) for path in refusal.nearest):
             return Outcome(choices=chosen, works="no", rule=refusal.rule, reason=refusal.reason)
         condition |= refusal.nearest
 
@@ -266,10 +281,14 @@ def _example(rule: Rule) -> Fields:
 def condition_rows(alone: Sequence[Outcome]) -> list[tuple[str, str, str]]:
     """The choices that do not work alone, or only under a condition."""
     return [
-        (str(each.choices[0]), each.works, each.reason or " ".join(assigned(each.condition)))
+        (str(each.choices[0]), each.works, each.reason or ", ".join(filter(None, (_conditions(each), *each.needs))))
         for each in alone
-        if each.works != "yes" or each.condition
+        if each.works != "yes" or each.condition or each.needs
     ]
+
+
+def _conditions(found: Outcome) -> str:
+    return " ".join(assigned(found.condition))
 
 
 def refused_rows(pairs: Sequence[Outcome]) -> list[tuple[str, str, str]]:

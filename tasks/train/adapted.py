@@ -18,6 +18,7 @@ from lineage.errors import ConfigError
 from tasks.data.kinds import tokens_of
 from tasks.evaluate.scoring import padded
 from tasks.train.adapters import (
+    ADALORA_STEPS,
     ADAPTERS,
     ALL_LINEAR,
     FROM_DATA,
@@ -41,7 +42,6 @@ logger = logging.getLogger(__name__)
 DEFAULT, REFERENCE = "default", "ref"  # names of PEFT and TRL: the adapter in training, and its frozen copy
 _INIT_ROWS, _INIT_BATCH = 32, 8  # for initializations that read data; fixed, so that execution settings have no effect
 _WARMUP, _FINAL = 0.1, 0.5  # of the steps of AdaLoRA: before ranks are pruned, and after
-_LEAST_STEPS = 8  # enough to move weights and score ranks, to prune, and to train afterwards
 
 Batches = list[dict[str, "Tensor"]]
 
@@ -97,10 +97,10 @@ def _own(adapter: Adapter, model: "PreTrainedModel", num_steps: int) -> dict[str
     if adapter.init == "lora_ga":
         found["lora_ga_config"] = peft.LoraGAConfig()
     if adapter.type == "adalora":
-        if num_steps < _LEAST_STEPS:
+        if num_steps < ADALORA_STEPS:  # of num_epochs: the plan does not know the rows
             raise ConfigError(
                 f"adapter.type=adalora with {num_steps} steps: it scores ranks before it prunes them, which takes at "
-                f"least {_LEAST_STEPS}; set num_steps={_LEAST_STEPS} or more, or adapter.type=lora"
+                f"least {ADALORA_STEPS}; set num_steps={ADALORA_STEPS} or more, or adapter.type=lora"
             )
         found |= {"total_step": num_steps, "tinit": max(2, int(_WARMUP * num_steps)), "tfinal": int(_FINAL * num_steps)}
     if adapter.type == "osf":

@@ -32,6 +32,7 @@ DEFAULT: Type = "lora"
 HEADS = ("lm_head", "embed_out", "score")  # linear, and left out of all-linear
 # These change the base, so that base + adapter is the input model.
 CHANGE_THE_BASE = ("pissa", "olora", "lora_ga")
+ADALORA_STEPS = 8  # at the least: to move weights and score ranks, to prune, and to train afterwards
 ON_QUANTIZED = ("lora", "dora", "oft")  # the types that PEFT trains on a quantized base
 NOT_ON_CONV1D = ("oft", "boft", "loha", "lokr", "hra", "miss", "osf")  # the types that PEFT puts only on linear layers
 STACKED = ("lora", "dora")  # the types that can be stacked

@@ -2,7 +2,15 @@
 
 from lineage.model_files import quantization_format
 from tasks.method import FROZEN_POLICY
-from tasks.train.adapters import ADAPTERS, ALL_LINEAR, MIXTURES, NOT_ON_CONV1D, ON_QUANTIZED, why_not_on_experts
+from tasks.train.adapters import (
+    ADALORA_STEPS,
+    ADAPTERS,
+    ALL_LINEAR,
+    MIXTURES,
+    NOT_ON_CONV1D,
+    ON_QUANTIZED,
+    why_not_on_experts,
+)
 from tasks.train.generating import Completing
 from tasks.train.optimizers import OPTIMIZERS
 from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
@@ -14,6 +22,7 @@ _OF_MATRICES = tuple(name for name, row in OPTIMIZERS.items() if row.matrices)
 _IN_FOUR_BITS: Fields = {
     "config.quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 }
+_ADALORA: Fields = {"method.num_steps": ADALORA_STEPS}
 _IN_GPTQ: Fields = {"method.adapter.type": "lora", "config.quantization_config": {"quant_method": "gptq"}}
 
 
@@ -99,18 +108,37 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         id="adalora-zero", when={"method.adapter.type": "adalora", "resources.zero_stage": SET},
         reason="AdaLoRA scores ranks by their gradients, which ZeRO divides over the workers",
-        nearest={"resources.zero_stage": 0}, also=ZERO,
+        nearest={"resources.zero_stage": 0}, also={**ZERO, **_ADALORA},
+    ),
+    Rule(
+        id="adalora-backward",
+        when={
+            "method.adapter.type": "adalora",
+            "method.optimizer.name": tuple(name for name, row in OPTIMIZERS.items() if row.in_backward),
+        },
+        reason="AdaLoRA scores ranks by their gradients, which this optimizer frees inside the backward pass",
+        nearest={"method.optimizer.name": "adamw_torch_fused"},
+        also={"method.optimizer.name": "lomo", "resources.micro_batch_size": 16, **_ADALORA},
+    ),
+    Rule(
+        id="adalora-steps",
+        when={
+            "method.adapter.type": "adalora",
+            "method.num_steps": lambda case: 0 < (case.method.num_steps or 0) < ADALORA_STEPS,
+        },
+        reason=f"AdaLoRA scores ranks before it prunes them, which takes at least {ADALORA_STEPS} steps",
+        nearest={"method.num_steps": ADALORA_STEPS}, also={"method.num_steps": ADALORA_STEPS - 1},
     ),
     Rule(
         id="adalora-return", when={"method.adapter.type": "adalora", "method.schedule.adaptive.divergence_z": SET},
         reason="AdaLoRA prunes ranks at set steps, and a training that goes back may have passed them",
         nearest={"method.schedule.adaptive.divergence_z": None},
-        also={"method.schedule.adaptive.divergence_z": 50.0, "method.best.every_steps": 1},
+        also={"method.schedule.adaptive.divergence_z": 50.0, "method.best.every_steps": 1, **_ADALORA},
     ),
     Rule(
         id="adalora-own-loop", when={"method.adapter.type": "adalora", "method": own_loop},
         reason="transformers' trainer prunes its ranks, and this method has a loop of its own",
-        nearest={"method.adapter.type": "lora"}, stage="own_loop",
+        nearest={"method.adapter.type": "lora"}, also=_ADALORA, stage="own_loop",
     ),
     Rule(
         id="neftune-own-loop", when={"method.neftune_alpha": SET, "method": own_loop},
@@ -144,11 +172,11 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         id="quanto-int4-generating",
         when={
-            "method.quantization.format": "quanto_int4", "resources.gpus_per_worker": SET,
+            "method.quantization.format": "quanto_int4",
             "method": lambda case: isinstance(case.method, Completing),
         },
-        reason="on a GPU quanto's int4 weights fail in torch's inference mode, in which completions are sampled",
-        nearest=_format_nf4, also={"method.adapter.type": "lora", "method.precision": "fp32", **GPU}, stage="grpo",
+        reason="quanto's int4 weights fail in torch's inference mode, in which completions are sampled",
+        nearest=_format_nf4, also={"method.adapter.type": "lora"}, stage="grpo",
     ),
     Rule(
         id="quantization-conv1d",
@@ -239,7 +267,7 @@ MODEL_RULES: tuple[Rule, ...] = (
         },
         reason="it reads what each layer gets, and rows of text reach no layer that reads images",
         nearest={"method.adapter.target_modules": "*language_model*"},
-        also={"method.adapter.type": "adalora", "config.vision_config": {}},
+        also={"method.adapter.type": "adalora", "config.vision_config": {}, **_ADALORA},
     ),
     Rule(
         id="dropout-reference",

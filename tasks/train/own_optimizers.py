@@ -137,7 +137,9 @@ def torchao_adamw(groups: object, lr: float, bits: int, **options: object) -> Op
 
     class Eager(base):  # type: ignore[misc, valid-type]
         def step(self, closure: Callable[[], float] | None = None) -> None:
-            if self.param_groups[0]["params"][0].device.type != "cpu":
+            # A group may be empty: where only norms are trained, no weight is decayed.
+            trained = (each for group in self.param_groups for each in group["params"])
+            if next(trained).device.type != "cpu":
                 super().step(closure)
                 return
             with torch.compiler.set_stance("force_eager"):

@@ -6,8 +6,12 @@ et al. 2023, arXiv:2305.14314.
 
 import importlib.util
 import logging
+import os
+import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Gt
@@ -25,6 +29,8 @@ Format = Literal[
     "quanto_float8", "hqq", "eetq", "fp8", "gptq", "awq", "aqlm", "mxfp4",
 ]  # fmt: skip
 Dtype = Literal["fp32", "bf16", "fp16"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +153,6 @@ def configuration(setting: Quantization, compute: "dtype", skip: list[str] | Non
         case "quanto_int8" | "quanto_int4" | "quanto_float8":
             weights = setting.format.removeprefix("quanto_")
             return transformers.QuantoConfig(weights=weights, modules_to_not_convert=skip)
-        case "hqq":
-            size, skip = setting.group_size or 64, skip or ["lm_head", "score"]
-            return transformers.HqqConfig(nbits=4, group_size=size, skip_modules=skip)
         case "eetq":
             return transformers.EetqConfig(weights="int8", modules_to_not_convert=skip)
         case "fp8":
@@ -167,6 +170,7 @@ def configuration(setting: Quantization, compute: "dtype", skip: list[str] | Non
     return transformers.TorchAoConfig(kind, modules_to_not_convert=skip)
 
 
+_COMPILERS = (os.environ.get("CXX", "c++"), "g++", "clang++")
 _BLOCKS = ("double", "compute_dtype", "storage_dtype")
 _TORCHAO = ("torchao", 'pip install "posttrain[torchao]"')
 _QUANTO = ("optimum.quanto", 'pip install "posttrain[quanto]"')
@@ -185,8 +189,8 @@ FORMATS: Mapping[str, FormatRow] = {
     "quanto_int4": FormatRow(package=_QUANTO),
     "quanto_float8": FormatRow(package=_QUANTO),
     "hqq": FormatRow(
-        reads=("group_size",), package=("hqq", "pip install hqq termcolor"), gpu=True, dequantizes=False,
-        reason="transformers 5.23 cannot load weights in it",
+        rounds=False, dequantizes=False,
+        reason="transformers 5.23 cannot load weights in it; set a format that is trained on: nf4, fp4, int8",
     ),
     "eetq": FormatRow(package=_KERNELS, gpu=True, dequantizes=False),
     "fp8": FormatRow(package=_KERNELS, gpu=True, dequantizes=False),
@@ -204,7 +208,7 @@ FORMATS: Mapping[str, FormatRow] = {
 # The format of a model that was quantized before, as ``lineage.model_files.quantization_format`` names it -> ours.
 QUANTIZED_BEFORE: Mapping[str, Format] = {
     "bitsandbytes nf4": "nf4", "bitsandbytes fp4": "fp4", "bitsandbytes int8": "int8", "torchao": "torchao_int8",
-    "hqq": "hqq", "eetq": "eetq", "gptq": "gptq", "awq": "awq", "aqlm": "aqlm",
+    "eetq": "eetq", "gptq": "gptq", "awq": "awq", "aqlm": "aqlm",
 }  # fmt: skip
 CONV1D_MODELS = ("gpt2", "openai-gpt")  # whose layers are ``transformers.pytorch_utils.Conv1D``
 DEQUANTIZED_ON_LOAD = ("fp8", "mxfp4")  # only the rounded values remain
@@ -224,11 +228,37 @@ def missing(name: Format, *, on_gpu: bool) -> str | None:
     trained_here = ", ".join(other for other, each in FORMATS.items() if each.rounds and not each.gpu)
     if row.gpu and not on_gpu:
         return f"{name} needs a GPU; set resources.gpus_per_worker=1, or a format that needs none: {trained_here}"
-    if row.rounds and row.reason:
-        return f"{row.reason}; set a format that is trained on: nf4, fp4, int8"
+    if name == "quanto_int4" and not (any(map(shutil.which, _COMPILERS)) and shutil.which("ninja")):
+        return (
+            f"{name} compiles C++ at its first training, and there is no compiler ({', '.join(_COMPILERS)}) or no "
+            "ninja in PATH; install them, such as apt-get install g++ ninja-build, or set quanto_int8"
+        )
     if row.package and not _is_installed(row.package[0]):
         return f"{name} needs the package {row.package[0]}, which is not installed; run: {row.package[1]}"
     return None
+
+
+def compiles(name: Format, *, on_gpu: bool) -> bool:
+    """Whether the first training in a format compiles its kernel, which takes minutes: quanto builds that of int4."""
+    return name == "quanto_int4" and not on_gpu and _is_installed("optimum.quanto") and not _build().exists()
+
+
+def _build() -> Path:
+    """The file that quanto writes once it has compiled its kernel for CPUs."""
+    found = importlib.util.find_spec("optimum.quanto")
+    assert found and found.submodule_search_locations
+    return Path(found.submodule_search_locations[0], "library", "extensions", "cpp", "build", "pytorch_version.txt")
+
+
+def compile_kernel(name: Format, *, on_gpu: bool) -> None:
+    """Compiles the kernel of a format before the first step, in which it would be a long step 0."""
+    if compiles(name, on_gpu=on_gpu):
+        from optimum.quanto.library.extensions.cpp import ext
+
+        logger.warning("quantization=%s state=compiling: its C++ kernel, once per installation; minutes", name)
+        started = time.monotonic()
+        assert ext.lib
+        logger.info("quantization=%s state=compiled seconds=%.0f", name, time.monotonic() - started)
 
 
 def _is_installed(module: str) -> bool:

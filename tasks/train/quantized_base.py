@@ -7,7 +7,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError
-from tasks.train.quantization import FORMATS, Quantization, configuration, require_available, torch_dtype
+from tasks.train.quantization import (
+    FORMATS,
+    Quantization,
+    compile_kernel,
+    configuration,
+    require_available,
+    torch_dtype,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype, nn
@@ -45,6 +52,7 @@ class Quantizer:
 
         on_gpu = ctx.resources.gpus_per_worker > 0
         require_available(setting, on_gpu=on_gpu)
+        compile_kernel(setting.format, on_gpu=on_gpu)
         return Quantizer(
             setting=setting, compute_dtype=torch_dtype(setting.compute_dtype or precision),
             device=str(PartialState().device) if on_gpu else "cpu",

@@ -1,4 +1,7 @@
-"""What ``posttrain compat`` says works together does train: each pair of settings in at least one training."""
+"""What ``posttrain compat`` says works together does train: each pair of settings in at least one training.
+
+Pairs of a value whose package is not installed are left out; at night all packages are.
+"""
 
 import math
 from collections.abc import Iterator
@@ -51,6 +54,25 @@ def covering(pairs: Pairs) -> Iterator[tuple[Choice, ...]]:
                 chosen.append(max(fitting, key=lambda new: sum(frozenset((new, old)) in left for old in chosen)))
         left -= {frozenset(pair) for pair in combinations(chosen, 2)}
         yield tuple(chosen)
+
+
+@pytest.mark.nightly
+def test_at_night_every_optional_package_is_installed() -> None:
+    """So that each pair that the table calls working on a CPU is trained; ``make nightly`` installs them."""
+    choices_with_packages = [each for name in ("optimizer", "quantization") for each in choices()[name]]
+    not_free = [each.value for each in choices_with_packages if each.value in OPTIMIZERS and licence_of(each.value)]
+    lacking = [
+        each.value
+        for each in choices_with_packages
+        if outcome(each).works == "yes" and not is_installed(each) and each.value not in not_free
+    ]
+    assert not lacking, f"make nightly installs what {', '.join(lacking)} need"
+
+
+def licence_of(optimizer: str) -> str | None:
+    """The licence of its package, where it forbids commercial use: it is in no extra."""
+    package = OPTIMIZERS[optimizer].package
+    return package.licence if package else None
 
 
 @pytest.mark.slow

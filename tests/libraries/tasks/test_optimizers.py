@@ -13,6 +13,7 @@ from transformers import TrainingArguments, get_scheduler
 
 from lineage.errors import ConfigError
 from tasks.method import Optimizer, Schedule
+from tasks.train import own_optimizers
 from tasks.train.optimizers import OPTIMIZERS, build
 from tasks.train.own_optimizers import averaged
 from tasks.train.schedules import PLATEAU, SCHEDULES, schedule_args
@@ -162,6 +163,35 @@ def test_a_checkpoint_has_at_least_the_state_that_the_disk_check_counts(name: st
     assert found > own.state_bytes
     in_full = own.state_bytes % 4 == 0 and name != "muon" and not OPTIMIZERS[name].projects
     assert not in_full or found < own.state_bytes + 1.1  # names, and means of rows and columns
+
+
+@pytest.mark.parametrize("name", [name for name in RUN_HERE if not OPTIMIZERS[name].in_backward])
+def test_a_step_without_gradients_changes_no_weight(name: str) -> None:
+    """As where all rewards of a generation are equal: neither momentum nor weight decay act."""
+    own = setting(name, weight_decay=0.1, **({"rank": 8} if OPTIMIZERS[name].projects else {}))
+    model = Tiny()
+    optimizer = build(own, 1.0 if name == "prodigy" else RATE, decayed, model)
+    steps(model, optimizer, 0, 3)
+    before = copy.deepcopy(model.state_dict())
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.step()
+    assert same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_torchaos_adamw_takes_a_group_without_parameters(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """Where only norms are trained (ln_tuning, freeze.modules), none is decayed, and the first group is empty."""
+
+    class Plain(torch.optim.AdamW):
+        pass
+
+    monkeypatch.setattr(own_optimizers, "_class", lambda _module, _name: Plain)
+    weight = nn.Parameter(torch.ones(4))
+    groups = [{"params": [], "weight_decay": 0.1}, {"params": [weight], "weight_decay": 0.0}]
+    optimizer = own_optimizers.torchao_adamw(groups, RATE, bits=bits)
+    weight.sum().backward()
+    optimizer.step()
+    assert (weight < 1).all()
 
 
 def test_muon_steps_matrices_and_adamw_the_rest() -> None:

@@ -5,8 +5,10 @@ from importlib.util import find_spec
 
 import pytest
 
-from flows.reports.compat import all_outcomes, choices, outcome, rule_nearest
-from tasks.train.compatibility import RULES
+from flows.reports.compat import _BASE, _GPU, all_outcomes, case_of, choices, outcome, rule_nearest, trainings
+from lineage.errors import ConfigError
+from tasks.train import quantization
+from tasks.train.compatibility import RULES, refusals
 from tests.command import Command
 
 
@@ -32,6 +34,54 @@ def test_two_settings_that_a_rule_joins_do_not_work_together():
     assert outcome(chosen("adapter=lora"), chosen("quantization=nf4")).works == "yes"
     assert outcome(chosen("precision=fp16"), chosen("sharding=zero2")).rule == "fp16-zero"
     assert outcome(chosen("precision=bf16"), chosen("sharding=zero2")).works == "yes"
+
+
+def refused_on_every_machine(*pair):
+    """Whether a training with both values is refused: without a GPU, and on one in bf16 and in fp32."""
+    cls = next((each.method for each in pair if each.method), trainings()["sft"])
+    fields = {path: value for each in pair for path, value in each.fields.items()}
+    for machine in ({}, _GPU, {"resources.gpus_per_worker": 1}):
+        needed = outcome(pair[0]).condition | outcome(pair[1]).condition  # as an adapter under a quantized base
+        try:
+            case = case_of(cls, {**_BASE, **needed, **machine, **fields})
+        except ConfigError:
+            continue
+        if not list(refusals(case)):
+            return False
+    return True
+
+
+def test_what_the_table_refuses_the_rules_refuse_whatever_the_machine():
+    _, pairs = all_outcomes()
+    refused = [each.choices for each in pairs if each.works == "no"]
+    assert len(refused) > 300
+    assert [tuple(map(str, each)) for each in refused if not refused_on_every_machine(*each)] == []
+
+
+def test_a_format_that_wants_fp32_pages_its_optimizer_on_a_gpu():
+    found = outcome(chosen("quantization=quanto_int8"), chosen("optimizer=paged_adamw_8bit"))
+    assert found.works == "on a GPU" and found.condition["method.precision"] == "fp32"
+
+
+def test_what_the_table_calls_working_lacks_nothing_but_packages(monkeypatch):
+    monkeypatch.setattr(quantization, "_is_installed", lambda _module: True)
+    alone, pairs = all_outcomes()
+    works = [each for each in (*alone, *pairs) if each.works != "no"]
+    for setting, on_gpu in {(each.case.method.quantization, each.case.on_gpu) for each in works}:
+        assert setting is None or quantization.missing(setting.format, on_gpu=on_gpu) is None
+    assert outcome(chosen("quantization=hqq")).works == "no"
+
+
+@pytest.mark.parametrize(
+    ("pair", "rule"),
+    [
+        (("adapter=adalora", "optimizer=lomo"), "adalora-backward"),
+        (("method=grpo", "quantization=quanto_int4"), "quanto-int4-generating"),
+        (("method=on_policy_distill", "quantization=quanto_int4"), "quanto-int4-generating"),
+    ],
+)
+def test_pairs_that_died_in_training_are_refused(pair, rule):
+    assert outcome(*map(chosen, pair)).rule == rule
 
 
 def test_every_pair_is_judged_and_the_defaults_work_with_each_other():

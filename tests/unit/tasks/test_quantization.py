@@ -7,6 +7,7 @@ import pytest
 
 from flows.declare.compose import CONF
 from flows.declare.config import load_pipeline
+from flows.planning.checks import compile_notes
 from flows.planning.model_checks import check_models
 from lineage.errors import ConfigError
 from lineage.model_files import quantization_format
@@ -35,7 +36,7 @@ def test_a_format_takes_the_options_that_it_reads_and_refuses_the_others(name):
             Quantization(format=name, **{option: value})
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS.keys() - set(ON_LOAD)))
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - set(ON_LOAD) - {"hqq"}))
 def test_a_format_that_only_models_come_in_is_refused_with_what_is_accepted(name):
     with pytest.raises(ConfigError, match=rf"quantization.format={name}: .*model=\.\.\. .*accepted"):
         Quantization(format=name)
@@ -77,9 +78,32 @@ def test_the_plan_refuses_a_format_that_needs_a_gpu_without_one(name):
 
 
 def test_the_plan_refuses_a_format_that_transformers_cannot_load():
-    gpu = ["resources.gpus_per_worker=1"]
-    with pytest.raises(ConfigError, match=r"format=hqq: transformers 5\.23 cannot load weights in it; set .* nf4"):
-        check_models(load_pipeline(["adapter=lora", "quantization=hqq", "tracking=none", *gpu]))
+    for gpus in (0, 1):
+        words = ["adapter=lora", "quantization.format=hqq", "tracking=none", f"resources.gpus_per_worker={gpus}"]
+        with pytest.raises(ConfigError, match=r"format=hqq: transformers 5\.23 cannot load weights in it; set .* nf4"):
+            load_pipeline(words)
+
+
+def test_int4_of_quanto_needs_a_compiler(monkeypatch):
+    assert missing("quanto_int8", on_gpu=False) == missing("quanto_int8", on_gpu=True)
+    monkeypatch.setattr(quantization, "_is_installed", lambda _module: True)
+    for found in ({"c++", "ninja"}, {"g++", "ninja"}, {"c++"}, {"ninja"}, set()):
+        monkeypatch.setattr(quantization.shutil, "which", lambda name, found=found: name if name in found else None)
+        lacking = missing("quanto_int4", on_gpu=False)
+        assert lacking is None if len(found) == 2 else "compiles C++ at its first training" in lacking
+        assert missing("quanto_int8", on_gpu=False) is None
+
+
+def test_the_plan_says_that_int4_of_quanto_compiles_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(quantization, "_is_installed", lambda _module: True)
+    monkeypatch.setattr(quantization, "_build", lambda: tmp_path / "pytorch_version.txt")
+    words = ["adapter=lora", "quantization=quanto_int4", "tracking=none", "stages.reward.method.precision=fp32"]
+    stages = load_pipeline(words).stages
+    [note] = compile_notes(stages)
+    assert note.startswith("cpt: quantization.format=quanto_int4 compiles C++ before its first step")
+    (tmp_path / "pytorch_version.txt").touch()
+    assert compile_notes(stages) == []
+    assert compile_notes(load_pipeline(["adapter=lora", "quantization=quanto_int8", "tracking=none"]).stages) == []
 
 
 @pytest.mark.parametrize(

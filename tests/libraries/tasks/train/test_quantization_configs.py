@@ -1,7 +1,5 @@
 """Formats that need a GPU or a package are written through transformers' own configurations."""
 
-import importlib.util
-
 import pytest
 import torch
 from transformers import BitsAndBytesConfig, EetqConfig, FineGrainedFP8Config, Mxfp4Config
@@ -25,11 +23,6 @@ def test_eetq_and_fp8_are_written_as_transformers_names_them():
     fp8 = config_of(format="fp8", skip=["lm_head", "q_proj"], device="cuda:0")
     assert isinstance(fp8, FineGrainedFP8Config)
     assert (fp8.modules_to_not_convert, fp8.dequantize) == (["lm_head", "q_proj"], False)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("hqq") is None, reason="hqq is not installed")
-def test_hqq_is_written_as_transformers_names_it():
-    assert config_of(format="hqq", group_size=32).quant_config["weight_quant_params"]["group_size"] == 32
 
 
 def test_fields_of_bitsandbytes_reach_its_configuration():
