@@ -175,6 +175,11 @@ class Composer:
                 raise MissingValueError(f"{missing[0]}: has no value; set {missing[0]}=...")
             return {key: _unmarked(value, texts) for key, value in _resolved(config).items()}
 
+    def declared(self) -> Tree:
+        """The configuration as it was merged, interpolations and missing values included."""
+        tree: Tree = pickle.loads(self._pickled)
+        return tree
+
     def part(self, key: str) -> dict[str, object]:
         """The value of one root key, even if values elsewhere are missing."""
         with _hydra_errors():
@@ -197,6 +202,10 @@ def _chosen(
         words = _words(overrides, config_dir)
         parsed_words, repository = loader._parse_overrides_and_create_caching_repo("config", words)
         found = create_defaults_list(repository, "config", parsed_words, prepend_hydra=False, skip_missing=False)
+    chosen = found.overrides
+    pipeline = f"pipeline/{chosen.known_choices.get('pipeline')}.yaml"
+    if config_dir and (config_dir / pipeline).is_file() and "model" not in chosen.override_choices | chosen.deletions:
+        return _chosen([*overrides, "model=unset"], config_dir)  # the default is the model of the quickstart
     folders = [CONF, *([config_dir.resolve()] if config_dir else [])]
     files = []
     for each in found.defaults:
@@ -390,6 +399,20 @@ def groups() -> list[str]:
 def field_of(word: str) -> str:
     """The key of an override: ``stages.dpo.method.beta`` for ``++stages.dpo.method.beta=0.2``."""
     return word.lstrip("+~").partition("=")[0]
+
+
+def declared_sources(overrides: Sequence[str], config_dir: Path) -> tuple[dict[str, Path], Tree]:
+    """Sources that the user's own files set, with the file; and what all chosen files declare, without overrides."""
+    files = _chosen(overrides, config_dir)[0]
+    found: dict[str, Path] = {}
+    for path, package, content in files:
+        if path.is_relative_to(config_dir.resolve()):
+            for part in reversed(package.split(".") if package else ()):
+                content = {part: content}
+            sources = content.get("sources")
+            found |= dict.fromkeys(map(str, sources), path) if isinstance(sources, dict) else {}
+    groups_alone = [word for word in overrides if not word.startswith("~") and not _sets_value(word, config_dir)]
+    return found, _composer(tuple(groups_alone), config_dir, _files(config_dir)).declared()
 
 
 def composed_files(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[Path, str]]:

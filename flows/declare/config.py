@@ -13,7 +13,7 @@ from typing import Literal, TypeVar, cast, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from flows.declare.compose import compose_tree, field_of, groups
+from flows.declare.compose import compose_tree, declared_sources, field_of, groups
 from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger, strict
 from flows.declare.pipeline import Advise, CodeDrift, Pipeline, Stage, listed
 from flows.declare.sweep import Sweep
@@ -314,7 +314,7 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
         ),
         advice=root.advice,
     )
-    _refuse_unknown_sources(pipeline, overrides, config_dir)
+    _refuse_unread_sources(pipeline, overrides, config_dir)
     return pipeline
 
 
@@ -471,21 +471,44 @@ def method_class(where: str, target: str) -> type[Method]:
     return cls
 
 
-def _refuse_unknown_sources(pipeline: Pipeline, overrides: Sequence[str], config_dir: Path | None) -> None:
-    """Refuses overrides of a source that no stage reads and no YAML declares: they are typos."""
-    used = {ref.removeprefix(SOURCE) for stage in pipeline.stages.values() for ref in stage.inputs.values()}
-    unread = [override for override in overrides if _source_named(override) not in {None, *used}]
+def _refuse_unread_sources(pipeline: Pipeline, overrides: Sequence[str], config_dir: Path | None) -> None:
+    """Refuses a source that an override or a file of the user's sets, and that no stage reads.
+
+    What shipped files declare may go unread, as where stages are deleted; what the user's files declare, only there.
+    """
+    unread = pipeline.sources.keys() - pipeline.read_sources()
     if not unread:
         return
-    stated = compose_tree([word for word in overrides if word not in unread], config_dir)["sources"]
-    assert isinstance(stated, dict)
-    for override in unread:
-        name = _source_named(override)
-        if name not in stated:
-            read = listed(name, sorted(used & pipeline.sources.keys()))
-            raise ConfigError(f"sources.{name}: no stage reads this source; read are: {read}")
+    for word in overrides:
+        name = _source_named(word)
+        if name in unread or (field_of(word) == "model" and "base" in unread and (name := "base")):
+            raise ConfigError(f"{word.lstrip('+')}: {_not_read(str(name), pipeline)}")
+    if config_dir is None:
+        return
+    own, declared = declared_sources(overrides, config_dir)
+    stages = declared.get("stages")
+    inputs = (
+        [each.get("inputs") for each in stages.values() if isinstance(each, dict)] if isinstance(stages, dict) else []
+    )
+    refs = {str(ref) for each in inputs if isinstance(each, dict) for ref in each.values()}
+    read = {ref.removeprefix(SOURCE) for ref in refs if ref.startswith(SOURCE) or ref not in pipeline.stages}
+    for name in sorted(unread & own.keys() - read):
+        raise ConfigError(f"{own[name]}: sources.{name}: {_not_read(name, pipeline)}")
+
+
+def _not_read(name: str, pipeline: Pipeline) -> str:
+    read = listed(name, pipeline.read_sources())
+    if name in pipeline.stages:
+        path = pipeline.sources[name].path
+        model = f"; to train the model in {path}, set model={path}" if name == "base" else ""
+        return (
+            f"no stage reads this source, since inputs named {name} are the output of stages.{name}{model}; "
+            f"inputs named source:{name} would read it; read are: {read}"
+        )
+    return f"no stage reads this source; read are: {read}"
 
 
 def _source_named(override: str) -> str | None:
     key = field_of(override).split(".")
+    key = key[0].rpartition("@")[2].split(".") + key[1:]  # source@sources.NAME
     return key[1] if key[0] == "sources" and len(key) > 1 else None

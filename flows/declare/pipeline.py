@@ -82,6 +82,7 @@ _NO_PAIRS = {
     ),
     (Kind.UNPAIRED, Kind.PREFERENCES): "; single answers have no pairs, so that kto alone trains on them",
 }
+_MODELS = "model=DIRECTORY, model=owner/name, or model=tiny, a small one made from scratch"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -158,6 +159,11 @@ class Pipeline:
         keys = {self.key(ref) for stage in self.stages.values() for ref in stage.inputs.values()}
         return sorted(key.removeprefix(SOURCE) for key in keys if key.startswith(SOURCE))
 
+    def read_sources(self) -> list[str]:
+        """Names of the sources that stages read, also in place of an alias that is unset."""
+        fallbacks = {source.fallback.removeprefix(SOURCE) for source in self.sources.values() if source.fallback}
+        return sorted({*self.used_sources(), *fallbacks & self.sources.keys()})
+
     def order(self) -> list[str]:
         """Stage names, each after the stages it waits for.
 
@@ -214,8 +220,7 @@ class Pipeline:
 
     def _check_operation(self) -> None:
         trigger, retrain = self.operation.trigger, self.operation.retrain
-        fallbacks = {source.fallback.removeprefix(SOURCE) for source in self.sources.values() if source.fallback}
-        read = sorted({*self.used_sources(), *fallbacks & self.sources.keys()})
+        read = self.read_sources()
         for name in trigger.sources if trigger else ():
             if name not in read:
                 raise ConfigError(f"trigger.sources: no stage reads a source {name}; read are: {listed(name, read)}")
@@ -254,7 +259,8 @@ class Pipeline:
                 raise ConfigError(f"{where}.{slot}: unknown slot; accepted: {listed(slot, slots)}")
             if reference.removeprefix(SOURCE) not in self.sources and reference not in self.stages:
                 there = listed(reference, self._references())
-                raise ConfigError(f"{where}.{slot}={reference}: no such stage or source; there are: {there}")
+                base = f"; base is the model of model=: {_MODELS}" if reference == "base" else ""
+                raise ConfigError(f"{where}.{slot}={reference}: no such stage or source; there are: {there}{base}")
             expected = slots[slot] if slot in slots else slots["*"]
             self._check_kind(f"{where}.{slot}={reference}", reference, expected)
 

@@ -71,6 +71,78 @@ def test_a_group_may_be_named_like_a_number(tmp_path):
     assert load_pipeline(["pipeline=1.10", *TOY[1:]], tmp_path).stages.keys() == toy().stages.keys()
 
 
+def test_a_base_that_a_stage_of_the_quickstart_hides_is_refused(tmp_path):
+    for words in ([f"sources.base.path={tmp_path}"], [f"+sources.base={{kind: checkpoint, path: {tmp_path}}}"]):
+        with pytest.raises(
+            ConfigError, match=f"sources.base.*no stage reads this.*set model={tmp_path}; .*source:base"
+        ):
+            load_pipeline(words)
+    both = load_pipeline(["model=owner/name", f"sources.base.path={tmp_path}"])  # the last one counts
+    assert (both.sources["base"].path, "base" in both.stages) == (str(tmp_path), False)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model=owner/name", *(f"stages.{name}.inputs.policy=source:mine" for name in ("cpt", "sft")),
+          "sources.mine={path: owner/mine, kind: checkpoint}", "~stages.evaluate", "~stages.reward", "~stages.dpo"],
+         "model=owner/name: no stage reads this source; read are: corpus, instructions, mine"),
+        (["~stages.reward", "~stages.dpo", "~stages.evaluate", "~stages.preferences", "sources.preferences.path=x"],
+         "sources.preferences.path=x: no stage reads this source"),
+        (["+source@sources.other=rows", "sources.other.path=x"], "source@sources.other=rows: no stage reads this"),
+    ],
+)  # fmt: skip
+def test_a_source_that_is_set_and_that_no_stage_reads_is_refused(words, message):
+    with pytest.raises(ConfigError, match=message):
+        load_pipeline(words)
+
+
+def test_what_the_project_ships_may_go_unread_and_a_fallback_is_read():
+    deleted = ["~stages.reward", "~stages.dpo", "~stages.evaluate", "~stages.preferences"]
+    assert "preferences" in load_pipeline(deleted).sources
+    assert load_pipeline(["pipeline=cpt-sft-dpo-retrain", "model=owner/name"]).sources["base"].path == "owner/name"
+
+
+OWN = """# @package _global_
+defaults:
+  [/source@sources.rows: rows, /stage@stages.data.method: conversations, /stage@stages.sft.method: sft, _self_]
+name: own
+sources: {{{sources}}}
+stages:
+  data: {{inputs: {{rows: "source:rows"}}}}
+  sft: {{inputs: {{policy: {policy}, rows: data}}}}
+"""
+
+
+def own(folder, *words, sources="", policy="base"):
+    (folder / "pipeline").mkdir(exist_ok=True)
+    (folder / "pipeline/own.yaml").write_text(OWN.format(sources=sources, policy=policy))
+    return load_pipeline(["pipeline=own", "sources.rows.path=rows.jsonl", *words], folder)
+
+
+def test_a_pipeline_of_the_users_has_the_model_that_it_names_and_the_quickstarts_if_it_asks(tmp_path):
+    base = "base: {kind: checkpoint, path: /models/mine}"
+    found = own(tmp_path, sources=base)
+    assert (list(found.stages), found.sources["base"].path) == (["data", "sft"], "/models/mine")
+    assert own(tmp_path, "model=owner/name", sources=base).sources["base"].path == "owner/name"
+    assert list(own(tmp_path, sources=f"mine: {base[6:]}", policy="mine").stages) == ["data", "sft"]
+    with pytest.raises(ConfigError, match=r"policy=base: no such stage or source; .*model=DIRECTORY, .*or model=tiny"):
+        own(tmp_path)
+    (tmp_path / "pipeline/own.yaml").write_text("# @package _global_\ndefaults: [cpt-sft-dpo, _self_]\nname: own\n")
+    assert "base" in load_pipeline(["pipeline=own", "model=tiny"], tmp_path).stages
+    with pytest.raises(ConfigError, match="policy=base: no such stage or source"):
+        load_pipeline(["pipeline=own"], tmp_path)
+
+
+def test_a_source_in_a_file_of_the_users_is_read_or_refused_but_where_stages_are_deleted(tmp_path):
+    file = tmp_path / "pipeline/own.yaml"
+    dead = "base: {kind: checkpoint, path: /models/mine}, other: {path: x.jsonl}"
+    with pytest.raises(ConfigError, match=f"{file}: sources.other: no stage reads this source; read are: base, rows"):
+        own(tmp_path, sources=dead)
+    kept = own(tmp_path, "~stages.sft", sources="base: {kind: checkpoint, path: /models/mine}")
+    assert list(kept.stages) == ["data"]
+
+
 @pytest.mark.parametrize("adapter", ["lora", "full"])
 def test_the_adapter_goes_to_every_training_stage(adapter):
     pipeline = load_pipeline([f"adapter={adapter}"])
@@ -101,7 +173,7 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
         ("+stages.left.method.nope=1", "stages.left.method.nope: unknown key; accepted: .*learning_rate"),
         ("stages.lef.method.learning_rate=1", "stages.lef: no such stage.*did you mean left"),
         ("stages.left.input.policy=model", "stages.left.input: unknown key.*did you mean inputs"),
-        ("sources.row.path=x", "sources.row: no stage reads this source.*did you mean rows"),
+        ("sources.row.path=x", "sources.row.path=x: no stage reads this source.*did you mean rows"),
         ("stor=x", "stor: unknown key.*did you mean store"),
         ("modle=tiny", "modle: unknown key; accepted: name, store, .*pipeline, model, preset; did you mean model"),
         ("restart=left", r'restart="left": input should be a valid array; write restart=\[left\]'),
