@@ -22,6 +22,7 @@ from lineage.sources import local_paths
 from lineage.verdict import CHAMPION
 from tasks.context import Resources
 from tasks.data.formats.detect import check_direction, detect, with_prompt
+from tasks.data.formats.trees import is_tree
 from tasks.data.formats.turns import BadRowError, Fields
 from tasks.data.kinds import CONVERSATIONS, TEXT
 from tasks.data.preparing.options import Prepare
@@ -79,7 +80,7 @@ def check_row_kinds(pipeline: Pipeline) -> None:
             source = pipeline.sources[ref.removeprefix(SOURCE)]
             try:
                 rows = _first_rows(source, method.prompt_template)
-                if not rows:
+                if not rows or is_tree(rows):  # what is made of trees is what the stage takes
                     continue
                 found = detect(rows, source.path, columns=source.columns, stated=source.format)
             except (OSError, ValueError, PipelineError, BadRowError):
@@ -117,6 +118,8 @@ def _unread_columns(source: Source, template: str | None) -> list[str]:
     chunk = next(read_chunks(source))
     rows = [row.fields for row in islice(chunk.rows(), _FIRST_ROWS) if isinstance(row, Row)]
     rows = [with_prompt(row, template) if template else row for row in rows]
+    if is_tree(rows):
+        return []
     detected = detect(rows, source.path, columns=source.columns, stated=source.format)
     group = detected.columns.get("group", "group")
     return sorted({name for row in rows for name in row.keys() - detected.read_columns(row) if name != group})

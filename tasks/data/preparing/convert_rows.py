@@ -3,9 +3,9 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.data.formats.detect import Detected, detect, with_prompt, with_system
+from tasks.data.formats.trees import Into, is_tree, rows_of_trees
 from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, canonical, optional_name
 from tasks.data.kinds import ROW_KINDS, texts_of
 from tasks.data.preparing.repeats import BANDS, band_hashes
 from tasks.data.preparing.report import Remark, SourceReport
-from tasks.data.reading.chunk import Broken, Chunk, Row
+from tasks.data.reading.chunk import Broken, Chunk, Row, parsed
 from tasks.data.reading.read import read_chunks
 
 GROUP = "group"
@@ -185,11 +186,13 @@ class Opened:
     Args:
         detected: how rows are read; None: none of the first rows is readable.
         chunks: all rows, including those read for the detection.
+        unused: number of messages of trees that no row has.
     """
 
     source: Source
     detected: Detected | None
     chunks: Iterator[Chunk]
+    unused: int = 0
 
     @property
     def kind(self) -> Kind | None:
@@ -201,7 +204,8 @@ class Opened:
         name, evidence, mapping = "unknown", "not one of the first rows can be read", dict[str, str]()
         if self.detected:
             name, evidence, mapping = self.detected.name, self.detected.evidence, self.detected.mapping
-        return SourceReport(path=self.source.path, format=name, evidence=evidence, mapping=mapping)
+        unused = {"messages of trees in no row": Remark(count=self.unused)} if self.unused else {}
+        return SourceReport(path=self.source.path, format=name, evidence=evidence, mapping=mapping, remarks=unused)
 
     def refusal(self, accepted: Kind, remedy: str) -> DataError:
         """The error for rows of another kind than ``accepted``."""
@@ -215,11 +219,12 @@ class Opened:
             raise DataError(refusal)
 
 
-def detect_source(source: Source, template: str | None = None) -> Opened:
+def detect_source(source: Source, template: str | None = None, kind: Kind | None = None) -> Opened:
     """Opens a source and detects its format from the first rows.
 
     Args:
         template: prompt template, applied before the detection.
+        kind: what trees of messages become, if the source does not set it by ``format``; None: conversations.
 
     Raises:
         DataError: there are no rows, no format fits them, or several do.
@@ -235,10 +240,44 @@ def detect_source(source: Source, template: str | None = None) -> Opened:
                     sample.append(with_prompt(entry.fields, template) if template else entry.fields)
         if count >= SAMPLE:
             break
+    if is_tree(sample) and source.format in (None, "messages", "preference"):
+        return _of_trees(source, chain(looked_at, chunks), kind)
     detected = None
     if sample or not count:
         detected = detect(sample, source.path, columns=source.columns, stated=source.format)
     return Opened(source=source, detected=detected, chunks=chain(looked_at, chunks))
+
+
+def _of_trees(source: Source, chunks: Iterable[Chunk], kind: Kind | None) -> Opened:
+    """The conversations or pairs of trees of messages, all of which are read into memory.
+
+    Raises:
+        DataError: there are none, or texts are to be made of them.
+    """
+    if source.format is None and kind == Kind.TEXT:
+        raise DataError(
+            f"{source.path}: its rows are messages of trees (parent_id, role, text); conversations and pairs are made "
+            "of them by conf/stage/conversations.yaml and conf/stage/preferences.yaml; use one of these, or set "
+            "format=text to read each message as a document"
+        )
+    into: Into = "preference" if kind in (Kind.PREFERENCES, Kind.UNPAIRED) else "messages"
+    if source.format is not None:
+        into = "preference" if source.format == "preference" else "messages"
+    entries = [entry for chunk in chunks for entry in chunk.rows()]
+    broken = [entry for entry in entries if isinstance(entry, Broken)]
+    made, count, unused = rows_of_trees([entry for entry in entries if isinstance(entry, Row)], into)
+    if not made:
+        raise DataError(
+            f"{source.path}: {count} messages of trees give no row of {into}; replies of the assistant to messages of "
+            "users are accepted, and for pairs two of different rank to one message; correct parent_id, role and rank"
+        )
+    detected = detect([row.fields for row in made[:SAMPLE]], source.path, columns=source.columns, stated=into)
+    detected = replace(detected, evidence=f"trees of {count} messages (parent_id, role, text)")
+    parts = [made[start : start + SAMPLE] for start in range(0, len(made), SAMPLE)]
+    return Opened(
+        source=source, detected=detected, unused=unused,
+        chunks=iter([*([parsed(*broken)] if broken else []), *(parsed(*part) for part in parts)]),
+    )  # fmt: skip
 
 
 def record_batch(rows: Sequence[CanonicalRow], schema: pa.Schema) -> pa.RecordBatch:

@@ -291,7 +291,8 @@ def _source(source: SourceReport) -> Iterator[tuple[str, str]]:
     if source.dropped:
         yield "left out", counts(source.dropped)
     for what, remark in source.remarks.items():
-        yield what, f"{remark.count} row{'s' * (remark.count != 1)}, such as {', '.join(remark.places)}"
+        such = f" row{'s' * (remark.count != 1)}, such as {', '.join(remark.places)}" if remark.places else ""
+        yield what, f"{remark.count}{such}"
     if source.ignored_columns:
         yield "columns not read", counts(source.ignored_columns)
 

@@ -102,7 +102,7 @@ def stage(
         pq.ParquetWriter(staging.keys, _STAGED_KEYS) as keys,
     ):
         for slot, source in sources.items():
-            each = (opened or {}).get(slot) or detect_source(source, convert.prompt_template)
+            each = (opened or {}).get(slot) or detect_source(source, convert.prompt_template, convert.kind)
             each.require_kind(convert.kind)
             staged = StagedSource(number=len(staging.sources), source=source, report=each.report())
             staging.sources[slot] = staged
