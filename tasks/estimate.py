@@ -1,7 +1,7 @@
 """Estimates a training: a worker's peak memory, term by term, and its arithmetic. Imports no torch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 
 from tasks.context import Resources
@@ -17,6 +17,11 @@ _NAMES = {
     "heads": ("num_attention_heads", "n_head"),
     "vocabulary": ("vocab_size",),
 }
+# Families whose MLP has two matrices and no gate.
+_UNGATED = (
+    "gpt2", "openai-gpt", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "codegen", "opt", "bloom",
+    "falcon", "mpt", "phi", "starcoder2", "persimmon", "nemotron", "xglm", "biogpt", "arcee",
+)  # fmt: skip
 # Numbers per token and layer that the backward pass keeps, in units of the hidden size: input, normalized and scaled
 # input of two norms (6), queries, the output of attention and the copy of it that the last projection reads (3).
 _KEPT_HIDDEN = 9
@@ -32,6 +37,7 @@ class Architecture:
         family: ``model_type``.
         heads, kv_heads, head: attention: queries, keys and values, and dimensions of each.
         experts, active: of a mixture of experts: how many there are in a layer, and how many process a token; 1: none.
+        gated: whether its MLP has a gate beside the projections up and down, as that of Llama; GPT-2's has none.
     """
 
     family: str
@@ -45,6 +51,11 @@ class Architecture:
     tied: bool
     experts: int = 1
     active: int = 1
+    gated: bool = True
+
+    @property
+    def mlp_matrices(self) -> int:
+        return 3 if self.gated else 2
 
     def shapes(self) -> Shapes:
         """The shapes of the weights, under the names of the Llama family."""
@@ -54,8 +65,8 @@ class Architecture:
             "self_attn.v_proj": (keys, self.hidden), "self_attn.o_proj": (self.hidden, queries),
             "input_layernorm": (self.hidden,), "post_attention_layernorm": (self.hidden,),
         }  # fmt: skip
-        up = {"gate_proj": (self.intermediate, self.hidden), "up_proj": (self.intermediate, self.hidden)}
-        mlp = {**up, "down_proj": (self.hidden, self.intermediate)}
+        gate = {"gate_proj": (self.intermediate, self.hidden)} if self.gated else {}
+        mlp = {**gate, "up_proj": (self.intermediate, self.hidden), "down_proj": (self.hidden, self.intermediate)}
         if self.experts == 1:
             own |= {f"mlp.{name}": shape for name, shape in mlp.items()}
         else:
@@ -84,6 +95,7 @@ def architecture(config: Mapping[str, object]) -> Architecture | None:
         tied=bool(config.get("tie_word_embeddings", config.get("model_type") in ("gpt2", "gemma", "gemma2"))),
         experts=_number(config, "num_local_experts", "num_experts", "n_routed_experts") or 1,
         active=_number(config, "num_experts_per_tok") or 1,
+        gated=config.get("model_type") not in _UNGATED,
     )  # fmt: skip
 
 
@@ -249,31 +261,41 @@ def describe(found: Memory) -> str:
     return ", ".join(f"{name} {terms[name] / 2**30:.2f}" for name in shown)
 
 
-def flops_per_token(found: Architecture, method: TrainingRecipe, resources: Resources, tokens: int) -> float:
+def flops_per_token(
+    found: Architecture, method: TrainingRecipe, resources: Resources, tokens: int, slots: Collection[str] = ()
+) -> float:
     """Operations of a training step, forward and backward, per token: Kaplan et al. 2020, arXiv:2001.08361, table 1.
 
     Two per weight in the forward pass, four in the backward pass (two, where the weights are frozen and an adapter is
     trained); attention over a row; two more per weight for each frozen model, for recomputed activations, and for
-    completions that are generated. PPO trains a value model as well, in several passes over the completions, all of
-    which are measured before.
+    completions that are generated. A reward model, trained or read, has no head over the vocabulary. PPO trains a value
+    model as well, in several passes over the completions, all of which are measured before.
 
     Args:
         tokens: of a row.
+        slots: optional slots that are filled; a reward model's must be where there are no reward functions.
     """
     queries, keys = found.heads * found.head, found.kv_heads * found.head
-    layer = found.hidden * (2 * queries + 2 * keys) + 3 * found.hidden * found.intermediate * found.active
-    weights = found.layers * layer + found.hidden * found.vocabulary
+    mlp = found.mlp_matrices * found.hidden * found.intermediate * found.active
+    layer = found.hidden * (2 * queries + 2 * keys) + mlp
     attention = 4 * found.layers * queries * tokens / 2  # on average, a token attends to half of its row
-    forward = 2 * weights + attention
-    backward = forward if method.adapter or method.quantization else 2 * forward
-    recomputed = forward if resources.checkpointed_layers else 0
+    scored = 2 * found.layers * layer + attention  # of a model whose head gives one number
+    forward = scored if method.models["policy"] == REWARD_HEAD else scored + 2 * found.hidden * found.vocabulary
+    is_frozen = bool(method.adapter or method.quantization)
+    is_recomputed = bool(resources.checkpointed_layers)
     reference = 0 if resources.precompute_reference or not method.has_reference else forward
     teachers = forward * sum(role == TEACHER for role in method.models.values())
+    rewards = scored * sum(
+        role == REWARD_MODEL and (slot in slots or not getattr(method, "rewards", None))
+        for slot, role in method.models.items()
+    )
     generated = forward if _completions(method) else 0
-    trained = forward + backward + recomputed
+    trained = ((2 if is_frozen else 3) + is_recomputed) * forward
     if VALUE_MODEL in method.models.values():
-        trained = 2 * (trained * getattr(method, "num_ppo_epochs", 1) + forward)
-    return trained + reference + teachers + generated
+        epochs = getattr(method, "num_ppo_epochs", 1)
+        value = (3 + is_recomputed) * scored  # all its weights are trained
+        trained = trained * epochs + forward + value * epochs + scored
+    return trained + reference + teachers + rewards + generated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,15 +318,16 @@ class Work:
 
 
 def work(
-    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, *, num_steps: int, tokens: float
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, *, num_steps: int, tokens: float,
+    slots: Collection[str] = (),
 ) -> Work:  # fmt: skip
-    """Args: num_steps: optimizer steps; tokens: of a row in the mean, all of its sequences together."""
+    """Args: num_steps: optimizer steps; tokens: of a row in the mean, all of its sequences; slots: that are filled."""
     rows = num_steps * method.global_batch_size
     total = round(rows * tokens)
     each = tokens / sequences(method)
     head = 0 if method.models["policy"] == REWARD_HEAD else _LOGIT_COPIES * found.vocabulary
     return Work(
-        tokens=total, flops=total * flops_per_token(found, method, resources, round(each)),
+        tokens=total, flops=total * flops_per_token(found, method, resources, round(each), slots),
         updates=num_steps * trained_weights(method, shapes).trained,
         passes=num_steps * resources.accumulation_steps(method.global_batch_size),
         moved=total * (found.layers * _kept(found) + head),

@@ -278,7 +278,7 @@ class Estimator:
         key = _key(planned, found)
         tokens, longest, is_known = self._history.lengths(method, key)
         terms = memory(method, resources, found, shapes, longest, self._frozen(planned, method))
-        total = work(method, resources, found, shapes, num_steps=num_steps, tokens=tokens)
+        total = work(method, resources, found, shapes, num_steps=num_steps, tokens=tokens, slots=planned.stage.inputs)
         features = replace(
             key, model_bytes=terms.model, row_bytes=max(terms.total - terms.model, 1), flops=total.flops,
             passes=total.passes, num_steps=num_steps, row_tokens=tokens, layers=found.layers, moved=total.moved,
@@ -371,7 +371,9 @@ class Estimator:
             return None
         pace = step_seconds(reports) if steps <= FEW_STEPS else None  # the first steps are slow
         row_tokens = tokens / (steps * method.global_batch_size)
-        total = work(method, planned.stage.resources, *known, num_steps=int(steps), tokens=row_tokens)
+        total = work(
+            method, planned.stage.resources, *known, num_steps=int(steps), tokens=row_tokens, slots=planned.stage.inputs
+        )
         whole = manifest.provenance.end - manifest.provenance.start
         is_cut = any(metrics.get(name, 1.0) for name in ("rows_cut", "rows_dropped"))
         features = replace(

@@ -265,7 +265,7 @@ def fit(
     """
     step_in_fp32(trainer.model)
     before, start = seconds_before(ctx), time.perf_counter()
-    speed = Speed.of(method, ctx.resources, trainer.model.config)
+    speed = Speed.of(method, ctx.resources, trainer.model.config, inputs)
     validation = None
     if method.measures_held_out:
         validation = Validating(trainer, method, ctx, held_out or held_out_rows(method, inputs, ctx), num_rows)

@@ -305,7 +305,7 @@ class TrainingRun:
     @property
     def speed(self) -> Speed:
         """Measures the training's speed."""
-        return Speed.of(self.method, self.ctx.resources, self._start.model.config)
+        return Speed.of(self.method, self.ctx.resources, self._start.model.config, self.inputs)
 
     @property
     def tokenizer(self) -> "PreTrainedTokenizerBase":

@@ -8,6 +8,7 @@ import json
 import logging
 import platform
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -111,11 +112,14 @@ class Speed:
     method: "TrainingRecipe"
     resources: "Resources"
     found: Architecture | None
+    slots: Collection[str] = ()
 
     @staticmethod
-    def of(method: "TrainingRecipe", resources: "Resources", config: "PretrainedConfig") -> "Speed":
-        """Args: config: of the policy."""
-        return Speed(method, resources, architecture(config.to_dict()))
+    def of(
+        method: "TrainingRecipe", resources: "Resources", config: "PretrainedConfig", slots: Collection[str] = ()
+    ) -> "Speed":
+        """Args: config: of the policy; slots: that are filled."""
+        return Speed(method, resources, architecture(config.to_dict()), tuple(slots))
 
     @cached_property
     def peak(self) -> float:
@@ -139,5 +143,5 @@ class Speed:
         rows = num_steps * self.method.global_batch_size * sequences(self.method)
         length = min(round(num_tokens / rows), self.method.max_length)
         once = replace(self.resources, gradient_checkpointing="off")
-        flops = flops_per_token(self.found, self.method, once, length)
+        flops = flops_per_token(self.found, self.method, once, length, self.slots)
         return {**speed, "mfu": tokens_per_second * flops / self.peak}

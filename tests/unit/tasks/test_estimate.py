@@ -1,5 +1,6 @@
 """Each term of the formulas by hand, for two models."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from tasks.estimate import Architecture, architecture, flops_per_token, memory, 
 from tasks.grpo import GRPO
 from tasks.method import Adapter, Optimizer, Quantization
 from tasks.ppo import PPO
+from tasks.reward_functions import RewardFunction
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
 
@@ -23,6 +25,7 @@ MIXTRAL = {
     "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
 }  # fmt: skip
+GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_inner": None}
 STAGE = {"num_steps": 10, "global_batch_size": 8, "max_length": 64}
 CPU = Resources(micro_batch_size=2)
 
@@ -139,11 +142,28 @@ def test_arithmetic_by_hand():
     assert flops_per_token(llama, DPO(**STAGE), CPU, 64) == 4 * forward
     assert flops_per_token(llama, SFT(**STAGE, adapter=Adapter(type="lora")), CPU, 64) == 2 * forward
     assert flops_per_token(llama, full, replace(CPU, gradient_checkpointing="on"), 64) == 4 * forward
-    # PPO samples, measures policy, value model and reference, and trains two models in each of four epochs.
+    # A reward model has no head over the vocabulary.
+    scored = forward - 2 * 576 * 49152
+    assert flops_per_token(llama, RewardModel(**STAGE), CPU, 64) == 3 * scored
+    # PPO samples, measures policy and reference, and trains the policy in each of four epochs; the value model, without
+    # such a head, is measured and trained as often; and a reward model scores.
     ppo = PPO(num_steps=1, max_length=64, max_completion_length=32)
-    assert flops_per_token(llama, ppo, CPU, 64) == (1 + 3 + 2 * 4 * 3) * forward
+    assert flops_per_token(llama, ppo, CPU, 64) == (1 + 2 + 4 * 3) * forward + (1 + 4 * 3 + 1) * scored
+    rewards = {"exact": RewardFunction(function="exact")}
+    grpo = GRPO(num_steps=1, max_length=64, max_completion_length=32, rewards=rewards)
+    assert flops_per_token(llama, grpo, CPU, 64) == 4 * forward
+    assert flops_per_token(llama, grpo, CPU, 64, {"reward_model"}) == 4 * forward + scored
     found = work(full, CPU, llama, llama.shapes(), num_steps=10, tokens=64)
     assert (found.tokens, found.passes, found.flops) == (10 * 8 * 64, 40, 10 * 8 * 64 * 3 * forward)
+
+
+def test_an_mlp_without_a_gate_has_two_matrices():
+    gpt2 = architecture(GPT2)
+    assert gpt2 and not gpt2.gated and of(LLAMA).gated
+    weights = 12 * (4 * 768 * 768 + 2 * 768 * 3072) + 768 * 50257
+    assert flops_per_token(gpt2, SFT(**STAGE), CPU, 64) == 3 * (2 * weights + 12 * 2 * 768 * 64)
+    linear = sum(math.prod(shape) for name, shape in gpt2.shapes().items() if "proj" in name)
+    assert linear == 12 * (4 * 768 * 768 + 2 * 768 * 3072)  # 84.9M, as the released model
 
 
 def test_a_config_without_the_numbers_is_unknown():
