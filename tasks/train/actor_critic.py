@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tasks.train.one_policy import OnePolicy
 from tasks.train.rewards import token_values
 from tasks.train.rollouts import Rollouts
 
@@ -216,6 +217,7 @@ class ActorCritic:
     def __init__(self, run: "TrainingRun", value: "PreTrainedModel", optimization: "Optimization") -> None:
         self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, optimization.autocast
         self.policy, self.reference, self.rollouts = run.policy.model, run.model("reference"), Rollouts(run)
+        self.one_policy = OnePolicy(run.ctx)
 
     def sample(self, step: int, temperature: float) -> Batch:
         """Completions of the step's prompts.
@@ -227,10 +229,16 @@ class ActorCritic:
         examples = rollouts.examples(step)
         with self.autocast():
             completions = rollouts.generate(self.policy, examples, step)
+        self.one_policy.sampled(step, rollouts.sampled, self.policy)
+        rollouts.sampled_by = self.one_policy.weights
         rewards_BK = rollouts.score(step, examples, completions)
         metrics = rollouts.record(step, examples, completions, rewards_BK)
         prompts = [cast("Sequence[int]", each["prompt_ids"]) for each in examples]
         own = self._measured([*zip(prompts, completions, strict=True)], temperature)
+        own_BC5 = pad_sequence([row_C5 for _, row_C5 in own], batch_first=True)
+        sampler_BC = rollouts.sampled.padded(own_BC5.shape[1], own_BC5.device)
+        self.one_policy.compare(sampler_BC, trainer_BC=own_BC5[..., 1], mask_BC=own_BC5[..., 0])
+        metrics |= self.one_policy.require(step)
         parts = [own] * self.ctx.world_size  # by rank, which is the order of the batch
         if self.ctx.world_size > 1:
             torch.distributed.all_gather_object(parts, own)

@@ -5,9 +5,11 @@ reloads the reference from a path, ignores a reward that is not a number, shuffl
 between the steps of a generation when a training resumes. These trainers do none of this.
 """
 
+import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +23,19 @@ from trl.trainer.utils import add_fused_lm_head, nanstd, split_tensor_dict, use_
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
 from tasks.train.adapted import REFERENCE
-from tasks.train.generating import Generating
+from tasks.train.distill_trainer import logits
+from tasks.train.generating import Generating, Sampling
+from tasks.train.kernels import plain
+from tasks.train.one_policy import (
+    COMPARED_ROWS,
+    OnePolicy,
+    Sampled,
+    Weights,
+    digest_of,
+    is_noisy,
+    token_logps,
+    weights_of,
+)
 from tasks.train.rollouts import (
     Rollouts,
     number_real_tokens,
@@ -36,11 +50,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, Trainer
 
+    from tasks.context import TrainContext
     from tasks.train.generating import Completing
     from tasks.train.run import TrainingRun
 
 Scale = Literal["group", "batch", "none", "normalize"]
 
+logger = logging.getLogger(__name__)
+
+SAMPLER_LOGPS = "sampler_logps"  # of a batch: (B, C)
+_COMPARED_TOKENS = 64  # whose logits are there at once
 _STATE = "rollouts-{rank}.pt"
 _EPSILON = 1e-4  # of a standard deviation, as in TRL
 # Metrics of TRL that are means over the tokens of a micro batch; the latter where ratios are of tokens.
@@ -145,6 +164,10 @@ class WithRollouts(_BaseTrainer):
             read_prompts_once(ref_model)
         self._buffered: list[dict[str, Tensor]] = []
         self._of_generation: dict[str, list[float]] = {}
+        self._check = SamplerCheck(self, rollouts.method, rollouts.ctx, self.temperature)
+        rollouts.logp_temperature = self.temperature
+        if self.use_vllm:
+            self._check.watch(self.vllm_generation)
 
     def _prepare_inputs(self, examples: list[dict[str, object]]) -> "dict[str, Tensor]":
         """The completions of a micro batch, in the order of the batch; the first one of a generation generates all."""
@@ -176,6 +199,7 @@ class WithRollouts(_BaseTrainer):
         metrics["frac_reward_zero_std"][-1] = float(rollouts.equal_groups(rewards_NK).float().mean())
         metrics["advantages/max"].append(float(advantages_GN.max()))
         metrics["advantages/min"].append(float(advantages_GN.min()))
+        found[SAMPLER_LOGPS] = self._check.logps(found["completion_ids"])
         return found
 
     def _backward(self, loss: "Tensor", **kwargs: object) -> None:
@@ -190,11 +214,18 @@ class WithRollouts(_BaseTrainer):
             self._plain_backward(loss * 0.0, **kwargs)
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> object:
+        step, rollouts = self.state.global_step, self.rollouts
         if self.use_vllm:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        with self.accelerator.autocast(), autocast(self.args):
-            found = self.rollouts.generate(self.model, self._examples, self.state.global_step)
-        return found if isinstance(self, RLOOTrainer) else (found, None)
+            self._check.sampled = Sampled(self.temperature)
+            found = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        else:
+            with self.accelerator.autocast(), autocast(self.args):
+                completions = rollouts.generate(self.model, self._examples, step)
+            self._check.sampled = rollouts.sampled
+            found = completions if isinstance(self, RLOOTrainer) else (completions, None)
+        self._check.require_same_weights(step)
+        rollouts.sampled_by = self._check.policy.weights
+        return found
 
     def _calculate_rewards(
         self, inputs: object, prompts: object, completions: object, completion_ids: Sequence[Sequence[int]]
@@ -212,13 +243,30 @@ class WithRollouts(_BaseTrainer):
         of_ratios = _OF_RATIOS if getattr(self, "importance_sampling_level", None) == "token" else ()
         for name in (*_OF_TOKENS, *of_ratios):
             self.metric_weights[name].append(num_tokens)
-        return super()._compute_loss(model, inputs)
+        with self._check.comparing(inputs) as compares:
+            loss = super()._compute_loss(model, inputs)
+        if compares and (self._step + 1) % self.current_gradient_accumulation_steps == 0:
+            found = self._check.policy.require(self.state.global_step)
+            self._metrics["train"] |= {name: [value] for name, value in found.items()}
+            self._of_generation |= {name: [value] for name, value in found.items()}
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self, model: object, *args: object, **kwargs: object
+    ) -> "tuple[Tensor, Tensor | None, Tensor | None]":
+        found: tuple[Tensor, Tensor | None, Tensor | None] = super()._get_per_token_logps_and_entropies(
+            model, *args, **kwargs
+        )
+        self._check.trainer_BC = found[0].detach()
+        return found
+
+    def measure(self, batch: "Mapping[str, Tensor]") -> None:
+        """Computes the policy's log-probabilities of completions, for ``SamplerCheck``."""
+        self._get_per_token_logps_and_entropies(self.model, *_whole(batch))
 
     def _prove(self, proof: "Callable[[Tensor], None]", batch: "Mapping[str, Tensor]") -> None:
         """Requires that policy and reference agree on the first micro batch."""
-        ids_BT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        mask_BT = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        arguments = (ids_BT, mask_BT, batch["completion_ids"].size(1))
+        arguments = _whole(batch)
         self.model.eval()
         with torch.no_grad():
             policy_BC, *_ = self._get_per_token_logps_and_entropies(self.model, *arguments)
@@ -275,6 +323,125 @@ class WithRollouts(_BaseTrainer):
         if same:
             self._buffered, self._of_generation = state["buffered"], state["of_generation"]
         self.has_signal, self.has_moved = state.get("has_signal", True), state.get("has_moved", True)
+
+
+def _whole(batch: "Mapping[str, Tensor]") -> "tuple[Tensor, Tensor, int]":
+    """Tokens and mask of prompts with their completions, and the columns of these."""
+    ids_BT, mask_BT = (torch.cat([batch[f"prompt_{each}"], batch[f"completion_{each}"]], 1) for each in ("ids", "mask"))
+    return ids_BT, mask_BT, batch["completion_ids"].size(1)
+
+
+class SamplerCheck:
+    """The comparison of ``OnePolicy`` in a trainer of TRL, whatever engine samples.
+
+    Args:
+        temperature: of the trainer's log-probabilities.
+
+    Attributes:
+        sampled: what the sampler left of the last generation.
+        trainer_BC: the trainer's log-probabilities of the last forward with the policy.
+    """
+
+    def __init__(self, trainer: "Trainer", method: "Completing", ctx: "TrainContext", temperature: float) -> None:
+        self.trainer, self.policy, self.temperature = trainer, OnePolicy(ctx), temperature
+        self.step: int | None = None  # of the last generation
+        self.trainer_BC: Tensor | None = None
+        self.sampled = Sampled(temperature)
+        self._is_noisy: bool | None = None
+        self._engine: object = None
+        self._arrived: tuple[str, str | None] | None = None  # digests after a sync: the engine's, the trainer's
+        sampling = method.sampling
+        masks = {name: getattr(sampling, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        default = Sampling()
+        self._changed = [f"{name}={value}" for name, value in masks.items() if value != getattr(default, name)]
+        if sampling.temperature != temperature:
+            self._changed.append(f"temperature={sampling.temperature}")
+
+    def watch(self, engine: object) -> None:
+        """Reads the log-probabilities of vLLM's tokens, and whether weights that it is sent arrive in it."""
+        self._engine = engine
+        if getattr(engine, "logprobs", None) is None:  # RLOO asks for none
+            engine.logprobs = 0  # type: ignore[attr-defined]
+        generate, sync = engine.generate, engine.sync_weights  # type: ignore[attr-defined]
+        if self._changed:
+            logger.warning(
+                "sampler=unproven: vLLM's log-probabilities are those after %s, which the trainer's are not; its "
+                "weights are still compared by step", ", ".join(self._changed),
+            )  # fmt: skip
+
+        def generated(*args: object, **kwargs: object) -> object:
+            found = generate(*args, **kwargs)
+            rows = [] if self._changed or found[2] is None else found[2]
+            self.sampled.logps = [[math.nan if each[0] is None else each[0] for each in row] for row in rows]
+            return found
+
+        def synced() -> None:
+            sync()
+            self._require_arrival(engine)
+
+        engine.generate, engine.sync_weights = generated, synced  # type: ignore[attr-defined]
+
+    def _require_arrival(self, engine: object) -> None:
+        """Requires that the weights in the engine's memory, where it is in this process, change with the trainer's."""
+        weights = _engine_weights(engine)
+        if weights is None:
+            return
+        found, before = (digest_of(weights), weights_of(self.trainer.model).digest), self._arrived
+        self._arrived = found
+        if before is not None and before[0] == found[0] and before[1] != found[1]:
+            self.policy.refuse(
+                self.trainer.state.global_step, "the engine was sent new weights, and has those of the sync before"
+            )
+
+    def require_same_weights(self, step: int) -> None:
+        """Ends a generation, of which ``sampled`` is set.
+
+        Raises:
+            PipelineError: the weights that sampled are not the trainer's.
+        """
+        self.step = step
+        if self._engine is not None:
+            self.sampled.weights = Weights(digest=None, step=self.trainer._last_loaded_step)
+        self.policy.sampled(step, self.sampled, self.trainer.model)
+
+    def logps(self, completion_ids_BC: "Tensor") -> "Tensor":
+        """The sampler's log-probabilities (B, C) of the last generation; nan: unknown."""
+        if not self.sampled.logps:
+            return torch.full(completion_ids_BC.shape, math.nan, device=completion_ids_BC.device)
+        return self.sampled.padded(completion_ids_BC.shape[1], completion_ids_BC.device)
+
+    @contextmanager
+    def comparing(self, inputs: "Mapping[str, Tensor]") -> "Iterator[bool]":
+        """Around the loss of a micro batch; whether the weights are still those that sampled it, so that it compares.
+
+        A model with noise gets a forward of its own, of few rows.
+        """
+        compares = self.trainer.state.global_step == self.step and SAMPLER_LOGPS in inputs
+        if compares and self._is_noisy is None:
+            self._is_noisy = is_noisy(self.trainer.model)
+        yield compares
+        rows, compared = slice(None), compares
+        if compares and self._is_noisy:
+            rows = slice(COMPARED_ROWS)
+            compared = not self.policy.is_begun  # once in a step
+            if compared:
+                self.trainer.model.eval()
+                with torch.no_grad():
+                    self.trainer.measure({name: each[rows] for name, each in inputs.items() if each.dim()})
+                self.trainer.model.train()
+        if compared:
+            assert self.trainer_BC is not None
+            mask_BC, sampler_BC = inputs["completion_mask"][rows], inputs[SAMPLER_LOGPS][rows]
+            size = len(self.trainer_BC)
+            self.policy.compare(sampler_BC[:size], self.trainer_BC, mask_BC[:size])
+
+
+def _engine_weights(engine: object) -> "Mapping[str, Tensor] | None":
+    """The weights in the memory of vLLM in this process; None: it is elsewhere."""
+    found = engine
+    for name in ("llm", "llm_engine", "model_executor", "driver_worker", "model_runner", "model"):
+        found = getattr(found, name, None)
+    return dict(found.named_parameters()) if isinstance(found, torch.nn.Module) else None
 
 
 class OnlineDPOTrainer(GRPOTrainer):
@@ -349,28 +516,72 @@ class OnPolicyTrainer(DistillationTrainer):
         method: whose sampling it uses.
     """
 
-    def __init__(self, *args: object, method: "Completing", **kwargs: object) -> None:
+    def __init__(self, *args: object, method: "Completing", ctx: "TrainContext", **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.method = method
+        self._check = SamplerCheck(self, method, ctx, self.temperature)
 
     def _generate_single_turn(self, prompt_ids: Sequence[Sequence[int]], *args: object) -> list[list[int]]:
         first = self.args.process_index * len(prompt_ids)
         seeds = seeds_of(self.method.seed, self.state.global_step, first, len(prompt_ids))
+        self._check.sampled = Sampled(self.temperature)
         with self.accelerator.autocast(), autocast(self.args):
             found = sample(
                 self.model, [[*ids] for ids in prompt_ids], self.method.sampling, seeds,
                 max_new_tokens=self.method.max_completion_length, pad_token_id=self._tokenizer.pad_token_id,
-                stop_tokens=self.eos_token_ids,
+                stop_tokens=self.eos_token_ids, sampled=self._check.sampled,
             )  # fmt: skip
+        self._check.require_same_weights(self.state.global_step)
         if self.state.global_step == 0:
             has_no_end = [not ids or ids[-1] not in self.eos_token_ids for ids in found]
             truncated_N = self.accelerator.gather(torch.tensor(has_no_end, device=self.args.device))
             warn_if_all_truncated(truncated_N, self.method)
         return found
 
+    def _generate_and_score_completions(self, inputs: list[dict[str, object]]) -> object:
+        found = super()._generate_and_score_completions(inputs)
+        found[SAMPLER_LOGPS] = self._check.logps(found["completion_ids"])
+        return found
+
+    def compute_loss(
+        self, model: "PreTrainedModel", inputs: "Mapping[str, Tensor]", *args: object, **kwargs: object
+    ) -> object:
+        self._completion_ids_BC = inputs["completion_ids"]
+        with self._check.comparing(inputs) as compares:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if compares and (self._step + 1) % self.current_gradient_accumulation_steps == 0:
+            self._metrics["train"] |= {
+                name: [value] for name, value in self._check.policy.require(self.state.global_step).items()
+            }
+        return loss
+
     def _compute_loss(self, *args: object) -> object:
         with self.accelerator.autocast():
             return super()._compute_loss(*args)
+
+    def _get_last_hidden_state(self, model: "PreTrainedModel", *args: object, **kwargs: object) -> "Tensor":
+        found: Tensor = super()._get_last_hidden_state(model, *args, **kwargs)
+        if model is self.accelerator.unwrap_model(self.model):
+            self._measure(model, found.detach())
+        return found
+
+    def _measure(self, model: "PreTrainedModel", hidden_BCH: "Tensor") -> None:
+        """Log-probabilities of the tokens of some completions: its loss needs none."""
+        parts, size = [], _COMPARED_TOKENS
+        with torch.no_grad(), self.accelerator.autocast():
+            for hidden_CH, ids_C in zip(hidden_BCH[:COMPARED_ROWS], self._completion_ids_BC, strict=False):
+                found = [
+                    token_logps(logits(plain(model), one), two, self.temperature)
+                    for one, two in zip(hidden_CH.split(size), ids_C.split(size), strict=True)
+                ]
+                parts.append(torch.cat(found))
+        self._check.trainer_BC = torch.stack(parts)
+
+    def measure(self, batch: "Mapping[str, Tensor]") -> None:
+        """As of ``WithRollouts``."""
+        self._completion_ids_BC = batch["completion_ids"]
+        with self.accelerator.autocast():
+            self._get_last_hidden_state(self.accelerator.unwrap_model(self.model), *_whole(batch))
 
     def log(self, logs: dict[str, float], *args: object) -> None:
         """Omits a duration, which a resume could not reproduce."""
@@ -398,6 +609,6 @@ def on_policy_trainer(run: "TrainingRun", method: "Completing", **own: object) -
     for model in (run.policy.model, teacher):
         number_real_tokens(model)
     return run.trl(
-        OnPolicyTrainer, DistillationConfig, method=method, teacher_model=teacher, shuffle_dataset=False,
+        OnPolicyTrainer, DistillationConfig, method=method, ctx=run.ctx, teacher_model=teacher, shuffle_dataset=False,
         max_completion_length=method.max_completion_length, temperature=sampling.temperature, **own,
     )  # fmt: skip

@@ -44,6 +44,7 @@ from tasks.positions import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
 from tasks.reward_functions import check_columns, scorers
 from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Completing, Generating, Sampling
 from tasks.train.kernels import plain
+from tasks.train.one_policy import Sampled, Weights, token_logps
 from tasks.train.padding_free import is_padding_free
 from tasks.train.rewards import sequence_scores
 
@@ -73,6 +74,9 @@ class Rollouts:
     Attributes:
         names, weights: of the rewards: the functions, then the reward model, then the penalty of a missing end.
         equal_steps: the last steps in a row that teach nothing; see ``watch``.
+        logp_temperature: of the trainer's log-probabilities, which those of ``sampled`` are compared with.
+        sampled: what the sampler left of the last generation.
+        sampled_by: the weights of the last completions, with their step.
         samples: the samples kept so far.
     """
 
@@ -89,6 +93,9 @@ class Rollouts:
         if penalty is not None:
             self.names, self.weights = [*self.names, MISSING_EOS], [*self.weights, 1.0]
         self.equal_steps = 0
+        self.logp_temperature = method.sampling.temperature
+        self.sampled = Sampled()
+        self.sampled_by = Weights(digest=None)
         self.samples: list[dict[str, object]] = []
         self._check_columns()
         run.writers.append(self.write_samples)
@@ -118,7 +125,7 @@ class Rollouts:
     def generate(
         self, model: "PreTrainedModel | PeftModel", examples: "Sequence[Example]", step: int
     ) -> list[list[int]]:
-        """Samples a completion of each example's prompt, up to its end token, with this policy.
+        """Samples a completion of each example's prompt, up to its end token, with this policy; sets ``sampled``.
 
         Args:
             model: without the wrapper of a process group; called under autocast where that is used.
@@ -126,9 +133,10 @@ class Rollouts:
         """
         seeds = seeds_of(self.method.seed, step, self.ctx.rank * self.num_local, len(examples))
         prompts = [list(map(int, each["prompt_ids"])) for each in examples]  # type: ignore[call-overload]
+        self.sampled = Sampled(self.logp_temperature)
         return sample(
             model, prompts, self.method.sampling, seeds, max_new_tokens=self.method.max_completion_length,
-            pad_token_id=self.pad_token_id, stop_tokens=self.stop_tokens,
+            pad_token_id=self.pad_token_id, stop_tokens=self.stop_tokens, sampled=self.sampled,
         )  # fmt: skip
 
     @cached_property
@@ -302,6 +310,7 @@ class Rollouts:
                 "truncated": truncated[index],
                 "reward": float(self.total(rewards_BK[index : index + 1])),
                 **{f"rewards/{name}": value for name, value in rewards.items()},
+                "weights_step": self.sampled_by.step,
             })  # fmt: skip
 
     def write_samples(self, directory: Path) -> None:
@@ -374,27 +383,36 @@ def seeds_of(seed: int, step: int, first: int, num_completions: int) -> list[int
 
 def sample(
     model: "PreTrainedModel | PeftModel", prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int], *,
-    max_new_tokens: int, pad_token_id: int, stop_tokens: Sequence[int],
+    max_new_tokens: int, pad_token_id: int, stop_tokens: Sequence[int], sampled: Sampled | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """Samples a completion of each prompt, up to its first stop token, which is part of it.
 
     Args:
         model: its own settings of generation (``generation_config``) are not used.
         seeds: of each completion's noise.
+        sampled: gets the model's weights, and its log-probabilities of the tokens.
     """
+    if sampled is not None:
+        sampled.by(model)
     model = plain(model)
     ids_BT, mask_BT = padded(prompts, model.device, left=True, pad=pad_token_id)
     with generating(
         model, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad_token_id,
         eos_token_id=[*stop_tokens], disable_compile=True,
     ):  # fmt: skip
-        processors = LogitsProcessorList([*_warpers(sampling, mask_BT), _Draw(seeds, model.device)])
+        whole = None if sampled is None else _Whole()
+        draw = _Draw(seeds, model.device, whole, 1.0 if sampled is None else sampled.temperature)
+        processors = LogitsProcessorList([*([whole] if whole else []), *_warpers(sampling, mask_BT), draw])
         positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # as ``generate`` counts them
         found_BT = model.generate(
             input_ids=ids_BT, attention_mask=mask_BT, logits_processor=processors,
             past_key_values=prompt_cache(model, ids_BT, mask_BT, positions_BT),
         )  # fmt: skip
-    return [_ended(ids, stop_tokens) for ids in found_BT[:, ids_BT.shape[1] :].tolist()]
+    completions = [_ended(ids, stop_tokens) for ids in found_BT[:, ids_BT.shape[1] :].tolist()]
+    if sampled is not None:
+        rows = torch.stack(draw.logps, dim=1).tolist()
+        sampled.logps = [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
+    return completions
 
 
 def prompt_cache(
@@ -473,20 +491,42 @@ def number_real_tokens(model: "PreTrainedModel | PeftModel") -> None:
     backbone.register_forward_pre_hook(numbered, with_kwargs=True)
 
 
+class _Whole(LogitsProcessor):
+    """Keeps the scores of a step as the model gave them: before the settings of sampling change and mask them."""
+
+    def __call__(self, input_ids: "Tensor", scores: "Tensor") -> "Tensor":
+        self.scores_BV = scores
+        return scores
+
+
 class _Draw(LogitsProcessor):
     """Adds Gumbel noise, so that the largest score is a sample of the softmax.
 
     Each row has a generator of its own: other rows, and how many there are, do not change its noise.
+
+    Args:
+        whole: keeps the scores whose log-probabilities are collected; None: none are.
+        temperature: of these log-probabilities.
+
+    Attributes:
+        logps: of the tokens (B) of each step.
     """
 
-    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
+    def __init__(
+        self, seeds: Sequence[int], device: torch.device, whole: _Whole | None = None, temperature: float = 1.0
+    ) -> None:
         self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.whole, self.temperature = whole, temperature
+        self.logps: list[Tensor] = []
 
     def __call__(self, input_ids: "Tensor", scores: "Tensor") -> "Tensor":
         noise_BV = torch.empty_like(scores, dtype=torch.float32)
         for noise_V, generator in zip(noise_BV, self.generators, strict=True):
             noise_V.exponential_(generator=generator)
-        return scores.float() - noise_BV.clamp_(min=torch.finfo(torch.float32).tiny).log_()
+        drawn_BV = scores.float() - noise_BV.clamp_(min=torch.finfo(torch.float32).tiny).log_()
+        if self.whole is not None:  # ``generate`` takes the same maximum
+            self.logps.append(token_logps(self.whole.scores_BV, drawn_BV.argmax(-1), self.temperature))
+        return drawn_BV
 
 
 class _RepetitionPenalty(RepetitionPenaltyLogitsProcessor):

@@ -1,10 +1,12 @@
 """Methods on the policy's own completions: GRPO and its variants, RLOO, online DPO, and what they share."""
 
+import copy
 import math
 import shutil
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pyarrow.parquet as pq
 import pytest
@@ -717,40 +719,68 @@ def test_no_reference_is_loaded_without_a_kl(root: Path, tmp_path: Path, monkeyp
 # --- vLLM --------------------------------------------------------------------------------------------------------
 
 
+class Engine:
+    """A stand-in for vLLM, which needs a GPU: a copy of the policy, which ``sync_weights`` updates."""
+
+    vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": "processed_logprobs"}})
+    built: ClassVar[list[dict]] = []
+    last_sync = math.inf  # number of the last sync that has an effect
+    in_process = False  # whether its weights can be read
+
+    def __init__(self, **settings: object) -> None:
+        self.built.append(settings)
+        self.policy = settings["model"]
+        self.engine = copy.deepcopy(self.policy).requires_grad_(False)
+        self.temperature = settings["temperature"]
+        self.syncs = 0
+        if self.in_process:
+            runner = SimpleNamespace(model=self.engine)
+            driver = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+            self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=driver))
+
+    def sync_weights(self) -> None:
+        self.syncs += 1
+        if self.syncs <= self.last_sync:
+            self.engine.load_state_dict(self.policy.state_dict())
+
+    def generate(self, *, prompts: list, **_: object) -> tuple:
+        completions = [[20 + index, 21, 2] for index in range(len(prompts))]
+        logps = []
+        for prompt, ids in zip(prompts, completions, strict=True):
+            with torch.no_grad():
+                whole = torch.tensor([[*prompt, *ids]])
+                logits = type(self.engine).forward(self.engine, input_ids=whole).logits[0, len(prompt) - 1 : -1]
+            all_logps = (logits / self.temperature).log_softmax(-1)
+            logps.append([[float(row[token])] for row, token in zip(all_logps, ids, strict=True)])
+        return prompts, completions, logps, None
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
+    found = type("Engine", (Engine,), {"built": []})
+    for module in ("grpo_trainer", "rloo_trainer"):
+        monkeypatch.setattr(f"trl.trainer.{module}.VLLMGeneration", found)
+    return found
+
+
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 @pytest.mark.parametrize("name", LIKE_GRPO)
 def test_vllm_generates_what_is_scored_and_trained(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mode: str
+    root: Path, tmp_path: Path, engine: type[Engine], name: str, mode: str
 ) -> None:
-    """With a stand-in for TRL's backend, which needs vLLM and a GPU."""
-    built: list[dict] = []
-    syncs: list[int] = []
-
-    class Backend:
-        vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": "processed_logprobs"}})
-
-        def __init__(self, **settings: object) -> None:
-            built.append(settings)
-
-        def sync_weights(self) -> None:
-            syncs.append(len(syncs))
-
-        def generate(self, *, prompts: list, **_: object) -> tuple:
-            completions = [[20 + index, 21, 2] for index in range(len(prompts))]
-            return prompts, completions, [[[-5.0]] * 3 for _ in prompts], None
-
-    for module in ("grpo_trainer", "rloo_trainer"):
-        monkeypatch.setattr(f"trl.trainer.{module}.VLLMGeneration", Backend)
-    stage = training.method(name, vllm=mode, sampling=Sampling(temperature=0.7), num_steps=2)
+    temperature = 1.0 if name == "online_dpo" else 0.7  # its loss is at 1
+    stage = training.method(name, vllm=mode, sampling=Sampling(temperature=temperature), num_steps=2)
     run = training.train(stage, root, tmp_path / "output")
-    assert len(built) == 1 and built[0]["mode"] == mode
-    assert built[0]["max_completion_length"] == stage.max_completion_length  # type: ignore[attr-defined]
-    assert built[0]["generation_kwargs"] == {"stop_token_ids": [2], "temperature": 0.7}
-    assert syncs == [0, 1], "each step generates with the weights of the step before"
+    [settings] = engine.built
+    assert settings["mode"] == mode
+    assert settings["max_completion_length"] == stage.max_completion_length  # type: ignore[attr-defined]
+    assert settings["generation_kwargs"] == {"stop_token_ids": [2], "temperature": temperature}
+    assert run.metrics["sampler/logp_difference_max"] < 1e-4, "each step generates with the weights of the step before"
     tokenizer = AutoTokenizer.from_pretrained(root / "policy")
     samples = pq.read_table(run.output / "samples.parquet").to_pylist()
     expected = [tokenizer.decode([20 + index, 21]) for index in range(8)]
     assert [each["completion"] for each in samples] == [*expected, *expected]
+    assert [each["weights_step"] for each in samples] == [0] * 8 + [1] * 8
     assert not same(weights(run.output), weights(root / "policy"))
 
 

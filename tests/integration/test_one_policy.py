@@ -1,0 +1,203 @@
+"""The model that acts or is measured is the one that was trained: public bugs, planted, stop within two updates."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lineage.errors import PipelineError
+from tasks.context import Resources, TrainContext
+from tasks.method import Adapter
+from tasks.train import generating_trainer, rollouts
+from tasks.train.generating import Sampling
+from tasks.train.one_policy import MAX, MEAN, OnePolicy, Sampled, shares_weights, weights_of
+from tests import tiny_models, training
+from tests.integration.test_generating import Engine, engine
+from tests.training import TRAINED_LIKE
+
+__all__ = ["engine"]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LORA = Adapter(type="lora", rank=4, alpha=8)
+SMALL = 1e-6  # a learning rate whose updates move no log-probability by much
+GENERATING = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in TRAINED_LIKE else []) for name in training.GENERATING
+]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def plant_sampler(monkeypatch: pytest.MonkeyPatch, wrong: Callable) -> None:
+    """Replaces the sampler of all methods: ``wrong(sample, model, *args, **kwargs)``."""
+    sample = rollouts.sample
+    for module in (rollouts, generating_trainer):
+        monkeypatch.setattr(module, "sample", lambda *args, **kwargs: wrong(sample, *args, **kwargs))
+
+
+# --- The comparison ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling": Sampling(temperature=0.7, top_p=0.9, top_k=9, min_p=0.01, repetition_penalty=1.2)},
+        pytest.param({"adapter": Adapter(type="lora", rank=4, alpha=8, dropout=0.5)}, marks=pytest.mark.slow),
+    ],
+    ids=["masked", "dropout"],
+)
+def test_the_sampler_has_the_log_probabilities_of_the_trainer(
+    root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, fields: dict
+) -> None:
+    """Over all tokens, whatever masks the samples, and without the noise of the loss."""
+    run = training.train(training.method(name, **fields), root, tmp_path / "output")
+    for step, metrics in run.reports:
+        assert 0 <= metrics[MEAN] <= metrics[MAX] < 1e-4
+        assert metrics["sampler/weights_step"] == step - 1
+    assert run.metrics[MEAN] < 1e-4
+    assert "unproven" not in caplog.text
+
+
+def test_the_difference_is_that_of_the_tokens_that_count() -> None:
+    policy = OnePolicy(TrainContext(output_dir=Path(), work_dir=Path()))
+    trainer = torch.tensor([[-1.0, -2.0, -9.0], [-1.0, -3.0, -1.0]])
+    sampler = torch.tensor([[-1.01, -2.0, 0.0], [-1.0, float("nan"), -1.02]])
+    policy.compare(sampler, trainer, torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    assert policy.require(0) == {MEAN: pytest.approx(0.03 / 4), MAX: pytest.approx(0.02)}
+    policy.compare(sampler, trainer, torch.ones(2, 3))
+    with pytest.raises(PipelineError, match=r"step 4, .* differ by 1\.806 nats on average \(at most 9\), and max_logp"):
+        policy.require(3)
+    policy.compare(sampler, trainer, torch.zeros(2, 3))
+    assert policy.require(4) == {MEAN: 0.0, MAX: 0.0}, "all masked"
+
+
+def test_a_version_names_the_weights_and_the_adapters_that_act(root: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(root / "policy")
+    twin = copy.deepcopy(plain)
+    assert weights_of(plain) == weights_of(twin) and not shares_weights(plain, twin)
+    with torch.no_grad():
+        next(twin.parameters())[0, 0] += 1e-6
+    assert weights_of(plain) != weights_of(twin)
+    model = get_peft_model(plain, LoraConfig(r=2, target_modules="all-linear"))
+    acting = weights_of(model)
+    with model.disable_adapter():
+        assert weights_of(model) != acting
+    assert weights_of(model) == acting == weights_of(model.to(torch.float32))
+
+
+def test_the_setting_changes_what_stops_and_not_what_is_trained(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = training.method("grpo", num_steps=2)
+    expected = training.train(stage, root, tmp_path / "expected")
+
+    def off(sample: Callable, *args: object, sampled: Sampled, **kwargs: object) -> object:
+        found = sample(*args, sampled=sampled, **kwargs)
+        sampled.logps = [[each - 0.03 for each in row] for row in sampled.logps]
+        return found
+
+    plant_sampler(monkeypatch, off)
+    with pytest.raises(PipelineError, match=r"max_logp_difference=0\.02"):
+        training.train(stage, root, tmp_path / "stopped")
+    for number, most in enumerate((0.04, None)):
+        resources = Resources(micro_batch_size=4, max_logp_difference=most)
+        run = training.train(stage, root, tmp_path / f"run{number}", resources=resources)
+        assert run.losses == expected.losses
+        assert run.metrics[MEAN] == pytest.approx(0.03, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_every_architecture_samples_what_it_trains(root: Path, tmp_path: Path, architecture: str) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", architecture)
+    run = training.train(training.method("grpo", num_steps=2), root, tmp_path / "output", policy=policy)
+    assert run.metrics[MAX] < 1e-3
+
+
+# --- Planted: the sampler ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GENERATING)
+def test_a_sampler_without_the_adapter_stops_before_an_update(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Whose first update nothing shows: the adapter starts at zero (huggingface/trl issue 2698)."""
+
+    def without(sample: Callable, model: object, *args: object, **kwargs: object) -> object:
+        with model.disable_adapter():  # type: ignore[attr-defined]
+            return sample(model, *args, **kwargs)
+
+    plant_sampler(monkeypatch, without)
+    with pytest.raises(
+        PipelineError,
+        match=r"step 1, which is not taken: .* adapters that act in the sampler are off, and in the trainer default",
+    ):
+        training.train(training.method(name, adapter=LORA, learning_rate=SMALL), root, tmp_path / "output")
+
+
+@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("rate", [SMALL, 3e-2])
+def test_weights_that_stay_behind_stop_at_their_first_use(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, rate: float
+) -> None:
+    """Not synced after the second step (huggingface/trl issue 5312), at any learning rate."""
+    copies: list = []
+
+    def stale(sample: Callable, model: object, *args: object, **kwargs: object) -> object:
+        copies.append(copy.deepcopy(model))
+        return sample(copies[min(len(copies) - 1, 2)], *args, **kwargs)
+
+    plant_sampler(monkeypatch, stale)
+    with pytest.raises(
+        PipelineError,
+        match=r"step 4, which is not taken: .* lag by 1 updates, and 0 are accepted; the sampler has the weights of "
+        r"step 2 \(\w{16}\), the trainer those of step 3 \(\w{16}\)",
+    ):
+        training.train(training.method(name, learning_rate=rate, num_steps=6), root, tmp_path / "output")
+
+
+@pytest.mark.parametrize("wrong", ["unsynced", "unsynced, in process", "not asked"])
+def test_an_engine_with_old_weights_stops_at_their_first_use(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: type[Engine], wrong: str
+) -> None:
+    from trl import GRPOTrainer
+
+    engine.last_sync, engine.in_process = 2, "in process" in wrong
+    message = {
+        "unsynced": r"step 3, .*differ by .* nats on average",
+        "unsynced, in process": r"step 3, .*the engine was sent new weights, and has those of the sync before",
+        "not asked": r"step 3, .*lag by 1 updates, and 0 are accepted; the sampler has the weights of step 1, the",
+    }[wrong]
+    if wrong == "not asked":
+        engine.last_sync = 99
+        turn = GRPOTrainer._generate_single_turn
+
+        def forgets(self: GRPOTrainer, *args: object, **kwargs: object) -> object:
+            known, step = self._last_loaded_step, self.state.global_step
+            self._last_loaded_step = step if step >= 2 else known
+            found = turn(self, *args, **kwargs)
+            self._last_loaded_step = known if step >= 2 else step
+            return found
+
+        monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", forgets)
+    rate = 1e-1 if wrong == "unsynced" else SMALL  # else only its log-probabilities show it
+    stage = training.method("grpo", vllm="colocate", learning_rate=rate, num_steps=6, lr_schedule="constant")
+    with pytest.raises(PipelineError, match=message):
+        training.train(stage, root, tmp_path / "output")
+
+
+def test_vllm_is_not_compared_where_its_numbers_are_of_another_distribution(
+    root: Path, tmp_path: Path, engine: type[Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = training.method("online_dpo", vllm="colocate", sampling=Sampling(temperature=0.7), num_steps=1)
+    run = training.train(stage, root, tmp_path / "output")
+    assert run.metrics[MEAN] == 0
+    assert "sampler=unproven: vLLM's log-probabilities are those after temperature=0.7" in caplog.text
