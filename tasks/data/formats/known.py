@@ -193,7 +193,12 @@ def _prompts(fields: Fields) -> CanonicalRow:
     if reserved := sorted(RESERVED_COLUMNS & others.keys()):
         raise BadRowError(f"the column {reserved[0]} is reserved; rename it", "reserved column")
     if others:
-        row["columns"] = as_json(others, f"one of {', '.join(others)}")
+        try:
+            row["columns"] = as_json(others, "one of the columns")
+        except BadRowError:
+            for name, value in others.items():  # names the column
+                as_json(value, name)
+            raise
     return add_tools(row, fields)
 
 

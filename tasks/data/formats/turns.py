@@ -150,10 +150,14 @@ def _refuse_constant(name: str) -> float:
 def as_json(value: object, what: str) -> str:
     """JSON with keys in the user's order, since a model reads or writes it as text."""
     try:
-        return whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False), what)
+        return whole_characters(json.dumps(value, ensure_ascii=False, allow_nan=False, default=_not_json), what)
     except (TypeError, ValueError, RecursionError) as error:
         cause = str(error).partition(": ")[0]  # Python 3.13 adds the value
         raise BadRowError(f"{what} is not a JSON value: {cause}") from error
+
+
+def _not_json(value: object) -> object:
+    raise TypeError(named(value))
 
 
 def canonical(value: object) -> str:

@@ -1,6 +1,7 @@
 """Rows that a format refuses: what is found and the reason that it is counted by; and odd rows that it reads."""
 
 import pickle
+from datetime import date
 
 import pytest
 
@@ -10,6 +11,7 @@ from tasks.data.formats.known import BY_NAME
 from tasks.data.formats.turns import BadRowError, optional_name
 from tasks.data.kinds import messages_of
 from tasks.data.preparing.convert_rows import remarks
+from tasks.data.reading.chunk import Unread
 
 Q = {"role": "user", "content": "q"}
 A = {"role": "assistant", "content": "a"}
@@ -141,7 +143,11 @@ CASES = [  # format, row, how what is found begins, reason
     ("messages_label", {"messages": [Q, A]}, "label is null", "no label"),
     ("messages_label", {"messages": [Q, A, Q], "label": True}, "messages ends with the role 'user'", "no answer"),
     ("prompts", {"prompt": "q", "prompt_ids": [1]}, "the column prompt_ids is reserved", "reserved column"),
-    ("prompts", {"prompt": "q", "x": float("nan")}, "one of x is not a JSON value: Out of range", "not of the format"),
+    ("prompts", {"prompt": "q", "x": float("nan")}, "x is not a JSON value: Out of range", "not of the format"),
+    ("prompts", {"prompt": "q", "a": 1, "day": date(2026, 1, 2)}, "day is not a JSON value: of type date",
+     "not of the format"),
+    ("prompts", {"prompt": "q", "a": 1, "x": {"y": [Unread("geo")]}}, "x is not a JSON value: of Arrow's type geo",
+     "not of the format"),
 ]  # fmt: skip
 
 
