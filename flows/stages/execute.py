@@ -123,7 +123,7 @@ def _report_end(run: Run, planned: PlannedStage, state: Literal["reused", "done"
     assert manifest is not None
     end = Event(title=run.title(planned), state=state, manifest=manifest)
     run.emit(end)
-    notes = [*_notes(manifest.metrics), *_unread(run, planned)] if state == "done" else []
+    notes = [*_notes(manifest.metrics), *_unused(run, planned)] if state == "done" else []
     for line in notes:
         run.announce(f"{run.title(planned)}: {line}")
     return Result(manifest=manifest, seconds=end.seconds)
@@ -142,11 +142,13 @@ def _notes(metrics: Metrics) -> Iterator[str]:
         yield f"{number} in its learning rate (schedule.adaptive), named in its log and manifest"
 
 
-def _unread(run: Run, planned: PlannedStage) -> Iterator[str]:
-    """The columns of its sources that a data stage has not read."""
+def _unused(run: Run, planned: PlannedStage) -> Iterator[str]:
+    """The columns of its sources that a data stage has not read, and the rows that it could not use."""
     output = run.plan.entry(planned).output
     if isinstance(planned.stage.method, Prepare) and (output / REPORT).exists():
         for source in DataReport.read(output).sources.values():
+            if source.left_out:
+                yield f"not used of {source.path}: {source.left_out}"
             if source.unread:
                 yield f"columns of {source.path} that are not read: {source.unread}"
 

@@ -21,14 +21,13 @@ from lineage.manifest import OUTSIDE
 from tasks.data.kinds import HELD_OUT, RESTING, TRAIN
 from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing.options import Prepare
-from tasks.data.preparing.report import MAX_PLACES, Remark
+from tasks.data.preparing.report import MAX_PLACES, UNMIXED, UNSAMPLED, Remark
 from tasks.data.preparing.staging import Staging
 from tasks.recipe import Input
 
 CONTENT = "printf('%016x', content)"  # SQL of a row's id, without the number of its copy
 
-_UNSAMPLED, _BETWEEN = "not in the sample", "between the sides"
-_UNMIXED = "left out by the mixture"
+_BETWEEN = "between the sides"
 _PARTED = "away from its group, beside the row that it is a copy of"
 _SHARES = 2**64
 _MEMORY = "256MB"  # Python, Arrow and the current batch take about twice that in addition
@@ -116,7 +115,7 @@ def _select(connection: DuckDBPyConnection, staging: Staging) -> None:
         inside = f"FROM keys WHERE slot = {staged.number} AND place >= {staged.start} AND place < {staged.stop}"
         report.drop({OUTSIDE: report.rows_read - (staged.stop - staged.start)})
         if source.sample_count is not None:
-            report.drop({_UNSAMPLED: _number(connection, f"SELECT count(*) {inside}") - source.sample_count})
+            report.drop({UNSAMPLED: _number(connection, f"SELECT count(*) {inside}") - source.sample_count})
             sample = f"ORDER BY {_draw_hash(source.shuffle_seed or 0, 'content')}, row LIMIT {source.sample_count}"
         connection.execute(f"INSERT INTO selected SELECT row, slot, place, content, share {inside} {sample}")
 
@@ -193,7 +192,7 @@ def _arrange(connection: DuckDBPyConnection, staging: Staging, options: Prepare)
     want = mixed_counts(have, options)
     repeated = sum(max(0, want[slot] - have[slot]) for slot in have)
     for slot, staged in staging.sources.items():
-        staged.report.drop({_UNMIXED: have[slot] - want[slot]})
+        staged.report.drop({UNMIXED: have[slot] - want[slot]})
     _take(connection, have, want, options.seed)
     sources = [staged.source for staged in staging.sources.values()]
     as_read = len(sources) == 1 and sources[0].shuffle_seed is None and not repeated

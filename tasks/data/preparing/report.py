@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lineage.manifest import DATA_REPORT
+from lineage.manifest import DATA_REPORT, OUTSIDE
 from lineage.markup import html_page
 
 REPORT, REJECTS = DATA_REPORT, "rejects.jsonl"
 LEAKAGE, NEAR_DUPLICATES = "leakage.parquet", "near_duplicates.parquet"
+UNSAMPLED, UNMIXED = "not in the sample", "left out by the mixture"  # reasons why rows are not used
+_ASKED_FOR = frozenset({OUTSIDE, UNSAMPLED, UNMIXED})  # by settings of the source or the stage
 MAX_PLACES = 5  # rows that a remark names
 _MAX_COLUMNS = 10  # unread columns in one line
 NUM_LISTED = 20  # near-duplicates and overlaps in a report; separate files list all
@@ -78,6 +80,13 @@ class SourceReport:
         listed = [f"{name} ({count:,} row{'s' * (count != 1)})" for name, count in self.ignored_columns.items()]
         more = f" and {len(listed) - _MAX_COLUMNS} more" if len(listed) > _MAX_COLUMNS else ""
         return ", ".join(listed[:_MAX_COLUMNS]) + more
+
+    @property
+    def left_out(self) -> str:
+        """The rows that are not used although no setting excludes them, by reason; empty: there are none."""
+        found = {reason: count for reason, count in self.dropped.items() if reason not in _ASKED_FOR}
+        listed = ", ".join(f"{reason} {count:,}" for reason, count in found.items())
+        return f"{sum(found.values()):,} of {self.rows_read:,} rows: {listed}" if found else ""
 
     def drop(self, counts: Mapping[str, int]) -> None:
         """Counts rows that are not used, by reason."""

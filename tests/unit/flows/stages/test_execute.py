@@ -130,18 +130,20 @@ def test_what_a_training_did_beside_its_steps_is_announced(half_done, monkeypatc
     ]
 
 
-def test_columns_that_a_data_stage_did_not_read_are_announced_once(tmp_path, monkeypatch):
+def test_what_a_data_stage_did_not_use_is_announced_once(tmp_path, monkeypatch):
     def written(processes, job):
         ignored = {"id": 2000, **{f"column {number}": 1 for number in range(11)}}
         source = SourceReport(path="rows.jsonl", format="f", evidence="", mapping={}, ignored_columns=ignored)
-        other = SourceReport(path="all.jsonl", format="f", evidence="", mapping={})
+        dropped = {"between the sides": 65, "no answer": 1, "outside the slice": 9, "left out by the mixture": 7}
+        other = SourceReport(path="all.jsonl", format="f", evidence="", mapping={}, rows_read=2017, dropped=dropped)
         DataReport(counts={}, sources={"rows": source, "rows_2": other}).write(job.directory / "output")
         return {}
 
     monkeypatch.setattr(Writing, "run", written)
     plan, heard = make_plan(load_pipeline([f"store={tmp_path}/store"])), Heard()
     execute(Run(plan=plan, processes=Writing(), emit=heard, tracker=Tracker()), plan.stage("preferences"))
-    (line,) = [text for state, _, text in heard if state == "message"]
+    line, rows = [text for state, _, text in heard if state == "message"]
+    assert rows == "preferences: not used of all.jsonl: 66 of 2,017 rows: between the sides 65, no answer 1"
     assert line.startswith("preferences: columns of rows.jsonl that are not read: id (2,000 rows), column 0 (1 row), ")
     assert line.endswith(" and 2 more")
 
