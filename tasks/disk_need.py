@@ -5,10 +5,11 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from lineage.disk import free_bytes, gigabytes
 from lineage.errors import ConfigError
@@ -24,13 +25,24 @@ from tasks.train.quantization import CONV1D_MODELS
 _WEIGHT_BYTES = 4  # trained weights are kept in fp32
 _ZERO_BYTES = 8  # beside them: the fp32 weights in DeepSpeed's own file, and the copy that its optimizer steps
 _UNKNOWN_STEPS = 10**9  # for num_epochs while the number of rows is unknown: as many saves as possible
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_WEIGHTS = ("F64", "F32", "F16", "BF16", "I8", "F8_E4M3", "F8_E5M2")
+# What formats of few bits write beside a layer's weight, which is none of its weights.
+_STATE = ".quant_state."
+_BESIDE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", "_scale_inv", "_scale")
+_SCALES = (".SCB", ".weight_format", ".scales", ".qzeros", ".g_idx")
 _EXPERT = re.compile(r"\.experts\.\d+\.")  # in names of the weights of one expert
 _HALVES = ("w1", "w3", "gate_proj", "up_proj")  # layers of an expert that are loaded as one parameter
 _ROUTER = ".gate.weight"
 _NOT_LINEAR = ("embed", "wte", "wpe")  # two-dimensional too, but not layers that get an adapter
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+class _Slice(Protocol):
+    """A tensor of a file, which is not read."""
+
+    def get_shape(self) -> list[int]: ...
+
 
 logger = logging.getLogger(__name__)
 
@@ -228,10 +240,32 @@ def model_shapes(directory: Path) -> Shapes:
             return {}
         with safe_open(path, framework="numpy") as file:
             weights = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            shapes |= {name: tuple(each.get_shape()) for name, each in weights.items() if each.get_dtype() in _FLOATS}
+            shapes |= {name: tuple(each.get_shape()) for name, each in weights.items() if each.get_dtype() in _WEIGHTS}
+            packed = [name for name in weights if _STATE in name]
+            for name in packed:  # bitsandbytes packs two weights into a byte, and writes their shape beside them
+                state = json.loads(bytes(file.get_tensor(name).tolist()))
+                shapes[name.partition(_STATE)[0].removesuffix(".")] = tuple(state["shape"])
+            shapes |= _packed_in_words(weights, config)
+    beside = {f"{name}{end}" for name in shapes for end in _BESIDE}
+    shapes = {name: shape for name, shape in shapes.items() if name not in beside and not name.endswith(_SCALES)}
     if is_turned:
         shapes |= {name: shape[::-1] for name, shape in shapes.items() if name.split(".")[-2][:2] == "c_"}
     return shapes
+
+
+def _packed_in_words(weights: Mapping[str, "_Slice"], config: object) -> Shapes:
+    """The shapes of layers in GPTQ (inputs packed, times outputs) and AWQ (inputs times outputs packed)."""
+    setting = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(setting, dict):
+        return {}
+    per_word = 32 // int(setting.get("bits", 4))
+    found = {name: tuple(each.get_shape()) for name, each in weights.items() if name.endswith(".qweight")}
+    is_awq = setting.get("quant_method") == "awq"
+    return {
+        name.replace(".qweight", ".weight"): (
+            (columns * per_word, rows) if is_awq else (columns, rows * per_word)
+        ) for name, (rows, columns) in found.items()
+    }  # fmt: skip
 
 
 def adapter_weights(adapter: Adapter, shapes: Shapes, *, is_quantized: bool = False) -> tuple[int, int]:

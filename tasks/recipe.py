@@ -179,7 +179,7 @@ class TrainingRecipe(Method):
         has_own_loop: whether it trains without a trainer of transformers (``tasks.method.Training.loop``).
         default_learning_rate: used where ``learning_rate`` is not set, for a training of all weights.
         option_versions: option -> (entry of the recipe, amount by which it is higher where the option is set), for
-            options whose results changed while those of other recipes did not.
+            options whose results changed while those of other recipes did not; ``one+other``: where both are set.
 
     ``consumes``, ``produces`` and ``chat_slot`` are derived from ``reads`` and ``models``, unless a class sets them.
     """
@@ -299,8 +299,9 @@ class TrainingRecipe(Method):
         template = recipe.get("chat_template")
         if isinstance(template, str) and template not in CHAT_TEMPLATES:  # the text of a family, which TRL may change
             recipe["chat_template_text"] = text_digest(template_text(template))
-        for option, (entry, raised) in self.option_versions.items():
-            if _is_set(recipe, option):
+        versions = {**self.option_versions, **(_OF_REFERENCES if self.has_reference else {})}
+        for options, (entry, raised) in versions.items():
+            if all(_is_set(recipe, option) for option in options.split("+")):
                 version = recipe.get(entry, 1)
                 assert isinstance(version, int)
                 recipe[entry] = version + raised
@@ -387,8 +388,8 @@ class TrainingRecipe(Method):
         if self.adapter_in == "stack" and (self.adapter.type not in STACKED or self.adapter.init):
             found = f"init={self.adapter.init}" if self.adapter.init else f"type={self.adapter.type}"
             raise ConfigError(
-                f"adapter_in=stack with adapter.{found}: only a LoRA that starts at zero can lie upon another; set "
-                "adapter_in=merge, or adapter.type=lora with adapter.init=null"
+                f"adapter_in=stack with adapter.{found}: only a LoRA that starts at zero can lie upon another, and "
+                "DoRA scales what is below it; set adapter_in=merge, or adapter.type=lora with adapter.init=null"
             )
 
     def _check_best(self) -> None:
@@ -452,6 +453,10 @@ class TrainingRecipe(Method):
             return None
         names = {each.name for each in fields(Tokenization)} & {each.name for each in fields(self)} - {"kind"}
         return Tokenization(kind=reads.kind, **{name: getattr(self, name) for name in names})
+
+
+# Of methods with a reference: at first the noise was in the reference too, where it is the policy without its adapter.
+_OF_REFERENCES = {"neftune_alpha+adapter": ("neftune_version", 1)}
 
 
 def _is_set(recipe: object, option: str) -> bool:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, listed
 from flows.planning.aliases import Champion
-from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
+from lineage.artifact import ALIAS, QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.lock import unreliable_locks
 from lineage.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
 from lineage.model_source import has_tokenizer, vocabulary_of
-from lineage.peft_adapter import base_source, is_peft
+from lineage.peft_adapter import ADAPTER_CONFIG, base_source, is_peft
 from lineage.sources import local_paths
 from lineage.store import CACHE, Entry
 from tasks.chat_template import template_text
@@ -19,7 +19,8 @@ from tasks.fetch_model import CONFIG, checked_config, fetched_model, model_json
 from tasks.merge import Merge
 from tasks.method import Training
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
-from tasks.train.adapters import STACKED
+from tasks.train.adapter_files import ADAPTER_DIR
+from tasks.train.adapters import STACKED, why_not_stacked
 from tasks.train.compatibility import check_compatible
 from tasks.train.merging import BASE, require_same_config, require_same_template, require_same_vocabulary, template_of
 from tasks.train.quantization import require_available, why_not_on_quantized
@@ -136,7 +137,11 @@ def _check_adapter_in(name: str, pipeline: Pipeline) -> None:
     """Checks that a stage that keeps its input's adapter gets one."""
     method = pipeline.stages[name].method
     kept = method.adapter_in if isinstance(method, Training) else None
-    if kept not in ("continue", "stack") or pipeline.is_source(given := pipeline.stages[name].inputs[POLICY]):
+    if not isinstance(method, Training) or kept not in ("continue", "stack"):
+        return
+    given = pipeline.stages[name].inputs[POLICY]
+    if pipeline.is_source(given):
+        _check_kept_source(name, given.removeprefix(SOURCE), pipeline, method)
         return
     before = pipeline.stages[given].method
     if isinstance(before, Training) and before.adapter is None:
@@ -155,6 +160,32 @@ def _check_adapter_in(name: str, pipeline: Pipeline) -> None:
             f"stages.{name}.method.adapter_in=stack: stages.{given} trains rows of the embedding "
             "(adapter.trainable_token_indices), which PEFT keeps for the adapter in training alone; set "
             f"stages.{name}.method.adapter_in=merge"
+        )
+
+
+def _check_kept_source(name: str, source: str, pipeline: Pipeline, method: Training) -> None:
+    """Checks a source whose adapter a stage keeps, where it is on this machine."""
+    found = pipeline.sources[source]
+    directory = fetched_model(found, pipeline.store / CACHE)
+    if directory is None or found.path.startswith(ALIAS):
+        return
+    kept, where = method.adapter_in, f"stages.{name}.method.adapter_in"
+    own = directory if (directory / ADAPTER_CONFIG).exists() else directory / ADAPTER_DIR
+    config = read_json(own, ADAPTER_CONFIG)
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"{where}={kept}: sources.{source}.path={found.path} has no adapter that could be kept; an adapter of "
+            f"PEFT, or an output of a stage with an adapter, is accepted; set {where}=merge"
+        )
+    reason = why_not_stacked(config) if kept == "stack" else None
+    if reason:
+        raise ConfigError(
+            f"{where}=stack: the adapter of sources.{source}.path={found.path} {reason}; set {where}=merge"
+        )
+    if kept == "continue" and method.save == "adapter" and is_peft(directory):
+        raise ConfigError(
+            f"{where}=continue with save=adapter: sources.{source}.path={found.path} is an adapter of PEFT, and its "
+            f"base is no artifact that the output could name; set stages.{name}.method.save=null, or {where}=merge"
         )
 
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Literal
 import peft
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.pytorch_utils import Conv1D
 
 from lineage.errors import ConfigError
@@ -22,12 +24,15 @@ from tasks.train.adapters import (
     ADAPTERS,
     ALL_LINEAR,
     FROM_DATA,
+    ON_HEAD,
     Adapter,
     is_plain,
     osf_rank,
     targets,
     why_not_on_experts,
+    why_not_stacked,
 )
+from tasks.train.kernels import plain
 from tasks.train.quantized_base import are_experts, detect_quantized_layers, is_quantized
 
 if TYPE_CHECKING:
@@ -298,7 +303,12 @@ def require_same(adapter: Adapter, wanted: PeftConfig, saved: PeftConfig, model:
     pairs: dict[str, tuple[object, object]] = {"type": (wanted.peft_type.value.lower(), saved.peft_type.value.lower())}
     if wanted.peft_type == saved.peft_type:
         pairs |= {name: (getattr(wanted, each), getattr(saved, each)) for name, each in compared.items()}
-        pairs["modules_to_save"] = sorted(wanted.modules_to_save or ()), sorted(saved.modules_to_save or ())
+        if "trainable_token_indices" in pairs:
+            ours_rows, theirs_rows = pairs["trainable_token_indices"]
+            pairs["trainable_token_indices"] = _rows(ours_rows), _rows(theirs_rows)
+        every = [name for name, _ in model.named_modules()]
+        whole = (sorted(name for name in every if _is_saved(each, name)) for each in (wanted, saved))
+        pairs["modules_to_save"] = next(whole), next(whole)
         names = [name for name, _, _ in _modules(adapter, model)]
         ours, theirs = ({name for name in names if _is_target(each, name)} for each in (wanted, saved))
         pairs["target_modules"] = sorted(ours - theirs), sorted(theirs - ours)
@@ -312,6 +322,18 @@ def require_same(adapter: Adapter, wanted: PeftConfig, saved: PeftConfig, model:
             )
 
 
+def _is_saved(config: PeftConfig, name: str) -> bool:
+    """Whether a module is trained in full; PEFT takes its full name, or the end of it."""
+    return any(name == each or name.endswith(f".{each}") for each in config.modules_to_save or ())
+
+
+def _rows(indices: object) -> object:
+    """The trained rows of the embedding, which PEFT also writes under the embedding's name; None: none."""
+    found = [*indices.values()] if isinstance(indices, dict) else [indices]
+    rows = found[0] if len(found) == 1 else indices
+    return sorted(rows) if isinstance(rows, list | tuple) and rows else rows or None
+
+
 def _is_target(config: PeftConfig, name: str) -> bool:
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -322,26 +344,21 @@ def stacked(model: "PreTrainedModel", directories: Sequence[Path]) -> PeftModel:
     """The model with saved adapters, all of them active and frozen.
 
     Raises:
-        ConfigError: one is not a LoRA: PEFT adds up only LoRAs.
+        ConfigError: one is not a LoRA that PEFT adds up.
     """
     adapted: PeftModel | None = None
     for index, directory in enumerate(directories):
         config, name = PeftConfig.from_pretrained(directory), f"stacked{index}"
-        if config.peft_type != "LORA":
-            raise ConfigError(
-                f"adapter_in=stack: the adapter of the input is of type {config.peft_type.value.lower()}, and only a "
-                "LoRA can stay under another one; set adapter_in=merge"
-            )
-        if config.trainable_token_indices:
-            raise ConfigError(
-                "adapter_in=stack: the adapter of the input trains rows of the embedding (trainable_token_indices), "
-                "which PEFT keeps for the adapter in training alone; set adapter_in=merge"
-            )
+        reason = why_not_stacked(config.to_dict())
+        if reason:
+            raise ConfigError(f"adapter_in=stack: the adapter of the input {reason}; set adapter_in=merge")
         if adapted is None:
             adapted = PeftModel.from_pretrained(model, directory, adapter_name=name, config=config)
         else:
             adapted.load_adapter(directory, name)
     assert adapted is not None
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        raise ConfigError(f"adapter_in=stack: the adapter of the input {ON_HEAD}; set adapter_in=merge")
     for name, module in adapted.named_modules():
         if ".lora_dropout." in name and isinstance(module, torch.nn.Dropout):
             module.p = 0.0  # dropout of a finished training
@@ -404,6 +421,27 @@ def complete_head(model: torch.nn.Module) -> None:
     head = model.get_base_model().get_output_embeddings() if isinstance(model, PeftModel) else None
     if isinstance(head, TrainableTokensWrapper):
         vars(head)["bias"] = head.original_module.bias
+
+
+def add_noise(model: "PreTrainedModel | PeftModel", alpha: float) -> None:
+    """NEFTune's noise on embeddings, while a policy trains: Jain et al. 2023, arXiv:2310.05914.
+
+    transformers adds it in every forward in training mode, that of a reference too, where it is the policy without its
+    adapter or with a frozen copy of it.
+    """
+    embeddings = plain(model).get_input_embeddings()
+    embeddings.neftune_noise_alpha = alpha
+
+    def noisy(module: torch.nn.Module, given: object, output: "Tensor") -> "Tensor":
+        return output if _is_reference(model) else neftune_post_forward_hook(module, given, output)
+
+    embeddings.register_forward_hook(noisy)
+
+
+def _is_reference(model: "PreTrainedModel | PeftModel") -> bool:
+    """Whether the forward pass is that of the frozen start."""
+    layer = next((each for each in model.modules() if isinstance(each, BaseTunerLayer)), None)
+    return layer is not None and (layer.disable_adapters or REFERENCE in layer.active_adapters)
 
 
 def reference_of(method: "TrainingRecipe") -> Literal["off", "copy", "model"]:

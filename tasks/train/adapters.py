@@ -35,7 +35,7 @@ CHANGE_THE_BASE = ("pissa", "olora", "lora_ga")
 ADALORA_STEPS = 8  # at the least: to move weights and score ranks, to prune, and to train afterwards
 ON_QUANTIZED = ("lora", "dora", "oft")  # the types that PEFT trains on a quantized base
 NOT_ON_CONV1D = ("oft", "boft", "loha", "lokr", "hra", "miss", "osf")  # the types that PEFT puts only on linear layers
-STACKED = ("lora", "dora")  # the types that can be stacked
+STACKED = ("lora",)  # the types that add up whatever their order: DoRA scales what is below it
 FROM_DATA = ("eva", "lora_ga")  # need rows of the training
 _INITS = ("gaussian", "pissa", "olora", "orthogonal", "mica", "eva", "lora_ga")
 _ADDED_LATER = {"type": DEFAULT, "rslora": False}  # defaults other than None that stay out of the fingerprint
@@ -300,6 +300,32 @@ MIXTURES = (
     "minimax", "minimax_m2", "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "solar_open",
 )  # fmt: skip
 _OF_SOME_TYPES = frozenset(name for row in ADAPTERS.values() for name in row.reads)
+
+
+# Why an adapter on the head is merged.
+ON_HEAD = "is on the head, whose weights losses read directly, so that they would leave it out"
+
+
+def why_not_stacked(config: Mapping[str, object]) -> str | None:
+    """Why a saved adapter cannot stay under another one; None: it can.
+
+    Args:
+        config: its ``adapter_config.json``.
+    """
+    kind = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
+    if kind != "LORA":
+        return f"is of type {kind.lower()}, and only a LoRA can stay under another one"
+    if config.get("use_dora"):
+        return (
+            "is of type dora, which scales the sum of the weights below it: beside another adapter it is another model"
+        )
+    if config.get("trainable_token_indices"):
+        return (
+            "trains rows of the embedding (trainable_token_indices), which PEFT keeps for the adapter in training alone"
+        )
+    targets_of = config.get("target_modules")
+    names = targets_of if isinstance(targets_of, list | set | tuple) else [targets_of]
+    return ON_HEAD if any(str(name).rpartition(".")[2] in HEADS for name in names) else None
 
 
 def is_plain(adapter: Adapter) -> bool:

@@ -439,10 +439,8 @@ def _separate_head(model: "PreTrainedModel") -> bool:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if any(isinstance(each, BaseTunerLayer) for each in (embedding, head)):
         layers = [each.get_base_layer() if isinstance(each, BaseTunerLayer) else each for each in (embedding, head)]
-        shared = layers[0].weight
-        assert shared is not None
-        if getattr(layers[1], "weight", None) is shared:
-            layers[1].weight = torch.nn.Parameter(shared.detach().clone(), requires_grad=False)
+        if layers[1].weight is layers[0].weight:
+            layers[1].weight = torch.nn.Parameter(layers[0].weight.detach().clone(), requires_grad=False)
     return head is not None and bool(model.config.get_text_config().tie_word_embeddings)
 
 

@@ -44,6 +44,7 @@ from tasks.train.quantized_base import (
     fill_dequantized,
     is_quantized,
     keep_layout,
+    require_gradient,
 )
 
 if TYPE_CHECKING:
@@ -323,6 +324,7 @@ def _full_model(
         )
     if found:
         keep_layout(model)
+        require_gradient(model)
     return model
 
 

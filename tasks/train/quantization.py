@@ -60,7 +60,7 @@ class Quantization(Setting):
     def __post_init__(self) -> None:
         row = FORMATS[self.format]
         if not row.rounds:
-            needs = f", on a GPU, with {row.package[1]}" if row.package else ""
+            needs = f", on a GPU, with {row.package[1]}" if row.package and row.gpu else ""
             raise ConfigError(f"quantization.format={self.format}: {row.reason}{needs}")
         refuse_unread("quantization", self, "format", {name: each.reads for name, each in FORMATS.items()})
         if self.merge == "dequantized" and not row.dequantizes:
@@ -159,9 +159,7 @@ def configuration(setting: Quantization, compute: "dtype", skip: list[str] | Non
             return transformers.FineGrainedFP8Config(modules_to_not_convert=skip)
     from torchao import quantization as torchao
 
-    if setting.format == "torchao_int8_dynamic":
-        kind = torchao.Int8DynamicActivationInt8WeightConfig()
-    elif setting.format == "torchao_float8":
+    if setting.format == "torchao_float8":
         kind = torchao.Float8WeightOnlyConfig()
     elif setting.group_size:
         kind = torchao.Int8WeightOnlyConfig(granularity=torchao.PerGroup(setting.group_size))
@@ -183,7 +181,11 @@ FORMATS: Mapping[str, FormatRow] = {
     "fp4": FormatRow(reads=_BLOCKS, conv1d=True),
     "int8": FormatRow(conv1d=True, rounds_inputs=True),
     "torchao_int8": FormatRow(reads=("group_size",), package=_TORCHAO),
-    "torchao_int8_dynamic": FormatRow(package=_TORCHAO),
+    "torchao_int8_dynamic": FormatRow(
+        rounds=False, package=_TORCHAO, rounds_inputs=True,
+        reason="its layers pass no right gradient to what is below them, where most of an adapter is; torchao_int8 has "
+        "the same weights",
+    ),
     "torchao_float8": FormatRow(package=_TORCHAO),
     "quanto_int8": FormatRow(package=_QUANTO),
     "quanto_int4": FormatRow(package=_QUANTO),

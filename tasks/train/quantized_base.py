@@ -1,6 +1,10 @@
-"""Bases in few bits: how a model is rounded when it is loaded, and how its weights are read."""
+"""Bases in few bits: how a model is rounded when it is loaded, and how its weights are read.
+
+Shapes: D directions, I inputs and O outputs of a layer.
+"""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +27,8 @@ if TYPE_CHECKING:
     from tasks.context import TrainContext
 
 _EXPERT_DIMENSIONS = 3  # experts x outputs x inputs
+_DIRECTIONS = 64  # along which a layer's gradient is compared with its differences
+_LEAST_AGREEMENT = 0.98  # cosine; layers that round what they read differ by less
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +132,7 @@ class Quantizer:
             )
         kept = [name for name, module in model.named_modules() if _is_layer(module) and name not in rounded]
         experts = [name for name, each in model.named_parameters() if are_experts(each)]
+        require_gradient(model)
         logger.info(
             "quantization=%s rounded_layers=%d kept=%s", self.setting.format, len(rounded), ",".join(kept) or "none"
         )
@@ -162,6 +169,72 @@ def rounded_weights(module: "nn.Module") -> Iterator[tuple[str, Callable[[], "Te
         yield "weight", weight.dequantize
     elif package == "bitsandbytes":
         yield "weight", partial(_of_bitsandbytes, module, weight)
+
+
+def require_gradient(model: "PreTrainedModel") -> None:
+    """Requires that layers in few bits pass the gradient of their dequantized weights to what is below them.
+
+    An adapter in a lower layer learns from that gradient. Formats for inference pass none, or a wrong one. One layer of
+    each class is tried, the smallest: a layer f is linear, so that the gradient of <g, f(x)> at x times a direction v
+    is <g, f(v) - f(0)>, whatever holds its weights.
+
+    Raises:
+        ConfigError: names the class of the layers.
+    """
+    layers: dict[type, nn.Module] = {}
+    for module in model.modules():
+        inputs = getattr(module, "in_features", None)
+        if inputs is None or not _is_in_few_bits(module):
+            continue
+        smallest = layers.get(type(module))
+        if smallest is None or inputs < smallest.in_features:
+            layers[type(module)] = module
+    for kind, layer in layers.items():
+        found = _agreement(layer)
+        if not found >= _LEAST_AGREEMENT:
+            raise ConfigError(
+                f"quantization: layers of {kind.__module__}.{kind.__name__} pass a gradient to the layers below them "
+                f"that has a cosine of {found:.2f} to that of their weights ({_LEAST_AGREEMENT} is accepted), so that "
+                "an adapter there would train on wrong gradients; set quantization.format=nf4, or another model"
+            )
+
+
+def _is_in_few_bits(module: "nn.Module") -> bool:
+    """Whether a linear layer holds its weights in few bits, by whatever package."""
+    return any(True for _ in rounded_weights(module)) or not hasattr(module, "weight") or _is_packed(module.weight)
+
+
+def _is_packed(weight: object) -> bool:
+    import torch
+
+    return not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.element_size() == 1
+
+
+def _agreement(layer: "nn.Module") -> float:
+    """The cosine between a layer's gradient and its differences, along random directions; nan: it passes none."""
+    import torch
+
+    place = next(iter([*layer.parameters(), *layer.buffers()]))
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> "Tensor":
+        return torch.randn(shape, generator=generator).to(place.device)
+
+    inputs = layer.in_features
+    assert isinstance(inputs, int)
+    point_1I, directions_DI = random(1, inputs).requires_grad_(), random(_DIRECTIONS, inputs)
+    try:
+        with torch.enable_grad():
+            output_1O = layer(point_1I).float()
+            weights_1O = random(*output_1O.shape)
+            (gradient_1I,) = torch.autograd.grad((output_1O * weights_1O).sum(), point_1I)
+        with torch.no_grad():
+            changes_DO = layer(directions_DI).float() - layer(torch.zeros_like(point_1I)).float()
+    except RuntimeError:  # of autograd: no gradient; of kernels: none for the backward pass
+        logger.warning("layer=%s state=without gradient", type(layer).__name__, exc_info=True)
+        return math.nan
+    by_gradient_D, by_difference_D = directions_DI @ gradient_1I[0].float(), changes_DO @ weights_1O[0]
+    return float(torch.nn.functional.cosine_similarity(by_gradient_D, by_difference_D, dim=0))
 
 
 def _of_bitsandbytes(module: "nn.Module", weight: "Tensor") -> "Tensor":

@@ -25,6 +25,7 @@ from tasks.tokenizers import read_otherwise, require_same_tokens, tokenizer_of
 from tasks.train import models
 from tasks.train.adapted import (
     adapter_weights_of,
+    add_noise,
     add_reference,
     complete_head,
     continued,
@@ -470,6 +471,8 @@ class TrainingRun:
         if self.method.has_reference and not self._precomputes and reference_of(self.method) == "copy":
             add_reference(trainer.model)
         complete_head(trainer.model)
+        if self.method.neftune_alpha:
+            add_noise(trainer.model, self.method.neftune_alpha)
         squares = getattr(trainer, "use_weighting", False)
         for model in filter(None, (trainer.model, reference, *frozen)):
             if is_line:

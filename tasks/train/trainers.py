@@ -132,7 +132,6 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
         **schedule_args(method.schedule, method.learning_rate, num_steps),
         "max_grad_norm": method.max_grad_norm,
         "seed": method.seed,
-        "neftune_noise_alpha": method.neftune_alpha,
         **kernel_args(method, resources),
         "train_sampling_strategy": "sequential",  # the dataset is in the order of training
         "max_length": None,  # rows are already cut, and counted

@@ -1,5 +1,6 @@
 """The adapter of an input is merged, trained further or kept under a new one; an output may be an adapter alone."""
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -19,9 +20,11 @@ from lineage.manifest import InputRecord
 from lineage.sources import pin
 from tasks.method import Adapter, Input, Training
 from tasks.train import adapter_files
+from tasks.train.adapted import peft_config, require_same, stacked
 from tasks.train.models import load_model, whole_model
 from tests import tiny, training
 from tests.integration.test_resume import stop_and_go_on
+from tests.model_directories import edit
 from tests.trained_store import LORA, Made
 from tests.training import answers, weights
 
@@ -175,6 +178,37 @@ def test_what_peft_keeps_for_one_adapter_is_not_stacked(made: Made, fields: dict
     policy = sft(made, "adapter", adapter=adapter)
     with pytest.raises(ConfigError, match=message):
         trained(made, training.method("sft", adapter=adapter, adapter_in="stack"), policy, made.folder / "whole")
+
+
+def test_a_dora_or_an_adapter_on_the_head_does_not_stay_under_another(made: Made) -> None:
+    """A stacked DoRA scales what is below it, and one order trains while another merges."""
+    policy = sft(made, "adapter", adapter=Adapter(type="dora", rank=4, alpha=8))
+    stage = training.method("sft", adapter=LORA, adapter_in="stack")
+    with pytest.raises(ConfigError, match=r"adapter_in=stack: .* type dora, which scales .*set adapter_in=merge"):
+        trained(made, stage, policy, made.folder / "whole")
+    model = AutoModelForCausalLM.from_pretrained(made.base().path)
+    on_head = get_peft_model(copy.deepcopy(model), LoraConfig(r=4, target_modules=["lm_head"]))
+    on_head.save_pretrained(made.folder / "head")
+    with pytest.raises(ConfigError, match=r"adapter_in=stack: .* on the head"):
+        stacked(model, [made.folder / "head"])
+
+
+def test_continue_takes_modules_by_any_of_their_names(made: Made) -> None:
+    """`norm` and `model.norm` are one module."""
+    adapter = replace(LORA, modules_to_save="norm")
+    policy = sft(made, None, adapter=adapter)
+    path = policy.path / "adapter" / "adapter_config.json"
+    assert json.loads(path.read_text())["modules_to_save"] == ["model.norm"]
+    edit(path, modules_to_save=["norm"], trainable_token_indices=None)
+    model = AutoModelForCausalLM.from_pretrained(policy.path)
+    require_same(adapter, peft_config(adapter, model, 1), PeftConfig.from_pretrained(path.parent), model)
+    rows = replace(LORA, trainable_token_indices=(7, 5))
+    saved = LoraConfig(**{**peft_config(rows, model, 1).to_dict(), "trainable_token_indices": {"embed_tokens": [5, 7]}})
+    require_same(rows, peft_config(rows, model, 1), saved, model)
+    other, whole = replace(LORA, modules_to_save="mlp"), PeftConfig.from_pretrained(path.parent)
+    wanted = peft_config(other, model, 1)
+    with pytest.raises(ConfigError, match=r"adapter.modules_to_save is \['model.layers.0.mlp'"):
+        require_same(other, wanted, whole, model)
 
 
 def test_dropout_of_a_continued_adapter_is_that_of_its_stage(made: Made) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
+from trl.trainer.utils import use_adapter
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
@@ -285,3 +286,26 @@ def test_noise_on_embeddings_goes_without_the_proof_of_step_zero_and_the_log_say
     method = training.method("dpo", neftune_alpha=5.0, sft_weight=sft_weight, adapter=Adapter(rank=4))
     assert training.train(method, root, tmp_path / "output").losses
     assert "reference=unproven: neftune_alpha=5" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("init", [None, "eva"], ids=["adapter_off", "frozen_copy"])
+def test_the_noise_on_embeddings_is_in_the_policy_and_not_in_its_reference(
+    root: Path, tmp_path: Path, name: str, init: str | None
+) -> None:
+    """Under an adapter both are one model; without one the reference is another, and was always clean."""
+    method = training.method(name, neftune_alpha=5.0, adapter=Adapter(rank=4, init=init), num_steps=1)
+    _, trainer, _ = training.fitted(method, training.inputs(root, method), tmp_path / "output")
+    model, ids = trainer.model.train(), torch.arange(3, 60)[None]
+
+    def hidden() -> torch.Tensor:
+        with torch.no_grad():
+            return model.get_base_model().model(input_ids=ids).last_hidden_state
+
+    assert not torch.equal(hidden(), hidden())
+    with use_adapter(model, "ref" if init else None):
+        assert torch.equal(hidden(), hidden())
+    assert method.recipe()["neftune_version"] == 2
+    for same in (replace(method, adapter=None), replace(method, neftune_alpha=None)):
+        assert "neftune_version" not in same.recipe()
+    assert "neftune_version" not in training.method("sft", neftune_alpha=5.0, adapter=Adapter()).recipe()

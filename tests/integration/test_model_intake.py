@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from flows.declare.config import load_pipeline
 from flows.planning.estimates import require_plan_disk
+from flows.planning.model_checks import check_models
 from flows.planning.plan import make_plan
 from flows.stages.run import job_inputs
 from lineage.artifact import Kind, Source
@@ -105,6 +107,33 @@ def test_a_peft_directory_is_a_model_from_the_plan_to_the_record(own):
     moved = own.states("sources.base.base_model=moved")
     assert moved["sft"] == "reuse", "the place of the base is not identity"
     (own.folder / "moved").rename(own.folder / "base")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("adapter_in=continue", "save=adapter"),
+            "continue with save=adapter: .* an adapter of PEFT, and its",
+        ),
+        (("adapter_in=stack",), "adapter_in=stack: the adapter of sources.base.path=.* on the head"),
+        (("adapter_in=continue",), ""),
+    ],
+)
+def test_the_plan_refuses_an_adapter_that_a_stage_cannot_keep(tmp_path, words, message):
+    base = write_model(tmp_path / "base", "llama")
+    config = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    lora = write_adapter(tmp_path / "lora", base, config=config)
+    own = [f"stages.sft.method.{word}" for word in words]
+    given = (*ONLY_SFT, f"model={lora}", "stages.sft.inputs.policy=base", "adapter=lora", *own)
+    pipeline = load_pipeline([f"store={tmp_path / 'store'}", *given])
+    if not message:
+        check_models(pipeline)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_models(pipeline)
+    with pytest.raises(ConfigError, match="has no adapter that could be kept"):
+        check_models(load_pipeline([f"store={tmp_path / 'store'}", *given, f"model={base}"]))
 
 
 def test_the_disk_needs_room_for_the_merged_base(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, TorchAoConfig
 
@@ -20,13 +20,15 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, StoppedError
 from lineage.model_files import quantization_format
 from tasks.context import Resources, TrainContext
+from tasks.disk_need import adapter_weights, model_shapes
 from tasks.method import Adapter, Quantization, Training
 from tasks.train import adapter_files
 from tasks.train.adapters import ON_QUANTIZED
 from tasks.train.models import whole_model
-from tasks.train.quantization import torch_dtype
-from tasks.train.quantized_base import Quantizer, fill_dequantized, rounded_weights
+from tasks.train.quantization import FORMATS, torch_dtype
+from tasks.train.quantized_base import Quantizer, fill_dequantized, require_gradient, rounded_weights
 from tests import tiny, training
+from tests.model_directories import edit
 from tests.tiny_models import write_model
 from tests.training import same, weights
 
@@ -39,11 +41,11 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64}, "gemma2": {"hidden_size": 64},
 }  # fmt: skip
 OF_PACKAGES = {
-    "torchao": ("torchao_int8", "torchao_int8_dynamic", "torchao_float8"), "optimum": ("quanto_int8", "quanto_float8"),
+    "torchao": ("torchao_int8", "torchao_float8"), "optimum": ("quanto_int8", "quanto_float8"),
 }  # fmt: skip
 # Largest difference of logits between a model in few bits and its dequantized weights, as a share of their own size:
 # the formats that also round activations are no product with such weights.
-SAME_WEIGHTS = {"int8": 0.05, "torchao_int8_dynamic": 0.05}
+SAME_WEIGHTS = {"int8": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +131,96 @@ def test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_stated
     root: Path, tmp_path: Path, policies: dict[str, Path], name: str, architecture: str
 ) -> None:
     trains_and_resumes(name, root, tmp_path, policies[architecture])
+
+
+FORMATS_HERE = [
+    "nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp4", "int8")),
+    *(
+        pytest.param(name, marks=[installed(package), pytest.mark.slow])
+        for package, names in {**OF_PACKAGES, "hqq": ("hqq",)}.items() for name in names if FORMATS[name].rounds
+    ),
+]  # fmt: skip
+
+
+def lora_gradients(model: torch.nn.Module) -> torch.Tensor:
+    """Of all LoRA weights, the same random ones on each model, as one vector."""
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    ids = torch.arange(3, 40)[None]
+    adapted.train()(input_ids=ids, labels=ids).loss.backward()
+    found = {name: each.grad for name, each in adapted.named_parameters() if each.requires_grad}
+    return torch.cat([found[name].flatten() for name in sorted(found)])
+
+
+@pytest.mark.parametrize("name", FORMATS_HERE)
+def test_a_lora_gets_the_gradient_of_the_dequantized_base(policies: dict[str, Path], name: str) -> None:
+    """Through layers in few bits, down to the lowest adapter."""
+    rounded = whole_model(Kind.CHECKPOINT, policies["llama"], quantizer=quantizer(format=name))
+    plain = fill_dequantized(whole_model(Kind.CHECKPOINT, policies["llama"]), rounded)
+    cosine = torch.nn.functional.cosine_similarity(lora_gradients(rounded), lora_gradients(plain), dim=0)
+    assert cosine > (0.99 if name in SAME_WEIGHTS else 0.99999)
+
+
+class _ForInference(torch.nn.Linear):
+    """Rounds what it reads, so that its gradient is 0, or passes a part of the gradient alone."""
+
+    def __init__(self, passes: float) -> None:
+        super().__init__(64, 64, bias=False)
+        self.packed, self.passes = self.weight.data.clone(), passes
+        del self.weight  # as formats that hold their weights under other names
+        self.register_buffer("qweight", self.packed)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        mask = (torch.arange(64) < 64 * self.passes).float()
+        return torch.nn.functional.linear(given * mask + (given * (1 - mask)).detach(), self.packed)
+
+
+@pytest.mark.parametrize("passes", [0.0, 0.25, 0.5])
+def test_a_base_whose_layers_pass_another_gradient_is_refused(policies: dict[str, Path], passes: float) -> None:
+    model = whole_model(Kind.CHECKPOINT, policies["llama"])
+    require_gradient(model)
+    model.model.layers[1].self_attn.o_proj = _ForInference(1.0)
+    require_gradient(model)
+    model.model.layers[1].self_attn.o_proj = _ForInference(passes)
+    with pytest.raises(ConfigError, match=r"layers of .*_ForInference pass a gradient .* has a cosine of .*format=nf4"):
+        require_gradient(model)
+
+
+def test_a_format_without_a_right_gradient_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"torchao_int8_dynamic: its layers pass no right gradient.*torchao_int8"):
+        Quantization(format="torchao_int8_dynamic")
+
+
+@pytest.mark.parametrize("found", ["bitsandbytes nf4", "bitsandbytes int8", "gptq", "awq"])
+def test_the_plan_reads_the_shapes_of_a_model_that_was_quantized_before(
+    tmp_path: Path, policies: dict[str, Path], found: str
+) -> None:
+    """As they are in full precision: an adapter has the same size on both."""
+    whole = model_shapes(policies["llama"])
+    if found.startswith("bitsandbytes"):
+        setting = (
+            BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+            if found.endswith("nf4") else BitsAndBytesConfig(load_in_8bit=True)
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_pretrained(policies["llama"], quantization_config=setting)
+        model.save_pretrained(tmp_path)
+    else:
+        shutil.copyfile(policies["llama"] / "config.json", tmp_path / "config.json")
+        edit(tmp_path / "config.json", quantization_config={"quant_method": found, "bits": 4})
+        packed = {}
+        for name, each in weights(policies["llama"]).items():
+            if not name.endswith("_proj.weight"):
+                packed[name] = each
+                continue
+            outputs, inputs = each.shape
+            layer = name.removesuffix(".weight")
+            shape = (inputs // 8, outputs) if found == "gptq" else (inputs, outputs // 8)
+            packed[f"{layer}.qweight"] = torch.zeros(shape, dtype=torch.int32)
+            packed[f"{layer}.scales"] = torch.zeros((1, outputs), dtype=torch.float16)
+            packed[f"{layer}.qzeros"] = torch.zeros((1, outputs // 8), dtype=torch.int32)
+        save_file(packed, tmp_path / "model.safetensors")
+    assert model_shapes(tmp_path) == whole
+    assert adapter_weights(LORA, model_shapes(tmp_path)) == adapter_weights(LORA, whole)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ON_QUANTIZED if kind != LORA.type])

@@ -51,6 +51,7 @@ def test_a_field_that_would_be_ignored_is_refused(fields, message):
         (DPO, {"adapter": Adapter(init="pissa"), "adapter_in": "continue"}, "adapter_in=continue with adapter.init"),
         (DPO, {"adapter": Adapter(type="osf"), "adapter_in": "continue"}, "adapter_in=continue with adapter.type=osf"),
         (DPO, {"adapter": Adapter(type="vera"), "adapter_in": "stack"}, "adapter_in=stack with adapter.type=vera"),
+        (DPO, {"adapter": Adapter(type="dora"), "adapter_in": "stack"}, "adapter_in=stack with adapter.type=dora"),
         (
             DPO,
             {
