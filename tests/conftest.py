@@ -81,6 +81,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # no later collection looks at what was imported
+    # accelerate asks for one after each training, which takes as long as a tiny model's training.
+    gc.collect = lambda generation=2: 0  # type: ignore[assignment]
     gc.set_threshold(100_000)  # what tests import later would be looked at again and again
     gc.enable()
 
