@@ -190,7 +190,11 @@ def other_workers(planned: PlannedStage) -> Resources | str:
     num_workers = 2 if resources.num_workers == 1 else resources.num_workers // 2
     changed = replace(
         resources, num_workers=num_workers, num_nodes=1,
-        micro_batch_size=gcd(resources.micro_batch_size, method.global_batch_size // num_workers),
+        micro_batch_size=(
+            "auto"
+            if resources.micro_batch_size == "auto"
+            else gcd(resources.micro_batch_size, method.global_batch_size // num_workers)
+        ),
         launcher=Launcher.AUTO if resources.launcher == Launcher.PROCESS else resources.launcher,
     )  # fmt: skip
     try:

@@ -307,7 +307,8 @@ def _short(stage: Stage, num_steps: int, save_steps: int, *, one_micro_batch: bo
     method, resources = stage.method, stage.resources
     if not isinstance(method, Training):
         return stage
-    rows, reads = resources.num_workers * resources.micro_batch_size, getattr(method, "reads", None)
+    micro = method.global_batch_size if resources.micro_batch_size == "auto" else resources.micro_batch_size
+    rows, reads = resources.num_workers * micro, getattr(method, "reads", None)
     # A step of generated completions is divided into groups and minibatches, which need the full batch.
     if one_micro_batch and rows < method.global_batch_size and reads is not None and reads.trained:
         method = replace(method, global_batch_size=rows)

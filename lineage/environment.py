@@ -139,5 +139,7 @@ def _numeric_resources(resources: Mapping[str, object]) -> dict[str, object]:
     if "deterministic" in resources:
         deterministic = resources["deterministic"]
         found["deterministic"] = resources.get("gpus_per_worker") == 0 if deterministic == "auto" else deterministic
+    if resources.get("liger") == "auto" and not resources.get("gpus_per_worker"):
+        resources = {**resources, "liger": False}
     changed = {name for name, default in _ADDED_LATER.items() if resources.get(name, default) != default}
     return {**found, **{name: resources[name] for name in changed}}

@@ -323,7 +323,7 @@ def _value(field: str, method: Method, resources: Resources) -> Value | None:
     if field == LOGGING:
         return 1  # every step is reported
     if field == VALIDATION_BATCH:
-        return resources.micro_batch_size if getattr(method, "validation", None) else None
+        return resources.rows_at_once if getattr(method, "validation", None) else None
     if field == RATIO:
         alpha, rank = (_value(f"method.adapter.{name}", method, resources) for name in ("alpha", "rank"))
         return alpha / rank if isinstance(alpha, int) and isinstance(rank, int) else None

@@ -1,7 +1,7 @@
 """The execution of a stage: resources, directories, reports. Nothing here may change the model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -18,6 +18,7 @@ Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "e
 Dtype = Literal["fp32", "bf16"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "auto"]  # of a training; auto: see Resources.resolved_precision
 Report = Callable[[int, Metrics], None]
+AUTO_ROWS = 8  # rows of a forward pass under micro_batch_size=auto, where no tokens are counted
 
 
 class Launcher(StrEnum):
@@ -39,7 +40,7 @@ class Resources:
     num_workers: Annotated[int, Gt(0)] = 1  # over all nodes
     cpus_per_worker: Annotated[int, Gt(0)] = 2  # also the threads that torch may use, pinned
     gpus_per_worker: Annotated[int, Ge(0), Le(1)] = 0  # more would be DataParallel, with another global batch
-    micro_batch_size: Annotated[int, Gt(0)] = 8  # rows per worker in one forward pass
+    micro_batch_size: Annotated[int, Gt(0)] | Literal["auto"] = 8  # rows per worker in a forward pass; auto: by tokens
     launcher: Launcher = Launcher.AUTO  # auto: process for one worker, cluster (Ray) for more
     zero_stage: Literal[0, 2] = 0  # 2: gradients and optimizer state are sharded over the workers
     gpu_pool: str | None = None  # a global concurrency limit of Prefect that counts GPUs over several machines
@@ -55,7 +56,7 @@ class Resources:
     gradient_checkpointing: Literal["off", "on"] | bool | Annotated[int, Gt(0)] = "off"  # N: every Nth layer
     compile: bool = False  # compile layers with torch.compile
     precompute_reference: bool = False  # compute the reference's log-probabilities once, into the store's cache
-    liger: bool = False  # use liger-kernel for norms, rotary positions and MLPs
+    liger: Literal["auto"] | bool = "auto"  # liger-kernel's layers; auto: see tasks.train.kernels.uses_liger
     empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps between releases of unused GPU memory
     dataloader_workers: Annotated[int, Ge(0)] = 0  # processes that collate batches ahead; 0: the training's own
     price_per_gpu_hour: Annotated[float, Ge(0)] | None = None  # for the plan's estimate; null: show no price
@@ -68,6 +69,11 @@ class Resources:
     @property
     def on_cluster(self) -> bool:
         return self.launcher == Launcher.CLUSTER or (self.launcher == Launcher.AUTO and self.num_workers > 1)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of a forward pass where these are counted, such as in an evaluation."""
+        return AUTO_ROWS if self.micro_batch_size == "auto" else self.micro_batch_size
 
     @property
     def device(self) -> str:
@@ -110,14 +116,28 @@ class Resources:
         Raises:
             ConfigError: the global batch is not divisible.
         """
-        rows = self.num_workers * self.micro_batch_size
+        micro = 1 if self.micro_batch_size == "auto" else self.micro_batch_size
+        rows = self.num_workers * micro
         if global_batch_size % rows:
             raise ConfigError(
                 f"global_batch_size={global_batch_size} is not a multiple of {rows} "
                 f"(num_workers={self.num_workers} x micro_batch_size={self.micro_batch_size}); "
                 "change micro_batch_size or num_workers: neither is part of the recipe"
             )
-        return global_batch_size // rows
+        return global_batch_size // rows if self.micro_batch_size != "auto" else 1
+
+    def of_rows(self, per_worker: int, most: int, multiple: int = 1) -> "Resources":
+        """The same with a number of rows for ``auto``: the most that divide a worker's rows of a step.
+
+        Args:
+            per_worker: rows of a worker in a step.
+            most: rows of a forward pass.
+            multiple: what the number is a multiple of, such as the completions of a prompt.
+        """
+        if self.micro_batch_size != "auto":
+            return self
+        fitting = [size for size in range(multiple, per_worker + 1, multiple) if per_worker % size == 0]
+        return replace(self, micro_batch_size=max((size for size in fitting if size <= most), default=multiple))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 
 from tasks.context import Resources
 from tasks.disk_need import Shapes, adapter_weights
@@ -27,6 +27,9 @@ _UNGATED = (
 _KEPT_HIDDEN = 9
 _KEPT_MLP = 4  # gate, its activation, up, their product: in units of the intermediate size
 _LOGIT_COPIES = 3  # logits, log-probabilities, their gradient
+MOST_TOKENS = 2**15  # of a forward pass under micro_batch_size=auto: more fill no GPU better
+_CPU_TOKENS = 2**12  # the same on a CPU
+_FILL = 0.88  # share of the memory that such a pass is planned to take
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +168,27 @@ def trained_weights(method: TrainingRecipe, shapes: Shapes) -> Trained:
     return Trained(base=base, trained=trained, beside=saved)
 
 
+def tokens_at_once(
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, capacity: int,
+    frozen: Mapping[str, int] | None = None,
+) -> int:  # fmt: skip
+    """Tokens of a forward pass under ``micro_batch_size=auto``: as many as fit, and no more than fill a GPU.
+
+    Args:
+        capacity: bytes of a worker; 0: unknown.
+    """
+    if not resources.gpus_per_worker:
+        return _CPU_TOKENS
+    if not capacity:
+        return MOST_TOKENS
+    rows = replace(resources, micro_batch_size=1)  # one row as long as all tokens together
+    most = MOST_TOKENS // sequences(method)
+    none, full = (memory(method, rows, found, shapes, tokens, frozen) for tokens in (0, most))
+    per_token = (full.activations + full.logits - none.activations - none.logits) / MOST_TOKENS
+    left = _FILL * capacity - none.model - none.activations - none.logits
+    return max(1, min(MOST_TOKENS, int(left / per_token)))
+
+
 def memory(
     method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, tokens: int,
     frozen: Mapping[str, int] | None = None,
@@ -188,7 +212,7 @@ def memory(
     else:
         base = weights.base * (dtype if method.adapter else _FLOAT)
     width = 2 if precision in ("bf16", "fp16", "fp8") else _FLOAT
-    rows = resources.micro_batch_size * sequences(method)
+    rows = resources.rows_at_once * sequences(method)
     is_head = method.models["policy"] == REWARD_HEAD
     generated = -(-method.global_batch_size // resources.num_workers) if _completions(method) else 0
     return Memory(

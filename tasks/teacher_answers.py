@@ -133,7 +133,7 @@ class TeacherAnswers(Method):
         from tasks.data.tokens.tokenize_rows import RowTokenizer
 
         limit = Tokenization(kind=PROMPTS.kind, max_length=self.max_length - self.max_new_tokens)
-        size = _BATCHES_AT_ONCE * ctx.resources.micro_batch_size
+        size = _BATCHES_AT_ONCE * ctx.resources.rows_at_once
         for start in range(0, len(rows), size):
             part = rows[start : start + size]
             tokens = list(RowTokenizer.of(limit, tokenizer)(part))
@@ -155,7 +155,7 @@ class TeacherAnswers(Method):
     ) -> "list[Answer]":  # fmt: skip
         from tasks.evaluate.answers import answers_of, greedy_answers, sampled_tokens
 
-        size = ctx.resources.micro_batch_size
+        size = ctx.resources.rows_at_once
         if self.sampling is None:
             return greedy_answers(model, tokenizer, prompts, self.max_new_tokens, size, self.num_beams)
         seeds = [random.Random(f"{self.seed} {row[ROW_ID]} {number}").getrandbits(63) for row in rows]

@@ -224,6 +224,8 @@ class _Writer:
     def _keeps(self, field: str, now: Value, row: Row) -> bool:
         if field == "method.adapter.alpha" and row.field == RATIO:
             now = float(now) / float(self._chosen("method.adapter.rank") or 1)
+        if field == "resources.micro_batch_size" and now == "auto":
+            return True
         if field == "resources.micro_batch_size" and self._batch() % (self.workers * int(now)):
             return False
         bound = _accepted(row)

@@ -408,7 +408,7 @@ def _check_compiler(where: str, resources: Resources) -> None:
 def _check_packages(where: str, method: Training, resources: Resources) -> None:
     chosen = {
         f"resources.attention={resources.attention}": ("auto", _FLASH.get(resources.attention)),
-        "resources.liger=true": ("false", _LIGER if resources.liger else None),
+        "resources.liger=true": ("false", _LIGER if resources.liger is True else None),
         "method.precision=fp8": ("bf16", _TORCHAO if method.precision == "fp8" else None),
     }
     for setting, (instead, package) in chosen.items():

@@ -119,7 +119,7 @@ def _smaller(planned: PlannedStage) -> Iterator[tuple[list[str], Resources]]:
     resources, where = planned.stage.resources, f"stages.{planned.name}.resources"
     recomputed = {"gradient_checkpointing": "on"}
     for settings in ({}, recomputed, {**recomputed, "zero_stage": 2}):
-        for size in [resources.micro_batch_size, *_sizes(planned)]:
+        for size in (resources.micro_batch_size, *_sizes(planned)):
             changed = {**({"micro_batch_size": size} if size != resources.micro_batch_size else {}), **settings}
             if changed and ("zero_stage" not in changed or resources.num_workers > 1):
                 words = [f"{where}.{name}={value}" for name, value in changed.items()]
@@ -131,6 +131,6 @@ def _sizes(planned: PlannedStage) -> list[int]:
     method, resources = planned.stage.method, planned.stage.resources
     assert isinstance(method, Training)
     per_worker, rest = divmod(method.global_batch_size, resources.num_workers)
-    if rest:
+    if rest or resources.micro_batch_size == "auto":
         return []
     return [size for size in range(resources.micro_batch_size - 1, 0, -1) if per_worker % size == 0]

@@ -88,7 +88,7 @@ def _as_declared(found: Diagnosis) -> Curves:
     resources = stage.resources
     return replace(
         found.curves, recipe=stage.method.recipe(), gpus=resources.gpus_per_worker,
-        micro_batch_size=resources.micro_batch_size, is_checkpointed=resources.checkpointed_layers is not None,
+        micro_batch_size=resources.rows_at_once, is_checkpointed=resources.checkpointed_layers is not None,
     )  # fmt: skip
 
 

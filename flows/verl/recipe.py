@@ -184,7 +184,7 @@ def _batch(method: Generating, resources: Resources, num_rows: int, recipe: Reci
     recipe.put("data", "global_batch_size", train_batch_size=prompts)
     recipe.put(_ROLLOUT, "num_generations", n=method.num_generations)
     epochs = getattr(method, "num_iterations", getattr(method, "num_ppo_epochs", 1))
-    micro = resources.micro_batch_size
+    micro = resources.rows_at_once
     recipe.put(
         _ACTOR, "num_iterations", "num_ppo_epochs", "num_minibatches", ppo_mini_batch_size=prompts // updates,
         ppo_epochs=epochs, ppo_micro_batch_size_per_gpu=micro, data_loader_seed=method.seed,

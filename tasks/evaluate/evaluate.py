@@ -215,7 +215,7 @@ class Evaluate(Method):
     ) -> Measured:
         from tasks.train.models import load_on_device
 
-        model, batch_size = load_on_device(policy, ctx), ctx.resources.micro_batch_size
+        model, batch_size = load_on_device(policy, ctx), ctx.resources.rows_at_once
         return Measured(
             text=logps(model, rows.text, batch_size),
             answers=logps(model, rows.answers, batch_size),
@@ -242,7 +242,7 @@ class Evaluate(Method):
         """
         from tasks.train.models import load_on_device
 
-        model, batch_size = load_on_device(reward_model, ctx), ctx.resources.micro_batch_size
+        model, batch_size = load_on_device(reward_model, ctx), ctx.resources.rows_at_once
 
         def of_answers(policy: Measured) -> list[float]:
             return rewards(model, read(rows.prompts, policy.greedy), batch_size)
@@ -276,7 +276,7 @@ class Evaluate(Method):
         from tasks.train.generating import Sampling
         from tasks.train.models import load_on_device
 
-        count, batch_size = self.kl_samples or 0, ctx.resources.micro_batch_size
+        count, batch_size = self.kl_samples or 0, ctx.resources.rows_at_once
         prompts = [[*ids] for ids in rows.prompt_ids for _ in range(count)]
         seeds = [Random(f"{self.seed} {index}").getrandbits(63) for index in range(len(prompts))]
         samples, own = dict[str, list[Scored]](), dict[str, list[float]]()

@@ -256,12 +256,12 @@ class ActorCritic:
 
     def shares(self, rows: Sequence[int]) -> Iterator[Sequence[int]]:
         """This worker's rows of an update, in micro batches."""
-        own, size = rows[self.ctx.rank :: self.ctx.world_size], self.ctx.resources.micro_batch_size
+        own, size = rows[self.ctx.rank :: self.ctx.world_size], self.run.rows_at_once
         return (own[start : start + size] for start in range(0, len(own), size))
 
     def _measured(self, rows: Sequence[Row], temperature: float) -> list[tuple[Row, Tensor]]:
         """For each token 1, log-probability, that of the reference, value, entropy: (tokens of a completion, 5)."""
-        found, size = list[tuple[Row, Tensor]](), self.ctx.resources.micro_batch_size
+        found, size = list[tuple[Row, Tensor]](), self.run.rows_at_once
         self.policy.eval()  # without the dropout of an adapter
         with torch.no_grad(), self.autocast():
             for start in range(0, len(rows), size):

@@ -59,7 +59,8 @@ class StepCounts(TrainerCallback):
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
         self.num_tokens = 0
-        self.new_tokens: list[Tensor] = []  # of the micro batches since the last log, on this worker
+        # Of the micro batches since the last log, on this worker; the trainer removes those of a step that it repeats.
+        trainer.new_tokens = self.new_tokens = list["Tensor"]()
         self.grad_norm = math.nan
         self._loss, self._norm = trainer.compute_loss, trainer._get_grad_norm
         trainer.compute_loss, trainer._get_grad_norm = self._counted_loss, self._kept_norm

@@ -81,7 +81,8 @@ class Saver:
         checkpoint = Checkpoint(
             step=step, time=time.time(), train_seconds=self.seconds_before + start - self.start,
             num_workers=self.ctx.world_size, zero_stage=resources.zero_stage,
-            micro_batch_size=resources.micro_batch_size, cpus_per_worker=resources.cpus_per_worker, metrics=metrics,
+            micro_batch_size=None if resources.micro_batch_size == "auto" else resources.micro_batch_size,
+            cpus_per_worker=resources.cpus_per_worker, metrics=metrics,
         )  # fmt: skip
         path = self.store.commit(draft, checkpoint)
         self.store.keep(kept_steps(self.store.records(), resources.keep_last, resources.keep_best, self.method.best))
@@ -375,7 +376,7 @@ def _batches(num_rows: int, ctx: TrainContext) -> Iterator[tuple[range, bool]]:
     TRL's losses gather over the workers, so all workers take the same number of batches: each computes the rows that
     remain after the division, and rank 0 counts them.
     """
-    size = ctx.resources.micro_batch_size
+    size = ctx.resources.rows_at_once
     per_round = ctx.world_size * size
     divided = num_rows - num_rows % per_round
     for start in range(ctx.rank * size, divided, per_round):

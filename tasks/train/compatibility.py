@@ -44,7 +44,9 @@ def _fitting_batches(case: Case) -> Fields:
     fitting = {
         "num_workers": workers,
         "num_nodes": _divisor(workers, resources.num_nodes),
-        "micro_batch_size": _divisor(batch // workers, resources.micro_batch_size),
+        "micro_batch_size": (
+            "auto" if resources.micro_batch_size == "auto" else _divisor(batch // workers, resources.micro_batch_size)
+        ),
     }
     return {f"resources.{name}": value for name, value in fitting.items() if value != getattr(resources, name)}
 
@@ -73,7 +75,8 @@ def _best_kept(case: Case) -> Fields:
 
 
 def _rows_at_once(case: Case) -> int:
-    return case.resources.num_workers * case.resources.micro_batch_size
+    micro = case.resources.micro_batch_size
+    return case.resources.num_workers * (1 if micro == "auto" else micro)
 
 
 def _several_workers(case: Case) -> bool:
@@ -121,7 +124,8 @@ def _too_much_decay(case: Case) -> bool:
 def _splits_pairs(case: Case) -> object:
     if not isinstance(case.method, Generating) or not case.method.whole_groups:
         return False
-    return case.resources.micro_batch_size % case.method.num_generations
+    micro = case.resources.micro_batch_size
+    return micro != "auto" and micro % case.method.num_generations
 
 
 RULES: tuple[Rule, ...] = (

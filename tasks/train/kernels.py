@@ -100,10 +100,25 @@ def replace_kernels(model: "PreTrainedModel", precision: "Precision", resources:
     Raises:
         ConfigError: there are no such modules for its architecture.
     """
-    if resources.liger:
+    if uses_liger(model, precision, resources):
         _apply_liger(model)
     if precision == "fp8":
         _multiply_in_fp8(model)
+
+
+def uses_liger(model: "PreTrainedModel", precision: "Precision", resources: "Resources") -> bool:
+    """Whether layers are Liger's; ``auto``: on a GPU where the package has them, as with FlashAttention."""
+    if resources.liger != "auto":
+        return resources.liger
+    if not resources.gpus_per_worker or resources.is_deterministic or precision == "fp32":
+        return False
+    if find_spec("liger_kernel") is None:
+        return False
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    found = model.config.model_type in MODEL_TYPE_TO_APPLY_LIGER_FN
+    logger.info("liger=%s model_type=%s", found, model.config.model_type)
+    return found
 
 
 def _apply_liger(model: "PreTrainedModel") -> None:

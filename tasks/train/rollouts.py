@@ -340,7 +340,7 @@ class Rollouts:
         """The reward model reads the tokens that the policy read and wrote."""
         assert self.reward_model is not None
         whole = [[*each["prompt_ids"], *ids] for each, ids in zip(examples, completion_ids, strict=True)]  # type: ignore[misc]
-        found, size = [], self.ctx.resources.micro_batch_size
+        found, size = [], self.ctx.resources.rows_at_once
         for start in range(0, len(whole), size):
             part = whole[start : start + size]
             ids_BT, mask_BT = padded(part, self.run.device, left=False, pad=self.pad_token_id)

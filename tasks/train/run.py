@@ -15,10 +15,12 @@ from transformers import PreTrainedModel, Trainer, set_seed
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
+from tasks.context import AUTO_ROWS
 from tasks.data.tokens.cache import load_or_make, show
 from tasks.data.tokens.rendering import turn_ends
 from tasks.data.tokens.template import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
+from tasks.estimate import MOST_TOKENS, architecture, sequences, tokens_at_once
 from tasks.positions import require_positions
 from tasks.recipe import Role
 from tasks.tokenizers import read_otherwise, require_same_tokens, tokenizer_of
@@ -42,15 +44,18 @@ from tasks.train.callbacks import Jumps, StepZeroProof, require_agreement
 from tasks.train.checkpointing import held_out_rows
 from tasks.train.fit import RankBudget, fit
 from tasks.train.freeze import freeze
+from tasks.train.generating import Generating
 from tasks.train.kernels import attention_of, forget_liger, hold_in, prepare_layers, replace_kernels
 from tasks.train.merging import golden_prompts
 from tasks.train.optimizers import install_optimizer
-from tasks.train.padding_free import Collator, collator_for, install
+from tasks.train.padding_free import Collator, collator_for, install, is_padding_free
 from tasks.train.quantized_base import step_in_fp32
 from tasks.train.reference_logps import with_reference
 from tasks.train.rewards import install_scores
 from tasks.train.schedules import install_schedule
 from tasks.train.speed import Speed
+from tasks.train.token_batches import Budget, by_tokens
+from tasks.train.token_batches import start as start_by_tokens
 from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known, trainer_args
 
 if TYPE_CHECKING:
@@ -58,7 +63,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from tasks.context import Dtype, TrainContext
+    from tasks.context import Dtype, Resources, TrainContext
     from tasks.data.tokens.cache import TokenizedRows
     from tasks.recipe import Inputs, TrainingRecipe
     from tasks.train.adapter_files import Intake
@@ -241,7 +246,9 @@ class TrainingRun:
         if off and own.get("disable_dropout", True):
             for each in filter(None, (policy.model, reference)):
                 models.disable_dropout(each)
-        arguments = {**trainer_args(self.method, self.ctx, self.num_steps), **own, **off}
+        divides = self._divides_by_tokens
+        counted = self.ctx if divides else replace(self.ctx, resources=self._resources_of_rows)
+        arguments = {**trainer_args(self.method, counted, self.num_steps), **own, **off}
         arguments["precompute_ref_log_probs"] = self._precomputes
         # On a line of all rows, the noise of NEFTune would shrink with the rows of a micro batch.
         is_line = reads_lines(trainer_class) and (self._packs or not self.method.neftune_alpha)
@@ -257,11 +264,14 @@ class TrainingRun:
         elif self.method.adapter:
             model = self._adapted(policy.model)
         arguments_of_trainer = {name: value for name, value in {**own, **shared}.items() if name in parameters - known}
-        trainer = on_tokens(trainer_class)(
+        final_class = on_tokens(trainer_class)
+        trainer = (by_tokens(final_class) if divides else final_class)(
             model=model,
             args=config_class(**{name: value for name, value in arguments.items() if name in known}),
             **arguments_of_trainer,
         )
+        if divides:
+            self._start_by_tokens(trainer, is_line)
         install_optimizer(trainer, self.method.optimizer, self.method.learning_rate)
         install_schedule(trainer, self.method.schedule, self.method.learning_rate)
         frozen = [each for each in own.values() if isinstance(each, PreTrainedModel)]
@@ -272,6 +282,20 @@ class TrainingRun:
             self._prove_start(trainer)
         self._count(trainer.model)
         return trainer
+
+    @property
+    def _divides_by_tokens(self) -> bool:
+        """Whether micro batches have about equal tokens: those of rows, outside of DeepSpeed, which counts them."""
+        resources = self.ctx.resources
+        return resources.micro_batch_size == "auto" and type(self.method).reads.trained and not resources.zero_stage
+
+    def _start_by_tokens(self, trainer: Trainer, is_line: bool) -> None:
+        reads = type(self.method).reads
+        padded = not (reads.kind == Kind.TEXT or self._packs or (is_line and is_padding_free(self._start.model)))
+        on_gpu, is_exact = self.ctx.resources.gpus_per_worker > 0, self.ctx.resources.is_deterministic
+        # Bit for bit the same after a resume: not where measured memory would decide.
+        budget = Budget(tokens=self._tokens_at_once, most=MOST_TOKENS, measured=on_gpu and not is_exact)
+        start_by_tokens(trainer, budget, self.method.global_batch_size, padded=padded)
 
     def _prove_start(self, trainer: Trainer) -> None:
         """Compares policy and reference before the first step, unless NEFTune's noise makes them differ."""
@@ -291,10 +315,10 @@ class TrainingRun:
         Args:
             step: counted from 0.
         """
-        resources, rows = self.ctx.resources, self.ordered_rows
+        rows, size = self.ordered_rows, self.rows_at_once
         collate = self._collator(None, is_line=False)
-        size, first = resources.micro_batch_size, step * self.method.global_batch_size
-        for number in range(resources.accumulation_steps(self.method.global_batch_size)):
+        first = step * self.method.global_batch_size
+        for number in range(self.method.global_batch_size // self.ctx.world_size // size):
             start = first + (number * self.ctx.world_size + self.ctx.rank) * size
             yield send_to_device(collate([rows[index] for index in range(start, start + size)]), self.device)
 
@@ -302,6 +326,35 @@ class TrainingRun:
         """Switches off the policy's dropout, except that of an adapter; before ``policy`` is first read."""
         assert "policy" not in self.__dict__
         models.disable_dropout(self._start.model)
+
+    @cached_property
+    def rows_at_once(self) -> int:
+        """Rows of a forward pass, where a trainer or a loop counts them; ``auto``: as many as the budget holds."""
+        rows = self._resources_of_rows.micro_batch_size
+        assert rows != "auto"
+        return rows
+
+    @cached_property
+    def _resources_of_rows(self) -> "Resources":
+        method = self.method
+        multiple = method.num_generations if isinstance(method, Generating) and method.whole_groups else 1
+        longest = method.max_length * sequences(method)
+        return self.ctx.resources.of_rows(
+            method.global_batch_size // self.ctx.world_size, max(1, self._tokens_at_once // longest), multiple
+        )  # fmt: skip
+
+    @cached_property
+    def _tokens_at_once(self) -> int:
+        """Tokens of a forward pass under ``micro_batch_size=auto``, by the estimate."""
+        config, resources = self._start.model.config, self.ctx.resources
+        found, held = architecture(config.to_dict()), 0
+        if resources.gpus_per_worker:
+            held = int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+        if found is None:
+            return AUTO_ROWS * self.method.max_length
+        tokens = tokens_at_once(self.method, resources, found, found.shapes(), held)
+        logger.info("micro_batch_size=auto tokens_at_once=%d", tokens)
+        return tokens
 
     @property
     def speed(self) -> Speed:

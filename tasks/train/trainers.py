@@ -125,7 +125,11 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
         )
     return {
         "output_dir": str(ctx.work_dir),
-        "per_device_train_batch_size": resources.micro_batch_size,
+        "per_device_train_batch_size": (
+            method.global_batch_size // resources.num_workers
+            if resources.micro_batch_size == "auto"
+            else resources.micro_batch_size
+        ),
         "gradient_accumulation_steps": resources.accumulation_steps(method.global_batch_size),
         "max_steps": num_steps,
         **optimizer_args(method.optimizer),

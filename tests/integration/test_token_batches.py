@@ -1,0 +1,114 @@
+"""Micro batches by tokens: the trajectory is that of any other division, and a step survives a lack of memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer
+
+from lineage.errors import PipelineError
+from tasks.context import Resources
+from tasks.train import run as training_run
+from tasks.train.token_batches import divide
+from tests import training
+from tests.worker_group import Asked, WorkerGroup
+
+AUTO = Resources(micro_batch_size="auto")
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_run, "tokens_at_once", lambda *args: 100)
+
+
+@pytest.mark.parametrize("name", training.FEW)
+def test_micro_batches_by_tokens_keep_the_trajectory(root: Path, tmp_path: Path, name: str) -> None:
+    stage = training.method(name)
+    whole, divided = (
+        training.train(stage, root, tmp_path / str(resources.micro_batch_size), resources=resources)
+        for resources in (Resources(micro_batch_size=8), AUTO)
+    )
+    assert divided.losses == pytest.approx(whole.losses, abs=1e-4)
+    for (_, found), (_, expected) in zip(divided.reports, whole.reports, strict=True):
+        shared = found.keys() & expected.keys()
+        assert {each for each in shared if "reward" in each or each in ("grad_norm", "num_tokens", "loss")}
+        for each in shared - {"tokens_per_second", "tokens_per_second_per_worker", "memory_gib", "mfu"}:
+            assert found[each] == pytest.approx(expected[each], rel=2e-3, abs=2e-4), each
+
+
+@pytest.mark.parametrize("name", [pytest.param("sft", marks=pytest.mark.slow), "dpo"])
+def test_workers_get_equal_rows_of_about_equal_tokens(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str
+) -> None:
+    stage = training.method(name)
+    alone = training.train(stage, root, tmp_path / "alone", resources=Resources(micro_batch_size=8)).losses
+    asked = Asked(stage=stage, root=root, folder=tmp_path / "two", resources=AUTO)
+    ranks = [[training.trajectory(each) for _, each in done.reports] for done in two_workers.train(asked)]
+    assert ranks[0] == ranks[1]
+    assert ranks[0] == pytest.approx(alone, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", pytest.param("kto", marks=pytest.mark.slow)])
+def test_a_step_without_memory_is_repeated_with_fewer_tokens(
+    root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = training.method(name)
+    expected = training.train(stage, root, tmp_path / "whole", resources=Resources(micro_batch_size=8))
+    monkeypatch.setattr(training_run, "tokens_at_once", lambda *args: 10_000)
+    ended, original, most = list[int](), Trainer.training_step, {"dpo": 400}.get(name, 120)
+
+    def step(trainer: Trainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor], *rest: object) -> torch.Tensor:
+        loss = original(trainer, model, inputs, *rest)  # gradients are there, and metrics
+        torch.rand(3)  # as dropout would draw
+        tokens = int(inputs["attention_mask"].sum())
+        if tokens > most:
+            ended.append(tokens)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a capacity of")
+        return loss
+
+    monkeypatch.setattr(Trainer, "training_step", step)
+    with caplog.at_level("WARNING"):
+        found = training.train(stage, root, tmp_path / "halved", resources=AUTO)
+    assert ended
+    assert found.losses == pytest.approx(expected.losses, abs=1e-4)
+    assert [each["num_tokens"] for _, each in found.reports] == [each["num_tokens"] for _, each in expected.reports]
+    told = [each.getMessage() for each in caplog.records if "state=out_of_memory" in each.getMessage()]
+    assert len(told) == len(ended)
+    assert told[0].startswith("step=1 state=out_of_memory tokens_at_once=")
+    assert told[0].endswith("and the step is repeated (CUDA out of memory)")
+
+
+def test_a_row_that_does_not_fit_fails_with_what_helps(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+
+    monkeypatch.setattr(Trainer, "training_step", fail)
+    with pytest.raises(PipelineError, match=r"out of memory with one row of \d+ tokens .*gradient_checkpointing=on"):
+        training.train(training.method("sft"), root, tmp_path / "output", resources=AUTO)
+
+
+def test_rows_are_divided_by_their_tokens() -> None:
+    tokens = [900, 10, 20, 30, 40, 400, 300, 200]
+    found = divide(tokens, 1, 1000)
+    sums = [sum(tokens[index] for index in group) for (group,) in found]
+    assert sorted(index for (group,) in found for index in group) == list(range(8))
+    assert len(found) == 2 and max(sums) <= 1000
+    assert min(sums) >= 900
+    assert divide([2000, 10], 1, 1000) == [[[0]], [[1]]]
+    assert divide(tokens, 1, 10**6) == [[list(range(8))]]
+
+
+def test_every_worker_has_as_many_rows_and_tokens_as_the_others() -> None:
+    tokens = [900, 10, 20, 30, 40, 400, 300, 200]
+    for group in divide(tokens, 2, 500):
+        assert len({len(own) for own in group}) == 1
+    whole = divide(tokens, 2, 10**6)
+    first, second = (sum(tokens[index] for index in own) for own in whole[0])
+    assert abs(first - second) <= 500  # 900 and 400 are a pair
+
+
+def test_padded_rows_of_similar_length_are_together() -> None:
+    tokens = [100, 10, 90, 12, 95, 11]
+    assert divide(tokens, 1, 300, padded=True) == [[[0, 2, 4]], [[1, 3, 5]]]
