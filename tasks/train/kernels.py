@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from lineage.errors import ConfigError, PipelineError
 
@@ -48,6 +49,7 @@ AMPERE, HOPPER = 8, 9  # generations of GPUs: the first number of their compute 
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 _CHECKPOINT = {"use_reentrant": False}
 _WITHOUT_LIGER: dict[str, dict[str, object]] = {}  # module of transformers -> its variables before Liger
+_EXPERTS = 3  # dimensions of the weights of a mixture's experts
 _SIDE = 64  # of matrices: torch has no oneDNN product of much smaller ones
 
 
@@ -89,6 +91,21 @@ def hold_in(model: "PreTrainedModel", dtype: "Dtype") -> "PreTrainedModel":
             if parameter.dtype == torch.float32 and not packed and id(parameter) not in head:
                 parameter.data = parameter.data.bfloat16()
         model.config.dtype = torch.bfloat16
+    return model
+
+
+def hold_as_trained(model: "PreTrainedModel", dtype: "Dtype") -> "PreTrainedModel":
+    """Casts what autocast casts in a policy that is trained in fp32, so that its reference computes the same numbers.
+
+    Embeddings and norms stay in fp32: the sums of the layers' outputs are then rounded alike.
+    """
+    if dtype == "bf16":
+        kept = {id(each.weight) for each in model.modules() if isinstance(each, torch.nn.Embedding)}
+        for module in model.modules():
+            is_product = isinstance(module, torch.nn.Linear | Conv1D)
+            for parameter in module.parameters(recurse=False):
+                if (is_product or parameter.ndim == _EXPERTS) and id(parameter) not in kept:
+                    parameter.data = parameter.data.bfloat16()
     return model
 
 

@@ -42,6 +42,7 @@ from lineage.errors import PipelineError
 from tasks.evaluate.scoring import generating, padded
 from tasks.positions import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
 from tasks.reward_functions import check_columns, scorers
+from tasks.train.decoding import decode, decodes
 from tasks.train.generating import MISSING_EOS, REWARD_MODEL_NAME, Completing, Generating, Sampling
 from tasks.train.kernels import plain
 from tasks.train.one_policy import Sampled, Weights, token_logps
@@ -401,16 +402,26 @@ def sample(
         eos_token_id=[*stop_tokens], disable_compile=True,
     ):  # fmt: skip
         whole = None if sampled is None else _Whole()
-        draw = _Draw(seeds, model.device, whole, 1.0 if sampled is None else sampled.temperature)
-        processors = LogitsProcessorList([*([whole] if whole else []), *_warpers(sampling, mask_BT), draw])
+        temperature = 1.0 if sampled is None else sampled.temperature
+        warpers, draw = _warpers(sampling, mask_BT), _Draw(seeds, model.device, whole, temperature)
         positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # as ``generate`` counts them
-        found_BT = model.generate(
-            input_ids=ids_BT, attention_mask=mask_BT, logits_processor=processors,
-            past_key_values=prompt_cache(model, ids_BT, mask_BT, positions_BT),
-        )  # fmt: skip
-    completions = [_ended(ids, stop_tokens) for ids in found_BT[:, ids_BT.shape[1] :].tolist()]
-    if sampled is not None:
-        rows = torch.stack(draw.logps, dim=1).tolist()
+        if decodes(model) and ids_BT.shape[1] > 1 and sampling.repetition_penalty == 1:
+            found_BN, logps_BN = decode(
+                model, ids_BT, mask_BT, prompt_cache(model, ids_BT, mask_BT, positions_BT),
+                max_new_tokens=max_new_tokens, pad_token_id=pad_token_id, stop_tokens=stop_tokens, warpers=warpers,
+                draw=draw.fill, temperature=temperature,
+            )  # fmt: skip
+        else:
+            processors = LogitsProcessorList([*([whole] if whole else []), *warpers, draw])
+            found_BT = model.generate(
+                input_ids=ids_BT, attention_mask=mask_BT, logits_processor=processors,
+                past_key_values=prompt_cache(model, ids_BT, mask_BT, positions_BT),
+            )  # fmt: skip
+            found_BN = found_BT[:, ids_BT.shape[1] :]
+            logps_BN = torch.stack(draw.logps, dim=1) if draw.logps else None
+    completions = [_ended(ids, stop_tokens) for ids in found_BN.tolist()]
+    if sampled is not None and logps_BN is not None:
+        rows = logps_BN.tolist()
         sampled.logps = [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
     return completions
 
@@ -521,12 +532,16 @@ class _Draw(LogitsProcessor):
 
     def __call__(self, input_ids: "Tensor", scores: "Tensor") -> "Tensor":
         noise_BV = torch.empty_like(scores, dtype=torch.float32)
-        for noise_V, generator in zip(noise_BV, self.generators, strict=True):
-            noise_V.exponential_(generator=generator)
+        self.fill(noise_BV)
         drawn_BV = scores.float() - noise_BV.clamp_(min=torch.finfo(torch.float32).tiny).log_()
         if self.whole is not None:  # ``generate`` takes the same maximum
             self.logps.append(token_logps(self.whole.scores_BV, drawn_BV.argmax(-1), self.temperature))
         return drawn_BV
+
+    def fill(self, noise_BV: "Tensor") -> None:
+        """Draws the noise of the next token, before its logarithm."""
+        for noise_V, generator in zip(noise_BV, self.generators, strict=True):
+            noise_V.exponential_(generator=generator)
 
 
 class _RepetitionPenalty(RepetitionPenaltyLogitsProcessor):

@@ -1,7 +1,7 @@
 """The parts of every training: loading of models and rows, the trainer's arguments, the loop, and the output."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,10 +42,18 @@ from tasks.train.adapted import (
 from tasks.train.adapter_files import intake
 from tasks.train.callbacks import Jumps, StepZeroProof, require_agreement
 from tasks.train.checkpointing import held_out_rows
+from tasks.train.fast_lora import speed_up
 from tasks.train.fit import RankBudget, fit
 from tasks.train.freeze import freeze
 from tasks.train.generating import Generating
-from tasks.train.kernels import attention_of, forget_liger, hold_in, prepare_layers, replace_kernels
+from tasks.train.kernels import (
+    attention_of,
+    forget_liger,
+    hold_as_trained,
+    hold_in,
+    prepare_layers,
+    replace_kernels,
+)
 from tasks.train.merging import golden_prompts
 from tasks.train.optimizers import install_optimizer
 from tasks.train.padding_free import Collator, collator_for, install, is_padding_free
@@ -115,6 +123,7 @@ class TrainingRun:
         if self._attention:
             start.model.set_attn_implementation(self._attention)
         prepare_layers(model, self.ctx.resources, own_loop=True)
+        self._speed_up(model)
         return replace(start, model=model.to(self.device).train())
 
     @cached_property
@@ -214,9 +223,10 @@ class TrainingRun:
             base = models.load_policy(self.method, given, self.ctx, self._intake, self._frozen_dtype).model
             replace_kernels(base, self.method.precision, self.ctx.resources)
             return models.frozen(stacked(hold_in(base, self._frozen_dtype), carried).get_base_model())
-        reference = models.load_policy(self.method, given, self.ctx, dtype=self._frozen_dtype).model
+        dtype, hold = ("fp32", hold_as_trained) if self._rounds_as_policy else (self._frozen_dtype, hold_in)
+        reference = models.load_policy(self.method, given, self.ctx, dtype=cast("Dtype", dtype)).model
         replace_kernels(reference, self.method.precision, self.ctx.resources)
-        return models.frozen(hold_in(reference, self._frozen_dtype))
+        return models.frozen(hold(reference, self._frozen_dtype))
 
     def trl(self, trainer_class: type[Trainer], config_class: type, **own: object) -> Trainer:
         """Builds a trainer of TRL, of transformers or of a user's own, with everything that trainings share.
@@ -265,7 +275,7 @@ class TrainingRun:
             model = self._adapted(policy.model)
         arguments_of_trainer = {name: value for name, value in {**own, **shared}.items() if name in parameters - known}
         final_class = on_tokens(trainer_class)
-        trainer = (by_tokens(final_class) if divides else final_class)(
+        trainer = (by_tokens(cast(Hashable, final_class)) if divides else final_class)(
             model=model,
             args=config_class(**{name: value for name, value in arguments.items() if name in known}),
             **arguments_of_trainer,
@@ -460,8 +470,13 @@ class TrainingRun:
     @property
     def _proof_tolerance(self) -> str:
         """The entry of ``TOLERANCE``: a policy in fp32 and a reference in bf16 differ by more than the kernels do."""
-        rounded = self.method.adapter is None and self._frozen_dtype == "bf16"
+        rounded = self.method.adapter is None and self._frozen_dtype == "bf16" and not self._rounds_as_policy
         return "bf16 reference" if rounded else self.method.precision
+
+    @property
+    def _rounds_as_policy(self) -> bool:
+        """Whether the reference of a full training rounds to bf16 where autocast rounds its policy."""
+        return self.method.adapter is None and self.method.precision == "bf16" and self._frozen_dtype == "bf16"
 
     @cached_property
     def _intake(self) -> "Intake":
@@ -496,6 +511,10 @@ class TrainingRun:
     def _count(self, model: torch.nn.Module) -> None:
         if self.method.adapter or self.method.freeze:
             self.share = share_trained(model)
+
+    def _speed_up(self, model: "PreTrainedModel | PeftModel") -> None:
+        if self.method.adapter and self.method.precision == "bf16" and self.ctx.resources.gpus_per_worker:
+            logger.info("adapter=%s fused_layers=%d", self.method.adapter.type, speed_up(model))
 
     def _reference(self) -> "PreTrainedModel | None":
         if not self.method.has_reference:
@@ -533,8 +552,11 @@ class TrainingRun:
             elif self._attention:
                 model.set_attn_implementation(self._attention)
         prepare_layers(trainer.model, self.ctx.resources, own_loop=False)
+        self._speed_up(trainer.model)
         if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
             # Again, because the trainer's own preparation (autocast, device) wrapped the forward replaced above.
+            if self._rounds_as_policy:
+                reference._is_accelerate_prepared = False  # else it would compute without autocast
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
 

@@ -10,7 +10,7 @@ import copy
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,11 +23,14 @@ from tasks.data.kinds import IGNORED
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Trainer
+    from transformers import Trainer as _Base
 
     Batch = dict[str, Tensor]
     Example = Mapping[str, Sequence[int]]
     Collate = Callable[[list[Example]], Batch]
 
+else:
+    _Base = object  # of a class in front of trainers
 logger = logging.getLogger(__name__)
 
 _STEP = "micro_batches"  # the only key of the inputs that the trainer's loop passes on
@@ -122,8 +125,9 @@ def _filled(sizes: Sequence[int], budget: int) -> list[list[int]]:
 
 
 @functools.cache
-def by_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
+def by_tokens(trainer_class: Hashable) -> "type[Trainer]":
     """The trainer with micro batches of about equal tokens; ``start`` completes it."""
+    assert isinstance(trainer_class, type)
     found = type(trainer_class.__name__, (_ByTokens, trainer_class), {"__module__": trainer_class.__module__})
     found.__qualname__ = trainer_class.__qualname__
     return found
@@ -146,20 +150,20 @@ class _Whole:
         self.examples = examples
 
 
-class _ByTokens:
+class _ByTokens(_Base):
     """A base class in front of a trainer: a step is one batch of its loop, divided here."""
 
     budget: Budget
     rows_per_step: int
     is_padded: bool
 
-    def get_train_dataloader(self) -> DataLoader:  # type: ignore[type-arg]
+    def get_train_dataloader(self) -> DataLoader:
         """Every worker reads all rows of a step, whose lengths decide which are its own."""
         return DataLoader(
             self.train_dataset,
             batch_size=self.rows_per_step,
-            collate_fn=_Whole,  # type: ignore[attr-defined]
-            num_workers=self.args.dataloader_num_workers,  # type: ignore[attr-defined]
+            collate_fn=_Whole,
+            num_workers=self.args.dataloader_num_workers,
         )
 
     def get_batch_samples(
@@ -189,22 +193,23 @@ class _ByTokens:
         """TRL averages over micro batches as if they had equal rows."""
         metrics = getattr(self, "_metrics", {}).get("train", {})
         for name, values in metrics.items():
-            weights = [each.trained if name in _OF_TOKENS else each.rows for each in self._divided_step]
-            if isinstance(values, list) and len(values) == len(weights) > 1 and sum(weights):
+            weights: list[int] = [each.trained if name in _OF_TOKENS else each.rows for each in self._divided_step]
+            total = sum(weights)
+            if isinstance(values, list) and len(values) == len(weights) > 1 and total:
                 extreme = {"max": max, "min": min}.get(name.partition("_")[0])
-                mean = sum(weight * value for weight, value in zip(weights, values, strict=True)) / sum(weights)
+                mean = sum(weight * value for weight, value in zip(weights, values, strict=True)) / total
                 values[:] = [extreme(values) if extreme else mean]
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     def _divided(self, device: torch.device) -> list[MicroBatch]:
         """The micro batches of this worker, through the trainer's own ``get_batch_samples``."""
-        args, examples = self.args, self._step_examples  # type: ignore[attr-defined]
+        args, examples = self.args, self._step_examples
         tokens = [num_tokens(each, padded=self.is_padded) for each in examples]
         division = divide(tokens, args.world_size, self.budget.tokens, padded=self.is_padded)
         parts = [workers[args.process_index] for workers in division]
-        collate = self.data_collator  # type: ignore[attr-defined]
+        collate = self.data_collator
         batches = [collate([examples[index] for index in part]) for part in parts]
-        collected, self._items_of_step = super().get_batch_samples(iter(batches), len(batches), device)  # type: ignore[misc]
+        collected, self._items_of_step = super().get_batch_samples(iter(batches), len(batches), device)
         self._divided_step = [
             MicroBatch(
                 batch=batch, rows=len(part),
@@ -221,11 +226,11 @@ class _ByTokens:
             # A mean over the rows of a micro batch is divided by this: it counts by its share of the step.
             self.current_gradient_accumulation_steps = rows / micro.rows
             is_last = number == len(micro_batches)
-            waits = contextlib.nullcontext() if is_last else self.accelerator.no_sync(model)  # type: ignore[attr-defined]
+            waits = contextlib.nullcontext() if is_last else self.accelerator.no_sync(model)
             with waits:
-                losses.append(super().training_step(model, micro.batch, self._items_of_step))  # type: ignore[misc]
+                losses.append(super().training_step(model, micro.batch, self._items_of_step))
             if not is_last:
-                self.callback_handler.on_substep_end(self.args, self.state, self.control)  # type: ignore[attr-defined]
+                self.callback_handler.on_substep_end(self.args, self.state, self.control)
         return torch.stack(losses).sum()
 
     def _smaller(
@@ -238,7 +243,7 @@ class _ByTokens:
         """
         largest, longest = max(each.tokens for each in micro_batches), max(each.rows for each in micro_batches)
         remedy = "set gradient_checkpointing=on, a smaller max_length, an adapter or quantization"
-        if self.args.world_size > 1:  # type: ignore[attr-defined]
+        if self.args.world_size > 1:
             raise PipelineError(
                 f"out of memory with {largest} tokens in a forward pass ({reason}): several workers cannot repeat a "
                 f"step; set resources.micro_batch_size={max(1, longest // 2)}, or {remedy}"
@@ -253,23 +258,23 @@ class _ByTokens:
         self.budget.tokens = self.budget.most = max(1, min(largest, self.budget.tokens) // 2)
         logger.warning(
             "step=%d state=out_of_memory tokens_at_once=%d: halved to %d, and the step is repeated (%s)",
-            self.state.global_step + 1, largest, self.budget.tokens, reason,  # type: ignore[attr-defined]
+            self.state.global_step + 1, largest, self.budget.tokens, reason,
         )  # fmt: skip
-        return self._divided(self.args.device)  # type: ignore[attr-defined]
+        return self._divided(self.args.device)
 
     def _correct(self) -> None:
         """After the first step, sets the budget by the memory that its tokens took."""
         if not self.budget.measured or not getattr(self, "_divided_step", None):
             return
         self.budget.measured = False
-        device, tokens = self.args.device, max(each.tokens for each in self._divided_step)  # type: ignore[attr-defined]
-        trained = [each for each in self.model.parameters() if each.requires_grad]  # type: ignore[attr-defined]
+        device, tokens = self.args.device, max(each.tokens for each in self._divided_step)
+        trained = [each for each in self.model.parameters() if each.requires_grad]
         gradients = sum(each.numel() * each.element_size() for each in trained)
         held = torch.cuda.memory_allocated(device) + gradients
         per_token = max(1.0, (torch.cuda.max_memory_allocated(device) - held) / tokens)
         room = _FILL * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) - held
         found = torch.tensor(max(1, min(self.budget.most, int(room / per_token))), device=device)
-        if self.args.world_size > 1:  # type: ignore[attr-defined]
+        if self.args.world_size > 1:
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN)
         before, self.budget.tokens = self.budget.tokens, int(found)
         logger.info("tokens_at_once=%d before=%d bytes_per_token=%d", self.budget.tokens, before, per_token)
@@ -287,7 +292,7 @@ class _State:
 
     @staticmethod
     def of(trainer: "_ByTokens") -> "_State":
-        on_gpu = trainer.args.device.type == "cuda"  # type: ignore[attr-defined]
+        on_gpu = trainer.args.device.type == "cuda"
         return _State(
             cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state() if on_gpu else None,
             metrics=copy.deepcopy(getattr(trainer, "_metrics", None)),
@@ -309,4 +314,4 @@ def _trained(example: "Example") -> int:
     labels = example.get("labels")
     if labels is None:
         return max(1, sum(len(example[name]) for name in _ANSWERS if name in example))
-    return sum(label != IGNORED for label in labels[1:])
+    return sum(int(label != IGNORED) for label in labels[1:])

@@ -1,5 +1,6 @@
 """What a training takes from its machine reaches the trainer, and keeps its trajectory."""
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -231,6 +232,16 @@ def test_packed_rows_do_not_see_each_other_in_eager_attention(root: Path, tmp_pa
     assert packed[1] == pytest.approx(packed[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+def test_a_reference_in_bf16_computes_what_its_policy_computes(root: Path, tmp_path: Path, name: str) -> None:
+    stage = training.method(name, precision="bf16", num_steps=1)
+    run = training.train(stage, root, tmp_path / "output", resources=replace(RESOURCES, weights="bf16"))
+    for each in ("rewards/chosen", "rewards/rejected"):
+        assert run.reports[0][1][each] == 0.0
+    if name == "dpo":
+        assert run.losses[0] == pytest.approx(math.log(2), abs=1e-6)
+
+
 BF16 = replace(RESOURCES, weights="bf16")
 
 
@@ -275,7 +286,7 @@ def test_a_reference_is_held_in_bf16_and_step_0_proves_it(
     stage, dtypes = training.method("dpo", precision="bf16"), spied(monkeypatch)
     expected = training.train(stage, root, tmp_path / "fp32" / "output")
     found = training.train(stage, root, tmp_path / "bf16" / "output", resources=BF16)
-    assert dtypes[2:] == [(set(), {torch.float32}), ({torch.bfloat16}, set())]
+    assert dtypes[2:] == [(set(), {torch.float32}), ({torch.bfloat16, torch.float32}, set())]  # embeddings and norms
     assert found.losses == pytest.approx(expected.losses, rel=2e-2) and found.losses != expected.losses
     assert {each.dtype for each in weights(found.output).values()} == {torch.float32}  # all of it was trained
     scale_the_reference(monkeypatch, 4)
@@ -284,7 +295,7 @@ def test_a_reference_is_held_in_bf16_and_step_0_proves_it(
 
 
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
-def test_what_is_held_in_bf16_is_never_in_memory_in_fp32(
+def test_what_is_held_in_bf16_is_read_into_bf16(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None
 ) -> None:
     loaded: list[set[torch.dtype]] = []
@@ -298,7 +309,7 @@ def test_what_is_held_in_bf16_is_never_in_memory_in_fp32(
     monkeypatch.setattr(models, "whole_model", spied)
     stage = training.method("dpo", adapter=adapter, precision="bf16")
     found = training.train(stage, root, tmp_path / "read" / "output", resources=BF16)
-    assert loaded == ([{torch.bfloat16}] if adapter else [{torch.float32}, {torch.bfloat16}])  # policy, reference
+    assert loaded == ([{torch.bfloat16}] if adapter else [{torch.float32}] * 2)  # policy, reference
     monkeypatch.setattr(models, "whole_model", lambda *args, dtype, **kwargs: load(*args, **kwargs))
     cast = training.train(stage, root, tmp_path / "cast" / "output", resources=BF16)
     assert found.losses == cast.losses and same(weights(found.output), weights(cast.output))

@@ -80,8 +80,17 @@ def test_liger_takes_the_place_of_modules_and_not_of_losses(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
     monkeypatch.setattr(kernels, "apply_liger_kernel", lambda model, config: calls.append((model, config)))
     llama, gpt2 = (SimpleNamespace(config=SimpleNamespace(model_type=each)) for each in ("llama", "gpt2"))
+    replace_kernels(llama, "bf16", replace(ON_GPU, liger=False))
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     replace_kernels(llama, "bf16", ON_GPU)
+    monkeypatch.setattr(kernels, "find_spec", lambda name: package)
+    for precision, where in (("bf16", Resources()), ("fp32", ON_GPU), ("bf16", replace(ON_GPU, deterministic=True))):
+        replace_kernels(llama, precision, where)
+    replace_kernels(gpt2, "bf16", ON_GPU)
     assert calls == []
+    replace_kernels(llama, "bf16", ON_GPU)
+    assert len(calls) == 1
+    calls.clear()
     replace_kernels(llama, "bf16", replace(ON_GPU, liger=True))
     assert calls == [(llama, {"cross_entropy": False, "fused_linear_cross_entropy": False})]
     with pytest.raises(ConfigError, match=r"liger-kernel has no kernels for the model \(gpt2\); set liger=false"):

@@ -1,0 +1,70 @@
+"""LoRA layers of our own compute what PEFT's do, and leave to PEFT what they do not know."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tasks.train.fast_lora import speed_up
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    tiny.write_policy(folder)
+    return folder
+
+
+def adapted(policy: Path, **fields: object) -> PeftModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **fields)
+    found = get_peft_model(model, config)
+    for name, each in found.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(each, std=0.1)
+    return found
+
+
+def losses_and_gradients(model: PeftModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    ids = torch.arange(24).view(2, 12) + 5
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: each.grad.clone() for name, each in model.named_parameters() if each.requires_grad}
+
+
+def test_losses_and_gradients_are_those_of_peft(policy: Path) -> None:
+    model = adapted(policy)
+    expected, theirs = losses_and_gradients(model)
+    assert speed_up(model, on_cpu=True) == 2 * 7
+    calls: list[int] = []
+    for each in model.modules():
+        if hasattr(each, "lora_A"):
+            slow = each.forward.slow
+            each.forward.slow = lambda *args, _slow=slow: calls.append(1) or _slow(*args)
+    found, ours = losses_and_gradients(model)
+    assert not calls
+    assert float(found) == pytest.approx(float(expected), rel=5e-3)
+    for name, each in theirs.items():
+        assert ours[name].dtype == torch.float32
+        assert (ours[name] - each).norm() / each.norm() < 5e-2, name
+    with model.disable_adapter(), torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=torch.arange(5, 17).view(1, -1))
+    assert calls, "without its adapter a layer is PEFT's"
+
+
+@pytest.mark.parametrize("fields", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
+def test_other_adapters_keep_the_layers_of_peft(policy: Path, fields: dict[str, object]) -> None:
+    assert speed_up(adapted(policy, **fields), on_cpu=True) == 0
+
+
+def test_without_bf16_layers_compute_as_peft_does_to_the_bit(policy: Path) -> None:
+    model, ids = adapted(policy), torch.arange(5, 17).view(1, -1)
+    expected = model(input_ids=ids).logits
+    speed_up(model, on_cpu=True)
+    assert torch.equal(model(input_ids=ids).logits, expected)
