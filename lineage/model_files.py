@@ -91,7 +91,6 @@ def read_json(directory: Path | None, name: str) -> object:
 
 
 HEAD = "score.weight"  # of a sequence classifier on a decoder
-_DEFAULT_LABELS = 2  # of transformers, which writes no other number
 
 
 def why_no_reward_model(config: object, directories: Iterable[Path]) -> str | None:
@@ -100,12 +99,12 @@ def why_no_reward_model(config: object, directories: Iterable[Path]) -> str | No
     transformers gives a model without a head a random one, and says so in a warning alone.
 
     Args:
-        config: of the model, as ``config.json`` has it.
+        config: of the model, as ``config.json`` has it; one that names no labels has those of its head.
         directories: of its weights: the model's own, those of its adapters and of their base.
     """
     labels = config.get("id2label") if isinstance(config, Mapping) else None
     stated = config.get("num_labels") if isinstance(config, Mapping) else None
-    num_labels = len(labels) if isinstance(labels, Mapping) else stated if isinstance(stated, int) else _DEFAULT_LABELS
+    num_labels = len(labels) if isinstance(labels, Mapping) else stated if isinstance(stated, int) else 1
     heads = [shape for path in directories for shape in _shapes_of(path, HEAD)]
     if not heads:
         return f"no file of it has a head ({HEAD}), so that its scores would be random"

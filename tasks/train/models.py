@@ -250,9 +250,10 @@ def whole_model(
     merges = [(adapter, rounding_of_base(adapter)) for adapter in merged]
     merges += [(last, rounding)] if last else []
     if kind == Kind.REWARD_MODEL and config is None:
-        why = why_no_reward_model(load_config(directory).to_dict(), {directory, base, *(each for each, _ in merges)})
+        why = why_no_reward_model(read_json(directory, _CONFIG), {directory, base, *(each for each, _ in merges)})
         if why:
             raise ConfigError(f"{directory} is no reward model: {why}; {REWARD_MODEL_ADVICE}")
+        config = load_config(directory, num_labels=1)  # where the head is of an adapter, the base's says nothing of it
     config = config or load_config(directory)
     local = local_options(directory)
     with _read_into_bf16(dtype == "bf16" and not merges and quantizer is None):

@@ -17,6 +17,7 @@ from lineage.errors import ConfigError
 from tasks.best import Best
 from tasks.context import Resources
 from tasks.method import Adapter, Quantization
+from tasks.reward_functions import RewardFunction
 from tests import training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until
@@ -70,6 +71,24 @@ def test_losses_are_those_of_plain_data_parallelism(
     model = auto.from_pretrained(zero.folder / "output")
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
     assert (zero.folder / "output" / "adapter").exists() == ("adapter" in fields)
+
+
+def test_steps_without_a_signal_change_no_weight(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, zero_workers: WorkerGroup
+) -> None:
+    """DeepSpeed's engine takes each step, at a learning rate of 0; plain workers run no backward pass."""
+    rewards = {"constant": RewardFunction(function="python:tests.completion_scores.constant")}
+    stage = training.method(
+        "grpo", rewards=rewards, num_steps=3, weight_decay=0.1, learning_rate=1e-2, lr_schedule="linear",
+        warmup_ratio=0.0,
+    )  # fmt: skip
+    rates = []
+    for group, resources in ((two_workers, replace(PLAIN, num_workers=2)), (zero_workers, ZERO)):
+        asked = Asked(stage=stage, root=root, folder=tmp_path / str(resources.zero_stage), resources=resources)
+        done = group.train(asked)
+        rates.append(done[0].metric("learning_rate"))
+        assert same(weights(asked.folder / "output"), weights(root / "policy"))
+    assert rates[0] == pytest.approx(rates[1]) and rates[0][0] > rates[0][2] > 0  # the schedule goes on
 
 
 @pytest.mark.parametrize(

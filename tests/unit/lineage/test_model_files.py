@@ -127,6 +127,7 @@ def test_a_damaged_file_of_a_model_is_named(model, name, content):
         ({"id2label": {"0": "LABEL_0"}}, {"score.weight": (1, 4)}, None),
         ({"num_labels": 1}, {"score.weight": (1, 4)}, None),
         ({"id2label": {"0": "LABEL_0"}}, {"base_model.model.score.weight": (1, 4)}, None),  # of an adapter
+        ({}, {"base_model.model.score.weight": (1, 4)}, None),  # whose base names no labels
         ({}, {"lm_head.weight": (9, 4)}, "no file of it has a head"),  # a language model
         ({"id2label": {"0": "LABEL_0"}}, {"model.embed_tokens.weight": (9, 4)}, "no file of it has a head"),
         ({"id2label": {"0": "LABEL_0"}}, {"my_score.weight": (1, 4)}, "no file of it has a head"),
