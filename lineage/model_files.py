@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 
 from lineage.errors import ConfigError
@@ -80,6 +81,55 @@ def require_sound(directory: Path, passed: Callable[[Path], bool] | None = None)
         for name in sorted(names):
             if os.path.normpath(name).startswith(("/", "..")):
                 raise ConfigError(f"{path} names {name}, which is not in its directory; files in it are accepted")
+    weight_places(directory)
+
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def weight_places(directory: Path) -> dict[str, Path]:
+    """Name of each tensor of a model -> its file, as every reader of weights finds them; empty: there are none.
+
+    Raises:
+        ConfigError: the weights are there in two forms, of which transformers reads the one file, or the index names
+            other tensors than its files hold.
+    """
+    from safetensors import safe_open
+
+    def names(path: Path) -> set[str]:
+        with safe_open(path, framework="numpy") as file:
+            return set(file.keys())
+
+    whole, index = directory / WHOLE, directory / INDEX
+    if not index.is_file():
+        return dict.fromkeys(sorted(names(whole)), whole) if whole.is_file() else {}
+    stated = read_json(directory, INDEX)
+    found = stated.get("weight_map") if isinstance(stated, dict) else None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{index}: has no weight_map; an index as save_pretrained writes it is accepted")
+    files = sorted(set(map(str, found.values())))
+    if whole.is_file() and WHOLE not in files:
+        raise ConfigError(
+            f"{directory}: holds its weights twice, as {WHOLE} ({_written(whole)}) and by {INDEX} ({_written(index)}, "
+            f"{len(files)} files), which may be two models; one form is accepted; remove {WHOLE}, or the index with "
+            "its files"
+        )
+    missing = [name for name in files if not (directory / name).is_file()]
+    held = {name: directory / file for file in files if file not in missing for name in names(directory / file)}
+    apart = sorted(
+        {name for name, file in found.items() if held.get(name) != directory / str(file)} | held.keys() - found
+    )
+    if missing or apart:
+        what = f"{missing[0]} is missing" if missing else f"{apart[0]} is not where it says"
+        raise ConfigError(
+            f"{index} ({_written(index)}) does not fit the files beside it: {what}; an index that names every tensor "
+            "of its files is accepted; save the model again with save_pretrained into an empty directory"
+        )
+    return dict(sorted(held.items()))
+
+
+def _written(path: Path) -> str:
+    return datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y-%m-%d %H:%M")
 
 
 def read_json(directory: Path | None, name: str) -> object:

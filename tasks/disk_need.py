@@ -13,7 +13,7 @@ from typing import Protocol
 
 from lineage.disk import free_bytes, gigabytes
 from lineage.errors import ConfigError
-from lineage.model_files import read_json, require_sound
+from lineage.model_files import read_json, require_sound, weight_places
 from lineage.store import Entry
 from tasks.check_rows import POLICY
 from tasks.context import Resources
@@ -232,12 +232,8 @@ def model_shapes(directory: Path) -> Shapes:
 
     config = read_json(directory, "config.json")
     is_turned = isinstance(config, dict) and config.get("model_type") in CONV1D_MODELS
-    index = directory / "model.safetensors.index.json"
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
     shapes: Shapes = {}
-    for path in sorted(directory / name for name in names):  # others repeat them in another layout
-        if not path.exists():
-            return {}
+    for path in sorted(set(weight_places(directory).values())):  # others repeat them in another layout
         with safe_open(path, framework="numpy") as file:
             weights = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
             shapes |= {name: tuple(each.get_shape()) for name, each in weights.items() if each.get_dtype() in _WEIGHTS}

@@ -20,14 +20,13 @@ from annotated_types import Ge, Gt, Le
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from lineage.model_files import read_json
+from lineage.model_files import INDEX, read_json
 from lineage.model_source import vocabulary_of
 from tasks.context import Metrics, TrainContext
 from tasks.recipe import Input, Inputs, Method
 from tasks.remote_code import trust, trusts
 from tasks.train.merging import (
     BASE,
-    INDEX,
     POLICY,
     Places,
     adapters_on_one_base,

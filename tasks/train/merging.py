@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lineage.errors import ConfigError, PipelineError
-from lineage.model_files import quantization_format, read_json
+from lineage.model_files import INDEX, WHOLE, quantization_format, read_json, weight_places
 from lineage.model_source import has_tokenizer
 from tasks.data.kinds import tokens_of
 from tasks.positions import learned_positions
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 POLICY, BASE = "policy", "base"  # slots
 CONFIG, _GENERATION = "config.json", "generation_config.json"
-_WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
 _NEARLY_PARALLEL = 1e-6  # sine of the angle between two tensors, below which their interpolation is linear
 # Settings of config.json that two models must share: if they differ, the same weights define another function.
@@ -148,16 +147,10 @@ def places_of(directory: Path) -> Places:
     Raises:
         ConfigError: there are no weights.
     """
-    index = read_json(directory, INDEX)
-    if isinstance(index, dict):
-        return {name: directory / file for name, file in index["weight_map"].items()}
-    from safetensors import safe_open
-
-    path = directory / _WHOLE
-    if not path.is_file():
-        raise ConfigError(f"{directory}: no {_WHOLE} and no {INDEX}; a model as save_pretrained writes it is accepted")
-    with safe_open(path, framework="pt") as file:
-        return dict.fromkeys(file.keys(), path)
+    found = weight_places(directory)
+    if not found:
+        raise ConfigError(f"{directory}: no {WHOLE} and no {INDEX}; a model as save_pretrained writes it is accepted")
+    return found
 
 
 def shape_of(places: Places, name: str) -> tuple[int, ...]:

@@ -26,7 +26,8 @@ def test_the_driver_and_torch_name_the_same_gpu() -> None:
     assert torch.cuda.get_device_name() in hardware()["gpu"]
     assert len(visible_gpus()) == torch.cuda.device_count()
     properties = torch.cuda.get_device_properties(0)
-    assert capacity(ON_GPU) == pytest.approx(properties.total_memory, rel=0.05)
+    # Of a GPU, gaps of the allocator (5 %) and the context of CUDA (0.5 GiB) are not for a training.
+    assert capacity(ON_GPU) == pytest.approx(0.95 * properties.total_memory - 2**29, rel=0.03)
 
 
 def test_the_peak_in_bf16_is_that_of_its_matrix_units() -> None:

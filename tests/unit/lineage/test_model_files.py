@@ -10,9 +10,11 @@ from safetensors.numpy import save_file
 from lineage.artifact import Kind, Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError
-from lineage.model_files import read_json, require_own_files, require_sound, why_no_reward_model
+from lineage.model_files import INDEX, read_json, require_own_files, require_sound, weight_places, why_no_reward_model
 from lineage.sources import pin
+from tasks.disk_need import model_shapes
 from tasks.fetch_model import fetch_model
+from tasks.train.merging import places_of
 
 
 @pytest.fixture
@@ -140,3 +142,48 @@ def test_a_reward_model_has_a_head_with_one_label(tmp_path, config, weights, why
     save_file({name: np.zeros(shape) for name, shape in weights.items()}, tmp_path / "model.safetensors")
     found = why_no_reward_model(config, [tmp_path])
     assert found is None if why is None else why in found
+
+
+def write_index(model, **files):
+    (model / INDEX).write_text(json.dumps({"weight_map": files}))
+
+
+def test_weights_in_two_forms_are_refused_with_their_dates_by_every_reader(model, tmp_path):
+    assert weight_places(model) == {"w": model / "model.safetensors"}
+    save_file({"w": np.ones(1)}, model / "model-00001-of-00001.safetensors")
+    write_index(model, w="model-00001-of-00001.safetensors")
+    os.utime(model / INDEX, (0, 86400 * 365))
+    source = Source(path=str(model), kind=Kind.CHECKPOINT)
+    twice = r"holds its weights twice, as model.safetensors \(20\d\d-.*\) and by model.safetensors.index.json \(1971-"
+    readers = (
+        weight_places, require_sound, model_shapes, places_of,
+        lambda _: pin("base", source, DigestCache(None)), lambda _: fetch_model(source, tmp_path / "cache"),
+    )  # fmt: skip
+    for read in readers:
+        with pytest.raises(ConfigError, match=twice):
+            read(model)
+    (model / "model.safetensors").unlink()
+    assert weight_places(model) == {"w": model / "model-00001-of-00001.safetensors"}
+    assert model_shapes(model) == {"w": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"w": "part.safetensors", "gone": "part.safetensors"}, "gone is not where it says"),
+        ({"w": "part.safetensors", "v": "other.safetensors"}, "other.safetensors is missing"),
+    ],
+)
+def test_a_stale_index_is_refused(model, files, message):
+    (model / "model.safetensors").rename(model / "part.safetensors")
+    write_index(model, **files)
+    with pytest.raises(ConfigError, match=message):
+        require_sound(model)
+
+
+def test_an_index_that_leaves_a_tensor_of_its_files_out_is_refused(model):
+    save_file({"w": np.zeros(1), "v": np.zeros(1)}, model / "part.safetensors")
+    (model / "model.safetensors").unlink()
+    write_index(model, w="part.safetensors")
+    with pytest.raises(ConfigError, match="v is not where it says"):
+        weight_places(model)

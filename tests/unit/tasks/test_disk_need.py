@@ -128,9 +128,11 @@ def model(tmp_path: Path) -> Path:
 def test_shapes_are_those_of_all_parts_of_the_whole_model(model: Path) -> None:
     assert model_shapes(model) == SHAPES
     assert model_shapes(model.parent) == {}
-    (model / "model-2.safetensors").rename(model / "model.safetensors")
-    assert model_shapes(model) == {}  # a part is missing
+    (model / "model-2.safetensors").rename(model / "moved")
+    with pytest.raises(ConfigError, match=r"does not fit the files beside it: model-2.safetensors is missing"):
+        model_shapes(model)
     (model / "model.safetensors.index.json").unlink()
+    (model / "moved").rename(model / "model.safetensors")
     assert model_shapes(model) == dict(list(SHAPES.items())[2:])
 
 
