@@ -95,7 +95,7 @@ class WorkerGroup:
     """``size`` processes joined by gloo."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # that of the stages: it has imported all
         port = _free_port()
         self._ends, self._processes = [], []
         for rank in range(size):

@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from flows.prefect.server import EmbeddedServer, send_events
 from tests import training
-from tests.command import TOY, Command
+from tests.command import TOY, Command, warm_up
 from tests.worker_group import WorkerGroup
 from tests.written_store import WrittenStore
 
@@ -121,8 +121,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return training.write_inputs(tmp_path_factory.mktemp("inputs"), num_held_out=10)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def two_workers() -> Iterator[WorkerGroup]:
+    warm_up()
     group = WorkerGroup(2)
     yield group
     group.close()

@@ -1,5 +1,6 @@
 """The pages are true: what they name exists, their commands compose, and docs/add_a_method.md works to the letter."""
 
+import importlib.util
 import json
 import math
 import os
@@ -133,6 +134,18 @@ def test_the_page_needs_one_python_file_and_one_yaml() -> None:
     assert len(dict(FILE.findall(METHOD_PAGE.read_text()))["our_methods/alphapo.py"].splitlines()) <= 30
 
 
+def test_the_method_of_the_page_trains(root: Path, folder: Path, tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("alphapo", folder / "our_methods" / "alphapo.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    run = training.train(module.AlphaPO(**{**training.FIELDS, "num_steps": 12}), root, tmp_path / "output")
+    margin = run.reports[0][1]["rewards/margins"]
+    assert run.losses[0] == pytest.approx(math.log(1 + math.exp(1.0 - margin)), rel=0.05)
+    assert run.losses[-1] < run.losses[0]
+
+
+@pytest.mark.slow
 def test_a_method_added_by_the_page_plans_trains_and_is_reused(
     folder: Path, prefect_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

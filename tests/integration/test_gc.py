@@ -155,7 +155,11 @@ def test_what_an_alias_of_mlflow_names_stays_until_the_alias_goes(mine, gc, uri)
 
 
 @pytest.mark.parametrize(
-    "by", [("sweep.parallel=1",), ("sweep=optuna", "sweep.num_trials=2", "sweep.parallel=2", OBJECTIVE)]
+    "by",
+    [
+        pytest.param(("sweep.parallel=1",)),
+        pytest.param(("sweep=optuna", "sweep.num_trials=2", "sweep.parallel=2", OBJECTIVE), marks=pytest.mark.slow),
+    ],
 )
 def test_what_the_trials_of_a_sweep_read_of_another_pipeline_stays(mine, gc, prefect_url, by):
     """Of a grid also what its later trials read, and of a sampler what it proposes."""

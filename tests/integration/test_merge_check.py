@@ -44,8 +44,8 @@ def check(folder: Path, *overrides: str) -> None:
     check_merges(load_pipeline([*WORDS, *overrides], folder / "conf"))
 
 
-def test_a_merge_runs_and_each_input_is_in_its_lineage(folder: Path) -> None:
-    command = Command(folder)
+def test_a_merge_runs_and_each_input_is_in_its_lineage(folder: Path, prefect_url: str) -> None:
+    command = Command(folder, environment={"PREFECT_API_URL": prefect_url})
     arguments = ("--config-dir", str(folder / "conf"), *WORDS, "resources=foreground")
     result = command("run", *arguments, "--json")
     assert result.returncode == 0, result.stderr

@@ -98,6 +98,7 @@ def test_a_failed_stage_and_a_stopped_run_are_closed(toy):
     assert statuses(client)[-2:] == [("toy", "KILLED"), ("left", "KILLED")]
 
 
+@pytest.mark.slow  # of a killed process in test_mlflow_tracker.py
 def test_a_killed_run_is_closed_by_the_next_command_also_by_one_with_nothing_to_do(toy):
     toy.run()
     process = toy.start("run", *SLOW_LEFT)

@@ -48,6 +48,7 @@ def digests(directory: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.iterdir()}
 
 
+@pytest.mark.slow  # test_ordered_pool.py has the quick ones
 def test_processes_write_the_bytes_that_one_process_writes(tmp_path: Path) -> None:
     draw = random.Random(0)
     rows = [conversation(draw) for _ in range(12_000)]

@@ -77,7 +77,7 @@ def _stage(process: psutil.Process) -> str:
 
 
 def test_two_runs_at_once_train_a_shared_stage_once(toy):
-    slow = ("stages.model.method.size=3", "stages.left.method.step_seconds=0.5", "stages.right.method.step_seconds=0.5")
+    slow = ("stages.model.method.size=3", "stages.left.method.step_seconds=0.2", "stages.right.method.step_seconds=0.2")
     both = [toy.start("run", "--json", *slow) for _ in range(2)]
     rows = []
     for process in both:

@@ -132,6 +132,7 @@ def test_every_pipeline_is_registered_and_what_cannot_be_read_is_named(served, a
     assert "cpt-sft-dpo/local  needs overrides: " in log
 
 
+@pytest.mark.slow
 def test_a_run_makes_what_is_not_finished_and_its_page_tells_of_it(served, api):
     run = api.start("toy/local")
     assert api.end(run)["message"].startswith("4 of 4 stages run in")
