@@ -532,7 +532,6 @@ def test_a_policy_that_is_still_its_reference_gets_no_step_without_rewards(
 def test_a_scaled_loss_takes_a_step_that_changes_no_weight(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The scaler of fp16 fails on a step without gradients, as does DeepSpeed's engine."""
     shared = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_schedule": "constant", "warmup_ratio": 0.0}
     found = []
     for steps in (1, 3):
@@ -612,7 +611,6 @@ def without_head(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def test_only_a_model_with_a_trained_head_of_one_label_gives_rewards(
     root: Path, tmp_path: Path, without_head: dict[str, Path], reader: str, name: str, why: str
 ) -> None:
-    """A plain language model would give random rewards, without a line."""
     judge = Input(name="judge", kind=Kind.REWARD_MODEL, fingerprint="j" * 64, path=without_head[name])
     ctx = TrainContext(
         output_dir=tmp_path / "output", work_dir=tmp_path / "work", resources=Resources(micro_batch_size=4),
