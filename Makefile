@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 KILLS ?= 20
 
-.PHONY: demo demo-smollm2 test test-all nightly check check-tests check-types check-style check-imports bench chaos test-gpu dvc-yaml prefect-yaml settings-page lock clean
+.PHONY: demo demo-smollm2 test test-all nightly check check-tests check-types check-style check-imports bench chaos mutations test-gpu dvc-yaml prefect-yaml settings-page lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
@@ -71,6 +71,9 @@ bench: $(READY)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows int
 chaos: $(READY)  ## kills runs at random moments: KILLS=20 SEED=7 CHAOS=--cluster, or CHAOS='--pipeline sft-grpo'
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
 	$(if $(CHAOS),,$(BIN)/python -m tests.chaos --each --kills 1 --steps 40 $(if $(SEED),--seed $(SEED)))
+
+mutations: $(READY)  ## plants faults, one at a time: do tests of `make test` catch them? ARGS=--quick: the likely ones alone
+	$(BIN)/python -m tests.mutations $(ARGS)
 
 test-gpu: $(READY)
 	$(BIN)/pytest -m gpu

@@ -39,6 +39,20 @@ atexit.register(shutil.rmtree, OWN, ignore_errors=True)
 settings.register_profile("posttrain", deadline=None, derandomize=True, max_examples=25)
 settings.register_profile("nightly", deadline=None, max_examples=300)
 settings.load_profile("posttrain")
+# Tests of `make test` that may take more than so many seconds on a quiet machine; the end of a run names others.
+LONG_SECONDS = 8.0
+LONG = (
+    "test_resuming_the_flow_run_approves_and_the_next_run_does_not_ask_again",
+    "test_two_workers_then_one_then_two_lose_no_row_and_repeat_none",
+    "test_every_stage_leaves_an_output_with_a_manifest",
+    "test_the_first_stage_whose_model_is_worse_is_named_and_nothing_is_trained",
+    "test_a_server_that_goes_away_costs_one_line_and_learns_the_end_from_the_next_command",
+    "test_two_runs_at_once_train_a_shared_stage_once",
+    "test_a_promotion_that_a_kill_prevented_is_made_by_the_next_run",
+    "test_a_run_is_seen_followed_and_cancelled_from_outside",
+    "test_repro_runs_what_changed_and_run_then_has_nothing_to_do",
+    "test_a_refused_gate_ends_the_run_with_3_fresh_or_reused",
+)
 _numbers = itertools.count()
 _unused: list[Path] = []  # places that a test left empty: most do, and thousands of directories take long to remove
 
@@ -85,6 +99,19 @@ def pytest_collection_finish() -> None:
     gc.collect = lambda generation=2: 0  # type: ignore[assignment]
     gc.set_threshold(100_000)  # what tests import later would be looked at again and again
     gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Names tests of `make test` that take too long; fixtures that a worker makes once do not count."""
+    if "not slow" not in config.getoption("markexpr"):
+        return
+    calls = [each for each in terminalreporter.getreports("passed") if each.when == "call"]
+    for report in calls:
+        name = report.nodeid.rpartition("::")[2].partition("[")[0]
+        if report.duration > LONG_SECONDS and name not in LONG:
+            terminalreporter.write_line(
+                f"{report.nodeid} took {report.duration:.1f} s: above {LONG_SECONDS:g} s, mark it slow"
+            )
 
 
 def pytest_unconfigure() -> None:

@@ -66,6 +66,7 @@ def test_the_plan_goes_on_from_what_a_run_would_and_refuses_what_it_would_refuse
     entry = toy().entry(toy().stage("left"))
     older, newer = save(entry, 4), save(entry, 6)
     assert toy().stage("left").reason.startswith("resumes from step 6, ")
+    assert toy().stage("left") in toy().stale
     (newer / lost).unlink()
     assert toy().stage("left").reason.startswith("resumes from step 4, ")
     (older / lost).unlink()
