@@ -5,6 +5,8 @@ FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+# Its configuration alone, without what it needs: a test composes what `export verl` writes with it.
+VERL := verl==0.9.1
 # One more than CPUs, since tests of runs wait for processes; four at most, since each takes about 2 GB.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 3 ? n + 1 : 4 )))
 PYTEST = $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile
@@ -105,6 +107,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(BIN)/uv pip install --python $(BIN)/python --requirement requirements.lock || { \
 	  echo "uv failed; it does not read pip's settings, so pip tries again"; \
 	  $(BIN)/pip install --requirement requirements.lock; }
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps $(VERL) || $(BIN)/pip install --quiet --no-deps $(VERL)
 	@echo "set-up 4/4: posttrain itself"
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable . || \
 	  $(BIN)/pip install --quiet --no-deps --editable .

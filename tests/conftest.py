@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(HERE).parts[0]
         if folder in ("integration", "gpu"):
             item.add_marker(folder)
-        if folder == "gpu" and not Path("/dev/nvidiactl").exists():
+        if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -79,32 +79,31 @@ def export_verl(plan: Plan, stage: str, folder: Path, overrides: Sequence[str], 
     if not isinstance(method, Generating):
         raise ConfigError(f"{stage}: {method.name()} is not exported to verl; a stage of GRPO, RLOO or PPO is accepted")
     inputs = {slot: _finished(plan, stage, given) for slot, given in planned.inputs.items()}
-    rows, policy = inputs["prompts"], inputs["policy"]
+    prompts, policy = inputs["prompts"], inputs["policy"]
     require_whole(stage, policy)
     require_plain_tokenizer(stage, policy)
     folder = folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
     source = f"{plan.pipeline.name}/{stage}"
     rewards = method.rewards or {}
     truth = _truth_column(rewards)
-    written = {name: write_rows(rows / name, folder / name, source, ability, truth) for name in (TRAIN, HELD_OUT)}
-    if rewards:
-        (folder / REWARDS).write_text(_rewards_module(stage, rewards, policy), encoding="utf-8")
+    rows = {name: verl_rows(prompts / name, source, ability, truth) for name in (TRAIN, HELD_OUT)}
     places = Places(
-        policy=str(policy), train=str(folder / TRAIN),
-        held_out=str(folder / (HELD_OUT if written[HELD_OUT] else TRAIN)),
-        rewards=str(folder / REWARDS) if rewards else None,
+        policy=str(policy), train=str(folder / TRAIN), held_out=str(folder / (HELD_OUT if rows[HELD_OUT] else TRAIN)),
+        rewards=str(folder / REWARDS) if rewards else None, measures=bool(rows[HELD_OUT]),
         reward_model=str(inputs["reward_model"]) if "reward_model" in inputs else None,
         pipeline=plan.pipeline.name, stage=stage,
     )  # fmt: skip
-    recipe = verl_recipe(method, planned.stage.resources, places, written[TRAIN])
-    stated = _keys(overrides)
-    config = {key: value for key, value in recipe.config.items() if key.lstrip("+") not in stated}
+    recipe = verl_recipe(method, planned.stage.resources, places, len(rows[TRAIN]))
+    replaced = _keys(overrides)
+    config = {key: value for key, value in recipe.config.items() if key.lstrip("+") not in replaced}
     words = [*(f"{key}={flat(value)}" for key, value in sorted(config.items())), *overrides]
-    (folder / COMMAND).write_text(_command(words), encoding="utf-8")
-    (folder / COMMAND).chmod(0o755)
-    (folder / NOTES).write_text("".join(f"{note}\n" for note in recipe.notes), encoding="utf-8")
-    sizes = {Path(name).stem: count for name, count in written.items()}
+    texts = {
+        REWARDS: _rewards_module(stage, rewards, policy) if rewards else None,
+        NOTES: "".join(f"{note}\n" for note in recipe.notes),
+        COMMAND: _command(words),
+    }
+    _write(folder, rows, texts)
+    sizes = {Path(name).stem: len(each) for name, each in rows.items()}
     return Exported(folder=folder, num_rows=sizes, config=config, overrides=list(overrides), notes=recipe.notes)
 
 
@@ -168,19 +167,35 @@ def _counts_tokens(name: str) -> bool:
     return name in BUILT_IN and BUILT_IN[name].counts_tokens
 
 
-def write_rows(rows: Path, target: Path, source: str, ability: str, truth: str | None) -> int:
-    """Writes prepared prompts in verl's schema and returns their number; writes no file without rows.
-
-    ``extra_info.posttrain`` holds the prompt and its columns for our rewards, as JSON, since columns may differ in type
-    between rows. ``reward_model.ground_truth`` is for verl's own functions.
-    """
+def _write(folder: Path, rows: Mapping[str, list[dict[str, object]]], texts: Mapping[str, str | None]) -> None:
+    """Writes all files, or removes those that this export does not have; nothing is refused from here on."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    found = list(_verl_rows(rows, source, ability, truth))
-    if found:
-        pq.write_table(pa.Table.from_pylist(found), target)
-    return len(found)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, each in rows.items():
+        if each:
+            pq.write_table(pa.Table.from_pylist(each), folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
+    for name, text in texts.items():
+        if text is None:
+            (folder / name).unlink(missing_ok=True)
+        else:
+            (folder / name).write_text(text, encoding="utf-8")
+    (folder / COMMAND).chmod(0o755)
+
+
+def verl_rows(rows: Path, source: str, ability: str, truth: str | None) -> list[dict[str, object]]:
+    """Prepared prompts in verl's schema; none where the file is missing.
+
+    ``extra_info.posttrain`` holds the prompt and its columns for our rewards, as JSON, since columns may differ in type
+    between rows. ``reward_model.ground_truth`` is for verl's own functions.
+
+    Raises:
+        ConfigError: a row has tools.
+    """
+    return list(_verl_rows(rows, source, ability, truth))
 
 
 def _verl_rows(rows: Path, source: str, ability: str, truth: str | None) -> Iterator[dict[str, object]]:

@@ -42,7 +42,24 @@ _INSTEAD = {  # field -> what verl does instead
     "save": "saves sharded checkpoints: python -m verl.model_merger makes a model of one",
     "best": "keeps no best model",
     "adapter.dropout": "has no dropout in a LoRA",
+    "save_minutes": "saves by steps alone",
+    "keep_best": "keeps the newest checkpoints alone",
+    "max_failures": "restarts nothing itself: run it again, and it resumes from its last checkpoint",
+    "hang_minutes": "waits for a worker that hangs",
+    "deterministic": "has kernels that are not deterministic",
+    "weights": "sets it by the precision",
+    "attention": "has FlashAttention, or what actor_rollout_ref.model.override_config says",
+    "zero_stage": "shards by FSDP",
+    "precompute_reference": "computes the reference's log-probabilities in each step",
+    "cpus_per_worker": "sets its own threads",
+    "gpus_per_worker": "takes one GPU for each worker",
+    "launcher": "starts its workers by Ray",
+    "empty_cache_steps": "empties the cache itself",
+    "check_memory": "checks no memory before it starts",
 }
+# Fields of ``resources`` that matter also where they have their defaults, and those that concern this project's plan.
+_EFFECTIVE = {"equal_rewards_patience", "save_minutes", "max_failures", "hang_minutes"}
+_OF_PLAN = {"price_per_gpu_hour", "currency", "watts_per_worker", "gpu_pool"}
 
 
 @dataclass
@@ -72,7 +89,11 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Paths of verl's inputs; ``reward_model`` is None if the slot is empty."""
+    """Paths of verl's inputs; ``reward_model`` is None if the slot is empty.
+
+    Args:
+        measures: whether ``held_out`` has rows that are not trained on, which verl measures whenever it saves.
+    """
 
     policy: str
     train: str
@@ -81,6 +102,7 @@ class Places:
     reward_model: str | None = None
     pipeline: str = "posttrain"
     stage: str = "stage"
+    measures: bool = False
 
 
 def verl_recipe(method: Method, resources: Resources, places: Places, num_rows: int) -> Recipe:
@@ -111,15 +133,35 @@ def verl_recipe(method: Method, resources: Resources, places: Places, num_rows: 
         _rloo(method, recipe)
     else:
         _ppo(method, places, recipe)
-    recipe.put(
-        "trainer", project_name=places.pipeline, experiment_name=places.stage, logger=["console"],
-        nnodes=resources.num_nodes, n_gpus_per_node=max(1, resources.num_workers // resources.num_nodes),
-        save_freq=resources.save_steps or -1, test_freq=-1, val_before_train=False,
-    )  # fmt: skip
+    _trainer(method, resources, places, num_rows, recipe)
     for name, value in unread(method, recipe.read):
+        recipe.leave(name, value)
+    for name, value in unread(resources, recipe.read | _OF_PLAN):
         recipe.leave(name, value)
     recipe.notes.append("seed: the order of prompts and the noise of samples are verl's own: its numbers are others")
     return recipe
+
+
+def _trainer(method: Generating, resources: Resources, places: Places, num_rows: int, recipe: Recipe) -> None:
+    """Machines, checkpoints and measurements. Without a frequency verl saves no model at all, also not at the end."""
+    steps = recipe.config["trainer.total_training_steps"]
+    assert isinstance(steps, int)
+    prompts = method.global_batch_size // method.num_generations
+    frequencies = [
+        *([-(-resources.save_steps // method.steps_per_generation)] if resources.save_steps else []),
+        *([max(1, round(resources.save_epochs * num_rows / prompts))] if resources.save_epochs else []),
+    ]
+    save = min([steps, *frequencies])
+    recipe.put(
+        "trainer", "num_nodes", "num_workers", "micro_batch_size", "save_steps", "save_epochs", "keep_last",
+        project_name=places.pipeline, experiment_name=places.stage, logger=["console"],
+        nnodes=resources.num_nodes, n_gpus_per_node=max(1, resources.num_workers // resources.num_nodes),
+        save_freq=save, max_actor_ckpt_to_keep=resources.keep_last, test_freq=save if places.measures else -1,
+        val_before_train=places.measures,
+    )  # fmt: skip
+    if isinstance(method, PPO):
+        recipe.put("trainer", max_critic_ckpt_to_keep=resources.keep_last)
+    recipe.put("data", "dataloader_workers", dataloader_num_workers=resources.dataloader_workers)
 
 
 def unread(setting: object, read: set[str], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -128,7 +170,7 @@ def unread(setting: object, read: set[str], prefix: str = "") -> Iterator[tuple[
     for each in fields(setting):
         name, value = prefix + each.name, getattr(setting, each.name)
         default = each.default_factory() if each.default_factory is not MISSING else each.default
-        if name in read or (value == default and name != "equal_rewards_patience") or value is None:
+        if name in read or (value == default and name not in _EFFECTIVE) or value is None:
             continue
         if is_dataclass(value) and any(other.startswith(f"{name}.") for other in read):
             yield from unread(value, read, f"{name}.")
@@ -240,9 +282,12 @@ def _optimization(method: Generating, recipe: Recipe) -> None:
 def _model(method: Generating, resources: Resources, places: Places, recipe: Recipe) -> None:
     model = "actor_rollout_ref.model"
     recipe.put(
-        model, path=places.policy, enable_gradient_checkpointing=resources.checkpointed_layers is not None,
-        use_remove_padding=True,
+        model, "gradient_checkpointing", "liger", path=places.policy, use_remove_padding=True,
+        enable_gradient_checkpointing=resources.checkpointed_layers is not None, use_liger=resources.liger,
     )  # fmt: skip
+    if (resources.checkpointed_layers or 1) > 1:
+        recipe.leave("gradient_checkpointing", f"{resources.gradient_checkpointing}, checkpointed in all layers")
+    recipe.put(_ACTOR, "compile", use_torch_compile=resources.compile)
     dtype = _DTYPES.get(resources.resolved_precision(method.precision))
     if dtype is None:
         recipe.leave("precision", method.precision)

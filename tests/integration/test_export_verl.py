@@ -138,6 +138,8 @@ def test_what_verl_cannot_read_is_refused(folder: Path) -> None:
     assert near.returncode == 2 and "did you mean grpo?" in near.stderr
     empty = command("export", "verl", "grpo", *words(folder), "--set", "trainer.nnodes")
     assert empty.returncode == 2 and "--set trainer.nnodes: KEY=VALUE is accepted" in empty.stderr
+    out = folder / "verl" / "grpo"
+    assert not out.exists()  # a refused export writes nothing
     (folder / "chat" / "model.safetensors").rename(folder / "chat" / "adapter_model.safetensors")
     alone = command("export", "verl", "grpo", *words(folder))
     assert alone.returncode == 2 and "an adapter without its base, which verl cannot load" in alone.stderr

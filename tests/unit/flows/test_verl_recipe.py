@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from flows.verl.recipe import Places, Recipe, flat, verl_recipe
+from flows.verl.recipe import _OF_PLAN, Places, Recipe, flat, verl_recipe
 from lineage.errors import ConfigError
-from tasks.best import Best
-from tasks.context import Resources
+from tasks.best import Best, KeepBest
+from tasks.context import Launcher, Resources
 from tasks.grpo import GRPO
 from tasks.method import Adapter, Optimizer, Quantization, Schedule
 from tasks.reward_functions import RewardFunction
@@ -67,7 +67,8 @@ def test_grpo_has_the_same_batches_lengths_and_loss() -> None:
         "actor_rollout_ref.actor.use_kl_loss": True, "actor_rollout_ref.actor.kl_loss_coef": 0.02,
         "actor_rollout_ref.actor.kl_loss_type": "low_var_kl", "algorithm.use_kl_in_reward": False,
         "actor_rollout_ref.model.path": "/models/sft", "reward.custom_reward_function.path": "/out/rewards.py",
-        "trainer.nnodes": 2, "trainer.n_gpus_per_node": 4, "trainer.save_freq": 10,
+        "trainer.nnodes": 2, "trainer.n_gpus_per_node": 4,
+        "trainer.save_freq": 5,  # 10 optimizer steps: 5 generations
     }  # fmt: skip
     assert {key: config[key] for key in expected} == expected
 
@@ -190,6 +191,39 @@ def test_every_field_changes_the_settings_or_is_named(build) -> None:
     assert sorted(name.partition("=")[0] for name in unnamed) == ["adapter_in", "reward_model_weight", "rewards"]
 
 
+@pytest.mark.parametrize(
+    ("resources", "measures", "expected"),
+    [
+        (Resources(), False, {"save_freq": 100, "test_freq": -1, "val_before_train": False}),
+        (Resources(save_steps=30), True, {"save_freq": 30, "test_freq": 30, "val_before_train": True}),
+        (Resources(save_epochs=0.2), False, {"save_freq": 25, "max_actor_ckpt_to_keep": 2}),
+        (Resources(save_steps=10**6, keep_last=4), False, {"save_freq": 100, "max_actor_ckpt_to_keep": 4}),
+    ],
+)
+def test_verl_saves_at_the_latest_at_the_end_and_measures_held_out_rows(resources, measures, expected) -> None:
+    found = verl_recipe(grpo(global_batch_size=64), resources, replace(PLACES, measures=measures), num_rows=1000)
+    assert {name: found.config[f"trainer.{name}"] for name in expected} == expected
+
+
+OTHER_RESOURCES = {
+    "num_nodes": 2, "num_workers": 2, "cpus_per_worker": 3, "gpus_per_worker": 1, "micro_batch_size": 4,
+    "launcher": Launcher.CLUSTER, "zero_stage": 2, "save_steps": 7, "save_epochs": 0.3, "save_minutes": 2.0,
+    "keep_last": 5, "keep_best": KeepBest(metric="loss"), "max_failures": 1, "deterministic": True, "weights": "bf16",
+    "attention": "eager", "gradient_checkpointing": 2, "compile": True, "precompute_reference": True, "liger": True,
+    "empty_cache_steps": 3, "dataloader_workers": 2, "check_memory": False, "hang_minutes": 4.0,
+}  # fmt: skip
+
+
+def test_every_field_of_resources_changes_the_settings_or_is_named() -> None:
+    before = exported(grpo())
+    for each in fields(Resources):
+        if each.name in _OF_PLAN:
+            continue
+        after = exported(grpo(), Resources(**{each.name: OTHER_RESOURCES.get(each.name, "sdpa")}))
+        named = [note for note in after.notes if note.startswith(f"{each.name}=")]
+        assert before.config != after.config or named, each.name
+
+
 def test_what_verl_cannot_do_is_refused() -> None:
     both = replace(PLACES, reward_model="/models/reward")
     with pytest.raises(ConfigError, match="rewards and the slot reward_model are both filled"):
@@ -225,10 +259,13 @@ def verl_config() -> Path | None:
 
 @pytest.mark.skipif(verl_config() is None, reason="needs verl: pip install --no-deps verl==0.9.1")
 @pytest.mark.parametrize("build", [grpo, rloo, ppo])
-def test_verl_has_every_key(build) -> None:
+def test_verl_has_every_key(build, monkeypatch) -> None:
     from hydra import compose, initialize_config_dir
+    from hydra.core.override_parser import overrides_parser
+    from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
     from omegaconf import OmegaConf
 
+    monkeypatch.setattr(overrides_parser, "HydraOverrideVisitor", HydraOverrideVisitor)  # as verl's process has it
     methods = [build(), build(adapter=Adapter(exclude_modules="lm_head"), optimizer=Optimizer(eps=1e-6))]
     methods.append(build(sampling=Sampling(repetition_penalty=1.2), schedule=Schedule(warmup=4)))
     for method in methods:
