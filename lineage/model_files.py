@@ -23,6 +23,11 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "additional_chat_templates",
 )
+# Of models that also read images or sound: copied too, so that an output reads what its input read.
+PROCESSOR_FILES = (
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    "audio_tokenizer_config.json", "tekken.json",
+)  # fmt: skip
 _WEIGHTS, _INDEX = ".safetensors", ".index.json"
 _READ = (
     "config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json",

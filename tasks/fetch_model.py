@@ -16,7 +16,7 @@ from lineage.cached import cached
 from lineage.digest import digest_all, digest_file
 from lineage.errors import ConfigError
 from lineage.fingerprint import digest_json, short
-from lineage.model_files import TOKENIZER_FILES, read_json, require_own_files, require_sound
+from lineage.model_files import PROCESSOR_FILES, TOKENIZER_FILES, read_json, require_own_files, require_sound
 from lineage.model_source import (
     check_code,
     check_tokens,
@@ -306,6 +306,9 @@ def _assemble(source: Source, parts: _Parts, draft: Path) -> None:
     config = checked_config(_BASE, config, source.model_kwargs)
     generation = read_json(parts.config, _GENERATION)
     copy_tokenizer_files(parts.tokenizer, draft)
+    for name in PROCESSOR_FILES:
+        if (parts.config / name).exists():
+            shutil.copyfile(parts.config / name, draft / name)
     if parts.code:
         config = _own_code(source, config)
         found = read_json(draft, _TOKENIZER_CONFIG)

@@ -210,7 +210,8 @@ class Merge(Method):
             )
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        from tasks.train.models import copy_tokenizer, whole_model
+        from tasks.train.adapter_files import base_and_adapters
+        from tasks.train.models import copy_tokenizer, save_whole, whole_model
         from tasks.train.sharding import leave_out_deepspeed
 
         leave_out_deepspeed()
@@ -221,7 +222,8 @@ class Merge(Method):
         before: list[float] = []
         if self.combination is None or self.space == "adapters":
             model = self._with_adapters(inputs, ctx, lambda adapted: before.extend(self._golden(adapted, inputs)))
-            model.to(torch_dtype(self.dtype or "fp32")).save_pretrained(ctx.output_dir, safe_serialization=True)
+            model = model.to(torch_dtype(self.dtype or "fp32"))
+            save_whole(model, base_and_adapters(policy.path)[0], ctx.output_dir)
             del model
         else:
             self._combine_weights(inputs, ctx)
@@ -452,11 +454,11 @@ def whole_weights(inputs: "Inputs", work: Path) -> dict[str, Places]:
 def _merged_directory(slot: str, given: "Input", work: Path, *, again: bool = False) -> Path:
     """The directory with a model's whole weights; written to ``work`` where it has adapters. One model is in memory."""
     from tasks.train.adapter_files import base_and_adapters
-    from tasks.train.models import whole_model
+    from tasks.train.models import save_whole, whole_model
 
     base, adapters = base_and_adapters(given.path)
     if not adapters and not again:
         return base
     if not (work / slot).is_dir():
-        whole_model(given.kind, given.path).save_pretrained(work / slot, safe_serialization=True)
+        save_whole(whole_model(given.kind, given.path), base, work / slot)
     return work / slot

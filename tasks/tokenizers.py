@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError
-from lineage.model_files import TOKENIZER_FILES, read_json
+from lineage.model_files import PROCESSOR_FILES, TOKENIZER_FILES, read_json
 from tasks.recipe import Input
 from tasks.remote_code import local_options, trusts
 
@@ -179,8 +179,8 @@ def differing_tokens(vocabulary: Mapping[str, int], known: Mapping[str, int]) ->
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
-    """Copies all files of the tokenizer and its chat template."""
-    for name in TOKENIZER_FILES:
+    """Copies all files of the tokenizer, its chat template, and those by which a model reads images or sound."""
+    for name in (*TOKENIZER_FILES, *PROCESSOR_FILES):
         path = source / name
         if path.is_dir():
             shutil.copytree(path, target / name, dirs_exist_ok=True)

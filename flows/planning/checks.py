@@ -171,6 +171,20 @@ def position_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
     ]
 
 
+def text_part_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
+    """Notes on models that also read images or sound, whose text part alone is trained."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name, _, config in _trainings(pipeline):
+        parts = tuple(part for part in ("vision_config", "audio_config") if config.get(part) is not None)
+        if name in stages and parts:
+            found.setdefault(parts, []).append(name)
+    return [
+        f"{', '.join(names)}: rows of text train the text part of the model; what its {' and '.join(parts)} describes "
+        "is frozen and copied into the output, as are weights that no class of transformers loads (mtp.*)"
+        for parts, names in found.items()
+    ]
+
+
 def batch_notes(pipeline: Pipeline) -> dict[str, str]:
     """Stage -> why its ``micro_batch_size`` and ``num_workers`` change the model.
 

@@ -18,6 +18,7 @@ from flows.planning.checks import (
     check_kernels,
     check_positions,
     check_row_kinds,
+    text_part_notes,
 )
 from flows.planning.model_checks import check_merges, check_models, check_replay, check_same_split, check_store
 from flows.planning.staleness import (
@@ -213,6 +214,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     effects = batch_notes(resolved)
     notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
     resolutions = [note for planned in stages for note in planned.stage.notes if planned.state != "reuse"]
+    notes += text_part_notes(resolved, [planned.name for planned in stages if planned.state != "reuse"])
     notes = list(dict.fromkeys([*champions.notes, *resolutions, *notes]))  # several stages may have the same note
     lengths = {planned.name: planned.hyperparameters for planned in stages if planned.state != "reuse"}
     advice = advice_of(resolved, lengths)

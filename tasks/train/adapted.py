@@ -181,7 +181,7 @@ def _saved(adapter: Adapter, model: "PreTrainedModel") -> list[str]:
                 f"adapter.modules_to_save={adapter.modules_to_save}: the model has no module {wanted}; it has "
                 f"{', '.join(ends)}; name some of these"
             )
-        tied = model.config.get_text_config().tie_word_embeddings
+        tied = getattr(model.config, "tie_word_embeddings", False)
         embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
         if tied and any(model.get_submodule(name) in embeddings for name in matched):
             raise ConfigError(

@@ -14,6 +14,7 @@ from tasks.train.optimizers import names_in
 
 if TYPE_CHECKING:
     from torch.nn import Module
+    from transformers import PreTrainedModel
 
 _TOWERS = ("vision", "visual", "audio")  # in the names of blocks that read no text
 _EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of what lies before the blocks
@@ -91,6 +92,38 @@ def freeze(model: "Module", setting: Freeze) -> None:
     for name in frozen:
         parameters[name].requires_grad_(False)
     logger.info("frozen=%d of=%d parameters=%s", len(frozen), len(parameters), setting)
+
+
+def unread_by_text(model: "PreTrainedModel") -> set[str]:
+    """The names of the parameters that rows of text never reach, as those of a vision tower; empty: of a text model.
+
+    They are all but the decoder, the embedding and the head.
+    """
+    if model.config.get_text_config() is model.config:
+        return set()
+    parts = [
+        model.get_decoder(),
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+        getattr(model, "score", None),
+    ]
+    read = {id(each) for part in parts if part is not None for each in part.parameters()}
+    return {name for name, each in model.named_parameters() if id(each) not in read}
+
+
+def freeze_unread(model: "PreTrainedModel") -> None:
+    """Freezes what text does not reach: workers would wait for its gradients, which never come."""
+    unread = unread_by_text(model)
+    for name, parameter in model.named_parameters():
+        if name in unread:
+            parameter.requires_grad_(False)
+    if unread:
+        logger.info("frozen=%d parameters, which text does not reach: %s", len(unread), ", ".join(_parts(unread)))
+
+
+def _parts(names: Iterable[str]) -> list[str]:
+    """The parts of a model that parameters are in: ``model.visual``."""
+    return sorted({".".join(name.split(".")[:2]) for name in names})
 
 
 def block_of(name: str) -> int | None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,14 @@ if TYPE_CHECKING:
 POLICY, BASE = "policy", "base"  # slots
 CONFIG, _GENERATION = "config.json", "generation_config.json"
 _ADAPTER = "adapter_config.json"
+# Buffers that older files store and classes compute.
+_COMPUTED = re.compile(
+    r"rotary_emb\.inv_freq$|(^|\.)position_ids$|\.attn\.(masked_)?bias$|\.attention\.(masked_)?bias$"
+)
+_IN_FEW_BITS = re.compile(  # what stands for a weight, or beside it, in a quantized file
+    r"\.weight\.(absmax|quant_map|nested_\w+|quant_state\.\w+)$|_scale(_inv)?$|_(blocks|scales)$"
+    r"|\.(SCB|weight_format|qweight|qzeros|scales|g_idx|codes|codebooks)$"
+)
 _NEARLY_PARALLEL = 1e-6  # sine of the angle between two tensors, below which their interpolation is linear
 # Settings of config.json that two models must share: if they differ, the same weights define another function.
 _SHARED = (
@@ -159,6 +168,40 @@ def shape_of(places: Places, name: str) -> tuple[int, ...]:
 
     with safe_open(places[name], framework="pt") as file:
         return tuple(file.get_slice(name).get_shape())
+
+
+def names_lost(before: Places, after: Places, model: "PreTrainedModel") -> set[str]:
+    """The weights of a model's files that those of another one written from it lack.
+
+    No loss are a name without the prefix of the backbone or with it, buffers that classes no longer store, the second
+    name of a matrix that head and embedding share, and what formats of few bits store beside a weight.
+    """
+    prefix = f"{model.base_model_prefix}."
+    kept = {name.removeprefix(prefix) for name in after}
+    tied = {name.removeprefix(prefix) for name in model.all_tied_weights_keys}
+    tied |= kept
+    return {
+        name for name in before
+        if name.removeprefix(prefix) not in tied and not _COMPUTED.search(name) and not _IN_FEW_BITS.search(name)
+    }  # fmt: skip
+
+
+def add_weights(directory: Path, tensors: "Mapping[str, Tensor]") -> None:
+    """Adds weights to a model's directory: to its only file, or as one more file that its index names."""
+    from safetensors.torch import load_file, save_file
+
+    index = read_json(directory, INDEX)
+    if not isinstance(index, dict):
+        draft = directory / f"{WHOLE}.draft"
+        save_file({**load_file(directory / WHOLE), **tensors}, draft, metadata={"format": "pt"})
+        draft.replace(directory / WHOLE)
+        return
+    last = "model-of-weights-that-were-not-trained.safetensors"
+    save_file(dict(tensors), directory / last, metadata={"format": "pt"})
+    places = {**index["weight_map"], **dict.fromkeys(tensors, last)}
+    size = sum(each.nbytes for each in tensors.values()) + index["metadata"].get("total_size", 0)
+    content = {"metadata": {**index["metadata"], "total_size": size}, "weight_map": places}
+    (directory / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def read_tensor(places: Places, name: str) -> "Tensor":
@@ -434,7 +477,7 @@ def _separate_head(model: "PreTrainedModel") -> bool:
         layers = [each.get_base_layer() if isinstance(each, BaseTunerLayer) else each for each in (embedding, head)]
         if layers[1].weight is layers[0].weight:
             layers[1].weight = torch.nn.Parameter(layers[0].weight.detach().clone(), requires_grad=False)
-    return head is not None and bool(model.config.get_text_config().tie_word_embeddings)
+    return head is not None and bool(getattr(model.config, "tie_word_embeddings", False))
 
 
 def _share_or_separate_head(model: "PreTrainedModel") -> None:

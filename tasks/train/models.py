@@ -1,6 +1,7 @@
 """Loads the models of a stage, and saves its output so that it loads alone."""
 
 import copy
+import json
 import logging
 import shutil
 import warnings
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, PipelineError
 from lineage.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
 from tasks.context import Metrics
 from tasks.recipe import Input, TrainingRecipe
@@ -27,13 +28,18 @@ from tasks.train.adapter_files import (
     rounding_of_base,
     save_adapter,
 )
+from tasks.train.freeze import unread_by_text
 from tasks.train.merging import (
     Golden,
     Merged,
+    add_weights,
     compared,
     golden_texts_for,
     golden_values,
     merge_adapters,
+    names_lost,
+    places_of,
+    read_tensor,
     require_same_values,
     tolerance_of,
 )
@@ -51,6 +57,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
     from tasks.context import Dtype, TrainContext
 
@@ -301,14 +308,94 @@ def _read_into_bf16(enabled: bool) -> Iterator[None]:
         PreTrainedModel._get_dtype_plan = plain
 
 
+def _class_for(kind: Kind, config: "PreTrainedConfig") -> "type[_BaseAutoModelClass]":
+    """The auto class that loads all of a model.
+
+    Of a model of text and images transformers has no causal class, or one of its text part alone, which would lose the
+    rest: then it is the class that also reads images, and rows of text use its text part.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers.models.auto import modeling_auto
+
+    known = type(config)
+    if config.get_text_config() is config or getattr(config, "auto_map", None):
+        return AutoModelForCausalLM if kind == Kind.CHECKPOINT else AutoModelForSequenceClassification
+    if kind == Kind.REWARD_MODEL:
+        if known not in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            raise ConfigError(
+                f"a model of type {config.model_type} reads images too, and transformers has no class of it with a "
+                "head for scores; a model of text, or of type gemma3 or qwen3_5, is accepted; start from one of these"
+            )
+        return AutoModelForSequenceClassification
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    if known in causal and causal[known].config_class is known:
+        return AutoModelForCausalLM
+    return (
+        AutoModelForImageTextToText
+        if known in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        else (AutoModelForCausalLM)
+    )
+
+
+def save_whole(model: "PreTrainedModel", base: Path, output: Path) -> None:
+    """Saves a model with all weights of the one that it was made from: those that were not trained, byte for byte.
+
+    A class may ignore weights of its model's files, as a head for several tokens at once (``mtp.*``), and text does not
+    reach a vision tower: both are copied. What a reward model has no place for, as the head over the vocabulary, is
+    logged.
+
+    Args:
+        base: the directory that the model was loaded from.
+
+    Raises:
+        PipelineError: a weight of the base is neither in the output nor logged as left out.
+    """
+    unread = unread_by_text(model)
+    state = {name: each for name, each in model.state_dict().items() if name not in unread} if unread else None
+    model.save_pretrained(output, safe_serialization=True, state_dict=state)
+    before, after = places_of(base), places_of(output)
+    lost = names_lost(before, after, model)
+    if model.get_output_embeddings() is None:
+        dropped = {name for name in lost if not any(_in_file(each, name, model) for each in unread)}
+        if dropped:
+            logger.warning("reward_model=%s left_out=%s", output, ", ".join(sorted(dropped)))
+        _forget_heads(output, dropped)
+        lost -= dropped
+    if lost:
+        logger.info("copied=%d weights that were not trained: %s", len(lost), ", ".join(sorted(lost)[:8]))
+        add_weights(output, {name: read_tensor(before, name) for name in sorted(lost)})
+    still = names_lost(before, places_of(output), model) if lost else set()
+    if still:
+        raise PipelineError(f"{output} lacks weights of {base}: {', '.join(sorted(still)[:8])}")
+
+
+def _in_file(parameter: str, name: str, model: "PreTrainedModel") -> bool:
+    """Whether a parameter is that of a file's name: files may name a part without or under the model's prefix."""
+    prefix = f"{model.base_model_prefix}."
+    return parameter == name or parameter.removeprefix(prefix) == name.removeprefix(prefix)
+
+
+def _forget_heads(output: Path, dropped: "set[str]") -> None:
+    """Makes a config true whose model has no head for several tokens at once any more."""
+    if any(name.startswith("mtp.") for name in dropped):
+        config = read_json(output, _CONFIG)
+        assert isinstance(config, dict)
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict) and "mtp_num_hidden_layers" in part:
+                part["mtp_num_hidden_layers"] = 0
+        (output / _CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
 def _full_model(
     kind: Kind, directory: Path, config: "PreTrainedConfig", quantizer: Quantizer | None, local: Mapping[str, bool]
 ) -> "PreTrainedModel":
     import torch
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
     from trl.trainer.reward_trainer import suppress_seqcls_warning
 
-    auto = AutoModelForCausalLM if kind == Kind.CHECKPOINT else AutoModelForSequenceClassification
+    auto = _class_for(kind, config)
     options: dict[str, object] = {}
     found = quantization_format(read_json(directory, _CONFIG))
     if found:
@@ -402,7 +489,7 @@ def save_output(
         return {}
     metrics: Metrics = {}
     if not isinstance(model, PeftModel):
-        model.save_pretrained(ctx.output_dir, safe_serialization=True)
+        save_whole(model, base_and_adapters(policy.path)[0], ctx.output_dir)
         copy_tokenizer(policy.path, ctx.output_dir)
         return metrics
     base = intake(method, policy).beneath or Base.of(policy)
@@ -417,7 +504,7 @@ def save_output(
     else:
         save_adapter(model, ctx.output_dir / ADAPTER_DIR, base, start)
         found = _merge(method, model, policy, ctx, prompts)
-        found.model.save_pretrained(ctx.output_dir, safe_serialization=True)
+        save_whole(found.model, base_and_adapters(policy.path)[0], ctx.output_dir)
         metrics = compared(found.before, found.after, is_reward_model=method.produces == Kind.REWARD_MODEL)
     copy_tokenizer(policy.path, ctx.output_dir)
     return metrics

@@ -44,13 +44,14 @@ from tasks.train.callbacks import Jumps, StepZeroProof, require_agreement
 from tasks.train.checkpointing import held_out_rows
 from tasks.train.fast_lora import speed_up
 from tasks.train.fit import RankBudget, fit
-from tasks.train.freeze import freeze
+from tasks.train.freeze import freeze, freeze_unread
 from tasks.train.generating import Generating
 from tasks.train.kernels import (
     attention_of,
     forget_liger,
     hold_as_trained,
     hold_in,
+    plain,
     prepare_layers,
     replace_kernels,
 )
@@ -116,6 +117,7 @@ class TrainingRun:
             return start
         model = self._adapted(start.model) if self.method.adapter else start.model
         complete_head(model)
+        freeze_unread(plain(model))
         step_in_fp32(model)
         self._count(model)
         if self._is_reward_model:
@@ -134,6 +136,7 @@ class TrainingRun:
             policy = models.load_reward_model(self.method, given, self.ctx, self._base_dtype)
         else:
             policy = models.load_policy(self.method, given, self.ctx, self._intake, self._base_dtype)
+        freeze_unread(policy.model)
         if self.method.freeze:
             freeze(policy.model, self.method.freeze)
         require_positions(policy.model.config, self.method.max_length)
@@ -282,6 +285,7 @@ class TrainingRun:
         )
         if divides:
             self._start_by_tokens(trainer, is_line)
+        freeze_unread(plain(trainer.model))  # an adapter on it too
         install_optimizer(trainer, self.method.optimizer, self.method.learning_rate)
         install_schedule(trainer, self.method.schedule, self.method.learning_rate)
         frozen = [each for each in own.values() if isinstance(each, PreTrainedModel)]
