@@ -357,7 +357,7 @@ def save_whole(model: "PreTrainedModel", base: Path, output: Path) -> None:
     state = {name: each for name, each in model.state_dict().items() if name not in unread} if unread else None
     model.save_pretrained(output, safe_serialization=True, state_dict=state)
     before, after = places_of(base), places_of(output)
-    lost = names_lost(before, after, model)
+    lost, dropped = names_lost(before, after, model), set[str]()
     if model.get_output_embeddings() is None:
         dropped = {name for name in lost if not any(_in_file(each, name, model) for each in unread)}
         if dropped:
@@ -367,7 +367,7 @@ def save_whole(model: "PreTrainedModel", base: Path, output: Path) -> None:
     if lost:
         logger.info("copied=%d weights that were not trained: %s", len(lost), ", ".join(sorted(lost)[:8]))
         add_weights(output, {name: read_tensor(before, name) for name in sorted(lost)})
-    still = names_lost(before, places_of(output), model) if lost else set()
+    still = names_lost(before, places_of(output), model) - dropped
     if still:
         raise PipelineError(f"{output} lacks weights of {base}: {', '.join(sorted(still)[:8])}")
 
