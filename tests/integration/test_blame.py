@@ -28,7 +28,7 @@ def toy(tmp_path):
 def make(toy: Command, *words: str) -> dict[str, str]:
     """Runs every stage without Prefect; stage -> fingerprint."""
     for name in STAGES:
-        made = call(["stage", name, *toy.cli_args("run"), *words], toy.folder, toy.environment)
+        made = call(["stage", name, *toy.cli_args("run"), "resources=foreground", *words], toy.folder, toy.environment)
         assert made.returncode == 0, made.stderr
     rows = json.loads(toy("plan", "--json", *words).stdout)["stages"]
     return {row["stage"]: row["fingerprint"][:16] for row in rows}

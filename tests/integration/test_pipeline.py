@@ -175,6 +175,7 @@ def test_a_cluster_gives_the_same_bits_and_two_workers_the_same_trajectory(own):
     assert losses(here["sft"]) == pytest.approx(losses(there["sft"]), abs=1e-4)
 
 
+@pytest.mark.slow  # of a data stage in test_prepare_data.py
 def test_a_bad_row_is_named_before_anything_trains(own):
     bad = own.folder / "bad.jsonl"
     good = (own.folder / "preferences.jsonl").read_text().splitlines()

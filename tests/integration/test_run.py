@@ -124,6 +124,7 @@ def test_a_stage_runs_in_the_foreground_for_a_debugger(toy):
     assert toy.states(*SLOW_LEFT)["left"] == "resume"
 
 
+@pytest.mark.slow  # quick in unit/flows/stages/test_execute.py
 def test_a_source_that_changes_while_it_is_read_is_not_committed_under_its_old_name(toy, tmp_path):
     process = toy.start("run", "stages.data.method.seconds=3", "resources.launcher=foreground")
     wait_until(lambda: list(tmp_path.glob("artifacts/data/*/output/rows.txt")), "the rows are read")

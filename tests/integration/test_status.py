@@ -71,6 +71,7 @@ def test_a_run_is_seen_followed_and_cancelled_from_outside(toy, slow, prefect_ur
     assert toy("cancel", "latest").stdout == f"{run['id']} has ended: stopped\n"
 
 
+@pytest.mark.slow  # quick in unit/flows/test_status_report.py
 def test_a_run_that_was_killed_is_shown_as_died_with_the_command_that_goes_on(toy, slow):
     slow.kill()
     slow.wait(timeout=10)

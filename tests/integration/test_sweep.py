@@ -89,6 +89,7 @@ def test_what_trials_share_is_made_once_and_a_rerun_makes_what_is_missing(toy, f
     assert not (folder / "artifacts" / "pipelines").exists()  # no sweep moves the view
 
 
+@pytest.mark.slow  # quick in test_sweep_engine.py
 def test_a_failed_trial_is_told_at_once_and_stops_no_other(toy, folder, prefect_url):
     words = ("stages.left.method.fail=true,false", "stages.left.method.step_seconds=0.2", "sweep.parallel=1")
     told, errors = sweep(toy, *words, code=1)
@@ -104,6 +105,7 @@ def test_a_failed_trial_is_told_at_once_and_stops_no_other(toy, folder, prefect_
     assert started(errors) == ["left#0"]
 
 
+@pytest.mark.slow  # quick in test_sweep_engine.py
 def test_a_shared_stage_that_fails_ends_the_trials_that_need_it(toy, folder):
     (folder / "rows.txt").write_bytes(b"\xff")  # no text
     told, errors = sweep(toy, RATES, code=1)
@@ -177,6 +179,7 @@ def test_mlflow_shows_the_trials_below_the_sweep_and_the_best_is_a_run_with_noth
     assert winner.returncode == 0 and "nothing to do: all 4 stages are finished" in winner.stdout
 
 
+@pytest.mark.slow  # quick in test_sweep_engine.py
 def test_a_pruned_trial_ends_its_process_and_the_sweep_goes_on(tracked, folder, uri):
     steps = ("stages.left.method.num_steps=40", "stages.left.method.step_seconds=0.1")
     told, errors = sweep(tracked, *PRUNED, TWO_LEVELS, *steps)

@@ -218,6 +218,7 @@ def test_models_of_a_training_on_a_cpu_use_that_attention_and_get_the_same_numbe
     assert F.scaled_dot_product_attention is plain_sdpa
 
 
+@pytest.mark.slow  # a process that imports everything
 def test_grpos_trainer_is_imported_without_bitsandbytes_and_mlflow():
     script = (
         "import sys\nimport tasks.light_imports, trl.trainer.grpo_trainer\n"
