@@ -184,15 +184,23 @@ class _Writer:
         """Chooses one value."""
         now = self.case.values.get(field)
         row = self._row(field)
-        if field == "method.num_epochs" and self.method.num_steps is not None and self.kept:
-            field, now = "method.num_steps", self.method.num_steps
+        length = (field, now)  # of a stage with steps, these are kept, and not the epochs that they are
+        if field == "method.num_epochs" and self.method.num_steps is not None:
+            length = ("method.num_steps", self.method.num_steps)
         if row is None or self.kept:
             if now is not None:
-                self._put(field, now, now, self.kept or "as set; the documents have no range for it", _PIPELINE)
+                self._put(
+                    length[0],
+                    length[1],
+                    length[1],
+                    self.kept or "as set; the documents have no range for it",
+                    _PIPELINE,
+                )
             return
         accepted = _accepted(row)
         if now is not None and accepted and self._keeps(field, now, row):
-            self._put(field, now, now, f"as set, inside {accepted.text}{_unit(field, row)}", row.source)
+            unit = f" epochs, as {length[1]} steps" if length[0] != field else _unit(field, row)
+            self._put(length[0], length[1], length[1], f"as set, inside {accepted.text}{unit}", row.source)
             return
         value, why = self._value(field, row)
         text = f"{accepted.text}{f' for {SIZES[row.size]}' if row.size else ''}" if accepted else "its default"
@@ -267,7 +275,8 @@ class _Writer:
 
     def _steps(self) -> int:
         epochs, num_steps = self._chosen("method.num_epochs"), self.method.num_steps
-        if num_steps and (self.kept or "method.num_steps" not in self.values):
+        replaced = "method.num_steps" in self.values and self.values["method.num_steps"].value is None
+        if num_steps and not replaced:
             return num_steps
         return max(1, math.ceil(float(epochs or 1) * self.num_rows / self._batch()))
 

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from flows.declare.compose import compose_tree, declared_sources, field_of, groups
 from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger, strict
+from flows.declare.peer_names import FIELDS, value_of
 from flows.declare.pipeline import Advise, CodeDrift, Pipeline, Stage, listed
 from flows.declare.sweep import Sweep
 from lineage.artifact import SOURCE, Source
@@ -91,11 +92,16 @@ def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[
     if detail["type"] == "unexpected_keyword_argument":
         accepted = [field.name for field in fields(_class_at(cls, loc[:-1]))]
         accepted = list(dict.fromkeys([*accepted, *groups])) if len(loc) == 1 else accepted
+        peers = "" if str(loc[-1]) in accepted else FIELDS.get(str(loc[-1]), "")
+        if peers:
+            return f"{path}: unknown key; here it is {peers}; accepted: {', '.join(accepted)}"
         return f"{path}: unknown key; accepted: {listed(loc[-1], accepted)}"
     if detail["type"] in ("missing", "missing_argument"):
         return f"{path}: is not set and has no default; set {path}=..."
     form = _form(cls, detail, loc)
     hint = f"; write {path}={form}" if form else ""
+    if ours := value_of(detail["input"], str(detail["msg"])):
+        hint = f"; here it is {path}={ours}"
     if detail["type"] == "string_type" and isinstance(detail["input"], bool):
         hint = f"; where the text is meant, write '{path}=\"{json.dumps(detail['input'])}\"'"
     return f"{path}={json.dumps(detail['input'])}: {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}{hint}"

@@ -298,19 +298,34 @@ def _check_tokenizers(pipeline: Pipeline, name: str) -> None:
 
 def _check_length(pipeline: Pipeline, name: str, method: Evaluate) -> None:
     if method.max_length is not None:
+        _limits(name, pipeline, method, method.max_length)
         return
     refs = list(_models(pipeline, name).values())
     sources = [pipeline.sources[ref.removeprefix(SOURCE)] for ref in refs if pipeline.is_source(ref)]
     recipes = [pipeline.stages[ref].method.recipe() for ref in refs if not pipeline.is_source(ref)]
     lengths = [length for recipe in recipes if isinstance(length := recipe.get("max_length"), int)]
     if lengths:
-        method.lengths(max(lengths))
+        _limits(name, pipeline, method, max(lengths))
     # An output with a manifest may record the length of its rows.
     elif not any(source.path.startswith(ALIAS) or Path(source.path).name == "output" for source in sources):
         raise ConfigError(
             f"stages.{name}.method.max_length is not set, and none of the models is trained by a stage whose length it "
             f"could follow; a number of tokens is accepted; set stages.{name}.method.max_length=1024"
         )
+
+
+def _limits(name: str, pipeline: Pipeline, method: Evaluate, max_length: int) -> None:
+    """Checks the lengths of an evaluation, also against tables of positions, before anything trains."""
+    try:
+        method.lengths(max_length)
+    except ConfigError as error:
+        raise ConfigError(f"stages.{name}.method: {error}") from error
+    for ref in _models(pipeline, name).values():
+        config = root_config(pipeline, ref)
+        positions = learned_positions(config)
+        if positions is not None and max_length > positions:
+            wrong = too_few_positions(max_length, positions, str(config["model_type"]))
+            raise ConfigError(f"stages.{name}.method.{wrong}")
 
 
 def _check_thinking(pipeline: Pipeline, name: str, method: Evaluate) -> None:
@@ -455,16 +470,25 @@ def _check_optimizer(where: str, method: Training) -> None:
 
 
 def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:
-    """A suggestion for fp32 trainings on this CPU if it has bf16 instructions."""
-    slow = []
+    """Where trainings on this CPU use bf16 without its instructions, or fp32 beside them."""
+    found = {"fp32": list[str](), "bf16": list[str]()}
     for name, stage in stages.items():
         method = stage.method
-        if isinstance(method, Training) and (not method.has_own_loop or "precision" in method.applies):
-            slow += [name] if method.precision == "fp32" and not stage.resources.gpus_per_worker else []
-    found = bf16_instructions() if slow and not os.environ.get("RAY_ADDRESS") else None
-    if not found:
+        if not isinstance(method, Training) or (method.has_own_loop and "precision" not in method.applies):
+            continue
+        if method.precision in found and not stage.resources.gpus_per_worker:
+            found[method.precision].append(name)
+    if os.environ.get("RAY_ADDRESS") or not _CPU_FLAGS.is_file():
         return []
-    return [f"precision=bf16 would train {', '.join(slow)} faster: this CPU has {found} (docs/performance.md)"]
+    instructions, fp32, bf16 = bf16_instructions(), ", ".join(found["fp32"]), ", ".join(found["bf16"])
+    if instructions and fp32:
+        return [f"precision=bf16 would train {fp32} faster: this CPU has {instructions} (docs/performance.md)"]
+    if not instructions and bf16:
+        return [
+            f"precision=bf16 of {bf16}: this CPU has no instructions for it ({', '.join(_BF16_FLAGS)}), and "
+            "emulates it many times slower than fp32; set precision=fp32, which is another model (docs/performance.md)"
+        ]
+    return []
 
 
 def compile_notes(stages: Mapping[str, Stage]) -> list[str]:

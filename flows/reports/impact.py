@@ -6,7 +6,7 @@ from datetime import datetime
 from flows.wording import printable
 from lineage.artifact import ALIAS, SOURCE, Kind
 from lineage.graph.ancestry import MODELS
-from lineage.graph.impact import Impact, Retraining
+from lineage.graph.impact import MOST_VERSIONS, Impact, Retraining
 from lineage.graph.places import Indexed
 
 _MOST_ARTIFACTS = 20
@@ -34,9 +34,14 @@ def _artifacts(found: Impact) -> Iterator[str]:
     counts = found.below.counts
     total = sum(count for *_, count in counts)
     models: dict[str, int] = {}
-    for pipeline, _, kind, count in counts:
-        if kind in MODELS:
-            models[pipeline] = models.get(pipeline, 0) + count
+    if found.below.num_models > MOST_VERSIONS:  # whose run files are not read
+        for pipeline, _, kind, count in counts:
+            if kind in MODELS:
+                models[pipeline] = models.get(pipeline, 0) + count
+    else:  # without MLflow no model is registered
+        for each in found.below.newest():
+            if found.version(each):
+                models[each.pipeline] = models.get(each.pipeline, 0) + 1
     versions = ", ".join(f"{count:,} of {pipeline}" for pipeline, count in models.items()) or "none"
     yield f"{found.meant.words}: went into {total:,} artifact{'' if total == 1 else 's'}"
     yield f"  registered versions: {versions}"

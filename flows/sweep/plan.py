@@ -21,6 +21,7 @@ from flows.sweep.space import choices, combinations, fixed_and_swept, read_value
 from lineage.errors import ArtifactError, ConfigError
 from lineage.manifest import Manifest
 from tasks.context import Launcher
+from tasks.evaluate.evaluate import Evaluate
 
 Key = tuple[str, str]  # one artifact: stage and fingerprint
 
@@ -178,6 +179,7 @@ def read_sweep(arguments: Sequence[str], config_dir: Path | None = None) -> Swee
     space = {field: read_values(field, values) for field, values in params.items()}
     found = SweepPlan(sweep=sweep, params=params, space=space, overrides=words, config_dir=config_dir)
     check_sweep(sweep, space, [planned.name for planned in found.plan.stages])
+    check_metrics(sweep, found.plan)
     return found
 
 
@@ -222,6 +224,31 @@ def check_sweep(sweep: Sweep, space: Mapping[str, Override], stages: Sequence[st
         from flows.sweep.study import try_out  # imports optuna
 
         try_out(sweep, space)
+
+
+def check_metrics(sweep: Sweep, plan: Plan) -> None:
+    """Checks that an objective names what its stage will measure, where that is known before it ran.
+
+    Raises:
+        ConfigError: an evaluation measures no such policy or metric, or the stage measures nothing.
+    """
+    for name, objective in sweep.objectives.items():
+        if objective.metric is None:
+            continue
+        stage, _, metric = objective.metric.partition("/")
+        where = f"sweep.objectives.{name}.metric={objective.metric}"
+        placed = plan.stage(stage).stage
+        if not isinstance(placed.method, Evaluate):
+            continue
+        policy, _, measured = metric.partition("/")
+        policies = [slot for slot in placed.inputs if slot not in Evaluate.consumes]
+        if policy == "reward_model" and policy in placed.inputs:
+            continue
+        if policy not in policies:
+            raise ConfigError(f"{where}: {stage} measures no policy {policy}; there are: {listed(policy, policies)}")
+        metrics = placed.method.measured_metrics()
+        if measured.partition("/")[0] not in {each.partition("/")[0] for each in metrics}:
+            raise ConfigError(f"{where}: {stage} does not measure it; it measures {listed(measured, metrics)}")
 
 
 def _function(name: str, path: str) -> Callable[[Mapping[str, Manifest]], float]:

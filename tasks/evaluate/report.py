@@ -41,7 +41,8 @@ def write_report(
     references: Sequence[str],
     answered: Mapping[str, Sequence[str]],
 ) -> None:
-    """Writes ``metrics.json``, ``answers.jsonl`` (a prompt and one answer per policy) and ``table.md``.
+    """Writes ``metrics.json``, ``answers.jsonl`` (a prompt, its right answer if there is one, and an answer per
+    policy) and ``table.md``.
 
     Args:
         prompts, answers: of the held-out pairs.
@@ -54,7 +55,16 @@ def write_report(
         json.dumps({"prompt": prompt, **{name: texts[index] for name, texts in answers.items()}}, ensure_ascii=False)
         for index, prompt in enumerate(prompts)
     ]
-    (directory / ANSWERS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    lines += [
+        json.dumps(
+            {"prompt": question, "right answer": references[index]}
+            | {name: texts[index] for name, texts in answered.items()},
+            ensure_ascii=False,
+        )
+        for index, question in enumerate(questions)
+    ]
+    if lines:  # without generated answers there is no file
+        (directory / ANSWERS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     samples = _samples(questions, {"right answer": references, **answered}) if questions else _samples(prompts, answers)
     parts = [_policies(metrics, list(answers)), _reward_model(metrics), _lost(metrics), samples]
     (directory / TABLE_FILE).write_text("\n".join(filter(None, parts)), encoding="utf-8")

@@ -469,3 +469,30 @@ def test_the_url_of_a_local_file_says_its_path_and_shows_no_secret():
     with pytest.raises(ConfigError, match=r"dvc remote add -d team s3://bucket/path") as found:
         toy("store=s3://me:hidden@bucket/store")
     assert "hidden" not in str(found.value)
+
+
+SFT = "stages.sft.method"
+
+
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [
+        (f"{SFT}.eval_steps=5", "STAGE.method.validation.every_steps"),
+        (f"{SFT}.num_train_epochs=1", "STAGE.method.num_epochs"),
+        (f"{SFT}.per_device_train_batch_size=4", "STAGE.method.global_batch_size .*micro_batch_size"),
+        (f"{SFT}.gradient_accumulation_steps=4", "STAGE.method.global_batch_size: the micro batches"),
+        (f"{SFT}.adapter={{type: lora, lora_r: 8}}", "STAGE.method.adapter.rank"),
+        (f"{SFT}.lora_alpha=8", "STAGE.method.adapter.alpha"), (f"{SFT}.cutoff_len=8", "STAGE.method.max_length"),
+        (f"{SFT}.sequence_len=8", "STAGE.method.max_length"),
+        (f"{SFT}.lr_scheduler_type=cosine", "STAGE.method.schedule.name"),
+        (f"{SFT}.optimizer.name=adam", f"{SFT}.optimizer.name=adamw_torch_fused"),
+        (f"{SFT}.optimizer.name=adamw", f"{SFT}.optimizer.name=adamw_torch_fused"),
+        (f"{SFT}.optimizer.name=paged_adamw", f"{SFT}.optimizer.name=paged_adamw_32bit"),
+        (f"{SFT}.schedule.name=wsd", f"{SFT}.schedule.name=warmup_stable_decay"),
+        ("num_train_epochs=3", "STAGE.method.num_epochs"), ("resources.save_total_limit=2", "keep_last"),
+        ("model_name_or_path=x", "model=DIRECTORY or model=owner/name"),
+    ],
+)  # fmt: skip
+def test_a_peers_name_is_answered_with_ours(override, ours):
+    with pytest.raises(ConfigError, match=f"here it is .*{ours}"):
+        load_pipeline([override])

@@ -1,0 +1,133 @@
+"""Names of settings in TRL, LLaMA-Factory, axolotl and ms-swift -> ours, for the message that refuses them."""
+
+from collections.abc import Mapping
+
+_M, _R, _S = "stages.STAGE.method", "stages.STAGE.resources", "sources.NAME"
+
+
+def _each(names: str, ours: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), ours)
+
+
+FIELDS: Mapping[str, str] = {
+    **_each("num_train_epochs epochs n_epochs max_epochs", f"{_M}.num_epochs"),
+    **_each("max_steps num_train_steps total_steps train_steps", f"{_M}.num_steps"),
+    **_each("lr peak_lr base_lr", f"{_M}.learning_rate"),
+    **_each(
+        "per_device_train_batch_size per_gpu_train_batch_size micro_batch_size_per_gpu batch_size train_batch_size",
+        f"{_M}.global_batch_size (rows of a step, all workers) and {_R}.micro_batch_size (rows of a forward)",
+    ),
+    "micro_batch_size": f"{_R}.micro_batch_size",
+    **_each(
+        "gradient_accumulation_steps grad_accum accumulate_grad_batches",
+        f"{_M}.global_batch_size: the micro batches of a step follow from it, micro_batch_size and num_workers",
+    ),
+    **_each("per_device_eval_batch_size eval_batch_size", f"{_R}.micro_batch_size"),
+    **_each("eval_steps evals_per_epoch eval_interval", f"{_M}.validation.every_steps"),
+    **_each("eval_strategy evaluation_strategy do_eval", f"{_M}.validation.every_steps or .every_epochs"),
+    **_each("early_stopping_patience early_stop_interval", f"{_M}.validation.patience"),
+    **_each("max_eval_samples eval_sample_size", f"{_M}.validation.max_rows"),
+    **_each("val_size val_set_size split_dataset_ratio test_size", "held_out of the stage that prepares the rows"),
+    **_each("load_best_model_at_end metric_for_best_model greater_is_better", f"{_M}.best and {_M}.output=best"),
+    **_each("cutoff_len sequence_len max_seq_length max_seq_len model_max_length seq_length", f"{_M}.max_length"),
+    **_each("max_new_tokens response_length max_response_length", f"{_M}.max_completion_length"),
+    **_each("lr_scheduler_type lr_scheduler scheduler scheduler_type", f"{_M}.schedule.name"),
+    **_each("lr_scheduler_kwargs lr_scheduler_args", f"the fields of {_M}.schedule"),
+    **_each("warmup_steps warmup num_warmup_steps", f"{_M}.schedule.warmup (a share of the steps, or steps from 1)"),
+    **_each("min_lr cosine_min_lr lr_end min_lr_rate", f"{_M}.schedule.min_learning_rate"),
+    "cosine_min_lr_ratio": f"{_M}.schedule.min_learning_rate (the rate itself, not a ratio)",
+    **_each("optim optimizer_name optimizer_type optim_type", f"{_M}.optimizer.name"),
+    **_each("adam_beta1 adam_beta2 adam_betas", f"{_M}.optimizer.betas=[0.9,0.999]"),
+    **_each("adam_epsilon epsilon_adam adam_eps", f"{_M}.optimizer.eps"),
+    **_each("optim_args", f"the fields of {_M}.optimizer"),
+    **_each("max_gradient_norm gradient_clipping grad_clip clip_grad", f"{_M}.max_grad_norm"),
+    **_each("loraplus_lr_ratio lorap_lr_ratio loraplus_ratio", f"{_M}.optimizer.lora_plus_ratio"),
+    **_each("lora_r lora_rank r", f"{_M}.adapter.rank"),
+    "lora_alpha": f"{_M}.adapter.alpha",
+    "lora_dropout": f"{_M}.adapter.dropout",
+    **_each("lora_target lora_target_modules target_linear lora_target_linear", f"{_M}.adapter.target_modules"),
+    **_each("lora_modules_to_save additional_target", f"{_M}.adapter.modules_to_save"),
+    **_each("use_rslora lora_use_rslora peft_use_rslora", f"{_M}.adapter.rslora"),
+    **_each("use_dora lora_use_dora peft_use_dora", f"{_M}.adapter.type=dora"),
+    **_each("finetuning_type train_type tuner_type use_peft lora", f"{_M}.adapter.type, or adapter=lora for all"),
+    **_each("init_lora_weights init_weights peft_init_lora_weights pissa_init", f"{_M}.adapter.init"),
+    **_each("layers_to_transform lora_layers_to_transform", f"{_M}.adapter.layers"),
+    **_each("load_in_4bit quantization_bit quant_bits", f"{_M}.quantization.format=nf4, or adapter=qlora"),
+    "load_in_8bit": f"{_M}.quantization.format=int8",
+    **_each("bnb_4bit_quant_type quantization_type quant_method quantization_method", f"{_M}.quantization.format"),
+    **_each("bf16 fp16 fp32 tf32 torch_dtype dtype amp pure_bf16", f"{_M}.precision=bf16"),
+    **_each("freeze_trainable_layers unfrozen_parameters freeze_parameters trainable_parameters", f"{_M}.freeze"),
+    **_each("neftune_noise_alpha noisy_embedding_alpha", f"{_M}.neftune_alpha"),
+    **_each("sample_packing packing_strategy neat_packing pad_to_sequence_len", f"{_M}.packing"),
+    **_each("template chat_template_path", f"{_M}.chat_template, or {_S}.chat_template"),
+    **_each("pref_beta rlhf_beta kl_coef init_kl_coef kl_coeff", f"{_M}.beta"),
+    **_each("pref_loss rl dpo_loss", f"{_M}.loss_type of DPO; another method is another stage (conf/stage/)"),
+    **_each("pref_ftx rpo_alpha sft_alpha", f"{_M}.sft_weight"),
+    **_each("dpo_label_smoothing", f"{_M}.label_smoothing"),
+    **_each("simpo_gamma gamma_beta_ratio", f"{_M}.gamma"),
+    **_each("reward_funcs reward_functions rewards_funcs", f"{_M}.rewards={{NAME: {{}}}}"),
+    **_each("temperature top_p top_k min_p repetition_penalty", f"{_M}.sampling"),
+    **_each("num_samples_per_prompt n_samples_per_prompt group_size rollout_n", f"{_M}.num_generations"),
+    **_each("use_vllm vllm_mode", f"{_M}.vllm"),
+    **_each("overlong_filtering mask_truncated_completions", f"{_M}.mask_truncated"),
+    **_each("save_strategy saves_per_epoch", f"{_R}.save_steps, .save_epochs or .save_minutes"),
+    "save_total_limit": f"{_R}.keep_last",
+    **_each("gradient_checkpointing_kwargs use_gradient_checkpointing activation_checkpointing recompute",
+            f"{_R}.gradient_checkpointing"),
+    **_each("flash_attn flash_attention attn_impl attn_implementation sdp_attention", f"{_R}.attention"),
+    **_each("torch_compile compile_model", f"{_R}.compile"),
+    **_each("use_liger_kernel enable_liger_kernel use_liger", f"{_R}.liger"),
+    **_each("dataloader_num_workers preprocessing_num_workers dataset_num_proc num_proc", f"{_R}.dataloader_workers"),
+    **_each("deepspeed fsdp fsdp_config zero", f"{_R}.zero_stage"),
+    **_each("torch_empty_cache_steps", f"{_R}.empty_cache_steps"),
+    **_each("nproc_per_node num_gpus world_size n_gpus", f"{_R}.num_workers and {_R}.gpus_per_worker"),
+    **_each("nnodes", f"{_R}.num_nodes"),
+    **_each("data_seed random_seed", f"{_M}.seed"),
+    **_each("model_name_or_path model_name base_model model_id model_path", "model=DIRECTORY or model=owner/name"),
+    **_each("adapter_name_or_path lora_model_dir adapters", "model=DIRECTORY of the adapter"),
+    **_each("tokenizer_name tokenizer_name_or_path", f"{_S}.tokenizer"),
+    **_each("dataset datasets dataset_name train_file data_path dataset_dir", f"{_S}.path"),
+    **_each("dataset_config dataset_config_name", f"{_S}.subset"),
+    **_each("dataset_split dataset_train_split train_split", f"{_S}.split"),
+    **_each("max_samples max_train_samples", f"{_S}.sample_count"),
+    **_each("output_dir save_dir", "store=DIRECTORY"),
+    **_each("report_to use_wandb wandb_project logging_dir", "tracking=local or tracking=none"),
+    **_each("resume_from_checkpoint auto_resume_from_checkpoints", "nothing: the same command resumes"),
+    **_each("overwrite_output_dir", "restart=[STAGE]"),
+    **_each("logging_steps log_steps", "nothing: every step is recorded"),
+    **_each("remove_unused_columns train_on_inputs mask_prompt assistant_only_loss completion_only_loss",
+            "nothing: the answers alone get loss (docs/data.md)"),
+}  # fmt: skip
+
+# Values of optimizer.name, schedule.name, f_divergence and the names of rewards.
+VALUES: Mapping[str, str] = {
+    **_each("adam adamw adamw_hf adamw_torch_npu_fused adamw_apex_fused adamw_anyprecision", "adamw_torch_fused"),
+    **_each("paged_adamw paged_adamw_32", "paged_adamw_32bit"),
+    **_each("adamw_bnb_8bit adamw8bit bnb_adamw", "adamw_8bit"),
+    **_each("lion_32bit lion_pytorch", "lion"),
+    **_each("paged_lion paged_lion_32bit", "paged_lion_8bit"),
+    **_each("ademamix_32bit", "ademamix"),
+    **_each("ao_adamw_4bit adamw_4bit", "adamw_torch_4bit"),
+    **_each("ao_adamw_8bit", "adamw_torch_8bit"),
+    **_each("schedulefree schedule_free adamw_schedule_free schedule_free_radam", "schedule_free_adamw"),
+    **_each("galore galore_adamw_8bit", "galore_adamw"),
+    **_each("apollo", "apollo_adamw"),
+    **_each("adalomo", "lomo"),
+    **_each("came_pytorch", "came"),
+    **_each("sgd_torch", "sgd"),
+    **_each("wsd warmup_stable", "warmup_stable_decay"),
+    **_each("cosine_annealing cosine_decay cosine_warmup", "cosine"),
+    **_each("cosine_min_lr cosine_with_min", "cosine_with_min_lr"),
+    **_each("cosine_hard_restarts cosine_restarts", "cosine_with_restarts"),
+    **_each("constant_warmup", "constant_with_warmup"),
+    **_each("linear_warmup linear_decay", "linear"),
+    **_each("poly", "polynomial"),
+    **_each("rsqrt inv_sqrt", "inverse_sqrt"),
+    **_each("plateau", "reduce_lr_on_plateau"),
+}
+
+
+def value_of(word: object, accepted: str) -> str | None:
+    """Our name of a peer's value, where a message that lists what is accepted names it."""
+    ours = VALUES.get(str(word))
+    return ours if ours and f"'{ours}'" in accepted else None
