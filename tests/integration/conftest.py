@@ -4,6 +4,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -27,17 +28,20 @@ def _no_client_of_prefect() -> None:
 
 
 @pytest.fixture(scope="session")
-def prefect_database(tmp_path_factory, worker_id):
-    """A Prefect database without a run, one for all workers: its migrations take many seconds."""
+def prefect_database(pytestconfig, tmp_path_factory, worker_id):
+    """A Prefect database without a run: its migrations take many seconds, so later runs of the tests use it again."""
     base = tmp_path_factory.getbasetemp()
-    folder = (base if worker_id == "master" else base.parent) / "prefect-database"
+    kept = base if worker_id == "master" else base.parent
+    if hasattr(pytestconfig, "cache"):
+        kept = pytestconfig.cache.mkdir("databases")
+    folder = kept / f"prefect-{version('prefect')}"
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             draft = tmp_path_factory.mktemp("prefect")
             server = _prefect_server(draft / "prefect.db")
             next(server)
             server.close()
-            draft.rename(folder)
+            shutil.move(draft, folder)
     return folder
 
 
