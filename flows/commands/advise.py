@@ -188,14 +188,9 @@ class _Writer:
         if field == "method.num_epochs" and self.method.num_steps is not None:
             length = ("method.num_steps", self.method.num_steps)
         if row is None or self.kept:
-            if now is not None:
-                self._put(
-                    length[0],
-                    length[1],
-                    length[1],
-                    self.kept or "as set; the documents have no range for it",
-                    _PIPELINE,
-                )
+            if length[1] is not None:
+                reason = self.kept or "as set; the documents have no range for it"
+                self._put(length[0], length[1], length[1], reason, _PIPELINE)
             return
         accepted = _accepted(row)
         if now is not None and accepted and self._keeps(field, now, row):

@@ -207,3 +207,20 @@ def test_what_does_not_fit_into_memory_is_advised_smaller(capsys, monkeypatch) -
 
     assert "method.adapter" not in sft(2**40)
     assert sft(7 * 2**28)["method.adapter"] == "{type: lora}"
+
+
+@pytest.mark.parametrize("steps", [60, 120])
+def test_a_stage_with_steps_is_advised_one_length(capsys, steps: int) -> None:
+    finish(plan(), "corpus", "instructions", metrics={"train_rows": 900.0})
+    values, overrides = advised(capsys, f"stages.sft.method.num_steps={steps}")
+    lengths = [name for name in ("num_steps", "num_epochs") if values.get(f"method.{name}") is not None]
+    assert len(lengths) == 1
+    assert plan(*overrides).stage("sft").stage.method.num_steps in (steps, None)
+
+
+def test_a_length_in_steps_inside_its_range_is_kept_as_steps(capsys) -> None:
+    finish(plan(), "corpus", "instructions", metrics={"train_rows": 900.0})
+    steps = 28  # of 64 rows: 2 epochs
+    values, overrides = advised(capsys, f"stages.sft.method.num_steps={steps}")
+    assert (values["method.num_steps"], "method.num_epochs" in values) == (steps, False)
+    assert plan(*overrides).stage("sft").stage.method.num_steps == steps
