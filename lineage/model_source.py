@@ -283,6 +283,15 @@ def tokens_in_rows(tokenizer: Path | None, template: str | None) -> frozenset[st
     return frozenset([*(each for each in texts if isinstance(each, str)), *SPECIAL_TOKEN.findall(template)])
 
 
+def tokens_beyond(known: Mapping[str, int] | None, config: object) -> list[str]:
+    """The tokens that the model has no embedding for, by id: a few models have such, and no row uses them."""
+    text = config.get("text_config", config) if isinstance(config, Mapping) else {}
+    size = text.get("vocab_size") if isinstance(text, Mapping) else None
+    if not known or not isinstance(size, int):
+        return []
+    return sorted((token for token, index in known.items() if index >= size), key=lambda token: known[token])
+
+
 def check_tokens(
     where: str, known: Mapping[str, int] | None, pad_token: str | None, in_rows: frozenset[str], config: object
 ) -> None:

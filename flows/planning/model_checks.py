@@ -10,7 +10,7 @@ from lineage.artifact import ALIAS, QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.lock import unreliable_locks
 from lineage.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
-from lineage.model_source import has_tokenizer, vocabulary_of
+from lineage.model_source import OWN_TEMPLATES, has_tokenizer, tokens_beyond, tokens_in_rows, vocabulary_of
 from lineage.peft_adapter import ADAPTER_CONFIG, base_source, is_peft
 from lineage.sources import local_paths
 from lineage.store import CACHE, Entry
@@ -84,6 +84,7 @@ def check_models(pipeline: Pipeline) -> None:
         source = pipeline.sources[name]
         if source.kind == Kind.CHECKPOINT:
             has_template[SOURCE + name] = _source_has_template(name, source, pipeline.store / CACHE)
+            _check_embeddings(name, source, pipeline.store / CACHE)
         elif source.kind == Kind.REWARD_MODEL:
             _check_reward_model(name, source)
         elif source.path.startswith(QUICKSTART) and source.path.removeprefix(QUICKSTART) not in QUICKSTART_ROWS:
@@ -131,6 +132,23 @@ def _policy_config(pipeline: Pipeline, name: str) -> Mapping[str, object]:
     if policy is None or pipeline.is_source(policy):
         return config
     return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+def _check_embeddings(name: str, source: Source, cache: Path) -> None:
+    """Checks that the model has an embedding for each token that its template, or every row, has.
+
+    A stage checks the other tokens of its rows before its first step.
+    """
+    config = model_json(source, cache, CONFIG)
+    beyond = tokens_beyond(vocabulary_of(model_json(source, cache, "tokenizer.json")), config)
+    template = template_text(source.chat_template) if source.chat_template in OWN_TEMPLATES else None
+    used = [token for token in beyond if token in tokens_in_rows(fetched_model(source, cache), template)]
+    if used:
+        raise ConfigError(
+            f"sources.{name}.path={source.path}: its rows have the token {used[0]!r}, and the model has no embedding "
+            "for it; a tokenizer with the model's tokens is accepted; resize the embeddings and train them first "
+            "(model.resize_token_embeddings), or give the tokenizer that the model was trained with"
+        )
 
 
 def _check_adapter_in(name: str, pipeline: Pipeline) -> None:

@@ -320,24 +320,19 @@ def _class_for(kind: Kind, config: "PreTrainedConfig") -> "type[_BaseAutoModelCl
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.models.auto import modeling_auto
 
-    known = type(config)
-    if config.get_text_config() is config or getattr(config, "auto_map", None):
-        return AutoModelForCausalLM if kind == Kind.CHECKPOINT else AutoModelForSequenceClassification
-    if kind == Kind.REWARD_MODEL:
-        if known not in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-            raise ConfigError(
-                f"a model of type {config.model_type} reads images too, and transformers has no class of it with a "
-                "head for scores; a model of text, or of type gemma3 or qwen3_5, is accepted; start from one of these"
-            )
-        return AutoModelForSequenceClassification
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    if known in causal and causal[known].config_class is known:
-        return AutoModelForCausalLM
-    return (
-        AutoModelForImageTextToText
-        if known in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        else (AutoModelForCausalLM)
-    )
+    known, is_policy = type(config), kind == Kind.CHECKPOINT
+    causal, scored = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    is_composite = config.get_text_config() is not config and not getattr(config, "auto_map", None)
+    if is_composite and not is_policy and known not in scored:
+        raise ConfigError(
+            f"a model of type {config.model_type} reads images too, and transformers has no class of it with a head for "
+            "scores; a model of text, or of type gemma3 or qwen3_5, is accepted; start from one of these"
+        )
+    loses = is_composite and (known not in causal or causal[known].config_class is not known)
+    found: type[_BaseAutoModelClass] = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
+    if is_policy and loses and known in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        found = AutoModelForImageTextToText
+    return found
 
 
 def save_whole(model: "PreTrainedModel", base: Path, output: Path) -> None:

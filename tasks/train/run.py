@@ -13,9 +13,10 @@ from datasets import Dataset
 from transformers import PreTrainedModel, Trainer, set_seed
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, DataError
 from tasks.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
 from tasks.context import AUTO_ROWS
+from tasks.data.kinds import tokens_of
 from tasks.data.tokens.cache import load_or_make, show
 from tasks.data.tokens.rendering import turn_ends
 from tasks.data.tokens.template import stop_at
@@ -162,6 +163,7 @@ class TrainingRun:
         given, workers = self.inputs[reads.slot], self.ctx.resources.cpus_per_worker
         rows = load_or_make(tokenization, given, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
         show(rows, given, self.method.max_length)
+        require_embeddings(rows, self._start.model, self._start.tokenizer)
         if self.ctx.rank == 0 and (other := read_otherwise(self.inputs[_POLICY].path)):
             logger.warning(
                 "tokenizer=tokenizer.json auto_tokenizer=%s: transformers' AutoTokenizer, and programs that load the "
@@ -562,6 +564,27 @@ class TrainingRun:
             if self._rounds_as_policy:
                 reference._is_accelerate_prepared = False  # else it would compute without autocast
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
+
+
+def require_embeddings(
+    rows: "TokenizedRows", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+) -> None:  # fmt: skip
+    """Requires that the model has an embedding for each token of the rows.
+
+    Raises:
+        DataError: names a token that it has none for.
+    """
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) <= num_embeddings:
+        return
+    for number, row in enumerate(rows.examples):
+        highest = max(tokens_of(row), default=0)
+        if highest >= num_embeddings:
+            raise DataError(
+                f"row {number} has the token {tokenizer.convert_ids_to_tokens(highest)!r} (id {highest}), and the "
+                f"model has {num_embeddings} embeddings; tokens that it has embeddings for are accepted; resize them "
+                "(model.resize_token_embeddings) and train them first, or leave the token out of the rows"
+            )
 
 
 def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> Dataset:

@@ -11,13 +11,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from lineage.artifact import Kind
-from lineage.errors import PipelineError
+from lineage.errors import DataError, PipelineError
 from tasks.method import Adapter, Training
 from tasks.train import merging, models
 from tasks.train.freeze import unread_by_text
 from tasks.train.models import save_whole, whole_model
 from tests import training
 from tests.tiny import write_tokenizer
+from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -152,3 +153,17 @@ def test_an_output_that_lacks_a_weight_of_its_input_is_an_error(
         save_whole(whole_model(Kind.CHECKPOINT, policy), policy, tmp_path / "out")
     monkeypatch.setattr(models, "add_weights", merging.add_weights)
     save_whole(whole_model(Kind.CHECKPOINT, policy), policy, tmp_path / "whole")
+
+
+def test_a_row_with_a_token_that_has_no_embedding_is_refused_before_a_step(root: Path, tmp_path: Path) -> None:
+    """Tokens that no row has are harmless: published models have such."""
+    policy = write_model(tmp_path / "policy", "llama")
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    tokenizer.add_tokens(["<|unused|>", "<|more|>"] if len(tokenizer) == 300 else [f"<|{n}|>" for n in range(300)])
+    tokenizer.save_pretrained(policy)
+    assert training.train(sft(num_steps=1), root, tmp_path / "output", policy=policy).losses
+    word = "list"
+    tokenizer.add_tokens([word])
+    tokenizer.save_pretrained(policy)
+    with pytest.raises(DataError, match=r"has the token 'list' \(id \d+\), and the model has 300 embeddings"):
+        training.train(sft(num_steps=1), root, tmp_path / "refused", policy=policy)
