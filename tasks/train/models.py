@@ -325,8 +325,8 @@ def _class_for(kind: Kind, config: "PreTrainedConfig") -> "type[_BaseAutoModelCl
     is_composite = config.get_text_config() is not config and not getattr(config, "auto_map", None)
     if is_composite and not is_policy and known not in scored:
         raise ConfigError(
-            f"a model of type {config.model_type} reads images too, and transformers has no class of it with a head for "
-            "scores; a model of text, or of type gemma3 or qwen3_5, is accepted; start from one of these"
+            f"a model of type {config.model_type} reads images too, and transformers has no class of it with a head "
+            "for scores; a model of text, or of type gemma3 or qwen3_5, is accepted; start from one of these"
         )
     loses = is_composite and (known not in causal or causal[known].config_class is not known)
     found: type[_BaseAutoModelClass] = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification

@@ -416,6 +416,8 @@ class TrainingRun:
         model = self.policy.model if self.trained is None else self.trained
         merges = self.ctx.rank == 0 and self.method.save is None and self.method.adapter
         prompts = golden_prompts(self.rows) if merges else []
+        if self._is_reward_model:
+            self._unset_pad(plain(model))
         forget_liger()  # a quantized base is merged on the CPU
         metrics = models.save_output(
             self.method, model, self.inputs[_POLICY], self.ctx, self._adapter_start, prompts
@@ -425,6 +427,17 @@ class TrainingRun:
         for write in self.writers if self.ctx.rank == 0 else ():
             write(self.ctx.output_dir)
         return dict(metrics)
+
+    def _unset_pad(self, model: "PreTrainedModel") -> None:
+        """Removes the pad token from a reward model's config where it also ends rows.
+
+        transformers reads the score at the last token that is not the pad token, which would be the one before the end.
+        Without a pad token it reads the last token of a row, and refuses several rows at once.
+        """
+        pad = self._start.tokenizer.pad_token_id
+        if pad == self._start.tokenizer.eos_token_id or pad in self.rows.stats.stop_tokens:
+            for config in (model.config, model.config.get_text_config()):
+                config.pad_token_id = None
 
     @cached_property
     def ordered_rows(self) -> Dataset:

@@ -1,14 +1,18 @@
 """What is known of a model before it trains: how many tokens it takes, and which of its dropout is off."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from lineage.errors import ConfigError
+from tasks.method import Adapter
 from tasks.positions import LEARNED_POSITIONS, learned_positions, require_positions
 from tasks.train.models import disable_dropout
+from tasks.train.rewards import sequence_scores
+from tests import tiny, training
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -112,3 +116,23 @@ def test_all_dropout_is_switched_off(architecture: str, fields: dict[str, object
     assert any(not torch.equal(logits(), logits()) for _ in range(4)), "it draws dropout"
     disable_dropout(model)
     assert all(torch.equal(logits(), logits()) for _ in range(4))
+
+
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=2)], ids=["full", "lora"])
+def test_a_reward_model_scores_in_plain_transformers_as_here_where_pad_is_the_end(
+    tmp_path: Path, adapter: Adapter | None
+) -> None:
+    """transformers would read the token before the last one."""
+    root = training.write_inputs(tmp_path / "inputs", num_rows=16)
+    tokenizer = AutoTokenizer.from_pretrained(root / "policy")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(root / "policy")
+    stage = training.method("reward", num_steps=2, learning_rate=1e-2, adapter=adapter)
+    output = training.train(stage, root, tmp_path / "output").output
+    tokenizer, model = AutoTokenizer.from_pretrained(output), AutoModelForSequenceClassification.from_pretrained(output)
+    for row in tiny.preference_rows(3):
+        ids = tokenizer.apply_chat_template([*row["prompt"], *row["chosen"]], return_tensors="pt", return_dict=False)
+        ids = ids[:, : int((ids[0] == tokenizer.eos_token_id).nonzero().max()) + 1]  # as a row ends
+        with torch.no_grad():
+            expected = sequence_scores(model.eval(), ids, torch.ones_like(ids))
+            torch.testing.assert_close(model(input_ids=ids).logits[:, 0], expected)
