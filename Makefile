@@ -9,6 +9,8 @@ READY := $(VENV)/ready
 VERL := verl==0.9.1
 # One more than CPUs, since tests of runs wait for processes; four at most, since each takes about 2 GB.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 3 ? n + 1 : 4 )))
+# Unit tests wait for no process, and each worker imports what they need.
+CHECK_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$(( n < 4 ? n : 4 )))
 PYTEST = $(BIN)/pytest --numprocesses $(TEST_WORKERS) --dist loadfile
 # In the order of the folders: the long files of tests/integration begin, and the short ones of tests/unit fill the end.
 SUITE = $(PYTEST) --no-loadscope-reorder
@@ -46,7 +48,7 @@ check: $(READY)  ## what to run before a commit: two of these at once, each prin
 	  check-tests check-types check-style check-imports
 
 check-tests:
-	$(PYTEST) -m "not slow and not nightly" tests/unit
+	$(BIN)/pytest --numprocesses $(CHECK_WORKERS) --dist loadfile -m "not slow and not nightly" tests/unit
 
 check-types:
 	$(BIN)/mypy

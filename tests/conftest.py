@@ -2,12 +2,14 @@
 
 import atexit
 import gc
+import importlib.metadata
 import itertools
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -97,6 +99,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # no later collection looks at what was imported
     # accelerate asks for one after each training, which takes as long as a tiny model's training.
     gc.collect = lambda generation=2: 0  # type: ignore[assignment]
+    importlib.metadata.metadata = cache(importlib.metadata.metadata)  # accelerate parses them 18 times in each training
     gc.set_threshold(100_000)  # what tests import later would be looked at again and again
     gc.enable()
 
