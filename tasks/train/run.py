@@ -46,7 +46,6 @@ from tasks.train.checkpointing import held_out_rows
 from tasks.train.fast_lora import speed_up
 from tasks.train.fit import RankBudget, fit
 from tasks.train.freeze import freeze, freeze_unread
-from tasks.train.generating import Generating
 from tasks.train.kernels import (
     attention_of,
     forget_liger,
@@ -353,7 +352,8 @@ class TrainingRun:
     @cached_property
     def _resources_of_rows(self) -> "Resources":
         method = self.method
-        multiple = method.num_generations if isinstance(method, Generating) and method.whole_groups else 1
+        whole_groups = getattr(method, "whole_groups", False)  # of a method that generates
+        multiple = int(getattr(method, "num_generations", 1)) if whole_groups else 1
         longest = method.max_length * sequences(method)
         return self.ctx.resources.of_rows(
             method.global_batch_size // self.ctx.world_size, max(1, self._tokens_at_once // longest), multiple
