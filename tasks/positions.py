@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Architectures with a table of positions, learned or computed once; all others compute positions as needed.
 _FIRST_POSITION_IS_0 = (
@@ -21,6 +22,7 @@ FIRST_POSITION_IS_BEHIND = {
     "xlm-roberta-xl": 1, "xmod": 1,
 }  # fmt: skip
 LEARNED_POSITIONS = frozenset({*_FIRST_POSITION_IS_0, *FIRST_POSITION_IS_BEHIND})
+_OF_ROWS = 2  # dimensions of an attention mask that says which tokens are padding
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
@@ -34,6 +36,47 @@ def require_positions(config: "PreTrainedConfig", max_length: int) -> None:
     positions = learned_positions(text.to_dict())
     if positions is not None and max_length > positions:
         raise ConfigError(too_few_positions(max_length, positions, text.model_type))
+
+
+def scale_by_row(model: "PreTrainedModel") -> None:
+    """Lets LongRoPE (arXiv:2402.13753) choose the factors of each row by that row's length.
+
+    transformers chooses them by the longest row of a batch, padding included, so that the rows of a micro batch would
+    change each other. Shapes: B rows, L tokens of the longest.
+    """
+    import torch
+
+    rotary = next((each for each in model.modules() if getattr(each, "rope_type", None) == "longrope"), None)
+    if rotary is None:
+        return
+    original = rotary.config.rope_parameters["original_max_position_embeddings"]
+    whole, masks_BL = rotary.forward, list["Tensor | None"]()
+
+    def remember(_module: object, _args: object, given: dict[str, object]) -> None:
+        mask = given.get("attention_mask")
+        is_first = given.get("past_key_values") is None and isinstance(mask, torch.Tensor) and mask.ndim == _OF_ROWS
+        masks_BL[:] = [mask if is_first else None]  # type: ignore[list-item]
+
+    def forward(x: "Tensor", position_ids: "Tensor", **given: object) -> "tuple[Tensor, Tensor]":
+        mask_BL = masks_BL[0] if masks_BL else None
+        if mask_BL is not None and mask_BL.shape[1] == position_ids.shape[1]:
+            long_BL = (mask_BL.sum(1, keepdim=True) > original).expand(-1, position_ids.shape[1])
+        else:  # rows end to end, whose positions start again
+            number_BL = (position_ids == 0).long().cumsum(-1)
+            last_BL = torch.zeros_like(position_ids).scatter_reduce(
+                -1, number_BL, position_ids, "amax", include_self=False
+            )
+            long_BL = last_BL.gather(-1, number_BL) >= original
+        if bool(long_BL.all()):
+            return whole(x, position_ids, **given)  # type: ignore[no-any-return]
+        short = whole(x, position_ids.clamp(max=original - 1), **given)
+        if not bool(long_BL.any()):
+            return short  # type: ignore[no-any-return]
+        long = whole(x, position_ids, **given)
+        return tuple(torch.where(long_BL[..., None], *each) for each in zip(long, short, strict=True))  # type: ignore[return-value]
+
+    rotary.forward = forward
+    model.get_decoder().register_forward_pre_hook(remember, with_kwargs=True)
 
 
 def learned_positions(config: Mapping[str, object]) -> int | None:

@@ -15,6 +15,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, PipelineError
 from lineage.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
 from tasks.context import Metrics
+from tasks.positions import scale_by_row
 from tasks.recipe import Input, TrainingRecipe
 from tasks.remote_code import local_options, trusts
 from tasks.tokenizers import copy_tokenizer_files, tokenizer_of
@@ -408,6 +409,7 @@ def _full_model(
     if found:
         keep_layout(model)
         require_gradient(model)
+    scale_by_row(model)
     return model
 
 

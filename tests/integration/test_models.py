@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.method import Adapter
 from tasks.positions import LEARNED_POSITIONS, learned_positions, require_positions
-from tasks.train.models import disable_dropout
+from tasks.train.models import disable_dropout, whole_model
 from tasks.train.rewards import sequence_scores
 from tests import tiny, training
 
@@ -131,8 +132,39 @@ def test_a_reward_model_scores_in_plain_transformers_as_here_where_pad_is_the_en
     output = training.train(stage, root, tmp_path / "output").output
     tokenizer, model = AutoTokenizer.from_pretrained(output), AutoModelForSequenceClassification.from_pretrained(output)
     for row in tiny.preference_rows(3):
-        ids = tokenizer.apply_chat_template([*row["prompt"], *row["chosen"]], return_tensors="pt", return_dict=False)
+        messages = [*row["prompt"], *row["chosen"]]  # type: ignore[misc]
+        ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=False)
         ids = ids[:, : int((ids[0] == tokenizer.eos_token_id).nonzero().max()) + 1]  # as a row ends
         with torch.no_grad():
             expected = sequence_scores(model.eval(), ids, torch.ones_like(ids))
             torch.testing.assert_close(model(input_ids=ids).logits[:, 0], expected)
+
+
+def test_a_row_above_the_original_length_of_longrope_does_not_change_its_neighbours(tmp_path: Path) -> None:
+    """Padded, or end to end, each row is what it is alone."""
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": POSITIONS,
+    }  # fmt: skip
+    config = AutoConfig.for_model(
+        "phi3", vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0, max_position_embeddings=128, rope_parameters=rope,
+        original_max_position_embeddings=POSITIONS,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    plain.save_pretrained(tmp_path)
+    model = whole_model(Kind.CHECKPOINT, tmp_path).eval()
+    rows = [torch.randint(3, 100, (length,)) for length in (POSITIONS + 9, 5, POSITIONS)]
+    with torch.no_grad():
+        alone = [plain(input_ids=row[None], use_cache=False).logits[0] for row in rows]
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        padded = model(input_ids=ids, attention_mask=(ids != 0).long(), use_cache=False).logits
+        places = torch.cat([torch.arange(len(row)) for row in rows])[None]
+        line = model(input_ids=torch.cat(rows)[None], position_ids=places, use_cache=False).logits[0]
+        mixed = plain(input_ids=ids, attention_mask=(ids != 0).long(), use_cache=False).logits
+    for index, (row, expected) in enumerate(zip(rows, alone, strict=True)):
+        torch.testing.assert_close(padded[index, : len(row)], expected)
+    assert not torch.allclose(mixed[1, :5], alone[1], atol=1e-4), "transformers lets the longest row decide"
+    for row, expected in zip(line.split([len(row) for row in rows]), alone, strict=True):
+        torch.testing.assert_close(row, expected)
