@@ -55,7 +55,7 @@ def scale_by_row(model: "PreTrainedModel") -> None:
     def remember(_module: object, _args: object, given: dict[str, object]) -> None:
         mask = given.get("attention_mask")
         is_first = given.get("past_key_values") is None and isinstance(mask, torch.Tensor) and mask.ndim == _OF_ROWS
-        masks_BL[:] = [mask if is_first else None]  # type: ignore[list-item]
+        masks_BL[:] = [mask if is_first else None]
 
     def forward(x: "Tensor", position_ids: "Tensor", **given: object) -> "tuple[Tensor, Tensor]":
         mask_BL = masks_BL[0] if masks_BL else None
@@ -73,7 +73,7 @@ def scale_by_row(model: "PreTrainedModel") -> None:
         if not bool(long_BL.any()):
             return short  # type: ignore[no-any-return]
         long = whole(x, position_ids, **given)
-        return tuple(torch.where(long_BL[..., None], *each) for each in zip(long, short, strict=True))  # type: ignore[return-value]
+        return tuple(torch.where(long_BL[..., None], *each) for each in zip(long, short, strict=True))
 
     rotary.forward = forward
     model.get_decoder().register_forward_pre_hook(remember, with_kwargs=True)

@@ -26,8 +26,15 @@ TEXT = {
     "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "bos_token_id": None,
 }  # fmt: skip
-PLACES = {"image_token_id": 299, "video_token_id": 298, "vision_start_token_id": 297, "vision_end_token_id": 296}
-QWEN_VL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+PLACES: dict[str, object] = {
+    "image_token_id": 299,
+    "video_token_id": 298,
+    "vision_start_token_id": 297,
+    "vision_end_token_id": 296,
+}
+QWEN_VL: dict[str, object] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+}
 FAMILIES: Mapping[str, tuple[dict[str, object], dict[str, object], dict[str, object]]] = {  # text, vision, whole
     "qwen3_5": (
         {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
