@@ -153,7 +153,7 @@ FAULTS = (
         what="the margin of RPO has the wrong sign",
         text="    margins_B = beta * (chosen_B - rejected_B)",
         wrong="    margins_B = beta * (rejected_B - chosen_B)",
-        tests=("test_dpo_start::test_the_sft_weight_keeps_the_chosen_answers_likely_and_starts_at_ln_2",),
+        tests=("libraries/tasks/test_dpo_losses",),
     ),
     Fault(
         what="the KL to the reference is a reward",

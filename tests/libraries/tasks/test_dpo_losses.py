@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tasks.train.dpo_losses import Pairs, aot_loss, aot_unpaired_loss, kto_pair_loss
+from tasks.train.pair_loss import Logps, rpo_loss
 
 
 def sigmoid(value: float) -> float:
@@ -82,3 +83,17 @@ def test_answers_are_joined_across_the_micro_batches_of_a_step() -> None:
     ]
     expected = [-math.log(sigmoid(0.5 * (3 - 2))), -math.log(sigmoid(0.5 * (1 + 4)))]
     assert [float(each.detach()) for each in found] == pytest.approx(expected)
+
+
+def test_rpo_is_the_sigmoid_loss_less_the_chosen_answers_gain_per_token():
+    def logps(policy: float, reference: float, num_tokens: float) -> Logps:
+        return Logps(
+            sum_B=torch.tensor([policy]), num_tokens_B=torch.tensor([num_tokens]), reference=torch.tensor([reference])
+        )
+
+    # Log-ratios: chosen 2 over 4 tokens, rejected -1.
+    loss, metrics = rpo_loss(0.1, 0.5, logps(-6.0, -8.0, 4.0), logps(-5.0, -4.0, 2.0))
+    assert float(loss) == pytest.approx(-math.log(sigmoid(0.3)) - 0.5 * 2 / 4)
+    assert {name: float(each) for name, each in metrics.items()} == pytest.approx(
+        {"rewards/chosen": 0.2, "rewards/rejected": -0.1, "rewards/margins": 0.3, "rewards/accuracies": 1.0}
+    )
