@@ -217,3 +217,8 @@ def test_an_empty_ref_is_refused(store, ref):
     store.chain()
     with pytest.raises(ConfigError, match="REF is empty"):
         answer(store, ref)
+
+
+def test_without_mlflow_no_version_is_registered(store):
+    store.chain()
+    assert "registered versions: none" in text(store, "source:corpus")

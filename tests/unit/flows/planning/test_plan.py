@@ -2,6 +2,8 @@ import json
 
 import pytest
 
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
 from lineage.errors import ConfigError
 from tests.finished import finish
 
@@ -119,3 +121,10 @@ def test_code_is_read_once_for_all_stages_of_a_class_and_again_for_the_next_plan
     assert [toy().stage(name).code_digest for name in ("left", "right")] == ["1", "2"]  # each of a plan of its own
     plan = toy()
     assert {plan.stage(name).code_digest for name in ("left", "right")} == {"3"}
+
+
+@pytest.mark.parametrize("max_length", [None, 64])
+def test_the_limits_of_an_evaluation_are_checked_before_anything_trains(max_length):
+    stated = [f"stages.evaluate.method.max_length={max_length}"] if max_length else []
+    with pytest.raises(ConfigError, match=r"stages.evaluate.method: .*max_new_tokens"):
+        make_plan(load_pipeline([*stated, "stages.evaluate.method.max_new_tokens=4096"]))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from flows.declare.sweep import Objective, Pruning
-from flows.sweep.plan import check_sweep, objective_values
+from flows.sweep.plan import check_sweep, objective_values, read_sweep
 from lineage.errors import ArtifactError, ConfigError
 from tests.sweeps import TPE, manifest, maximize, minimize, sweep
 
@@ -100,3 +100,20 @@ def test_settings_that_cannot_work_together_are_refused(changes, why):
 def test_an_objective_is_either_a_metric_or_a_function(stated):
     with pytest.raises(ConfigError, match="set one of them"):
         Objective(direction="minimize", **stated)
+
+
+@pytest.mark.parametrize(
+    ("metric", "why"),
+    [
+        ("evaluate/dpo/preference_acuracy", r"does not measure it; .*did you mean preference_accuracy\?"),
+        ("evaluate/dop/preference_accuracy", r"measures no policy dop; .*did you mean dpo\?"),
+        ("evaluate/dpo/preference_accuracy", None),
+    ],
+)
+def test_a_metric_that_an_evaluation_will_not_measure_is_refused_by_the_plan(metric, why):
+    words = [f"sweep.objectives.best={{metric: {metric}, direction: maximize}}", "stages.dpo.method.beta=0.1,0.2"]
+    if why is None:
+        assert read_sweep(words).num_trials == 2
+        return
+    with pytest.raises(ConfigError, match=why):
+        read_sweep(words)

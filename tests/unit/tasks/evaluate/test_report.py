@@ -1,5 +1,6 @@
 """What the report says of its metrics is what the gate does with them."""
 
+import json
 import math
 import random
 from dataclasses import fields
@@ -80,3 +81,18 @@ def test_the_variation_is_that_of_the_area_over_drawn_rows() -> None:
         areas.append(fmean(found))
         estimated.append(pvariance(found) / len(found))
     assert fmean(estimated) == pytest.approx(pvariance(areas), rel=0.2)
+
+
+def test_answers_are_those_of_pairs_and_of_conversations_and_without_any_there_is_no_file(tmp_path: Path) -> None:
+    question = [{"role": "user", "content": "1 + 1?"}]
+    write_report(
+        tmp_path / "sft", {"sft/answer_perplexity": 1.0}, prompts=[], answers={"sft": []}, questions=[question],
+        references=["2"], answered={"sft": ["3"]},
+    )  # fmt: skip
+    (line,) = (tmp_path / "sft/answers.jsonl").read_text().splitlines()
+    assert json.loads(line) == {"prompt": question, "right answer": "2", "sft": "3"}
+    write_report(
+        tmp_path / "none", {"sft/answer_perplexity": 1.0}, prompts=[], answers={"sft": []}, questions=[],
+        references=[], answered={"sft": []},
+    )  # fmt: skip
+    assert not (tmp_path / "none/answers.jsonl").exists()
