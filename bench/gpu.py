@@ -1,153 +1,711 @@
-"""Trainings of a random Llama of 1.1 billion weights on one GPU: tokens per second, MFU, memory beside the estimate.
+"""Training on one GPU beside its limit and its peer: posttrain, a hand-written loop, plain TRL. Random weights.
 
-    python bench/gpu.py [--steps 12] [--cases sft,sft-padded] [--layers 22]
+    python bench/gpu.py [--cases a,b] [--deadline 330] [--out results.jsonl] [--save] [--compare]
 
-One process per training, which saves nothing; the last half of the steps counts. Rows have log-normal lengths, of 600
-tokens in the middle and at most 2,048, and ``cpt`` cuts them into chunks of 2,048. ``sft-padded`` is ``sft`` with TRL's
-own forward, on padded rows.
+The limit is a loop without any feature: full rows, compiled layers, fused AdamW, bf16 autocast. The peer is a plain script
+of TRL. Each case is a process of its own that fails alone, or is ended at its limit. ``--save`` keeps the results in
+``bench/baselines/`` by GPU, model and method; ``--compare`` names what is slower than there by more than 5 %. SIZE=tiny
+tries it on a CPU.
 """
 
 import argparse
+import gc
 import json
+import os
 import random
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 from pathlib import Path
-from statistics import mean
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+SRC = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(SRC))
+BASELINES = SRC / "bench" / "baselines"
+TINY = os.environ.get("SIZE", "full") == "tiny"
+WORK = Path(os.environ.get("BENCH_GPU", Path(tempfile.gettempdir()) / "posttrain-bench-gpu")) / (
+    "tiny" if TINY else "full"
+)
+OUT = WORK / "results.jsonl"
+NAME, REPLY = "", Path(os.devnull)  # of the case that runs
+PEAK = 989e12  # dense bf16 of an H100 SXM and H200 by datasheet
+SLOWER = 1.05
 
-MAX_LENGTH, MEDIAN, SPREAD = 2048, 600, 0.7
-LORA = {"adapter": {"rank": 16}}
-CASES: dict[str, tuple[str, dict[str, object], dict[str, object]]] = {  # method, its fields, resources
-    "cpt": ("cpt", {}, {}),
-    "cpt-checkpointed": ("cpt", {}, {"gradient_checkpointing": "on"}),
-    "cpt-deterministic": ("cpt", {}, {"deterministic": True}),
-    "cpt-liger": ("cpt", {}, {"liger": True}),
-    "cpt-compiled": ("cpt", {}, {"compile": True}),
-    "cpt-8bit": ("cpt", {"optimizer": {"name": "adamw_8bit"}}, {}),
-    "cpt-fp8": ("cpt", {"precision": "fp8"}, {}),
-    "sft": ("sft", {}, {}),
-    "sft-padded": ("sft", {}, {}),
-    "sft-packed": ("sft", {"packing": "best_fit"}, {"micro_batch_size": 2}),
-    "sft-lora": ("sft", LORA, {}),
-    "sft-qlora": ("sft", {"adapter": {"rank": 16, "quantization": "nf4"}}, {}),
-    "dpo": ("dpo", {}, {"micro_batch_size": 4}),
-    "grpo": ("grpo", {"max_completion_length": 64}, {}),
-}
+MODEL = (  # model A: 1.10 billion weights
+    {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    if TINY else
+    {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+)  # fmt: skip
+SMALL = (  # the geometry of Qwen2.5-0.5B as a Llama with 32,000 tokens
+    MODEL if TINY else
+    {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
+)  # fmt: skip
+VOCAB = 600 if TINY else 32000
+MAX_LENGTH = 128 if TINY else 2048
+MEDIAN, SPREAD = (40 if TINY else 400), 0.7
+NUM_CHATS, NUM_PAIRS, NUM_PROMPTS = (64, 24, 24) if TINY else (1024, 200, 64)
+BATCH, MICRO = (8, 4) if TINY else (64, 8)  # rows per step, and per micro batch of TRL
+STEPS, WARM = (4, 1) if TINY else (10, 4)
+PACKS, PACKS_MICRO = (4, 2) if TINY else (16, 2)  # packs of MAX_LENGTH per step
+DPO_BATCH, DPO_MICRO, DPO_STEPS, DPO_WARM = (4, 2, 3, 1) if TINY else (16, 8, 10, 4)
+GROUPS, NUM_GEN, NEW, GRPO_STEPS, GRPO_WARM = (2, 2, 8, 3, 1) if TINY else (8, 8, 128, 5, 2)
+GRPO_MICRO = 2 if TINY else 8
+RATE = 2e-5
 
 
-def arguments() -> argparse.Namespace:
-    """The command-line arguments."""
+def corpus():
+    """Text to learn tokens and to cut rows from: Python's documentation topics and the project's source."""
+    texts = []
+    try:
+        from pydoc_data import topics
+
+        texts += list(topics.topics.values())
+    except ImportError:
+        pass
+    files = sorted(SRC.rglob("*.py"))[: 40 if TINY else None]
+    texts += [path.read_text(errors="ignore") for path in files]
+    if not TINY:  # for 32,000 different tokens
+        stdlib = Path(os.__file__).parent
+        texts += [path.read_text(errors="ignore") for path in sorted(stdlib.glob("*.py"))]
+        texts += [path.read_text(errors="ignore") for path in sorted((stdlib / "email").glob("*.py"))]
+    return texts
+
+
+def prepare():
+    """Tokenizer, models A and S, rows; in WORK."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from tasks.chat_template import CHATML
+    from tests import tiny
+
+    if (WORK / "ready").exists():
+        return {"case": "prepare", "state": "reused"}
+    start = time.perf_counter()
+    texts = corpus()
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=tiny.SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    ids = []
+    for each in bpe.encode_batch(texts):
+        ids += each.ids
+    draw = random.Random(0)
+
+    def text(length):
+        place = draw.randrange(max(1, len(ids) - length))
+        return bpe.decode(ids[place : place + length]).strip().replace("\ufffd", "") or "nothing"
+
+    def length(less=0):
+        return max(4, min(int(MEDIAN * draw.lognormvariate(0, SPREAD)), MAX_LENGTH - 24) - less)
+
+    def user(i, n):
+        return [{"role": "user", "content": f"{i}: {text(n)}"}]
+
+    def answer(n):
+        return [{"role": "assistant", "content": text(n)}]
+
+    short = 6 if TINY else 40
+    half = lambda: max(4, min(int(0.75 * MEDIAN * draw.lognormvariate(0, SPREAD)), MAX_LENGTH // 2))  # noqa: E731
+    rows = {
+        "conversations": [
+            {"row_id": f"c{i}", "messages": user(i, short) + answer(length(short + 12))} for i in range(NUM_CHATS)
+        ],
+        "preferences": [
+            {"row_id": f"p{i}", "prompt": user(i, 2 * short), "chosen": answer(half()), "rejected": answer(half()),
+             "kind": "other"}
+            for i in range(NUM_PAIRS)
+        ],
+        "prompts": [{"row_id": f"q{i}", "prompt": user(i, short), "columns": None} for i in range(NUM_PROMPTS)],
+    }  # fmt: skip
+    found = {"case": "prepare", "vocabulary": bpe.get_vocab_size()}
+    for name, size in (("A", MODEL), ("S", SMALL)):
+        folder = WORK / name
+        folder.mkdir(parents=True, exist_ok=True)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+        tokenizer.chat_template = CHATML
+        tokenizer.save_pretrained(folder)
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            **size,
+            max_position_embeddings=MAX_LENGTH,
+            tie_word_embeddings=name == "S",
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+        torch.manual_seed(0)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = LlamaForCausalLM(config)
+        found[f"weights_{name}"] = sum(each.numel() for each in model.parameters())
+        model.bfloat16().save_pretrained(folder)
+        del model
+    for name, each in rows.items():
+        tiny.write_rows(WORK / name, each)
+    (WORK / "ready").touch()
+    return {**found, "seconds": time.perf_counter() - start}
+
+
+def cuda():
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def sync():
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def clock_class():
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        """The time at the end of every step, after the GPU is done: the same for both sides."""
+
+        def __init__(self):
+            self.times = []
+
+        def on_train_begin(self, *args, **kwargs):
+            sync()
+            self.times.append(time.perf_counter())
+
+        def on_step_end(self, *args, **kwargs):
+            sync()
+            self.times.append(time.perf_counter())
+            partial({"step_s": [round(b - a, 3) for a, b in zip(self.times, self.times[1:])]})
+
+    return Clock
+
+
+def flops_per_token(size, mean_squares, mode="full"):
+    """Of matrices and causal attention; ``mean_squares``: E[length^2] / E[length] of the rows."""
+    h, f = size["hidden_size"], size["intermediate_size"]
+    kv = h // size["num_attention_heads"] * size["num_key_value_heads"]
+    matrices = size["num_hidden_layers"] * (2 * h * h + 2 * h * kv + 3 * h * f) + h * VOCAB
+    attention = 4 * size["num_hidden_layers"] * h * mean_squares / 2  # forward, per token
+    forward = 2 * matrices + attention
+    # an adapter: no gradients of frozen matrices, so the backward pass has as many products as the forward one
+    return {"full": 3 * forward, "adapter": 2 * forward, "dpo": 3 * forward}[mode]
+
+
+def squares(lengths):
+    return sum(n * n for n in lengths) / sum(lengths)
+
+
+def row_lengths(slot="conversations"):
+    """Tokens of the rows, with the template."""
+    import pyarrow.parquet as pq
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(WORK / "A")
+    rows = pq.read_table(WORK / slot / "train.parquet").to_pylist()
+    texts = [" ".join(m["content"] for m in row["messages"]) for row in rows]
+    return [min(len(each) + 12, MAX_LENGTH) for each in tokenizer(texts)["input_ids"]]
+
+
+def result(times, tokens, losses, warm, size, mode="full", mean_squares=None, units=None, skip_mfu=False):
+    """Medians over the steps after the warm-up. ``tokens``: real tokens of each step; ``units``: pairs, of each step."""
+    import torch
+
+    steps = [b - a for a, b in zip(times, times[1:])]
+    kept, of = steps[warm:], tokens[warm:]
+    found = {
+        "step_s_median": statistics.median(kept), "step_s_min": min(kept), "step_s_max": max(kept), "steps": len(kept),
+        "first_step_s": steps[0], "losses_first_last": [losses[0], losses[-1]] if losses else None,
+        "losses": [round(each, 5) for each in losses],
+    }  # fmt: skip
+    if of and sum(of):
+        rate = sum(of) / sum(kept)
+        found |= {"tokens_per_s": round(rate, 1), "tokens_per_step": sum(of) / len(of)}
+        if not skip_mfu:
+            found["mfu"] = round(rate * flops_per_token(size, mean_squares, mode) / PEAK, 4)
+    if units:
+        found["s_per_pair"] = sum(kept) / (units * len(kept))
+    if torch.cuda.is_available():
+        found |= {
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2),
+        }
+    return found
+
+
+def posttrain(name, fields, resources, model="A", steps=STEPS, warm=WARM, mode="full", units=None, limit_rows=None):
+    """A training of the product: the method and resources as a stage's process runs them, without the save."""
+    import torch
+
+    from tasks.context import Resources, TrainContext
+    from tasks.method import Adapter, Input, Optimizer
+    from tasks.reward_functions import RewardFunction
+    from tasks.train.run import TrainingRun
+    from tests.training import METHODS
+
+    begin = time.perf_counter()
+    types = {"adapter": lambda v: Adapter(**v), "optimizer": lambda v: Optimizer(**v),
+             "rewards": lambda v: {k: RewardFunction(**each) for k, each in v.items()}}  # fmt: skip
+    fields = {key: types[key](value) if key in types and value else value for key, value in fields.items()}
+    method = METHODS[name](**{"precision": "bf16", "max_length": MAX_LENGTH, "num_steps": steps, **fields})
+    on = {"cpus_per_worker": 2 if TINY else 4, "gpus_per_worker": int(cuda()), "micro_batch_size": "auto", **resources}
+    resources = Resources(**on)
+    torch.set_num_threads(resources.cpus_per_worker)  # as flows.stages.launch does
+    inputs = {}
+    for slot, kind in method.consumes.items():
+        path = WORK / (model if kind.value == "checkpoint" else kind.value)
+        if slot in method.optional and not path.exists():
+            continue
+        inputs[slot] = Input(name=path.name, kind=kind, fingerprint=f"{path.name:f<64}", path=path)
+    reports = []
+    folder = WORK / "runs" / f"{os.getpid()}"
+    context = TrainContext(
+        output_dir=folder / "output",
+        work_dir=folder / "work",
+        resources=resources,
+        report=lambda step, metrics: reports.append(dict(metrics)),
+    )
+    run = TrainingRun(method, inputs, context)
+    trainer = method.trainer(run)
+    clock = clock_class()()
+    trainer.add_callback(clock)
+    loaded = time.perf_counter()
+    run.fit(trainer)
+    tokens = [each.get("num_tokens", 0.0) for each in reports]
+    tokens = [b - a for a, b in zip([0.0, *tokens], tokens)]
+    of = "grad_norm" if name == "grpo" else "loss"
+    mean_squares = squares(row_lengths()) if name == "sft" else (MEDIAN if mode == "dpo" else NEW)
+    found = result(clock.times, tokens, [each[of] for each in reports], warm, MODEL if model == "A" else SMALL, mode,
+                   mean_squares, units, skip_mfu=name == "grpo")  # fmt: skip
+    unwrapped = trainer.accelerator.unwrap_model(trainer.model)
+    base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    dtypes = {}
+    for each in unwrapped.parameters():
+        key = f"{str(each.dtype)[6:]}{' trained' if each.requires_grad else ' frozen'}"
+        dtypes[key] = dtypes.get(key, 0) + each.numel()
+    last = reports[len(reports) // 2 :]
+    found["really"] = {
+        "attention": base.config._attn_implementation,
+        "optimizer": type(optimizer).__name__, "fused": optimizer.param_groups[0].get("fused"),
+        "checkpointing": bool(getattr(base, "is_gradient_checkpointing", False)), "parameters": dtypes,
+        "autocast": trainer.accelerator.mixed_precision, "micro_batch": trainer.args.per_device_train_batch_size,
+        "tokens_at_once": getattr(getattr(trainer, "budget", None), "tokens", None),
+        "packing": getattr(method, "packing", None),
+        "deterministic": resources.is_deterministic, "matmul": torch.get_float32_matmul_precision(),
+    }  # fmt: skip
+    found["own_report"] = {
+        key: statistics.mean(each.get(key, 0.0) for each in last) for key in ("tokens_per_second", "mfu")
+    }
+    found["own_report"] |= {"memory_gib": reports[-1].get("memory_gib"), "peak_tflops": run.speed.peak / 1e12}
+    found["load_s"] = round(loaded - begin, 2)
+    found["estimate"] = estimated(method, resources, model, tokens, method.num_steps)
+    return found
+
+
+def dataset_of(slot):
+    import pyarrow.parquet as pq
+    from datasets import Dataset
+
+    rows = pq.read_table(WORK / slot / "train.parquet").to_pylist()
+    plain = lambda ms: [{"role": m["role"], "content": m["content"]} for m in ms]  # noqa: E731
+    if slot == "conversations":
+        return Dataset.from_list(
+            [{"prompt": plain(r["messages"][:-1]), "completion": plain(r["messages"][-1:])} for r in rows]
+        )
+    if slot == "preferences":
+        return Dataset.from_list([{k: plain(r[k]) for k in ("prompt", "chosen", "rejected")} for r in rows])
+    return Dataset.from_list([{"prompt": plain(r["prompt"])} for r in rows])
+
+
+def trl(kind, config, model="A", steps=STEPS, warm=WARM, mode="full", units=None, lora=False, dtype="float32",
+        checkpointing=False, slot="conversations"):  # fmt: skip
+    """A plain script of TRL, in bf16 autocast, AdamW fused (transformers' default), SDPA unless the config says other."""
+    import torch
+    import trl as library
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+
+    begin = time.perf_counter()
+    torch.set_num_threads(2 if TINY else 4)
+    if cuda():
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32, as posttrain has it
+    trainer_class = getattr(library, f"{kind}Trainer")
+    config_class = getattr(library, f"{kind}Config")
+    names = {each for each in config_class.__dataclass_fields__}
+    switch = "gradient_checkpointing" if "gradient_checkpointing" in names else "activation_checkpointing"
+    folder = WORK / "runs" / f"{os.getpid()}"
+    settings = {
+        "output_dir": str(folder), "max_steps": steps, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
+        "bf16": True, "seed": 0, "lr_scheduler_type": "cosine", "warmup_steps": 0.05, "disable_tqdm": True, "use_cpu": not cuda(),
+        switch: checkpointing, "dataloader_pin_memory": cuda(), "weight_decay": 0.0,
+        "model_init_kwargs": {"dtype": dtype}, **config,
+    }  # fmt: skip
+    extra = {}
+    if kind == "GRPO":
+        from tests.completion_scores import spread
+
+        extra["reward_funcs"] = lambda completions, **_: spread([each[0]["content"] for each in completions])
+    if lora:
+        extra["peft_config"] = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear",
+                                          task_type="CAUSAL_LM")  # fmt: skip
+    trainer = trainer_class(
+        model=str(WORK / model),
+        args=config_class(**settings),
+        train_dataset=dataset_of(slot),
+        processing_class=AutoTokenizer.from_pretrained(WORK / model),
+        **extra,
+    )
+    clock = clock_class()()
+    trainer.add_callback(clock)
+    loaded = time.perf_counter()
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "loss" in entry]
+    counts = [entry.get("num_tokens", 0.0) for entry in log]
+    tokens = [b - a for a, b in zip([0.0, *counts], counts)]
+    of = "grad_norm" if kind == "GRPO" else "loss"
+    mean_squares = squares(row_lengths()) if kind == "SFT" else (MEDIAN if kind == "DPO" else NEW)
+    found = result(clock.times, tokens, [float(e[of]) for e in log], warm, MODEL if model == "A" else SMALL, mode,
+                   mean_squares, units, skip_mfu=kind == "GRPO")  # fmt: skip
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    inner = trainer.accelerator.unwrap_model(trainer.model)
+    base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    found["really"] = {
+        "attention": base.config._attn_implementation, "optimizer": type(optimizer).__name__,
+        "fused": optimizer.param_groups[0].get("fused"), "checkpointing": bool(base.is_gradient_checkpointing),
+        "dtype": str(next(base.parameters()).dtype), "micro_batch": trainer.args.per_device_train_batch_size,
+        "accumulation": trainer.args.gradient_accumulation_steps, "rows": len(trainer.train_dataset),
+        "liger": trainer.args.use_liger_kernel, "loss_type": getattr(trainer.args, "loss_type", None),
+    }  # fmt: skip
+    found["load_s"] = round(loaded - begin, 2)
+    return found
+
+
+def hand(micros=(8,), pure_bf16=False, compiled=True):
+    """The limit in practice: full blocks of MAX_LENGTH tokens, causal SDPA, compiled layers, fused AdamW."""
+    import pyarrow.parquet as pq
+    import torch
+    import torch.nn.functional as F
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    begin = time.perf_counter()
+    device = "cuda" if cuda() else "cpu"
+    if cuda():
+        torch.set_float32_matmul_precision("high")
+    tokenizer = AutoTokenizer.from_pretrained(WORK / "A")
+    rows = pq.read_table(WORK / "conversations" / "train.parquet").to_pylist()
+    line = []
+    for each in tokenizer([" ".join(m["content"] for m in row["messages"]) for row in rows])["input_ids"]:
+        line += [*each, tokenizer.eos_token_id]
+    blocks = torch.tensor(line[: len(line) // MAX_LENGTH * MAX_LENGTH]).view(-1, MAX_LENGTH).to(device)
+    model = AutoModelForCausalLM.from_pretrained(
+        WORK / "A", dtype=torch.bfloat16 if pure_bf16 else torch.float32, attn_implementation="sdpa"
+    ).to(device)
+    model.train()
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile(dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0, fused=cuda())
+    loaded, found = time.perf_counter(), {}
+
+    def loss_of(ids):
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = model.lm_head(hidden[:, :-1].reshape(-1, hidden.shape[-1]))
+        return F.cross_entropy(logits.float(), ids[:, 1:].reshape(-1))
+
+    for micro in micros:
+        try:
+            times, losses, place = [time.perf_counter()], [], 0
+            warm, steps = (1, 3) if TINY else (3, 8)
+            for _ in range(steps):
+                total = 0.0
+                for _ in range(max(1, PACKS // micro)):
+                    ids = blocks[[(place + k) % len(blocks) for k in range(micro)]]
+                    place += micro
+                    with torch.autocast(device, torch.bfloat16, enabled=not pure_bf16):
+                        loss = loss_of(ids) / max(1, PACKS // micro)
+                    loss.backward()
+                    total += loss.detach()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                sync()
+                times.append(time.perf_counter())
+                losses.append(float(total))
+            tokens = [PACKS * MAX_LENGTH] * len(losses)
+            one = result(times, tokens, losses, warm, MODEL, mean_squares=MAX_LENGTH)
+            found[f"micro_{micro}"] = {key: one.get(key) for key in (
+                "tokens_per_s", "mfu", "step_s_median", "first_step_s", "peak_gib", "losses_first_last")}  # fmt: skip
+            if one["tokens_per_s"] > found.get("tokens_per_s", 0):
+                found |= {**one, "best_micro": micro}
+        except Exception as error:
+            found[f"micro_{micro}"] = f"{type(error).__name__}: {str(error)[:200]}"
+            gc.collect()
+            if cuda():
+                torch.cuda.empty_cache()
+        found.pop("losses", None)
+        found |= {"load_s": round(loaded - begin, 2), "pure_bf16": pure_bf16, "compiled": compiled}
+        partial(found)
+        if time.perf_counter() - begin > 42:  # no time for another
+            break
+    return found
+
+
+def partial(found):
+    """What is there so far, should the case be killed."""
+    REPLY.write_text(json.dumps({"case": NAME, **found, "partial": True}, default=str))
+
+
+def ceilings():
+    """A matrix product in bf16 and a copy, on this card."""
+    import torch
+
+    found = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name() if cuda() else "cpu"}
+    if cuda():
+        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        x = torch.empty(2**30, device="cuda", dtype=torch.uint8)
+        for name, call, amount in (
+            ("bf16_tflops", lambda: a @ b, 2 * 8192**3 / 1e12), ("copy_tb_s", lambda: x.clone(), 2 * 2**30 / 1e12),
+        ):  # fmt: skip
+            for _ in range(5):
+                call()
+            seconds = []
+            for _ in range(20):
+                sync()
+                start = time.perf_counter()
+                call()
+                sync()
+                seconds.append(time.perf_counter() - start)
+            found[name] = round(amount / statistics.median(seconds), 2)
+    import transformers
+    import trl as library
+
+    return {**found, "transformers": transformers.__version__, "trl": library.__version__}
+
+
+def estimated(method, resources, model, tokens, steps):
+    """What a plan says before anything was measured, from the mean length of the rows."""
+    from flows.planning.adapter_choice import capacity
+    from flows.planning.estimates import formula_seconds
+    from tasks.estimate import architecture, memory, work
+    from tasks.train.speed import known_peak
+
+    found = architecture(json.loads((WORK / model / "config.json").read_text()))
+    mean = sum(tokens) / (len(tokens) * method.global_batch_size)
+    terms = memory(method, resources, found, found.shapes(), method.max_length, mean=mean, capacity=capacity(resources))
+    total = work(
+        method, resources, found, found.shapes(), num_steps=steps, tokens=mean, capacity=capacity(resources)
+    )  # fmt: skip
+    seconds = formula_seconds(method, resources, found, total, known_peak(resources, method.precision), steps)
+    return {"memory_gib": {k: round(v, 2) for k, v in terms.to_dict().items()}, "step_s": seconds / steps}
+
+
+# ---------------------------------------------------------------------------------------------------------------- cases
+
+SFT = {"global_batch_size": BATCH, "learning_rate": RATE}
+LORA = {"rank": 16}
+TRL_SFT = {"per_device_train_batch_size": MICRO, "gradient_accumulation_steps": BATCH // MICRO, "max_length": MAX_LENGTH,
+           "learning_rate": RATE}  # fmt: skip
+TRL_PACKED = {**TRL_SFT, "packing": True, "per_device_train_batch_size": PACKS_MICRO,
+              "gradient_accumulation_steps": PACKS // PACKS_MICRO}  # fmt: skip
+DPO = {"global_batch_size": DPO_BATCH, "learning_rate": RATE}
+TRL_DPO = {"per_device_train_batch_size": DPO_MICRO, "gradient_accumulation_steps": DPO_BATCH // DPO_MICRO,
+           "max_length": MAX_LENGTH, "learning_rate": RATE, "beta": 0.1}  # fmt: skip
+OF_DPO = {"steps": DPO_STEPS, "warm": DPO_WARM, "mode": "dpo", "units": DPO_BATCH}
+OF_GRPO = {"model": "S", "steps": GRPO_STEPS, "warm": GRPO_WARM}
+GRPO = {"global_batch_size": GROUPS * NUM_GEN, "num_generations": NUM_GEN, "max_completion_length": NEW,
+        "max_length": NEW + 128, "learning_rate": 1e-6,
+        "rewards": {"spread": {"function": "python:tests.completion_scores.spread"}}}  # fmt: skip
+TRL_GRPO = {"per_device_train_batch_size": GRPO_MICRO, "gradient_accumulation_steps": GROUPS * NUM_GEN // GRPO_MICRO,
+            "num_generations": NUM_GEN, "max_completion_length": NEW, "learning_rate": 1e-6, "beta": 0.0,
+            "loss_type": "grpo", "temperature": 1.0}  # fmt: skip
+NF4 = {"rank": 16, "quantization": "nf4"}
+
+CASES = {  # name: (function, seconds at most), in the order of value
+    "ceilings": (lambda: ceilings(), 40),
+    "sft-full/posttrain": (lambda: posttrain("sft", SFT, {}), 60),
+    "sft-full/hand": (lambda: hand(), 60),
+    "sft-lora/posttrain": (lambda: posttrain("sft", {**SFT, "adapter": LORA}, {}, mode="adapter"), 60),
+    "dpo-lora/posttrain": (lambda: posttrain("dpo", {**DPO, "adapter": LORA}, {}, **OF_DPO), 50),
+    "dpo-lora/trl": (lambda: trl("DPO", TRL_DPO, lora=True, dtype="bfloat16", slot="preferences", **OF_DPO), 60),
+    "grpo/posttrain": (lambda: posttrain("grpo", GRPO, {}, **OF_GRPO), 60),
+    "grpo/trl": (lambda: trl("GRPO", TRL_GRPO, slot="prompts", **OF_GRPO), 75),
+    "sft-qlora/posttrain": (lambda: posttrain("sft", {**SFT, "adapter": NF4}, {}, mode="adapter"), 60),
+    "dpo-full/posttrain": (lambda: posttrain("dpo", DPO, {}, **OF_DPO), 50),
+    "sft-full-checkpointed/posttrain": (lambda: posttrain("sft", SFT, {"gradient_checkpointing": "on"}), 45),
+    "sft-full/trl-packed": (lambda: trl("SFT", TRL_PACKED, steps=8), 50),
+    "sft-lora/trl-packed": (lambda: trl("SFT", TRL_PACKED, steps=8, lora=True, dtype="bfloat16", mode="adapter"), 45),
+}  # fmt: skip
+
+
+def environment():
+    """That of posttrain's stages, for every side: allocator, cuBLAS, threads."""
+    from flows.stages.process_settings import WORKER_ENVIRONMENT
+
+    for name, value in WORKER_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(WORK / "inductor"))
+
+
+def run_case(name, reply):
+    """In the case's own process: its result, or the end of its traceback."""
+    global NAME, REPLY
+    NAME, REPLY = name, reply
+    start = time.perf_counter()
+    try:
+        found = prepare() if name == "prepare" else CASES[name][0]()
+    except BaseException:
+        found = {"error": traceback.format_exc().strip().splitlines()[-12:]}
+    return {"case": name, **found, "case_s": round(time.perf_counter() - start, 1)}
+
+
+def emit(found, out):
+    """A line in the file, and on the screen."""
+    line = json.dumps(found, default=str)
+    with out.open("a") as file:
+        file.write(line + "\n")
+    print(line, flush=True)
+
+
+def in_fork(name, limit, reply):
+    """Runs a case in a copy of this process, which has imported everything."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        log = os.open(WORK / "bench.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1), os.dup2(log, 2)
+        reply.write_text(json.dumps(run_case(name, reply), default=str))
+        sys.stdout.flush()
+        os._exit(0)
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return None
+        time.sleep(0.05)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return f"ended after {limit:.0f} s"
+
+
+def in_process(name, limit, reply):
+    """Runs a case in a new process: where an import has initialized CUDA, a copy could not use it."""
+    with (WORK / "bench.log").open("a") as log:
+        command = [sys.executable, __file__, "--case", name, str(reply)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"ended after {limit:.0f} s"
+    return None
+
+
+def arguments():
+    """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--layers", type=int, default=22)
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)  # of the process that measures, and the folder
+    parser.add_argument("--deadline", type=float, default=330)
+    parser.add_argument("--spawn", action="store_true", help="a new process for each case")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--save", action="store_true", help="keep the results as baselines")
+    parser.add_argument("--compare", action="store_true", help="name what is slower than its baseline")
+    parser.add_argument("--case", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def write_inputs(folder: Path, layers: int) -> None:
-    """A Llama with the sizes of TinyLlama (arXiv:2401.02385), and rows."""
+def imported():
+    """Imports everything that cases need; whether that initialized CUDA."""
     import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    import trl.trainer.dpo_trainer
+    import trl.trainer.grpo_trainer
+    import trl.trainer.sft_trainer  # noqa: F401
 
-    from tests import tiny
+    import tasks.train.run  # noqa: F401
+    import tests.training  # noqa: F401
 
-    tiny.write_tokenizer(folder / "policy")
-    tokenizer = AutoTokenizer.from_pretrained(folder / "policy")
-    config = LlamaConfig(
-        vocab_size=32000, hidden_size=2048, intermediate_size=5632, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=4, max_position_embeddings=MAX_LENGTH, pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-    )  # fmt: skip
-    with torch.device("cuda"):
-        LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "policy")
-    draw = random.Random(0)
-    lengths = [min(int(MEDIAN * draw.lognormvariate(0, SPREAD)), MAX_LENGTH // 2 - 64) for _ in range(256)]
-    said = [[{"role": "user", "content": tiny.sentence(i, 20)}] for i in range(256)]
-    answers = [[{"role": "assistant", "content": tiny.sentence(i + 1, length)}] for i, length in enumerate(lengths)]
-    others = [[{"role": "assistant", "content": tiny.sentence(i + 2, length)}] for i, length in enumerate(lengths)]
-    rows = {
-        "text": [{"row_id": f"t{i}", "text": tiny.sentence(i, 4096)} for i in range(256)],
-        "conversations": [{"row_id": f"c{i}", "messages": said[i] + answers[i]} for i in range(256)],
-        "preferences": [
-            {"row_id": f"p{i}", "prompt": said[i], "chosen": answers[i], "rejected": others[i], "kind": "other"}
-            for i in range(256)
-        ],
-        "prompts": [{"row_id": f"q{i}", "prompt": said[i], "columns": None} for i in range(256)],
-    }
-    for name, found in rows.items():
-        tiny.write_rows(folder / name, found)
+    return torch.cuda.is_initialized()
 
 
-def measure(case: str, folder: Path, steps: int) -> dict[str, float]:
-    """One training in this process."""
-    from dataclasses import fields
-
-    import torch
-    from transformers import AutoConfig
-
-    from tasks.context import Metrics, Resources, TrainContext
-    from tasks.estimate import architecture, memory
-    from tasks.method import Adapter, Optimizer
-    from tasks.train import padding_free
-    from tasks.train.run import TrainingRun
-    from tests import training
-
-    name, changed, on = CASES[case]
-    if case == "sft-padded":
-        padding_free.PADDING_FREE = frozenset()
-    types = {"adapter": Adapter, "optimizer": Optimizer}
-    changed = {field: types[field](**value) if field in types else value for field, value in changed.items()}
-    known = {each.name for each in fields(training.METHODS[name])}
-    size = {"global_batch_size": 16, "max_length": MAX_LENGTH, "num_steps": steps, "learning_rate": 1e-5}
-    method = training.METHODS[name](**{
-        **training.OWN.get(name, {}), **size, "precision": "bf16",
-        **{field: value for field, value in changed.items() if field in known},
-    })  # fmt: skip
-    resources = Resources(**{"micro_batch_size": 8, "cpus_per_worker": 8, "gpus_per_worker": 1, **on})
-    reports: list[Metrics] = []
-    context = TrainContext(
-        output_dir=folder / case / "output", work_dir=folder / case / "work", resources=resources,
-        report=lambda step, metrics: reports.append(metrics),
-    )  # fmt: skip
-    run = TrainingRun(method, training.inputs(folder, method), context)
-    run.fit(method.trainer(run))
-    found = architecture(AutoConfig.from_pretrained(folder / "policy").to_dict())
-    assert found is not None
-    last = reports[len(reports) // 2 :]
-    return {
-        "tokens_per_second": mean(each["tokens_per_second"] for each in last),
-        "mfu": mean(each.get("mfu", 0.0) for each in last),
-        "memory_gib": reports[-1]["memory_gib"],
-        "estimate_gib": memory(method, resources, found, found.shapes(), MAX_LENGTH).total / 2**30,
-        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-        "peak_tflops": run.speed.peak / 1e12,
-        "loss": reports[-1]["loss"],
-    }
+def measured(args):
+    """The results of all cases, by name."""
+    begin, spawn, results = time.monotonic(), args.spawn, {}
+    if not spawn:
+        spawn = imported()
+        print(f"imports: {time.monotonic() - begin:.1f} s, a new process for each case: {spawn}", flush=True)
+    queue = [*(() if (WORK / "ready").exists() else ("prepare",)), *args.cases.split(",")]
+    while queue:
+        name = queue.pop(0)
+        left = args.deadline - (time.monotonic() - begin)
+        limit = min(CASES[name][1] if name in CASES else 90, left)
+        if limit < (1 if TINY else 12):
+            emit({"case": name, "error": "skipped: deadline"}, args.out)
+            continue
+        reply = WORK / "reply.json"
+        reply.unlink(missing_ok=True)
+        why = (in_process if spawn else in_fork)(name, limit, reply)
+        found = json.loads(reply.read_text()) if reply.exists() else {"case": name, "error": why or "the process died"}
+        results[name] = {**found, "at_s": round(time.monotonic() - begin, 1)}
+        emit(results[name], args.out)
+    return results
 
 
-def main() -> None:
-    """Prints a line per training."""
-    options = arguments()
-    if options.case:
-        case, folder = options.case
-        print(json.dumps(measure(case, Path(folder), options.steps)))
+def baseline(results, name):
+    """The file of a case: by GPU, model and method."""
+    gpu = results["ceilings"]["gpu"].lower().replace(" ", "-")
+    return (
+        BASELINES / gpu / ("llama-0.4b" if name.startswith("grpo") else "llama-1.1b") / f"{name.replace('/', '.')}.json"
+    )
+
+
+def rows_of(results):
+    """What a baseline keeps of each case, with versions and commit."""
+    top = results.get("ceilings", {})
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=SRC, capture_output=True, text=True, check=False
+    )
+    versions = {name: top.get(name) for name in ("gpu", "torch", "transformers", "trl", "bf16_tflops")}
+    kept = ("tokens_per_s", "mfu", "step_s_median", "s_per_pair", "peak_gib", "losses_first_last", "estimate")
+    for name, each in results.items():
+        if "step_s_median" not in each:
+            continue
+        row = {key: each[key] for key in kept if key in each}
+        if "mfu" in row and top.get("bf16_tflops"):
+            row["mfu_measured_peak"] = round(row["mfu"] * PEAK / 1e12 / top["bf16_tflops"], 4)
+        yield name, {**row, **versions, "commit": commit.stdout.strip()}
+
+
+def main():
+    """Runs the cases; with ``--compare``, exits with 1 where one is slower than its baseline."""
+    args = arguments()
+    WORK.mkdir(parents=True, exist_ok=True)
+    environment()
+    if args.case:
+        Path(args.case[1]).write_text(json.dumps(run_case(args.case[0], Path(args.case[1])), default=str))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        write_inputs(Path(folder), options.layers)
-        names = ("tokens_per_second", "mfu", "memory_gib", "estimate_gib", "reserved_gib", "peak_tflops", "loss")
-        print(f"| case | {' | '.join(names)} |\n{'|---' * (len(names) + 1)}|", flush=True)
-        for case in options.cases.split(","):
-            command = [sys.executable, __file__, "--steps", str(options.steps), "--case", case, folder]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                print(f"| {case} | failed: {done.stderr.strip().splitlines()[-1][:300]} |", flush=True)
-                continue
-            found = json.loads(done.stdout.splitlines()[-1])
-            print(f"| {case} | {' | '.join(f'{found[name]:,.3g}' for name in names)} |", flush=True)
+    results, slower = measured(args), []
+    for name, row in rows_of(results) if "gpu" in results.get("ceilings", {}) else ():
+        path = baseline(results, name)
+        if args.compare and path.exists():
+            before = json.loads(path.read_text())
+            if row["step_s_median"] > SLOWER * before["step_s_median"]:
+                slower.append(
+                    f"{name}: {row['step_s_median']:.3f} s a step, {before['step_s_median']:.3f} at {before['commit']}"
+                )
+        if args.save:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(row, indent=1) + "\n")
+    if slower:
+        raise SystemExit("slower than the baseline:\n" + "\n".join(slower))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
 
 from tasks.context import Resources
 from tasks.disk_need import Shapes, adapter_weights
@@ -27,8 +28,11 @@ _UNGATED = (
 _KEPT_HIDDEN = 9
 _KEPT_MLP = 4  # gate, its activation, up, their product: in units of the intermediate size
 _LOGIT_COPIES = 3  # logits, log-probabilities, their gradient
-MOST_TOKENS = 2**15  # of a forward pass under micro_batch_size=auto: more fill no GPU better
+MOST_TOKENS = 2**16  # of a forward pass under micro_batch_size=auto: more fill no GPU better
 _CPU_TOKENS = 2**12  # the same on a CPU
+_LONGER_STEPS = 1.1  # tokens of a long step, in those of a mean one
+_MAX_LOGITS = 2**27  # above, the head computes chunks of tokens x vocabulary: tasks.train.padding_free
+_CHUNK = (4096, 32768)
 _FILL = 0.88  # share of the memory that such a pass is planned to take
 
 
@@ -113,6 +117,7 @@ class Memory:
     Args:
         frozen: reference, teacher and reward model.
         cache: keys and values of the completions that are being generated: all those of a worker in a step, at once.
+        shared: of gradients and activations: where a step is one pass, gradients come as activations go.
     """
 
     weights: int
@@ -122,6 +127,7 @@ class Memory:
     logits: int
     frozen: int
     cache: int
+    shared: int = 0
 
     @property
     def model(self) -> int:
@@ -131,11 +137,12 @@ class Memory:
     @property
     def total(self) -> int:
         """All bytes; generation ends before the backward pass begins, so that only the larger of the two counts."""
-        return self.model + max(self.activations + self.logits, self.cache)
+        return self.model + max(self.activations + self.logits - self.shared, self.cache)
 
     def to_dict(self) -> dict[str, float]:
         """The terms and their total in GiB."""
-        return {name: count / 2**30 for name, count in {**asdict(self), "total": self.total}.items()}
+        found = {name: count for name, count in asdict(self).items() if name != "shared"}
+        return {name: count / 2**30 for name, count in {**found, "total": self.total}.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,11 +198,14 @@ def tokens_at_once(
 
 def memory(
     method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, tokens: int,
-    frozen: Mapping[str, int] | None = None,
+    frozen: Mapping[str, int] | None = None, *, mean: float | None = None, capacity: int = 0,
 ) -> Memory:  # fmt: skip
     """Peak memory of one worker.
 
     Args:
+        mean: tokens of a row in the mean, all of its sequences together, which decides where micro batches have equal
+            tokens; None: unknown, and all rows are as long as the longest.
+        capacity: bytes of a worker, which ``micro_batch_size=auto`` fills; 0: unknown.
         shapes: of the weights; ``found.shapes()`` where those of the files are not known.
         tokens: of the longest row: prompt and completion.
         frozen: slot of a teacher or reward model, where it is filled -> number of the model's weights; None: all are
@@ -213,17 +223,86 @@ def memory(
         base = weights.base * (dtype if method.adapter else _FLOAT)
     width = 2 if precision in ("bf16", "fp16", "fp8") else _FLOAT
     rows = resources.rows_at_once * sequences(method)
+    at_once, passes = rows * tokens, 2
+    if _completions(method):  # a prompt is read once for its completions; each keeps its keys and values
+        at_once = rows * (tokens + _completions(method)) // 2
+    if resources.micro_batch_size == "auto":
+        row = mean or tokens * sequences(method)
+        if _completions(method):
+            row = (row + _completions(method)) / 2
+        at_once, passes = _at_once(method, resources, found, shapes, row, capacity)
     is_head = method.models["policy"] == REWARD_HEAD
     generated = -(-method.global_batch_size // resources.num_workers) if _completions(method) else 0
+    gradients = _gradient_copies(method, resources) * copies * weights.trained * _FLOAT // divided
+    if resources.gpus_per_worker:
+        activations = _activations_of_gpu(method, resources, found, at_once, width)
+        if not method.adapter and not resources.checkpointed_layers and width < _FLOAT:
+            activations += linear * width  # the casts of autocast, which the backward pass reads
+        logits = 0 if is_head else _logits_of_gpu(found, at_once, width, is_trained=method.adapter is None)
+    else:
+        activations = _activations(found, at_once, width, resources.checkpointed_layers)
+        logits = rows * _FLOAT if is_head else at_once * found.vocabulary * _LOGIT_COPIES * _FLOAT
     return Memory(
         weights=copies * (base + weights.beside * _FLOAT),
-        gradients=_gradient_copies(method, resources) * copies * weights.trained * _FLOAT // divided,
+        gradients=gradients,
         optimizer=copies * weights.trained * method.optimizer.state_bytes // divided,
-        activations=_activations(found, rows * tokens, width, resources.checkpointed_layers),
-        logits=rows * (1 if is_head else tokens * found.vocabulary * _LOGIT_COPIES) * _FLOAT,
+        activations=activations,
+        logits=logits,
+        shared=min(gradients, activations + logits) if passes == 1 else 0,
         frozen=_frozen_weights(method, resources, weights.base, frozen) * dtype,
         cache=2 * found.layers * found.kv_heads * found.head * tokens * generated * width,
     )  # fmt: skip
+
+
+def _at_once(
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, row: float, capacity: int
+) -> tuple[int, int]:
+    """Tokens of a forward pass under ``micro_batch_size=auto``, and how many passes a worker takes in a step.
+
+    Args:
+        row: tokens of a row in the mean.
+    """
+    budget, rows = tokens_at_once(method, resources, found, shapes, capacity), method.global_batch_size
+    step = max(1, round(rows * row / resources.num_workers))
+    return min(budget, round(step * _LONGER_STEPS)), max(1, math.ceil(step / budget))
+
+
+def _activations_of_gpu(
+    method: TrainingRecipe, resources: Resources, found: Architecture, tokens: int, width: int
+) -> int:
+    """Bytes that the backward pass keeps, and half a layer's gradients; of real tokens, because there is no padding.
+
+    Under autocast a full training sums the outputs of layers in fp32, and a frozen base in bf16 in bf16. Liger keeps
+    neither normalized states nor the activation of a gate. The coefficients are those of an H100 (bench/gpu.py).
+    """
+    is_fused, has_fp32_sums = uses_fused_layers(method, resources), width < _FLOAT and method.adapter is None
+    queries, keys = found.heads * found.head, 2 * found.kv_heads * found.head
+    sums = found.hidden * (3 * _FLOAT if has_fp32_sums else 2 * width)
+    norms = 2 * found.hidden * (width if is_fused else width + 2 * _FLOAT)
+    mlp = (3 if is_fused else 4) * found.intermediate * found.active
+    layer = sums + norms + (2 * queries + keys + mlp) * width
+    every = resources.checkpointed_layers
+    if every is None:
+        return round(tokens * layer * (found.layers + 0.5))
+    kept = math.ceil(found.layers / every)  # inputs of the checkpointed layers, and one of them in full
+    return round(tokens * (kept * sums / (3 if has_fp32_sums else 2) + (found.layers - kept + 1.5) * layer))
+
+
+def _logits_of_gpu(found: Architecture, tokens: int, width: int, *, is_trained: bool) -> int:
+    """Bytes of the head: a chunk of logits, and the hidden states of trained tokens with their gradients."""
+    if tokens * found.vocabulary <= _MAX_LOGITS:
+        return tokens * found.vocabulary * (width + 2 * _FLOAT)
+    columns = min(found.vocabulary, _CHUNK[1])
+    chunk = (_CHUNK[0] + found.hidden) * columns * width
+    return chunk + tokens * found.hidden * (2 * _FLOAT + width) + is_trained * found.vocabulary * found.hidden * _FLOAT
+
+
+def uses_fused_layers(method: TrainingRecipe, resources: Resources) -> bool:
+    """Whether a GPU's layers are Liger's, as far as the plan knows (``tasks.train.kernels.uses_liger``)."""
+    if resources.liger != "auto":
+        return resources.liger
+    is_off = resources.is_deterministic or resources.resolved_precision(method.precision) == "fp32"
+    return bool(resources.gpus_per_worker) and not is_off and find_spec("liger_kernel") is not None
 
 
 def _gradient_copies(method: TrainingRecipe, resources: Resources) -> int:
@@ -280,7 +359,7 @@ def _frozen_weights(method: TrainingRecipe, resources: Resources, base: int, fro
 
 def describe(found: Memory) -> str:
     """The terms above one hundredth of the total, the largest first."""
-    terms = {each.name: getattr(found, each.name) for each in fields(found)}
+    terms = {each.name: getattr(found, each.name) for each in fields(found) if each.name != "shared"}
     shown = sorted((name for name in terms if terms[name] * 100 > found.total), key=lambda name: -terms[name])
     return ", ".join(f"{name} {terms[name] / 2**30:.2f}" for name in shown)
 
@@ -343,16 +422,26 @@ class Work:
 
 def work(
     method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, *, num_steps: int, tokens: float,
-    slots: Collection[str] = (),
+    slots: Collection[str] = (), capacity: int = 0,
 ) -> Work:  # fmt: skip
-    """Args: num_steps: optimizer steps; tokens: of a row in the mean, all of its sequences; slots: that are filled."""
+    """Estimates the arithmetic.
+
+    Args:
+        num_steps: optimizer steps.
+        tokens: of a row in the mean, all of its sequences.
+        slots: that are filled.
+        capacity: as for ``memory``.
+    """
     rows = num_steps * method.global_batch_size
     total = round(rows * tokens)
     each = tokens / sequences(method)
     head = 0 if method.models["policy"] == REWARD_HEAD else _LOGIT_COPIES * found.vocabulary
+    passes = resources.accumulation_steps(method.global_batch_size)
+    if resources.micro_batch_size == "auto":
+        _, passes = _at_once(method, resources, found, shapes, tokens, capacity)
     return Work(
         tokens=total, flops=total * flops_per_token(found, method, resources, round(each), slots),
         updates=num_steps * trained_weights(method, shapes).trained,
-        passes=num_steps * resources.accumulation_steps(method.global_batch_size),
+        passes=num_steps * passes,
         moved=total * (found.layers * _kept(found) + head),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypedDict
 
-from flows.planning.adapter_choice import PROCESS, Model, local_model, planned_model, read_model
+from flows.planning.adapter_choice import PROCESS, Model, capacity, local_model, planned_model, read_model
 from flows.planning.plan import Plan, PlannedStage
 from lineage.artifact import Kind
 from lineage.environment import hardware
@@ -24,15 +24,19 @@ from tasks.base_model import BaseModel
 from tasks.check_rows import POLICY, rows_slot
 from tasks.context import Resources
 from tasks.disk_need import Shapes, model_shapes, percent_trained, require_disk
-from tasks.estimate import Architecture, Memory, frozen_slots, memory, num_weights, work
+from tasks.estimate import Architecture, Memory, Work, frozen_slots, memory, num_weights, work
 from tasks.method import Training
 from tasks.train.speed import known_peak, peak_key
 
 FILE = "estimates.jsonl"  # in the store: predicted and measured, a line per finished training
 FEW_STEPS = 8  # a run as short as a rehearsal, whose memory has not reached its peak
 _START_SECONDS = 6.0  # default time of a stage besides its steps: imports, loading, saving
-_FLOPS = {"cpu": 2.5e10, "gpu": 1e14}  # FLOP/s of a core and of a GPU, if no peak was measured
+_FLOPS = {"cpu": 2.5e10, "gpu": 4e14}  # FLOP/s of a core and of a GPU, if no peak was measured
 _SHARE = 0.4  # share of the measured peak that a training reaches; measured with the quickstart on two cores
+_GPU_SHARE = 0.55  # the same of a GPU, with compiled or fused layers and full micro batches (bench/gpu.py)
+_ADAPTER = 1.25  # more time than the arithmetic of a frozen base: the adapter's small products
+_DEQUANTIZED_SECONDS = 6e-11  # of a weight in few bits in a pass, forward and backward
+_TOKEN_SECONDS = 2.5e-4  # of a token that is generated, and a layer: reading weights, keys and values
 _LAYER_SECONDS = 0.002  # constant time of a pass through a layer: starting some hundred operations
 
 
@@ -237,6 +241,29 @@ class History:
         return found
 
 
+def formula_seconds(
+    method: Training, resources: Resources, found: Architecture, total: Work, peak: float | None, num_steps: int
+) -> float:
+    """Seconds of all steps, before anything similar was measured.
+
+    Args:
+        peak: measured FLOP/s of a worker's device; None: unknown.
+    """
+    starts = total.passes * found.layers * _LAYER_SECONDS
+    if not resources.gpus_per_worker:
+        speed = peak * _SHARE if peak else _FLOPS["cpu"] * resources.cpus_per_worker
+        return total.flops / (speed * resources.num_workers) + starts
+    seconds = total.flops / ((peak * _GPU_SHARE if peak else _FLOPS["gpu"]) * resources.num_workers) + starts
+    if method.adapter:
+        seconds *= _ADAPTER
+    if method.quantization:
+        keys = found.heads * found.head + found.kv_heads * found.head
+        layer = 2 * found.hidden * keys + 3 * found.hidden * found.intermediate
+        seconds += total.passes * found.layers * layer * _DEQUANTIZED_SECONDS
+    length = getattr(method, "max_completion_length", 0)
+    return seconds + num_steps * length * found.layers * _TOKEN_SECONDS
+
+
 def _run(features: Mapping[str, object], **rest: object) -> Run:
     return Run(features=Features(**features), **rest)  # type: ignore[arg-type]
 
@@ -277,8 +304,15 @@ class Estimator:
         num_steps = steps or 1  # memory is that of one step
         key = _key(planned, found)
         tokens, longest, is_known = self._history.lengths(method, key)
-        terms = memory(method, resources, found, shapes, longest, self._frozen(planned, method))
-        total = work(method, resources, found, shapes, num_steps=num_steps, tokens=tokens, slots=planned.stage.inputs)
+        held = 0 if planned.runs_elsewhere else capacity(resources)
+        terms = memory(
+            method, resources, found, shapes, longest, self._frozen(planned, method),
+            mean=tokens if is_known else None, capacity=held,
+        )  # fmt: skip
+        total = work(
+            method, resources, found, shapes, num_steps=num_steps, tokens=tokens, slots=planned.stage.inputs,
+            capacity=held,
+        )  # fmt: skip
         features = replace(
             key, model_bytes=terms.model, row_bytes=max(terms.total - terms.model, 1), flops=total.flops,
             passes=total.passes, num_steps=num_steps, row_tokens=tokens, layers=found.layers, moved=total.moved,
@@ -286,9 +320,7 @@ class Estimator:
         near = self._history.near(features)
         others = [run.other_seconds for run in near if run.features.num_steps > FEW_STEPS]
         peak = self._peak(planned, method.precision)
-        unmeasured = _FLOPS["gpu"] if resources.gpus_per_worker else _FLOPS["cpu"] * resources.cpus_per_worker
-        by_formula = total.flops / ((peak * _SHARE if peak else unmeasured) * resources.num_workers)
-        by_formula += total.passes * found.layers * _LAYER_SECONDS
+        by_formula = formula_seconds(method, resources, found, total, peak, num_steps)
         past = self._history.seconds(features, peak * resources.num_workers if peak else None)
         whole = (past or by_formula) + (median(others) if others else _START_SECONDS) if steps else None
         gpu_hours = planned.asks[1] * whole / 3600 if whole is not None else None

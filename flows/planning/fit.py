@@ -61,7 +61,8 @@ def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator
             f"{what} {gib(held)}; {_remedy(change)}"
         )
         changes.append(change)
-        if planned.stage.resources.check_memory and need.least > held:
+        off = need.error[0] if need.error else 0.0  # what earlier predictions were wrong by
+        if planned.stage.resources.check_memory and need.least / (1 + off) > held:
             refused.append(lines.pop())
     if suggest:
         _write(suggest, [word for change in changes for word in change.overrides])

@@ -36,30 +36,29 @@ class LoraProduct(torch.autograd.Function):
         ctx: "torch.autograd.function.FunctionCtx", x: "Tensor", weight: "Callable[[], Tensor]", bias: "Tensor | None",
         a_RI: "Tensor", b_OR: "Tensor", scaling: float, dtype: torch.dtype,
     ) -> "Tensor":  # fmt: skip
-        x_TI = x.reshape(-1, x.shape[-1]).to(dtype)
-        low_TR = x_TI @ a_RI.to(dtype).t()
-        y_TO = low_TR @ (b_OR * scaling).to(dtype).t()
-        y_TO.addmm_(x_TI, weight().t())  # read and added by the large product itself
+        x_TI, a, b = x.reshape(-1, x.shape[-1]).to(dtype), a_RI.to(dtype), b_OR.to(dtype)
+        low_TR = x_TI @ a.t()
+        y_TO = low_TR @ b.t()
+        y_TO.addmm_(x_TI, weight().t(), beta=scaling)  # the large product itself scales and adds the small one
         if bias is not None:
             y_TO += bias.to(dtype)
-        ctx.save_for_backward(x_TI, low_TR, a_RI, b_OR)
-        ctx.weight, ctx.scaling, ctx.dtype = weight, scaling, dtype
-        ctx.shape, ctx.input_dtype = x.shape, x.dtype
+        ctx.save_for_backward(x_TI, low_TR, a, b)
+        ctx.weight, ctx.scaling, ctx.trained_dtype = weight, scaling, a_RI.dtype  # type: ignore[attr-defined]
+        ctx.shape, ctx.input_dtype = x.shape, x.dtype  # type: ignore[attr-defined]
         return y_TO.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: "torch.autograd.function.FunctionCtx", *grads: "Tensor") -> "tuple[Tensor | None, ...]":
-        x_TI, low_TR, a_RI, b_OR = ctx.saved_tensors
-        dtype = ctx.dtype
-        grad_TO = grads[0].reshape(-1, grads[0].shape[-1]).to(dtype)
-        grad_TR = grad_TO @ (b_OR * ctx.scaling).to(dtype)
+        x_TI, low_TR, a, b = ctx.saved_tensors
+        grad_TO = grads[0].reshape(-1, grads[0].shape[-1]).to(a.dtype)
+        grad_TR = grad_TO @ b
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_TI = grad_TR @ a_RI.to(dtype)
-            grad_TI.addmm_(grad_TO, ctx.weight())
+            grad_TI = grad_TR @ a
+            grad_TI.addmm_(grad_TO, ctx.weight(), beta=ctx.scaling)
             grad_x = grad_TI.view(ctx.shape).to(ctx.input_dtype)
-        grad_a = (grad_TR.t() @ x_TI).to(a_RI.dtype)
-        grad_b = (grad_TO.t() @ low_TR).to(b_OR.dtype) * ctx.scaling
+        grad_a = (grad_TR.t() @ x_TI).to(ctx.trained_dtype).mul_(ctx.scaling)
+        grad_b = (grad_TO.t() @ low_TR).to(ctx.trained_dtype).mul_(ctx.scaling)
         return grad_x, None, None, grad_a, grad_b, None, None
 
 
@@ -102,11 +101,9 @@ class _Forward:
         if not is_plain:
             return cast("Tensor", self.slow(x, *args, **kwargs))
         name = active[0]
-        with torch.autocast(x.device.type, enabled=False):
-            found: Tensor = LoraProduct.apply(
-                x, self.weight, self.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name],
-                dtype,
-            )  # fmt: skip
+        found: Tensor = LoraProduct.apply(
+            x, self.weight, self.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], dtype
+        )
         return found
 
 

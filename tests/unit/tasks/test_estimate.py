@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tasks import estimate
 from tasks.context import Resources
 from tasks.distill import Distillation
 from tasks.dpo import DPO
@@ -170,3 +171,30 @@ def test_a_config_without_the_numbers_is_unknown():
     assert architecture({"model_type": "mamba", "hidden_size": 8}) is None
     gpt2 = of({"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 10})
     assert (gpt2.intermediate, gpt2.head, gpt2.tied) == (32, 4, True)
+
+
+H100 = int(79.2 * 2**30 * 0.95) - 2**29
+
+
+@pytest.mark.parametrize(
+    ("fields", "resources", "peak_gib"),
+    [
+        ({}, {}, 69.67),
+        ({}, {"gradient_checkpointing": "on"}, 21.47),
+        ({"adapter": Adapter(rank=16)}, {}, 45.60),
+        ({"adapter": Adapter(rank=16, quantization="nf4")}, {}, 44.25),
+    ],
+    ids=["full", "checkpointed", "lora", "nf4"],
+)
+def test_memory_on_an_h100_is_foretold(monkeypatch, fields, resources, peak_gib):
+    """The peaks of bench/baselines: rows of 527 tokens in the mean, 64 in a step."""
+    monkeypatch.setattr(estimate, "find_spec", lambda name: name)
+    method = SFT(precision="bf16", max_length=2048, num_steps=10, global_batch_size=64, **fields)
+    where = Resources(gpus_per_worker=1, micro_batch_size="auto", **resources)
+    config = {
+        "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    }  # fmt: skip
+    found = architecture(config)
+    total = memory(method, where, found, found.shapes(), 2048, mean=527, capacity=H100).total
+    assert total / 2**30 == pytest.approx(peak_gib, rel=0.1)

@@ -36,11 +36,13 @@ def estimates(plan):
     return Estimator(plan, History.of(plan.home)).estimates(plan.stages)
 
 
-def remember(plan, stage: str, *, memory: int, seconds: float, other: float = 10.0, **changes) -> Features:
+def remember(
+    plan, stage: str, *, memory: int, seconds: float, other: float = 10.0, off: float = 2, **changes
+) -> Features:
     features = replace(estimates(plan)[stage].features, **changes)
     run = Run(
         time=0.0, stage=stage, features=features, memory=memory, seconds=seconds, other_seconds=other, tokens=1,
-        predicted_memory=memory * 2, predicted_seconds=(seconds + other) * 1.1,
+        predicted_memory=round(memory * off), predicted_seconds=(seconds + other) * 1.1,
     )  # fmt: skip
     plan.home.mkdir(exist_ok=True)
     append_jsonl(plan.home / FILE, asdict(run))
@@ -238,7 +240,7 @@ def test_the_run_of_an_older_version_says_nothing_of_what_is_moved(demo):
 
 def test_what_does_not_fit_is_refused_with_the_cheapest_change(demo, monkeypatch, tmp_path):
     plan = demo()
-    remember(plan, "dpo", memory=2**30, seconds=1.0)
+    remember(plan, "dpo", memory=2**30, seconds=1.0, off=1)
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
     monkeypatch.setattr(fit, "capacity", lambda resources: 2**34)
@@ -254,6 +256,19 @@ def test_what_does_not_fit_is_refused_with_the_cheapest_change(demo, monkeypatch
     require_fits(smaller, estimator.estimates(smaller.stale), estimator)
     allowed = demo("stages.dpo.resources.check_memory=false")
     require_fits(allowed, estimates(allowed), Estimator(allowed, History()))
+
+
+def test_what_fits_if_the_prediction_is_wrong_by_as_much_as_before_is_warned_of(demo, monkeypatch, caplog):
+    plan = demo()
+    remember(plan, "dpo", memory=2**30, seconds=1.0, off=1.25)
+    estimator = Estimator(plan, History.of(plan.home))
+    found = estimator.estimates(plan.stale)
+    monkeypatch.setattr(fit, "capacity", lambda resources: round(found["dpo"].memory / 1.2))
+    require_fits(plan, found, estimator)
+    assert "stages.dpo needs" in caplog.text
+    monkeypatch.setattr(fit, "capacity", lambda resources: round(found["dpo"].memory / 1.3))
+    with pytest.raises(ConfigError, match=r"stages\.dpo needs"):
+        require_fits(plan, found, estimator)
 
 
 def test_rows_of_unknown_length_are_warned_of_and_a_model_that_is_too_large_is_refused(demo, monkeypatch, caplog):
