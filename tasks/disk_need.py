@@ -19,7 +19,7 @@ from tasks.check_rows import POLICY
 from tasks.context import Resources
 from tasks.recipe import REWARD_HEAD, VALUE_MODEL, TrainingRecipe
 from tasks.train.adapters import ADAPTERS, HEADS, Adapter, adapts_experts, targets
-from tasks.train.freeze import Freeze
+from tasks.train.freeze import TOWERS, Freeze
 from tasks.train.quantization import CONV1D_MODELS
 
 _WEIGHT_BYTES = 4  # trained weights are kept in fp32
@@ -276,9 +276,12 @@ def adapter_weights(adapter: Adapter, shapes: Shapes, *, is_quantized: bool = Fa
     if adapter.bias is not None and shapes and not any(name.endswith(".bias") for name in shapes):
         raise ConfigError(f"adapter.bias={adapter.bias}: this model has no biases to train; set adapter.bias=null")
     row = ADAPTERS[adapter.type]
-    layers = [_layer(shapes[f"{name}.weight"]) for name in _targets(adapter, shapes)]
-    trained = sum(row.trained(adapter, *layer) for layer in layers)
-    frozen = sum(row.frozen(adapter, *layer) for layer in layers) + _buffers(adapter, shapes)
+    places = {name: _layer(shapes[f"{name}.weight"]) for name in _targets(adapter, shapes)}
+    layers = list(places.values())
+    unread = [layer for name, layer in places.items() if any(word in name for word in TOWERS)]  # by text: frozen
+    idle = sum(row.trained(adapter, *layer) for layer in unread)
+    trained = sum(row.trained(adapter, *layer) for layer in layers) - idle
+    frozen = idle + sum(row.frozen(adapter, *layer) for layer in layers) + _buffers(adapter, shapes)
     if adapts_experts(adapter) and not is_quantized:
         trained += sum(_of_expert(adapter, name, shape) for name, shape in shapes.items() if _is_of_mixture(name))
     trained += _of_the_base(adapter, shapes)

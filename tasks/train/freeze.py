@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel
 
-_TOWERS = ("vision", "visual", "audio")  # in the names of blocks that read no text
+TOWERS = ("vision", "visual", "audio", "multi_modal_projector")  # in the names of what reads no text
 _EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of what lies before the blocks
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Freeze(Setting):
 
     def _before_last_layers(self, parameters: list[str]) -> set[str]:
         assert self.except_last_layers
-        towers = {name for name in parameters if any(word in name for word in _TOWERS)}  # rows of text train none
+        towers = {name for name in parameters if any(word in name for word in TOWERS)}  # rows of text train none
         blocks = {name: index for name in parameters if name not in towers and (index := block_of(name)) is not None}
         num_blocks = max(blocks.values(), default=-1) + 1
         if self.except_last_layers >= num_blocks:
