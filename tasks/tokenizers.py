@@ -88,9 +88,9 @@ def _tokens_of_class(directory: Path) -> dict[str, str]:
     name = _stated(directory).get("tokenizer_class") or config.get("tokenizer_class")
     name = name or TOKENIZER_MAPPING_NAMES.get(str(config.get("model_type")))
     found = tokenizer_class_from_name(str(name).removesuffix("Fast")) if name else None
-    if found is None or not isinstance(found, type):
+    if not isinstance(found, type):
         return {}
-    parameters = inspect.signature(found.__init__).parameters
+    parameters = inspect.signature(found).parameters
     return {each: str(parameters[each].default) for each in _NAMED if each in parameters and parameters[each].default}
 
 
@@ -126,9 +126,10 @@ def _of_class(directory: Path) -> "PreTrainedTokenizerBase":
                 f"not {', '.join(others)}; {remedy}"
             )
     named = str(_stated(directory).get("tokenizer_class", "")).removesuffix("Fast")
+    other: type[PreTrainedTokenizerBase] | None
     other = tokenizer_class_from_name(named) if named and named != taken.__name__ else None
     if isinstance(other, type) and other is not taken and not trusts(directory):
-        stated = other.from_pretrained(directory, **options)
+        stated: PreTrainedTokenizerBase = other.from_pretrained(directory, **options)
         if stated(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
             raise ConfigError(
                 f"{ours}: its tokenizer_config.json names {named}, transformers takes {taken.__name__} for the model's "
