@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Gt
 
 from tasks.data.kinds import TEXT
+from tasks.data.tokens.tokenization import ControlText
 from tasks.method import Training
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class ContinuedPretraining(Training):
     default_learning_rate: ClassVar = 2e-5
     global_batch_size: Annotated[int, Gt(0)] = 64  # chunks per step
     max_length: Annotated[int, Gt(0)] = 2048  # tokens per chunk
+    control_tokens: ControlText | None = None  # of documents: keep them (None), encode as text, drop, refuse
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import SFTConfig, SFTTrainer

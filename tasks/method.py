@@ -9,7 +9,7 @@ from lineage.errors import ConfigError
 from tasks.best import Validation
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.template import Thinking
-from tasks.data.tokens.tokenization import TooLong
+from tasks.data.tokens.tokenization import ControlText, TooLong
 from tasks.recipe import (
     FROZEN_POLICY,
     POLICY,
@@ -147,6 +147,8 @@ class AnswerTraining(Training):
         max_prompt_length: a longer prompt, which is all before the first answer, keeps its last tokens.
         thinking: whether thinking in the answers (``<think>...</think>``) is trained or dropped; None: as the chat
             template does, and a row whose thinking the template would drop is an error.
+        control_tokens: what is done with rows whose texts spell a control token, such as ``<|im_end|>``: encode it as
+            text (None), keep it as that token, drop the rows, or fail.
     """
 
     global_batch_size: Annotated[int, Gt(0)] = 64  # rows per step: conversations, pairs, or single answers
@@ -154,6 +156,7 @@ class AnswerTraining(Training):
     too_long: TooLong | None = None
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
     thinking: Thinking | None = None
+    control_tokens: ControlText | None = None
 
 
 def _difference(name: str, found: object, default: object) -> tuple[str, object, object] | None:

@@ -33,6 +33,7 @@ from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.report import REJECTS, REPORT, Section, render, sections
 from tasks.data.tokens.template import Thinking
+from tasks.data.tokens.tokenization import ControlText
 
 if TYPE_CHECKING:
     from tasks.data.preparing.convert_rows import Opened
@@ -49,6 +50,7 @@ data stage, such as held_out=0.1, max_bad_rows=5 or system_prompt="Be brief."; o
   max_length=512        of what is trained
   chat_template=chatml  for a model that has none; or hermes, which has tools, or a family such as qwen3
   thinking=keep|drop    of a model whose template leaves out what the assistant thinks
+  control_tokens=...    what becomes of rows whose texts spell a control token: text, keep, drop or refuse
 A file with the name of an override is called ./format=x.jsonl.
 """
 
@@ -131,7 +133,7 @@ class _Measure:
         model: a directory or hub id, whose tokenizer measures rows and whose chat template marks the trained tokens.
         max_length: as of a training stage; None: the 95th percentile of the lengths.
         chat_template: replaces the model's.
-        thinking: as a training stage has it.
+        thinking, control_tokens: as a training stage has them.
     """
 
     kind: Kind | None = None
@@ -139,6 +141,7 @@ class _Measure:
     max_length: Annotated[int, Gt(0)] | None = None
     chat_template: str | None = None
     thinking: Thinking | None = None
+    control_tokens: ControlText | None = None
 
     def __post_init__(self) -> None:
         check_name(self.chat_template)
@@ -146,7 +149,7 @@ class _Measure:
             raise ConfigError(f"kind={self.kind}: no data stage produces it; accepted: {', '.join(DATA)}")
         if not self.model:
             why = "it is about tokens, so it needs a model; set model=DIR|HUB_ID too, or remove it"
-            self._refuse("max_length", "chat_template", "thinking", why=why)
+            self._refuse("max_length", "chat_template", "thinking", "control_tokens", why=why)
 
     def check(self, kind: Kind) -> None:
         """Refuses settings that do not apply to rows of a kind."""
@@ -206,7 +209,7 @@ def _examined(options: argparse.Namespace, directory: Path) -> Examined:
         return found
     if model:
         _say(f"tokenizing as {measure.model} does")
-        add_labels(found, model, measure.max_length, measure.chat_template, measure.thinking)
+        add_labels(found, model, measure.max_length, measure.chat_template, measure.thinking, measure.control_tokens)
     for source in against:
         _say(f"reading {source.path}")
     if against:

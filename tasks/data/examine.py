@@ -29,6 +29,7 @@ from tasks.data.preparing.report import (
     write_reports,
 )
 from tasks.data.tokens.template import Thinking
+from tasks.data.tokens.tokenization import ControlText, Tokenization
 from tasks.prepare_data import (
     PrepareConversations,
     PreparePreferences,
@@ -163,6 +164,7 @@ def add_labels(
     max_length: int | None,
     chat_template: str | None,
     thinking: Thinking | None = None,
+    control_tokens: ControlText | None = None,
 ) -> None:
     """Adds statistics of the trained tokens; adds a refusal if nothing would be trained.
 
@@ -170,21 +172,24 @@ def add_labels(
         max_length: in tokens, of prompt and answer, or of prompts only; None: the suggested length.
     """
     from tasks.data.tokens.cache import load_or_make, show
-    from tasks.data.tokens.tokenization import Tokenization
 
     length = max_length or (found.report.lengths.suggested_max_length if found.report.lengths else None)
     if not found.num_trained or length is None:
         return
     rows = Input(name=found.name, kind=found.kind, fingerprint="", path=found.output)
     try:
-        tokenization = Tokenization(kind=found.kind, max_length=length, chat_template=chat_template, thinking=thinking)
+        tokenization = Tokenization(
+            kind=found.kind, max_length=length, chat_template=chat_template, thinking=thinking,
+            control_tokens=control_tokens,
+        )  # fmt: skip
         tokens = load_or_make(tokenization, rows, tokenizer, None, os.cpu_count() or 1)
         stats = tokens.stats
         found.report.labels = Labels(
             max_length=length, trained_tokens_percent=stats.trained_percent if stats.gets_loss else None,
             num_tokens=stats.num_tokens, rows_cut=stats.cut.count, prompts_cut=stats.prompts_cut.count,
             rows_dropped=sum(named.count for named in stats.dropped.values()), labels=stats.labels,
-            samples=stats.samples,
+            samples=stats.samples, boundaries=stats.merged.count, control=stats.control.count,
+            spelled=stats.spelled, control_done=stats.control_done if stats.control.count else "",
         )  # fmt: skip
         show(tokens, rows, length)
     except (ConfigError, DataError) as error:

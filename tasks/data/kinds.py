@@ -49,6 +49,8 @@ class RowOutcome:
         label: for a single answer: whether it is desirable; None: rows of its kind have no label.
         stops: tokens that end the assistant's turns.
         num_examples: number of examples; several if its turns cannot be rendered in one text.
+        merged: starts of the assistant over which the tokens of the whole text would merge, and do not.
+        spelled: the control tokens that its texts spell.
     """
 
     row_id: str
@@ -61,6 +63,13 @@ class RowOutcome:
     label: bool | None = None
     stops: set[int] = field(default_factory=set)
     num_examples: int = 1
+    merged: int = 0
+    spelled: Sequence[str] = ()
+
+    @property
+    def control(self) -> int:
+        """How often its texts spell a control token."""
+        return len(self.spelled)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -59,6 +59,8 @@ class Evaluate(Method):
             length as ``answer_tokens``; None: neither is.
         seed: of the choice of rows.
         thinking: of the assistant; None: that of the stages that trained the models.
+        control_tokens: that texts spell: encode them as text, or keep them; None: keep them where a stage that trained
+            one of the models does.
         rewards: name -> reward function: scores the answers to the slot ``prompts``, as ``reward/NAME``.
         kl_samples: of each policy for each prompt, for ``kl``: nats per answer between the policy and the reference.
     """
@@ -94,6 +96,7 @@ class Evaluate(Method):
     answer_form: AnswerForm | None = None
     seed: Annotated[int, Ge(0)] = 0
     thinking: Thinking | None = None
+    control_tokens: Literal["text", "keep"] | None = None
     rewards: Rewards | None = None
     kl_samples: Annotated[int, Gt(0)] | None = None
 
@@ -158,12 +161,14 @@ class Evaluate(Method):
         trained = [*models.values(), inputs["reference"]]
         lengths = self.lengths(self.max_length or trained_length(trained))
         thinking = self.thinking or trained_thinking(trained)
+        kept = "keep" in (recipe.get("control_tokens") for recipe in _recipes(trained).values())
+        control_tokens: Literal["text", "keep"] | None = self.control_tokens or ("keep" if kept else None)
         for model in trained:
             require_positions(load_config(model.path), lengths.max_length)
         rows = held_out.draw(
             inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts,
             num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
-            thinking=thinking,
+            thinking=thinking, control_tokens=control_tokens,
         )  # fmt: skip
         functions = scorers(self.rewards or {}, tokenizer)
         check_columns(functions, columns_of(rows))
@@ -173,7 +178,10 @@ class Evaluate(Method):
         by_kind: dict[str, float] = {}
         if "reward_model" in inputs:
             reward_model = inputs["reward_model"]
-            read = partial(held_out.answered_tokens, tokenizer=tokenizer, lengths=lengths, thinking=thinking)
+            read = partial(
+                held_out.answered_tokens, tokenizer=tokenizer, lengths=lengths, thinking=thinking,
+                control_tokens=control_tokens,
+            )  # fmt: skip
             of_rewards, by_kind = self._rewards(reward_model, rows, read, measured, reference, ctx)
             scores += of_rewards
         if self.kl_samples:

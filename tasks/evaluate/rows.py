@@ -4,16 +4,17 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.turns import canonical
 from tasks.data.kinds import HELD_OUT, IGNORED, TRAINED, TokenRow, columns_of, messages_of, tools_of
-from tasks.data.tokens.encoding import common_prefix, encoder_of
+from tasks.data.tokens.encoding import Rendered, common_prefix, encode_rendered, encoder_of
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.template import Thinking
-from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenization import ControlText, Tokenization
 from tasks.data.tokens.tokenize_rows import ANSWER_TOO_LONG, RowTokenizer
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.scoring import Scored
@@ -63,14 +64,14 @@ class Prompt:
         asked = self.messages if self.tools is None else [self.messages, self.tools]
         return hashlib.sha256(canonical(asked).encode()).hexdigest()[:16]
 
-    def text(self, renderer: Renderer, answer: str | None = None) -> str:
+    def rendered(self, renderer: Renderer, answer: str | None = None) -> Rendered:
         """The prompt with an answer, as in training; without one, up to the start of the assistant's turn."""
         messages, tools, name = messages_of(self.messages), tools_of({"tools": self.tools}), f"prompt {self.name}"
         if answer is None:
-            return renderer.text(messages, tools, row_id=name, prompt=True)
+            return renderer.prompt(messages, tools, name)
         said: list[dict[str, object]] = [*messages, {"role": "assistant", "content": answer}]
         (turns,) = renderer.turns(said, tools, name, first=len(messages))
-        return turns.text
+        return turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +148,7 @@ def draw(
     lengths: Lengths,
     seed: int,
     thinking: Thinking | None = None,
+    control_tokens: ControlText | None = None,
 ) -> Rows:
     """Draws rows of each kind that has an input, at most as many as stated.
 
@@ -160,14 +162,15 @@ def draw(
     asking = draw_rows(inputs["prompts"], num_rows, seed) if "prompts" in inputs else pairs or unpaired
     prompts = distinct_prompts(asking, num_prompts)
     questions = questions_of(draw_rows(inputs["conversations"], num_questions, seed)) if conversations else []
+    of_chat = partial(_tokens, thinking=thinking, control_tokens=control_tokens)
     tokens = {
-        "text": _text(text, tokenizer, lengths.max_length),
-        "conversations": _tokens(Kind.CONVERSATIONS, conversations, tokenizer, lengths.max_length, thinking),
-        "pairs": _tokens(Kind.PREFERENCES, pairs, tokenizer, lengths.max_length, thinking),
-        **({"unpaired": _tokens(Kind.UNPAIRED, unpaired, tokenizer, lengths.max_length, thinking)} if unpaired else {}),
+        "text": _text(text, tokenizer, lengths.max_length, control_tokens),
+        "conversations": of_chat(Kind.CONVERSATIONS, conversations, tokenizer, lengths.max_length),
+        "pairs": of_chat(Kind.PREFERENCES, pairs, tokenizer, lengths.max_length),
+        **({"unpaired": of_chat(Kind.UNPAIRED, unpaired, tokenizer, lengths.max_length)} if unpaired else {}),
     }
     asked = [*prompts, *(question.prompt for question in questions)]
-    ids, num_cut = prompt_tokens(asked, tokenizer, lengths.max_prompt_length, thinking)
+    ids, num_cut = prompt_tokens(asked, tokenizer, lengths.max_prompt_length, thinking, control_tokens)
     for slot, found in tokens.items():
         if slot in inputs:
             _require_enough(inputs[slot].name, slot, [each for _, each in found], lengths)
@@ -196,8 +199,14 @@ def draw_rows(rows: "Input", count: int, seed: int) -> list[Row]:
 Tokens = Sequence[tuple[Row, TokenRow]]  # each drawn row with its tokens
 
 
-def _text(rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Tokens:
-    found = list(RowTokenizer.of(Tokenization(kind=Kind.TEXT, max_length=max_length), tokenizer)(rows))
+def _text(
+    rows: Sequence[Row],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    control_tokens: ControlText | None = None,
+) -> Tokens:
+    options = Tokenization(kind=Kind.TEXT, max_length=max_length, control_tokens=control_tokens)
+    found = list(RowTokenizer.of(options, tokenizer)(rows))
     for each in found:
         each.outcome.cut = len(each.columns["input_ids"]) > max_length
         del each.columns["input_ids"][max_length:]
@@ -212,10 +221,13 @@ def _tokens(
     tokenizer: "PreTrainedTokenizerBase",
     max_length: int,
     thinking: Thinking | None = None,
+    control_tokens: ControlText | None = None,
 ) -> Tokens:
     """Tokenizes rows: a long one loses the beginning of its prompt. Where its answer leaves no capacity for a prompt,
     the prompt keeps half of ``max_length``, and the answer loses its end."""
-    by_prompt = Tokenization(kind=kind, max_length=max_length, too_long="cut_prompt", thinking=thinking)
+    by_prompt = Tokenization(
+        kind=kind, max_length=max_length, too_long="cut_prompt", thinking=thinking, control_tokens=control_tokens
+    )  # fmt: skip
     by_answer = replace(by_prompt, too_long=None, max_prompt_length=max(1, max_length // 2))
     found = list(RowTokenizer.of(by_prompt, tokenizer)(rows))
     long = [index for index, each in enumerate(found) if each.outcome.dropped == ANSWER_TOO_LONG]
@@ -353,10 +365,11 @@ def prompt_tokens(
     tokenizer: "PreTrainedTokenizerBase",
     max_prompt_length: int,
     thinking: Thinking | None = None,
+    control_tokens: ControlText | None = None,
 ) -> tuple[list[list[int]], int]:
     """Each prompt up to the start of the assistant's turn, and how many are cut: a long one keeps its end."""
-    renderer = Renderer.of(tokenizer, thinking)
-    encoded = encoder_of(tokenizer).encode([prompt.text(renderer) for prompt in prompts])
+    renderer = Renderer.of(tokenizer, thinking, keeps_control=control_tokens == "keep")
+    encoded = encode_rendered(encoder_of(tokenizer), [prompt.rendered(renderer) for prompt in prompts])
     whole = [each.ids for each in encoded]
     cut = [without_beginning(ids, len(ids) - max_prompt_length, tokenizer.bos_token_id) for ids in whole]
     return cut, sum(len(ids) > max_prompt_length for ids in whole)
@@ -368,37 +381,44 @@ def answered_tokens(
     tokenizer: "PreTrainedTokenizerBase",
     lengths: Lengths,
     thinking: Thinking | None = None,
+    control_tokens: ControlText | None = None,
 ) -> list[list[int]]:
     """The tokens of each prompt with its answer, for a reward model; only a finished answer ends its turn.
 
     A long prompt is cut as it was for the policy; where the answer's text has more tokens than were generated, the
     prompt loses more.
     """
-    renderer = Renderer.of(tokenizer, thinking or "keep")  # a policy may think even if it was not trained to
-    asked = [prompt.text(renderer) for prompt in prompts]
+    # A policy may think even if it was not trained to.
+    renderer = Renderer.of(tokenizer, thinking or "keep", keeps_control=control_tokens == "keep")
+    asked = [prompt.rendered(renderer) for prompt in prompts]
     texts = [
-        _answered(before, prompt.text(renderer, answer.text), answer)
+        _answered(before.text, prompt.rendered(renderer, answer.text), answer)
         for before, prompt, answer in zip(asked, prompts, answers, strict=True)
     ]
     found = []
-    for before, text, each in zip(asked, texts, encoder_of(tokenizer).encode(texts), strict=True):
-        prompt_length = each.tokens_before(common_prefix(before, text))
+    for before, text, each in zip(asked, texts, encode_rendered(encoder_of(tokenizer), texts), strict=True):
+        prompt_length = each.tokens_before(common_prefix(before.text, text.text))
         over = max(prompt_length - lengths.max_prompt_length, len(each.ids) - lengths.max_length)
         found.append(without_beginning(each.ids, over, tokenizer.bos_token_id))
     return found
 
 
-def _answered(before: str, whole: str, answer: Answer) -> str:
+def _answered(before: str, rendered: Rendered, answer: Answer) -> Rendered:
     """A rendered conversation; where the answer was cut off, only up to its last word."""
     if answer.finished:
-        return whole
+        return rendered
+    whole = rendered.text
     said = answer.text.rstrip()
     start = common_prefix(before, whole)
     position = whole.rfind(said, start) if said else start
     if position < 0:  # the template rewrites the answer
         said = said.strip()
         position = max(whole.rfind(said, start), start)
-    return whole[: position + len(said)]
+    end = position + len(said)
+    return Rendered(
+        text=whole[:end], starts=[place for place in rendered.starts if place <= end],
+        literal=[span for span in rendered.literal if span[1] <= end], spelled=rendered.spelled,
+    )  # fmt: skip
 
 
 def without_beginning(ids: Sequence[int], count: int, bos: int | None) -> list[int]:

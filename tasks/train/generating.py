@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt, Le
 from lineage.errors import ConfigError
 from lineage.fingerprint import Setting
 from tasks.data.kinds import PROMPTS
-from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenization import ControlText, Tokenization
 from tasks.method import FROZEN_POLICY, POLICY, REWARD_MODEL, Training
 from tasks.reward_functions import Rewards, check_rewards
 
@@ -69,6 +69,7 @@ class Completing(Training):
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
     too_long: Literal["cut_prompt", "drop", "refuse"] | None = None
     sampling: Sampling = field(default_factory=Sampling)
+    control_tokens: ControlText | None = None  # prompts that spell one: encode it as text (None), keep, drop, refuse
 
     def tokenization(self) -> Tokenization | None:
         """The tokenization of prompts, cut so that a completion of ``max_completion_length`` tokens fits."""
@@ -80,7 +81,9 @@ class Completing(Training):
                 f"tokens for a prompt, and max_prompt_length={self.max_prompt_length}; set max_length="
                 f"{max(limit, 1) + self.max_completion_length} or more"
             )
-        return Tokenization(kind=PROMPTS.kind, max_length=limit, too_long=self.too_long)
+        return Tokenization(
+            kind=PROMPTS.kind, max_length=limit, too_long=self.too_long, control_tokens=self.control_tokens
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

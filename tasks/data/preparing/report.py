@@ -164,6 +164,8 @@ class Labels:
         rows_cut, prompts_cut: rows that lose their end, or the beginning of their prompt.
         labels: for single answers: desirable and undesirable -> number of rows.
         samples: the first rows, with the trained part in ⟦ ⟧.
+        boundaries: rows with an answer over whose start tokens would merge.
+        control: rows whose texts spell control tokens; ``spelled`` are these, ``control_done`` what was done with them.
     """
 
     max_length: int
@@ -174,6 +176,10 @@ class Labels:
     num_tokens: int = 0
     prompts_cut: int = 0
     labels: Mapping[str, int] = field(default_factory=dict)
+    boundaries: int = 0
+    control: int = 0
+    spelled: Sequence[str] = ()
+    control_done: str = ""
 
     def described(self) -> list[tuple[str, str]]:
         """Names and values of the statistics."""
@@ -185,6 +191,12 @@ class Labels:
         if percent is None or self.prompts_cut:
             found.append(("prompts cut", f"{self.prompts_cut} {cut}"))
         found += [(f"{name} answers", str(count)) for name, count in sorted(self.labels.items())]
+        if self.boundaries:
+            found.append(("tokens kept apart", f"in {self.boundaries} rows, where an answer begins"))
+        if self.control:
+            found.append(
+                ("control tokens", f"{self.control} rows spell {', '.join(self.spelled)}: {self.control_done}")
+            )
         return [*found, ("rows with nothing to train", str(self.rows_dropped))]
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tasks.recipe import Input
 
-TOKENS_VERSION = 4  # raise it when the same rows, tokenizer and options now give other tokens
+TOKENS_VERSION = 5  # raise it when the same rows, tokenizer and options now give other tokens
 _LIBRARIES = ("fastokens", "jinja2", "tokenizers", "transformers")  # that render and encode
 _VOCABULARIES = ("*.model", "*.tiktoken", "*vocab*", "*merges*", "tekken.json")  # beside the files of ours
 
@@ -108,7 +108,7 @@ def chunked(parts: Iterable[TokenPart], max_length: int) -> Iterator[TokenPart]:
 def _trained(outcome: RowOutcome, tokens: int) -> RowOutcome:
     outcome.tokens = outcome.trained = tokens
     outcome.cut = 0 < tokens < outcome.length
-    outcome.dropped = None if tokens else FILLS_NO_CHUNK
+    outcome.dropped = outcome.dropped or (None if tokens else FILLS_NO_CHUNK)
     return outcome
 
 
@@ -203,6 +203,16 @@ def show(result: TokenizedRows, rows: "Input", max_length: int) -> None:
         logger.warning("rows_cut=%d max_length=%d row_ids=%s", stats.cut.count, max_length, stats.cut)
     if stats.prompts_cut.count:
         logger.warning("prompts_cut=%d row_ids=%s", stats.prompts_cut.count, stats.prompts_cut)
+    if stats.merged.count:
+        logger.warning(
+            "rows_with_boundaries=%d row_ids=%s: tokens would merge over the start of an answer, and are kept apart, "
+            "as generation has them", stats.merged.count, stats.merged,
+        )  # fmt: skip
+    if stats.control.count:
+        logger.warning(
+            "rows_with_control_tokens=%d spelled=%s row_ids=%s: %s; set control_tokens to text, keep, drop or refuse",
+            stats.control.count, ",".join(stats.spelled), stats.control, stats.control_done,
+        )  # fmt: skip
     for reason, named in stats.dropped.items():
         logger.warning("rows_dropped=%d reason=%s row_ids=%s", named.count, reason, named)
     if stats.labels and len(stats.labels) < len(LABEL_NAMES):
@@ -232,7 +242,7 @@ TOKENS, OUTCOMES = "tokens.arrow", "rows.arrow"  # streams of Arrow, as `dataset
 _ROWS_PER_PART = 256
 _OUTCOME = {
     "row_id": "string", "length": "int32", "tokens": "int32", "trained": "int32", "cut": "bool_",
-    "prompt_cut": "bool_", "dropped": "string", "label": "bool_",
+    "prompt_cut": "bool_", "dropped": "string", "label": "bool_", "merged": "int32", "control": "int32",
 }  # fmt: skip
 
 
@@ -259,8 +269,8 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
     """
     import pyarrow as pa
 
-    kind = ROW_KINDS[tokenizer.tokenization.kind]
-    stats, too_long = TokenStats(gets_loss=kind.trained), list[RowOutcome]()
+    kind, keeps = ROW_KINDS[tokenizer.tokenization.kind], tokenizer.tokenization.keeps_control
+    stats, too_long = TokenStats(gets_loss=kind.trained, keeps_control=keeps), list[RowOutcome]()
     columns = arrow_schema(kind.tokens)
     outcomes = pa.schema([(name, getattr(pa, of)()) for name, of in _OUTCOME.items()])
     with (

@@ -6,17 +6,25 @@ before, both stand in one text. Where it does not, since the template renders ea
 (Qwen 3, DeepSeek R1 and gpt-oss drop their thinking), the turn is a text of its own.
 
 What a template leaves out of a form of conversation is found once, and cached.
+
+Texts of messages and tools that spell a control token are marked before they are rendered, so that the tokens that the
+template writes and those that a row spells are told apart. Rows without any, nearly all, are rendered as they are.
 """
 
+import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.kinds import Message
 from tasks.data.tokens import template as thinking
-from tasks.data.tokens.encoding import common_prefix
+from tasks.data.tokens.encoding import Rendered, Span, any_of, common_prefix
 from tasks.data.tokens.template import StopTokens, Template, Thinking, Tools
 
 if TYPE_CHECKING:
@@ -114,9 +122,6 @@ def _tool(tool: Mapping[str, object], marks: Marks) -> Mapping[str, object]:
     return {**tool, "function": {**function, "name": marks.word(f"the tool {function['name']}")}}
 
 
-Span = tuple[int, int]
-
-
 @dataclass(frozen=True, kw_only=True)
 class CachedTemplate:
     """The template's text for conversations of one sequence of roles.
@@ -125,11 +130,13 @@ class CachedTemplate:
         written: the template's text before, between and after the contents: one more than there are messages.
         pieces: the same for the trained text, which may end elsewhere.
         borders: start and end of each assistant turn in the trained text, as (piece, position in that piece).
+        starts: where the assistant begins to speak, in the same form.
     """
 
     written: Sequence[str]
     pieces: Sequence[str]
     borders: Sequence[tuple[tuple[int, int], tuple[int, int]]]
+    starts: Sequence[tuple[int, int]]
 
     @staticmethod
     def slots(count: int) -> list[str]:
@@ -137,14 +144,13 @@ class CachedTemplate:
         return [f"\ue000{index}\ue001" for index in range(count)]
 
     @staticmethod
-    def of(written: str, text: str, spans: Sequence[Span], slots: Sequence[str]) -> "CachedTemplate | None":
+    def of(written: str, turns: "Turns", slots: Sequence[str]) -> "CachedTemplate | None":
         """From a rendering of slots; None unless each appears in it once, in order.
 
         Args:
             written: by the template.
-            text: the trained text.
         """
-        found, pieces = _pieces(written, slots), _pieces(text, slots)
+        found, pieces = _pieces(written, slots), _pieces(turns.text, slots)
         if found is None or pieces is None:
             return None
         starts, place = [], 0
@@ -158,15 +164,18 @@ class CachedTemplate:
                     return piece, at - start
             return None  # within a content
 
-        borders = [(begin, end) for span in spans if (begin := border(span[0])) and (end := border(span[1]))]
-        return CachedTemplate(written=found, pieces=pieces, borders=borders) if len(borders) == len(spans) else None
+        borders = [(begin, end) for span in turns.spans if (begin := border(span[0])) and (end := border(span[1]))]
+        places = [begin for start in turns.starts if (begin := border(start))]
+        if len(borders) < len(turns.spans) or len(places) < len(turns.starts):
+            return None
+        return CachedTemplate(written=found, pieces=pieces, borders=borders, starts=places)
 
     @property
     def rewrites(self) -> bool:
         """Whether the trained text has more than the template's before the last content."""
         return self.written[:-1] != self.pieces[:-1]
 
-    def filled(self, written: str, contents: Sequence[str]) -> tuple[str, list[Span]] | None:
+    def filled(self, written: str, contents: Sequence[str]) -> "Turns | None":
         """The trained text and its assistant turns; None where the template's text is not of this form."""
         if _joined(self.written, contents) != written:
             return None
@@ -175,7 +184,8 @@ class CachedTemplate:
             starts.append(place)
             place += len(piece) + len(content)
         spans = [(starts[begin[0]] + begin[1], starts[end[0]] + end[1]) for begin, end in self.borders]
-        return (written if self.written == self.pieces else _joined(self.pieces, contents)), spans
+        text = written if self.written == self.pieces else _joined(self.pieces, contents)
+        return Turns(text=text, spans=spans, starts=[starts[piece] + at for piece, at in self.starts])
 
 
 def _joined(pieces: Sequence[str], contents: Sequence[str]) -> str:
@@ -199,7 +209,7 @@ _SLOT = "\ue000"  # a content that no template writes by itself
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turns:
+class Turns(Rendered):
     """A rendered conversation, up to the end of the last turn that is trained.
 
     Args:
@@ -207,8 +217,138 @@ class Turns:
             that ends it included.
     """
 
-    text: str
-    spans: Sequence[Span]
+    spans: Sequence[Span] = ()
+
+
+_MARKS = [chr(code) for code in range(0xE010, 0xE0A0)]  # characters for private use
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlTokens:
+    """The tokens that only a chat template may write: special tokens, and added ones with which it parts turns.
+
+    Texts of the assistant may have those that begin and end thinking. Other added tokens, such as ``<tool_call>``, are
+    text: their authors let a tokenizer find them in any text.
+    """
+
+    texts: frozenset[str]
+
+    @staticmethod
+    def of(template: Template, stops: StopTokens) -> "ControlTokens":
+        found = set(stops.special)
+        said: list[list[Message]] = [
+            [{"role": role, "content": _SLOT} for role in roles]
+            for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user"))
+        ]
+        for messages in said:
+            try:
+                (text,) = template.render([messages], None, "", prompt=True)
+            except PipelineError:  # it takes no system message
+                continue
+            found |= set(any_of(stops.added).findall(text)) - {thinking.OPEN, thinking.CLOSE}
+            break
+        return ControlTokens(texts=frozenset(found))
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        return any_of(self.texts)
+
+    @cached_property
+    def _without_thinking(self) -> re.Pattern[str]:
+        return any_of(self.texts - {thinking.OPEN, thinking.CLOSE})
+
+    @cached_property
+    def _heads(self) -> tuple[str, ...]:
+        """What texts that spell one of them certainly have: the first two characters, or one, or nothing."""
+        few = ({text[:count] for text in self.texts} for count in (2, 1))
+        return tuple(next((sorted(heads) for heads in few if len(heads) <= 8), [""]))
+
+    def _pattern(self, role: object) -> re.Pattern[str]:
+        return self._without_thinking if role == "assistant" else self.pattern
+
+    def spelled(self, text: str) -> list[str]:
+        """Those that a document spells."""
+        return self.pattern.findall(text) if any(head in text for head in self._heads) else []
+
+    def spelled_by(self, messages: Sequence[Message], tools: Tools | None) -> list[str]:
+        """Those that the texts of a row spell."""
+        found = list[str]()
+        for message in messages:
+            for name, value in message.items():
+                for text in (value,) if isinstance(value, str) else _texts_of(value):
+                    if name != "role" and any(head in text for head in self._heads):
+                        found += self._pattern(message["role"]).findall(text)
+        for text in _texts_of(tools):
+            found += self.spelled(text)
+        return found
+
+    def marked(
+        self, messages: Sequence[Message], tools: Tools | None
+    ) -> "tuple[list[Message], Tools | None, tuple[str, str]]":
+        """Messages and tools with a mark before and behind each control token, and the two marks."""
+        said = json.dumps([messages, tools], ensure_ascii=False)
+        left, right = [mark for mark in _MARKS if mark not in said][:2]
+        marked = [
+            {
+                name: value if name == "role" else _replaced(value, self._pattern(message["role"]), left, right)
+                for name, value in message.items()
+            }
+            for message in messages
+        ]
+        others = _replaced(tools, self.pattern, left, right)
+        assert others is None or isinstance(others, list)
+        return marked, others, (left, right)
+
+
+def _texts_of(value: object) -> Iterator[str]:
+    """All texts in a value of JSON, without the names of objects."""
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for each in value.values():
+                yield from _texts_of(each)
+        case list() | tuple():
+            for each in value:
+                yield from _texts_of(each)
+
+
+def _replaced(value: object, pattern: re.Pattern[str], left: str, right: str) -> object:
+    match value:
+        case str():
+            return pattern.sub(f"{left}\\g<0>{right}", value)
+        case Mapping():
+            return {name: _replaced(each, pattern, left, right) for name, each in value.items()}
+        case list() | tuple():
+            return [_replaced(each, pattern, left, right) for each in value]
+    return value
+
+
+def _unmarked(turns: Turns, marks: tuple[str, str], spelled: Sequence[str], *, keeps: bool) -> Turns:
+    """A rendered conversation without the marks, and with the places of what is between them.
+
+    A template that splits contents may part the two marks of a token; a single one is removed.
+    """
+    left, right = marks
+    escapes = tuple(json.dumps(mark)[1:-1] for mark in marks)  # as filters write characters beyond ASCII
+    found = list(re.finditer("|".join(map(re.escape, (*marks, *escapes))), turns.text))
+    places, removed = [each.start() for each in found], [0]
+    for each in found:
+        removed.append(removed[-1] + len(each[0]))
+
+    def moved(place: int) -> int:
+        return place - removed[bisect_left(places, place)]
+
+    literal = [
+        (moved(first.end()), moved(last.start()))
+        for first, last in pairwise(found)
+        if first[0] in (left, escapes[0]) and last[0] in (right, escapes[1])
+    ]
+    text = re.sub("|".join(map(re.escape, (*marks, *escapes))), "", turns.text)
+    return Turns(
+        text=text, spans=[(moved(start), moved(end)) for start, end in turns.spans],
+        starts=[moved(start) for start in turns.starts], literal=() if keeps else literal, spelled=spelled,
+    )  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -218,21 +358,51 @@ class Renderer:
     Args:
         thinking: whether what the assistant thinks is trained; None: as the template has it, which must not lose it.
         thinks_in_field: the template takes thinking in a field of the message.
+        control: the tokens that only the template may write.
+        keeps_control: texts that spell them are these tokens all the same.
     """
 
     template: Template
     stops: StopTokens
+    control: ControlTokens
+    keeps_control: bool = False
     thinking: Thinking | None = None
     thinks_in_field: bool = False
     _cached: dict[tuple[object, ...], CachedTemplate | None] = field(default_factory=dict)
 
     @staticmethod
-    def of(tokenizer: "PreTrainedTokenizerBase", thinking: Thinking | None = None) -> "Renderer":
-        template = Template.of(tokenizer)
+    def of(
+        tokenizer: "PreTrainedTokenizerBase", thinking: Thinking | None = None, *, keeps_control: bool = False
+    ) -> "Renderer":
+        template, stops = Template.of(tokenizer), StopTokens.of(tokenizer)
         return Renderer(
-            template=template, stops=StopTokens.of(tokenizer), thinking=thinking,
-            thinks_in_field=_thinks_in_field(template),
+            template=template, stops=stops, thinking=thinking, thinks_in_field=_thinks_in_field(template),
+            control=ControlTokens.of(template, stops), keeps_control=keeps_control,
         )  # fmt: skip
+
+    def prompt(self, messages: Sequence[Message], tools: Tools | None, row_id: str) -> Rendered:
+        """A conversation up to where the assistant begins to speak.
+
+        Raises:
+            ConfigError, DataError: as ``Template.render``.
+        """
+        if not (spelled := self.control.spelled_by(messages, tools)):
+            return self._prompt(messages, tools, row_id)
+        marked, others, marks = self.control.marked(messages, tools)
+        return _unmarked(self._prompt(marked, others, row_id), marks, spelled, keeps=self.keeps_control)
+
+    def _prompt(self, messages: Sequence[Message], tools: Tools | None, row_id: str) -> Turns:
+        text, messages = self.text(messages, tools, row_id=row_id, prompt=True), self._with_thinking(messages)
+        before = [place for place, message in enumerate(messages) if place and message["role"] == "assistant"]
+        prompts = self._prompts([messages[:place] for place in before], tools, row_id)
+        return Turns(text=text, starts=[len(each) for each in prompts if text.startswith(each)])
+
+    def _prompts(self, histories: Sequence[Sequence[Message]], tools: Tools | None, row_id: str) -> list[str]:
+        """What answers in the past were generated from; empty where the template refuses that."""
+        try:
+            return self.template.render(histories, tools, row_id, prompt=True) if histories else []
+        except PipelineError:
+            return []
 
     def turns(self, messages: Sequence[Message], tools: Tools | None, row_id: str, first: int = 0) -> list[Turns]:
         """Renders a conversation: one text, or several where the template renders earlier turns otherwise.
@@ -250,7 +420,15 @@ class Renderer:
                 "add the prompt, or remove the message"
             )
         last = max(place for place, message in enumerate(messages) if message["role"] == "assistant")
-        messages = self._with_thinking(messages[: last + 1])
+        messages = messages[: last + 1]
+        if not (spelled := self.control.spelled_by(messages, tools)):
+            return self._turns(messages, tools, row_id, first)
+        marked, others, marks = self.control.marked(messages, tools)
+        found = self._turns(marked, others, row_id, first)
+        return [_unmarked(turns, marks, spelled, keeps=self.keeps_control) for turns in found]
+
+    def _turns(self, messages: Sequence[Message], tools: Tools | None, row_id: str, first: int) -> list[Turns]:
+        messages = self._with_thinking(messages)
         roles = tuple(str(message["role"]) for message in messages)
         # Only where contents are all that is said can one row's pieces be those of another.
         is_plain = tools is None and "tool" not in roles and all(len(message) == 2 for message in messages)
@@ -259,7 +437,7 @@ class Renderer:
         if cached and not (cached.rewrites and any(thinking.CLOSE in str(each["content"]) for each in messages)):
             found = cached.filled(self.text(messages, row_id=row_id), [str(each["content"]) for each in messages])
             if found is not None:
-                return [Turns(text=found[0], spans=found[1])]
+                return [found]
         turns = self._proven(messages, tools, row_id, first)
         if form not in self._cached:
             self._require_whole(messages, tools, row_id, "chatml" if is_plain else "hermes")
@@ -274,15 +452,22 @@ class Renderer:
     def _proven(self, messages: Sequence[Message], tools: Tools | None, row_id: str, first: int) -> list[Turns]:
         """Each assistant turn after its own prompt; turns whose prompt continues a text are in that text."""
         found: list[Turns] = []
+        prompts = list[str]()  # of the turns so far
         for at, message in enumerate(messages):
-            if at < first or message["role"] != "assistant":
+            if message["role"] != "assistant":
+                continue
+            if at < first:
+                prompts += self._prompts([messages[:at]] if at else [], tools, row_id)
                 continue
             prompt, text = self._turn(messages[: at + 1], tools, row_id)
             span = (len(prompt), len(text))
             if found and prompt.startswith(found[-1].text):
-                found[-1] = Turns(text=text, spans=[*found[-1].spans, span])
+                before = found.pop()
+                spans, starts = [*before.spans, span], [*before.starts, span[0]]
             else:
-                found.append(Turns(text=text, spans=[span]))
+                spans, starts = [span], sorted({span[0], *(len(each) for each in prompts if text.startswith(each))})
+            found.append(Turns(text=text, spans=spans, starts=starts))
+            prompts.append(prompt)
         return found
 
     def _turn(self, messages: Sequence[Message], tools: Tools | None, row_id: str) -> tuple[str, str]:
@@ -330,7 +515,7 @@ class Renderer:
             written = self.text(messages)
         except PipelineError:
             return None
-        return CachedTemplate.of(written, turns[0].text, turns[0].spans, contents) if len(turns) == 1 else None
+        return CachedTemplate.of(written, turns[0], contents) if len(turns) == 1 else None
 
     def _require_whole(self, messages: Sequence[Message], tools: Tools | None, row_id: str, instead: str) -> None:
         missing = lost(self.template, messages, tools, row_id)

@@ -12,6 +12,7 @@ from tasks.data.tokens.template import Thinking
 
 TooLong = Literal["cut_answer", "cut_prompt", "drop", "refuse"]
 Packing = Literal["best_fit"]
+ControlText = Literal["text", "keep", "drop", "refuse"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,9 @@ class Tokenization:
         thinking: whether what the assistant thinks is trained; None: as the chat template has it, which must not lose
             it.
         chat_template: one of ``tasks.chat_template``; None: the tokenizer's own.
+        control_tokens: what is done with rows whose texts spell a control token, such as ``<|im_end|>``: encode them
+            as text, keep the tokens, drop the rows, or fail. None: ``text``, and ``keep`` for documents, which may be
+            rendered already.
     """
 
     kind: Kind
@@ -38,6 +42,12 @@ class Tokenization:
     packing: Packing | None = None
     chat_template: str | None = None
     thinking: Thinking | None = None
+    control_tokens: ControlText | None = None
+
+    @property
+    def keeps_control(self) -> bool:
+        """Whether texts that spell control tokens become these tokens."""
+        return (self.control_tokens or ("keep" if self.kind == Kind.TEXT else "text")) == "keep"
 
     def __post_init__(self) -> None:
         check_name(self.chat_template)

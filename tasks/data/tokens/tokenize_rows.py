@@ -21,8 +21,9 @@ from tasks.data.kinds import (
     tools_of,
     untrained_of,
 )
-from tasks.data.tokens.encoding import Encoded, Encoder, common_prefix, encoder_of
-from tasks.data.tokens.rendering import Renderer, Span, Turns
+from tasks.data.tokens.encoding import Encoded, Encoder, Rendered, Span, common_prefix, encode_rendered, encoder_of
+from tasks.data.tokens.rendering import ControlTokens, Renderer, Turns
+from tasks.data.tokens.template import StopTokens
 from tasks.data.tokens.tokenization import Tokenization
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class TokenPart:
 
 REFUSED = "refused"  # a row with this reason is an error
 ANSWER_TOO_LONG = "answer_too_long"  # nothing of the prompt would be left
+CONTROL_TOKENS = "control_tokens"  # its texts spell some
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,7 @@ def keep(tokenization: Tokenization, outcome: RowOutcome, prompt: int, head: int
     longest = tokenization.max_prompt_length
     removed = max(0, prompt - longest) if longest else 0
     over = outcome.length - removed - tokenization.max_length
-    if over > 0:
+    if over > 0 and not outcome.dropped:
         match tokenization.too_long:
             case None | "cut_answer":
                 outcome.cut = True
@@ -87,7 +89,7 @@ def keep_end(tokenization: Tokenization, outcome: RowOutcome, head: int) -> Kept
     """Cuts a prompt of ``outcome.length`` tokens, which generation continues; updates its outcome."""
     longest = tokenization.max_prompt_length or tokenization.max_length
     removed = max(0, outcome.length - longest)
-    if removed and tokenization.too_long in ("drop", "refuse"):
+    if removed and not outcome.dropped and tokenization.too_long in ("drop", "refuse"):
         outcome.dropped = "too_long" if tokenization.too_long == "drop" else REFUSED
     outcome.prompt_cut = removed > 0 and not outcome.dropped
     return Kept(head=head, removed=removed, max_length=longest)
@@ -130,6 +132,7 @@ class RowTokenizer:
 
     Args:
         renderer: None: the tokenizer has no chat template, or texts need none.
+        control: the control tokens of documents.
         bos: the token that begins every text of the model; None: it has none.
         adds_bos: whether the tokenizer itself puts it before a text.
         end_of_document: the token after a text; None: the tokenizer has none.
@@ -138,6 +141,7 @@ class RowTokenizer:
     tokenization: Tokenization
     encoder: Encoder
     renderer: Renderer | None
+    control: ControlTokens
     bos: int | None
     adds_bos: bool
     end_of_document: int | None
@@ -145,11 +149,12 @@ class RowTokenizer:
     @staticmethod
     def of(tokenization: Tokenization, tokenizer: "PreTrainedTokenizerBase") -> "RowTokenizer":
         has_template = tokenizer.chat_template and ROW_KINDS[tokenization.kind].chat
-        end = end_of_document(tokenizer)
+        end, keeps = end_of_document(tokenizer), tokenization.keeps_control
         return RowTokenizer(
             tokenization=tokenization,
             encoder=encoder_of(tokenizer),
-            renderer=Renderer.of(tokenizer, tokenization.thinking) if has_template else None,
+            renderer=Renderer.of(tokenizer, tokenization.thinking, keeps_control=keeps) if has_template else None,
+            control=ControlTokens(texts=frozenset(StopTokens.of(tokenizer).special)),
             bos=tokenizer.bos_token_id,
             adds_bos=adds_bos(tokenizer),
             end_of_document=None if end is None else tokenizer.convert_tokens_to_ids(end),
@@ -165,14 +170,46 @@ class RowTokenizer:
         """``input_ids``: a text with the tokens that begin and end it; nothing is cut."""
         before = [self.bos] if self.adds_bos and self.bos is not None else []
         after = [] if self.end_of_document is None else [self.end_of_document]
-        for row, encoded in zip(rows, self.encoder.encode([str(row["text"]) for row in rows]), strict=True):
+        texts = [self._document(str(row["text"])) for row in rows]
+        for row, text, encoded in zip(rows, texts, encode_rendered(self.encoder, texts), strict=True):
             ids = [*before, *encoded.ids, *after]
-            yield TokenRow(outcome=RowOutcome(row_id=str(row["row_id"]), length=len(ids)), columns={"input_ids": ids})
+            outcome = RowOutcome(row_id=str(row["row_id"]), length=len(ids))
+            self._count(outcome, text, encoded)
+            if outcome.dropped:
+                outcome.length = 0  # it takes no place in the chunks
+            yield TokenRow(outcome=outcome, columns={"input_ids": ids})
+
+    def _document(self, text: str) -> Rendered:
+        spelled = self.control.spelled(text)
+        if not spelled or self.tokenization.keeps_control:
+            return Rendered(text=text, spelled=spelled)
+        return Rendered(
+            text=text, spelled=spelled, literal=[each.span() for each in self.control.pattern.finditer(text)]
+        )
+
+    def _count(self, outcome: RowOutcome, text: Rendered, whole: Encoded) -> None:
+        """Counts the control tokens that a text spells, and the starts of answers over which tokens would merge.
+
+        Raises:
+            DataError: it spells control tokens, with ``control_tokens=refuse``.
+        """
+        outcome.merged = max(outcome.merged, whole.num_merged)
+        outcome.spelled = max(outcome.spelled, text.spelled, key=len)
+        if not text.spelled:
+            return
+        if self.tokenization.control_tokens == "refuse":
+            raise DataError(
+                f"row {outcome.row_id}: its texts spell {', '.join(sorted(set(text.spelled)))}; rows whose control "
+                "tokens are all written by the chat template are accepted; correct or remove the row, or set "
+                "control_tokens to text, keep or drop"
+            )
+        if self.tokenization.control_tokens == "drop":
+            outcome.dropped = CONTROL_TOKENS
 
     def conversations(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
         """``input_ids`` and ``labels``: only assistant turns are trained."""
         rendered = [self._render(row, ["messages"]) for row in rows]
-        encoded = self.encoder.encode([turns.text for each in rendered for turns in each])
+        encoded = encode_rendered(self.encoder, [turns for each in rendered for turns in each])
         for row, each in zip(rows, rendered, strict=True):
             untrained, numbers = untrained_of(row), itertools.count()
             made = []
@@ -188,6 +225,7 @@ class RowTokenizer:
         self, row_id: str, turns: Turns, whole: Encoded, trained: Sequence[bool]
     ) -> tuple[RowOutcome, dict[str, list[int]]]:
         outcome = RowOutcome(row_id=row_id, length=len(whole.ids))
+        self._count(outcome, turns, whole)
         labels = [IGNORED] * len(whole.ids)
         places = [self._tokens_of(turns, span, whole, outcome) for span in turns.spans]
         for (start, end), is_trained in zip(places, trained, strict=True):
@@ -225,7 +263,7 @@ class RowTokenizer:
     def preferences(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
         """``prompt_ids``, ``chosen_ids`` and ``rejected_ids``: prompt and answer fit ``max_length``."""
         rendered = [self._render_answer(row, "prompt", side) for row in rows for side in ("chosen", "rejected")]
-        encoded = self.encoder.encode([turns.text for turns in rendered])
+        encoded = encode_rendered(self.encoder, rendered)
         sides = zip(rendered, encoded, strict=True)
         for row in rows:
             outcome = RowOutcome(row_id=str(row["row_id"]), length=0)
@@ -234,6 +272,7 @@ class RowTokenizer:
 
     def _answer(self, turns: Turns, whole: Encoded, outcome: RowOutcome) -> "Answered":
         """The tokens of a prompt with its answer."""
+        self._count(outcome, turns, whole)
         places = [self._tokens_of(turns, span, whole, outcome) for span in turns.spans]
         gaps = [(end, start) for (_, end), (start, _) in pairwise(places)]
         return Answered(ids=whole.ids[: places[-1][1]], start=places[0][0], gaps=gaps)
@@ -260,7 +299,7 @@ class RowTokenizer:
     def unpaired(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
         """``prompt_ids``, ``completion_ids`` and ``label``: prompt and answer fit ``max_length``."""
         rendered = [self._render_answer(row, "prompt", "completion") for row in rows]
-        encoded = self.encoder.encode([turns.text for turns in rendered])
+        encoded = encode_rendered(self.encoder, rendered)
         for row, turns, whole in zip(rows, rendered, encoded, strict=True):
             outcome = RowOutcome(row_id=str(row["row_id"]), length=0, label=bool(row["label"]))
             answered = self._answer(turns, whole, outcome)
@@ -279,12 +318,12 @@ class RowTokenizer:
 
         A prompt of more than ``max_prompt_length`` tokens, or else ``max_length``, keeps its last ones.
         """
-        renderer, texts = self._required_renderer(), list[str]()
+        renderer, texts = self._required_renderer(), list[Rendered]()
         for row in rows:
-            messages, tools = messages_of(row["prompt"]), tools_of(row)
-            texts.append(renderer.text(messages, tools, row_id=str(row["row_id"]), prompt=True))
-        for row, whole in zip(rows, self.encoder.encode(texts), strict=True):
+            texts.append(renderer.prompt(messages_of(row["prompt"]), tools_of(row), str(row["row_id"])))
+        for row, text, whole in zip(rows, texts, encode_rendered(self.encoder, texts), strict=True):
             outcome = RowOutcome(row_id=str(row["row_id"]), length=len(whole.ids))
+            self._count(outcome, text, whole)
             ids = keep_end(self.tokenization, outcome, self._head(whole.ids)).of(whole.ids)
             outcome.tokens = len(ids)
             prompt = json.dumps(messages_of(row["prompt"]), ensure_ascii=False)
@@ -346,6 +385,8 @@ def joined(outcomes: Sequence[RowOutcome]) -> RowOutcome:
         dropped=REFUSED if refused else None if kept else first.dropped,
         stops=set().union(*(outcome.stops for outcome in outcomes)),
         num_examples=len(kept),
+        merged=max(outcome.merged for outcome in outcomes),
+        spelled=first.spelled,
     )
 
 
@@ -397,6 +438,8 @@ class TokenStats:
         num_examples: rows that are trained on; chunks, for text; packs, for packed rows.
         num_tokens, num_trained: tokens that a trainer reads, and those of them that get loss.
         cut, prompts_cut, dropped: rows that lost their end, the beginning of their prompt, and all; these by reason.
+        merged: rows with a start of the assistant over which tokens would merge.
+        control: rows whose texts spell control tokens; ``spelled`` are these, ``keeps_control`` whether they are kept.
         split: rows that are several examples, since the chat template renders earlier turns otherwise than the last.
         stop_tokens: those that end the assistant's turns: what generation must stop at.
         lengths: tokens of a row before anything was cut -> rows.
@@ -415,6 +458,10 @@ class TokenStats:
     prompts_cut: Named = field(default_factory=Named)
     dropped: dict[str, Named] = field(default_factory=dict)
     split: Named = field(default_factory=Named)
+    merged: Named = field(default_factory=Named)
+    control: Named = field(default_factory=Named)
+    spelled: list[str] = field(default_factory=list)
+    keeps_control: bool = False
     stop_tokens: list[int] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)
     samples: list[str] = field(default_factory=list)
@@ -430,6 +477,11 @@ class TokenStats:
             self.prompts_cut.add(outcome.row_id)
         if outcome.num_examples > 1:
             self.split.add(outcome.row_id)
+        if outcome.merged:
+            self.merged.add(outcome.row_id)
+        if outcome.spelled:
+            self.control.add(outcome.row_id)
+            self.spelled = sorted({*self.spelled, *outcome.spelled})[:MAX_NAMED]
         self.stop_tokens = sorted({*self.stop_tokens, *outcome.stops})
         if outcome.dropped:
             self.dropped.setdefault(outcome.dropped, Named()).add(outcome.row_id)
@@ -439,6 +491,13 @@ class TokenStats:
             if outcome.label is not None:
                 name = LABEL_NAMES[outcome.label]
                 self.labels[name] = self.labels.get(name, 0) + 1
+
+    @property
+    def control_done(self) -> str:
+        """What was done with the control tokens that rows spell."""
+        if CONTROL_TOKENS in self.dropped:
+            return "these rows are dropped"
+        return "they become these tokens" if self.keeps_control else "they are encoded as text"
 
     @property
     def trained_percent(self) -> float:
@@ -457,6 +516,8 @@ class TokenStats:
             "rows_dropped": float(sum(named.count for named in self.dropped.values())),
             **({"prompts_cut": float(self.prompts_cut.count)} if self.prompts_cut.count else {}),
             **({"rows_split": float(self.split.count)} if self.split.count else {}),
+            **({"rows_with_boundaries": float(self.merged.count)} if self.merged.count else {}),
+            **({"rows_with_control_tokens": float(self.control.count)} if self.control.count else {}),
             **({"packs": float(self.num_examples)} if self.packed else {}),
             **{f"{name}_rows": float(count) for name, count in sorted(self.labels.items())},
             **(
@@ -488,7 +549,7 @@ class TokenStats:
     def from_json(text: str) -> "TokenStats":
         known = {each.name for each in fields(TokenStats)}  # stats of text, conversations and pairs may be older
         stored = {name: value for name, value in json.loads(text).items() if name in known}
-        stored |= {name: Named(**stored[name]) for name in ("cut", "prompts_cut", "split")}
+        stored |= {name: Named(**stored[name]) for name in ("cut", "prompts_cut", "split", "merged", "control")}
         stored["dropped"] = {reason: Named(**named) for reason, named in stored["dropped"].items()}
         stored["lengths"] = {int(length): count for length, count in stored["lengths"].items()}
         return TokenStats(**stored)
