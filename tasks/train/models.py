@@ -5,7 +5,7 @@ import json
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from tasks.train.merging import (
     require_same_values,
     tolerance_of,
 )
-from tasks.train.quantization import FORMATS, options_quantized_before, why_not_on_quantized
+from tasks.train.quantization import FORMATS, options_quantized_before, torch_dtype, why_not_on_quantized
 from tasks.train.quantized_base import (
     Quantizer,
     detect_quantized_layers,
@@ -68,6 +68,7 @@ _BEAMS = ("early_stopping", "length_penalty")
 
 logger = logging.getLogger(__name__)
 _GENERATION = "generation_config.json"
+_CAPACITY = 1.2  # memory that a loaded model takes, of the size of its files
 _CONFIG = "config.json"
 
 
@@ -478,7 +479,7 @@ def save_output(
         Golden values before and after a merge, as metrics.
 
     Raises:
-        PipelineError: the merged model is another than the trained one.
+        PipelineError: what was merged, or what a user would load, is another model than the trained one.
     """
     from peft import PeftModel
 
@@ -488,6 +489,7 @@ def save_output(
     if not isinstance(model, PeftModel):
         save_whole(model, base_and_adapters(policy.path)[0], ctx.output_dir)
         copy_tokenizer(policy.path, ctx.output_dir)
+        require_output_loads(method, model, policy, ctx, prompts)
         return metrics
     base = intake(method, policy).beneath or Base.of(policy)
     if method.save == "adapter":
@@ -498,10 +500,13 @@ def save_output(
         plain_config(whole).save_pretrained(ctx.output_dir)
         if whole.can_generate():
             whole.generation_config.save_pretrained(ctx.output_dir)
+        require_adapter_loads(method, model, policy, ctx, ctx.output_dir, prompts)
     else:
         save_adapter(model, ctx.output_dir / ADAPTER_DIR, base, start)
+        require_adapter_loads(method, model, policy, ctx, ctx.output_dir / ADAPTER_DIR, prompts)
         found = _merge(method, model, policy, ctx, prompts)
         save_whole(found.model, base_and_adapters(policy.path)[0], ctx.output_dir)
+        require_output_loads(method, found.model, policy, ctx, prompts)
         metrics = compared(found.before, found.after, is_reward_model=method.produces == Kind.REWARD_MODEL)
     copy_tokenizer(policy.path, ctx.output_dir)
     return metrics
@@ -532,6 +537,131 @@ def _merge(
         remedy = "the adapter is saved beside it: set quantization.merge=original, or save=adapter"
         require_same_values(before, after, tolerance_of(base, before), f"merging {adapter}", remedy)
     return Merged(whole, before, after)
+
+
+def require_output_loads(
+    method: TrainingRecipe, model: "PreTrainedModel", policy: Input, ctx: "TrainContext", prompts: Golden
+) -> None:
+    """Loads a whole model as a user would, and requires the golden values of the one that was written.
+
+    Args:
+        model: in memory.
+        policy: whose code the output may run.
+
+    Raises:
+        PipelineError: it is another model.
+    """
+    directory = ctx.output_dir
+    if not _has_capacity(directory):
+        return
+    model.set_attn_implementation("eager")  # every model and device has it
+    loaded, info = _class_for(method.produces, model.config).from_pretrained(
+        directory, use_safetensors=True, trust_remote_code=trusts(policy.path), output_loading_info=True,
+        attn_implementation="eager",
+    )  # fmt: skip
+    lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    if lost:
+        raise PipelineError(
+            f"{directory} was written and does not load as it was trained: {len(lost)} weights are not in its files or "
+            f"have another shape, such as {lost[0]}; every weight of the trained model is accepted; report its "
+            "config.json"
+        )
+    written = dict(model.named_parameters())
+    apart = [name for name, each in loaded.named_parameters() if name in written and _differ(each, written[name])]
+    if apart:
+        raise PipelineError(
+            f"{directory} loads with other weights than it was written with: {len(apart)} differ, such as {apart[0]}; "
+            f"equal bits are accepted; {_LOADS_ELSE}"
+        )
+    before = golden_values(model, prompts)
+    _require_same(before, golden_values(_placed(loaded, model, directory), prompts), model, directory)
+
+
+def _differ(loaded: "Tensor", written: "Tensor") -> bool:
+    """Whether weights of one dtype are not equal to the bit; a model of two dtypes loads in one."""
+    import torch
+
+    return loaded.dtype == written.dtype and not torch.equal(loaded, written.to(loaded.device))
+
+
+def require_adapter_loads(
+    method: TrainingRecipe, model: "PeftModel", policy: Input, ctx: "TrainContext", adapter: Path, prompts: Golden
+) -> None:
+    """Loads an adapter on its base, and requires the golden values of the model that was trained.
+
+    A base that was rounded to few bits in training is in full precision here, as in a user's program. Then the adapter
+    must move each golden value as it does in training.
+
+    Raises:
+        PipelineError: it is another model.
+    """
+    from transformers import set_seed
+
+    if not _has_capacity(policy.path):
+        return
+    trained = model.get_base_model()
+    trained.set_attn_implementation("eager")
+    taken = intake(method, policy)
+    dtype = "fp32" if is_quantized(trained) else ctx.resources.frozen_dtype(method.precision)
+    is_plain = not taken.merged and not quantization_format(read_json(taken.base, _CONFIG))
+    if method.produces == Kind.CHECKPOINT and is_plain and method.adapter_in != "stack":
+        base: PreTrainedModel = _class_for(method.produces, load_config(taken.base)).from_pretrained(
+            taken.base, use_safetensors=True, dtype=torch_dtype(dtype), **local_options(policy.path)
+        )
+    else:
+        config = load_config(policy.path, num_labels=1) if method.produces == Kind.REWARD_MODEL else None
+        set_seed(method.seed)  # of the head below that of the adapter
+        continued = taken if method.adapter_in == "continue" else None
+        base = whole_model(method.produces, policy.path, config, taken=continued, dtype=dtype)
+    base.set_attn_implementation("eager")
+    loaded = _adapted(_placed(base, trained, policy.path), adapter)
+    before, after = golden_values(model, prompts), golden_values(loaded, prompts)
+    if not is_quantized(trained):
+        _require_same(before, after, trained, adapter)
+        return
+    with model.disable_adapter(), loaded.disable_adapter():
+        without = golden_values(model, prompts), golden_values(loaded, prompts)
+    moved = [
+        [one - two for one, two in zip(*each, strict=True)] for each in ((before, without[0]), (after, without[1]))
+    ]
+    most = max(tolerance_of(trained, before), max(map(abs, moved[0])) / 2)
+    require_same_values(moved[0], moved[1], most, f"loading {adapter} without the rounding of its base", _LOADS_ELSE)
+
+
+_LOADS_ELSE = "nothing is committed: run the stage again, or report the config.json and adapter_config.json"
+
+
+def _require_same(before: "Sequence[float]", after: "Sequence[float]", model: "PreTrainedModel", place: Path) -> None:
+    require_same_values(before, after, tolerance_of(model, before), f"saving and loading {place}", _LOADS_ELSE)
+
+
+def _placed(loaded: "PreTrainedModel", like: "PreTrainedModel", directory: Path) -> "PreTrainedModel":
+    """On the device of another model, where it has the memory for both."""
+    import torch
+
+    device = like.device
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _CAPACITY * _size(directory):
+        return loaded
+    return loaded.to(device)
+
+
+def _has_capacity(directory: Path) -> bool:
+    """Whether the memory holds a model once more; else its output is not loaded, which is logged."""
+    import psutil
+
+    need, free = _CAPACITY * _size(directory), psutil.virtual_memory().available
+    if need > free:
+        logger.warning(
+            "output=unproven: %s takes %.1f GiB to load and %.1f GiB are free, so it is not loaded and compared",
+            directory, need / 2**30, free / 2**30,
+        )  # fmt: skip
+    return need <= free
+
+
+def _size(directory: Path) -> int:
+    """Bytes of a model's weights."""
+    base, _ = base_and_adapters(directory)
+    return sum(path.stat().st_size for path in base.glob("*.safetensors"))
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

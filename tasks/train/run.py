@@ -414,8 +414,7 @@ class TrainingRun:
             Where an adapter was merged: the golden prompts before and after, as metrics.
         """
         model = self.policy.model if self.trained is None else self.trained
-        merges = self.ctx.rank == 0 and self.method.save is None and self.method.adapter
-        prompts = golden_prompts(self.rows) if merges else []
+        prompts = golden_prompts(self.rows) if self.ctx.rank == 0 else []
         if self._is_reward_model:
             self._unset_pad(plain(model))
         forget_liger()  # a quantized base is merged on the CPU

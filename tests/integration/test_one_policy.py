@@ -1,8 +1,10 @@
 """The model that acts or is measured is the one that was trained: public bugs, planted, stop within two updates."""
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,3 +203,85 @@ def test_vllm_is_not_compared_where_its_numbers_are_of_another_distribution(
     run = training.train(stage, root, tmp_path / "output")
     assert run.metrics[MEAN] == 0
     assert "sampler=unproven: vLLM's log-probabilities are those after temperature=0.7" in caplog.text
+
+
+# --- Planted: the output -----------------------------------------------------------------------------------------
+
+
+def test_merged_experts_that_equal_the_base_stop_the_stage(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attention is merged, and the experts are not (unslothai/unsloth issue 5403)."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    policy = tiny_models.write_model(tmp_path / "policy", "mixtral")
+    stage = training.method("sft", adapter=LORA, num_steps=2, learning_rate=1e-1)
+    merged: list = []
+
+    def kept(self: ParamWrapper, *args: object, **kwargs: object) -> None:
+        merged.append(self.parameter_name)
+
+    monkeypatch.setattr(ParamWrapper, "merge", kept)
+    with pytest.raises(PipelineError, match=r"merging the adapter .* moved a golden prompt by"):
+        training.train(stage, root, tmp_path / "output", policy=policy)
+    assert {"gate_up_proj", "down_proj"} <= set(merged)
+
+
+@pytest.mark.parametrize("wrong", ["weights", "a missing weight", "config"])
+def test_an_output_that_loads_as_another_model_stops_the_stage(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers import PreTrainedModel
+
+    save = PreTrainedModel.save_pretrained
+
+    def saved(self: PreTrainedModel, directory: Path, **options: object) -> None:
+        save(self, directory, **options)
+        path = Path(directory) / "model.safetensors"
+        tensors = load_file(path)
+        if wrong == "weights":
+            tensors["model.layers.1.mlp.up_proj.weight"] *= 1.5
+        elif wrong == "a missing weight":
+            del tensors["model.layers.1.mlp.up_proj.weight"]
+        else:
+            config = json.loads((Path(directory) / "config.json").read_text())
+            (Path(directory) / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1.0}))
+        save_file(tensors, path, metadata={"format": "pt"})
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", saved)
+    message = {
+        "weights": r"loads with other weights than it was written with: 1 differ, such as model.*up_proj",
+        "a missing weight": r"loads with other weights than it was written with: 1 differ",  # it has the base's
+        "config": r"saving and loading .* moved a golden prompt",
+    }[wrong]
+    with pytest.raises(PipelineError, match=message):
+        training.train(training.method("sft", num_steps=2), root, tmp_path / "output")
+
+
+@pytest.mark.parametrize("save", [None, "adapter"])
+def test_an_adapter_that_loads_as_another_model_stops_the_stage(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: str | None
+) -> None:
+    """PEFT loads it on its base: here without its scale."""
+    from peft import PeftModel
+
+    write = PeftModel.save_pretrained
+
+    def saved(self: PeftModel, directory: Path, **options: object) -> None:
+        write(self, directory, **options)
+        path = Path(directory) / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 1}))
+
+    monkeypatch.setattr(PeftModel, "save_pretrained", saved)
+    stage = training.method("sft", adapter=LORA, save=save, num_steps=2, learning_rate=1e-1)
+    with pytest.raises(PipelineError, match=r"saving and loading .* moved a golden prompt"):
+        training.train(stage, root, tmp_path / "output")
+
+
+def test_a_model_that_memory_cannot_hold_twice_is_not_loaded_and_the_log_says_so(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    training.train(training.method("sft", num_steps=1), root, tmp_path / "output")
+    assert "output=unproven:" in caplog.text and "it is not loaded and compared" in caplog.text
