@@ -43,8 +43,8 @@ class LoraProduct(torch.autograd.Function):
         if bias is not None:
             y_TO += bias.to(dtype)
         ctx.save_for_backward(x_TI, low_TR, a, b)
-        ctx.weight, ctx.scaling, ctx.trained_dtype = weight, scaling, a_RI.dtype  # type: ignore[attr-defined]
-        ctx.shape, ctx.input_dtype = x.shape, x.dtype  # type: ignore[attr-defined]
+        ctx.weight, ctx.scaling, ctx.trained_dtype = weight, scaling, a_RI.dtype
+        ctx.shape, ctx.input_dtype = x.shape, x.dtype
         return y_TO.view(*x.shape[:-1], -1)
 
     @staticmethod
