@@ -36,8 +36,11 @@ ADAMW = frozenset({
 })  # fmt: skip
 RATIO = "method.adapter.alpha / rank"
 WARMUP = "method.schedule.warmup"
+VALIDATION = "method.validation.every_steps"
+LEAST_VALIDATIONS = 4  # of a training, so that its curve on held-out rows has a shape
 TRAIN_SHARE = "train share (1 - method.held_out)"
 LOGGING = "steps between reports"
+FORMAT, DOUBLE, COMPUTE = (f"method.quantization.{name}" for name in ("format", "double", "compute_dtype"))
 VALIDATION_BATCH = "resources.micro_batch_size, of validation"
 
 
@@ -46,7 +49,7 @@ class Range:
     """The values between two bounds, or one name.
 
     Args:
-        text: ``1e-5..2e-5``, ``< 16``, ``<= 100``, ``> 0.8``, ``32``, or the prefix of a name.
+        text: ``1e-5..2e-5``, ``< 16``, ``<= 100``, ``> 0.8``, ``32``, or prefixes of names: ``bf16 or fp16``.
     """
 
     text: str
@@ -54,7 +57,7 @@ class Range:
     def __contains__(self, value: Value) -> bool:
         sign, _, bound = self.text.rpartition(" ")
         if isinstance(value, str):
-            return value.startswith(self.text)
+            return value.startswith(tuple(self.text.split(" or ")))
         if sign:
             number = float(bound)
             return {"<": value < number, "<=": value <= number, ">": value > number}[sign]
@@ -140,15 +143,15 @@ TABLE: tuple[Row, ...] = (
     _form("resources.micro_batch_size", 8, "8", "< 16", silent=_SIZE_DECIDES),
     _form(VALIDATION_BATCH, 1, "8", "< 16", silent="it changes no model"),
     _form(_ADAMW_RATE, 1e-4, "1e-5..2e-5", "< 5e-5", tuned=("full",), silent=_SIZE_DECIDES),
-    _form("resources.num_workers", 1, "4", "< 10", silent="there are as many as GPUs"),
-    _form("resources.save_steps", 100, "", "<= 100", 100),
+    _form("resources.dataloader_workers", 1, "4", "< 10", silent="it changes no model"),
+    _form("resources.save_steps", 100, "100", "<= 100", 100, silent="more often costs time alone"),
     _form("resources.keep_last", 2, "2..5", "< 10", 2),
-    _form("method.validation.every_steps", 100, "100..200", "", 100),
-    _form(LOGGING, 5, "", "< 20"),
-    _form("method.adapter.rank", 16, "", "<= 64", tuned=_ADAPTED),
+    _form(VALIDATION, 100, "100..200", "", 100),
+    _form(LOGGING, 5, "5", "< 20", silent="every step is reported"),
+    _form("method.adapter.rank", 16, "16", "<= 64", tuned=_ADAPTED, silent=_SIZE_DECIDES),
     _form("method.adapter.alpha", 16, "32", "<= 64", tuned=_LORA, silent="alpha / rank decides"),
     _form("method.adapter.alpha", 16, "", "<= 64", tuned=_QLORA),
-    _form("method.adapter.dropout", 0.1, "", "<= 1", tuned=_ADAPTED),
+    _form("method.adapter.dropout", 0.1, "0.1", "<= 1", tuned=_ADAPTED, silent=_SIZE_DECIDES),
     _form("method.beta", 0.3, "", "", 0.3, methods=("DPO",)),
     _form("method.beta", 0.0001, "", "", 0.0001, methods=("GRPO",)),
     _form("method.sampling.temperature", 0.9, "", "", 0.9, methods=("GRPO",)),
@@ -171,6 +174,9 @@ TABLE: tuple[Row, ...] = (
     *_by_size("method.adapter.rank", "16..64", 16, tuned=_QLORA),
     *_by_size("method.adapter.alpha", "32", 32, tuned=_QLORA),
     *_by_size("method.adapter.dropout", "0.05..0.1", 0.05, tuned=_QLORA),
+    *_by_size(FORMAT, "nf4", "nf4", tuned=_QLORA),
+    *_by_size(DOUBLE, "true", "true", tuned=_QLORA),
+    *_by_size(COMPUTE, "bf16 or fp16", "bf16", tuned=_QLORA),
     *_by_size(RATIO, "1..4", 2, tuned=_LORA),  # 1 safe, 2 aggressive, above 4 a warning
     Row(field=WARMUP, source=WARM_UP, size="short", recommended=Range(text="5..10"), advised=10),
     Row(
@@ -210,9 +216,17 @@ class Case:
     def is_inside(self, row: Row, bound: Range) -> bool:
         """Whether the value of the row's field is inside a range of the row."""
         value = self.values[row.field]
-        if row.field != WARMUP or self.num_steps is None or isinstance(value, str):
+        if isinstance(value, str):
+            return value in bound
+        if row.field == VALIDATION:  # a training may be short for the bound, also while its length is unknown
+            least = bound.nearest(0)
+            most = least if self.num_steps is None else most_steps_between(self.num_steps)
+            return value in bound or (value <= most and (self.num_steps is None or most < least))
+        if row.field != WARMUP or self.num_steps is None:
             return value in bound
         steps = round(value * self.num_steps, 6) if value < 1 else value
+        if row.size == "short" and self.num_steps < 2 * bound.nearest(0):  # half of a very short training
+            return steps == most_warmup_of(self.num_steps)
         return steps in bound or (row.share is not None and steps / self.num_steps in row.share)
 
 
@@ -275,6 +289,16 @@ def band_of(num_rows: int) -> Band:
     return "small" if num_rows < 5_000 else "medium" if num_rows <= 50_000 else "large"
 
 
+def most_warmup_of(num_steps: int) -> int:
+    """The warm-up of a training that is too short for the documents' least: half of it."""
+    return max(1, num_steps // 2)
+
+
+def most_steps_between(num_steps: int) -> int:
+    """The most steps between two validations of a training that is short for the document's range."""
+    return max(1, num_steps // LEAST_VALIDATIONS)
+
+
 def _length_of(num_steps: int) -> Length:
     return "short" if num_steps < 500 else "middle" if num_steps <= 5_000 else "long"
 
@@ -327,6 +351,8 @@ def _value(field: str, method: Method, resources: Resources) -> Value | None:
     if field == RATIO:
         alpha, rank = (_value(f"method.adapter.{name}", method, resources) for name in ("alpha", "rank"))
         return alpha / rank if isinstance(alpha, int) and isinstance(rank, int) else None
+    if field in (FORMAT, DOUBLE, COMPUTE):
+        return _of_quantization(field, method, resources)
     if field == TRAIN_SHARE:
         held_out = getattr(method, "held_out", None)
         return 1 - held_out if isinstance(held_out, float) else None
@@ -335,3 +361,17 @@ def _value(field: str, method: Method, resources: Resources) -> Value | None:
     for name in names:
         found = getattr(found, name, None)
     return found if isinstance(found, int | float | str) else None
+
+
+def _of_quantization(field: str, method: Method, resources: Resources) -> Value | None:
+    """A value of a base in 4 bits; None: it has another format, or computes in fp32 because there is no GPU."""
+    found = method.quantization if isinstance(method, Training) else None
+    if found is None or found.format not in ("nf4", "fp4"):
+        return None
+    if field == FORMAT:
+        return found.format
+    if field == DOUBLE:
+        return "false" if found.double is False else "true"
+    assert isinstance(method, Training)
+    precision = resources.resolved_precision(method.precision) if resources.gpus_per_worker else None
+    return found.compute_dtype or ("bf16" if precision == "fp8" else precision)

@@ -12,7 +12,23 @@ from typing import TYPE_CHECKING
 
 from flows.commands.arguments import recorded_cli_args
 from lineage.files import local_path
-from tasks.advice import BATCH_FACTOR, RATIO, SIZES, Case, Range, Row, Value, case_of
+from tasks.advice import (
+    BATCH_FACTOR,
+    COMPUTE,
+    DOUBLE,
+    FORMAT,
+    LEAST_VALIDATIONS,
+    RATIO,
+    SIZES,
+    VALIDATION,
+    Case,
+    Range,
+    Row,
+    Value,
+    case_of,
+    most_steps_between,
+    most_warmup_of,
+)
 from tasks.method import Training
 
 if TYPE_CHECKING:
@@ -27,7 +43,7 @@ _SETTINGS = (
     "method.num_epochs", "method.global_batch_size", "resources.micro_batch_size", "method.learning_rate",
     "method.optimizer.weight_decay", "method.schedule.name", "method.schedule.warmup",
     "method.schedule.min_learning_rate", "method.max_grad_norm", "method.adapter.rank", "method.adapter.alpha",
-    "method.adapter.dropout", "method.beta", "method.sampling.temperature", "method.validation.every_steps",
+    "method.adapter.dropout", FORMAT, DOUBLE, COMPUTE, "method.beta", "method.sampling.temperature", VALIDATION,
     "resources.save_steps", "resources.keep_last",
 )  # fmt: skip
 
@@ -194,12 +210,16 @@ class _Writer:
             return
         accepted = _accepted(row)
         if now is not None and accepted and self._keeps(field, now, row):
+            if field in (FORMAT, DOUBLE, COMPUTE):  # unset fields keep their defaults, and with them the fingerprint
+                return
             unit = f" epochs, as {length[1]} steps" if length[0] != field else _unit(field, row)
             self._put(length[0], length[1], length[1], f"as set, inside {accepted.text}{unit}", row.source)
             return
         value, why = self._value(field, row)
         text = f"{accepted.text}{f' for {SIZES[row.size]}' if row.size else ''}" if accepted else "its default"
         self._put(field, value, now, f"{text}{_unit(field, row)}{why}", row.source)
+        if field == FORMAT:
+            self._put("method.adapter.quantization", None, None, f"{FORMAT} names the format", row.source)
         if field == "method.num_epochs" and self.method.num_steps is not None:
             self._put("method.num_steps", None, self.method.num_steps, "epochs are the length", row.source)
 
@@ -208,7 +228,7 @@ class _Writer:
 
     def _row(self, field: str) -> Row | None:
         """The row of the table for a field; None: there is none, or the stage does not use the field."""
-        if field == "method.validation.every_steps":
+        if field == VALIDATION:
             reads = getattr(self.method, "reads", None)
             if self.method.has_own_loop or reads is None or not reads.trained:
                 return None
@@ -253,10 +273,12 @@ class _Writer:
         if row.field == "method.schedule.warmup":
             steps = self._steps()
             if row.size == "short":
-                value = max(5, min(10, steps // 20))
+                value = min(max(5, min(10, steps // 20)), most_warmup_of(steps))
             elif row.permissible and float(value) * steps not in row.permissible:
                 value = 1000
             return value, f"; {steps} steps in all"
+        if field == VALIDATION and (most := most_steps_between(self._steps())) < float(value):
+            return most, f"; at least {LEAST_VALIDATIONS} in {self._steps()} steps"
         if field == "resources.micro_batch_size":
             sizes = [size for size in range(1, int(value) + 1) if batch % (self.workers * size) == 0]
             return max(sizes, default=1), ""
@@ -281,7 +303,8 @@ class _Writer:
 
 def _accepted(row: Row) -> Range | None:
     """The values of a row that are kept: the recommended ones, or the permissible ones where none is advised."""
-    return row.permissible if row.advised is None else row.recommended or row.permissible
+    is_permissible = row.advised is None or row.silent
+    return (is_permissible and row.permissible) or row.recommended or row.permissible
 
 
 def _unit(field: str, row: Row) -> str:

@@ -235,11 +235,14 @@ class TrainingDefaults:
     Args:
         every, sft: for all methods, and for SFT only.
         sft_adapter: for SFT with an adapter; replace those of ``sft``.
+        adapter: fields of the LoRA of every training that has one; of a quantized base the dropout alone, whose rank
+            and alpha the reference documents name apart.
     """
 
     every: dict[str, object]
     sft: dict[str, object]
     sft_adapter: dict[str, object]
+    adapter: dict[str, object]
 
 
 @strict
@@ -410,11 +413,25 @@ AUTO = "auto"  # adapter=auto: the plan chooses it
 _LENGTH = ("num_steps", "num_epochs")  # one of them is set
 
 
-def _apply_training(cls: type[Training], recipe: dict[str, object], shared: TrainingDefaults) -> list[str]:
-    """Adds the fields of a preset to those of a stage; returns the fields that the stage overrides."""
+def _of_preset(cls: type[Training], recipe: Mapping[str, object], shared: TrainingDefaults) -> dict[str, object]:
+    """The fields that a preset has for a stage."""
     defaults = dict(shared.every)
     if cls.name() == "SFT":
         defaults |= {**shared.sft, **(shared.sft_adapter if recipe.get("adapter") else {})}
+    adapter = recipe.get("adapter")
+    if isinstance(adapter, Mapping) and adapter.get("type", "lora") in ("lora", "dora"):
+        is_quantized = bool(adapter.get("quantization") or recipe.get("quantization"))
+        lora = {name: value for name, value in shared.adapter.items() if name == "dropout" or not is_quantized}
+        if recipe.get("adapter_in") == "continue":  # dropout would move the policy from its reference
+            lora.pop("dropout", None)
+        if lora:
+            defaults["adapter"] = _merged({"type": adapter.get("type", "lora"), **lora}, defaults.get("adapter", {}))
+    return defaults
+
+
+def _apply_training(cls: type[Training], recipe: dict[str, object], shared: TrainingDefaults) -> list[str]:
+    """Adds the fields of a preset to those of a stage; returns the fields that the stage overrides."""
+    defaults = _of_preset(cls, recipe, shared)
     ignored = LOOP_FIELDS - cls.applies if cls.has_own_loop else frozenset()
     reads = getattr(cls, "reads", None)
     if cls.has_own_loop or reads is None or not reads.trained:

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import Plan, make_plan
 from flows.sweep.plan import read_sweep
 from tasks.advice import TABLE, case_of, findings
+from tasks.method import Adapter
 from tasks.sft import SFT
 from tests.finished import finish
 
@@ -55,7 +57,7 @@ def test_what_is_advised_plans_and_is_inside_every_range(tuned: str, num_rows: f
     length = planned.hyperparameters
     assert length
     case = case_of(planned.stage.method, planned.stage.resources, int(num_rows or 1_800), length.num_steps)
-    assert not [str(each) for each in findings(case) if each.field != "method.schedule.warmup" or num_rows != 60.0]
+    assert not [str(each) for each in findings(case)]
     assert "method.adapter.rank" in values or tuned == "adapter=full"
 
 
@@ -99,6 +101,8 @@ def test_the_steps_of_a_warm_up_are_of_the_methods_own_batch(capsys) -> None:
     of_dpo = {each["field"]: each for each in found["values"]}
     assert of_dpo["method.schedule.warmup"]["value"] == 5
     assert "29 steps in all" in of_dpo["method.schedule.warmup"]["reason"]  # 1,800 rows, 64 of them a step
+    assert of_dpo["method.validation.every_steps"]["value"] == 7
+    assert "at least 4 in 29 steps" in of_dpo["method.validation.every_steps"]["reason"]
 
 
 def test_what_only_the_job_form_names_is_kept_inside_its_range_and_moved_from_outside(capsys) -> None:
@@ -149,6 +153,63 @@ def test_a_preset_of_a_size_has_the_values_that_are_advised_for_it(preset: str, 
         assert len(rows) == 6 and {row.field: case.values[row.field] for row in rows} == {
             row.field: row.advised for row in rows
         }
+
+
+# preset -> of SFT, all weights: rate, epochs, batch, decay, least rate, micro batch; of its LoRA: rate, epochs, rank,
+# alpha, dropout.
+SCENARIOS = {
+    "conservative": ([1e-6, 1, 32, 0.0, 1e-7, 4], [1e-5, 1, 8, 8, 0.05]),
+    "tiny-data": ([2e-6, 2, 16, 0.01, 1e-7, 4], [2e-5, 4, 8, 16, 0.05]),
+    "medium": ([1e-5, 3, 32, 0.01, 1e-6, 8], [1e-4, 3, 16, 32, 0.05]),
+    "large": ([2e-5, 2, 64, 0.01, 1e-6, 8], [2e-4, 2, 32, 64, 0.05]),
+    "one-gpu-qlora": ([], [1e-4, 3, 16, 32, 0.05]),
+}
+
+
+@pytest.mark.parametrize("preset", SCENARIOS)
+def test_a_preset_sets_every_figure_of_its_scenario_of_all_weights_and_of_an_adapter(preset: str) -> None:
+    full, lora = SCENARIOS[preset]
+    shared = [
+        "learning_rate", "num_epochs", "global_batch_size", "optimizer.weight_decay", "schedule.min_learning_rate",
+    ]  # fmt: skip
+    adapted = ["learning_rate", "num_epochs", "adapter.rank", "adapter.alpha", "adapter.dropout"]
+    if full:
+        stage = plan(f"preset={preset}", *SMALL).stage("sft").stage
+        assert [*map(attrgetter(*shared), [stage.method])] == [tuple(full[:-1])]
+        assert stage.resources.micro_batch_size == full[-1]
+    words = [] if preset == "one-gpu-qlora" else ["adapter=lora"]
+    found = plan(f"preset={preset}", *words, *SMALL)
+    assert [*map(attrgetter(*adapted), [found.stage("sft").stage.method])] == [tuple(lora)]
+    assert attrgetter(*adapted[2:])(found.stage("dpo").stage.method) == tuple(lora[2:])
+    band = {"tiny-data": 1_000, "medium": 20_000, "large": 90_000}.get(preset)
+    if band or preset == "one-gpu-qlora":
+        stage = found.stage("sft").stage
+        assert not list(findings(case_of(stage.method, stage.resources, band)))
+
+
+def test_the_adapter_of_a_preset_gives_way_to_an_override_to_other_types_and_to_four_bits() -> None:
+    def adapter(*words: str) -> Adapter:
+        method = plan("preset=large", *words).stage("sft").stage.method
+        assert isinstance(method, SFT) and method.adapter
+        return method.adapter
+
+    assert (adapter("adapter=lora", "adapter.rank=4").rank, adapter("adapter=dora").rank) == (4, 32)
+    assert adapter("adapter=adalora").rank == 12 and adapter("adapter=ia3").type == "ia3"
+    of_qlora = adapter("adapter=qlora")
+    assert (of_qlora.rank, of_qlora.alpha, of_qlora.dropout) == (16, 32, 0.05)
+
+
+def test_what_is_wrong_of_a_base_in_four_bits_is_advised_and_what_is_right_is_not_set(capsys) -> None:
+    values, _ = advised(capsys, "adapter=qlora")
+    assert not [field for field in values if "quantization" in field]
+    fields = {"double": "false", "compute_dtype": "fp32"}
+    all_wrong = [f"stages.sft.method.quantization.{name}={value}" for name, value in fields.items()]
+    for words in (["adapter=lora", "quantization=fp4", *all_wrong], ["adapter=qlora", "adapter.quantization=fp4"]):
+        values, overrides = advised(capsys, *words)
+        method = plan(*words, *overrides).stage("sft").stage.method
+        assert isinstance(method, SFT) and method.quantization and method.quantization.format == "nf4"
+        if all_wrong[0] in words:
+            assert (method.quantization.double, method.quantization.compute_dtype) == (True, "bf16")
 
 
 def test_the_conservative_preset_has_the_documents_values() -> None:

@@ -7,7 +7,9 @@ import pytest
 from flows.declare.config import typed
 from lineage.errors import ConfigError
 from tasks.advice import (
+    BATCH_FACTOR,
     BY_SIZE,
+    COMPUTE,
     JOB_FORM,
     LOGGING,
     RATIO,
@@ -36,15 +38,15 @@ form | CPT  | full  | -      | method.num_epochs             | 1      | 2..5    
 form | CPT  | full  | -      | resources.micro_batch_size    | 8      | 8          | < 16    | 1 8 15 | 16 32
 form | CPT  | full  | -      | resources.micro_batch_size, of validation | 1      | 8          | < 16    | 1 8 15 | 16
 form | CPT  | full  | -      | method.learning_rate          | 1e-4   | 1e-5..2e-5 | < 5e-5  | 1e-6 4.9e-5 | 5e-5 1e-4
-form | SFT  | full  | -      | resources.num_workers         | 1      | 4          | < 10    | 1 4 9 | 10
-form | SFT  | full  | -      | resources.save_steps          | 100    | -          | <= 100  | 1 100 | 101
+form | SFT  | full  | -      | resources.dataloader_workers  | 1      | 4          | < 10    | 0 1 4 9 | 10
+form | SFT  | full  | -      | resources.save_steps          | 100    | 100        | <= 100  | 1 100 | 101
 form | SFT  | full  | -      | resources.keep_last           | 2      | 2..5       | < 10    | 2 5 | 1 6 10
-form | SFT  | full  | -      | method.validation.every_steps | 100    | 100..200   | -       | 100 200 | 99 201
-form | SFT  | full  | -      | steps between reports         | 5      | -          | < 20    | - | -
-form | CPT  | lora  | small  | method.adapter.rank           | 16     | -          | <= 64   | 8 | 65
+form | SFT  | full  | -      | method.validation.every_steps | 100    | 100..200   | -       | 6 100 200 | 201
+form | SFT  | full  | -      | steps between reports         | 5      | 5          | < 20    | - | -
+form | CPT  | lora  | small  | method.adapter.rank           | 16     | 16         | <= 64   | 8 | 65
 form | CPT  | lora  | -      | method.adapter.alpha          | 16     | 32         | <= 64   | 16 32 64 | 65
 form | CPT  | qlora | -      | method.adapter.alpha          | 16     | -          | <= 64   | 32 | 65
-form | CPT  | qlora | -      | method.adapter.dropout        | 0.1    | -          | <= 1    | 0.1 | -
+form | CPT  | qlora | -      | method.adapter.dropout        | 0.1    | 0.1        | <= 1    | 0.1 | -
 form | DPO  | full  | -      | method.beta                   | 0.3    | -          | -       | 0.1 0.3 | -
 form | GRPO | full  | -      | method.beta                   | 0.0001 | -          | -       | 0.0001 | -
 form | GRPO | full  | -      | method.sampling.temperature   | 0.9    | -          | -       | 0.9 | -
@@ -90,6 +92,9 @@ size | SFT  | qlora | -      | method.optimizer.weight_decay | -      | 0.01    
 size | SFT  | qlora | -      | method.adapter.rank           | -      | 16..64     | -       | 16 64 | 8
 size | SFT  | qlora | -      | method.adapter.alpha          | -      | 32         | -       | 32 | 16 64
 size | SFT  | qlora | -      | method.adapter.dropout        | -      | 0.05..0.1  | -       | 0.05 0.1 | 0.0 0.2
+size | SFT  | qlora | -      | method.quantization.format    | -      | nf4        | -       | nf4 int8 | fp4
+size | SFT  | qlora | -      | method.quantization.double    | -      | true       | -       | true | false
+size | SFT  | qlora | -      | method.quantization.compute_dtype | -      | bf16 or fp16 | -       | bf16 fp16 | fp32
 warm | DPO  | full  | short  | method.schedule.warmup        | -      | 5..10      | -       | 5 10 0.05 | 4 11 0.0 0.2
 warm | SFT  | full  | middle | method.schedule.warmup        | -      | 50..200    | -       | 50 200 0.1 | 49 201 0.3
 warm | SFT  | lora  | long   | method.schedule.warmup        | 0.1    | -          | <= 1000 | 0.1 1000 0.0 | 1001 0.2
@@ -130,6 +135,7 @@ def build(method: str, tuned: str, field: str, value: float | str) -> tuple[Meth
         tree["method"]["adapter"] = {"rank": 16, "alpha": 32}
     if tuned == "qlora":
         tree["method"]["quantization"] = {"format": "nf4"}
+        value = {"true": True, "false": False}.get(str(value), value)
     path, of_validation, _ = field.partition(", of validation")
     if of_validation:
         tree["method"]["validation"] = {"every_steps": 100}
@@ -168,7 +174,7 @@ def test_a_value_inside_gives_no_warning_and_one_outside_names_field_value_range
     for value in map(number, outside.split() if outside != "-" else []):
         (finding,) = found(value)
         bound = {"recommended": row.recommended, "permissible": row.permissible}[finding.bound]
-        assert bound is not None and bound.text in finding.accepted.split(" or ")
+        assert bound is not None and bound.text in (finding.accepted, *finding.accepted.split(" or "))
         assert finding.source == (f"{row.source}: {SIZES[row.size]}" if row.size else row.source)
         shown = value if isinstance(value, str) else f"{value:g}"
         assert str(finding).startswith(f"{field}={shown} is outside the {finding.bound} {finding.accepted}")
@@ -242,3 +248,29 @@ def test_a_range_has_its_bounds(text: str, inside: list[float | str], outside: l
 def test_an_adapter_whose_inputs_are_all_dropped_cannot_work_and_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"adapter\.dropout=1"):
         build("SFT", "lora", "method.adapter.dropout", 1)
+
+
+def test_a_lora_learns_ten_times_as_fast_and_a_doubled_batch_a_factor_of_1_4() -> None:
+    assert (ADAPTER_FACTOR, BATCH_FACTOR) == (10, 1.4)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "inside", "outside"),
+    [(27, [1, 6], [7, 99, 201]), (399, [99, 100, 200], [201]), (400, [100, 200], [99, 201]), (3, [1], [2])],
+)
+def test_a_short_training_is_validated_four_times(num_steps: int, inside: list[int], outside: list[int]) -> None:
+    def found(steps: int) -> list[str]:
+        case = case_of(*build("DPO", "full", "method.validation.every_steps", steps), num_steps=num_steps)
+        return [str(each) for each in findings(case) if each.field == "method.validation.every_steps"]
+
+    assert not [each for steps in inside for each in found(steps)]
+    assert [len(found(steps)) for steps in outside] == [1] * len(outside)
+
+
+def test_a_base_in_four_bits_computes_as_the_training_does_and_on_a_cpu_in_fp32() -> None:
+    def values(precision: str, gpus: int) -> object:
+        method = typed(SFT, {"adapter": {}, "quantization": {"format": "nf4"}, "precision": precision}, "method")
+        return case_of(method, Resources(gpus_per_worker=gpus)).values.get(COMPUTE)
+
+    assert [values("fp32", 1), values("bf16", 1), values("auto", 1), values("fp8", 1)] == ["fp32", *["bf16"] * 3]
+    assert values("fp32", 0) is None
