@@ -14,8 +14,8 @@ _PART = re.compile(r"(<!-- (\w+) -->\n?).*?(\n?<!-- end -->)", re.DOTALL)
 
 
 def _rules() -> dict[str, str]:
-    rows = [(f"`{rule.name}`", rule.group, rule.sign, rule.remedy) for rule in RULES]
-    return {"rules": markdown_table(("rule", "group", "sign", "what to change"), rows)}
+    rows = [(f"`{rule.name}`", rule.group, rule.needs, rule.sign, rule.remedy) for rule in RULES]
+    return {"rules": markdown_table(("rule", "group", "needs", "sign", "what to change"), rows)}
 
 
 PAGES = {

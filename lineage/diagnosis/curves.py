@@ -82,6 +82,7 @@ class Curves:
         report: final metrics, row statistics (``rows``, ``rows_cut``, ``trained_tokens_percent`` ...), and the counts
             of the data stages that it reads, as ``data/duplicates``.
         jumps: step at which the loss jumped -> its rows, as the stage logged them.
+        because: the rule whose change the recipe follows; empty: none.
         failure: why the stage failed; empty: it did not.
         gpus: GPUs per worker.
         micro_batch_size: rows per worker in one forward pass; None: unknown.
@@ -94,6 +95,7 @@ class Curves:
     recipe: Mapping[str, object] = field(default_factory=dict)
     report: Mapping[str, float] = field(default_factory=dict)
     jumps: Mapping[int, str] = field(default_factory=dict)
+    because: str = ""
     failure: str = ""
     gpus: int = 0
     micro_batch_size: int | None = None
@@ -121,6 +123,11 @@ class Curves:
     def num_steps(self) -> int:
         """The last reported step."""
         return max((curve.steps[-1] for curve in self.series.values() if len(curve)), default=0)
+
+    @property
+    def num_reports(self) -> int:
+        """Number of reported steps."""
+        return max(map(len, self.series.values()), default=0)
 
     @property
     def is_preference(self) -> bool:
@@ -195,6 +202,7 @@ def read_curves(directory: Path, *, failure: str = "") -> Curves:
         recipe=known.recipe if known else {},
         report={**report, **_data_counts(known, directory.parents[1])} if known else report,
         jumps={int(step): rows for step, rows in _JUMPED.findall(log)},
+        because=known.provenance.because.partition(":")[0] if known else "",
         failure="" if manifest else failure,
         gpus=gpus if isinstance(gpus, int) else 0,
         micro_batch_size=micro if isinstance(micro, int) else None,

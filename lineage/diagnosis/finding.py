@@ -10,6 +10,7 @@ from lineage.diagnosis.curves import Curves
 Confidence = Literal["high", "medium", "low"]
 Value = float | int | str | bool | None
 WILD_RATE = 0.01  # Adam moves each weight by about the rate in a step, and weights start at about 0.02
+_LEAST_RATE = 1e-6  # of a training of all weights; ten times that of an adapter
 Change = dict[str, Value]  # field of the stage, such as method.learning_rate -> its new value
 
 
@@ -43,25 +44,42 @@ class Rule:
 
     Args:
         group: rules of one group explain the same curve: only the first that fires counts.
+        steps, validations: the fewest reported steps, and losses on held-out rows, that it judges.
     """
 
     name: str
     group: str
     sign: str
     remedy: str
+    steps: int
+    validations: int
     check: Check
+
+    @property
+    def needs(self) -> str:
+        """How much of a curve it needs, in words."""
+        found = {"steps": self.steps, "validations": self.validations}
+        return ", ".join(f"{count} {name}" for name, count in found.items() if count) or "-"
 
     def find(self, curves: Curves) -> Finding | None:
         """Applies the rule; None: it finds nothing."""
+        if curves.num_reports < self.steps or len(curves.validation) < self.validations:
+            return None
         found = self.check(curves)
         return replace(found, rule=self.name, remedy=self.remedy) if found else None
 
 
-def rule(rules: list[Rule], name: str, group: str, sign: str, remedy: str) -> Callable[[Check], Check]:
+def rule(
+    rules: list[Rule], name: str, group: str, sign: str, remedy: str, steps: int = 0, validations: int = 0
+) -> Callable[[Check], Check]:  # fmt: skip
     """Decorator that registers a check in a list of rules."""
 
     def add(check: Check) -> Check:
-        rules.append(Rule(name=name, group=group, sign=sign, remedy=remedy, check=check))
+        rules.append(
+            Rule(
+                name=name, group=group, sign=sign, remedy=remedy, steps=steps, validations=validations, check=check
+            )
+        )  # fmt: skip
         return check
 
     return add
@@ -103,6 +121,34 @@ def length(curves: Curves, steps: float) -> Change:
     if steps <= curves.number("validation", "patience") * curves.number("validation", "every_steps"):
         change["method.validation.patience"] = None
     return change
+
+
+def stopped(curves: Curves, step: int) -> Change:
+    """Overrides that stop at a step; a training that was made longer is not made as short again."""
+    longer = curves.because == "still-falling"
+    return length(curves, max(step, 0.75 * curves.num_steps) if longer else step)
+
+
+def regularized(curves: Curves) -> Change:
+    """The next override against overfitting, after those that the recipe has; empty: it has them all.
+
+    Weight decay 0.01, 0.05, 0.1; dropout 0.05, 0.1; rank 16, 8, 4; the learning rate / 3 down to ``_LEAST_RATE``.
+    """
+    adapter = curves.recipe.get("adapter")
+    has = adapter if isinstance(adapter, Mapping) else {}
+    steps = (
+        ("method.optimizer.weight_decay", curves.number("weight_decay"), (0.01, 0.05, 0.1)),
+        ("method.adapter.dropout", curves.number("adapter", "dropout", default=1.0), (0.05, 0.1)),
+    )
+    for name, now, values in steps:
+        if higher := [value for value in values if value > now]:
+            return {name: higher[0]}
+    rank = curves.number("adapter", "rank")
+    if lower := [value for value in (16, 8, 4) if value < rank]:
+        scaled = int(curves.number("adapter", "alpha") * lower[0] / rank)  # the update keeps its scale
+        return {"method.adapter.rank": lower[0], **({"method.adapter.alpha": scaled} if scaled else {})}
+    is_lowest = curves.learning_rate / 3 < _LEAST_RATE * (10 if has else 1)
+    return {} if is_lowest else rate(curves, 1 / 3)
 
 
 def stabilised(curves: Curves, factor: float) -> Change:

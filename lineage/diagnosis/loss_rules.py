@@ -15,9 +15,11 @@ from lineage.diagnosis.finding import (
     is_wild,
     length,
     rate,
+    regularized,
     rounded,
     rule,
     stabilised,
+    stopped,
 )
 
 MIN_STEPS = 50  # shortest curve that is judged flat or slow
@@ -116,6 +118,7 @@ def _ends(loss: Curve) -> str:
     "never-decreases", "loss", "no fall beyond noise in 100 steps or more, at a learning rate that is high",
     "are the right tokens trained, is the template the model's? Then rate x5, rank x2, a larger base; rate / 10 at "
     "0.01 or more, where a step of Adam moves weights by half of what they are",
+    steps=2 * MIN_STEPS,
 )  # fmt: skip
 def _never_decreases(curves: Curves) -> Finding | None:
     loss, has_adapter = _fitted(curves, 2 * MIN_STEPS), "adapter" in curves.recipe
@@ -130,7 +133,13 @@ def _never_decreases(curves: Curves) -> Finding | None:
     return Finding(confidence="medium", change={**rate(curves, 5), **more}, evidence=evidence)
 
 
-@_rule("flat", "loss", "no fall beyond noise in 50 steps or more", "learning rate x10; x5 where it falls a little")
+@_rule(
+    "flat",
+    "loss",
+    "no fall beyond noise in 50 steps or more",
+    "learning rate x10; x5 where it falls a little",
+    steps=MIN_STEPS,
+)
 def _flat(curves: Curves) -> Finding | None:
     loss = _fitted(curves)
     if loss is None or _is_warming_up(curves) or not _is_flat(loss):
@@ -144,6 +153,7 @@ def _flat(curves: Curves) -> Finding | None:
 @_rule(
     "unstable", "loss", "the loss jumps, rises above its start, or rises from its lowest point",
     "learning rate / 5, / 3 for jumps alone; more warm-up, clipping at 1; look for broken or very long rows there",
+    steps=30,
 )  # fmt: skip
 def _unstable(curves: Curves) -> Finding | None:
     loss = _fitted(curves, 30)
@@ -190,11 +200,14 @@ def _is_slow(curves: Curves, loss: Curve) -> bool:
 @_rule(
     "smooth-but-slow", "loss", "a slow, steady fall with little noise, at a global batch of 64 or more",
     "global batch / 2 takes more steps through the same rows; or a higher rate",
+    steps=MIN_STEPS,
 )  # fmt: skip
 def _smooth(curves: Curves) -> Finding | None:
     loss, batch = _fitted(curves), int(curves.number("global_batch_size"))
     if loss is None or batch < 64 or loss.noise > 0.01 * loss.last or not _is_slow(curves, loss):
         return None
+    if curves.because == "noisy":  # the batch was too small
+        return Finding(confidence="medium", evidence=f"{_ends(loss)}, at global batch {batch}", change=rate(curves, 3))
     change: Change = {"method.global_batch_size": batch // 2}
     if num_steps := int(curves.number("num_steps")):
         change["method.num_steps"] = 2 * num_steps
@@ -208,6 +221,7 @@ def _smooth(curves: Curves) -> Finding | None:
     "loss",
     "a steady fall, as fast late as early for the summed learning rate, by a third at most",
     "learning rate x3",
+    steps=MIN_STEPS,
 )
 def _slow(curves: Curves) -> Finding | None:
     loss = _fitted(curves)
@@ -221,6 +235,7 @@ def _slow(curves: Curves) -> Finding | None:
     "one step varies by 30 % of the last loss, on pairs by half of all that it fell; at a global batch of 4 or less by "
     "15 % of the last loss",
     "global batch x2, up to 64; broken rows are noise, too",
+    steps=MIN_STEPS,
 )  # fmt: skip
 def _noisy(curves: Curves) -> Finding | None:
     loss, batch = _fitted(curves), int(curves.number("global_batch_size"))
@@ -238,6 +253,7 @@ def _noisy(curves: Curves) -> Finding | None:
 @_rule(
     "plateau", "loss", "a fast fall, then none, at an unchanged learning rate",
     "keep the rate; let it fall: cosine to a tenth, with a warm-up",
+    steps=MIN_STEPS,
 )  # fmt: skip
 def _plateau(curves: Curves) -> Finding | None:
     loss, rates = _fitted(curves), curves["learning_rate"]
@@ -260,6 +276,7 @@ def _plateau(curves: Curves) -> Finding | None:
 @_rule(
     "underfit", "loss", "the loss stays high under a strong limit: rank 4 or less, few layers, weight decay above 0.1",
     "rank x4, all linear layers, weight decay 0.01",
+    steps=MIN_STEPS,
 )  # fmt: skip
 def _underfit(curves: Curves) -> Finding | None:
     loss, adapter = _fitted(curves), curves.recipe.get("adapter")
@@ -289,7 +306,9 @@ def lowest(found: Curve) -> int:
 
 @_rule(
     "overfit", "held-out", "held-out loss rises from its lowest point",
-    "stop at that step; then weight decay 0.01 -> 0.1, dropout 0.05-0.1, rank 16 -> 8 -> 4, rate / 2-5, more data",
+    "stop at that step; then, of the run of that patch, weight decay 0.01, 0.05, 0.1, dropout 0.05, 0.1, rank 16, 8, "
+    "4, rate / 3, more data",
+    validations=4,
 )  # fmt: skip
 def _overfit(curves: Curves) -> Finding | None:
     found = _measured(curves)
@@ -302,14 +321,17 @@ def _overfit(curves: Curves) -> Finding | None:
     fall = max([found.values[0], *([loss.first] if loss else [])]) - least
     if low >= len(found) - 2 or rise < max(0.02 * least, 0.05 * fall) or both_rise:
         return None
-    change = length(curves, step)
+    was_stopped, change = curves.because == "overfit", stopped(curves, step)
     if step < 0.15 * curves.num_steps:
         change = {**length(curves, 2 * step), **rate(curves, 1 / 3)}
-    if curves.number("adapter", "dropout", default=1.0) < 0.05:  # some types of adapters have none
+    elif was_stopped:
+        change = regularized(curves)
+    if not was_stopped and curves.number("adapter", "dropout", default=1.0) < 0.05:  # some types of adapters have none
         change["method.adapter.dropout"] = 0.05
-    elif "adapter" not in curves.recipe and curves.number("weight_decay") < 0.01:
+    elif not was_stopped and "adapter" not in curves.recipe and curves.number("weight_decay") < 0.01:
         change["method.optimizer.weight_decay"] = 0.01
     evidence = f"held-out loss {least:.4g} at step {step}, its lowest, and {found.values[-1]:.4g} at {found.steps[-1]}"
+    evidence += "" if change else "; it is regularized already: more data"
     return Finding(
         confidence="high" if rise > max(0.05 * least, 0.1 * fall) else "medium", at=step, change=change,
         evidence=evidence,
@@ -324,7 +346,14 @@ def _flat_from(found: Curve) -> int:
     return next(step for step, value in zip(found.steps, found.values, strict=True) if value <= near)
 
 
-@_rule("validation-flat", "held-out", "held-out loss is flat while the training loss falls", "stop at the flat point")
+@_rule(
+    "validation-flat",
+    "held-out",
+    "held-out loss is flat while the training loss falls",
+    "stop at the flat point",
+    steps=MIN_STEPS,
+    validations=4,
+)
 def _validation_flat(curves: Curves) -> Finding | None:
     found, loss = _measured(curves), _fitted(curves)
     if found is None or loss is None:
@@ -335,13 +364,14 @@ def _validation_flat(curves: Curves) -> Finding | None:
     if share > 0.6 or fall < max(_SIGMAS * loss.error(), 0.1 * loss.last, 0.005 * loss.first):
         return None
     evidence = f"held-out loss is flat from step {step} ({min(found.values):.4g}); training loss falls by {fall:.3g}"
-    change = length(curves, step)
+    change = stopped(curves, step)
     return Finding(confidence="medium", at=step, change=change, metric=curves.validation_name, evidence=evidence)
 
 
 @_rule(
     "early-plateau", "held-out", "both losses are flat from the first half of the first epoch on",
     "learning rate x2; if that changes nothing, the data is too small or too easy",
+    steps=30, validations=4,
 )  # fmt: skip
 def _early_plateau(curves: Curves) -> Finding | None:
     found, loss, epoch = _measured(curves), _fitted(curves, 30), curves.steps_per_epoch
@@ -361,6 +391,7 @@ def _early_plateau(curves: Curves) -> Finding | None:
     "held-out",
     "held-out loss falls as long as the learning rate lets it",
     "1-2 epochs more: twice the steps",
+    validations=4,
 )
 def _still_falling(curves: Curves) -> Finding | None:
     found = _measured(curves)

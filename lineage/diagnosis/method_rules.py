@@ -19,6 +19,7 @@ _rule = partial(rule, METHOD_RULES)
 @_rule(
     "exploding-margins", "margins", "margins above 10 nats, and chosen answers less likely than at the start",
     "beta x3 holds the policy nearer to its start, `sft_weight=1` keeps chosen answers likely (arXiv:2402.13228)",
+    steps=_MIN_STEPS,
 )  # fmt: skip
 def _exploding_margins(curves: Curves) -> Finding | None:
     margins, chosen, likely = curves["rewards/margins"], curves["rewards/chosen"], curves["logps/chosen"]
@@ -45,6 +46,7 @@ def _exploding_margins(curves: Curves) -> Finding | None:
     "accuracy-stuck", "accuracy", "accuracy of preferences stays at 0.5",
     "learning rate x10 (/ 10 at 0.01 or more) where margins hardly move; else read pairs: are chosen and rejected "
     "mixed up?",
+    steps=30,
 )  # fmt: skip
 def _accuracy_stuck(curves: Curves) -> Finding | None:
     name, other = ("rewards/accuracies", "rewards/margins") if curves.is_preference else ("accuracy", "margin")
@@ -65,6 +67,7 @@ def _accuracy_stuck(curves: Curves) -> Finding | None:
 @_rule(
     "overconfident", "margins", "a reward model's mean margin is above 8, or above 2 while its held-out loss rises",
     "fewer steps, half the rate: policies exploit a reward model that is too sure",
+    steps=_MIN_STEPS,
 )  # fmt: skip
 def _overconfident(curves: Curves) -> Finding | None:
     if not curves.is_reward_model or len(curves["margin"]) < _MIN_STEPS:
@@ -93,6 +96,7 @@ def _reward(curves: Curves) -> str:
 @_rule(
     "length-explodes", "length", "reward and length of completions rise together",
     "KL x4, half the rate; a reward that does not grow with length",
+    steps=_MIN_STEPS,
 )  # fmt: skip
 def _length_explodes(curves: Curves) -> Finding | None:
     name = "completions/mean_length"
@@ -108,6 +112,7 @@ def _length_explodes(curves: Curves) -> Finding | None:
 @_rule(
     "kl-explodes", "kl", "KL above 5 nats per completion (0.5 per token), and three times the early one",
     "KL x4, half the rate; read completions: what does the reward pay for?",
+    steps=_MIN_STEPS,
 )  # fmt: skip
 def _kl_explodes(curves: Curves) -> Finding | None:
     kl, per_token = curves["kl"], "kl_coef" not in curves.series  # PPO's is of a whole completion
@@ -154,6 +159,7 @@ def _repetitive(curves: Curves) -> Finding | None:
     "equal-rewards", "groups", "all rewards are equal in 70 % of the groups, which then have no gradient",
     "a temperature of 1 if it is below 0.7, else twice the completions per prompt; if no completion ever got another "
     "reward: another reward, or prompts that are neither solved nor hopeless",
+    steps=10,
 )  # fmt: skip
 def _equal_rewards(curves: Curves) -> Finding | None:
     equal = curves["frac_reward_zero_std"]
@@ -172,6 +178,7 @@ def _equal_rewards(curves: Curves) -> Finding | None:
 @_rule(
     "entropy-collapse", "entropy", "entropy under 0.1 nats per token and a tenth of its start",
     "KL x4, half the rate; `epsilon_high=0.28` lets rare tokens grow",
+    steps=_MIN_STEPS,
 )  # fmt: skip
 def _entropy_collapse(curves: Curves) -> Finding | None:
     entropy = curves["entropy"]

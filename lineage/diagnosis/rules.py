@@ -1,6 +1,7 @@
 """All diagnosis rules, and their combined findings."""
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from lineage.store import MANIFEST
 
 RULES = (*METHOD_RULES, *LOSS_RULES)  # the more specific first
 _ORDER = ("high", "medium", "low")
+# Rule -> the rules whose change its own would undo.
+_UNDOES = {"still-falling": {"overfit", "validation-flat", "overconfident"}, "noisy": {"smooth-but-slow"}}
 
 
 def diagnose(curves: Curves) -> list[Finding]:
@@ -19,6 +22,9 @@ def diagnose(curves: Curves) -> list[Finding]:
     found: dict[str, Finding] = {}
     for rule in RULES:
         if rule.group not in found and (finding := rule.find(curves)):
+            if curves.because in _UNDOES.get(rule.name, ()):
+                evidence = f"{finding.evidence}; no change: the recipe follows {curves.because}, and this would undo it"
+                finding = replace(finding, change={}, evidence=evidence)
             found[rule.group] = finding
     if "failure" in found:
         return [found["failure"]]

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from lineage.diagnosis.curves import Curve, Curves, read_curves
-from lineage.diagnosis.finding import Finding
+from lineage.diagnosis.curves import VALIDATION, Curve, Curves, read_curves
+from lineage.diagnosis.finding import Finding, Rule
 from lineage.diagnosis.rules import RULES, diagnose, live_findings
 from lineage.fingerprint import short
 from tests.written_store import WrittenStore
@@ -443,3 +443,92 @@ def test_a_running_stage_is_diagnosed_anew_as_it_reports(directory):
     (directory / "metrics.jsonl").write_text(text * 2)
     assert [each.rule for each in live_findings(directory)] == ["flat"]
     assert live_findings(directory / "none") == ()
+
+
+def cut(given: Curves, count: int, validations: int | None = None) -> Curves:
+    """The first points of the curves; of the held-out loss another number."""
+
+    def part(name: str, curve: Curve) -> Curve:
+        most = count if name not in VALIDATION or validations is None else validations
+        return replace(curve, steps=curve.steps[:most], values=curve.values[:most])
+
+    return replace(given, series={name: part(name, curve) for name, curve in given.series.items()})
+
+
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.steps or rule.validations], ids=lambda rule: rule.name)
+def test_a_rule_judges_no_curve_that_is_shorter_than_its_page_says(rule: Rule) -> None:
+    fired = [given for given, expected in CASES.values() if rule.name in expected and rule.find(given)]
+    for given in fired:
+        assert not rule.steps or not rule.find(cut(given, rule.steps - 1))
+        assert not rule.validations or not rule.find(cut(given, 10**6, rule.validations - 1))
+    assert fired or rule.name == "repetitive"
+
+
+def test_most_rules_need_50_steps_and_those_of_held_out_losses_four_validations() -> None:
+    least = {rule.name: rule.needs for rule in RULES if rule.group in ("loss", "held-out")}
+    assert least == {
+        "labels": "-", "never-decreases": "100 steps", "unstable": "30 steps",
+        **dict.fromkeys(["flat", "smooth-but-slow", "slow", "noisy", "plateau", "underfit"], "50 steps"),
+        **dict.fromkeys(["overfit", "still-falling"], "4 validations"),
+        "validation-flat": "50 steps, 4 validations", "early-plateau": "30 steps, 4 validations",
+    }  # fmt: skip
+    few = curves(loss=line(3.0, 2.0, 1.0, steps=8), val__loss=replace(OVER, steps=range(1, 11)))
+    assert rules(diagnose(few)) == {"overfit"}
+
+
+def test_the_steps_of_the_remedy_for_overfitting_are_patches_in_order() -> None:
+    adapter = {"rank": 32, "alpha": 64, "dropout": 0.0}
+    given = curves({**RECIPE, "weight_decay": 0.0, "adapter": adapter}, loss=SANE, val__loss=OVER)
+    [first] = diagnose(given)
+    assert first.change == {"method.num_steps": 100, "method.num_epochs": None, "method.adapter.dropout": 0.05}
+    patches = []
+    for _ in range(12):
+        adapter["dropout"] = adapter["dropout"] or 0.05
+        [found] = diagnose(replace(given, because="overfit"))
+        assert found.rule == "overfit"
+        if not found.change:
+            assert found.evidence.endswith("regularized already: more data")
+            break
+        patches.append(dict(found.change))
+        for field, value in found.change.items():
+            *parents, name = field.removeprefix("method.").removeprefix("optimizer.").split(".")
+            node = adapter if parents else given.recipe
+            node[name] = value  # type: ignore[index]
+    assert patches == [
+        {"method.optimizer.weight_decay": 0.01}, {"method.optimizer.weight_decay": 0.05},
+        {"method.optimizer.weight_decay": 0.1}, {"method.adapter.dropout": 0.1},
+        {"method.adapter.rank": 16, "method.adapter.alpha": 32},
+        {"method.adapter.rank": 8, "method.adapter.alpha": 16}, {"method.adapter.rank": 4, "method.adapter.alpha": 8},
+    ]  # fmt: skip
+
+
+def test_the_learning_rate_of_all_weights_falls_to_the_least_that_the_documents_name() -> None:
+    given = replace(curves({**RECIPE, "weight_decay": 0.1}, loss=SANE, val__loss=OVER), because="overfit")
+    rates = [2e-5]
+    while change := diagnose(replace(given, recipe={**given.recipe, "learning_rate": rates[-1]}))[0].change:
+        rates.append(change["method.learning_rate"])  # type: ignore[arg-type]
+    assert rates == pytest.approx([2e-5, 6.7e-6, 2.2e-6])
+
+
+@pytest.mark.parametrize(
+    ("name", "because", "change"),
+    [
+        ("still falling", "overfit", {}),
+        ("still falling", "validation-flat", {}),
+        ("still falling", "flat", {"method.num_steps": 400, "method.num_epochs": None}),
+        ("overfit", "still-falling", {"method.num_steps": 150, "method.num_epochs": None}),
+        ("by heart", "still-falling", {"method.num_steps": 150, "method.num_epochs": None}),
+        ("noisy", "smooth-but-slow", {}),
+        ("slow and smooth", "noisy", {"method.learning_rate": 6e-5}),
+    ],
+)
+def test_no_patch_undoes_the_one_that_the_run_follows(name: str, because: str, change: dict[str, object]) -> None:
+    [found] = diagnose(replace(CASES[name][0], because=because))
+    assert found.change == pytest.approx(change) and found.rule
+    assert ("would undo it" in found.evidence) == (not change)
+
+
+def test_a_run_knows_the_rule_that_it_follows(tmp_path) -> None:
+    for name, because in {"sft": "overfit:sft@0123456789abcdef", "dpo": ""}.items():
+        made = WrittenStore(tmp_path).stage(name, {}, provenance={"because": because})
+        assert read_curves(tmp_path / name / short(made.fingerprint)).because == because[:7]
