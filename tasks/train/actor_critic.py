@@ -217,14 +217,16 @@ class ActorCritic:
     def __init__(self, run: "TrainingRun", value: "PreTrainedModel", optimization: "Optimization") -> None:
         self.run, self.ctx, self.value, self.autocast = run, run.ctx, value, optimization.autocast
         self.policy, self.reference, self.rollouts = run.policy.model, run.model("reference"), Rollouts(run)
-        self.one_policy = OnePolicy(run.ctx)
+        self.one_policy, self.fixed = OnePolicy(run.ctx), run.fixed_reference(self.policy, self.reference)
 
     def sample(self, step: int, temperature: float) -> Batch:
         """Completions of the step's prompts.
 
         Raises:
-            PipelineError: a reward function failed, or policy and reference differ before the first step.
+            PipelineError: a reward function failed, policy and reference differ before the first step, or the
+                reference follows the policy.
         """
+        self.fixed.require(step)
         rollouts = self.rollouts
         examples = rollouts.examples(step)
         with self.autocast():

@@ -16,13 +16,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
+from transformers import TrainerCallback
 
 from lineage.errors import PipelineError
+from tasks.train.adapted import DEFAULT
 from tasks.train.kernels import plain
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+    from transformers import TrainerControl as Control
+    from transformers import TrainerState as State
+    from transformers import TrainingArguments as Args
 
     from tasks.context import TrainContext
 
@@ -85,12 +90,11 @@ def active_adapters(model: "PreTrainedModel | PeftModel") -> frozenset[str]:
 
 def shares_weights(one: "PreTrainedModel | PeftModel", other: "PreTrainedModel | PeftModel") -> bool:
     """Whether the trained weights of one model are those of another, in one place of memory."""
-    return _places(one, trained=True) == _places(other, trained=True)
+    return _trained_places(one) == _trained_places(other)
 
 
-def _places(model: "PreTrainedModel | PeftModel", *, trained: bool) -> set[int]:
-    parameters = (each for each in plain(model).parameters() if each.requires_grad or not trained)
-    return {each.data_ptr() for each in parameters if each.numel()}
+def _trained_places(model: "PreTrainedModel | PeftModel") -> set[int]:
+    return {each.data_ptr() for each in plain(model).parameters() if each.requires_grad and each.numel()}
 
 
 class Sampled:
@@ -222,6 +226,71 @@ class OnePolicy:
             f"sampler has the weights of {self.weights}, the trainer those of {self._trainer}; one policy is accepted: "
             "see what changes the sampler's weights, its adapter or its precision between two steps; "
             "resources.max_logp_difference sets the accepted rounding (null: measure only)"
+        )
+
+
+class FixedReference(TrainerCallback):
+    """Requires that the reference is not trained: no weight of it is the policy's own, and none moves.
+
+    Its weights are read at the start, and before each update until one has moved the policy, which a warmup may delay:
+    by then a reference that follows it has moved too.
+
+    Args:
+        policy: in training.
+        reference: None: it is the policy without its adapter, or with a frozen copy of it.
+        every_steps: of ``reference_sync``, which alone may move it; None: nothing may.
+    """
+
+    def __init__(
+        self, policy: "PreTrainedModel | PeftModel", reference: torch.nn.Module | None, every_steps: int | None = None
+    ) -> None:
+        self._policy, self._reference, self._every = policy, reference, every_steps
+        self._last: tuple[int, str] | None = None  # step, and the digest of the reference
+        self._policy_start, self._is_proven = Weights(digest=None), False
+
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        self.require(state.global_step)
+
+    on_pre_optimizer_step = on_train_begin
+
+    def require(self, step: int) -> None:
+        """Reads the reference before an update.
+
+        Args:
+            step: counted from 0: the number of updates taken.
+
+        Raises:
+            PipelineError: the reference is trained; names cause and step.
+        """
+        if self._is_proven:
+            return
+        weights, trained = self._weights(), _trained_places(self._policy)
+        shared = [name for name, each in weights.items() if each.numel() and each.data_ptr() in trained]
+        if shared:
+            self._refuse(
+                step, f"{len(shared)} of its {len(weights)} weights are the policy's, in one place of memory, such as "
+                f"{shared[0]}"
+            )  # fmt: skip
+        digest, policy = digest_of(weights), weights_of(self._policy)
+        if self._last is None:
+            self._last, self._policy_start = (step, digest), policy
+        before, known = self._last
+        is_synced = self._every is not None and step // self._every > before // self._every
+        if digest != known and not is_synced:
+            self._refuse(step, f"its weights were {known} at step {before}, and are {digest} now")
+        self._last, self._is_proven = (step, digest), policy != self._policy_start
+
+    def _weights(self) -> "dict[str, Tensor]":
+        if self._reference is not None:
+            return dict(self._reference.named_parameters())
+        named = plain(self._policy).named_parameters()
+        return {name: each for name, each in named if DEFAULT not in name.split(".")}
+
+    def _refuse(self, step: int, cause: str) -> None:
+        raise PipelineError(
+            f"step {step + 1}, which is not taken: the reference follows the policy: {cause}; a reference with weights "
+            "of its own, which method.reference_sync alone moves, is accepted; load it with run.model(...), and see "
+            "what else writes into it"
         )
 
 

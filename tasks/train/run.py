@@ -56,6 +56,7 @@ from tasks.train.kernels import (
     replace_kernels,
 )
 from tasks.train.merging import golden_prompts
+from tasks.train.one_policy import FixedReference
 from tasks.train.optimizers import install_optimizer
 from tasks.train.padding_free import Collator, collator_for, install, is_padding_free
 from tasks.train.quantized_base import step_in_fp32
@@ -293,8 +294,8 @@ class TrainingRun:
         self._prepare(trainer, reference, frozen, is_line)
         if self.method.adapter and self.method.adapter.type == "adalora":
             trainer.add_callback(RankBudget(trainer.model, self.ctx))
-        if self.method.has_reference and "proof" not in own:
-            self._prove_start(trainer)
+        if self.method.has_reference:
+            self._watch_reference(trainer, reference, proves="proof" not in own)
         self._count(trainer.model)
         return trainer
 
@@ -312,12 +313,20 @@ class TrainingRun:
         budget = Budget(tokens=self._tokens_at_once, most=MOST_TOKENS, measured=on_gpu and not is_exact)
         start_by_tokens(trainer, budget, self.method.global_batch_size, padded=padded)
 
-    def _prove_start(self, trainer: Trainer) -> None:
-        """Compares policy and reference before the first step, unless NEFTune's noise makes them differ."""
-        if self.method.neftune_alpha:
+    def _watch_reference(self, trainer: Trainer, reference: "PreTrainedModel | None", *, proves: bool) -> None:
+        """Compares policy and reference before the first step, unless NEFTune's noise makes them differ, and requires
+        that the reference stays.
+
+        Args:
+            proves: the first, where the trainer does not itself.
+        """
+        if proves and self.method.neftune_alpha:
             self._log_unproven()
-        else:
+        elif proves:
             trainer.add_callback(StepZeroProof(trainer, self.inputs[_POLICY], self._proof_tolerance))
+        if not self._precomputes:
+            held = getattr(trainer, "ref_model", None)
+            trainer.add_callback(self.fixed_reference(trainer.model, reference if held is None else held))
 
     def _log_unproven(self) -> None:
         logger.warning(
@@ -388,6 +397,17 @@ class TrainingRun:
         assert self.rows
         found = self._start.model.generation_config.eos_token_id
         return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+    def fixed_reference(
+        self, policy: "PreTrainedModel | PeftModel", reference: "PreTrainedModel | None"
+    ) -> FixedReference:  # fmt: skip
+        """A check before the first updates that the reference does not follow the policy.
+
+        Args:
+            reference: None: as of ``model``.
+        """
+        sync = getattr(self.method, "reference_sync", None)
+        return FixedReference(policy, reference, sync and sync.every_steps)
 
     def start_proof(self) -> Callable[["Tensor"], None]:
         """A check of the log-ratios before the first step: that policy and reference agree (``require_agreement``)."""

@@ -2,19 +2,21 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lineage.errors import PipelineError
 from tasks.context import Resources, TrainContext
 from tasks.method import Adapter
 from tasks.train import generating_trainer, rollouts
 from tasks.train.generating import Sampling
-from tasks.train.one_policy import MAX, MEAN, OnePolicy, Sampled, shares_weights, weights_of
+from tasks.train.one_policy import MAX, MEAN, FixedReference, OnePolicy, Sampled, shares_weights, weights_of
+from tasks.train.run import TrainingRun
 from tests import tiny_models, training
 from tests.integration.test_generating import Engine, engine
 from tests.training import TRAINED_LIKE
@@ -203,6 +205,125 @@ def test_vllm_is_not_compared_where_its_numbers_are_of_another_distribution(
     run = training.train(stage, root, tmp_path / "output")
     assert run.metrics[MEAN] == 0
     assert "sampler=unproven: vLLM's log-probabilities are those after temperature=0.7" in caplog.text
+
+
+# --- Planted: the reference ---------------------------------------------------------------------------------------
+
+COMPARED = {"dpo": {}, "kto": {}, "grpo": {"beta": 0.1}, "rloo": {}, "online_dpo": {}, "ppo": {}}
+COMPARING = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in TRAINED_LIKE else []) for name in COMPARED
+]  # fmt: skip
+
+
+@pytest.fixture
+def after_updates() -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Registers what a planted bug does after each update of an optimizer."""
+    handles: list = []
+
+    def register(wrong: Callable[[], None]) -> None:
+        handles.append(register_optimizer_step_post_hook(lambda *_args: wrong()))
+
+    yield register
+    for each in handles:
+        each.remove()
+
+
+def plant_reference(monkeypatch: pytest.MonkeyPatch, wrong: Callable) -> None:
+    """Replaces the reference of all methods: ``wrong(policy, reference)``."""
+    load = TrainingRun._frozen_policy
+    monkeypatch.setattr(TrainingRun, "_frozen_policy", lambda self: wrong(self._start.model, load(self)))
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_reference_of_the_policys_tensors_stops_before_an_update(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """At step 0 it agrees with the policy, as the right one does (huggingface/trl issue 1500)."""
+
+    def shared(policy: torch.nn.Module, reference: torch.nn.Module) -> torch.nn.Module:
+        reference.model.layers[1].mlp.up_proj.weight.data = policy.model.layers[1].mlp.up_proj.weight.data
+        return reference
+
+    plant_reference(monkeypatch, shared)
+    with pytest.raises(
+        PipelineError,
+        match=r"step 1, which is not taken: the reference follows the policy: 1 of its \d+ weights are the policy's, "
+        r"in one place of memory, such as model\.layers\.1\.mlp\.up_proj\.weight",
+    ):
+        training.train(training.method(name, **COMPARED[name]), root, tmp_path / "output")
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])  # TRL's trainer of DPO refuses the object itself
+def test_a_reference_that_is_the_policy_stops_before_an_update(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    plant_reference(monkeypatch, lambda policy, _reference: policy)
+    with pytest.raises(PipelineError, match=r"step 1, .* follows the policy: (\d+) of its \1 weights are the policy's"):
+        training.train(training.method(name, **COMPARED[name]), root, tmp_path / "output")
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_reference_that_is_copied_from_the_policy_stops_before_the_second_update(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_updates: Callable, name: str
+) -> None:
+    def followed(policy: torch.nn.Module, reference: torch.nn.Module) -> torch.nn.Module:
+        after_updates(lambda: reference.load_state_dict(policy.state_dict()))
+        return reference
+
+    plant_reference(monkeypatch, followed)
+    stage = training.method(name, **COMPARED[name], learning_rate=SMALL, warmup_ratio=0.0)
+    with pytest.raises(
+        PipelineError, match=r"step 2, which is not taken: .* its weights were \w{16} at step 0, and are \w{16} now"
+    ):
+        training.train(stage, root, tmp_path / "output")
+
+
+@pytest.mark.parametrize("moved", ["a base weight", "the frozen copy"])
+def test_a_reference_inside_the_policy_that_moves_stops_before_the_second_update(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after_updates: Callable, moved: str
+) -> None:
+    """The policy without its adapter, or with a frozen copy of it."""
+    require = FixedReference.require
+    adapter = Adapter(type="lora", rank=4, alpha=8, init="pissa") if moved == "the frozen copy" else LORA
+    part = ".ref." if moved == "the frozen copy" else "mlp.up_proj.base_layer"
+
+    def watched(self: FixedReference, step: int) -> None:
+        if self._last is None:
+            name, weight = next(each for each in self._policy.named_parameters() if part in each[0])
+            assert not weight.requires_grad, name
+            after_updates(lambda: weight.data.mul_(1.001))
+        require(self, step)
+
+    monkeypatch.setattr(FixedReference, "require", watched)
+    with pytest.raises(PipelineError, match=r"step 2, which is not taken: .* its weights were \w{16} at step 0"):
+        training.train(training.method("dpo", adapter=adapter), root, tmp_path / "output")
+
+
+def test_a_reference_moves_when_its_sync_is_due_and_only_then() -> None:
+    """It is read until an update has moved the policy, such as the one after a warmup that starts at zero."""
+    policy, reference = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+
+    def moved(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            model.weight.mul_(1.1)
+
+    def checked(every_steps: int | None, first: int, still: int = 0) -> None:
+        check = FixedReference(policy, reference, every_steps)
+        check.require(first)
+        for step in range(first, first + still + 1):
+            check.require(step)
+        moved(policy)
+        moved(reference)
+        check.require(first + still + 1)
+        moved(reference)
+        check.require(first + still + 2)
+
+    checked(1, 0)
+    checked(4, 3)  # resumed
+    checked(4, 0, still=3)
+    for every_steps, first, still in ((None, 0, 0), (None, 0, 5), (2, 0, 0), (4, 4, 0), (4, 0, 4)):
+        with pytest.raises(PipelineError, match=rf"step {first + still + 2}, .* its weights were"):
+            checked(every_steps, first, still)
 
 
 # --- Planted: the output -----------------------------------------------------------------------------------------
