@@ -59,6 +59,7 @@ class Resources:
     liger: Literal["auto"] | bool = "auto"  # liger-kernel's layers; auto: see tasks.train.kernels.uses_liger
     empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps between releases of unused GPU memory
     dataloader_workers: Annotated[int, Ge(0)] = 0  # processes that collate batches ahead; 0: the training's own
+    prefetch_factor: Annotated[int, Gt(0)] | None = None  # batches that each of these holds ready; null: 2
     price_per_gpu_hour: Annotated[float, Ge(0)] | None = None  # for the plan's estimate; null: show no price
     currency: str = "USD"  # of the price
     watts_per_worker: Annotated[float, Gt(0)] | None = None  # mean power of a worker, for the plan's estimate of energy

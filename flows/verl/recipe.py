@@ -55,6 +55,7 @@ _INSTEAD = {  # field -> what verl does instead
     "gpus_per_worker": "takes one GPU for each worker",
     "launcher": "starts its workers by Ray",
     "empty_cache_steps": "empties the cache itself",
+    "prefetch_factor": "has torch's own for its loader",
     "check_memory": "checks no memory before it starts",
 }
 # Fields of ``resources`` that matter also where they have their defaults, and those that concern this project's plan.

@@ -142,8 +142,9 @@ class Adapter(Setting):
         if self.init is None:
             return
         if self.init not in _INITS and not re.fullmatch(r"pissa_niter_[1-9]\d*", self.init):
+            found = f"{self.init} (NeMo's, which PEFT has not)" if self.init.startswith("xavier") else self.init
             raise ConfigError(
-                f"adapter.init={self.init}: accepted are {', '.join(_INITS)} and pissa_niter_N; set one of them, or "
+                f"adapter.init={found}: accepted are {', '.join(_INITS)} and pissa_niter_N; set one of them, or "
                 "null for PEFT's own"
             )
         if self.type == "dora":

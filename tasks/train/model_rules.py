@@ -331,6 +331,11 @@ MODEL_RULES: tuple[Rule, ...] = (
         nearest={"resources.dataloader_workers": 0}, also={"resources.dataloader_workers": 2}, stage="own_loop",
     ),
     Rule(
+        id="prefetch-without-workers", when={"resources.prefetch_factor": SET, "resources.dataloader_workers": 0},
+        reason="batches are collated ahead by processes, of which there is none",
+        nearest={"resources.prefetch_factor": None}, also={"resources.prefetch_factor": 4},
+    ),
+    Rule(
         id="flash-attention-cpu", when={"resources.attention": _FLASH, "resources.gpus_per_worker": 0},
         reason="FlashAttention has kernels for GPUs alone", nearest={"resources.attention": "auto"},
     ),

@@ -164,6 +164,7 @@ class _ByTokens(_Base):
             batch_size=self.rows_per_step,
             collate_fn=_Whole,
             num_workers=self.args.dataloader_num_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
         )
 
     def get_batch_samples(

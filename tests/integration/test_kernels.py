@@ -160,14 +160,17 @@ def test_batches_that_other_processes_collate_are_the_same_to_the_bit(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = training.train(training.method("dpo"), root, tmp_path / "expected" / "output")
-    workers: list[int] = []
-    monkeypatch.setattr(
-        DataLoader, "__iter__", lambda self, plain=DataLoader.__iter__: workers.append(self.num_workers) or plain(self)
-    )
-    resources = replace(RESOURCES, dataloader_workers=1)
+    workers: list[tuple[int, int | None]] = []
+
+    def iterate(self: DataLoader, plain: object = DataLoader.__iter__) -> object:
+        workers.append((self.num_workers, self.prefetch_factor))
+        return plain(self)  # type: ignore[operator]
+
+    monkeypatch.setattr(DataLoader, "__iter__", iterate)
+    resources = replace(RESOURCES, dataloader_workers=1, prefetch_factor=3)
     run = training.train(training.method("dpo"), root, tmp_path / "output", resources=resources)
     assert same(weights(run.output), weights(expected.output))
-    assert workers == [1]
+    assert workers == [(1, 3)]
 
 
 def test_gpu_memory_is_returned_every_n_steps(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

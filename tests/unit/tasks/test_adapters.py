@@ -30,6 +30,7 @@ PARAMETERS = ["model.embed_tokens.weight", *(f"{name}.weight" for name in LINEAR
         ({"type": "ia3", "rank": 8}, "ia3 has no such field; it has: none"),
         ({"block_size": 8}, "lora has no such field.*oft, boft"),
         ({"init": "loftq"}, "accepted are gaussian, pissa"),
+        ({"init": "xavier"}, r"init=xavier \(NeMo's, which PEFT has not\): accepted are gaussian, pissa"),
         ({"init": "pissa_niter_0"}, "accepted are gaussian, pissa"),
         ({"type": "dora", "init": "pissa"}, "DoRA splits"),
         ({"type": "adalora", "rank": 4, "target_rank": 4}, "set a smaller target_rank, such as 2"),

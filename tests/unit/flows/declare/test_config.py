@@ -491,6 +491,9 @@ SFT = "stages.sft.method"
         (f"{SFT}.schedule.name=wsd", f"{SFT}.schedule.name=warmup_stable_decay"),
         ("num_train_epochs=3", "STAGE.method.num_epochs"), ("resources.save_total_limit=2", "keep_last"),
         ("model_name_or_path=x", "model=DIRECTORY or model=owner/name"),
+        (f"{SFT}.adapter={{type: lora, dropout_position: post}}", "nothing: PEFT drops inputs of an adapter"),
+        (f"{SFT}.adapter={{type: lora, lora_A_init_method: xavier}}", "STAGE.method.adapter.init"),
+        ("resources.dataloader_prefetch_factor=4", "STAGE.resources.prefetch_factor"),
     ],
 )  # fmt: skip
 def test_a_peers_name_is_answered_with_ours(override, ours):
