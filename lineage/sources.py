@@ -13,7 +13,7 @@ from types import MappingProxyType
 from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
 from lineage.digest import DigestCache, digest_all, digest_of, file_names
 from lineage.dvc import tracked_hash
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, PipelineError
 from lineage.fingerprint import digest_json
 from lineage.manifest import SourceRecord
 from lineage.model_files import read_json, require_own_files, require_sound
@@ -204,6 +204,14 @@ def _pinned_template(name: str, given: str) -> tuple[str | None, str, str, dict[
         ) from error
     digest = text_digest(text)
     return (text, digest, given, {}) if given in template_families() else (text, digest, str(file), {str(file): digest})
+
+
+def is_unchanged(name: str, pinned: Source, fingerprint: str, cache: DigestCache) -> bool:
+    """Whether a source still has the content that it was pinned to; one that is gone has not."""
+    try:
+        return pin(name, pinned, cache).fingerprint == fingerprint
+    except (PipelineError, OSError):
+        return False
 
 
 def never_changes(source: Source) -> bool:

@@ -200,7 +200,7 @@ def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoi
         earlier_code_digests=other_code_digests(tried, None, planned.code_digest),
         because=run.plan.pipeline.because.get(planned.name, ""),
     )  # fmt: skip
-    require_unchanged(run.plan, planned, code=False)  # nor while it was read
+    _require_known_inputs(run, planned, job)
     files = digest_files(entry.output)
     if not files:
         raise StageError(planned.name, "it ended without writing any output", str(entry.log))
@@ -211,6 +211,21 @@ def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoi
         parent_run_ids=list(run_ids.parents),
     )  # fmt: skip
     return certified(manifest, start.parents, run.plan.pipeline.store)
+
+
+def _require_known_inputs(run: Run, planned: PlannedStage, job: Job) -> None:
+    """Requires that sources were not changed while they were read; a model that changed after it was loaded is named.
+
+    Raises:
+        StageError: it is unknown what the stage read.
+    """
+    has_loaded = job.models_read.exists()
+    for each in job.changed_models() if has_loaded else ():
+        run.announce(
+            f"{run.title(planned)}: {each} has changed since the training loaded it; the manifest names the bytes that "
+            "were loaded, and the next plan sees the new ones"
+        )
+    require_unchanged(run.plan, planned, code=False, models=not has_loaded)
 
 
 def begin(

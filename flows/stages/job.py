@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lineage.artifact import ALIAS, MODELS
+from lineage.artifact import ALIAS, MODELS, SOURCE
+from lineage.digest import DigestCache
 from lineage.lock import require_owned
+from lineage.sources import is_unchanged, never_changes
 from lineage.store import CACHE, Entry
 from tasks.context import Resources
 from tasks.method import Input, Inputs, Method
 from tasks.remote_code import trust
 
 STOP_FILE = "stop"  # below work/
+_MODELS_READ = "models_read"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +84,21 @@ class Job:
     def resolve_inputs(self) -> Inputs:
         """The inputs for the method; a model on the hub is fetched here, by the process that reads it."""
         return {slot: entry.resolve(self.cache) for slot, entry in self.inputs.items()}
+
+    def changed_models(self) -> list[str]:
+        """The sources of models whose bytes are no longer those of the plan."""
+        cache = DigestCache(self.directory.parents[1] / "digests.json")
+        read = [each.planned for each in self.inputs.values() if each.planned.kind in MODELS]
+        return [
+            f"sources.{name}: {each.source.path}" for each in read
+            if each.source and not each.source.path.startswith(ALIAS) and not never_changes(each.source)
+            and not is_unchanged(name := each.name.removeprefix(SOURCE), each.source, each.fingerprint, cache)
+        ]  # fmt: skip
+
+    @property
+    def models_read(self) -> Path:
+        """The file that a training leaves once it has loaded its models, whose bytes were those of the plan then."""
+        return self.entry.work / _MODELS_READ
 
     def ask_to_stop(self) -> None:
         """Asks a training, wherever its workers are, to save at the end of its step and to end."""

@@ -20,9 +20,9 @@ from flows.stages.resources import Waiting, admitted
 from flows.wording import counted
 from lineage.artifact import DATA, MODELS, SOURCE, Kind
 from lineage.digest import DigestCache
-from lineage.errors import ArtifactError, DataError, LostError, PipelineError, StageError
+from lineage.errors import ArtifactError, DataError, LostError, StageError
 from lineage.manifest import InputRecord, Manifest
-from lineage.sources import pin
+from lineage.sources import is_unchanged
 from lineage.store import Store
 from lineage.tracker import Event, Listener, Tracker
 from tasks.check_rows import EXAMPLES, LEAKED, POLICY, RowCheck, describe_lost, rows_slot
@@ -50,11 +50,12 @@ def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
     return parents
 
 
-def require_unchanged(plan: Plan, planned: PlannedStage, *, code: bool = True) -> None:
+def require_unchanged(plan: Plan, planned: PlannedStage, *, code: bool = True, models: bool = True) -> None:
     """Requires that its sources and its code are still those of the plan; else its fingerprint would be wrong.
 
     Args:
         code: whether to check the code too.
+        models: whether to check the sources of models too.
 
     Raises:
         StageError: one has changed, or is gone.
@@ -63,12 +64,10 @@ def require_unchanged(plan: Plan, planned: PlannedStage, *, code: bool = True) -
     for planned_input in planned.inputs.values():
         if planned_input.entry or planned_input.pinned is None:
             continue
+        if not models and planned_input.pinned.source.kind in MODELS:
+            continue
         name = planned_input.name.removeprefix(SOURCE)
-        try:
-            same = pin(name, planned_input.pinned.source, digests).fingerprint == planned_input.fingerprint
-        except (PipelineError, OSError):
-            same = False
-        if not same:
+        if not is_unchanged(name, planned_input.pinned.source, planned_input.fingerprint, digests):
             raise StageError(
                 planned.name,
                 f"sources.{name}: {planned_input.pinned.source.path} has changed since the plan was made; "

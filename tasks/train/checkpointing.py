@@ -74,6 +74,13 @@ class Saver:
         save, stop = (bool(flag) for flag in flags.tolist())
         return (save or stop) and self.store is not None, stop
 
+    def saves_last(self, device: torch.device) -> bool:
+        """Whether to save after the last step, which is the output, too: the output may need a model that changed."""
+        changed = torch.tensor(self.ctx.rank == 0 and bool(self.ctx.changed_models()), dtype=torch.int32, device=device)
+        if self.ctx.world_size > 1:
+            torch.distributed.broadcast(changed, src=0)
+        return bool(changed) and self.store is not None
+
     def commit(self, draft: Path, step: int, metrics: Metrics) -> None:
         """Commits a draft as the checkpoint of its step; rank 0 calls it after every worker has written its part."""
         assert self.store is not None
@@ -121,7 +128,8 @@ class Checkpointing(TrainerCallback):
 
     def on_step_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         if state.global_step >= state.max_steps:
-            return  # the last step is saved as the output
+            control.should_save = self.saver.saves_last(self.trainer.args.device)
+            return
         control.should_save, stop = self.saver.agreed(state.global_step, self.trainer.args.device)
         if stop:
             self.stopped_at = state.global_step

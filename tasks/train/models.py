@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +34,7 @@ from tasks.train.freeze import unread_by_text
 from tasks.train.merging import (
     Golden,
     Merged,
+    Places,
     add_weights,
     compared,
     golden_texts_for,
@@ -337,7 +339,47 @@ def _class_for(kind: Kind, config: "PreTrainedConfig") -> "type[_BaseAutoModelCl
     return found
 
 
-def save_whole(model: "PreTrainedModel", base: Path, output: Path) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What the end of a training needs of its input's files, which may change meanwhile.
+
+    Args:
+        directory: copies of the tokenizer's and the processor's files.
+        weights: the files of the tensors of the model that was loaded.
+    """
+
+    directory: Path
+    weights: Places
+
+    @classmethod
+    def of(cls, policy: Path, work_dir: Path) -> "Kept":
+        directory = work_dir / "kept"
+        directory.mkdir(parents=True, exist_ok=True)
+        copy_tokenizer(policy, directory)
+        return cls(directory=directory, weights=places_of(base_and_adapters(policy)[0]))
+
+    def write(self, output: Path) -> None:
+        """Copies the tokenizer's and the processor's files."""
+        shutil.copytree(self.directory, output, dirs_exist_ok=True)
+
+
+def require_base(ctx: "TrainContext") -> None:
+    """Requires that weights which are read again at the end of a training are those that it loaded.
+
+    Raises:
+        PipelineError: they are not; the last step is saved as a checkpoint then.
+    """
+    if changed := ctx.changed_models():
+        raise PipelineError(
+            f"{changed[0]} has changed since the training loaded it, and the output needs weights of it again; the "
+            "last step is kept as a checkpoint: restore the files, and run again, which resumes from there"
+        )
+
+
+def save_whole(
+    model: "PreTrainedModel", base: Path, output: Path, before: Places | None = None,
+    require: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Saves a model with all weights of the one that it was made from: those that were not trained, byte for byte.
 
     A class may ignore weights of its model's files, as a head for several tokens at once (``mtp.*``), and text does not
@@ -346,6 +388,8 @@ def save_whole(model: "PreTrainedModel", base: Path, output: Path) -> None:
 
     Args:
         base: the directory that the model was loaded from.
+        before: the files of its tensors then; None: as they are now.
+        require: is called before weights of the base are read.
 
     Raises:
         PipelineError: a weight of the base is neither in the output nor logged as left out.
@@ -353,7 +397,7 @@ def save_whole(model: "PreTrainedModel", base: Path, output: Path) -> None:
     unread = unread_by_text(model)
     state = {name: each for name, each in model.state_dict().items() if name not in unread} if unread else None
     model.save_pretrained(output, safe_serialization=True, state_dict=state)
-    before, after = places_of(base), places_of(output)
+    before, after = before or places_of(base), places_of(output)
     lost, dropped = names_lost(before, after, model), set[str]()
     if model.get_output_embeddings() is None:
         dropped = {name for name in lost if not any(_in_file(each, name, model) for each in unread)}
@@ -362,6 +406,7 @@ def save_whole(model: "PreTrainedModel", base: Path, output: Path) -> None:
         _forget_heads(output, dropped)
         lost -= dropped
     if lost:
+        require()
         logger.info("copied=%d weights that were not trained: %s", len(lost), ", ".join(sorted(lost)[:8]))
         add_weights(output, {name: read_tensor(before, name) for name in sorted(lost)})
     still = names_lost(before, places_of(output), model) - dropped
@@ -460,6 +505,7 @@ def save_output(
     model: "PreTrainedModel | PeftModel",
     policy: Input,
     ctx: "TrainContext",
+    kept: Kept,
     start: "Mapping[str, Tensor] | None" = None,
     prompts: Golden = (),
 ) -> Metrics:
@@ -472,6 +518,7 @@ def save_output(
     for the next stage and for serving.
 
     Args:
+        kept: the files of its input as they were loaded.
         start: weights of an adapter before the first step, where its initialization changed the base.
         prompts: golden ones, which are compared before and after a merge.
 
@@ -487,8 +534,8 @@ def save_output(
         return {}
     metrics: Metrics = {}
     if not isinstance(model, PeftModel):
-        save_whole(model, base_and_adapters(policy.path)[0], ctx.output_dir)
-        copy_tokenizer(policy.path, ctx.output_dir)
+        save_whole(model, base_and_adapters(policy.path)[0], ctx.output_dir, kept.weights, partial(require_base, ctx))
+        kept.write(ctx.output_dir)
         require_output_loads(method, model, policy, ctx, prompts)
         return metrics
     base = intake(method, policy).beneath or Base.of(policy)
@@ -505,10 +552,11 @@ def save_output(
         save_adapter(model, ctx.output_dir / ADAPTER_DIR, base, start)
         require_adapter_loads(method, model, policy, ctx, ctx.output_dir / ADAPTER_DIR, prompts)
         found = _merge(method, model, policy, ctx, prompts)
-        save_whole(found.model, base_and_adapters(policy.path)[0], ctx.output_dir)
+        directory = base_and_adapters(policy.path)[0]
+        save_whole(found.model, directory, ctx.output_dir, kept.weights, partial(require_base, ctx))
         require_output_loads(method, found.model, policy, ctx, prompts)
         metrics = compared(found.before, found.after, is_reward_model=method.produces == Kind.REWARD_MODEL)
-    copy_tokenizer(policy.path, ctx.output_dir)
+    kept.write(ctx.output_dir)
     return metrics
 
 
@@ -524,6 +572,7 @@ def _merge(
         found = merge_adapters(model, prompts, str(adapter))
         return found._replace(model=hold_in(found.model, dtype))
     before = golden_values(model, prompts)
+    require_base(ctx)
     taken = intake(method, policy) if method.adapter_in == "continue" else None
     setting = method.quantization
     rounding = setting.rounding() if setting else None
@@ -597,6 +646,11 @@ def require_adapter_loads(
     """
     from transformers import set_seed
 
+    if changed := ctx.changed_models():
+        logger.warning(
+            "adapter=%s state=not loaded to check it: %s has changed since it was loaded", adapter, changed[0]
+        )
+        return
     if not _has_capacity(policy.path):
         return
     trained = model.get_base_model()

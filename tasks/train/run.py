@@ -133,6 +133,8 @@ class TrainingRun:
     def _start(self) -> "Policy":
         """The input policy, without the stage's adapter."""
         given = self.inputs[_POLICY]
+        if self.ctx.rank == 0:
+            assert self._kept
         if self._is_reward_model:
             policy = models.load_reward_model(self.method, given, self.ctx, self._base_dtype)
         else:
@@ -149,6 +151,10 @@ class TrainingRun:
         hold_in(policy.model, self._base_dtype)
         replace_kernels(policy.model, self.method.precision, self.ctx.resources)
         return policy
+
+    @cached_property
+    def _kept(self) -> models.Kept:
+        return models.Kept.of(self.inputs[_POLICY].path, self.ctx.work_dir)
 
     @cached_property
     def rows(self) -> "TokenizedRows":
@@ -439,8 +445,8 @@ class TrainingRun:
             self._unset_pad(plain(model))
         forget_liger()  # a quantized base is merged on the CPU
         metrics = models.save_output(
-            self.method, model, self.inputs[_POLICY], self.ctx, self._adapter_start, prompts
-        )  # fmt: skip
+            self.method, model, self.inputs[_POLICY], self.ctx, self._kept, self._adapter_start, prompts
+        )
         if self._chat_template and self.ctx.rank == 0:
             (self.ctx.output_dir / CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
         for write in self.writers if self.ctx.rank == 0 else ():

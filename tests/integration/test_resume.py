@@ -12,7 +12,7 @@ import pytest
 
 from lineage.checkpoints import Checkpoints
 from lineage.digest import digest_files
-from lineage.errors import StoppedError
+from lineage.errors import PipelineError, StoppedError
 from tasks.best import KeepBest
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Adapter, Training
@@ -161,3 +161,32 @@ def test_when_it_saves_and_what_it_keeps(root: Path, tmp_path: Path, fields: dic
     ctx = context(tmp_path, [])
     run(training.method("sft", num_steps=5), root, replace(ctx, resources=replace(SAVING, **fields)))
     assert Checkpoints(tmp_path / "checkpoints").steps() == steps
+
+
+@pytest.mark.parametrize("needs_base", [False, True])
+def test_a_base_that_changes_during_its_training_loses_nothing(root: Path, tmp_path: Path, needs_base: bool) -> None:
+    """What the end needs was copied; where it needs weights again, the last step is a checkpoint to resume from."""
+    stage = training.method("sft", num_steps=4, adapter=NF4 if needs_base else None)
+    base = shutil.copytree(root / "model", tmp_path / "base")
+    run(stage, root, context(tmp_path / "whole", []), base)
+    kept, changed = (base / "tokenizer.json").read_text(), list[str]()
+
+    def report(step: int, metrics: Metrics) -> None:
+        if step == 1:
+            (base / "tokenizer.json").write_text("{}")
+            changed.append("sources.base: base")
+
+    resources = replace(SAVING, save_steps=None)
+    ctx = replace(context(tmp_path, [], resources=resources), report=report, changed_models=lambda: changed)
+    if needs_base:
+        with pytest.raises(PipelineError, match=r"base has changed .* the last step is kept as a checkpoint"):
+            run(stage, root, ctx, base)
+        (base / "tokenizer.json").write_text(kept)
+        shutil.rmtree(ctx.output_dir)
+        store = Checkpoints(tmp_path / "checkpoints")
+        assert store.steps() == [4]
+        run(stage, root, context(tmp_path, [], resume_from=store.path(4)), base)
+    else:
+        run(stage, root, ctx, base)
+    assert same(weights(tmp_path / "output"), weights(tmp_path / "whole" / "output"))
+    assert (tmp_path / "output" / "tokenizer.json").read_text() == kept

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.stages import execute as execute_module
 from flows.stages.execute import begin, execute, workers_hardware
+from flows.stages.launch import context_of
 from flows.stages.run import Run
 from flows.stops import stoppable
 from lineage.attempts import attempts, record_attempt
@@ -247,3 +249,59 @@ def test_a_run_that_is_stopped_while_it_waits_has_begun_nothing(half_done, monke
         execute(Run(plan=half_done, processes=Writing(), emit=Heard(), tracker=Tracker()), half_done.stage("left"))
     assert [each.step for each in attempts(entry.path)] == [0]
     assert entry.metrics.read_text() == before
+
+
+class Changing:
+    """Processes that run a method here, while something changes a file before the report of a step."""
+
+    def __init__(self, step, file):
+        self.step, self.file = step, file
+
+    def raise_if_ended(self, directory):
+        pass
+
+    def run(self, job):
+        context = context_of(job)
+
+        def report(step, metrics):
+            if step == self.step:
+                self.file.write_text("changed")
+            context.report(step, metrics)
+
+        return job.method.run(job.resolve_inputs(), replace(context, report=report))
+
+
+@pytest.fixture
+def on_base(toy, tmp_path):
+    """A plan whose training reads a model of the user's, with finished rows, and a file of that model."""
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    (base / "model.txt").write_text("0")
+    (base / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    words = [f"sources.base={{kind: checkpoint, path: {base}}}", "stages.left.inputs.policy=source:base"]
+
+    def plan():
+        return toy(*(f"+{word}" if word.startswith("sources") else word for word in words))
+
+    finish(plan(), "data")
+    return plan, base / "model.txt"
+
+
+def test_a_base_that_changes_during_its_training_loses_nothing(on_base):
+    make, file = on_base
+    heard, plan = Heard(), make()
+    run = Run(plan=plan, processes=Changing(2, file), emit=heard, tracker=Tracker())
+    manifest = execute(run, plan.stage("left")).manifest
+    assert manifest.inputs["policy"].digest == plan.stage("left").inputs["policy"].pinned.digest
+    [told] = [text for _, _, text in heard if "has changed" in text]
+    assert told.startswith(f"left: sources.base: {file.parent} has changed since the training loaded it")
+    assert make().stage("left").fingerprint != manifest.fingerprint
+
+
+def test_a_base_that_changes_while_it_is_loaded_ends_the_training_at_its_first_step(on_base):
+    make, file = on_base
+    plan = make()
+    with pytest.raises(PipelineError, match=r"sources\.base: .* has changed since the plan was made"):
+        execute(Run(plan=plan, processes=Changing(1, file), emit=Heard(), tracker=Tracker()), plan.stage("left"))
+    assert not plan.entry(plan.stage("left")).metrics.exists()
