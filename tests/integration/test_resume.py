@@ -167,7 +167,7 @@ def test_when_it_saves_and_what_it_keeps(root: Path, tmp_path: Path, fields: dic
 def test_a_base_that_changes_during_its_training_loses_nothing(root: Path, tmp_path: Path, needs_base: bool) -> None:
     """What the end needs was copied; where it needs weights again, the last step is a checkpoint to resume from."""
     stage = training.method("sft", num_steps=4, adapter=NF4 if needs_base else None)
-    base = shutil.copytree(root / "model", tmp_path / "base")
+    base = shutil.copytree(root / "policy", tmp_path / "base")
     run(stage, root, context(tmp_path / "whole", []), base)
     kept, changed = (base / "tokenizer.json").read_text(), list[str]()
 
