@@ -12,11 +12,14 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from http.client import HTTPException
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -24,12 +27,14 @@ from urllib.parse import urlsplit
 import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from flows.prefect.address import ask_prefect, authorization, is_loopback, prefect_settings, status_of
 from flows.wording import counted
 from lineage.errors import ConfigError
-from lineage.mlflow.address import is_server, shown, tracking_uri
+from lineage.mlflow.address import is_server, shown, sqlite_file, tracking_uri
+from lineage.remote_files import request
+from lineage.secrets import redacted
 from lineage.store import Store
 
 _CHECKOUT = Path(__file__).parents[1]
@@ -341,15 +346,71 @@ def check_prefect(environment: Mapping[str, str], notify: str | None = None) -> 
 
 
 def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) -> Finding:
-    """Checks that the configured server answers and accepts our credentials."""
-    if uri is None or not is_server(uri):
-        return Finding("mlflow", "ok", "no server is set: a database, or no record in MLflow")
+    """Checks that the configured server answers and accepts our credentials, or the schema of the database."""
+    if uri is None:
+        return Finding("mlflow", "ok", "no record in MLflow")
+    if not is_server(uri):
+        return _check_schema(uri)
     user, password = environment.get("MLFLOW_TRACKING_USERNAME"), environment.get("MLFLOW_TRACKING_PASSWORD", "")
     header = authorization(environment.get("MLFLOW_TRACKING_TOKEN"), f"{user}:{password}" if user else None)
     reply = status_of(f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default", header)
+    older = _older_server(uri, header) if reply == HTTPStatus.OK else None
+    if older:
+        return Finding(
+            "mlflow", "warn",
+            f"{setting}={shown(uri)} runs MLflow {older}, and this machine has {metadata.version('mlflow')}: an "
+            "upgrade of the server migrates its database",
+            "stop the server and every run that writes to it, back its database up, then: mlflow db upgrade DATABASE",
+        )  # fmt: skip
     return _answer("mlflow", f"{setting}={shown(uri)}", reply,
                    "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN",
                    "start it, correct the address, or turn the record off with tracking.mlflow=false")  # fmt: skip
+
+
+def _check_schema(uri: str) -> Finding:
+    """Compares the schema of an MLflow database with that of the installed MLflow, which refuses another one."""
+    from alembic.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+    from sqlalchemy import create_engine
+    from sqlalchemy.exc import SQLAlchemyError
+
+    file, package, named = sqlite_file(uri), find_spec("mlflow"), f"the database {shown(uri)}"
+    if package is None or package.origin is None or (file and not file.exists()):  # a check must not create it
+        return Finding("mlflow", "ok", "no server is set, and no database is there yet")
+    scripts = ScriptDirectory(str(Path(package.origin).parent / "store" / "db_migrations"))
+    engine = create_engine(uri)
+    try:
+        with engine.connect() as connection:
+            found = MigrationContext.configure(connection).get_current_revision()
+    except (SQLAlchemyError, ImportError) as error:
+        cause = redacted(str(error).partition("\n")[0])
+        return Finding("mlflow", "error", f"{named} cannot be read: {cause}", "start it, or correct tracking.uri")
+    finally:
+        engine.dispose()
+    head, installed_version = scripts.get_current_head(), metadata.version("mlflow")
+    if found in (head, None):
+        return Finding("mlflow", "ok", f"{named} has the schema of MLflow {installed_version}")
+    known = any(each.revision == found for each in scripts.walk_revisions())
+    if not known:
+        why = f"{named} has schema {found}, which MLflow {installed_version} does not know: a newer one wrote it"
+        return Finding("mlflow", "error", why, "install the MLflow that wrote it, or set another tracking.uri")
+    return Finding(
+        "mlflow", "error", f"{named} has schema {found}, and MLflow {installed_version} accepts {head} alone",
+        f"stop every run and server that writes to it, back it up, then: mlflow db upgrade {shown(uri)}",
+    )  # fmt: skip
+
+
+def _older_server(uri: str, header: str) -> str | None:
+    """The version of an MLflow server whose minor release is older than the installed one; None: it is not."""
+    asked = request(f"{uri.rstrip('/')}/version")
+    if header:
+        asked.add_header("Authorization", header)
+    with contextlib.suppress(OSError, ValueError, HTTPException, InvalidVersion):
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT_SECONDS) as reply:
+            found = Version(reply.read(64).decode().strip())
+        if found.release[:2] < Version(metadata.version("mlflow")).release[:2]:
+            return str(found)
+    return None
 
 
 def check_ray(address: str) -> Finding:
