@@ -390,7 +390,8 @@ def _message(stored: Mapping[str, str | None]) -> Message:
 
 def untrained_of(row: Mapping[str, object]) -> frozenset[int]:
     """The positions, among the assistant's turns, of those that get no loss."""
-    return frozenset(json.loads(str(row.get(UNTRAINED) or "[]")))
+    stored = row.get(UNTRAINED)
+    return frozenset(json.loads(str(stored))) if stored else frozenset()
 
 
 def tools_of(row: Mapping[str, object]) -> list[dict[str, object]] | None:

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError, PipelineError
@@ -258,29 +258,32 @@ class ControlTokens:
         return any_of(self.texts - {thinking.OPEN, thinking.CLOSE})
 
     @cached_property
-    def _heads(self) -> tuple[str, ...]:
-        """What texts that spell one of them certainly have: the first two characters, or one, or nothing."""
-        few = ({text[:count] for text in self.texts} for count in (2, 1))
-        return tuple(next((sorted(heads) for heads in few if len(heads) <= 8), [""]))
+    def _by_first(self) -> dict[str, re.Pattern[str]]:
+        """A pattern per first character: a search skips quickly to one character, and slowly to any of several."""
+        return {first: any_of(text for text in self.texts if text[0] == first) for first in {t[0] for t in self.texts}}
+
+    def _are_in(self, text: str) -> bool:
+        return any(first in text and pattern.search(text) for first, pattern in self._by_first.items())
 
     def _pattern(self, role: object) -> re.Pattern[str]:
         return self._without_thinking if role == "assistant" else self.pattern
 
     def spelled(self, text: str) -> list[str]:
         """Those that a document spells."""
-        return self.pattern.findall(text) if any(head in text for head in self._heads) else []
+        return self.pattern.findall(text) if self._are_in(text) else []
 
     def spelled_by(self, messages: Sequence[Message], tools: Tools | None) -> list[str]:
         """Those that the texts of a row spell."""
+        values = [value for message in messages for value in message.values()]
+        texts = [value if isinstance(value, str) else "\n".join(_texts_of(value)) for value in values]
+        if not self._are_in("\n".join(texts if tools is None else [*texts, *_texts_of(tools)])):
+            return []
         found = list[str]()
         for message in messages:
             for name, value in message.items():
-                for text in (value,) if isinstance(value, str) else _texts_of(value):
-                    if name != "role" and any(head in text for head in self._heads):
-                        found += self._pattern(message["role"]).findall(text)
-        for text in _texts_of(tools):
-            found += self.spelled(text)
-        return found
+                if name != "role":
+                    found += chain.from_iterable(map(self._pattern(message["role"]).findall, _texts_of(value)))
+        return found + [token for text in _texts_of(tools) for token in self.pattern.findall(text)]
 
     def marked(
         self, messages: Sequence[Message], tools: Tools | None

@@ -61,6 +61,8 @@ class Kept:
     max_length: int
 
     def of(self, ids: Sequence[int]) -> list[int]:
+        if not self.removed and len(ids) <= self.max_length:
+            return list(ids)
         return [*ids[: self.head], *ids[self.head + self.removed : self.removed + self.max_length]]
 
 
