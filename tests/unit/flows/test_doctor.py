@@ -1,24 +1,20 @@
 """Each check finds its fault and names a remedy, and is quiet on a machine that is fit."""
 
-import contextlib
 import http.server
 import io
 import json
 import os
 import re
 import socket
-import sqlite3
 import subprocess
 import sys
 import threading
 from collections import namedtuple
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
-from alembic.script import ScriptDirectory
 
 from flows import doctor
 from flows.commands import doctor as command
@@ -240,22 +236,6 @@ def test_mlflow_must_accept_the_credentials_that_are_set(service, credentials, l
     found = doctor.check_mlflow(service.url, "tracking.uri", credentials)
     assert found.level == level and found.found.startswith(f"tracking.uri={service.url}")
     assert doctor.check_mlflow("sqlite:///mlflow.db", "tracking.uri", credentials).level == "ok"
-
-
-@pytest.mark.parametrize(
-    ("revision", "level", "told"),
-    [("e1f2a3b4c5d6", "error", "mlflow db upgrade sqlite:///"), ("0123456789ab", "error", "a newer one wrote it"),
-     (None, "ok", "has the schema of MLflow")],
-)  # fmt: skip
-def test_a_database_of_another_schema_is_named(tmp_path, revision, level, told):
-    file = tmp_path / "mlflow.db"
-    assert doctor.check_mlflow(f"sqlite:///{file}", "X", {}).level == "ok" and not file.exists()
-    scripts = ScriptDirectory(str(Path(find_spec("mlflow").origin).parent / "store" / "db_migrations"))
-    with contextlib.closing(sqlite3.connect(file)) as database, database:
-        database.execute("create table alembic_version (version_num varchar(32))")
-        database.execute("insert into alembic_version values (?)", [revision or scripts.get_current_head()])
-    found = doctor.check_mlflow(f"sqlite:///{file}", "X", {})
-    assert found.level == level and told in f"{found.found}; {found.remedy}"
 
 
 def test_an_older_server_of_mlflow_is_named_since_its_upgrade_migrates(service, monkeypatch):
