@@ -126,8 +126,7 @@ def delete(store: Path, garbage: Garbage, roots: Callable[[], Collection[str]]) 
             return False
         with lock.holding():
             if manifest and garbage.key:
-                record = {"time": time.time(), "stage": manifest.stage, "fingerprint": manifest.fingerprint}
-                append_jsonl(store / DELETED, record)
+                record_deleted(store, manifest.stage, manifest.fingerprint)
             trash.mkdir(parents=True)
             for path in garbage.paths:
                 path.replace(trash / path.name)
@@ -137,6 +136,11 @@ def delete(store: Path, garbage: Garbage, roots: Callable[[], Collection[str]]) 
         with contextlib.suppress(OSError):  # not empty
             folder.rmdir()
     return is_moved and not trash.exists()
+
+
+def record_deleted(store: Path, stage: str, fingerprint: str) -> None:
+    """Records that an output was deleted."""
+    append_jsonl(store / DELETED, {"time": time.time(), "stage": stage, "fingerprint": fingerprint})
 
 
 def deleted(store: Path) -> set[tuple[str, str]]:

@@ -194,8 +194,10 @@ def run_rebuild(options: argparse.Namespace) -> int:
     require_store(pipeline.store)
     rebuilt = rebuild(pipeline)
     if options.json:
-        print(json.dumps({"added": rebuilt.added, "present": rebuilt.present}))
+        print(json.dumps({"added": rebuilt.added, "present": rebuilt.present, "lost": rebuilt.lost}))
         return 0
     counts = ", ".join(f"{count} {name}" for name, count in rebuilt.added.items())
     print(f"MLflow: added {counts}; {rebuilt.present} runs were present")
+    if rebuilt.lost:
+        print(f"recorded as deleted: {rebuilt.lost} outputs that MLflow has runs of and the store no longer has")
     return 0

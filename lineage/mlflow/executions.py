@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock
 from mlflow.entities import Metric, Param, Run, RunTag
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")  # MLflow's codes for a run that it does not have
 EXISTS = "RESOURCE_ALREADY_EXISTS"
 KILLED_CAUSE = "its process was killed"
+LOST_CAUSE = "its folder in the store was deleted"
 _CAUSE_LENGTH = 4000
 _UNRECORDED = "unrecorded"  # stages whose manifests name no execution
 _STATES = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
@@ -189,7 +191,8 @@ class Executions:
             running = pages(self.client.search_runs, [experiment], "attributes.status = 'RUNNING'")
             dead = [run for run in running if is_dead(run, self.silent)]
             for run in dead:
-                self.end(run.info.run_id, "KILLED", KILLED_CAUSE)
+                lost = Tag.OUTPUT in run.data.tags and _has_lost_folder(run, Owner.here())
+                self.end(run.info.run_id, "KILLED", LOST_CAUSE if lost else KILLED_CAUSE)
             for run in dead:
                 if Tag.PARENT_RUN not in run.data.tags:
                     self.show(run.info.run_id)
@@ -234,13 +237,23 @@ class Executions:
 
 
 def is_dead(run: Run, silent: Collection[Owner] = ()) -> bool:
-    """Whether the process that writes a run is gone; ``silent``: those of other hosts that are."""
+    """Whether nothing writes a run any more: its process is gone, or the folder of its stage was deleted.
+
+    Args:
+        silent: processes of other hosts that are gone.
+    """
     tags = run.data.tags
     if not {Tag.HOST, Tag.PID, Tag.STARTED} <= tags.keys():
         return False
-    return is_gone(
-        Owner(host=tags[Tag.HOST], pid=int(tags[Tag.PID]), started=float(tags[Tag.STARTED]), token=""), silent
-    )
+    writer = Owner(host=tags[Tag.HOST], pid=int(tags[Tag.PID]), started=float(tags[Tag.STARTED]), token="")
+    return is_gone(writer, silent) or _has_lost_folder(run, writer)
+
+
+def _has_lost_folder(run: Run, writer: Owner) -> bool:
+    """Whether the folder of a stage on this host is gone, while the process that ran the stage goes on."""
+    output = run.data.tags.get(Tag.OUTPUT)
+    is_here = writer.host == Owner.here().host
+    return is_here and output is not None and not Path(unquote(urlsplit(output).path)).parent.is_dir()
 
 
 def present(call: Callable[[str], Run], name: str) -> Run | None:

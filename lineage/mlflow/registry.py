@@ -14,10 +14,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
+from lineage.gc import deleted, record_deleted
 from lineage.manifest import Manifest
 from lineage.mlflow.address import connect, require_reachable, shown, tracking_uri
 from lineage.mlflow.entities import Key, Recorded, Tag, is_model, recorded_of
-from lineage.mlflow.executions import Executions, is_dead, pages
+from lineage.mlflow.executions import Executions, is_dead, pages, where
 from lineage.mlflow.sync import Mirror
 from lineage.owner import Owner
 from lineage.promotions import read_events, stacks
@@ -31,10 +32,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Rebuilt:
-    """What was added, and how many runs were there before."""
+    """What was added, how many runs were there before, and how many are of outputs that are now recorded as deleted."""
 
     added: Mapping[str, int]
     present: int
+    lost: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,8 @@ def unregister_gone(uri: str | None, pipeline: str, folder: Path) -> None:
 def refill(uri: str | None, store: Path, silent: Collection[Owner] = ()) -> Rebuilt:
     """Writes every run, model, version and alias that the store has and MLflow lacks.
 
+    Runs that nothing writes any more are closed, and finished ones whose outputs are gone are recorded as deleted.
+
     Args:
         silent: processes of other hosts whose heartbeats timed out: their open runs are closed.
 
@@ -164,12 +168,36 @@ def refill(uri: str | None, store: Path, silent: Collection[Owner] = ()) -> Rebu
         for entry in [*(entry for entry, _ in finished), *unfinished]:
             mirror.sync(entry)
         runs.close_rebuilt()
-        for pipeline in pipelines:
-            runs.close_dead(runs.experiment(pipeline))
+        for experiment in _experiments_of(client, store):
+            runs.close_dead(experiment)
+        held, entry_of = {(each.stage, each.fingerprint) for each in manifests}, Store(store).entry
+        keys = {(key.stage, key.fingerprint) for key in lost_outputs(there, store, held)}
+        lost = sorted(key for key in keys if not entry_of(*key).path.exists())  # else its manifest is damaged
+        for key in lost:
+            record_deleted(store, *key)
         moved = _restore_aliases(client, store, manifests, there)
     counted = {**runs.added, "aliases": moved}
     present = len(manifests) - counted.get("runs", 0)
-    return Rebuilt(added={name: counted.get(name, 0) for name in _COUNTED}, present=present)
+    return Rebuilt(added={name: counted.get(name, 0) for name in _COUNTED}, present=present, lost=len(lost))
+
+
+def _experiments_of(client: MlflowClient, store: Path) -> list[str]:
+    """The experiments with an open run of a store, also of pipelines of which the store has nothing any more."""
+    known = [each.experiment_id for each in pages(client.search_experiments)]
+    opened = f"attributes.status = 'RUNNING' and {where({Tag.STORE: str(store)})}"
+    return sorted({str(run.info.experiment_id) for run in pages(client.search_runs, known, opened)})
+
+
+def lost_outputs(found: Links, store: Path, held: Collection[tuple[str, str]]) -> Iterator[Key]:
+    """The artifacts with a run from a store that no longer has them, and that `gc` has not deleted.
+
+    Args:
+        held: stage and fingerprint of those that it has.
+    """
+    known = {*held, *deleted(store)}
+    for key in found.runs:
+        if found.stores[key] == str(store) and (key.stage, key.fingerprint) not in known:
+            yield key
 
 
 def _entries(store: Path) -> tuple[list[tuple[Entry, Manifest]], list[Entry]]:

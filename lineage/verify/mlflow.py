@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lineage.errors import PipelineError
-from lineage.gc import deleted
 from lineage.graph.places import node_key
 from lineage.mlflow.address import sqlite_file, tracking_uri
-from lineage.mlflow.registry import Links, links
+from lineage.mlflow.registry import Links, links, lost_outputs
 from lineage.promotions import PROMOTIONS, read_events, stacks
 from lineage.verify.store import Checked, Fault, Finding
 
@@ -33,7 +32,7 @@ def check_mlflow(uri: str | None, store: Path, checked: Checked, *, is_over: boo
         yield _finding(Fault.MISSING, "MLflow", str(error))
         return
     for run_id in sorted(found.dead):
-        yield _finding(Fault.CHANGED, "MLflow", f"run {run_id} is open, and the process that wrote it is gone")
+        yield _finding(Fault.CHANGED, "MLflow", f"run {run_id} is open, and its process or its folder is gone")
     for manifest in recorded:
         if manifest.mlflow_run_id in found.live and not is_over:  # committed a moment ago
             continue
@@ -47,12 +46,11 @@ def check_mlflow(uri: str | None, store: Path, checked: Checked, *, is_over: boo
 
 def _orphans(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
     """Runs of artifacts that are no longer in this store: deleted by hand, or lost."""
-    held = {(manifest.stage, manifest.fingerprint) for _, manifest in checked.all.values()} | deleted(store)
-    for key, run in found.runs.items():
-        if found.stores[key] == str(store) and (key.stage, key.fingerprint) not in held:
-            why = f"MLflow's run {run.run_id} made it, and the store no longer has it"
-            mend = "restore it, or delete the run (and its version) in MLflow"
-            yield Finding(Fault.ORPHANED, node_key(key.stage, key.fingerprint), why, mend)
+    held = {(manifest.stage, manifest.fingerprint) for _, manifest in checked.all.values()}
+    for key in lost_outputs(found, store, held):
+        why = f"MLflow's run {found.runs[key].run_id} made it, and the store no longer has it"
+        mend = "restore it, or record that it was deleted: posttrain rebuild"
+        yield Finding(Fault.ORPHANED, node_key(key.stage, key.fingerprint), why, mend)
 
 
 def _aliases(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:

@@ -9,8 +9,12 @@ import pytest
 
 from lineage.errors import ArtifactError
 from lineage.mlflow.address import connect
-from lineage.mlflow.entities import Key
+from lineage.mlflow.entities import Key, Tag, process_tags
+from lineage.mlflow.executions import Executions
 from lineage.mlflow.registry import aliases, links, refill, set_alias
+from lineage.owner import Owner
+from lineage.verify.mlflow import check_mlflow
+from lineage.verify.store import Checked, Fault, read_store
 from tests.command import TOY, Command
 
 
@@ -99,6 +103,50 @@ def test_a_manifest_of_old_and_a_damaged_one_do_not_end_it(uri, store):
     broken = store.stage("cpt", {})
     (store.root / "cpt" / broken.fingerprint[:16] / "manifest.json").write_text("{")
     assert refill(uri, store.root).added["runs"] == 1
+
+
+def found_by_verify(uri, store):
+    everything, _ = read_store(store.root)
+    checked = Checked(all=everything, chosen=list(everything))
+    return [(each.fault, each.mend) for each in check_mlflow(uri, store.root, checked)]
+
+
+def test_a_finished_output_that_was_deleted_by_hand_is_named_until_a_rebuild_records_that(uri, store):
+    made = store.chain()
+    refill(uri, store.root)
+    folder = store.root / "dpo" / made["dpo"].fingerprint[:16]
+    manifest = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text("{")
+    assert refill(uri, store.root).lost == 0  # damaged, and not deleted
+    shutil.rmtree(folder)
+    [(fault, mend)] = found_by_verify(uri, store)
+    assert fault == Fault.ORPHANED and mend.endswith("posttrain rebuild")
+    assert refill(uri, store.root).lost == 1
+    assert found_by_verify(uri, store) == [] and refill(uri, store.root).lost == 0
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(manifest)  # restored: it counts again
+    assert found_by_verify(uri, store) == []
+
+
+def test_an_open_run_whose_folder_was_deleted_is_named_and_closed(uri, store):
+    """Also where the process that opened it goes on, and of a pipeline of which the store has nothing."""
+    base = store.chain()["base"]
+    refill(uri, store.root)
+    client, runs = connect(uri), Executions(connect(uri), store.root)
+
+    def open_run(pipeline, folder):
+        tags = {Tag.OUTPUT: (folder / "output").as_uri(), **process_tags(Owner.here())}
+        return runs.create(pipeline, "sft", tags, 0.0).info.run_id
+
+    there, *gone = (
+        open_run("p", store.root / "base" / base.fingerprint[:16]), open_run("p", store.root / "sft" / "0"),
+        open_run("other", store.root / "sft" / "1"),
+    )  # fmt: skip
+    assert found_by_verify(uri, store) == [(Fault.CHANGED, "posttrain rebuild")]
+    refill(uri, store.root)
+    assert [client.get_run(each).info.status for each in gone] == ["KILLED", "KILLED"]
+    assert client.get_run(gone[0]).data.tags[Tag.CAUSE] == "its folder in the store was deleted"
+    assert client.get_run(there).info.status == "RUNNING" and found_by_verify(uri, store) == []
 
 
 def test_pipelines_are_experiments_and_registered_models_of_their_own(uri, store):
