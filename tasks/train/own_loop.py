@@ -166,6 +166,8 @@ class OwnLoop:
                 self.ctx.mark(self.step, Phase.BETWEEN)
                 if self.step < num_steps:  # the last one is saved as the output
                     self._save_or_stop()
+                elif self._saver.saves_last(self.run.device):
+                    self._save()
         self.ctx.mark(self.step, Phase.DONE)
 
     def report(self, *, loss: float, num_tokens: int, grad_norm: float, **metrics: float) -> None:
