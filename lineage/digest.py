@@ -27,10 +27,11 @@ class DigestCache:
 
     Args:
         path: JSON file that keeps the cache between commands; None: it is kept in memory only.
+        rereads: read every file, and keep its digest for the caches after this one.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, *, rereads: bool = False) -> None:
+        self._path, self._rereads = path, rereads
         self._known = self._read()
         self._writing = threading.Lock()
 
@@ -42,11 +43,11 @@ class DigestCache:
         key = _key(file, status)
         if algorithm != "sha256":
             key = f"{algorithm}:{key}"
-        if key in self._known:
+        if key in self._known and not self._rereads:
             return self._known[key]
         is_settled = time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) > _TICK_NANOSECONDS
         digest = digest_file(file, algorithm)
-        if is_settled:
+        if is_settled and self._known.get(key) != digest:
             self._remember(key, digest)
         return digest
 

@@ -37,12 +37,12 @@ def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
         StageError: an input, a source or the code is not, or a byte of an input has changed.
         DataError: it would learn nothing new.
     """
-    parents = {}
+    parents, digests = {}, DigestCache(plan.pipeline.store / "digests.json", rereads=True)
     promoted = {given.name: given.entry for given in planned.inputs.values() if given.entry}
     stages = {name: plan.entry(plan.stage(name)) for name in planned.upstream}
     for name, entry in {**stages, **promoted}.items():
         try:
-            parents[name] = entry.require_intact()
+            parents[name] = entry.require_intact(digests)
         except ArtifactError as error:
             raise StageError(planned.name, str(error), str(plan.entry(planned).logs)) from error
     require_unchanged(plan, planned)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from lineage.artifact import Kind
-from lineage.errors import ConfigError
+from lineage.artifact import MODELS, Kind
+from lineage.digest import DigestCache, digest_files, digest_of
+from lineage.errors import ArtifactError, ConfigError
+from lineage.fingerprint import short
 from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.template import Thinking
@@ -152,6 +154,7 @@ class Evaluate(Method):
                 "evaluate has no policy to measure; inputs of any other name are policies; add one, such as sft: sft"
             )
         self.check_slots(frozenset(inputs))
+        weights = digests_of_weights({slot: each for slot, each in inputs.items() if each.kind in MODELS})
         # One tokenizer and template for all policies: a base may have no template, and only numbers on equal tokens
         # can be compared.
         tokenizer = tokenizer_of(inputs["reference"].path)
@@ -196,7 +199,9 @@ class Evaluate(Method):
             references=[question.reference for question in rows.questions],
             answered={name: [answer.text for answer in policy.answered] for name, policy in measured.items()},
         )  # fmt: skip
-        write_scores(ctx.output_dir, scores, {name: policy.fingerprint for name, policy in policies.items()})
+        write_scores(
+            ctx.output_dir, scores, {name: policy.fingerprint for name, policy in policies.items()}, weights
+        )  # fmt: skip
         return metrics
 
     def _measure_all(
@@ -300,6 +305,30 @@ class Evaluate(Method):
         }
         ids = [f"{name}/{index}" for index, name in enumerate(names)]
         return RowScores(metric=KL, row_ids=ids, groups=names, weights=[1.0] * len(ids), scores=ratios)
+
+
+def digests_of_weights(models: Inputs) -> dict[str, str]:
+    """Slot -> digest of the files that are loaded, or what pins a source.
+
+    Raises:
+        ArtifactError: a stage's output is not the input that the stage was started with.
+    """
+    found = {}
+    for slot, model in models.items():
+        if model.source is not None:  # the run compares sources with their pins
+            found[slot] = model.digest or model.fingerprint
+            continue
+        # The run has read each file before this stage; large ones are not read again.
+        is_stored = model.path.name == "output"
+        cache = DigestCache(model.path.parents[2] / "digests.json" if is_stored else None)
+        found[slot] = digest_of(digest_files(model.path, cache))
+        if model.digest not in (None, found[slot]):
+            raise ArtifactError(
+                f"inputs.{slot}: {model.path} has the digest {short(found[slot])}, and the input {model.name} has "
+                f"{short(model.digest)}: another checkpoint would be measured, and nothing is; the files that the run "
+                "verified are accepted; restore them, or run the pipeline again"
+            )
+    return found
 
 
 def trained_length(models: Sequence[Input]) -> int:

@@ -13,7 +13,7 @@ from tasks.reward_functions.built_in import BUILT_IN
 
 REWARD = "reward/"  # before the name of a reward function
 KL = "kl"  # nats per answer between a policy and the reference
-SCORES_FILE, POLICIES_FILE = "scores.jsonl", "policies.json"
+SCORES_FILE, POLICIES_FILE, WEIGHTS_FILE = "scores.jsonl", "policies.json", "weights.json"
 _MAX_ENTROPY = math.log(sys.float_info.max)  # in nats per token
 
 
@@ -65,9 +65,18 @@ def is_bounded(metric: str) -> bool:
     return metric.endswith(("accuracy", "exact_match", "win_rate", "_share"))
 
 
-def write_scores(directory: Path, measured: Sequence[RowScores], policies: Mapping[str, str]) -> None:
-    """Writes ``scores.jsonl``, a line per metric and row, and ``policies.json``: name -> fingerprint."""
+def write_scores(
+    directory: Path, measured: Sequence[RowScores], policies: Mapping[str, str],
+    weights: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Writes ``scores.jsonl``, a line per metric and row, and ``policies.json``: name -> fingerprint.
+
+    Args:
+        weights: slot of a model -> digest of its files, for ``weights.json``; None: there is no such file.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    if weights is not None:
+        (directory / WEIGHTS_FILE).write_text(json.dumps(dict(weights), indent=2) + "\n", encoding="utf-8")
     (directory / POLICIES_FILE).write_text(json.dumps(dict(policies), indent=2) + "\n", encoding="utf-8")
     with (directory / SCORES_FILE).open("w", encoding="utf-8") as file:
         for each in measured:

@@ -13,13 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError, DataError
+from lineage.digest import digest_files, digest_of
+from lineage.errors import ArtifactError, ConfigError, DataError
 from lineage.store import Store
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.data.tokens.template import Thinking
 from tasks.evaluate import Evaluate
 from tasks.evaluate.measured import AnswerForm, is_one_sentence
-from tasks.evaluate.row_scores import read_policies, read_scores
+from tasks.evaluate.row_scores import WEIGHTS_FILE, read_policies, read_scores
 from tasks.method import Input
 from tasks.reward_functions import RewardFunction, Rewards
 from tests.tiny import (
@@ -260,6 +261,29 @@ def test_the_scores_of_the_rows_make_up_the_metrics(tmp_path: Path, inputs: dict
     prompts = [str(row["prompt"]) for row in held_out(inputs, "pairs")]
     assert len(set(scores["logp_accuracy"].groups)) == len(set(prompts))
     assert sum(scores["text_perplexity"].weights) > len(scores["text_perplexity"].weights)
+
+
+@pytest.mark.parametrize("wrong", ["path", "files"])
+@pytest.mark.parametrize("slot", ["dpo", "reward_model"])
+def test_another_checkpoint_than_the_input_is_not_measured(
+    tmp_path: Path, inputs: dict[str, Input], monkeypatch: pytest.MonkeyPatch, wrong: str, slot: str
+) -> None:
+    given = dict(inputs)
+    for name in ("reference", "sft", "dpo", "reward_model"):
+        output = Path(shutil.copytree(inputs[name].path, tmp_path / "store" / name / "f" / "output"))
+        given[name] = replace(inputs[name], path=output, digest=digest_of(digest_files(output)))
+    method = replace(SMALL, num_rows=2, num_prompts=1, max_new_tokens=1)
+    evaluate(tmp_path / "report", given, method)
+    found = json.loads((tmp_path / "report" / WEIGHTS_FILE).read_text())
+    assert found == {name: each.digest for name, each in given.items() if each.digest} and len(found) == 4
+    if wrong == "path":
+        given[slot] = replace(given[slot], path=given["sft"].path)
+    else:
+        shutil.copy(inputs["sft"].path / "model.safetensors", given[slot].path)
+    monkeypatch.setattr(Evaluate, "_measure_all", lambda *_args: pytest.fail("measured"))
+    with pytest.raises(ArtifactError, match=rf"inputs\.{slot}: .*/output has the digest \w+, and the input {slot} has"):
+        evaluate(tmp_path / "wrong", given, method)
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_each_field_changes_the_report(tmp_path: Path, inputs: dict[str, Input]) -> None:

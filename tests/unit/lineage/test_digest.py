@@ -124,6 +124,14 @@ def test_a_large_file_is_hashed_once_until_a_byte_changes(tmp_path, large, hashe
     assert pin_with("rows", Source(path=str(large)), DigestCache(cache)).fingerprint != first
 
 
+def test_a_cache_that_rereads_spares_the_next_one_the_reading(tmp_path, large, hashed):
+    for number in (1, 2):
+        DigestCache(tmp_path / "digests.json", rereads=True).digest(large)
+        assert len(hashed) == number
+    assert DigestCache(tmp_path / "digests.json").digest(large) == digest_file(large)
+    assert len(hashed) == 2
+
+
 def test_a_change_is_seen_whose_time_was_set_back(tmp_path, large, hashed):
     cache = DigestCache(tmp_path / "digests.json")
     status, before = large.stat(), cache.digest(large)
