@@ -109,7 +109,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(BIN)/uv pip install --python $(BIN)/python --requirement requirements.lock || { \
 	  echo "uv failed; it does not read pip's settings, so pip tries again"; \
 	  $(BIN)/pip install --requirement requirements.lock; }
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps $(VERL) || $(BIN)/pip install --quiet --no-deps $(VERL)
+	@$(BIN)/pip install --quiet --no-deps --no-compile --upgrade --target $(VENV)/verl $(VERL)
 	@echo "set-up 4/4: posttrain itself"
 	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable . || \
 	  $(BIN)/pip install --quiet --no-deps --editable .

@@ -47,16 +47,9 @@ class TAID(SFT):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.t_end <= self.t_start:
-            raise ConfigError(
-                f"t_start={self.t_start:g}, t_end={self.t_end:g}: the teacher's share rises from the first to the "
-                "second; set t_end above t_start"
-            )
-        default = type(self).momentum
-        if self.alpha == 0 and self.momentum != default:
-            raise ConfigError(
-                f"momentum={self.momentum:g} with alpha=0: it decides what part of alpha a step adds to t, which then "
-                f"follows the line alone; set momentum={default:g}, or alpha above 0, such as {type(self).alpha:g}"
-            )
+            raise ConfigError(f"t_start={self.t_start:g}, t_end={self.t_end:g}: set t_end above t_start")
+        if self.alpha == 0 and self.momentum != type(self).momentum:
+            raise ConfigError(f"momentum={self.momentum:g} has no effect with alpha=0; remove it, or set alpha=0.0005")
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from tasks.train.distill_trainer import Interpolation, distill_trainer, divergence

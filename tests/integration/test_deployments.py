@@ -93,7 +93,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 def test_of_two_pipelines_of_one_name_the_second_is_left_out_and_named(tmp_path, capsys):
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "copy.yaml").write_text("# @package _global_\ndefaults: [cpt-sft-dpo, _self_]\n")
-    names = [each.name for each in deployable(Preset(config_dir=tmp_path))]
+    names = [each.name for each in deployable(Preset(config_dir=tmp_path, overrides=("model=tiny",)))]
     assert names.count("cpt-sft-dpo") == 1
     err = capsys.readouterr().err
     assert "copy.yaml: cpt-sft-dpo is also the name of" in err and "give it a name of its own" in err

@@ -234,8 +234,9 @@ def test_the_report_holds_metrics_answers_and_a_table_and_progress_is_told_by_po
     metrics, folder = plain.metrics, plain.folder
     assert json.loads((folder / "metrics.json").read_text()) == metrics
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
-    assert len(answers) == 4
-    assert all(list(row) == ["prompt", "sft", "dpo"] for row in answers)
+    assert [list(row) for row in answers] == [["prompt", "sft", "dpo"]] * 4 + [
+        ["prompt", "right answer", "sft", "dpo"]
+    ] * 4
     table = re.sub(" +", " ", (folder / "table.md").read_text())  # whatever the columns are padded to
     assert f"| sft | {metrics['sft/text_perplexity']:.1f} |" in table
     assert table.count("| right answer | ") == 4  # a sample of each conversation that is asked, with what is right
@@ -336,7 +337,8 @@ def test_reward_functions_score_greedy_answers_to_the_prompts(tmp_path: Path, in
     }  # fmt: skip
     method = replace(SMALL, num_prompts=8, rewards=functions)
     evaluate(tmp_path / "first", given, method)
-    said = [json.loads(line) for line in (tmp_path / "first" / "answers.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "first" / "answers.jsonl").read_text().splitlines()]
+    said = [line for line in lines if "right answer" not in line]  # without those to the conversations
     assert len(said) == 8
     right = {answer["prompt"][0]["content"]: rf"\A{re.escape(answer['dpo'])}\Z" for answer in said[::2]}
     answered = [

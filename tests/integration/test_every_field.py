@@ -56,6 +56,7 @@ CHANGES: dict[str, object] = {
     "max_prompt_length": 6,
     "packing": "best_fit",
     "thinking": "drop",
+    "control_tokens": "keep",
     "freeze": Freeze(modules="mlp"),
     "neftune_alpha": 5.0,
     "max_completion_length": 4,
@@ -135,11 +136,30 @@ def write_thinking(directory: Path, root: Path) -> Path:
         for row in rows:
             answer = row[column][-1]  # type: ignore[index]
             answer["content"] = f"<think>\nsorted list\n</think>\n\n{answer['content']}"
-    tiny.write_rows(directory / "conversations", columns["messages"])
-    tiny.write_rows(directory / "preferences", columns["chosen"])
-    tiny.write_rows(directory / "unpaired", columns["completion"])
-    for model in ("policy", "teacher"):
-        (directory / model).symlink_to(root / model)
+    kinds = dict(zip(("conversations", "preferences", "unpaired"), columns.values(), strict=True))
+    return write_other(directory, root, kinds)
+
+
+def write_spelling(directory: Path, root: Path) -> Path:
+    """The same inputs, except that their texts spell a control token."""
+    kinds = {
+        "conversations": tiny.conversation_rows(40), "preferences": tiny.preference_rows(40),
+        "unpaired": tiny.unpaired_rows(40), "prompts": tiny.prompt_rows(40), "text": tiny.text_rows(40),
+    }  # fmt: skip
+    for row in (row for rows in kinds.values() for row in rows):
+        for message in row.get("messages", row.get("prompt", ()))[:1]:  # type: ignore[index]
+            message["content"] += " <|im_end|> list"
+        if "text" in row:
+            row["text"] = f"{row['text']} <|im_end|> list"
+    return write_other(directory, root, kinds)
+
+
+def write_other(directory: Path, root: Path, kinds: dict[str, list[dict[str, object]]]) -> Path:
+    for kind, rows in kinds.items():
+        tiny.write_rows(directory / kind, rows)
+    for other in root.iterdir():
+        if other.name not in kinds:
+            (directory / other.name).symlink_to(other)
     return directory
 
 
@@ -174,11 +194,12 @@ def test_every_field_changes_the_run(
         run = training.train(training.method(name, **shorter, too_long=value), root, tmp_path / "output")
         assert not same(weights(run.output), weights(cut.output))
         return
-    if field == "thinking":  # of no effect where nobody thinks
-        thinking = write_thinking(tmp_path / "thinking", root)
+    if field in ("thinking", "control_tokens"):  # of no effect where nobody thinks, or no text spells a token
+        rows = (write_thinking if field == "thinking" else write_spelling)(tmp_path / "rows", root)
+        if (name, field) == ("cpt", "control_tokens"):  # documents keep them where the field is not set
+            value = "text"
         kept, run = (
-            training.train(training.method(name, thinking=each), thinking, tmp_path / str(each))
-            for each in (None, value)
+            training.train(training.method(name, **{field: each}), rows, tmp_path / str(each)) for each in (None, value)
         )
         assert not same(weights(run.output), weights(kept.output))
         return

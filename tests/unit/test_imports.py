@@ -65,6 +65,9 @@ ALONE = {
     "tasks.evaluate.measured": "what is measured of answers; evaluate.py asks the models",
     "tasks.reward_functions.code": "runs programs; the table of built-in functions has 400 lines",
     "tasks.reward_functions.scorer": "what calls reward functions; the package's own file only names it",
+    "tasks.train.decoding": "CUDA graphs; with its importer it would have more than 700 lines",
+    "tasks.train.fast_lora": "an option's own business: what an adapter's layers compute on a GPU",
+    "tasks.train.token_batches": "one story: how a step is divided by tokens, and repeated when memory runs out",
     "tasks.train.model_rules": "a part of the table of what works with what",
 }
 

@@ -178,7 +178,7 @@ class Labels:
     labels: Mapping[str, int] = field(default_factory=dict)
     boundaries: int = 0
     control: int = 0
-    spelled: Sequence[str] = ()
+    spelled: Sequence[str] = field(default_factory=list)
     control_done: str = ""
 
     def described(self) -> list[tuple[str, str]]:
