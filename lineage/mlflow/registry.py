@@ -168,7 +168,7 @@ def refill(uri: str | None, store: Path, silent: Collection[Owner] = ()) -> Rebu
         for entry in [*(entry for entry, _ in finished), *unfinished]:
             mirror.sync(entry)
         runs.close_rebuilt()
-        for experiment in _experiments_of(client, store):
+        for experiment in {*map(runs.experiment, pipelines), *_experiments_of(client, store)}:
             runs.close_dead(experiment)
         held, entry_of = {(each.stage, each.fingerprint) for each in manifests}, Store(store).entry
         keys = {(key.stage, key.fingerprint) for key in lost_outputs(there, store, held)}
