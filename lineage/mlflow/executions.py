@@ -250,7 +250,7 @@ def is_dead(run: Run, silent: Collection[Owner] = ()) -> bool:
 
 
 def _has_lost_folder(run: Run, writer: Owner) -> bool:
-    """Whether the folder of a stage on this host is gone, while the process that ran the stage goes on."""
+    """Whether the folder of a stage on this host is gone, while the process that ran the stage still lives."""
     output = run.data.tags.get(Tag.OUTPUT)
     is_here = writer.host == Owner.here().host
     return is_here and output is not None and not Path(unquote(urlsplit(output).path)).parent.is_dir()
