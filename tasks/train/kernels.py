@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from unittest import mock
 
 import torch
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import TrainerState as State
     from transformers import TrainingArguments as Args
 
-    from tasks.context import Dtype, Precision, Resources
+    from tasks.context import Precision, Resources
     from tasks.recipe import TrainingRecipe
 
     Logs = dict[str, float]
@@ -50,6 +50,7 @@ FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash
 _CHECKPOINT = {"use_reentrant": False}
 _WITHOUT_LIGER: dict[str, dict[str, object]] = {}  # module of transformers -> its variables before Liger
 _EXPERTS = 3  # dimensions of the weights of a mixture's experts
+Held = Literal["fp32", "bf16", "as trained"]  # see names_in_bf16
 _SIDE = 64  # of matrices: torch has no oneDNN product of much smaller ones
 
 
@@ -80,34 +81,39 @@ def plain(model: "PreTrainedModel | PeftModel") -> "PreTrainedModel":
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
-def hold_in(model: "PreTrainedModel", dtype: "Dtype") -> "PreTrainedModel":
-    """Casts a model's frozen parameters in place, one at a time, so that there are never two copies in memory.
-
-    The head of a reward model stays in fp32, in which it computes. So do buffers, such as those of rotary positions.
-    """
-    if dtype == "bf16":
-        head = {id(each) for each in model.score.parameters()} if hasattr(model, "score") else set()
-        for parameter in model.parameters():
-            packed = type(parameter) is not torch.nn.Parameter  # of a quantized base, whatever dtype stores it
-            if parameter.dtype == torch.float32 and not packed and id(parameter) not in head:
-                parameter.data = parameter.data.bfloat16()
+def hold_in(model: "PreTrainedModel", held: Held) -> "PreTrainedModel":
+    """Casts a model's parameters in place, one at a time, so that there are never two copies in memory."""
+    for name in names_in_bf16(model, held):
+        parameter = model.get_parameter(name)
+        packed = type(parameter) is not torch.nn.Parameter  # of a quantized base, whatever dtype stores it
+        if parameter.dtype == torch.float32 and not packed:
+            parameter.data = parameter.data.bfloat16()
+    if held == "bf16":
         model.config.dtype = torch.bfloat16
     return model
 
 
-def hold_as_trained(model: "PreTrainedModel", dtype: "Dtype") -> "PreTrainedModel":
-    """Casts what autocast casts in a policy that is trained in fp32, so that its reference computes the same numbers.
+def names_in_bf16(model: "PreTrainedModel", held: Held) -> list[str]:
+    """The parameters that a model has in bf16, also of a model without weights yet.
 
-    Embeddings and norms stay in fp32: the sums of the layers' outputs are then rounded alike.
+    ``bf16``: all but the head of a reward model, which computes in fp32. Buffers, such as those of rotary positions,
+    stay in fp32 too. ``as trained``: what autocast casts in a policy that is trained in fp32, so that its reference
+    computes the same numbers. Embeddings and norms stay in fp32: the sums of the layers' outputs are rounded alike.
     """
-    if dtype == "bf16":
-        kept = {id(each.weight) for each in model.modules() if isinstance(each, torch.nn.Embedding)}
-        for module in model.modules():
-            is_product = isinstance(module, torch.nn.Linear | Conv1D)
-            for parameter in module.parameters(recurse=False):
-                if (is_product or parameter.ndim == _EXPERTS) and id(parameter) not in kept:
-                    parameter.data = parameter.data.bfloat16()
-    return model
+    if held == "fp32":
+        return []
+    if held == "bf16":
+        names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+        return [name for name in names if not name.startswith("score.")]
+    kept = {id(each.weight) for each in model.modules() if isinstance(each, torch.nn.Embedding)}
+    is_tied = model.get_input_embeddings() is not None and model.config.get_text_config().tie_word_embeddings
+    shared = {*model.all_tied_weights_keys} if is_tied else set()  # with the embedding, once it is loaded
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules() for name, each in module.named_parameters(recurse=False)
+        if (isinstance(module, torch.nn.Linear | Conv1D) or each.ndim == _EXPERTS) and id(each) not in kept
+        and not (each.is_meta and f"{path}.{name}" in shared)
+    ]  # fmt: skip
 
 
 def replace_kernels(model: "PreTrainedModel", precision: "Precision", resources: "Resources") -> None:

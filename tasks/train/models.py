@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +63,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-    from tasks.context import Dtype, TrainContext
+    from tasks.context import TrainContext
+    from tasks.train.kernels import Held
 
 # Fields of a generation config that only sampling reads, or only beam search.
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -102,7 +104,7 @@ def load_config(directory: Path, **options: object) -> "PreTrainedConfig":
 
 
 def load_policy(
-    method: TrainingRecipe, policy: Input, ctx: "TrainContext", taken: Intake | None = None, dtype: "Dtype" = "fp32"
+    method: TrainingRecipe, policy: Input, ctx: "TrainContext", taken: Intake | None = None, held: "Held" = "fp32"
 ) -> Policy:  # fmt: skip
     """A causal language model to train, in fp32, which optimizers need; bf16 is the trainer's autocast.
 
@@ -110,16 +112,16 @@ def load_policy(
 
     Args:
         taken: its ``carried`` adapters are left out; None: all are merged.
-        dtype: in which it will be held (``kernels.hold_in``): see ``whole_model``.
+        held: how it will be held: see ``whole_model``.
     """
     require_trainable(method, policy, ctx)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
-    model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, dtype=dtype)
+    model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, held=held)
     return Policy(model=model, tokenizer=tokenizer_of(policy.path))
 
 
 def load_reward_model(
-    method: TrainingRecipe, policy: Input, ctx: "TrainContext", dtype: "Dtype" = "fp32"
+    method: TrainingRecipe, policy: Input, ctx: "TrainContext", held: "Held" = "fp32"
 ) -> Policy:  # fmt: skip
     """The policy's backbone, as in ``load_policy``, under a new head with one output, initialized from the seed."""
     from transformers import set_seed
@@ -129,7 +131,7 @@ def load_reward_model(
     config = load_config(policy.path, num_labels=1)
     set_seed(method.seed)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
-    model = whole_model(Kind.REWARD_MODEL, policy.path, config, quantizer=quantizer, dtype=dtype)
+    model = whole_model(Kind.REWARD_MODEL, policy.path, config, quantizer=quantizer, held=held)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return Policy(model=model, tokenizer=tokenizer)
 
@@ -193,15 +195,15 @@ def disable_dropout(model: "PreTrainedModel") -> None:
                 setattr(module, name, 0.0)
 
 
-def load_model(model: Input, dtype: "Dtype" = "fp32") -> "PreTrainedModel":
+def load_model(model: Input, held: "Held" = "fp32") -> "PreTrainedModel":
     """A finished policy or reward model, for inference.
 
     Args:
-        dtype: in which it is held (``kernels.hold_in``).
+        held: see ``kernels.names_in_bf16``.
     """
     from tasks.train.kernels import hold_in
 
-    return hold_in(whole_model(model.kind, model.path, dtype=dtype), dtype)
+    return hold_in(whole_model(model.kind, model.path, held=held), held)
 
 
 def load_on_device(model: Input, ctx: "TrainContext") -> "PreTrainedModel":
@@ -236,7 +238,7 @@ def whole_model(
     rounding: Mapping[str, object] | None = None,
     quantizer: Quantizer | None = None,
     taken: Intake | None = None,
-    dtype: "Dtype" = "fp32",
+    held: "Held" = "fp32",
     watch: "Callable[[PeftModel], None] | None" = None,
 ) -> "PreTrainedModel":
     """A model in fp32, with every adapter merged; one without adapters that was quantized before stays so.
@@ -248,8 +250,8 @@ def whole_model(
         rounding: of the base of ``last`` (``Quantization.rounding``); None: the base is in full precision.
         quantizer: how its linear layers are rounded after the merge.
         taken: the base and the adapters, in place of those of the directory.
-        dtype: ``bf16`` reads weights into bf16 one by one, so that there is no copy in fp32: what ``kernels.hold_in``
-            would make of them. Adapters are merged in fp32 all the same, and weights are rounded from fp32.
+        held: weights are read into bf16 one by one, so that there is no copy in fp32: what ``kernels.hold_in`` would
+            make of them. Adapters are merged in fp32 all the same, and weights are rounded from fp32.
         watch: called with the model before its last adapter is merged.
 
     Raises:
@@ -267,7 +269,7 @@ def whole_model(
         config = load_config(directory, num_labels=1)  # where the head is of an adapter, the base's says nothing of it
     config = config or load_config(directory)
     local = local_options(directory)
-    with _read_into_bf16(dtype == "bf16" and not merges and quantizer is None):
+    with _read_as("fp32" if merges or quantizer else held):
         model = _full_model(kind, base, config, quantizer if not merges else None, local)
     if merges and is_quantized(model):  # before; no format can hold the sum of its weights and an adapter's
         model = _dequantized(model)
@@ -288,24 +290,24 @@ def whole_model(
 
 
 @contextmanager
-def _read_into_bf16(enabled: bool) -> Iterator[None]:
-    """Has transformers cast each weight as it reads it, except the head of a reward model.
+def _read_as(held: "Held") -> Iterator[None]:
+    """Has transformers cast each weight as it reads it, where ``kernels.hold_in`` would.
 
     ``dtype=`` would cast buffers too, such as the factor of Gemma's embeddings.
     """
     import torch
     from transformers import PreTrainedModel
 
+    from tasks.train.kernels import names_in_bf16
+
     plain = PreTrainedModel._get_dtype_plan
 
     def plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        saved_buffers = model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys()
-        if saved_buffers or "quantization_config" in model.config:
+        if "quantization_config" in model.config:
             return plain(model, dtype)  # type: ignore[no-any-return]
-        return {f"{name}.": torch.bfloat16 for name, _ in model.named_children() if name != "score"}
+        return {f"^{re.escape(name)}$": torch.bfloat16 for name in names_in_bf16(model, held)}
 
-    if enabled:
-        PreTrainedModel._get_dtype_plan = plan
+    PreTrainedModel._get_dtype_plan = plan
     try:
         yield
     finally:
@@ -666,7 +668,7 @@ def require_adapter_loads(
         config = load_config(policy.path, num_labels=1) if method.produces == Kind.REWARD_MODEL else None
         set_seed(method.seed)  # of the head below that of the adapter
         continued = taken if method.adapter_in == "continue" else None
-        base = whole_model(method.produces, policy.path, config, taken=continued, dtype=dtype)
+        base = whole_model(method.produces, policy.path, config, taken=continued, held=dtype)
     base.set_attn_implementation("eager")
     loaded = _adapted(_placed(base, trained, policy.path), adapter)
     before, after = golden_values(model, prompts), golden_values(loaded, prompts)

@@ -49,7 +49,6 @@ from tasks.train.freeze import freeze, freeze_unread
 from tasks.train.kernels import (
     attention_of,
     forget_liger,
-    hold_as_trained,
     hold_in,
     plain,
     prepare_layers,
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
     from tasks.data.tokens.cache import TokenizedRows
     from tasks.recipe import Inputs, TrainingRecipe
     from tasks.train.adapter_files import Intake
+    from tasks.train.kernels import Held
     from tasks.train.models import Policy
 
 logger = logging.getLogger(__name__)
@@ -234,10 +234,10 @@ class TrainingRun:
             base = models.load_policy(self.method, given, self.ctx, self._intake, self._frozen_dtype).model
             replace_kernels(base, self.method.precision, self.ctx.resources)
             return models.frozen(stacked(hold_in(base, self._frozen_dtype), carried).get_base_model())
-        dtype, hold = ("fp32", hold_as_trained) if self._rounds_as_policy else (self._frozen_dtype, hold_in)
-        reference = models.load_policy(self.method, given, self.ctx, dtype=cast("Dtype", dtype)).model
+        held: Held = "as trained" if self._rounds_as_policy else self._frozen_dtype
+        reference = models.load_policy(self.method, given, self.ctx, held=held).model
         replace_kernels(reference, self.method.precision, self.ctx.resources)
-        return models.frozen(hold(reference, self._frozen_dtype))
+        return models.frozen(hold_in(reference, held))
 
     def trl(self, trainer_class: type[Trainer], config_class: type, **own: object) -> Trainer:
         """Builds a trainer of TRL, of transformers or of a user's own, with everything that trainings share.

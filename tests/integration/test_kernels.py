@@ -298,7 +298,7 @@ def test_a_reference_is_held_in_bf16_and_step_0_proves_it(
 
 
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
-def test_what_is_held_in_bf16_is_read_into_bf16(
+def test_what_is_held_in_bf16_is_never_in_memory_in_fp32(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None
 ) -> None:
     loaded: list[set[torch.dtype]] = []
@@ -306,35 +306,40 @@ def test_what_is_held_in_bf16_is_read_into_bf16(
 
     def spied(*args: object, **kwargs: object) -> PreTrainedModel:
         model = load(*args, **kwargs)
-        loaded.append({each.dtype for each in model.parameters()})
+        loaded.append({each.dtype for each in model.parameters() if each.ndim > 1})
         return model
 
     monkeypatch.setattr(models, "whole_model", spied)
     stage = training.method("dpo", adapter=adapter, precision="bf16")
     found = training.train(stage, root, tmp_path / "read" / "output", resources=BF16)
-    assert loaded == ([{torch.bfloat16}] if adapter else [{torch.float32}] * 2)  # policy, reference
-    monkeypatch.setattr(models, "whole_model", lambda *args, dtype, **kwargs: load(*args, **kwargs))
+    embeddings = {torch.float32}  # which autocast leaves
+    assert loaded == ([{torch.bfloat16}] if adapter else [{torch.float32}, {torch.bfloat16, *embeddings}])
+    monkeypatch.setattr(models, "whole_model", lambda *args, held, **kwargs: load(*args, **kwargs))
     cast = training.train(stage, root, tmp_path / "cast" / "output", resources=BF16)
     assert found.losses == cast.losses and same(weights(found.output), weights(cast.output))
 
 
 @pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
-def test_weights_that_are_read_into_bf16_are_those_that_are_cast(tmp_path: Path, architecture: str) -> None:
+@pytest.mark.parametrize("held", ["bf16", "as trained"])
+def test_weights_that_are_read_into_bf16_are_those_that_are_cast(tmp_path: Path, held: str, architecture: str) -> None:
     policy = tiny_models.write_model(tmp_path, architecture)
-    cast = kernels.hold_in(whole_model(Kind.CHECKPOINT, policy), "bf16")
-    read = whole_model(Kind.CHECKPOINT, policy, dtype="bf16")
+    cast = kernels.hold_in(whole_model(Kind.CHECKPOINT, policy), held)
+    read = whole_model(Kind.CHECKPOINT, policy, held=held)
     expected = dict([*cast.named_parameters(), *cast.named_buffers()])
     found = dict([*read.named_parameters(), *read.named_buffers()])
     assert found.keys() == expected.keys()
     for name, each in expected.items():
         assert found[name].dtype == each.dtype and torch.equal(found[name], each), name
-    assert {each.dtype for each in read.parameters()} == {torch.bfloat16}
+    in_fp32 = {name for name, each in read.named_parameters() if each.dtype == torch.float32}
+    products = {name for name in found if name.endswith(("up_proj.weight", "c_fc.weight", "gate_up_proj"))}
+    assert products and products.isdisjoint(in_fp32)
+    assert bool(in_fp32) == (held == "as trained")  # embeddings and norms
 
 
 def test_a_reward_model_is_read_into_bf16_with_its_head_in_fp32(root: Path) -> None:
     config = load_config(root / "policy", num_labels=1)
     models_of_both = []
-    for options in ({}, {"dtype": "bf16"}):
+    for options in ({}, {"held": "bf16"}):
         torch.manual_seed(0)
         models_of_both.append(whole_model(Kind.REWARD_MODEL, root / "policy", config, **options))
     cast, read = models_of_both
