@@ -102,8 +102,8 @@ def test_every_file_and_target_that_a_page_names_exists(page: Path) -> None:
 
 def test_the_pages_stay_short() -> None:
     lines = {page.name: len(page.read_text().splitlines()) for page in PAGES}
-    assert lines["README.md"] <= 150
-    assert lines["CONTRIBUTING.md"] <= 80
+    assert lines["README.md"] <= 160
+    assert lines["CONTRIBUTING.md"] <= 110
 
 
 @pytest.fixture(scope="module")
