@@ -1,6 +1,6 @@
 """The execution of a stage: resources, directories, reports. Nothing here may change the model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -156,7 +156,9 @@ class TrainContext:
         should_stop: whether the stage was asked to save and stop.
         mark: ``mark(step, phase)``, the heartbeat, which every rank calls regularly (``report`` does too); a rank
             without a heartbeat for ``resources.hang_minutes`` counts as hung; step None: not started yet.
-        changed_models: names the sources of models whose bytes are no longer those that were loaded.
+        loaded: ``loaded(*slots)``: raises if models that were just loaded are not those of the plan, for these slots or
+            all; what changes them later does not fail the stage.
+        changed_models: slot -> the source of a model whose bytes are no longer those of the plan.
     """
 
     output_dir: Path
@@ -171,7 +173,8 @@ class TrainContext:
     resume_from: Path | None = None
     should_stop: Callable[[], bool] = lambda: False
     mark: Callable[[int | None, Phase], None] = lambda step, phase: None
-    changed_models: Callable[[], Sequence[str]] = lambda: ()
+    loaded: Callable[..., None] = lambda *slots: None
+    changed_models: Callable[[], Mapping[str, str]] = dict
 
     @property
     def checkpoints(self) -> Checkpoints | None:

@@ -11,7 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -211,7 +211,7 @@ class Merge(Method):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.train.adapter_files import base_and_adapters
-        from tasks.train.models import copy_tokenizer, save_whole, whole_model
+        from tasks.train.models import Kept, require_base, save_whole, whole_model
         from tasks.train.sharding import leave_out_deepspeed
 
         leave_out_deepspeed()
@@ -219,19 +219,22 @@ class Merge(Method):
         require_alike(inputs)
         policy = inputs[POLICY]
         ctx.output_dir.mkdir(parents=True, exist_ok=True)
-        before: list[float] = []
+        before, kept = list[float](), Kept.of(policy.path, ctx.work_dir)
+        base, may_run = base_and_adapters(policy.path)[0], trusts(policy.path)
         if self.combination is None or self.space == "adapters":
-            model = self._with_adapters(inputs, ctx, lambda adapted: before.extend(self._golden(adapted, inputs)))
+            model = self._with_adapters(inputs, ctx, lambda adapted: before.extend(_golden(adapted, kept.directory)))
+            ctx.loaded()
             model = model.to(torch_dtype(self.dtype or "fp32"))
-            save_whole(model, base_and_adapters(policy.path)[0], ctx.output_dir)
+            save_whole(model, base, ctx.output_dir, kept.weights, partial(require_base, ctx))
             del model
         else:
             self._combine_weights(inputs, ctx)
-        copy_tokenizer(policy.path, ctx.output_dir)
-        if trusts(policy.path):  # its code was copied too
+            ctx.loaded()
+        kept.write(ctx.output_dir)
+        if may_run:  # its code was copied too
             trust(ctx.output_dir)
         output = whole_model(self.produces, ctx.output_dir)
-        after = self._golden(output, inputs)
+        after = _golden(output, kept.directory)
         if not all(map(math.isfinite, after)):
             raise DataError(
                 f"the merged model gives non-finite log-probabilities ({', '.join(map(str, after))}); a model with "
@@ -246,11 +249,6 @@ class Merge(Method):
         remedy = f"set dtype=fp32, or {accepted} if that is meant"
         require_same_values(before, after, most, "merging", remedy, DataError, "max_difference")
         return {**size, **metrics}
-
-    def _golden(self, model: "PreTrainedModel | PeftModel", inputs: Inputs) -> list[float]:
-        from tasks.train.kernels import plain
-
-        return golden_values(model, golden_texts_for(plain(model), [inputs[POLICY].path]))
 
     def shares(self, models: Collection[str]) -> dict[str, float]:
         """Slot -> weight, in one order: another order of a sum gives other last bits."""
@@ -384,6 +382,12 @@ class Merge(Method):
                 return merge_utils.dare_linear(deltas, weights, self.density)
             ties = merge_utils.ties if self.combination == "ties" else merge_utils.dare_ties
             return ties(deltas, weights, self.density, self.majority_sign or "total")
+
+
+def _golden(model: "PreTrainedModel | PeftModel", tokenizer: Path) -> list[float]:
+    from tasks.train.kernels import plain
+
+    return golden_values(model, golden_texts_for(plain(model), [tokenizer]))
 
 
 @dataclass(frozen=True, kw_only=True)

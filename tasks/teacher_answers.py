@@ -107,6 +107,7 @@ class TeacherAnswers(Method):
         tokenizer = tokenizer_of(teacher.path)
         require_chat_template(tokenizer, teacher)
         model = load_on_device(teacher, ctx).eval()
+        ctx.loaded("teacher")
         require_positions(model.config, self.max_length)
         prompts = inputs["prompts" if "prompts" in inputs else "rows"]
         counts = Counter[str]()

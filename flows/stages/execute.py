@@ -219,13 +219,13 @@ def _require_known_inputs(run: Run, planned: PlannedStage, job: Job) -> None:
     Raises:
         StageError: it is unknown what the stage read.
     """
-    has_loaded = job.models_read.exists()
-    for each in job.changed_models() if has_loaded else ():
+    loaded = job.loaded_models()
+    for each in dict.fromkeys(job.changed_models(*sorted(loaded)).values()) if loaded else ():
         run.announce(
-            f"{run.title(planned)}: {each} has changed since the training loaded it; the manifest names the bytes that "
+            f"{run.title(planned)}: {each} has changed since the stage loaded it; the manifest names the bytes that "
             "were loaded, and the next plan sees the new ones"
         )
-    require_unchanged(run.plan, planned, code=False, models=not has_loaded)
+    require_unchanged(run.plan, planned, code=False, loaded=loaded)
 
 
 def begin(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lineage.artifact import ALIAS, MODELS, SOURCE
 from lineage.digest import DigestCache
+from lineage.errors import PipelineError
 from lineage.lock import require_owned
 from lineage.sources import is_unchanged, never_changes
 from lineage.store import CACHE, Entry
@@ -85,20 +86,38 @@ class Job:
         """The inputs for the method; a model on the hub is fetched here, by the process that reads it."""
         return {slot: entry.resolve(self.cache) for slot, entry in self.inputs.items()}
 
-    def changed_models(self) -> list[str]:
-        """The sources of models whose bytes are no longer those of the plan."""
+    def changed_models(self, *slots: str) -> dict[str, str]:
+        """Slot -> the source of a model whose bytes are no longer those of the plan; of these slots, or of all."""
         cache = DigestCache(self.directory.parents[1] / "digests.json")
-        read = [each.planned for each in self.inputs.values() if each.planned.kind in MODELS]
-        return [
-            f"sources.{name}: {each.source.path}" for each in read
-            if each.source and not each.source.path.startswith(ALIAS) and not never_changes(each.source)
+        read = {slot: self.inputs[slot].planned for slot in slots or self.inputs}
+        return {
+            slot: f"sources.{name}: {each.source.path}" for slot, each in read.items()
+            if each.kind in MODELS and each.source and not each.source.path.startswith(ALIAS)
+            and not never_changes(each.source)
             and not is_unchanged(name := each.name.removeprefix(SOURCE), each.source, each.fingerprint, cache)
-        ]  # fmt: skip
+        }  # fmt: skip
 
-    @property
-    def models_read(self) -> Path:
-        """The file that a training leaves once it has loaded its models, whose bytes were those of the plan then."""
-        return self.entry.work / _MODELS_READ
+    def loaded_models(self) -> set[str]:
+        """The slots of the models that this attempt has loaded, whose bytes were those of the plan then."""
+        found = self.entry.work / _MODELS_READ
+        return set(found.read_text().splitlines()) if found.exists() else set()
+
+    def require_loaded(self, *slots: str) -> None:
+        """Requires that models which were just loaded, of these slots or of all, are those of the plan.
+
+        Raises:
+            PipelineError: one has changed before or while it was loaded.
+        """
+        known, asked = self.loaded_models(), slots or self.inputs
+        new = {slot for slot in asked if self.inputs[slot].planned.kind in MODELS}
+        if new <= known:
+            return
+        if changed := self.changed_models(*sorted(new - known)):
+            raise PipelineError(
+                f"{next(iter(changed.values()))} has changed since the plan was made; let it rest, and run again: the "
+                "new bytes get a name of their own"
+            )
+        (self.entry.work / _MODELS_READ).write_text("".join(f"{slot}\n" for slot in sorted(known | new)))
 
     def ask_to_stop(self) -> None:
         """Asks a training, wherever its workers are, to save at the end of its step and to end."""

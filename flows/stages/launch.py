@@ -393,7 +393,8 @@ def context_of(job: Job, rank: int = 0, world_size: int = 1, heartbeat: Heartbea
             heartbeat.mark(step, Phase.BETWEEN)
         if rank == 0:
             job.require_lease()
-            require_models_read(job)
+            if isinstance(job.method, Training):
+                job.require_loaded()
             record = {"step": step, "time": time.time(), "metrics": dict(metrics)}
             append_jsonl(job.entry.metrics, record, flush=False)
 
@@ -402,27 +403,9 @@ def context_of(job: Job, rank: int = 0, world_size: int = 1, heartbeat: Heartbea
         output_dir=entry.output, work_dir=entry.work, resources=job.resources, rank=rank, world_size=world_size,
         report=report, cache_dir=job.cache, checkpoint_dir=entry.checkpoints.directory,
         require_lease=job.require_lease, resume_from=job.resume_from, should_stop=job.is_asked_to_stop,
-        changed_models=job.changed_models,
+        loaded=job.require_loaded, changed_models=job.changed_models,
         **({"mark": heartbeat.mark} if heartbeat else {}),
     )  # fmt: skip
-
-
-def require_models_read(job: Job) -> None:
-    """At the first step of an attempt: requires that the models that it has loaded are those of the plan.
-
-    They may change later: what was trained is known.
-
-    Raises:
-        PipelineError: one has changed while it was loaded.
-    """
-    if not isinstance(job.method, Training) or job.models_read.exists():
-        return
-    if changed := job.changed_models():
-        raise PipelineError(
-            f"{changed[0]} has changed since the plan was made; let it rest, and run again: the new bytes get a name "
-            "of their own"
-        )
-    job.models_read.touch()
 
 
 def pin_threads(count: int) -> None:

@@ -5,7 +5,7 @@ checked before the first of them trains.
 """
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -50,21 +50,21 @@ def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
     return parents
 
 
-def require_unchanged(plan: Plan, planned: PlannedStage, *, code: bool = True, models: bool = True) -> None:
+def require_unchanged(
+    plan: Plan, planned: PlannedStage, *, code: bool = True, loaded: Collection[str] = ()
+) -> None:  # fmt: skip
     """Requires that its sources and its code are still those of the plan; else its fingerprint would be wrong.
 
     Args:
         code: whether to check the code too.
-        models: whether to check the sources of models too.
+        loaded: slots of models that may have changed since the stage loaded them.
 
     Raises:
         StageError: one has changed, or is gone.
     """
     digests, log = DigestCache(plan.pipeline.store / "digests.json"), str(plan.entry(planned).logs)
-    for planned_input in planned.inputs.values():
-        if planned_input.entry or planned_input.pinned is None:
-            continue
-        if not models and planned_input.pinned.source.kind in MODELS:
+    for slot, planned_input in planned.inputs.items():
+        if planned_input.entry or planned_input.pinned is None or slot in loaded:
             continue
         name = planned_input.name.removeprefix(SOURCE)
         if not is_unchanged(name, planned_input.pinned.source, planned_input.fingerprint, digests):

@@ -37,7 +37,7 @@ from tasks.recipe import Input, Inputs, Method
 from tasks.reward_functions import Rewards, check_columns, check_rewards, scorers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +175,7 @@ class Evaluate(Method):
         )  # fmt: skip
         functions = scorers(self.rewards or {}, tokenizer)
         check_columns(functions, columns_of(rows))
-        reference, measured = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
+        reference, measured, ratios = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
         scores = policy_scores(rows, measured, reference, self.answer_form)
         scores += function_scores(rows, measured, functions)
         by_kind: dict[str, float] = {}
@@ -188,7 +188,9 @@ class Evaluate(Method):
             of_rewards, by_kind = self._rewards(reward_model, rows, read, measured, reference, ctx)
             scores += of_rewards
         if self.kl_samples:
-            scores.append(self._kl(policies, inputs["reference"], rows, tokenizer, ctx))
+            names = [prompt.name for prompt in rows.prompts for _ in range(self.kl_samples)]
+            ids, weights_of_rows = [f"{name}/{index}" for index, name in enumerate(names)], [1.0] * len(names)
+            scores.append(RowScores(metric=KL, row_ids=ids, groups=names, weights=weights_of_rows, scores=ratios))
         metrics = {name: value for each in scores for name, value in each.metrics().items()} | by_kind
         metrics |= {**rows.lost, "max_length": float(lengths.max_length)}
         ctx.report(len(policies) + 1, metrics)
@@ -211,24 +213,42 @@ class Evaluate(Method):
         rows: held_out.Rows,
         tokenizer: "PreTrainedTokenizerBase",
         ctx: TrainContext,
-    ) -> tuple[Measured, dict[str, Measured]]:
-        """Measures the reference and every policy, and loads each distinct model once."""
-        known: dict[str, Measured] = {}
-        for step, (name, policy) in enumerate(policies.items(), start=1):
-            if policy.fingerprint not in known:
-                known[policy.fingerprint] = self._measure(policy, rows, tokenizer, ctx)
-            scores = perplexities(rows, {name: known[policy.fingerprint]})
-            ctx.report(step, {key: value for each in scores for key, value in each.metrics().items()})
-        if reference.fingerprint not in known:
-            known[reference.fingerprint] = self._measure(reference, rows, tokenizer, ctx)
-        return known[reference.fingerprint], {name: known[policy.fingerprint] for name, policy in policies.items()}
+    ) -> tuple[Measured, dict[str, Measured], dict[str, list[float]]]:
+        """Measures every policy, and last the reference; each distinct model is loaded once, and may change later.
 
-    def _measure(
-        self, policy: Input, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext
-    ) -> Measured:
+        Returns:
+            The reference's and the policies' measures; and for ``kl``, of each policy's samples their log-probability
+            less that under the reference, whose mean is the KL.
+        """
         from tasks.train.models import load_on_device
 
-        model, batch_size = load_on_device(policy, ctx), ctx.resources.rows_at_once
+        slots: dict[str, list[str]] = {}
+        for name, policy in policies.items():
+            slots.setdefault(policy.fingerprint, []).append(name)
+        slots[reference.fingerprint] = [*slots.pop(reference.fingerprint, []), "reference"]
+        known, sampled = dict[str, Measured](), dict[str, tuple[list[Scored], list[float]]]()
+        ratios, step, batch_size = dict[str, list[float]](), 0, ctx.resources.rows_at_once
+        for fingerprint, names in slots.items():
+            model = load_on_device(policies.get(names[0], reference), ctx)
+            ctx.loaded(*names)
+            known[fingerprint] = self._measure(model, rows, tokenizer, batch_size)
+            for name in (each for each in names if each in policies):
+                step += 1
+                scores = perplexities(rows, {name: known[fingerprint]})
+                ctx.report(step, {key: value for each in scores for key, value in each.metrics().items()})
+            if self.kl_samples and names != ["reference"]:
+                sampled[fingerprint] = self._sampled(model, rows, tokenizer, batch_size)
+            if "reference" not in names:
+                del model  # before the next one is loaded
+        for fingerprint, (samples, own) in sampled.items():  # by the reference, which was loaded last
+            found = list(map(float.__sub__, own, logps(model, samples, batch_size)))
+            ratios |= {name: found for name in slots[fingerprint] if name in policies}
+        in_order = {name: known[policy.fingerprint] for name, policy in policies.items()}
+        return known[reference.fingerprint], in_order, {name: ratios[name] for name in policies if ratios}
+
+    def _measure(
+        self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: int
+    ) -> Measured:
         return Measured(
             text=logps(model, rows.text, batch_size),
             answers=logps(model, rows.answers, batch_size),
@@ -238,6 +258,18 @@ class Evaluate(Method):
             greedy=greedy_answers(model, tokenizer, rows.prompt_ids, self.max_new_tokens, batch_size),
             answered=greedy_answers(model, tokenizer, rows.question_ids, self.max_new_tokens, batch_size),
         )
+
+    def _sampled(
+        self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: int
+    ) -> tuple[list[Scored], list[float]]:
+        """``kl_samples`` answers to each prompt, and their log-probabilities."""
+        from tasks.train.generating import Sampling
+
+        prompts = [[*ids] for ids in rows.prompt_ids for _ in range(self.kl_samples or 0)]
+        seeds = [Random(f"{self.seed} {index}").getrandbits(63) for index in range(len(prompts))]
+        answers = sampled_tokens(model, tokenizer, prompts, self.max_new_tokens, batch_size, Sampling(), seeds)
+        samples = list(map(Scored.answer, prompts, answers))
+        return samples, logps(model, samples, batch_size)
 
     def _rewards(
         self,
@@ -256,6 +288,7 @@ class Evaluate(Method):
         from tasks.train.models import load_on_device
 
         model, batch_size = load_on_device(reward_model, ctx), ctx.resources.rows_at_once
+        ctx.loaded("reward_model")
 
         def of_answers(policy: Measured) -> list[float]:
             return rewards(model, read(rows.prompts, policy.greedy), batch_size)
@@ -276,35 +309,6 @@ class Evaluate(Method):
             over_rows("accuracy", rows.pairs.chosen, {"reward_model": wins}),
             *reward_scores(rows, scored, against),
         ], by_kind
-
-    def _kl(
-        self,
-        policies: Inputs,
-        reference: Input,
-        rows: held_out.Rows,
-        tokenizer: "PreTrainedTokenizerBase",
-        ctx: TrainContext,
-    ) -> RowScores:
-        """Log-probability of each policy's samples less that under the reference: its mean is the KL."""
-        from tasks.train.generating import Sampling
-        from tasks.train.models import load_on_device
-
-        count, batch_size = self.kl_samples or 0, ctx.resources.rows_at_once
-        prompts = [[*ids] for ids in rows.prompt_ids for _ in range(count)]
-        seeds = [Random(f"{self.seed} {index}").getrandbits(63) for index in range(len(prompts))]
-        samples, own = dict[str, list[Scored]](), dict[str, list[float]]()
-        for name, policy in policies.items():
-            model = load_on_device(policy, ctx)
-            answers = sampled_tokens(model, tokenizer, prompts, self.max_new_tokens, batch_size, Sampling(), seeds)
-            samples[name] = list(map(Scored.answer, prompts, answers))
-            own[name] = logps(model, samples[name], batch_size)
-        base = load_on_device(reference, ctx)
-        names = [prompt.name for prompt in rows.prompts for _ in range(count)]
-        ratios = {
-            name: list(map(float.__sub__, own[name], logps(base, each, batch_size))) for name, each in samples.items()
-        }
-        ids = [f"{name}/{index}" for index, name in enumerate(names)]
-        return RowScores(metric=KL, row_ids=ids, groups=names, weights=[1.0] * len(ids), scores=ratios)
 
 
 def digests_of_weights(models: Inputs) -> dict[str, str]:

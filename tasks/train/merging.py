@@ -371,6 +371,7 @@ def tolerance_of(model: "PreTrainedModel | PeftModel", values: Sequence[float]) 
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     is_exact = _dtypes(base) <= {torch.float32, torch.float64} and "quantization_config" not in base.config
+    is_exact &= not any(type(each).__module__.startswith("torchao") for each in base.modules())  # products in fp8
     is_score = base.get_output_embeddings() is None  # which has no scale of its own
     return (EXACT if is_exact else ROUNDED) * (max(1.0, *map(abs, values)) if is_score else 1.0)
 

@@ -366,15 +366,16 @@ class Kept:
 
 
 def require_base(ctx: "TrainContext") -> None:
-    """Requires that weights which are read again at the end of a training are those that it loaded.
+    """Requires that weights which are read again at the end of a stage are those that it loaded.
 
     Raises:
-        PipelineError: they are not; the last step is saved as a checkpoint then.
+        PipelineError: they are not; the last step of a training is saved as a checkpoint then.
     """
     if changed := ctx.changed_models():
         raise PipelineError(
-            f"{changed[0]} has changed since the training loaded it, and the output needs weights of it again; the "
-            "last step is kept as a checkpoint: restore the files, and run again, which resumes from there"
+            f"{next(iter(changed.values()))} has changed since the stage loaded it, and the output needs weights of it "
+            "again; the last step of a training is kept as a checkpoint: restore the files, and run again, which "
+            "resumes from there"
         )
 
 
@@ -650,8 +651,9 @@ def require_adapter_loads(
 
     if changed := ctx.changed_models():
         logger.warning(
-            "adapter=%s state=not loaded to check it: %s has changed since it was loaded", adapter, changed[0]
-        )
+            "adapter=%s state=not loaded to check it: %s has changed since it was loaded", adapter,
+            next(iter(changed.values())),
+        )  # fmt: skip
         return
     if not _has_capacity(policy.path):
         return

@@ -244,7 +244,7 @@ def test_the_report_holds_metrics_answers_and_a_table_and_progress_is_told_by_po
     assert metrics["reward_model/accuracy"] == pytest.approx(sum(kinds) / 2)
     assert f"| accuracy ↑ | {metrics['reward_model/accuracy']:.2f} | {kinds[0]:.2f} | {kinds[1]:.2f} |" in table
     assert [step for step, _ in plain.seen] == [1, 2, 3]
-    assert set(plain.seen[0][1]) == {"sft/text_perplexity", "sft/answer_perplexity"}
+    assert set(plain.seen[0][1]) == {"dpo/text_perplexity", "dpo/answer_perplexity"}  # sft is the reference too
     assert plain.seen[-1][1] == metrics
 
 
@@ -285,6 +285,26 @@ def test_another_checkpoint_than_the_input_is_not_measured(
     with pytest.raises(ArtifactError, match=rf"inputs\.{slot}: .*/output has the digest \w+, and the input {slot} has"):
         evaluate(tmp_path / "wrong", given, method)
     assert not (tmp_path / "wrong").exists()
+
+
+def test_a_model_that_changes_after_it_was_loaded_changes_nothing(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    """Each is loaded once, also where samples of all policies are scored by the reference."""
+    method = replace(SMALL, num_rows=2, num_prompts=1, kl_samples=2)
+    models = {slot: each for slot, each in inputs.items() if (each.path / "config.json").exists()}
+    given = {
+        slot: replace(each, path=Path(shutil.copytree(each.path, tmp_path / slot))) for slot, each in models.items()
+    }
+    loaded = list[tuple[str, ...]]()
+
+    def change(*slots: str) -> None:
+        loaded.append(slots)
+        for slot in slots:
+            shutil.rmtree(given[slot].path)
+
+    ctx = TrainContext(output_dir=tmp_path / "report", work_dir=tmp_path, loaded=change)
+    found = method.run({**inputs, **given}, ctx)
+    assert found == evaluate(tmp_path / "expected", inputs, method)
+    assert loaded == [("dpo",), ("sft", "reference"), ("reward_model",)]
 
 
 def test_each_field_changes_the_report(tmp_path: Path, inputs: dict[str, Input]) -> None:

@@ -1,6 +1,7 @@
 """The merge stage: adapters into weights, and several models into one."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lineage.artifact import Kind
+from lineage.digest import digest_files
 from lineage.errors import ConfigError, DataError
 from tasks.context import Metrics, TrainContext
 from tasks.merge import Merge, MergeRewardModels
@@ -281,6 +283,23 @@ def test_adapters_that_peft_would_combine_wrongly_are_refused(made: Made, tmp_pa
     upon = made.trained("dpo", one, save="adapter", adapter=Adapter(rank=2), **STEP)
     with pytest.raises(ConfigError, match="lie on different models"):
         merge(tmp_path / "upon", cat, policy=one, other=upon)
+
+
+@pytest.mark.parametrize("space", ["weights", "adapters", None])
+def test_a_model_that_changes_after_it_was_loaded_changes_nothing(
+    made: Made, tmp_path: Path, space: str | None
+) -> None:
+    _, one, other = two_loras(made, LORA, LORA)
+    method = Merge(combination="linear", space=space) if space else Merge()
+    inputs = {"policy": one, "other": other} if space else {"policy": one}
+    merge(tmp_path / "expected", method, **inputs)
+    ctx = TrainContext(
+        output_dir=tmp_path / "found", work_dir=tmp_path / "work",
+        loaded=lambda *slots: [shutil.rmtree(inputs[slot].path) for slot in slots or inputs],
+    )  # fmt: skip
+    method.run(inputs, ctx)
+    assert not one.path.exists()
+    assert digest_files(tmp_path / "found") == digest_files(tmp_path / "expected")
 
 
 # What fits.

@@ -171,17 +171,19 @@ def test_a_base_that_changes_during_its_training_loses_nothing(
     stage = training.method(name, num_steps=4, adapter=NF4 if needs_base else None)
     base = shutil.copytree(root / "policy", tmp_path / "base")
     run(stage, root, context(tmp_path / "whole", []), base)
-    kept, changed = (base / "tokenizer.json").read_text(), list[str]()
+    kept, changed = (base / "tokenizer.json").read_text(), dict[str, str]()
 
     def report(step: int, metrics: Metrics) -> None:
         if step == 1:
             (base / "tokenizer.json").write_text("{}")
-            changed.append("sources.base: base")
+            changed["policy"] = "sources.base: base"
 
     resources = replace(SAVING, save_steps=None)
     ctx = replace(context(tmp_path, [], resources=resources), report=report, changed_models=lambda: changed)
     if needs_base:
-        with pytest.raises(PipelineError, match=r"base has changed .* the last step is kept as a checkpoint"):
+        with pytest.raises(
+            PipelineError, match=r"base has changed .* the last step of a training is kept as a checkpoint"
+        ):
             run(stage, root, ctx, base)
     else:
         run(stage, root, ctx, base)

@@ -1,7 +1,8 @@
 """A teacher's answers to prompts become the conversations that SFT trains a student on."""
 
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,8 +38,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answered(
-    root: Path, output: Path, *, slot: str = "prompts", batch_size: int = 4, **fields: object
-) -> tuple[Rows, Metrics]:
+    root: Path, output: Path, *, slot: str = "prompts", batch_size: int = 4,
+    loaded: Callable[..., object] = lambda *slots: None, **fields: object,
+) -> tuple[Rows, Metrics]:  # fmt: skip
     """The training rows that a stage writes, and its metrics."""
     kind = Kind.PROMPTS if slot == "prompts" else Kind.CONVERSATIONS
     inputs = {
@@ -46,7 +48,9 @@ def answered(
         slot: Input(name=slot, kind=kind, fingerprint="p" * 64, path=root / kind.value),
     }
     output.mkdir(parents=True, exist_ok=True)
-    ctx = TrainContext(output_dir=output, work_dir=output, resources=Resources(micro_batch_size=batch_size))
+    ctx = TrainContext(
+        output_dir=output, work_dir=output, resources=Resources(micro_batch_size=batch_size), loaded=loaded
+    )
     stage = TeacherAnswers(**{**FIELDS, **fields})  # type: ignore[arg-type]
     metrics = stage.run(inputs, ctx)
     return pq.read_table(output / "train.parquet").to_pylist(), metrics
@@ -72,6 +76,13 @@ def test_greedy_answers_are_the_models_own_and_keep_id_and_side(root: Path, tmp_
     assert [message["content"] for message in messages[:-1]] == [message["content"] for message in prompt]  # type: ignore[union-attr, index]
     assert messages[-1]["role"] == "assistant"
     assert metrics["answers"] == 24 and metrics["train_rows"] == 20 and metrics["held_out_rows"] == 4
+
+
+def test_a_teacher_that_changes_after_it_was_loaded_changes_nothing(root: Path, tmp_path: Path) -> None:
+    expected, _ = answered(root, tmp_path / "expected")
+    copied = shutil.copytree(root, tmp_path / "root")
+    found, _ = answered(copied, tmp_path / "found", loaded=lambda slot: shutil.rmtree(copied / slot))
+    assert found == expected and not (copied / "teacher").exists()
 
 
 def test_unfinished_answers_are_dropped_and_counted(root: Path, tmp_path: Path) -> None:

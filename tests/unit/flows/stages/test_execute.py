@@ -295,8 +295,30 @@ def test_a_base_that_changes_during_its_training_loses_nothing(on_base):
     manifest = execute(run, plan.stage("left")).manifest
     assert manifest.inputs["policy"].digest == plan.stage("left").inputs["policy"].pinned.digest
     [told] = [text for _, _, text in heard if "has changed" in text]
-    assert told.startswith(f"left: sources.base: {file.parent} has changed since the training loaded it")
+    assert told.startswith(f"left: sources.base: {file.parent} has changed since the stage loaded it")
     assert make().stage("left").fingerprint != manifest.fingerprint
+
+
+@pytest.mark.parametrize("has_loaded", [True, False])
+def test_a_base_that_changes_before_the_end_of_any_stage_fails_it_where_it_was_not_loaded_yet(on_base, has_loaded):
+    class Loading(Changing):
+        def run(self, job):
+            if has_loaded:
+                context_of(job).loaded("policy")
+                assert job.loaded_models() == {"policy"}
+            self.file.write_text("changed")
+            (job.entry.output / "model.txt").write_text("0")
+            return {}
+
+    make, file = on_base
+    heard, plan = Heard(), make()
+    run = Run(plan=plan, processes=Loading(0, file), emit=heard, tracker=Tracker())
+    if has_loaded:
+        assert execute(run, plan.stage("left")).manifest
+        assert [text for _, _, text in heard if "has changed since the stage loaded it" in text]
+    else:
+        with pytest.raises(StageError, match=r"sources\.base: .* has changed since the plan was made"):
+            execute(run, plan.stage("left"))
 
 
 def test_a_base_that_changes_while_it_is_loaded_ends_the_training_at_its_first_step(on_base):
