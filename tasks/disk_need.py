@@ -22,7 +22,7 @@ from tasks.train.adapters import ADAPTERS, HEADS, Adapter, adapts_experts, targe
 from tasks.train.freeze import TOWERS, Freeze
 from tasks.train.quantization import CONV1D_MODELS
 
-_WEIGHT_BYTES = 4  # trained weights are kept in fp32
+_WEIGHT_BYTES = 4  # trained weights are kept in fp32, or in two halves
 _ZERO_BYTES = 8  # beside them: the fp32 weights in DeepSpeed's own file, and the copy that its optimizer steps
 _UNKNOWN_STEPS = 10**9  # for num_epochs while the number of rows is unknown: as many saves as possible
 _WEIGHTS = ("F64", "F32", "F16", "BF16", "I8", "F8_E4M3", "F8_E5M2")
@@ -33,7 +33,7 @@ _SCALES = (".SCB", ".weight_format", ".scales", ".qzeros", ".g_idx")
 _EXPERT = re.compile(r"\.experts\.\d+\.")  # in names of the weights of one expert
 _HALVES = ("w1", "w3", "gate_proj", "up_proj")  # layers of an expert that are loaded as one parameter
 _ROUTER = ".gate.weight"
-_NOT_LINEAR = ("embed", "wte", "wpe")  # two-dimensional too, but not layers that get an adapter
+NOT_LINEAR = ("embed", "wte", "wpe")  # two-dimensional too, but not layers that get an adapter
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -132,7 +132,8 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
         most=min(kept + 1, saves),
         kept=min(kept, saves),
         staying=min(keep_best, by_steps),
-        output=(adapter if method.save == "adapter" else weights + adapter) * _WEIGHT_BYTES,
+        output=(adapter if method.save == "adapter" else weights + adapter)
+        * (_WEIGHT_BYTES // 2 if method.optimizer.weights else _WEIGHT_BYTES),
     )
 
 
@@ -361,7 +362,7 @@ def _can_be_target(module: str, adapter: Adapter) -> bool:
         return "norm" in layer or layer.startswith("ln")
     if _is_of_mixture(f"{module}.weight"):
         return False
-    return layer not in HEADS and not layer.startswith(_NOT_LINEAR)
+    return layer not in HEADS and not layer.startswith(NOT_LINEAR)
 
 
 def _of_the_base(adapter: Adapter, shapes: Shapes) -> int:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 
 from tasks.context import Resources
-from tasks.disk_need import Shapes, adapter_weights
+from tasks.disk_need import NOT_LINEAR, Shapes, adapter_weights
 from tasks.recipe import FROZEN_POLICY, REWARD_HEAD, REWARD_MODEL, TEACHER, VALUE_MODEL, TrainingRecipe
 
 _FLOAT = 4
@@ -221,6 +221,9 @@ def memory(
         base = int(linear * _BITS.get(method.quantization.format, 8) / 8 * _SCALES) + rest * dtype
     else:
         base = weights.base * (dtype if method.adapter else _FLOAT)
+    # optimizer.weights=bf16: a weight and its gradient in half, and the other half of the weight with the optimizer.
+    split = _matrices(shapes) if method.optimizer.weights else 0
+    trained_split = split * weights.trained // weights.base
     width = 2 if precision in ("bf16", "fp16", "fp8") else _FLOAT
     rows = resources.rows_at_once * sequences(method)
     at_once, passes = rows * tokens, 2
@@ -233,25 +236,32 @@ def memory(
         at_once, passes = _at_once(method, resources, found, shapes, row, capacity)
     is_head = method.models["policy"] == REWARD_HEAD
     generated = -(-method.global_batch_size // resources.num_workers) if _completions(method) else 0
-    gradients = _gradient_copies(method, resources) * copies * weights.trained * _FLOAT // divided
+    gradients = weights.trained * _FLOAT - trained_split * (_FLOAT - 2)
+    gradients = _gradient_copies(method, resources) * copies * gradients // divided
     if resources.gpus_per_worker:
         activations = _activations_of_gpu(method, resources, found, at_once, width)
-        if not method.adapter and not resources.checkpointed_layers and width < _FLOAT:
+        if not method.adapter and not resources.checkpointed_layers and width < _FLOAT and not split:
             activations += linear * width  # the casts of autocast, which the backward pass reads
         logits = 0 if is_head else _logits_of_gpu(found, at_once, width, is_trained=method.adapter is None)
     else:
         activations = _activations(found, at_once, width, resources.checkpointed_layers)
         logits = rows * _FLOAT if is_head else at_once * found.vocabulary * _LOGIT_COPIES * _FLOAT
     return Memory(
-        weights=copies * (base + weights.beside * _FLOAT),
+        weights=copies * (base - split * (_FLOAT - 2) + weights.beside * _FLOAT),
         gradients=gradients,
-        optimizer=copies * weights.trained * method.optimizer.state_bytes // divided,
+        optimizer=copies * (weights.trained * method.optimizer.state_bytes + trained_split * 2) // divided,
         activations=activations,
         logits=logits,
         shared=min(gradients, activations + logits) if passes == 1 else 0,
         frozen=_frozen_weights(method, resources, weights.base, frozen) * dtype,
         cache=2 * found.layers * found.kv_heads * found.head * tokens * generated * width,
     )  # fmt: skip
+
+
+def _matrices(shapes: Shapes) -> int:
+    """Weights of linear layers, the head's too where it has its own."""
+    matrices = (name for name, shape in shapes.items() if len(shape) > 1 and not any(map(name.count, NOT_LINEAR)))
+    return sum(math.prod(shapes[name]) for name in matrices)
 
 
 def _at_once(

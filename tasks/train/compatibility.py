@@ -223,6 +223,28 @@ RULES: tuple[Rule, ...] = (
         nearest={"method.optimizer.lora_plus_ratio": None}, also={"method.optimizer.lora_plus_ratio": 16.0},
     ),
     Rule(
+        id="bf16-weights-adapter", when={"method.optimizer.weights": SET, "method.adapter.type": SET},
+        reason="it holds the weights of a full training in bf16; those of an adapter are few, and stay in fp32, and "
+        "resources.weights sets the dtype of what is frozen",
+        nearest={"method.optimizer.weights": None},
+        also={"method.adapter.type": "lora", "method.precision": "bf16", "method.optimizer.weights": "bf16"},
+    ),
+    Rule(
+        id="bf16-weights-precision",
+        when={
+            "method.optimizer.weights": SET,
+            "method.precision": lambda case: case.resources.resolved_precision(case.method.precision) != "bf16",
+        },
+        reason="layers whose weights are in bf16 compute in bf16",
+        nearest={"method.precision": "bf16"}, also={"method.optimizer.weights": "bf16"},
+    ),
+    Rule(
+        id="bf16-weights-zero", when={"method.optimizer.weights": SET, "resources.zero_stage": SET},
+        reason="DeepSpeed lays out weights and optimizer state itself",
+        nearest={"method.optimizer.weights": None},
+        also={"method.precision": "bf16", "method.optimizer.weights": "bf16", **ZERO},
+    ),
+    Rule(
         id="paged-cpu",
         when={
             "method.optimizer.name": tuple(name for name, row in OPTIMIZERS.items() if row.needs_gpu),

@@ -263,7 +263,8 @@ def fit(
         PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic`` forbids.
         DataError: models are measured on held-out rows, and there are none.
     """
-    step_in_fp32(trainer.model)
+    if method.adapter:
+        step_in_fp32(trainer.model)
     before, start = seconds_before(ctx), time.perf_counter()
     speed = Speed.of(method, ctx.resources, trainer.model.config, inputs)
     validation = None

@@ -97,8 +97,9 @@ def names_in_bf16(model: "PreTrainedModel", held: Held) -> list[str]:
     """The parameters that a model has in bf16, also of a model without weights yet.
 
     ``bf16``: all but the head of a reward model, which computes in fp32. Buffers, such as those of rotary positions,
-    stay in fp32 too. ``as trained``: what autocast casts in a policy that is trained in fp32, so that its reference
-    computes the same numbers. Embeddings and norms stay in fp32: the sums of the layers' outputs are rounded alike.
+    stay in fp32 too. ``as trained``: what autocast casts in a policy that is trained in fp32, so that its reference, or
+    itself under ``optimizer.weights=bf16``, computes the same numbers. Embeddings and norms stay in fp32: the sums of
+    the layers' outputs are rounded alike.
     """
     if held == "fp32":
         return []
@@ -112,7 +113,7 @@ def names_in_bf16(model: "PreTrainedModel", held: Held) -> list[str]:
         f"{path}.{name}" if path else name
         for path, module in model.named_modules() for name, each in module.named_parameters(recurse=False)
         if (isinstance(module, torch.nn.Linear | Conv1D) or each.ndim == _EXPERTS) and id(each) not in kept
-        and not (each.is_meta and f"{path}.{name}" in shared)
+        and path != "score" and not (each.is_meta and f"{path}.{name}" in shared)
     ]  # fmt: skip
 
 

@@ -533,10 +533,14 @@ def save_output(
     """
     from peft import PeftModel
 
+    from tasks.train.kernels import hold_in
+
     if ctx.rank != 0:
         return {}
     metrics: Metrics = {}
     if not isinstance(model, PeftModel):
+        if method.optimizer.weights:
+            hold_in(model, method.optimizer.weights)
         save_whole(model, base_and_adapters(policy.path)[0], ctx.output_dir, kept.weights, partial(require_base, ctx))
         kept.write(ctx.output_dir)
         require_output_loads(method, model, policy, ctx, prompts)

@@ -55,6 +55,8 @@ class Optimizer(Setting):
         d_coef: factor of the step size that ``prodigy`` finds; 1.
         lora_plus_ratio: learning rate of a LoRA's B, and of trained vectors, over that of its A. LoRA+: Hayou et al.
             2024, arXiv:2402.12354. None: one learning rate.
+        weights: ``bf16`` trains all weights in half the memory: those of linear layers and their gradients are in
+            bf16, the optimizer keeps the lower 16 bits of each weight, and the output is in bf16. None: fp32.
     """
 
     name: Name = DEFAULT
@@ -71,6 +73,7 @@ class Optimizer(Setting):
     ns_steps: Annotated[int, Gt(0), Lt(100)] | None = None
     d_coef: Annotated[float, Gt(0)] | None = None
     lora_plus_ratio: Annotated[float, Ge(1)] | None = None
+    weights: Literal["bf16"] | None = None
 
     def __post_init__(self) -> None:
         entry = OPTIMIZERS[self.name]
@@ -169,6 +172,8 @@ class Entry:
 _OURS = "tasks.train.own_optimizers"
 _ADAM = ("betas", "eps")
 _PLUS = "lora_plus_ratio"
+_WEIGHTS = "weights"
+_OF_EACH = (_PLUS, _WEIGHTS)  # of optimizers that treat each weight by itself
 _PROJECTION = ("rank", "update_proj_gap", "scale")
 _GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
 _TORCHAO = Package(module="torchao", name="torchao==0.18.0")
@@ -181,7 +186,12 @@ _MOMENTS = {"AdamW": 2, "Lion": 1, "AdEMAMix": 3}
 
 def _adamw(options: Mapping[str, object], about: str, optim: str | None = None) -> Entry:
     return Entry(
-        about=about, target="torch.optim:AdamW", reads=(*_ADAM, _PLUS), options=options, optim=optim, state_bytes=8
+        about=about,
+        target="torch.optim:AdamW",
+        reads=(*_ADAM, *_OF_EACH),
+        options=options,
+        optim=optim,
+        state_bytes=8,
     )
 
 
@@ -189,7 +199,7 @@ def _bitsandbytes(cls: str, about: str, reads: tuple[str, ...], *, bits: int, pa
     paper = "; state in 8 bits: Dettmers et al. 2022, arXiv:2110.02861" if bits == 8 else ""
     return Entry(
         about=f"{about}{paper}{'; paged' if paged else ''} (bitsandbytes)", target=f"{_OURS}:in_few_bits",
-        reads=(*reads, _PLUS), num_betas=3 if cls == "AdEMAMix" else 2, needs_gpu=paged,
+        reads=(*reads, *_OF_EACH), num_betas=3 if cls == "AdEMAMix" else 2, needs_gpu=paged,
         state_bytes=_MOMENTS[cls] * bits // 8,
         options={"kind": cls, "optim_bits": bits, "is_paged": paged},
     )  # fmt: skip
@@ -202,19 +212,19 @@ OPTIMIZERS: Mapping[str, Entry] = {
     "adamw_torch_fused": _adamw({"fused": True}, f"{_ADAMW}, in one kernel", "adamw_torch_fused"),
     "adamw_torch": _adamw({}, _ADAMW, "adamw_torch"),
     "sgd": Entry(
-        about="stochastic gradient descent", target="torch.optim:SGD", reads=("momentum", "nesterov", _PLUS)
+        about="stochastic gradient descent", target="torch.optim:SGD", reads=("momentum", "nesterov", *_OF_EACH)
     ),
     "adafactor": Entry(
         about="second moments as row and column means: Shazeer and Stern 2018, arXiv:1804.04235",
-        target="transformers.optimization:Adafactor", reads=("clip_threshold", _PLUS),
+        target="transformers.optimization:Adafactor", reads=("clip_threshold", *_OF_EACH),
         options={"scale_parameter": False, "relative_step": False},  # the schedule sets the learning rate
     ),
     "adagrad": Entry(
-        about="Duchi et al. 2011, JMLR 12", state_bytes=4, target="torch.optim:Adagrad", reads=("eps", _PLUS)
+        about="Duchi et al. 2011, JMLR 12", state_bytes=4, target="torch.optim:Adagrad", reads=("eps", *_OF_EACH)
     ),
     "rmsprop": Entry(
         about="Tieleman and Hinton 2012", state_bytes=4, target="torch.optim:RMSprop",
-        reads=("eps", "momentum", "alpha", _PLUS)
+        reads=("eps", "momentum", "alpha", *_OF_EACH)
     ),
     "adamw_8bit": _bitsandbytes("AdamW", _ADAMW, _ADAM, bits=8),
     "paged_adamw_8bit": _bitsandbytes("AdamW", _ADAMW, _ADAM, bits=8, paged=True),
@@ -244,7 +254,7 @@ OPTIMIZERS: Mapping[str, Entry] = {
         about="orthogonal updates of matrices: Jordan et al. 2024, scaled to AdamW's as in Liu et al. 2025, "
         "arXiv:2502.16982; AdamW on embeddings, head, norms and biases",
         state_bytes=4, target=f"{_OURS}:Muon",
-        reads=(*_ADAM, "momentum", "nesterov", "ns_steps"), matrices={"muon": True},
+        reads=(*_ADAM, "momentum", "nesterov", "ns_steps", _WEIGHTS), matrices={"muon": True},
     ),
     "galore_adamw": Entry(
         about="AdamW in a subspace of the gradients: Zhao et al. 2024, arXiv:2403.03507",
@@ -343,7 +353,8 @@ def install_optimizer(trainer: "Trainer", setting: Optimizer, learning_rate: flo
     Under its own names transformers silently ignores settings: the betas and the weight decay of GaLore, the warm-up of
     schedule-free optimizers; and some of its optimizers save a state that cannot be loaded.
     """
-    if setting.name in ("adamw_torch", "adamw_torch_fused") and setting.lora_plus_ratio is None:
+    plain = setting.lora_plus_ratio is None and setting.weights is None
+    if setting.name in ("adamw_torch", "adamw_torch_fused") and plain:
         return
     make = partial(build, setting, learning_rate, trainer.get_decay_parameter_names)
     trainer.optimizer_cls_and_kwargs = (lambda: make, {})  # transformers calls a non-class with the model
@@ -360,12 +371,12 @@ def build(
     Raises:
         ConfigError: it is for matrices, and none is trained.
     """
-    from tasks.train.own_optimizers import keep_embeddings_in_32_bits, plain_groups, split_groups
+    from tasks.train.own_optimizers import Split, keep_embeddings_in_32_bits, plain_groups, split_groups
 
     entry = OPTIMIZERS[setting.name]
     module, _, name = entry.target.partition(":")
     make = getattr(importlib.import_module(module), name)
-    read = {each: getattr(setting, each) for each in entry.reads if each not in (_PLUS, *_PROJECTION)}
+    read = {each: getattr(setting, each) for each in entry.reads if each not in (*_OF_EACH, *_PROJECTION)}
     options = {**entry.options, **{each: value for each, value in read.items() if value is not None}}
     if options.get("optim_bits") == 8:
         keep_embeddings_in_32_bits(model)
@@ -377,10 +388,10 @@ def build(
             loraplus_weight_decay=setting.weight_decay, **options,
         )  # fmt: skip
         return plus
-    groups: object
     if setting.name == "lomo":
-        groups, options["weight_decay"] = model, setting.weight_decay
-    elif entry.matrices:
+        of_all: TorchOptimizer = make(model, lr=learning_rate, weight_decay=setting.weight_decay, **options)
+        return of_all
+    if entry.matrices:
         own = {each: getattr(setting, each, None) or value for each, value in entry.matrices.items()}
         groups = split_groups(model, decayed(model), setting.weight_decay, own)
         if not groups[0]["params"]:
@@ -390,5 +401,7 @@ def build(
             )
     else:
         groups = plain_groups(model, decayed(model), setting.weight_decay)
+    if setting.weights:
+        return Split(groups, partial(make, lr=learning_rate, **options))
     built: TorchOptimizer = make(groups, lr=learning_rate, **options)
     return built

@@ -25,6 +25,8 @@ State = dict[str, object]
 logger = logging.getLogger(__name__)
 
 _MATRIX = 2  # dimensions
+_AT_ONCE = 2**26  # weights that are there in fp32 in a step
+_HALF = 2**15
 
 
 def plain_groups(model: nn.Module, decayed: Sequence[str], weight_decay: float) -> list[Group]:
@@ -111,6 +113,88 @@ class Muon(Optimizer):
     def load_state_dict(self, state_dict: State) -> None:
         super().load_state_dict(state_dict)
         self._share()
+
+
+class Split(Optimizer):
+    """An optimizer of weights in fp32 whose upper 16 bits, rounded, are the model's weights in bf16.
+
+    The lower 16 bits are here, so that no update is lost. A step joins some of the weights at a time, which the inner
+    optimizer reads and changes as parameters of its own.
+    """
+
+    def __init__(self, groups: list[Group], make: Callable[[list[Group]], Optimizer]) -> None:
+        weights = [each for group in groups for each in cast("list[nn.Parameter]", group["params"])]
+        self.direct = [each for each in weights if each.dtype != torch.bfloat16]
+        self.joined = {
+            each: nn.Parameter(torch.zeros((), device=each.device).expand(each.shape))
+            for each in weights if each.dtype == torch.bfloat16
+        }  # fmt: skip
+        self.lower = {each: torch.zeros_like(each, dtype=torch.int16) for each in self.joined}
+        params = [[self.joined.get(each, each) for each in cast("list[nn.Parameter]", one["params"])] for one in groups]
+        self.inner = make([{**group, "params": own} for group, own in zip(groups, params, strict=True)])
+        super().__init__(self.inner.param_groups, dict(self.inner.defaults))
+        self._share()
+
+    def _share(self) -> None:
+        self.state, self.param_groups = self.inner.state, self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        self.inner.step()  # the weights in fp32 alone: the others have no gradient yet
+        gradients = [(each, each.grad) for each in self.direct]
+        for each in self.direct:
+            each.grad = None
+        for part in self._parts():
+            for each in part:
+                joined = self.joined[each]
+                joined.data, joined.grad = join(each, self.lower[each]), each.grad.float()
+            self.inner.step()
+            for each in part:
+                joined = self.joined[each]
+                split(joined, each, self.lower[each])
+                joined.data, joined.grad = torch.zeros((), device=each.device).expand(each.shape), None
+        for each, gradient in gradients:
+            each.grad = gradient
+
+    def _parts(self) -> Iterator[list[nn.Parameter]]:
+        part, size = list[nn.Parameter](), 0
+        for each in self.joined:
+            if each.grad is None:
+                continue
+            if part and size + each.numel() > _AT_ONCE:
+                yield part
+                part, size = [], 0
+            part.append(each)
+            size += each.numel()
+        if part:
+            yield part
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for each in (*self.direct, *self.joined):
+            each.grad = None
+
+    def state_dict(self) -> State:
+        return {**self.inner.state_dict(), "lower": [*self.lower.values()]}
+
+    def load_state_dict(self, state_dict: State) -> None:
+        inner = dict(state_dict)
+        for mine, saved in zip(self.lower.values(), cast("list[Tensor]", inner.pop("lower")), strict=True):
+            mine.copy_(saved)
+        self.inner.load_state_dict(inner)
+        self._share()
+
+
+def join(upper: Tensor, lower: Tensor) -> Tensor:
+    """The weights in fp32 of their halves: bf16, and the int16 that ``split`` leaves."""
+    return ((upper.view(torch.int16).int() << 16) + lower.int()).view(torch.float32)
+
+
+def split(weights: Tensor, upper: Tensor, lower: Tensor) -> None:
+    """Writes weights in fp32 into their halves: rounded to bf16, and what that takes from or adds to the bits."""
+    bits = weights.data.view(torch.int32)
+    rounded = (bits + _HALF) >> 16
+    upper.data.view(torch.int16).copy_(rounded)
+    lower.copy_(bits - (rounded << 16))
 
 
 def _class(module: str, name: str) -> type[Optimizer]:

@@ -119,7 +119,8 @@ class TrainingRun:
         model = self._adapted(start.model) if self.method.adapter else start.model
         complete_head(model)
         freeze_unread(plain(model))
-        step_in_fp32(model)
+        if self.method.adapter:
+            step_in_fp32(model)
         self._count(model)
         if self._is_reward_model:
             install_scores(model)
@@ -209,6 +210,8 @@ class TrainingRun:
             scores = (each for each, other in self.method.models.items() if other == Role.REWARD_MODEL)
             start = next((each for each in scores if each in self.inputs), _POLICY)
             model = models.load_value_model(self.method, self.inputs[start], self.ctx)
+            if self.method.optimizer.weights:
+                hold_in(model, "as trained")
             prepare_layers(model, self.ctx.resources, own_loop=True)
             return model
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
@@ -234,7 +237,8 @@ class TrainingRun:
             base = models.load_policy(self.method, given, self.ctx, self._intake, self._frozen_dtype).model
             replace_kernels(base, self.method.precision, self.ctx.resources)
             return models.frozen(stacked(hold_in(base, self._frozen_dtype), carried).get_base_model())
-        held: Held = "as trained" if self._rounds_as_policy else self._frozen_dtype
+        is_split = self.method.optimizer.weights is not None
+        held: Held = "as trained" if self._rounds_as_policy or is_split else self._frozen_dtype
         reference = models.load_policy(self.method, given, self.ctx, held=held).model
         replace_kernels(reference, self.method.precision, self.ctx.resources)
         return models.frozen(hold_in(reference, held))
@@ -506,9 +510,11 @@ class TrainingRun:
         return self.ctx.resources.frozen_dtype(self.method.precision)
 
     @property
-    def _base_dtype(self) -> "Dtype":
+    def _base_dtype(self) -> "Held":
         """The dtype of the initial weights: fp32 if they are trained, or an initialization changes them."""
         adapter = self.method.adapter
+        if self.method.optimizer.weights:
+            return "as trained"
         return self._frozen_dtype if adapter and not adapter.changes_the_base else "fp32"
 
     @property
@@ -598,9 +604,9 @@ class TrainingRun:
         prepare_layers(trainer.model, self.ctx.resources, own_loop=False)
         self._speed_up(trainer.model)
         if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
-            # Again, because the trainer's own preparation (autocast, device) wrapped the forward replaced above.
-            if self._rounds_as_policy:
-                reference._is_accelerate_prepared = False  # else it would compute without autocast
+            # Again, because the trainer's own preparation (autocast, device) wrapped the forward replaced above; the
+            # policy computes under autocast, so the reference must.
+            reference._is_accelerate_prepared = False
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
 

@@ -29,7 +29,7 @@ FIELDS = [
     (name, field)
     for name in RUN_HERE
     for field in ("weight_decay", *OPTIMIZERS[name].reads)
-    if field != "lora_plus_ratio"
+    if field not in ("lora_plus_ratio", "weights")
 ]
 
 
@@ -100,6 +100,34 @@ def test_every_field_changes_the_steps(name: str, field: str) -> None:
     with_nesterov = {"momentum": 0.9} if (name, field) == ("sgd", "nesterov") else {}
     before = trained(setting(name, **few, **with_nesterov))
     assert not same(trained(setting(name, **few, **with_nesterov, **{field: value})), before)
+
+
+@pytest.mark.parametrize("name", [name for name in RUN_HERE if "weights" in OPTIMIZERS[name].reads])
+def test_weights_in_bf16_lose_no_bit_of_their_updates(name: str) -> None:
+    """Equal gradients make the weights that fp32 has, also after their state was saved and loaded."""
+    expected, model = Tiny(), Tiny()
+    for each in (expected, model):
+        for weight in (each.up.weight, each.down.weight, each.lm_head.weight):
+            weight.data = weight.data.bfloat16().to(torch.float32 if each is expected else torch.bfloat16)
+    of_fp32 = build(Optimizer(name=name), RATE, decayed, expected)
+    of_bf16 = build(Optimizer(name=name, weights="bf16"), RATE, decayed, model)
+    assert isinstance(of_bf16, own_optimizers.Split)
+    for step in range(6):
+        if step == 3:
+            saved, of_bf16 = of_bf16.state_dict(), build(Optimizer(name=name, weights="bf16"), RATE, decayed, model)
+            assert isinstance(of_bf16, own_optimizers.Split)
+            of_bf16.load_state_dict(saved)
+        torch.manual_seed(step)
+        for one, two in zip(expected.parameters(), model.parameters(), strict=True):
+            one.grad = torch.randn_like(one).bfloat16().float()
+            two.grad = one.grad.to(two.dtype)
+        of_fp32.step()
+        of_bf16.step()
+    for one, two in zip(expected.parameters(), model.parameters(), strict=True):
+        half = of_bf16.lower.get(two)
+        assert torch.equal(one, two if half is None else own_optimizers.join(two.data, half))
+        assert half is None or torch.allclose(one, two.float(), rtol=2**-8, atol=0)
+    assert model.up.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", [name for name in RUN_HERE if "lora_plus_ratio" in OPTIMIZERS[name].reads])

@@ -15,7 +15,7 @@ from lineage.store import Entry
 from tasks.best import Best, KeepBest
 from tasks.context import Resources
 from tasks.disk_need import adapter_weights, disk_need, model_shapes, require_disk
-from tasks.method import Adapter
+from tasks.method import Adapter, Optimizer
 from tasks.ppo import PPO
 from tasks.sft import SFT
 
@@ -35,6 +35,11 @@ def test_a_checkpoint_is_weights_and_two_moments_and_the_output_weights() -> Non
     found = need(save_steps=10)
     assert (found.checkpoint, found.output) == (12 * WEIGHTS, 4 * WEIGHTS)
     assert found.least.bytes == found.total.bytes == 3 * found.checkpoint  # one is gone when the output is written
+
+
+def test_weights_in_two_halves_are_saved_whole_in_checkpoints_and_rounded_in_the_output() -> None:
+    found = disk_need(SFT(num_steps=100, optimizer=Optimizer(weights="bf16")), Resources(save_steps=10), SHAPES)
+    assert (found.checkpoint, found.output) == (12 * WEIGHTS, 2 * WEIGHTS)
 
 
 def test_the_output_counts_beside_the_checkpoints_that_are_left_when_it_is_written() -> None:

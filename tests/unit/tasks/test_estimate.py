@@ -46,6 +46,24 @@ def test_weights_of_two_models_by_hand():
     assert trained_weights(SFT(**STAGE), mixtral.shapes()).base == 2 * 100 * 8 + 2 * layer + 8
 
 
+def test_eight_billion_weights_in_bf16_fit_a_card_of_80_gb():
+    config = {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False,
+    }  # fmt: skip
+    found = of(config)
+    gpu = Resources(gpus_per_worker=1, micro_batch_size="auto", gradient_checkpointing="on")
+    fields = {"num_steps": 10, "global_batch_size": 64, "max_length": 4096, "precision": "bf16"}
+    linear, others = 8_030_261_248 - 128256 * 4096 - 65 * 4096, 128256 * 4096 + 65 * 4096
+    method = SFT(**fields, optimizer=Optimizer(name="adamw_8bit", weights="bf16"))
+    terms = memory(method, gpu, found, found.shapes(), 4096, mean=1000, capacity=80 * 2**30)
+    assert terms.weights == terms.gradients == 2 * linear + 4 * others
+    assert terms.optimizer == 2 * linear + 2 * (linear + others)
+    assert estimate.tokens_at_once(method, gpu, found, found.shapes(), int(80e9)) > 4096  # a row
+    plain = memory(SFT(**fields, optimizer=Optimizer(name="adamw_8bit")), gpu, found, found.shapes(), 4096)
+    assert plain.model > 80e9
+
+
 @pytest.mark.parametrize(("config", "weights"), [(LLAMA, 134_515_008), (MIXTRAL, 5160)])
 def test_what_is_trained_has_gradients_and_moments(config, weights):
     assert trained_weights(SFT(**STAGE), of(config).shapes()).base == weights
