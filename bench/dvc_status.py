@@ -44,7 +44,7 @@ def made(folder: Path, *words: str) -> DvcRepository:
 def fatten(repository: DvcRepository, gigabytes: float, count: int) -> None:
     """Gives the finished `model` the files of a large one: what a stage that writes them would have committed."""
     from lineage.digest import digest_files, digest_of
-    from lineage.manifest import Manifest
+    from lineage.store import Manifest
 
     entry = repository.entry("model")
     output = entry / "output"

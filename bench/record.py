@@ -21,7 +21,7 @@ HERE = Path(__file__).parent.parent
 sys.path.insert(0, str(HERE))
 
 from lineage.graph.index import Index  # noqa: E402
-from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord  # noqa: E402
+from lineage.store import InputRecord, Manifest, Provenance, SourceRecord  # noqa: E402
 
 PIPELINES = 5
 # Stage -> kind of the output, what fills its slots, and how many are made of it per one of the first.

@@ -25,9 +25,8 @@ from lineage.artifact import MODELS
 from lineage.attempts import attempts, describe_last_attempt
 from lineage.certificate import Certificate, Comparison, Tolerance, basis, key_of, write_certificate
 from lineage.errors import ConfigError, LostError, StageError
-from lineage.manifest import Manifest
 from lineage.metrics_file import ReportFile, headline_metric, is_of_machine, read_reports
-from lineage.store import CACHE, Entry
+from lineage.store import CACHE, Entry, Manifest
 from tasks.context import Launcher, Resources
 from tasks.method import Training
 

@@ -25,9 +25,8 @@ from flows.wording import clock, counted
 from lineage.artifact import DATA, MODELS, Kind
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.lock import Lock, owner
-from lineage.manifest import Manifest
 from lineage.metrics_file import read_reports
-from lineage.store import REHEARSALS, Entry, create_store
+from lineage.store import REHEARSALS, Entry, Manifest, create_store
 from lineage.tracker import Event, Listener
 from tasks.context import Launcher
 from tasks.method import Training

@@ -13,8 +13,7 @@ from lineage.environment import environment_signature
 from lineage.errors import ArtifactError
 from lineage.files import atomic_write
 from lineage.fingerprint import digest_json, short
-from lineage.manifest import InputRecord, Manifest, Provenance
-from lineage.store import Store
+from lineage.store import InputRecord, Manifest, Provenance, Store
 
 CERTIFICATES = "certificates"  # the directory of the store
 Verdict = Literal["bit-identical", "within tolerance", "differs", "not compared"]

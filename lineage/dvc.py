@@ -22,9 +22,8 @@ from lineage.errors import ArtifactError
 from lineage.files import replace_jsonl
 from lineage.fingerprint import digest_json
 from lineage.lock import Lock
-from lineage.manifest import Manifest
 from lineage.remote_files import dvc_state
-from lineage.store import MANIFEST, METRICS, PLOTS, Entry, Store
+from lineage.store import MANIFEST, METRICS, PLOTS, Entry, Manifest, Store
 
 
 def tracked_hash(path: Path, cache: DigestCache) -> str | None:

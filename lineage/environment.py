@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from lineage.fingerprint import digest_json, short
-from lineage.manifest import Provenance
+from lineage.store import Provenance
 
 _CPUS = Path("/proc/cpuinfo")
 _SECONDS = 20

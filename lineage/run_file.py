@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from lineage.manifest import Manifest
 from lineage.owner import Owner
+from lineage.store import Manifest
 
 _RUN_FILE = "mlflow.json"
 _CHANGING = threading.Lock()  # a stage ends in one thread while another notes the run that it made for it

@@ -15,7 +15,6 @@ from lineage.digest import DigestCache, digest_all, digest_of, file_names
 from lineage.dvc import tracked_hash
 from lineage.errors import ConfigError, PipelineError
 from lineage.fingerprint import digest_json
-from lineage.manifest import SourceRecord
 from lineage.model_files import read_json, require_own_files, require_sound
 from lineage.model_source import (
     TEMPLATE_TOKENS,
@@ -44,6 +43,7 @@ from lineage.source_checks import (
     reading_identity,
     reading_options,
 )
+from lineage.store import SourceRecord
 from lineage.text_split import (
     SplitBy,
     check_split,

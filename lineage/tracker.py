@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from lineage.errors import PrunedError, StoppedError
-from lineage.manifest import Manifest
+from lineage.store import Manifest
 
 
 @dataclass(frozen=True, kw_only=True)

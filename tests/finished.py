@@ -9,8 +9,7 @@ from flows.planning.plan import Plan
 from lineage.digest import digest_files, digest_of
 from lineage.environment import provenance_here
 from lineage.lock import Lock
-from lineage.manifest import InputRecord, Manifest, Provenance
-from lineage.store import Entry
+from lineage.store import Entry, InputRecord, Manifest, Provenance
 from lineage.tracker import Event, StageStart
 from tests.saved import commit
 

@@ -7,7 +7,7 @@ from hydra.core.override_parser.types import Override
 from flows.declare.sweep import Objective, Sweep
 from flows.sweep.folder import TrialResult
 from flows.sweep.space import read_values
-from lineage.manifest import Manifest
+from lineage.store import Manifest
 from tests.written_store import ran_at
 
 RANDOM = {"_target_": "optuna.samplers.RandomSampler", "seed": 0}

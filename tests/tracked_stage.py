@@ -5,8 +5,8 @@ import json
 import time
 from dataclasses import replace
 
-from lineage.manifest import Provenance
 from lineage.mlflow.tracker import MlflowTracker
+from lineage.store import Provenance
 from lineage.tracker import Event, Execution, StageStart, end_event
 
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lineage.artifact import Kind
-from lineage.manifest import InputRecord
-from lineage.store import Store
+from lineage.store import InputRecord, Store
 from tasks.context import Resources, TrainContext
 from tasks.method import Adapter, Input, Training
 from tests import training

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from lineage.digest import digest_files, digest_of
 from lineage.fingerprint import fingerprint, short
-from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
 from lineage.promotions import Event, append
-from lineage.store import Store
+from lineage.store import InputRecord, Manifest, Provenance, SourceRecord, Store
 
 KINDS = {"corpus": "text", "pairs": "preferences", "evaluate": "report", "reward": "reward_model"}
 

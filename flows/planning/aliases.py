@@ -9,11 +9,10 @@ from lineage.errors import ArtifactError, ConfigError
 from lineage.fingerprint import fingerprint
 from lineage.graph.ancestry import nearest_ancestor
 from lineage.graph.places import node_key
-from lineage.manifest import Manifest, SourceRecord
 from lineage.promotions import Event, read_events, stacks
 from lineage.source_checks import check_options
 from lineage.sources import Pinned
-from lineage.store import Entry, Store
+from lineage.store import Entry, Manifest, SourceRecord, Store
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,8 @@ from lineage.environment import hardware
 from lineage.errors import ConfigError
 from lineage.files import append_jsonl, read_jsonl
 from lineage.fingerprint import short
-from lineage.manifest import Manifest
 from lineage.metrics_file import read_reports
-from lineage.store import Store
+from lineage.store import Manifest, Store
 from tasks.base_model import BaseModel
 from tasks.check_rows import POLICY, rows_slot
 from tasks.context import Resources

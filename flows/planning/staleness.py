@@ -14,10 +14,9 @@ from lineage.errors import ConfigError
 from lineage.files import atomic_write
 from lineage.fingerprint import differences, digest_json, short, without_nones
 from lineage.lock import owner
-from lineage.manifest import InputRecord, Manifest
 from lineage.metrics_file import last_step
 from lineage.sources import Pinned
-from lineage.store import CACHE, Entry, Store
+from lineage.store import CACHE, Entry, InputRecord, Manifest, Store
 from tasks.context import Resources
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.recipe import ADAPTER_FACTOR, Method, TrainingRecipe

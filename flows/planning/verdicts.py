@@ -8,8 +8,8 @@ from flows.planning.plan import Plan, PlannedStage
 from lineage.artifact import Kind
 from lineage.errors import GateError
 from lineage.fingerprint import short
-from lineage.manifest import Manifest
 from lineage.promotions import Event, append, decision, locked, read_events
+from lineage.store import Manifest
 from lineage.verdict import VERDICT_TABLE, Verdict, read_verdict
 
 

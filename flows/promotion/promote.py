@@ -16,9 +16,8 @@ from lineage.graph.index import Index
 from lineage.graph.places import Indexed, node_key
 from lineage.graph.refs import resolve
 from lineage.labels import who
-from lineage.manifest import Manifest
 from lineage.promotions import Event, append, decision, locked, read_events, stacks
-from lineage.store import Entry, Store
+from lineage.store import Entry, Manifest, Store
 from lineage.verdict import CHAMPION, VERDICT_TABLE, Verdict, interval_text, read_verdict
 
 _FORCE = "or promote with --force, which is recorded"

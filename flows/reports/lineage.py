@@ -10,8 +10,8 @@ from lineage.certificate import read_certificate
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, Node
-from lineage.manifest import Manifest, Provenance
 from lineage.metrics_file import headline_metric
+from lineage.store import Manifest, Provenance
 
 # Fields that are shown elsewhere, or nearly always have their default.
 _HIDDEN_FIELDS = ("method", "version", "warmup_ratio", "lr_schedule", "weight_decay", "max_grad_norm")

@@ -21,9 +21,9 @@ from lineage.attempts import Attempt, attempts
 from lineage.diagnosis.finding import Finding
 from lineage.diagnosis.rules import live_findings
 from lineage.fingerprint import short
-from lineage.manifest import Manifest
 from lineage.owner import HEARTBEAT_SECONDS
 from lineage.secrets import redacted
+from lineage.store import Manifest
 from lineage.verdict import VERDICT_TABLE
 from tasks.evaluate.report import TABLE_FILE
 from tasks.method import Training

@@ -27,9 +27,8 @@ from lineage.disk import explain_full_disk
 from lineage.environment import current_signature, hardware, provenance_here
 from lineage.errors import AskedError, LostError, StageError
 from lineage.lock import Lock, acquire_or, owner
-from lineage.manifest import Manifest, Provenance
 from lineage.metrics_file import last_step
-from lineage.store import Entry
+from lineage.store import Entry, Manifest, Provenance
 from lineage.tracker import Event, StageStart, end_event
 from tasks.context import Metrics
 from tasks.data.preparing.options import Prepare

@@ -21,9 +21,8 @@ from flows.wording import counted
 from lineage.artifact import DATA, MODELS, SOURCE, Kind
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, DataError, LostError, StageError
-from lineage.manifest import InputRecord, Manifest
 from lineage.sources import is_unchanged
-from lineage.store import Store
+from lineage.store import InputRecord, Manifest, Store
 from lineage.tracker import Event, Listener, Tracker
 from tasks.check_rows import EXAMPLES, LEAKED, POLICY, RowCheck, describe_lost, rows_slot
 from tasks.data.kinds import HELD_OUT

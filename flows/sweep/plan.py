@@ -19,7 +19,7 @@ from flows.planning.plan import Memo, Plan, PlannedStage, make_plan
 from flows.sweep.folder import overrides
 from flows.sweep.space import choices, combinations, fixed_and_swept, read_values, require_variable
 from lineage.errors import ArtifactError, ConfigError
-from lineage.manifest import Manifest
+from lineage.store import Manifest
 from tasks.context import Launcher
 from tasks.evaluate.evaluate import Evaluate
 

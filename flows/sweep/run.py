@@ -27,9 +27,8 @@ from flows.sweep.files import SweepFiles
 from flows.sweep.folder import TrialResult, TrialState, overrides, sweep_folder, trial_results
 from flows.sweep.plan import Key, SweepPlan, Trial, key_of, metrics_of, objective_values, read_sweep, union
 from lineage.errors import ArtifactError, ConfigError, PipelineError, PrunedError, StoppedError
-from lineage.manifest import Manifest
 from lineage.metrics_file import ReportFile, StageReport
-from lineage.store import create_store
+from lineage.store import Manifest, create_store
 from lineage.tracker import Tracker, TrialEnd
 
 _ASK_SECONDS = 120.0  # timeout for a cluster's answer

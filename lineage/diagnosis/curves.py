@@ -8,10 +8,9 @@ from pathlib import Path
 from statistics import fmean, median
 
 from lineage.fingerprint import short
-from lineage.manifest import Manifest
 from lineage.metrics_file import StageReport, read_reports
 from lineage.run_file import RunFile
-from lineage.store import Entry
+from lineage.store import Entry, Manifest
 
 VALIDATION = ("val/loss", "held_out_loss")
 _NOISE = 0.954  # median difference of two neighbours, per standard deviation of white noise

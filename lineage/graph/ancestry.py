@@ -9,8 +9,7 @@ from functools import cached_property
 from lineage.artifact import SOURCE, Kind
 from lineage.graph.index import ARTIFACT, Index, newest_where, reached
 from lineage.graph.places import Indexed, artifact_at, node_key
-from lineage.manifest import InputRecord, Manifest, rows_read
-from lineage.store import Entry, Store
+from lineage.store import Entry, InputRecord, Manifest, Store, rows_read
 
 
 def nearest_ancestor(store: Store, stage: str, fingerprint: str, wanted: str) -> str | None:

@@ -9,7 +9,7 @@ from lineage.fingerprint import differences, short
 from lineage.graph.ancestry import Graph, Node, ancestry
 from lineage.graph.impact import row_splits
 from lineage.graph.index import Index
-from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
+from lineage.store import InputRecord, Manifest, Provenance, SourceRecord
 
 # The most likely cause first.
 RANKS = (

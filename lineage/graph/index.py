@@ -22,10 +22,9 @@ from lineage.errors import ArtifactError
 from lineage.fingerprint import canonical_json, short
 from lineage.graph.places import Indexed, artifact_at, node_key
 from lineage.labels import recorded_labels
-from lineage.manifest import InputRecord, Manifest, SourceRecord
 from lineage.promotions import Event, read_events, stacks
 from lineage.secrets import redacted
-from lineage.store import ENTRY_NAME, MANIFEST, RESERVED, Entry, Store
+from lineage.store import ENTRY_NAME, MANIFEST, RESERVED, Entry, InputRecord, Manifest, SourceRecord, Store
 
 logger = logging.getLogger(__name__)
 

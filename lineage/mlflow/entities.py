@@ -12,12 +12,12 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Run
 
 from lineage.artifact import MODELS, QUICKSTART, SOURCE, WHEEL, Kind
 from lineage.fingerprint import short
-from lineage.manifest import InputRecord, Manifest, SourceRecord
 from lineage.markup import markdown_table
 from lineage.metrics_file import ReportFile
 from lineage.owner import Owner
 from lineage.remote_files import is_url
 from lineage.source_checks import PYTHON
+from lineage.store import InputRecord, Manifest, SourceRecord
 
 _DIGEST_LENGTH = 36  # characters that MLflow keeps of a data set's digest
 MAX_ROWS = 50  # of a table in a description: MLflow accepts 8,000 characters

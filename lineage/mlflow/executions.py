@@ -13,7 +13,6 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
 from lineage.labels import user
-from lineage.manifest import Manifest
 from lineage.mlflow.address import shown
 from lineage.mlflow.entities import (
     MAX_ROWS,
@@ -27,6 +26,7 @@ from lineage.mlflow.entities import (
 )  # fmt: skip
 from lineage.owner import Owner
 from lineage.run_file import RunFile, is_gone
+from lineage.store import Manifest
 from lineage.tracker import TrialEnd
 
 if TYPE_CHECKING:

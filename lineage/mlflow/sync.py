@@ -11,7 +11,6 @@ from lineage.artifact import SOURCE
 from lineage.attempts import attempts, resumed_at
 from lineage.diagnosis.rules import as_line, live_findings
 from lineage.graph.places import artifact_at
-from lineage.manifest import InputRecord, Manifest, rows_read
 from lineage.mlflow.address import is_server
 from lineage.mlflow.entities import (
     Key,
@@ -34,7 +33,7 @@ from lineage.mlflow.entities import (
 )  # fmt: skip
 from lineage.mlflow.executions import EXISTS, KILLED_CAUSE, Executions, present, where
 from lineage.run_file import RunFile, is_gone
-from lineage.store import Entry, Store
+from lineage.store import Entry, InputRecord, Manifest, Store, rows_read
 
 SAMPLES, NUM_SAMPLES = "samples.parquet", 10  # completions with their rewards, which reinforcement stages write
 _SAMPLES_TABLE = "samples.json"

@@ -14,9 +14,8 @@ from lineage.errors import ArtifactError, PipelineError
 from lineage.fingerprint import fingerprint, short
 from lineage.graph.places import node_key
 from lineage.lock import owner
-from lineage.manifest import InputRecord, Manifest
 from lineage.promotions import PROMOTIONS, Event, read_events, stacks
-from lineage.store import MANIFEST, Entry, Store
+from lineage.store import MANIFEST, Entry, InputRecord, Manifest, Store
 
 
 class Fault(StrEnum):

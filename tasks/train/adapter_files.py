@@ -16,11 +16,10 @@ from lineage.digest import DigestCache
 from lineage.dvc import VIEWS
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.fingerprint import short
-from lineage.manifest import InputRecord, SourceRecord
 from lineage.model_files import read_json
 from lineage.model_source import MODEL_OPTIONS, model_options
 from lineage.sources import pin
-from lineage.store import CACHE, MANIFEST, Entry
+from lineage.store import CACHE, MANIFEST, Entry, InputRecord, SourceRecord
 from tasks.check_rows import POLICY
 from tasks.fetch_model import PARTS_FILE, fetch_model
 from tasks.recipe import Input, TrainingRecipe

@@ -16,8 +16,8 @@ from lineage.artifact import Kind, Source
 from lineage.checkpoints import Checkpoints
 from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, ConfigError, PipelineError
-from lineage.manifest import InputRecord
 from lineage.sources import pin
+from lineage.store import InputRecord
 from tasks.method import Adapter, Input, Training
 from tasks.train import adapter_files
 from tasks.train.adapted import peft_config, require_same, stacked

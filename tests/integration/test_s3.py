@@ -8,9 +8,9 @@ import pytest
 from lineage.artifact import Source
 from lineage.digest import DigestCache
 from lineage.errors import ConfigError, DataError
-from lineage.manifest import Manifest
 from lineage.remote_files import open_remote
 from lineage.sources import pin
+from lineage.store import Manifest
 from tasks.data.reading.chunk import Row
 from tasks.data.reading.read import read_chunks
 from tests.command import CONF, Command

@@ -17,7 +17,7 @@ from duckdb import DuckDBPyConnection
 
 from lineage.artifact import Source
 from lineage.errors import DataError
-from lineage.manifest import OUTSIDE
+from lineage.store import OUTSIDE
 from tasks.data.kinds import HELD_OUT, RESTING, TRAIN
 from tasks.data.ordered_pool import row_batches
 from tasks.data.preparing.options import Prepare

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from lineage.manifest import DATA_REPORT, OUTSIDE
 from lineage.markup import html_page
+from lineage.store import DATA_REPORT, OUTSIDE
 
 REPORT, REJECTS = DATA_REPORT, "rejects.jsonl"
 LEAKAGE, NEAR_DUPLICATES = "leakage.parquet", "near_duplicates.parquet"

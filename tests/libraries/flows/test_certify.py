@@ -16,8 +16,7 @@ from flows.certify import TOLERANCES, compare
 from lineage.certificate import Comparison
 from lineage.digest import digest_files, digest_of
 from lineage.environment import provenance_here
-from lineage.manifest import Manifest
-from lineage.store import Entry
+from lineage.store import Entry, Manifest
 from tasks.weight_differences import length, movement, weight_difference
 
 STEPS = ((1, 4.0), (2, 3.0), (3, 2.0))

@@ -17,8 +17,7 @@ from lineage.certificate import (
     write_certificate,
 )
 from lineage.errors import ArtifactError
-from lineage.manifest import InputRecord, Manifest, Provenance, SourceRecord
-from lineage.store import Store
+from lineage.store import InputRecord, Manifest, Provenance, SourceRecord, Store
 from tests.written_store import ran_at
 
 RESOURCES = {"num_workers": 1, "micro_batch_size": 8, "save_steps": 2, "launcher": "auto"}

@@ -9,8 +9,7 @@ import pytest
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ArtifactError, PipelineError, StageError
 from lineage.lock import Lock
-from lineage.manifest import Manifest
-from lineage.store import Store
+from lineage.store import Manifest, Store
 from tests.finished import save
 from tests.written_store import ran_at
 

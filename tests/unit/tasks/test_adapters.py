@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import ArtifactError, ConfigError
-from lineage.manifest import InputRecord, Manifest, SourceRecord
-from lineage.store import Entry, Store
+from lineage.store import Entry, InputRecord, Manifest, SourceRecord, Store
 from tasks.dpo import DPO
 from tasks.method import Adapter, Quantization
 from tasks.reward_model import RewardModel

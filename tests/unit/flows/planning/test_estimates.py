@@ -15,7 +15,7 @@ from flows.reports.run import plan_dict, plan_table
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.files import append_jsonl
-from lineage.manifest import Manifest, Provenance
+from lineage.store import Manifest, Provenance
 from tasks.estimate import architecture, work
 from tasks.method import Adapter
 from tasks.train.speed import peak_key, peaks_file

@@ -7,7 +7,7 @@ import pytest
 from flows.planning.plan import Plan
 from lineage.attempts import record_attempt
 from lineage.errors import ConfigError
-from lineage.manifest import Manifest
+from lineage.store import Manifest
 from tests import finished
 from tests.finished import finish, save
 
