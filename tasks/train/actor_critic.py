@@ -154,11 +154,12 @@ class Tokens:
     """Rows, padded on the right: causal attention needs no mask there.
 
     Args:
-        starts_B: where completions begin in their rows.
+        starts_B: where completions begin in their rows; ``first``: the least of them.
     """
 
     input_ids_BT: Tensor
     starts_B: Tensor
+    first: int
     mask_BC: Tensor
 
     @staticmethod
@@ -167,7 +168,8 @@ class Tokens:
         ids_BT = pad_sequence([torch.tensor([*chain(*row)]) for row in rows], batch_first=True).to(device)
         starts_B, lengths_B = torch.tensor([[*map(len, row)] for row in rows], device=device).unbind(1)
         mask_BC = torch.arange(num_columns, device=device) < lengths_B.unsqueeze(1)
-        return Tokens(input_ids_BT=ids_BT, starts_B=starts_B, mask_BC=mask_BC.float())
+        first = min(len(prompt) for prompt, _ in rows)
+        return Tokens(input_ids_BT=ids_BT, starts_B=starts_B, first=first, mask_BC=mask_BC.float())
 
     def gather(self, values_BK: Tensor, first: int) -> Tensor:
         """Of values at positions from ``first`` on, those before the tokens of completions: (B, C)."""
@@ -184,7 +186,7 @@ def token_logps(
         temperature: that the completions were sampled at.
         entropies: gets the entropies (B, C) of the distributions, which take longer than the log-probabilities.
     """
-    first = int(tokens.starts_B.min()) - 1
+    first = tokens.first - 1
     targets_BK = tokens.input_ids_BT[:, first + 1 :]
     outputs = model(input_ids=tokens.input_ids_BT, use_cache=False, logits_to_keep=targets_BK.shape[1] + 1)
     all_BKV = (outputs.logits[:, :-1].float() / temperature).log_softmax(-1)

@@ -61,7 +61,7 @@ class StepCounts(TrainerCallback):
         self.num_tokens = 0
         # Of the micro batches since the last log, on this worker; the trainer removes those of a step that it repeats.
         trainer.new_tokens = self.new_tokens = list["Tensor"]()
-        self.grad_norm = math.nan
+        self.grad_norm: object = math.nan  # a tensor until it is logged: to read it would wait for the backward pass
         self._loss, self._norm = trainer.compute_loss, trainer._get_grad_norm
         trainer.compute_loss, trainer._get_grad_norm = self._counted_loss, self._kept_norm
 
@@ -80,7 +80,7 @@ class StepCounts(TrainerCallback):
         else:  # a trainer whose steps call no ``compute_loss``
             self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
         logs["num_tokens"] = self.num_tokens
-        logs.setdefault("grad_norm", self.grad_norm)
+        logs.setdefault("grad_norm", float(self.grad_norm))  # type: ignore[arg-type]
         state.log_history[-1] |= {name: logs[name] for name in ("num_tokens", "grad_norm")}
 
     def _counted_loss(self, model: "PreTrainedModel", inputs: object, *args: object, **kwargs: object) -> object:
@@ -96,9 +96,8 @@ class StepCounts(TrainerCallback):
         return self._loss(model, inputs, *args, **kwargs)
 
     def _kept_norm(self, *args: object, **kwargs: object) -> object:
-        found = self._norm(*args, **kwargs)
-        self.grad_norm = float(found)
-        return found
+        self.grad_norm = self._norm(*args, **kwargs)
+        return self.grad_norm
 
 
 class Recorder(TrainerCallback):
@@ -158,10 +157,14 @@ class Jumps(TrainerCallback):
 
 
 class StepMarks(TrainerCallback):
-    """Sends the heartbeat of every worker at the start and end of steps; ``Checkpointing`` sends it for saves."""
+    """Sends the heartbeat of every worker at the start and end of steps; ``Checkpointing`` sends it for saves.
 
-    def __init__(self, ctx: "TrainContext") -> None:
-        self.mark = ctx.mark
+    Args:
+        collect: what is called between steps.
+    """
+
+    def __init__(self, ctx: "TrainContext", collect: Callable[[], None]) -> None:
+        self.mark, self.collect = ctx.mark, collect
 
     def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.mark(state.global_step, Phase.BETWEEN)
@@ -169,7 +172,11 @@ class StepMarks(TrainerCallback):
     def on_step_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.mark(state.global_step, Phase.STEPPING)
 
-    on_substep_end, on_step_end = on_step_begin, on_train_begin
+    on_substep_end = on_step_begin
+
+    def on_step_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        self.collect()
+        self.mark(state.global_step, Phase.BETWEEN)
 
     def on_train_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.mark(state.global_step, Phase.DONE)

@@ -1,11 +1,12 @@
 """The training loop: transformers' own, with callbacks that measure, report, save and end it."""
 
 import contextlib
+import gc
 import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -236,6 +237,7 @@ class Validating(TrainerCallback):
         )
 
 
+_COLLECT_SECONDS = 10.0
 _NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's error message
 _FLASH = "FLASH_ATTENTION_DETERMINISTIC"
 
@@ -278,9 +280,10 @@ def fit(
         try:
             checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
             watching = [*filter(None, (rate, validation, best)), divergence, Recorder(ctx, speed)]
-            fast = fast_products(method.precision, on_gpu=ctx.resources.gpus_per_worker > 0)
-            with deterministic_kernels(ctx.resources.is_deterministic), fast:
-                _train(trainer, ctx, watching, checkpointing)
+            on_gpu = ctx.resources.gpus_per_worker > 0
+            fast, collecting = fast_products(method.precision, on_gpu=on_gpu), collecting_between_steps(enabled=on_gpu)
+            with deterministic_kernels(ctx.resources.is_deterministic), fast, collecting as collect:
+                _train(trainer, ctx, watching, checkpointing, collect)
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
@@ -302,8 +305,9 @@ def fit(
 
 
 def _train(
-    trainer: Trainer, ctx: "TrainContext", watching: Sequence[TrainerCallback], checkpointing: Checkpointing
-) -> None:
+    trainer: Trainer, ctx: "TrainContext", watching: Sequence[TrainerCallback], checkpointing: Checkpointing,
+    collect: Callable[[], None],
+) -> None:  # fmt: skip
     name_accumulation(trainer)
     if trainer.accelerator.ddp_handler is not None:  # without it, each worker holds all gradients twice
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
@@ -312,7 +316,7 @@ def _train(
     for callback in (NewRandomState(ctx), StepCounts(trainer)):
         trainer.add_callback(callback)
     start_scaler(trainer)
-    for callback in (*watching, StepMarks(ctx), checkpointing):
+    for callback in (*watching, StepMarks(ctx, collect), checkpointing):
         trainer.add_callback(callback)
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
@@ -324,6 +328,34 @@ def _train(
 def seconds_before(ctx: "TrainContext") -> float:
     """Training time of earlier attempts."""
     return Checkpoints.at(ctx.resume_from).train_seconds if ctx.resume_from else 0.0
+
+
+@contextlib.contextmanager
+def collecting_between_steps(*, enabled: bool) -> Iterator[Callable[[], None]]:
+    """Keeps Python's garbage collector out of the steps, in which it would keep a GPU waiting.
+
+    Yields:
+        A function to call between steps, which collects every few seconds. What was there before is not searched.
+    """
+    if not (enabled and gc.isenabled()):
+        yield lambda: None
+        return
+    last = time.monotonic()
+
+    def collect() -> None:
+        nonlocal last
+        if time.monotonic() - last > _COLLECT_SECONDS:
+            gc.collect()
+            last = time.monotonic()
+
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

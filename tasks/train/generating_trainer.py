@@ -153,7 +153,7 @@ class WithRollouts(_BaseTrainer):
         self.scale, self.has_signal, self.has_moved = scale, True, False
         self.kl_in_loss = bool(kl_beta) and not isinstance(self, RLOOTrainer | OnlineDPOTrainer)
         self._plain_backward, self.accelerator.backward = self.accelerator.backward, self._backward
-        self.metric_weights: dict[str, list[float]] = defaultdict(list)
+        self.metric_weights: dict[str, list[Tensor]] = defaultdict(list)  # read when they are logged
         number_real_tokens(self.model)
         method = rollouts.method
         if not (method.neftune_alpha or (method.adapter and method.adapter.dropout)):  # noise of each row
@@ -239,7 +239,7 @@ class WithRollouts(_BaseTrainer):
         return rewards_NK
 
     def _compute_loss(self, model: "PreTrainedModel", inputs: "Mapping[str, Tensor]") -> object:
-        num_tokens = float(self.accelerator.reduce(inputs["completion_mask"].sum().float(), "sum"))
+        num_tokens = self.accelerator.reduce(inputs["completion_mask"].sum().float(), "sum")
         of_ratios = _OF_RATIOS if getattr(self, "importance_sampling_level", None) == "token" else ()
         for name in (*_OF_TOKENS, *of_ratios):
             self.metric_weights[name].append(num_tokens)
@@ -285,7 +285,8 @@ class WithRollouts(_BaseTrainer):
         TRL averages the means of micro batches, in which one without a token counts as much as one of many.
         """
         metrics = self._metrics["train"]
-        for name, weights in self.metric_weights.items():
+        for name, of_batches in self.metric_weights.items():
+            weights = torch.stack(of_batches).tolist()
             values, total = metrics.get(name, []), math.fsum(weights)
             if len(values) == len(weights) and total:
                 values[:] = [math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / total]
@@ -450,7 +451,7 @@ class OnlineDPOTrainer(GRPOTrainer):
     TRL's trainer of this name generates again for each micro batch, and renders the prompts itself. Shapes: G prompts.
     """
 
-    metric_weights: dict[str, list[float]]  # of ``WithRollouts``
+    metric_weights: "dict[str, list[Tensor]]"  # of ``WithRollouts``
 
     def __init__(self, *args: object, pair_loss: str, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -488,10 +489,12 @@ class OnlineDPOTrainer(GRPOTrainer):
 
     def _add_metrics(self, values: "Mapping[str, Tensor]", weights: "Tensor") -> None:
         """Means over all workers; 0 where all weights are 0."""
-        for name, each in values.items():
-            sums = torch.stack([(each.detach() * weights).sum(), weights.sum().float()])
-            total, weight = self.accelerator.reduce(sums, "sum").tolist()
-            self._metrics["train"][name].append(total / weight if weight else 0.0)
+        sums = torch.stack([weights.sum().float(), *((each.detach() * weights).sum() for each in values.values())])
+        weight, *totals = self.accelerator.reduce(sums, "sum")
+        for name, total in zip(
+            values, torch.where(weight > 0, torch.stack(totals) / weight, 0.0).tolist(), strict=True
+        ):
+            self._metrics["train"][name].append(total)
             if name not in _OF_TOKENS:
                 self.metric_weights[name].append(weight)
 

@@ -181,9 +181,9 @@ class OnePolicy:
         """
         with torch.no_grad():
             apart_BC = (sampler_BC.double() - trainer_BC.detach().double()).abs()
-            apart_N = apart_BC[mask_BC.bool() & apart_BC.isfinite()]
-            largest = apart_N.max() if apart_N.numel() else apart_N.new_zeros(())
-            self._apart.append(torch.stack([apart_N.sum(), apart_N.new_tensor(float(apart_N.numel())), largest]))
+            known_BC = mask_BC.bool() & apart_BC.isfinite()  # without indexing, which would wait for the GPU
+            apart_BC = apart_BC.where(known_BC, 0.0)
+            self._apart.append(torch.stack([apart_BC.sum(), known_BC.sum().double(), apart_BC.max()]))
 
     def require(self, step: int) -> dict[str, float]:
         """Ends the comparison of a step; called before its update.

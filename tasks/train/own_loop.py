@@ -30,7 +30,7 @@ from lineage.errors import PipelineError, StoppedError
 from tasks.heartbeat import Phase
 from tasks.train.callbacks import WINDOW_STEPS, Recorder, seed_worker, step_metrics, summary
 from tasks.train.checkpointing import Saver, divergence, last_saved
-from tasks.train.fit import deterministic_kernels, seconds_before
+from tasks.train.fit import collecting_between_steps, deterministic_kernels, seconds_before
 from tasks.train.kernels import fast_products
 from tasks.train.optimizers import install_optimizer
 from tasks.train.schedules import schedule_args
@@ -151,7 +151,8 @@ class OwnLoop:
         self._resume()
         self._saver.begin(self.step)
         fast = fast_products(self.run.method.precision, on_gpu=self.ctx.resources.gpus_per_worker > 0)
-        with deterministic_kernels(self.ctx.resources.is_deterministic), fast:
+        collecting = collecting_between_steps(enabled=self.ctx.resources.gpus_per_worker > 0)
+        with deterministic_kernels(self.ctx.resources.is_deterministic), fast, collecting as collect:
             self._recorder.begin(float(self.num_tokens))
             self._start = time.perf_counter()
             while self.step < num_steps:
@@ -163,6 +164,7 @@ class OwnLoop:
                 if not self._log or self._log[-1]["step"] != self.step + 1:
                     raise PipelineError(f"step {self.step + 1} was not reported; call report(...) in each step")
                 self.step += 1
+                collect()
                 self.ctx.mark(self.step, Phase.BETWEEN)
                 if self.step < num_steps:  # the last one is saved as the output
                     self._save_or_stop()

@@ -92,7 +92,7 @@ class PairTrainer(Trainer):
         self._step: list[Batch] = []  # the micro batches of the step, until the divergence is estimated
         self._divergence: Tensor | None = None
         # Sums over the rows of a step, and their number.
-        self._metrics: dict[str, dict[str, tuple[float, int]]] = {"train": {}, "eval": {}}
+        self._metrics: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}
         text = model.config.get_text_config()
         has_routers = hasattr(text, "output_router_logits")
         self.router_aux_loss_coef = getattr(text, "router_aux_loss_coef", 0.0) if has_routers else 0.0
@@ -188,14 +188,15 @@ class PairTrainer(Trainer):
         mode = self._metrics["train" if self.model.training else "eval"]
         for name, each in metrics.items():
             values = self.accelerator.gather(each.detach().float().reshape(-1))
-            known = values[~values.isnan()]
-            total, count = mode.get(name, (0.0, 0))
-            mode[name] = total + float(known.sum()), count + len(known)
+            # On the GPU until they are logged: to read them would wait for the micro batch.
+            sums = torch.stack([values.double().nansum(), (~values.isnan()).sum().double()])
+            mode[name] = mode[name] + sums if name in mode else sums
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the means of the metrics over the rows of the step."""
         recorded = self._metrics["train" if self.model.training else "eval"]
-        means = {name: total / count for name, (total, count) in recorded.items() if count}
+        sums = torch.stack([*recorded.values()]).tolist() if recorded else []
+        means = {name: total / count for name, (total, count) in zip(recorded, sums, strict=True) if count}
         if "rewards/margins" not in means and {"rewards/chosen", "rewards/rejected"} <= means.keys():
             means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         super().log({**logs, **means}, start_time)

@@ -18,8 +18,8 @@ from transformers import trainer as transformers_trainer
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, PipelineError
-from tasks.context import Resources
-from tasks.method import Adapter
+from tasks.context import Dtype, Resources
+from tasks.method import Adapter, Optimizer
 from tasks.train import kernels, models
 from tasks.train import run as module
 from tasks.train.models import load_config, whole_model
@@ -235,10 +235,14 @@ def test_packed_rows_do_not_see_each_other_in_eager_attention(root: Path, tmp_pa
     assert packed[1] == pytest.approx(packed[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("optimizer", [Optimizer(), Optimizer(weights="bf16")], ids=["fp32", "split"])
+@pytest.mark.parametrize("held", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
-def test_a_reference_in_bf16_computes_what_its_policy_computes(root: Path, tmp_path: Path, name: str) -> None:
-    stage = training.method(name, precision="bf16", num_steps=1)
-    run = training.train(stage, root, tmp_path / "output", resources=replace(RESOURCES, weights="bf16"))
+def test_a_reference_computes_what_its_policy_computes_in_bf16(
+    root: Path, tmp_path: Path, name: str, held: Dtype, optimizer: Optimizer
+) -> None:
+    stage = training.method(name, precision="bf16", num_steps=1, optimizer=optimizer)
+    run = training.train(stage, root, tmp_path / "output", resources=replace(RESOURCES, weights=held))
     for each in ("rewards/chosen", "rewards/rejected"):
         assert run.reports[0][1][each] == 0.0
     if name == "dpo":

@@ -1,5 +1,6 @@
 """What all trainings share: deterministic kernels, the order of rows, the metrics of a step."""
 
+import gc
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from tasks.sft import SFT
 from tasks.train import fit as module
 from tasks.train import kernels
 from tasks.train.callbacks import Jumps, step_metrics
-from tasks.train.fit import deterministic_kernels
+from tasks.train.fit import collecting_between_steps, deterministic_kernels
 from tasks.train.run import row_order
 
 
@@ -136,3 +137,18 @@ def test_the_rows_of_a_step_whose_loss_jumps_are_logged_and_of_no_other(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "step=40 loss=2 state=jumped rows=rows of 40", "step=50 loss=nan state=jumped rows=rows of 50",
     ]  # fmt: skip
+
+
+def test_garbage_is_collected_between_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[int] = []
+    monkeypatch.setattr(module, "_COLLECT_SECONDS", 0.0)
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    with collecting_between_steps(enabled=False) as collect:
+        collect()
+        assert gc.isenabled() and not collected
+    with collecting_between_steps(enabled=True) as collect:
+        assert not gc.isenabled() and gc.get_freeze_count()
+        before = len(collected)
+        collect()
+        assert len(collected) == before + 1
+    assert gc.isenabled() and not gc.get_freeze_count()
