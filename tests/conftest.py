@@ -32,7 +32,9 @@ os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # tmp_pat
 os.environ.update(TMPDIR=str(OWN), HOME=str(OWN / "home"), PREFECT_HOME=str(OWN / "home/.prefect"))
 os.environ["PYTHONPATH"] = str(HERE.parent)  # processes that tests start in their own directories
 (OWN / "home").mkdir()
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # processes of tests must not inherit nohup's
+# Processes of tests must not inherit what nohup and a shell's `&` ignore.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Must precede the import of torch: tests share the machine, and spinning threads would stall each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 tempfile.tempdir = None  # read TMPDIR again

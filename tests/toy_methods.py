@@ -21,6 +21,7 @@ class ToyRows(Method):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.ROWS}
     produces: ClassVar[Kind] = Kind.TEXT
+    preload: ClassVar[tuple[str, ...]] = ()
 
     prefix: str = ""
     seconds: float = 0.0  # between the reading and the end
