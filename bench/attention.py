@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from tasks.train.kernels import F, fast_products, sdpa_by_mkl
+from tasks.train.kernels.machine import F, fast_products, sdpa_by_mkl
 
 TOKENS = 4096  # in all rows
 HEADS, HEAD_DIM = 4, 32

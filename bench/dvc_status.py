@@ -43,7 +43,7 @@ def made(folder: Path, *words: str) -> DvcRepository:
 
 def fatten(repository: DvcRepository, gigabytes: float, count: int) -> None:
     """Gives the finished `model` the files of a large one: what a stage that writes them would have committed."""
-    from lineage.digest import digest_files, digest_of
+    from lineage.filesystem.digest import digest_files, digest_of
     from lineage.store import Manifest
 
     entry = repository.entry("model")

@@ -10,8 +10,8 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tasks.train.generating import Sampling
-from tasks.train.rollouts import sample
+from tasks.train.generation.generating import Sampling
+from tasks.train.generation.rollouts import sample
 
 SHARE, GROUP, PROMPT_TOKENS = 256, 8, 13
 BATCHES = (16, 32, 64, 128, 256)

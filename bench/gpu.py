@@ -80,7 +80,7 @@ def prepare():
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from tasks.chat_template import CHATML
+    from tasks.model.chat_template import CHATML
     from tests import tiny
 
     if (WORK / "ready").exists():
@@ -496,8 +496,8 @@ def estimated(method, resources, model, tokens, steps):
     """What a plan says before anything was measured, from the mean length of the rows."""
     from flows.planning.adapter_choice import capacity
     from flows.planning.estimates import formula_seconds
-    from tasks.estimate import architecture, memory, work
-    from tasks.train.speed import known_peak
+    from tasks.judgement.estimate import architecture, memory, work
+    from tasks.train.loop.speed import known_peak
 
     found = architecture(json.loads((WORK / model / "config.json").read_text()))
     mean = sum(tokens) / (len(tokens) * method.global_batch_size)

@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from lineage.artifact import Kind, Source
-from lineage.digest import DigestCache
-from lineage.sources import pin
+from lineage.filesystem.digest import DigestCache
+from lineage.source.sources import pin
 from tasks.context import Resources, TrainContext
 from tasks.data.kinds import HELD_OUT, TRAIN
 from tasks.data.tokens.cache import load_or_make

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 if TYPE_CHECKING:
-    from tasks.train.padding_free import Example
+    from tasks.train.kernels.padding_free import Example
 
 MAX_LENGTH, VOCABULARY, MEDIAN, SPREAD = 1024, 4096, 150, 0.9
 MODELS = ("llama", "gemma3_text", "qwen2_moe")
@@ -78,7 +78,7 @@ def measure(architecture: str, is_packed: bool, count: int, device: str) -> dict
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
     from trl.trainer.utils import add_fused_lm_head
 
-    from tasks.train.padding_free import collator_for, install
+    from tasks.train.kernels.padding_free import collator_for, install
 
     config = AutoConfig.for_model(
         architecture, vocab_size=VOCABULARY, hidden_size=256, intermediate_size=704, num_hidden_layers=6, head_dim=32,

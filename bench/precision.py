@@ -33,7 +33,7 @@ def measure(hidden_size: int, precision: str, steps: int) -> tuple[float, float,
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tasks.train.kernels import fast_products
+    from tasks.train.kernels.machine import fast_products
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(

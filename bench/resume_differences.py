@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from lineage.errors import StoppedError  # noqa: E402
 from tasks.context import Resources, TrainContext  # noqa: E402
 from tasks.method import Training  # noqa: E402
-from tasks.weight_differences import length, movement, weight_difference  # noqa: E402
+from tasks.model.weight_differences import length, movement, weight_difference  # noqa: E402
 from tests import training  # noqa: E402
 
 RATES = (1e-6, 1e-4, 1e-3)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 from flows.commands.arguments import add_json, add_overrides
-from flows.wording import PrintableFormatter, printable, printable_text
+from flows.reports.wording import PrintableFormatter, printable, printable_text
 from lineage.errors import ConfigError, PipelineError
 
 STOPPED = 130

@@ -18,10 +18,10 @@ from flows.commands.arguments import add_overrides, recorded_cli_args, write_ren
 from flows.declare.compose import composed_files
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
-from flows.declared import split_words
+from flows.progress.declared import split_words
 from lineage.dvc import FILE, View, read_stages
 from lineage.errors import ConfigError
-from lineage.sources import local_parts, local_paths
+from lineage.source.sources import local_parts, local_paths
 from lineage.store import MANIFEST, METRICS, PLOTS
 from tasks.method import Training
 

@@ -12,28 +12,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flows.declared import show_declared
 from flows.planning.estimates import require_plan_disk
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
 from flows.planning.verdicts import may_ask, require_passed
 from flows.prefect.open_runs import settle_left
 from flows.prefect.server import embedded_server
+from flows.progress.declared import show_declared
 from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import RUN_VARIABLE, SweepRecord
 from flows.progress.screen import Screen
+from flows.progress.tracking import complete_record, make_tracker
 from flows.promotion.retrain import follow_up, has_work
 from flows.reports.run import plan_table, run_dict, summary
 from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses, modules_of, shares_imports
 from flows.stages.resources import require_gpus
 from flows.stages.run import Run
-from flows.stops import stoppable
-from flows.tracking import complete_record, make_tracker
+from flows.stages.stops import stoppable
 from lineage.artifact import SOURCE
 from lineage.errors import ConfigError, PipelineError, StoppedError
-from lineage.labels import Statement, record_labels
-from lineage.tracker import Event, Execution, Listener, Tracker
+from lineage.record.labels import Statement, record_labels
+from lineage.record.tracker import Event, Execution, Listener, Tracker
 from tasks.context import Launcher
 
 

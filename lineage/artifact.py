@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Gt
 
 from lineage.secrets import refuse_secrets
-from lineage.text_split import SplitBy
+from lineage.source.text_split import SplitBy
 
 SOURCE = "source:"  # before the name of a source, where a stage could be meant
 QUICKSTART = "quickstart:"  # before the name of rows that ship with Python
@@ -65,12 +65,12 @@ class Source:
         fallback: for an alias: the stage, or ``source:NAME``, that fills its slots while the alias is unset; None:
             optional slots stay empty.
         subset: name of one subset of a hub data set, or of a directory whose ``README.md`` declares several.
-        loader: further arguments of ``datasets.load_dataset`` (``lineage.source_checks.LOADER``), such as
+        loader: further arguments of ``datasets.load_dataset`` (``lineage.source.source_checks.LOADER``), such as
             ``data_files``.
         tokenizer: replaces a model's own: a directory, or a hub id with an optional ``@REVISION``.
         pad_token: a token of the tokenizer's vocabulary.
-        chat_template: replaces the tokenizer's own: a name (``lineage.model_source``), or a file.
-        model_kwargs: settings of its ``config.json`` (``lineage.model_source.KWARGS``), such as ``rope_scaling``.
+        chat_template: replaces the tokenizer's own: a name (``lineage.source.model_source``), or a file.
+        model_kwargs: settings of its ``config.json`` (``lineage.source.model_source.KWARGS``): ``rope_scaling``.
         base_model: of a PEFT adapter: the model that it is put on, a directory or a hub id with an optional
             ``@REVISION``; None: as its ``adapter_config.json`` names it.
         trust_remote_code: runs the Python files of a hub repository; ``revision`` must be a commit.

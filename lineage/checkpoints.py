@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from lineage.digest import damage_of, digest_files
 from lineage.errors import ArtifactError
-from lineage.files import flush, flush_tree
+from lineage.filesystem.digest import damage_of, digest_files
+from lineage.filesystem.files import flush, flush_tree
 from lineage.fingerprint import digest_json, short
-from lineage.source_checks import readable_as
+from lineage.source.source_checks import readable_as
 
 RECORD = "checkpoint.json"
 _DIGEST = "digest"  # SHA-256 of all else in the record

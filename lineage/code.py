@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 
-from lineage.digest import digest_of
-from lineage.files import atomic_write, user_cache
+from lineage.filesystem.digest import digest_of
+from lineage.filesystem.files import atomic_write, user_cache
 
 OURS = ("tasks", "lineage")
 _IMPORTS = "imports.json"  # in the user's cache

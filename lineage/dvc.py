@@ -17,12 +17,12 @@ from pathlib import Path
 import yaml
 from filelock import FileLock
 
-from lineage.digest import DigestCache, digest_file, file_names
 from lineage.errors import ArtifactError
-from lineage.files import replace_jsonl
+from lineage.filesystem.digest import DigestCache, digest_file, file_names
+from lineage.filesystem.files import replace_jsonl
+from lineage.filesystem.lock import Lock
+from lineage.filesystem.remote_files import dvc_state
 from lineage.fingerprint import digest_json
-from lineage.lock import Lock
-from lineage.remote_files import dvc_state
 from lineage.store import MANIFEST, METRICS, PLOTS, Entry, Manifest, Store
 
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from filelock import FileLock
 
-from lineage.digest import file_names
-from lineage.files import append_jsonl, read_jsonl
+from lineage.filesystem.digest import file_names
+from lineage.filesystem.files import append_jsonl, read_jsonl
+from lineage.filesystem.lock import LOCK, Lock, owner
 from lineage.graph.places import node_key
-from lineage.lock import LOCK, Lock, owner
 from lineage.promotions import locked
 from lineage.store import CACHE, MODELS, REFERENCE_LOGPS, REHEARSALS, Entry, Store
 

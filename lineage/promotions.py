@@ -8,7 +8,7 @@ from typing import Literal
 
 from filelock import FileLock
 
-from lineage.files import append_jsonl, read_jsonl
+from lineage.filesystem.files import append_jsonl, read_jsonl
 
 PROMOTIONS = "promotions.jsonl"
 

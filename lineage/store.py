@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import SOURCE
 from lineage.checkpoints import Checkpoints
-from lineage.digest import DigestCache, damage_of, digest_files
 from lineage.errors import ArtifactError, ConfigError
-from lineage.files import atomic_write, flush, flush_tree, local_path
+from lineage.filesystem.digest import DigestCache, damage_of, digest_files
+from lineage.filesystem.files import atomic_write, flush, flush_tree, local_path
 from lineage.fingerprint import short
-from lineage.metrics_file import cut_reports, read_reports
+from lineage.record.metrics_file import cut_reports, read_reports
 from lineage.secrets import redacted
-from lineage.source_checks import readable_as
+from lineage.source.source_checks import readable_as
 
 if TYPE_CHECKING:
-    from lineage.lock import Lock  # of no use to who only asks the record, and slow to import
+    from lineage.filesystem.lock import Lock  # of no use to who only asks the record, and slow to import
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ METRICS = "metrics.json"  # the final metrics, for `dvc metrics`
 PLOTS = "plots.json"  # the reports of every step, for `dvc plots`
 CACHE = "cache"  # what stages share and can rebuild, such as tokens
 MODELS = "models"  # in the cache: models converted from wheels
-REFERENCE_LOGPS = "reference_logps"  # in the cache: see tasks.train.reference_logps
+REFERENCE_LOGPS = "reference_logps"  # in the cache: see tasks.train.losses.reference_logps
 REHEARSALS = "rehearsals"  # stores of rehearsals, a directory each, with a lock
 # Directories of the store that belong to no stage.
 RESERVED = (CACHE, "certificates", "logs", "pipelines", REHEARSALS, "runs", "sweeps", "watch")

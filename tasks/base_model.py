@@ -9,9 +9,9 @@ from annotated_types import Ge, Gt
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from tasks.chat_template import CHATML
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import TRAIN
+from tasks.model.chat_template import CHATML
 from tasks.recipe import Inputs, Method
 from tasks.train.sharding import leave_out_deepspeed
 

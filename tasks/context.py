@@ -10,8 +10,8 @@ from annotated_types import Ge, Gt, Le
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
-from tasks.best import KeepBest
-from tasks.heartbeat import Phase
+from tasks.train.best import KeepBest
+from tasks.train.loop.heartbeat import Phase
 
 Metrics = Mapping[str, float]
 Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "eager"]
@@ -52,11 +52,11 @@ class Resources:
     max_failures: Annotated[int, Ge(0)] = 2  # retries after a lost worker, counted since the last checkpoint
     deterministic: Literal["auto"] | bool = "auto"  # equal trainings are bit-identical; auto: on CPUs, not on GPUs
     weights: Dtype | Literal["auto"] = "auto"  # dtype of frozen models: see frozen_dtype
-    attention: Attention = "auto"  # auto: the fastest that is installed; see tasks.train.kernels.attention_of
+    attention: Attention = "auto"  # auto: the fastest that is installed; see tasks.train.kernels.machine.attention_of
     gradient_checkpointing: Literal["off", "on"] | bool | Annotated[int, Gt(0)] = "off"  # N: every Nth layer
     compile: bool = False  # compile layers with torch.compile
     precompute_reference: bool = False  # compute the reference's log-probabilities once, into the store's cache
-    liger: Literal["auto"] | bool = "auto"  # liger-kernel's layers; auto: see tasks.train.kernels.uses_liger
+    liger: Literal["auto"] | bool = "auto"  # liger-kernel's layers; auto: see tasks.train.kernels.machine.uses_liger
     empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps between releases of unused GPU memory
     dataloader_workers: Annotated[int, Ge(0)] = 0  # processes that collate batches ahead; 0: the training's own
     prefetch_factor: Annotated[int, Gt(0)] | None = None  # batches that each of these holds ready; null: 2

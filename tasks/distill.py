@@ -36,7 +36,7 @@ class Distillation(SFT):
     cross_entropy_weight: Annotated[float, Ge(0), Lt(1)] = 0.0  # in the loss, beside the divergence
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
-        from tasks.train.distill_trainer import distill_trainer, divergence
+        from tasks.train.losses.distill_trainer import distill_trainer, divergence
 
         apart = partial(divergence, beta=self.beta, temperature=self.temperature)
         return distill_trainer(run, divergence=apart, cross_entropy_weight=self.cross_entropy_weight)

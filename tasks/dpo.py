@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Lt
 
 from tasks.data.kinds import PREFERENCES
 from tasks.method import FROZEN_POLICY, POLICY
-from tasks.train.dpo_losses import LOSSES, Divergence, LossOptions, LossType, ReferenceSync
+from tasks.train.losses.dpo_losses import LOSSES, Divergence, LossOptions, LossType, ReferenceSync
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -27,7 +27,7 @@ class DPO(LossOptions):
 
     default_learning_rate: ClassVar = 1e-6
     beta: Annotated[float, Gt(0)] = 0.1  # strength of the KL to the reference
-    loss_type: LossType = "sigmoid"  # eq. 7 of the paper; tasks/train/dpo_losses.py names the papers of all
+    loss_type: LossType = "sigmoid"  # eq. 7 of the paper; tasks/train/losses/dpo_losses.py names the papers of all
     losses: Mapping[LossType, Annotated[float, Gt(0)]] | None = None  # several, with weights: MPO, arXiv:2411.10442
     sft_weight: Annotated[float, Gt(0)] | None = None  # of the chosen answers' log-likelihood in the loss: rpo_loss
     label_smoothing: Annotated[float, Gt(0), Lt(0.5)] | None = None  # share of wrong labels, for robust, exo_pair, aot
@@ -44,12 +44,12 @@ class DPO(LossOptions):
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         if self.sft_weight is not None:
-            from tasks.train.pair_loss import pair_trainer, rpo_loss
+            from tasks.train.losses.pair_loss import pair_trainer, rpo_loss
 
             return pair_trainer(run, partial(rpo_loss, self.beta, self.sft_weight))
         from trl import DPOConfig, DPOTrainer
 
-        from tasks.train.dpo_trainer import MovingReferenceTrainer, OwnLossesTrainer
+        from tasks.train.losses.dpo_trainer import MovingReferenceTrainer, OwnLossesTrainer
 
         options = self.trl_options(run.num_steps)
         ours = {name: weight for name, weight in self.weights.items() if LOSSES[name].is_ours}

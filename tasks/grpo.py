@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
-from tasks.train.grpo_variants import Loss, Scale, VariantOptions
+from tasks.train.losses.grpo_variants import Loss, Scale, VariantOptions
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -20,7 +20,7 @@ class GRPO(VariantOptions):
     version: ClassVar[int] = 2  # 1 took the rounding of equal rewards for a signal, and steps without one
 
     num_generations: Annotated[int, Ge(2)] = 8  # completions per prompt: a group
-    loss: Loss = "grpo"  # eq. 3 of the paper; tasks/train/grpo_variants.py has all papers
+    loss: Loss = "grpo"  # eq. 3 of the paper; tasks/train/losses/grpo_variants.py has all papers
     beta: Annotated[float, Ge(0)] = 0.0  # of the KL to the policy that it starts from, eq. 4; 0: no reference
     num_iterations: Annotated[int, Gt(0)] = 1  # steps on the completions of a generation; in the first, ratios are 1
     epsilon: Annotated[float, Gt(0)] | None = None  # bound of the ratio below 1; None: that of the loss's paper
@@ -44,7 +44,7 @@ class GRPO(VariantOptions):
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import GRPOConfig, GRPOTrainer
 
-        from tasks.train.generating_trainer import generating_trainer
+        from tasks.train.generation.generating_trainer import generating_trainer
 
         return generating_trainer(
             run, GRPOTrainer, GRPOConfig, scale=self.scale, kl_beta=self.beta, **self.trl_options()

@@ -8,7 +8,7 @@ from annotated_types import Gt
 
 from tasks.data.kinds import LABEL_NAMES, UNPAIRED, single_answers
 from tasks.method import FROZEN_POLICY, POLICY, AnswerTraining
-from tasks.train.pair_loss import kto_loss, label_weights, rows_trainer
+from tasks.train.losses.pair_loss import kto_loss, label_weights, rows_trainer
 
 if TYPE_CHECKING:
     from transformers import Trainer

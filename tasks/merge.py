@@ -20,12 +20,10 @@ from annotated_types import Ge, Gt, Le
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from lineage.model_files import INDEX, read_json
-from lineage.model_source import vocabulary_of
+from lineage.source.model_files import INDEX, read_json
+from lineage.source.model_source import vocabulary_of
 from tasks.context import Metrics, TrainContext
-from tasks.recipe import Input, Inputs, Method
-from tasks.remote_code import trust, trusts
-from tasks.train.merging import (
+from tasks.model.merging import (
     BASE,
     POLICY,
     Places,
@@ -48,7 +46,9 @@ from tasks.train.merging import (
     template_of,
     write_config,
 )
-from tasks.train.quantization import torch_dtype
+from tasks.model.remote_code import trust, trusts
+from tasks.recipe import Input, Inputs, Method
+from tasks.train.models.quantization import torch_dtype
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -210,8 +210,8 @@ class Merge(Method):
             )
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        from tasks.train.adapter_files import base_and_adapters
-        from tasks.train.models import Kept, require_base, save_whole, whole_model
+        from tasks.model.adapter_files import base_and_adapters
+        from tasks.train.models.load import Kept, require_base, save_whole, whole_model
         from tasks.train.sharding import leave_out_deepspeed
 
         leave_out_deepspeed()
@@ -259,8 +259,8 @@ class Merge(Method):
 
     def _with_adapters(self, inputs: Inputs, ctx: TrainContext, watch: "Watch") -> "PreTrainedModel":
         """The model with its adapters merged; ``watch`` sees it before the last of them is."""
-        from tasks.train.adapter_files import Intake, base_and_adapters
-        from tasks.train.models import whole_model
+        from tasks.model.adapter_files import Intake, base_and_adapters
+        from tasks.train.models.load import whole_model
 
         policy = inputs[POLICY]
         if self.combination is None:
@@ -280,7 +280,7 @@ class Merge(Method):
     ) -> "PreTrainedModel":
         from peft import PeftModel
 
-        from tasks.train.quantized_base import detect_quantized_layers
+        from tasks.train.models.quantized_base import detect_quantized_layers
 
         detect_quantized_layers(False)
         names = {slot: f"input{number}" for number, slot in enumerate(adapters)}
@@ -385,7 +385,7 @@ class Merge(Method):
 
 
 def _golden(model: "PreTrainedModel | PeftModel", tokenizer: Path) -> list[float]:
-    from tasks.train.kernels import plain
+    from tasks.train.kernels.machine import plain
 
     return golden_values(model, golden_texts_for(plain(model), [tokenizer]))
 
@@ -417,7 +417,7 @@ def require_alike(inputs: "Inputs") -> None:
     Raises:
         ConfigError: one differs; names both models.
     """
-    from tasks.train.models import load_config
+    from tasks.train.models.load import load_config
 
     policy = inputs[POLICY]
     ours = load_config(policy.path).to_dict()
@@ -457,8 +457,8 @@ def whole_weights(inputs: "Inputs", work: Path) -> dict[str, Places]:
 
 def _merged_directory(slot: str, given: "Input", work: Path, *, again: bool = False) -> Path:
     """The directory with a model's whole weights; written to ``work`` where it has adapters. One model is in memory."""
-    from tasks.train.adapter_files import base_and_adapters
-    from tasks.train.models import save_whole, whole_model
+    from tasks.model.adapter_files import base_and_adapters
+    from tasks.train.models.load import save_whole, whole_model
 
     base, adapters = base_and_adapters(given.path)
     if not adapters and not again:

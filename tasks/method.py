@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Gt
 
 from lineage.errors import ConfigError
-from tasks.best import Validation
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.template import Thinking
 from tasks.data.tokens.tokenization import ControlText, TooLong
@@ -23,10 +22,11 @@ from tasks.recipe import (
     Role,
     TrainingRecipe,
 )
-from tasks.train.adapters import Adapter
-from tasks.train.optimizers import Optimizer
-from tasks.train.quantization import Quantization
-from tasks.train.schedules import Adaptive, Schedule
+from tasks.train.best import Validation
+from tasks.train.models.adapters import Adapter
+from tasks.train.models.quantization import Quantization
+from tasks.train.optim.optimizers import Optimizer
+from tasks.train.optim.schedules import Adaptive, Schedule
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 
-# The fields that transformers' trainer applies; in a loop of its own, ``tasks.train.own_loop.Optimization`` does.
+# The fields that transformers' trainer applies; in a loop of its own, ``tasks.train.loop.own_loop.Optimization`` does.
 LOOP_FIELDS = frozenset({"precision", "optimizer", "schedule", "max_grad_norm"})
 
 
@@ -64,7 +64,7 @@ LOOP_FIELDS = frozenset({"precision", "optimizer", "schedule", "max_grad_norm"})
 class Training(TrainingRecipe):
     """A method that takes optimizer steps. It defines its fields, ``reads``, ``models`` and its ``trainer``.
 
-    A method with a loop of its own defines ``loop`` instead (``tasks.train.own_loop``).
+    A method with a loop of its own defines ``loop`` instead (``tasks.train.loop.own_loop``).
 
     Class attributes:
         applies: the fields of ``LOOP_FIELDS`` that a loop of its own applies. The others must keep their defaults, and

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Ge, Le
 
 from tasks.method import POLICY, TEACHER
-from tasks.train.generating import Completing
+from tasks.train.generation.generating import Completing
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -33,6 +33,6 @@ class OnPolicyDistillation(Completing):
     beta: Annotated[float, Ge(0), Le(1)] = 1.0
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
-        from tasks.train.generating_trainer import on_policy_trainer
+        from tasks.train.generation.generating_trainer import on_policy_trainer
 
         return on_policy_trainer(run, self, beta=self.beta)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
-from tasks.train.generating import Generating
+from tasks.train.generation.generating import Generating
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -36,7 +36,7 @@ class OnlineDPO(Generating):
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import GRPOConfig
 
-        from tasks.train.generating_trainer import OnlineDPOTrainer, generating_trainer
+        from tasks.train.generation.generating_trainer import OnlineDPOTrainer, generating_trainer
 
         return generating_trainer(
             run, OnlineDPOTrainer, GRPOConfig, kl_beta=self.beta, pair_loss=self.loss, scale="none",

@@ -12,12 +12,12 @@ from annotated_types import Ge, Gt, Le
 from lineage.errors import ConfigError
 from tasks.context import Metrics
 from tasks.method import LOOP_FIELDS, VALUE_MODEL
-from tasks.train.generating import Generating
+from tasks.train.generation.generating import Generating
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tasks.train.actor_critic import Batch
+    from tasks.train.losses.actor_critic import Batch
     from tasks.train.run import TrainingRun
 
 LOSSES = ("loss/policy", "clipfrac", "loss/value", "value_clipfrac")  # means over tokens
@@ -76,10 +76,10 @@ class PPO(Generating):
     def loop(self, run: "TrainingRun") -> Metrics:
         import torch
 
-        from tasks.train import actor_critic as terms
-        from tasks.train.models import disable_dropout
-        from tasks.train.own_loop import Optimization, OwnLoop
-        from tasks.train.rewards import token_values
+        from tasks.train.loop.own_loop import Optimization, OwnLoop
+        from tasks.train.losses import actor_critic as terms
+        from tasks.train.losses.rewards import token_values
+        from tasks.train.models.load import disable_dropout
 
         run.disable_dropout()
         policy, value = run.policy.model, run.model("value")
@@ -126,7 +126,7 @@ class PPO(Generating):
 
     def _targets(self, batch: "Batch", kl_coef: float) -> "tuple[Tensor, Tensor]":
         """Advantages and returns of all workers' completions."""
-        from tasks.train.actor_critic import advantages, center_by_prompt, token_rewards, whiten
+        from tasks.train.losses.actor_critic import advantages, center_by_prompt, token_rewards, whiten
 
         mask_BC = batch.mask_BC
         rewards_BC = token_rewards(batch.scores_B, batch.logps_BC - batch.reference_BC, mask_BC, kl_coef)

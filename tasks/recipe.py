@@ -15,22 +15,22 @@ from annotated_types import Ge, Gt, Lt
 
 from lineage.artifact import Kind, Source
 from lineage.code import code_digest, code_digest_now
-from lineage.digest import digest_of
 from lineage.errors import ConfigError
+from lineage.filesystem.digest import digest_of
 from lineage.fingerprint import Setting, set_fields
-from lineage.model_source import text_digest
-from tasks.best import HELD_OUT_LOSS, Best, Validation, steps_of_epochs
-from tasks.chat_template import CHAT_TEMPLATES, template_text
+from lineage.source.model_source import text_digest
 from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
+from tasks.model.chat_template import CHAT_TEMPLATES, template_text
 from tasks.reward_functions import Rewards, code_of_rewards, identity_of
-from tasks.train.adapters import STACKED, Adapter
-from tasks.train.freeze import Freeze
-from tasks.train.optimizers import Optimizer
-from tasks.train.quantization import Quantization
-from tasks.train.schedules import Name as ScheduleName
-from tasks.train.schedules import Schedule
+from tasks.train.best import HELD_OUT_LOSS, Best, Validation, steps_of_epochs
+from tasks.train.models.adapters import STACKED, Adapter
+from tasks.train.models.freeze import Freeze
+from tasks.train.models.quantization import Quantization
+from tasks.train.optim.optimizers import Optimizer
+from tasks.train.optim.schedules import Name as ScheduleName
+from tasks.train.optim.schedules import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ Inputs = Mapping[str, Input]
 
 # Modules that load, train and evaluate models; a method that imports fewer sets its own ``preload``.
 _HEAVY = (
-    "torch", "tasks.light_imports", "transformers.trainer", "trl.trainer.dpo_trainer",
+    "torch", "tasks.train.light_imports", "transformers.trainer", "trl.trainer.dpo_trainer",
     "trl.trainer.reward_trainer", "trl.trainer.sft_trainer",
 )  # fmt: skip
 

@@ -29,7 +29,7 @@ class RewardModel(AnswerTraining):
         from trl import RewardConfig, RewardTrainer
         from trl.trainer.reward_trainer import DataCollatorForPreference
 
-        from tasks.train.rewards import whole_sequences
+        from tasks.train.losses.rewards import whole_sequences
 
         collate = whole_sequences(DataCollatorForPreference(run.policy.tokenizer.pad_token_id))
         return run.trl(RewardTrainer, RewardConfig, data_collator=collate)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
-from tasks.train.generating import Generating
+from tasks.train.generation.generating import Generating
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -41,7 +41,7 @@ class RLOO(Generating):
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import RLOOConfig, RLOOTrainer
 
-        from tasks.train.generating_trainer import generating_trainer
+        from tasks.train.generation.generating_trainer import generating_trainer
 
         clip = None if self.reward_clip is None else (-self.reward_clip, self.reward_clip)
         return generating_trainer(

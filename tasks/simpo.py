@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt
 
-from tasks.train.pair_loss import Logps, PairLoss, reward_metrics
+from tasks.train.losses.pair_loss import Logps, PairLoss, reward_metrics
 
 if TYPE_CHECKING:
     from torch import Tensor

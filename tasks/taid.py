@@ -52,7 +52,7 @@ class TAID(SFT):
             raise ConfigError(f"momentum={self.momentum:g} has no effect with alpha=0; remove it, or set alpha=0.0005")
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
-        from tasks.train.distill_trainer import Interpolation, distill_trainer, divergence
+        from tasks.train.losses.distill_trainer import Interpolation, distill_trainer, divergence
 
         interpolation = Interpolation(t_start=self.t_start, t_end=self.t_end, alpha=self.alpha, momentum=self.momentum)
         apart = partial(divergence, beta=0.0, temperature=1.0)

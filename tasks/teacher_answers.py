@@ -16,7 +16,7 @@ from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import CONVERSATIONS, HELD_OUT, PROMPTS, ROW_ID, TRAIN, UNTRAINED, Row, untrained_of
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.recipe import Inputs, Method
-from tasks.train.generating import Sampling
+from tasks.train.generation.generating import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -98,9 +98,9 @@ class TeacherAnswers(Method):
         import pyarrow.parquet as pq
 
         from tasks.data.tokens.tokenize_rows import require_chat_template
-        from tasks.positions import require_positions
-        from tasks.tokenizers import tokenizer_of
-        from tasks.train.models import load_on_device
+        from tasks.model.positions import require_positions
+        from tasks.model.tokenizers import tokenizer_of
+        from tasks.train.models.load import load_on_device
 
         self.check_slots(frozenset(inputs))
         teacher = inputs["teacher"]

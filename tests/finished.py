@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 
 from flows.planning.plan import Plan
-from lineage.digest import digest_files, digest_of
-from lineage.environment import provenance_here
-from lineage.lock import Lock
+from lineage.filesystem.digest import digest_files, digest_of
+from lineage.filesystem.lock import Lock
+from lineage.record.environment import provenance_here
+from lineage.record.tracker import Event, StageStart
 from lineage.store import Entry, InputRecord, Manifest, Provenance
-from lineage.tracker import Event, StageStart
 from tests.saved import commit
 
 

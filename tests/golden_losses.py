@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from tasks.method import Adapter
-from tasks.train.dpo_losses import ReferenceSync
+from tasks.train.losses.dpo_losses import ReferenceSync
 from tests import training
 
 GOLDEN = Path(__file__).parent / "golden"

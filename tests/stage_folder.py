@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lineage.checkpoints import Checkpoints
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.heartbeat import Phase
 from tasks.method import Training
+from tasks.train.loop.heartbeat import Phase
 from tests import training
 
 SAVING = Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=None, save_minutes=None, keep_last=9)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.chat_template import CHATML
 from tasks.data.kinds import kind_of_columns
+from tasks.model.chat_template import CHATML
 
 Message = dict[str, str]
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

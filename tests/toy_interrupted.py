@@ -17,8 +17,8 @@ from typing import ClassVar
 from lineage import checkpoints
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
-from lineage.digest import digest_files, digest_of
 from lineage.errors import DataError
+from lineage.filesystem.digest import digest_files, digest_of
 from tasks.context import Metrics, TrainContext
 from tasks.method import Input, Inputs, Training
 from tests.toy_loop import loop

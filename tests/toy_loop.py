@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from lineage.errors import StoppedError
-from tasks.best import kept_steps
 from tasks.context import TrainContext
+from tasks.train.best import kept_steps
 from tests.saved import commit
 
 STATE_FILE = "state.txt"

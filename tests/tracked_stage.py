@@ -6,8 +6,8 @@ import time
 from dataclasses import replace
 
 from lineage.mlflow.tracker import MlflowTracker
+from lineage.record.tracker import Event, Execution, StageStart, end_event
 from lineage.store import Provenance
-from lineage.tracker import Event, Execution, StageStart, end_event
 
 
 def execution(store, reused=()):

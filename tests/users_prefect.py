@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from flows.prefect.server import CLIENT_SETTINGS
-from lineage.remote_files import why_unreachable
+from lineage.filesystem.remote_files import why_unreachable
 from tests.command import REPOSITORY, wait_until
 
 

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-from lineage.digest import digest_files, digest_of
+from lineage.filesystem.digest import digest_files, digest_of
 from lineage.fingerprint import fingerprint, short
 from lineage.promotions import Event, append
 from lineage.store import InputRecord, Manifest, Provenance, SourceRecord, Store

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import recorded_cli_args
-from lineage.files import local_path
-from tasks.advice import (
+from lineage.filesystem.files import local_path
+from tasks.judgement.advice import (
     BATCH_FACTOR,
     COMPUTE,
     DOUBLE,
@@ -328,8 +328,8 @@ def _machine(planned: "PlannedStage") -> Iterator[Advised]:
 
 def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str]:
     """Number of rows that a stage trains on (None: unknown), and how it is known."""
-    from tasks.check_rows import rows_slot
     from tasks.data.preparing.options import Prepare
+    from tasks.judgement.check_rows import rows_slot
 
     assert planned.hyperparameters
     if prepared := planned.hyperparameters.num_rows:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lineage.errors import ConfigError, PipelineError
-from lineage.files import local_path
+from lineage.filesystem.files import local_path
 from lineage.secrets import redacted
 
 

@@ -18,22 +18,22 @@ from flows.commands.arguments import add_json
 from flows.declare.config import load_pipeline, typed
 from flows.declare.operation import strict
 from flows.declare.pipeline import listed
-from flows.wording import printable
+from flows.reports.wording import printable
 from lineage.artifact import DATA, SOURCE, Kind, Source
-from lineage.digest import DigestCache
 from lineage.errors import ConfigError, DataError
-from lineage.files import local_path
-from lineage.model_source import MODEL_OPTIONS
-from lineage.source_checks import check_options
-from lineage.sources import files_of, local_paths, pin
-from lineage.text_split import check_split
-from tasks.chat_template import check_name
+from lineage.filesystem.digest import DigestCache
+from lineage.filesystem.files import local_path
+from lineage.source.model_source import MODEL_OPTIONS
+from lineage.source.source_checks import check_options
+from lineage.source.sources import files_of, local_paths, pin
+from lineage.source.text_split import check_split
 from tasks.data.examine import Examined, add_labels, add_overlaps, examine, fetch_tokenizer, keep, method_of
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.report import REJECTS, REPORT, Section, render, sections
 from tasks.data.tokens.template import Thinking
 from tasks.data.tokens.tokenization import ControlText
+from tasks.model.chat_template import check_name
 
 if TYPE_CHECKING:
     from tasks.data.preparing.convert_rows import Opened

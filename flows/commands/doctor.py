@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.wording import counted, printable_text
+from flows.reports.wording import counted, printable_text
 from lineage.errors import ConfigError
 from lineage.secrets import redacted
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def run_doctor(options: argparse.Namespace) -> int:
     """0: fit to run, with or without warnings; 1: an error was found; 2: one in the configuration."""
-    from flows.doctor import diagnose
+    from flows.operate.doctor import diagnose
 
     findings = list(diagnose(options.overrides, options.config_dir))
     errors, warnings = ([each for each in findings if each.level == level] for level in ("error", "warn"))

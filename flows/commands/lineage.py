@@ -5,7 +5,7 @@ import json
 
 from flows.commands.arguments import add_json, add_overrides, name_among, recorded_cli_args, write_output
 from flows.declare.store_root import asked_store
-from lineage.files import local_path
+from lineage.filesystem.files import local_path
 
 
 def add_lineage(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +86,7 @@ def add_blame(parser: argparse.ArgumentParser) -> None:
 
 
 def run_blame(options: argparse.Namespace) -> int:
-    from flows.blame import blame
+    from flows.operate.blame import blame
 
     ref, options.overrides = name_among(options.ref, options.overrides)
     against = ["--against", options.against] if options.against else []

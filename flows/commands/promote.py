@@ -49,7 +49,7 @@ def run_rollback(options: argparse.Namespace) -> int:
 
 def _report(pipeline: "Pipeline", moved: "Moved", *, as_json: bool) -> None:
     """Mirrors the alias in MLflow's registry and prints what was done; MLflow's errors do not undo the move."""
-    from flows.tracking import mirror_alias
+    from flows.progress.tracking import mirror_alias
 
     model = f"{moved.manifest.stage}@{short(moved.manifest.fingerprint)}"
     mirror_alias(pipeline, moved.alias)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from flows.commands.arguments import recorded_cli_args
 
 if TYPE_CHECKING:
-    from flows.certify import Certified
-    from flows.rehearsal import Rehearsal
-    from lineage.certificate import Comparison
+    from flows.operate.certify import Certified
+    from flows.operate.rehearsal import Rehearsal
+    from lineage.record.certificate import Comparison
 
 _NUMBERS = ("seconds", "memory GiB", "checkpoint MB", "real run")
 
@@ -21,7 +21,7 @@ def add_rehearse(parser: argparse.ArgumentParser) -> None:
 
 def run_rehearse(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
-    from flows.rehearsal import rehearse
+    from flows.operate.rehearsal import rehearse
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
     found = rehearse(pipeline, recorded_cli_args(options), keep=options.keep)
@@ -39,7 +39,7 @@ def run_rehearse(options: argparse.Namespace) -> int:
 def _rehearsal_text(rehearsal: "Rehearsal") -> str:
     """A line per stage, and an estimate of the real run."""
     from flows.reports.tables import empty_table, plain_text
-    from flows.wording import clock
+    from flows.reports.wording import clock
 
     def number(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:.{digits}f}"
@@ -63,8 +63,8 @@ def _rehearsal_text(rehearsal: "Rehearsal") -> str:
 
 def run_certify(options: argparse.Namespace) -> int:
     """Returns 0 if kills change no bit and other workers stay within the tolerance; 1 if not, or if not compared."""
-    from flows.certify import certify
     from flows.declare.config import load_pipeline
+    from flows.operate.certify import certify
 
     found = certify(load_pipeline(options.overrides, options.config_dir), recorded_cli_args(options))
     document = {"stages": [{"path": str(each.path), **asdict(each.certificate)} for each in found]}

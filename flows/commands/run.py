@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_sweep, read_overrides, recorded_cli_args
-from lineage.files import local_path
+from lineage.filesystem.files import local_path
 
 if TYPE_CHECKING:
     from flows.declare.pipeline import Pipeline
@@ -35,11 +35,11 @@ def run_plan(options: argparse.Namespace) -> int:
         print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))
         return 0
     from flows.declare.config import load_pipeline
-    from flows.declared import adopt_view
     from flows.planning.checks import bf16_notes, column_notes, compile_notes, position_notes
     from flows.planning.estimates import Estimator, History, share_notes
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
+    from flows.progress.declared import adopt_view
     from flows.promotion.retrain import has_work, pending
     from flows.reports.run import plan_dict, plan_table
 
@@ -90,11 +90,11 @@ def run_run(options: argparse.Namespace) -> int:
             options.overrides, options.config_dir, ["--multirun", *recorded_cli_args(options)], as_json=options.json
         )
     from flows.declare.config import load_pipeline
-    from flows.declared import adopt_view
     from flows.planning.estimates import Estimator, History
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
     from flows.planning.plan_file import read_plan, require_approved
+    from flows.progress.declared import adopt_view
     from flows.run import run_plan as execute
     from lineage.store import create_store
 
@@ -121,11 +121,11 @@ def add_stage(parser: argparse.ArgumentParser) -> None:
 
 def run_stage(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
-    from flows.declared import adopt_view, show_declared
     from flows.planning.plan import make_plan
     from flows.planning.verdicts import require_passed
+    from flows.progress.declared import adopt_view, show_declared
+    from flows.progress.tracking import complete_record
     from flows.run import run_one
-    from flows.tracking import complete_record
     from lineage.errors import ArtifactError
     from lineage.store import create_store
 

@@ -11,7 +11,7 @@ from flows.commands.arguments import count_of, name_among
 from flows.declare.store_root import asked_store, store_root
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
-from flows.wording import printable_text
+from flows.reports.wording import printable_text
 from lineage.errors import StoppedError
 from lineage.store import require_store
 
@@ -78,7 +78,7 @@ def add_cancel(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cancel(options: argparse.Namespace) -> int:
-    from flows.cancel import cancel, find_run
+    from flows.operate.cancel import cancel, find_run
 
     run_id, overrides = name_among(options.run, options.overrides)
     store = asked_store(overrides, options.config_dir)

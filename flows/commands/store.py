@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.wording import printable_text
+from flows.reports.wording import printable_text
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def _chosen(ref: str, store: Path) -> set[str]:
 
 
 def _all_findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iterator["Finding"]:
-    from lineage.digest import DigestCache
+    from lineage.filesystem.digest import DigestCache
     from lineage.verify.store import (
         check_certificates,
         check_links,
@@ -111,7 +111,7 @@ def run_gc(options: argparse.Namespace) -> int:
     """
     from flows.declare.config import load_pipeline
     from flows.declare.store_root import asked_store
-    from flows.gc_roots import add_present, find_roots
+    from flows.operate.gc_roots import add_present, find_roots
     from lineage.gc import delete, find, size
 
     store = asked_store(options.overrides, options.config_dir)
@@ -148,7 +148,7 @@ def _print_garbage(
     from rich.filesize import decimal
 
     from flows.reports.tables import empty_table, plain_text
-    from flows.wording import counted
+    from flows.reports.wording import counted
 
     lines, table = [], empty_table("what", "size", "why", numbers=("size",))
     for each, num_bytes in zip(garbage, sizes, strict=False):
@@ -183,7 +183,7 @@ def _seconds(word: str) -> float:
 
 def run_rebuild(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
-    from flows.tracking import rebuild
+    from flows.progress.tracking import rebuild
     from lineage.store import require_store
 
     pipeline = load_pipeline(options.overrides, options.config_dir)

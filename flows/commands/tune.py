@@ -64,8 +64,8 @@ def run_tune(options: argparse.Namespace) -> int:
 def _first_round(tuner: "Tuner", *, as_json: bool) -> str:
     """The trials of the first round with their estimated needs."""
     from flows.reports.tables import empty_table, plain_text
+    from flows.reports.wording import clock
     from flows.sweep.folder import overrides
-    from flows.wording import clock
 
     found = tuner.first_round()
     if as_json:

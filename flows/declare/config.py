@@ -22,8 +22,8 @@ from lineage.artifact import SOURCE, Source
 from lineage.code import full_name, parsed, source_file
 from lineage.errors import ConfigError
 from lineage.fingerprint import field_names
+from lineage.record.verdict import Approval
 from lineage.store import store_path
-from lineage.verdict import Approval
 from tasks.context import Precision, Resources
 from tasks.method import LOOP_FIELDS, Adapter, Method, Optimizer, Quantization, Training
 from tasks.method import Schedule as LearningRate

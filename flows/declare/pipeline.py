@@ -12,7 +12,7 @@ from typing import Literal
 from flows.declare.operation import Alias, Operation, Tracking
 from lineage.artifact import ALIAS, DATA, SOURCE, Kind, Source
 from lineage.errors import ConfigError
-from lineage.sources import never_changes
+from lineage.source.sources import never_changes
 from lineage.store import RESERVED
 from tasks.context import Resources
 from tasks.gate.rule import CANDIDATE
@@ -115,7 +115,7 @@ class Pipeline:
         restart: stages that start from step 0 although they have checkpoints.
         because: stage -> the finding that its settings follow: ``RULE:STAGE@FINGERPRINT`` of ``diagnose``.
         operation: schedule, triggers and retraining.
-        advice: whether values outside the ranges of ``tasks.advice`` are reported or refused.
+        advice: whether values outside the ranges of ``tasks.judgement.advice`` are reported or refused.
     """
 
     name: str

@@ -13,18 +13,18 @@ from pathlib import Path
 import psutil
 
 from flows.declare.pipeline import Pipeline, Stage
-from flows.wording import gib
+from flows.reports.wording import gib
 from lineage.artifact import SOURCE, Kind, Source
-from lineage.environment import list_gpus
 from lineage.errors import ConfigError
-from lineage.model_files import read_json
-from lineage.peft_adapter import base_source, is_peft
-from lineage.sources import local_paths
+from lineage.record.environment import list_gpus
+from lineage.source.model_files import read_json
+from lineage.source.peft_adapter import base_source, is_peft
+from lineage.source.sources import local_paths
 from tasks.base_model import BaseModel
-from tasks.check_rows import POLICY
 from tasks.context import Resources
-from tasks.disk_need import Shapes, model_shapes
-from tasks.estimate import Architecture, architecture, frozen_slots, memory, num_weights
+from tasks.judgement.check_rows import POLICY
+from tasks.judgement.disk_need import Shapes, model_shapes
+from tasks.judgement.estimate import Architecture, architecture, frozen_slots, memory, num_weights
 from tasks.method import Training
 
 Model = tuple[Architecture, Shapes]

@@ -1,4 +1,4 @@
-"""Values of a plan outside the ranges of ``tasks.advice``, which ``advice=strict`` refuses."""
+"""Values of a plan outside the ranges of ``tasks.judgement.advice``, which ``advice=strict`` refuses."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from flows.planning.model_checks import root_of
 from flows.planning.staleness import Hyperparameters
 from lineage.artifact import MODELS
 from lineage.errors import ConfigError
-from tasks.advice import Finding, case_of, findings
+from tasks.judgement.advice import Finding, case_of, findings
 from tasks.method import Method
 
 _MOST = 6  # findings that a plan prints

@@ -10,8 +10,8 @@ from lineage.fingerprint import fingerprint
 from lineage.graph.ancestry import nearest_ancestor
 from lineage.graph.places import node_key
 from lineage.promotions import Event, read_events, stacks
-from lineage.source_checks import check_options
-from lineage.sources import Pinned
+from lineage.source.source_checks import check_options
+from lineage.source.sources import Pinned
 from lineage.store import Entry, Manifest, SourceRecord, Store
 
 

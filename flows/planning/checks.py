@@ -14,12 +14,12 @@ import orjson
 from flows.declare.pipeline import Pipeline, Stage, listed
 from flows.planning.model_checks import POLICY, root_config, root_directory, root_json, root_of
 from lineage.artifact import ALIAS, MODELS, QUICKSTART, SOURCE, Source
-from lineage.environment import list_gpus
 from lineage.errors import ConfigError, PipelineError
-from lineage.model_source import vocabulary_of
-from lineage.source_checks import PYTHON, is_loaded
-from lineage.sources import local_paths
-from lineage.verdict import CHAMPION
+from lineage.record.environment import list_gpus
+from lineage.record.verdict import CHAMPION
+from lineage.source.model_source import vocabulary_of
+from lineage.source.source_checks import PYTHON, is_loaded
+from lineage.source.sources import local_paths
 from tasks.context import Resources
 from tasks.data.formats.detect import check_direction, detect, with_prompt
 from tasks.data.formats.trees import is_tree
@@ -30,10 +30,10 @@ from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
 from tasks.gate import Gate
 from tasks.gate.rule import CANDIDATE, PARENT, Rule
 from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Training
-from tasks.positions import learned_positions, too_few_positions
-from tasks.tokenizers import differing_tokens
-from tasks.train.optimizers import OPTIMIZERS
-from tasks.train.quantization import compiles
+from tasks.model.positions import learned_positions, too_few_positions
+from tasks.model.tokenizers import differing_tokens
+from tasks.train.models.quantization import compiles
+from tasks.train.optim.optimizers import OPTIMIZERS
 
 
 def check_data(pipeline: Pipeline) -> None:

@@ -13,19 +13,19 @@ from typing import TypedDict
 from flows.planning.adapter_choice import PROCESS, Model, capacity, local_model, planned_model, read_model
 from flows.planning.plan import Plan, PlannedStage
 from lineage.artifact import Kind
-from lineage.environment import hardware
 from lineage.errors import ConfigError
-from lineage.files import append_jsonl, read_jsonl
+from lineage.filesystem.files import append_jsonl, read_jsonl
 from lineage.fingerprint import short
-from lineage.metrics_file import read_reports
+from lineage.record.environment import hardware
+from lineage.record.metrics_file import read_reports
 from lineage.store import Manifest, Store
 from tasks.base_model import BaseModel
-from tasks.check_rows import POLICY, rows_slot
 from tasks.context import Resources
-from tasks.disk_need import Shapes, model_shapes, percent_trained, require_disk
-from tasks.estimate import Architecture, Memory, Work, frozen_slots, memory, num_weights, work
+from tasks.judgement.check_rows import POLICY, rows_slot
+from tasks.judgement.disk_need import Shapes, model_shapes, percent_trained, require_disk
+from tasks.judgement.estimate import Architecture, Memory, Work, frozen_slots, memory, num_weights, work
 from tasks.method import Training
-from tasks.train.speed import known_peak, peak_key
+from tasks.train.loop.speed import known_peak, peak_key
 
 FILE = "estimates.jsonl"  # in the store: predicted and measured, a line per finished training
 FEW_STEPS = 8  # a run as short as a rehearsal, whose memory has not reached its peak

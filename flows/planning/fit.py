@@ -11,11 +11,11 @@ import yaml
 from flows.planning.adapter_choice import capacity
 from flows.planning.estimates import Estimate, Estimator
 from flows.planning.plan import Plan, PlannedStage
-from flows.wording import gib
+from flows.reports.wording import gib
 from lineage.errors import ConfigError
-from lineage.files import atomic_write
+from lineage.filesystem.files import atomic_write
 from tasks.context import Resources
-from tasks.estimate import describe
+from tasks.judgement.estimate import describe
 from tasks.method import Adapter, Quantization, Training
 from tasks.train.compatibility import check_compatible
 

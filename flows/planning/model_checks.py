@@ -8,22 +8,22 @@ from flows.declare.pipeline import Pipeline, listed
 from flows.planning.aliases import Champion
 from lineage.artifact import ALIAS, QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
-from lineage.lock import unreliable_locks
-from lineage.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
-from lineage.model_source import OWN_TEMPLATES, has_tokenizer, tokens_beyond, tokens_in_rows, vocabulary_of
-from lineage.peft_adapter import ADAPTER_CONFIG, base_source, is_peft
-from lineage.sources import local_paths
+from lineage.filesystem.lock import unreliable_locks
+from lineage.source.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
+from lineage.source.model_source import OWN_TEMPLATES, has_tokenizer, tokens_beyond, tokens_in_rows, vocabulary_of
+from lineage.source.peft_adapter import ADAPTER_CONFIG, base_source, is_peft
+from lineage.source.sources import local_paths
 from lineage.store import CACHE, Entry
-from tasks.chat_template import template_text
-from tasks.fetch_model import CONFIG, checked_config, fetched_model, model_json
 from tasks.merge import Merge
 from tasks.method import Training
+from tasks.model.adapter_files import ADAPTER_DIR
+from tasks.model.chat_template import template_text
+from tasks.model.fetch_model import CONFIG, checked_config, fetched_model, model_json
+from tasks.model.merging import BASE, require_same_config, require_same_template, require_same_vocabulary, template_of
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
-from tasks.train.adapter_files import ADAPTER_DIR
-from tasks.train.adapters import STACKED, why_not_stacked
 from tasks.train.compatibility import check_compatible
-from tasks.train.merging import BASE, require_same_config, require_same_template, require_same_vocabulary, template_of
-from tasks.train.quantization import require_available, why_not_on_quantized
+from tasks.train.models.adapters import STACKED, why_not_stacked
+from tasks.train.models.quantization import require_available, why_not_on_quantized
 
 POLICY = "policy"
 

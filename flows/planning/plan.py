@@ -31,11 +31,11 @@ from flows.planning.staleness import (
     state_of,
 )
 from lineage.artifact import SOURCE, Source
-from lineage.digest import DigestCache
+from lineage.filesystem.digest import DigestCache
 from lineage.fingerprint import fingerprint
-from lineage.sources import pin
+from lineage.source.sources import pin
 from lineage.store import Entry, Store, is_store
-from tasks.check_rows import POLICY, rows_slot
+from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.method import Method, Training
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from flows.planning.plan import Plan, PlannedStage
 from lineage.artifact import SOURCE
 from lineage.code import code_files
-from lineage.environment import library_versions
 from lineage.errors import ConfigError
-from lineage.files import atomic_write
+from lineage.filesystem.files import atomic_write
 from lineage.fingerprint import differences, short, without_nones
+from lineage.record.environment import library_versions
 from lineage.secrets import redacted
 
 FORMAT = 1

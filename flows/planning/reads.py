@@ -7,9 +7,9 @@ from pathlib import Path
 
 from flows.planning.plan import Plan, PlannedStage
 from lineage.errors import ArtifactError
+from lineage.filesystem.lock import owner
 from lineage.gc import guard
 from lineage.graph.places import artifact_at, node_key
-from lineage.lock import owner
 from lineage.store import Entry, Store
 
 

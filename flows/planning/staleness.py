@@ -8,14 +8,14 @@ from typing import Literal
 
 from flows.declare.pipeline import Pipeline, Stage
 from lineage.artifact import Kind, Source
-from lineage.attempts import attempts, other_code_digests
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
-from lineage.files import atomic_write
+from lineage.filesystem.files import atomic_write
+from lineage.filesystem.lock import owner
 from lineage.fingerprint import differences, digest_json, short, without_nones
-from lineage.lock import owner
-from lineage.metrics_file import last_step
-from lineage.sources import Pinned
+from lineage.record.attempts import attempts, other_code_digests
+from lineage.record.metrics_file import last_step
+from lineage.source.sources import Pinned
 from lineage.store import CACHE, Entry, InputRecord, Manifest, Store
 from tasks.context import Resources
 from tasks.data.tokens.tokenization import Tokenization

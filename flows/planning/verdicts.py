@@ -9,8 +9,8 @@ from lineage.artifact import Kind
 from lineage.errors import GateError
 from lineage.fingerprint import short
 from lineage.promotions import Event, append, decision, locked, read_events
+from lineage.record.verdict import VERDICT_TABLE, Verdict, read_verdict
 from lineage.store import Manifest
-from lineage.verdict import VERDICT_TABLE, Verdict, read_verdict
 
 
 @dataclass(frozen=True, kw_only=True)

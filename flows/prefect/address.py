@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from lineage.errors import ConfigError
-from lineage.remote_files import basic, request
+from lineage.filesystem.remote_files import basic, request
 from lineage.secrets import redacted
 
 _REACH_SECONDS = 10.0  # for busy machines

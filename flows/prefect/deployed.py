@@ -33,24 +33,24 @@ from pydantic import Field
 from flows.declare.compose import CONF, Composer
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
-from flows.declared import adopt_view, show_declared, split_words
 from flows.planning.plan import Plan, make_plan
 from flows.planning.verdicts import require_passed
 from flows.prefect.deployments import ANCHOR, ENTRY, Declared, Preset, declared
 from flows.prefect.flow import approved, enter_flow_run, flow_run_here, leave_flow_run, run_stages, task_runner
 from flows.prefect.page import RunPage, show_plan
+from flows.progress.declared import adopt_view, show_declared, split_words
 from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import latest
 from flows.promotion.notify import notify, require_block
 from flows.promotion.retrain import follow_up, has_work
 from flows.run import open_run, prepare_run
 from lineage.code import code_digest
-from lineage.digest import digest_file, digest_of
 from lineage.errors import ConfigError, GateError, PipelineError
+from lineage.filesystem.digest import digest_file, digest_of
+from lineage.filesystem.lock import Lock, acquire_or
 from lineage.fingerprint import short
-from lineage.lock import Lock, acquire_or
 from lineage.secrets import redacted
-from lineage.source_checks import PYTHON, code_of, python_function
+from lineage.source.source_checks import PYTHON, code_of, python_function
 from lineage.store import create_store
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from flows.commands.arguments import add_allow_code, add_overrides, recorded_cli
 from flows.declare.compose import CONF, field_of
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline, listed
-from flows.declared import split_words
+from flows.progress.declared import split_words
 from lineage.errors import ConfigError, MissingValueError
 
 FILE = "prefect.yaml"

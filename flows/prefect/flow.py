@@ -36,7 +36,7 @@ from flows.progress.run_record import End, OpenFlow, RunRecord, end_of
 from flows.stages.execute import Result, execute
 from flows.stages.resources import require_pools
 from flows.stages.run import Run
-from flows.stops import handling_sigterm
+from flows.stages.stops import handling_sigterm
 from lineage.errors import GateError, PipelineError, StoppedError
 from lineage.mlflow.address import shown
 from tasks.context import Launcher

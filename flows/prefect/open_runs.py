@@ -11,7 +11,7 @@ from uuid import UUID
 
 from flows.prefect.address import configured_api_url, own_auth, use_own_auth
 from flows.progress.run_record import OpenFlow, RunRecord, left_open
-from lineage.remote_files import why_unreachable
+from lineage.filesystem.remote_files import why_unreachable
 
 _UNFINISHED = ["SCHEDULED", "PENDING", "RUNNING", "CANCELLING", "PAUSED"]
 _ANSWER_SECONDS = 5.0

@@ -21,8 +21,8 @@ from lineage.artifact import Kind
 from lineage.fingerprint import short
 from lineage.markup import markdown_table
 from lineage.mlflow.address import is_server, shown, tracking_uri
-from lineage.tracker import Event
-from lineage.verdict import VERDICT_TABLE
+from lineage.record.tracker import Event
+from lineage.record.verdict import VERDICT_TABLE
 from tasks.evaluate.report import TABLE_FILE
 
 _TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}

@@ -26,13 +26,13 @@ from flows.declare.operation import Trigger
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import make_plan
 from flows.promotion.retrain import has_work
-from flows.stops import stoppable
+from flows.stages.stops import stoppable
 from lineage.artifact import SOURCE
-from lineage.digest import DigestCache
 from lineage.errors import ConfigError, PipelineError
-from lineage.files import atomic_write
+from lineage.filesystem.digest import DigestCache
+from lineage.filesystem.files import atomic_write
 from lineage.fingerprint import digest_json
-from lineage.sources import pin
+from lineage.source.sources import pin
 from lineage.store import Store
 
 logger = logging.getLogger(__name__)

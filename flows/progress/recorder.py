@@ -21,9 +21,9 @@ from flows.progress.run_record import (
     run_record_path,
 )
 from lineage.errors import PipelineError
+from lineage.filesystem.owner import HEARTBEAT_SECONDS, Owner
 from lineage.mlflow.address import shown, tracking_uri
-from lineage.owner import HEARTBEAT_SECONDS, Owner
-from lineage.tracker import Event, Tracker
+from lineage.record.tracker import Event, Tracker
 
 _BURST_SECONDS = 0.1  # changes that come together are one write
 _TEXT_LENGTH = 4000

@@ -13,8 +13,8 @@ from typing import Literal
 import psutil
 
 from lineage.errors import StoppedError
-from lineage.files import atomic_write
-from lineage.owner import EXPIRY_SECONDS, SKEW_SECONDS, Owner
+from lineage.filesystem.files import atomic_write
+from lineage.filesystem.owner import EXPIRY_SECONDS, SKEW_SECONDS, Owner
 
 Outcome = Literal["done", "failed", "stopped", "refused"]
 StageState = Literal["pending", "waiting", "running", "done", "reused", "failed", "pruned"]

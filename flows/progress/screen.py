@@ -9,8 +9,8 @@ from rich.live import Live
 from rich.table import Table
 
 from flows.progress.stage_progress import Progress, line_of, progress_of
-from flows.wording import printable
-from lineage.tracker import Event
+from flows.reports.wording import printable
+from lineage.record.tracker import Event
 
 PLAIN_INTERVAL_SECONDS = 30.0
 

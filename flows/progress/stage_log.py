@@ -9,10 +9,10 @@ from typing import IO
 
 from flows.progress.run_record import RunRecord, is_to_begin, latest, waits_for
 from lineage.errors import ArtifactError, ConfigError
+from lineage.filesystem.lock import owner
 from lineage.graph.index import Index
 from lineage.graph.places import artifact_at, node_key
 from lineage.graph.refs import resolve
-from lineage.lock import owner
 from lineage.store import Entry, Store
 
 _POLL_SECONDS = 0.3

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from flows.wording import clock
-from lineage.metrics_file import ReportFile, headline_metric
+from flows.reports.wording import clock
+from lineage.record.metrics_file import ReportFile, headline_metric
+from lineage.record.tracker import Event, StageStart
 from lineage.store import Entry
-from lineage.tracker import Event, StageStart
 
 _TAIL_BYTES = 256 * 1024  # end of a long file that is read the first time: only the latest reports matter
 

@@ -15,10 +15,10 @@ from lineage.graph.ancestry import Graph, ancestry
 from lineage.graph.index import Index
 from lineage.graph.places import Indexed, node_key
 from lineage.graph.refs import resolve
-from lineage.labels import who
 from lineage.promotions import Event, append, decision, locked, read_events, stacks
+from lineage.record.labels import who
+from lineage.record.verdict import CHAMPION, VERDICT_TABLE, Verdict, interval_text, read_verdict
 from lineage.store import Entry, Manifest, Store
-from lineage.verdict import CHAMPION, VERDICT_TABLE, Verdict, interval_text, read_verdict
 
 _FORCE = "or promote with --force, which is recorded"
 

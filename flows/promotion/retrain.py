@@ -8,8 +8,8 @@ from flows.declare.operation import Retrain
 from flows.planning.plan import Plan
 from flows.planning.verdicts import blocking_gates, judgements, may_ask, refusals
 from flows.prefect.address import configured_api_url
+from flows.progress.tracking import mirror_alias
 from flows.promotion.promote import outcome, promote
-from flows.tracking import mirror_alias
 from lineage.errors import ArtifactError, GateError, PipelineError
 from lineage.graph.places import node_key
 from lineage.promotions import read_events, rolled_back, stacks

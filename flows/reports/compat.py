@@ -16,8 +16,8 @@ from tasks.context import Dtype, Resources
 from tasks.method import Adapter, Method, Optimizer, Quantization, Schedule, Training
 from tasks.recipe import TrainingRecipe
 from tasks.train.compatibility import RULES, refusals
-from tasks.train.optimizers import OPTIMIZERS
-from tasks.train.quantization import FORMATS
+from tasks.train.models.quantization import FORMATS
+from tasks.train.optim.optimizers import OPTIMIZERS
 from tasks.train.rule import Case, Fields, Refusal, Rule, assigned
 
 Works = Literal["yes", "on a GPU", "no"]

@@ -12,14 +12,14 @@ import yaml
 from flows.declare.config import load_pipeline
 from flows.progress.run_record import RunRecord, runs_of
 from flows.progress.stage_log import stage_entry
-from flows.wording import counted, printable_text
+from flows.reports.wording import counted, printable_text
 from lineage.diagnosis.curves import Curve, Curves, read_curves
 from lineage.diagnosis.finding import Finding
 from lineage.diagnosis.loss_rules import MIN_STEPS
 from lineage.diagnosis.rules import RULES, diagnose
 from lineage.errors import ConfigError, PipelineError
 from lineage.markup import html_page
-from lineage.run_file import RunFile
+from lineage.record.run_file import RunFile
 from lineage.store import Entry
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from flows.wording import printable
+from flows.reports.wording import printable
 from lineage.graph.diff import Cause, Diff
 
 _TITLES = {

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from datetime import datetime
 
-from flows.wording import printable
+from flows.reports.wording import printable
 from lineage.artifact import ALIAS, SOURCE, Kind
 from lineage.graph.ancestry import MODELS
 from lineage.graph.impact import MOST_VERSIONS, Impact, Retraining

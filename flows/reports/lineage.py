@@ -5,12 +5,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 
-from flows.wording import printable
-from lineage.certificate import read_certificate
+from flows.reports.wording import printable
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, Node
-from lineage.metrics_file import headline_metric
+from lineage.record.certificate import read_certificate
+from lineage.record.metrics_file import headline_metric
 from lineage.store import Manifest, Provenance
 
 # Fields that are shown elsewhere, or nearly always have their default.

@@ -20,7 +20,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from lineage.graph.ancestry import Edge
 from lineage.markup import html_page
-from lineage.metrics_file import headline_metric
+from lineage.record.metrics_file import headline_metric
 
 _HERE = Path(__file__)
 

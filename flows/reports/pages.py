@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from flows.reports import advice_page, methods_page, settings_page
+from flows.reports.docs import advice_page, methods_page, settings_page
 from lineage.diagnosis.rules import RULES
 from lineage.markup import markdown_table
 

@@ -14,17 +14,17 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, dashboard_file, latest, run_record_path, waits_for
 from flows.progress.stage_progress import Progress
 from flows.reports.tables import empty_table, plain_text
+from flows.reports.wording import clock, printable_text
 from flows.sweep.folder import trial_results
-from flows.wording import clock, printable_text
 from lineage.artifact import Kind
-from lineage.attempts import Attempt, attempts
 from lineage.diagnosis.finding import Finding
 from lineage.diagnosis.rules import live_findings
+from lineage.filesystem.owner import HEARTBEAT_SECONDS
 from lineage.fingerprint import short
-from lineage.owner import HEARTBEAT_SECONDS
+from lineage.record.attempts import Attempt, attempts
+from lineage.record.verdict import VERDICT_TABLE
 from lineage.secrets import redacted
 from lineage.store import Manifest
-from lineage.verdict import VERDICT_TABLE
 from tasks.evaluate.report import TABLE_FILE
 from tasks.method import Training
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from flows.progress.run_record import RunRecord
 from flows.reports.run import RunView, StageView
-from flows.wording import clock, counted, printable_text
-from lineage.attempts import describe_last_attempt
+from flows.reports.wording import clock, counted, printable_text
 from lineage.diagnosis.rules import as_line
+from lineage.record.attempts import describe_last_attempt
 
 _MOST_ROWS = 20
 

@@ -9,7 +9,7 @@ from flows.sweep.files import SweepFiles
 from flows.sweep.folder import TrialResult, overrides, trial_results
 from flows.sweep.plan import SweepPlan, count_stages, union
 from lineage.markup import markdown_table
-from lineage.metrics_file import is_of_machine
+from lineage.record.metrics_file import is_of_machine
 
 _MOST_COLUMNS = 4  # of metrics where there are no objectives
 _MOST_TRIALS = 100

@@ -14,22 +14,29 @@ from flows.planning.adapter_choice import capacity
 from flows.planning.estimates import Estimate, Estimator, History
 from flows.planning.plan import PlannedStage
 from flows.progress.run_record import kill_left, runs_of
+from flows.reports.wording import counted
 from flows.stages.job import Job
 from flows.stages.launch import saving_first
 from flows.stages.resources import admitted, count_cpus, pool_slots
 from flows.stages.run import Run, input_records, inputs_as_planned, job_inputs, require_unchanged
-from flows.wording import counted
-from lineage.attempts import attempts, changed_at, describe_last_attempt, other_code_digests, record_attempt, resumed_at
-from lineage.certificate import certified
 from lineage.checkpoints import Checkpoint
-from lineage.digest import digest_files, digest_of
-from lineage.disk import explain_full_disk
-from lineage.environment import current_signature, hardware, provenance_here
 from lineage.errors import AskedError, LostError, StageError
-from lineage.lock import Lock, acquire_or, owner
-from lineage.metrics_file import last_step
+from lineage.filesystem.digest import digest_files, digest_of
+from lineage.filesystem.disk import explain_full_disk
+from lineage.filesystem.lock import Lock, acquire_or, owner
+from lineage.record.attempts import (
+    attempts,
+    changed_at,
+    describe_last_attempt,
+    other_code_digests,
+    record_attempt,
+    resumed_at,
+)
+from lineage.record.certificate import certified
+from lineage.record.environment import current_signature, hardware, provenance_here
+from lineage.record.metrics_file import last_step
+from lineage.record.tracker import Event, StageStart, end_event
 from lineage.store import Entry, Manifest, Provenance
-from lineage.tracker import Event, StageStart, end_event
 from tasks.context import Metrics
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.report import REPORT, DataReport

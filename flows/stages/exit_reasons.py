@@ -10,9 +10,9 @@ from pathlib import Path
 
 from flows.stages.job import Job
 from lineage.errors import AskedError, LostError, PipelineError, StageError, StoppedError
-from tasks.check_rows import RowCheck
 from tasks.context import Launcher
-from tasks.heartbeat import UNWATCHED, Heartbeat, Phase, heartbeats, stacks
+from tasks.judgement.check_rows import RowCheck
+from tasks.train.loop.heartbeat import UNWATCHED, Heartbeat, Phase, heartbeats, stacks
 
 _UNKNOWN = 255  # multiprocessing's exit code for a process whose fork server is gone
 

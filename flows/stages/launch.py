@@ -26,16 +26,16 @@ import psutil
 from flows.stages.exit_reasons import HangWatch, asked, death, failed, left, memory_kills
 from flows.stages.job import Job
 from flows.stages.process_settings import set_environment
-from flows.stops import ended, hurried
-from lineage.disk import explain_full_disk
+from flows.stages.stops import ended, hurried
 from lineage.errors import ArtifactError, LostError, PipelineError, StageError, StoppedError
-from lineage.files import append_jsonl
-from tasks.check_rows import POLICY
+from lineage.filesystem.disk import explain_full_disk
+from lineage.filesystem.files import append_jsonl
 from tasks.context import Launcher, Metrics, Resources, TrainContext
-from tasks.disk_need import require_disk
-from tasks.heartbeat import HeartbeatFile, Phase
+from tasks.judgement.check_rows import POLICY
+from tasks.judgement.disk_need import require_disk
 from tasks.method import Method, Training
-from tasks.train.adapter_files import base_and_adapters
+from tasks.model.adapter_files import base_and_adapters
+from tasks.train.loop.heartbeat import HeartbeatFile, Phase
 
 Answer = Metrics | StageError | StoppedError
 

@@ -5,7 +5,7 @@ import secrets
 from functools import cache
 from pathlib import Path
 
-from lineage.remote_files import private_folder
+from lineage.filesystem.remote_files import private_folder
 
 # glibc gives freed memory back to the kernel and faults it in again at every step of a training loop.
 # Keeping it costs memory, saves time, and changes no bit of the weights.

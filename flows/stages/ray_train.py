@@ -33,7 +33,7 @@ from flows.stages.job import Job
 from flows.stages.process_settings import WORKER_ENVIRONMENT
 from flows.stages.resources import join
 from lineage.errors import ConfigError, LostError, PipelineError, StageError, StoppedError
-from lineage.remote_files import private_folder
+from lineage.filesystem.remote_files import private_folder
 from tasks.context import Metrics
 
 _PEER_SECONDS = 5.0

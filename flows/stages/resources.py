@@ -21,9 +21,9 @@ from filelock import FileLock, Timeout
 
 from flows.prefect.address import configured_api_url
 from flows.stages.process_settings import stage_environment
-from lineage.environment import list_gpus
 from lineage.errors import ConfigError, PipelineError
-from lineage.remote_files import private_folder
+from lineage.filesystem.remote_files import private_folder
+from lineage.record.environment import list_gpus
 
 _LEASE_SECONDS = 60.0  # the shortest that Prefect accepts
 

@@ -14,18 +14,18 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim
 from flows.planning.staleness import PlannedInput, write_examples
 from flows.progress.recorder import RunRecorder
+from flows.reports.wording import counted
 from flows.stages.job import Job, JobInput
 from flows.stages.launch import StageProcesses
 from flows.stages.resources import Waiting, admitted
-from flows.wording import counted
 from lineage.artifact import DATA, MODELS, SOURCE, Kind
-from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, DataError, LostError, StageError
-from lineage.sources import is_unchanged
+from lineage.filesystem.digest import DigestCache
+from lineage.record.tracker import Event, Listener, Tracker
+from lineage.source.sources import is_unchanged
 from lineage.store import InputRecord, Manifest, Store
-from lineage.tracker import Event, Listener, Tracker
-from tasks.check_rows import EXAMPLES, LEAKED, POLICY, RowCheck, describe_lost, rows_slot
 from tasks.data.kinds import HELD_OUT
+from tasks.judgement.check_rows import EXAMPLES, LEAKED, POLICY, RowCheck, describe_lost, rows_slot
 from tasks.method import Input, Method, Training
 
 

@@ -17,9 +17,9 @@ import yaml
 
 from flows.declare.sweep import Sweep
 from flows.sweep.folder import TrialResult, folder_lock, overrides, short_names, trial_results
-from lineage.files import append_jsonl, atomic_write
+from lineage.filesystem.files import append_jsonl, atomic_write
 from lineage.markup import markdown_table
-from lineage.metrics_file import read_reports
+from lineage.record.metrics_file import read_reports
 from lineage.secrets import redacted
 from lineage.store import Store
 

@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from flows.declare.sweep import Sweep
 from lineage.errors import ConfigError
-from lineage.files import atomic_write, read_jsonl
+from lineage.filesystem.files import atomic_write, read_jsonl
 
 FOLDER = "sweeps"  # in the store
 

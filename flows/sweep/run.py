@@ -22,14 +22,14 @@ from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses
 from flows.stages.resources import ask_cluster, count_cpus, visible_gpus
 from flows.stages.run import Run
-from flows.stops import stoppable
+from flows.stages.stops import stoppable
 from flows.sweep.files import SweepFiles
 from flows.sweep.folder import TrialResult, TrialState, overrides, sweep_folder, trial_results
 from flows.sweep.plan import Key, SweepPlan, Trial, key_of, metrics_of, objective_values, read_sweep, union
 from lineage.errors import ArtifactError, ConfigError, PipelineError, PrunedError, StoppedError
-from lineage.metrics_file import ReportFile, StageReport
+from lineage.record.metrics_file import ReportFile, StageReport
+from lineage.record.tracker import Tracker, TrialEnd
 from lineage.store import Manifest, create_store
-from lineage.tracker import Tracker, TrialEnd
 
 _ASK_SECONDS = 120.0  # timeout for a cluster's answer
 _POLL_SECONDS = 0.2  # interval of reading reports for pruning

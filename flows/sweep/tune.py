@@ -20,12 +20,12 @@ from lineage.diagnosis.curves import read_curves
 from lineage.diagnosis.finding import rounded
 from lineage.diagnosis.rules import as_line, diagnose
 from lineage.errors import ConfigError
-from lineage.files import atomic_write
+from lineage.filesystem.files import atomic_write
 from lineage.graph.places import node_key
 from lineage.markup import markdown_table
-from tasks.best import HELD_OUT_LOSS
 from tasks.evaluate.row_scores import REWARD, lower_is_better
 from tasks.method import Training
+from tasks.train.best import HELD_OUT_LOSS
 
 RATE, BATCH, EPOCHS, REGULARIZATION = ORDER = ("learning rate", "batch", "epochs", "regularization")
 # Field of a method -> the round that tries its changes; other fields: regularization.

@@ -13,7 +13,7 @@ from lineage.artifact import SOURCE
 from lineage.errors import ArtifactError, ConfigError
 from tasks.data.kinds import HELD_OUT, TRAIN, messages_of, tools_of
 from tasks.reward_functions import Rewards
-from tasks.train.generating import Generating
+from tasks.train.generation.generating import Generating
 
 REWARDS, COMMAND, NOTES = "rewards.py", "run.sh", "not_exported.txt"
 _REWARDS = '''\
@@ -32,7 +32,7 @@ MODEL = {model!r}
 def _scorers() -> list[Scorer]:
     from pathlib import Path
 
-    from tasks.tokenizers import tokenizer_of
+    from tasks.model.tokenizers import tokenizer_of
 
     rewards = {{name: RewardFunction(**_fields(each)) for name, each in REWARDS.items()}}
     return scorers(rewards, tokenizer_of(Path(MODEL)))
@@ -141,7 +141,7 @@ def require_plain_tokenizer(stage: str, policy: Path) -> None:
     Raises:
         ConfigError: it reads other tokens.
     """
-    from tasks.tokenizers import read_otherwise
+    from tasks.model.tokenizers import read_otherwise
 
     if other := read_otherwise(policy):
         raise ConfigError(

@@ -13,8 +13,8 @@ from tasks.grpo import GRPO
 from tasks.method import Method
 from tasks.ppo import PPO
 from tasks.rloo import RLOO
-from tasks.train.generating import Generating
-from tasks.train.grpo_variants import VARIANTS
+from tasks.train.generation.generating import Generating
+from tasks.train.losses.grpo_variants import VARIANTS
 
 VERSION = "0.9.1"
 _NEVER = 1e9  # a bound that is never reached, since verl has no "none"

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 from lineage.fingerprint import short
-from lineage.metrics_file import StageReport, read_reports
-from lineage.run_file import RunFile
+from lineage.record.metrics_file import StageReport, read_reports
+from lineage.record.run_file import RunFile
 from lineage.store import Entry, Manifest
 
 VALIDATION = ("val/loss", "held_out_loss")

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import DATA, SOURCE
-from lineage.digest import digest_file
 from lineage.errors import ArtifactError, ConfigError
+from lineage.filesystem.digest import digest_file
 from lineage.fingerprint import without_nones
 from lineage.graph.ancestry import MODELS, Descendants
 from lineage.graph.index import Index
 from lineage.graph.places import Indexed, node_key, parts_below
 from lineage.graph.refs import resolve
-from lineage.run_file import RunFile
+from lineage.record.run_file import RunFile
 from lineage.store import Entry
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from lineage.artifact import SOURCE
 from lineage.errors import ArtifactError
 from lineage.fingerprint import canonical_json, short
 from lineage.graph.places import Indexed, artifact_at, node_key
-from lineage.labels import recorded_labels
 from lineage.promotions import Event, read_events, stacks
+from lineage.record.labels import recorded_labels
 from lineage.secrets import redacted
 from lineage.store import ENTRY_NAME, MANIFEST, RESERVED, Entry, InputRecord, Manifest, SourceRecord, Store
 

@@ -11,7 +11,7 @@ from uuid import uuid4
 from filelock import FileLock
 
 from lineage.errors import ConfigError
-from lineage.remote_files import why_unreachable
+from lineage.filesystem.remote_files import why_unreachable
 from lineage.secrets import redacted
 
 if TYPE_CHECKING:

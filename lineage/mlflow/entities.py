@@ -11,12 +11,12 @@ from typing import NamedTuple
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Run
 
 from lineage.artifact import MODELS, QUICKSTART, SOURCE, WHEEL, Kind
+from lineage.filesystem.owner import Owner
+from lineage.filesystem.remote_files import is_url
 from lineage.fingerprint import short
 from lineage.markup import markdown_table
-from lineage.metrics_file import ReportFile
-from lineage.owner import Owner
-from lineage.remote_files import is_url
-from lineage.source_checks import PYTHON
+from lineage.record.metrics_file import ReportFile
+from lineage.source.source_checks import PYTHON
 from lineage.store import InputRecord, Manifest, SourceRecord
 
 _DIGEST_LENGTH = 36  # characters that MLflow keeps of a data set's digest

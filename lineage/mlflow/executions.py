@@ -12,7 +12,7 @@ from filelock import FileLock
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
-from lineage.labels import user
+from lineage.filesystem.owner import Owner
 from lineage.mlflow.address import shown
 from lineage.mlflow.entities import (
     MAX_ROWS,
@@ -24,10 +24,10 @@ from lineage.mlflow.entities import (
     recorded_of,
     stage_table,
 )  # fmt: skip
-from lineage.owner import Owner
-from lineage.run_file import RunFile, is_gone
+from lineage.record.labels import user
+from lineage.record.run_file import RunFile, is_gone
+from lineage.record.tracker import TrialEnd
 from lineage.store import Manifest
-from lineage.tracker import TrialEnd
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

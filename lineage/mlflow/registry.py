@@ -13,13 +13,13 @@ from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
 from lineage.errors import ArtifactError
+from lineage.filesystem.owner import Owner
 from lineage.fingerprint import short
 from lineage.gc import deleted, record_deleted
 from lineage.mlflow.address import connect, require_reachable, shown, tracking_uri
 from lineage.mlflow.entities import Key, Recorded, Tag, is_model, recorded_of
 from lineage.mlflow.executions import Executions, is_dead, pages, where
 from lineage.mlflow.sync import Mirror
-from lineage.owner import Owner
 from lineage.promotions import read_events, stacks
 from lineage.secrets import redacted
 from lineage.store import Entry, Manifest, Store

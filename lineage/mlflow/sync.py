@@ -8,7 +8,6 @@ from mlflow.entities import DatasetInput, LoggedModelInput, LoggedModelOutput, M
 from mlflow.exceptions import MlflowException
 
 from lineage.artifact import SOURCE
-from lineage.attempts import attempts, resumed_at
 from lineage.diagnosis.rules import as_line, live_findings
 from lineage.graph.places import artifact_at
 from lineage.mlflow.address import is_server
@@ -32,7 +31,8 @@ from lineage.mlflow.entities import (
     stage_data,
 )  # fmt: skip
 from lineage.mlflow.executions import EXISTS, KILLED_CAUSE, Executions, present, where
-from lineage.run_file import RunFile, is_gone
+from lineage.record.attempts import attempts, resumed_at
+from lineage.record.run_file import RunFile, is_gone
 from lineage.store import Entry, InputRecord, Manifest, Store, rows_read
 
 SAMPLES, NUM_SAMPLES = "samples.parquet", 10  # completions with their rewards, which reinforcement stages write

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.errors import StoppedError, TakenOverError
+from lineage.filesystem.owner import Owner
 from lineage.mlflow.address import connect, shown
-from lineage.owner import Owner
-from lineage.run_file import RunFile
+from lineage.record.run_file import RunFile
+from lineage.record.tracker import Event, Execution, RunIds, StageStart, Tracker, TrialEnd
 from lineage.store import Entry
-from lineage.tracker import Event, Execution, RunIds, StageStart, Tracker, TrialEnd
 
 if TYPE_CHECKING:
     from lineage.mlflow.sync import Mirror

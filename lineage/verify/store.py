@@ -7,14 +7,14 @@ from pathlib import Path
 
 import yaml
 
-from lineage.certificate import certificate_path, read_certificate
-from lineage.digest import DigestCache, digest_of
 from lineage.dvc import dvc_hash
 from lineage.errors import ArtifactError, PipelineError
+from lineage.filesystem.digest import DigestCache, digest_of
+from lineage.filesystem.lock import owner
 from lineage.fingerprint import fingerprint, short
 from lineage.graph.places import node_key
-from lineage.lock import owner
 from lineage.promotions import PROMOTIONS, Event, read_events, stacks
+from lineage.record.certificate import certificate_path, read_certificate
 from lineage.store import MANIFEST, Entry, InputRecord, Manifest, Store
 
 

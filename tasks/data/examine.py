@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError, PipelineError
-from lineage.model_files import TOKENIZER_FILES, require_own_files, require_sound
-from lineage.model_source import has_tokenizer
-from lineage.peft_adapter import base_source, is_peft
+from lineage.source.model_files import TOKENIZER_FILES, require_own_files, require_sound
+from lineage.source.model_source import has_tokenizer
+from lineage.source.peft_adapter import base_source, is_peft
 from tasks.context import Resources, TrainContext
 from tasks.data.kinds import HELD_OUT, TRAIN
 from tasks.data.preparing.options import ROWS, TOKENIZER, Prepare

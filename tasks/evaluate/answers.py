@@ -13,7 +13,7 @@ from tasks.evaluate.scoring import generating, in_batches, padded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from tasks.train.generating import Sampling
+    from tasks.train.generation.generating import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def sampled_tokens(
     Args:
         seeds: of each answer's noise, which the other rows of its batch do not change.
     """
-    from tasks.train.rollouts import sample
+    from tasks.train.generation.rollouts import sample
 
     stops, pad = sorted(_stop_tokens(model, tokenizer)), tokenizer.pad_token_id or 0
 

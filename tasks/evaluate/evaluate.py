@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from lineage.artifact import MODELS, Kind
-from lineage.digest import DigestCache, digest_files, digest_of
 from lineage.errors import ArtifactError, ConfigError
+from lineage.filesystem.digest import DigestCache, digest_files, digest_of
 from lineage.fingerprint import short
 from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
@@ -144,9 +144,9 @@ class Evaluate(Method):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.data.tokens.tokenize_rows import require_chat_template
-        from tasks.positions import require_positions
-        from tasks.tokenizers import tokenizer_of
-        from tasks.train.models import load_config
+        from tasks.model.positions import require_positions
+        from tasks.model.tokenizers import tokenizer_of
+        from tasks.train.models.load import load_config
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:
@@ -220,7 +220,7 @@ class Evaluate(Method):
             The reference's and the policies' measures; and for ``kl``, of each policy's samples their log-probability
             less that under the reference, whose mean is the KL.
         """
-        from tasks.train.models import load_on_device
+        from tasks.train.models.load import load_on_device
 
         slots: dict[str, list[str]] = {}
         for name, policy in policies.items():
@@ -263,7 +263,7 @@ class Evaluate(Method):
         self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: int
     ) -> tuple[list[Scored], list[float]]:
         """``kl_samples`` answers to each prompt, and their log-probabilities."""
-        from tasks.train.generating import Sampling
+        from tasks.train.generation.generating import Sampling
 
         prompts = [[*ids] for ids in rows.prompt_ids for _ in range(self.kl_samples or 0)]
         seeds = [Random(f"{self.seed} {index}").getrandbits(63) for index in range(len(prompts))]
@@ -285,7 +285,7 @@ class Evaluate(Method):
         Args:
             read: tokenizes prompts with their answers.
         """
-        from tasks.train.models import load_on_device
+        from tasks.train.models.load import load_on_device
 
         model, batch_size = load_on_device(reward_model, ctx), ctx.resources.rows_at_once
         ctx.loaded("reward_model")
@@ -401,7 +401,7 @@ def require_same_tokens(models: Inputs, reference: Input, tokenizer: "PreTrained
     Raises:
         ConfigError: a model has another tokenizer, or the reward model has another chat template.
     """
-    from tasks.tokenizers import differing_tokens, tokenizer_of
+    from tasks.model.tokenizers import differing_tokens, tokenizer_of
 
     vocabulary = tokenizer.get_vocab()
     for slot, model in models.items():

@@ -90,7 +90,7 @@ def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size:
     """The reward model's score of each tokenized conversation, in order."""
     import torch
 
-    from tasks.train.rewards import sequence_scores
+    from tasks.train.losses.rewards import sequence_scores
 
     def scores(batch: Sequence[int]) -> list[float]:
         ids_BT, attention_BT = padded([rows[index] for index in batch], model.device, left=False)

@@ -9,7 +9,7 @@ from annotated_types import Ge, Gt, Lt, MinLen
 from lineage.artifact import ALIAS, Kind
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
-from lineage.verdict import (
+from lineage.record.verdict import (
     CHAMPION,
     VERDICT_FILE,
     VERDICT_TABLE,

@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from lineage.errors import ConfigError
 from lineage.fingerprint import Setting
-from lineage.verdict import CHAMPION, Outcome, RuleResult
+from lineage.record.verdict import CHAMPION, Outcome, RuleResult
 from tasks.evaluate.row_scores import RowScores, is_perplexity
 from tasks.gate.bootstrap import Bootstrap, Estimate
 

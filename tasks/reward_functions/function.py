@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Lt
 
 from lineage.fingerprint import Setting
-from lineage.source_checks import PYTHON, PythonFunction, code_of, python_function
+from lineage.source.source_checks import PYTHON, PythonFunction, code_of, python_function
 
 TAKES = "scores as score(prompts, completions, **columns) -> list of numbers"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError, PipelineError
-from lineage.source_checks import PYTHON, PythonFunction, code_of
+from lineage.source.source_checks import PYTHON, PythonFunction, code_of
 from tasks.data.reading.python_rows import load_function, place_of_error
 from tasks.reward_functions.answer import Answer, check_tags
 from tasks.reward_functions.built_in import BUILT_IN

@@ -10,18 +10,18 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from lineage.errors import ConfigError
-from tasks.best import HELD_OUT_LOSS
 from tasks.context import Launcher, Resources
 from tasks.data.kinds import PREFERENCES
 from tasks.data.tokens.tokenization import why_not_packable
 from tasks.dpo import DPO
 from tasks.method import Method, Training
-from tasks.train.dpo_losses import LOSSES
-from tasks.train.generating import Generating
+from tasks.train.best import HELD_OUT_LOSS
+from tasks.train.generation.generating import Generating
+from tasks.train.losses.dpo_losses import LOSSES
 from tasks.train.model_rules import MODEL_RULES
-from tasks.train.optimizers import OPTIMIZERS
+from tasks.train.optim.optimizers import OPTIMIZERS
+from tasks.train.optim.schedules import PLATEAU, SCHEDULES
 from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Refusal, Rule, own_loop, shown
-from tasks.train.schedules import PLATEAU, SCHEDULES
 
 _NONE: Fields = {}
 _PRODIGY_RATE = 0.1

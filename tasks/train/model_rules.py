@@ -1,8 +1,9 @@
 """Rules that join adapters, quantized bases, precision and kernels with each other, the model and its machine."""
 
-from lineage.model_files import quantization_format
+from lineage.source.model_files import quantization_format
 from tasks.method import FROZEN_POLICY
-from tasks.train.adapters import (
+from tasks.train.generation.generating import Completing
+from tasks.train.models.adapters import (
     ADALORA_STEPS,
     ADAPTERS,
     ALL_LINEAR,
@@ -11,9 +12,8 @@ from tasks.train.adapters import (
     ON_QUANTIZED,
     why_not_on_experts,
 )
-from tasks.train.generating import Completing
-from tasks.train.optimizers import OPTIMIZERS
-from tasks.train.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
+from tasks.train.models.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
+from tasks.train.optim.optimizers import OPTIMIZERS
 from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Rule, own_loop, shown
 
 _FLASH = ("flash_attention_2", "flash_attention_3")

@@ -14,19 +14,41 @@ from transformers import PreTrainedModel, Trainer, set_seed
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
 from tasks.context import AUTO_ROWS
 from tasks.data.kinds import tokens_of
 from tasks.data.tokens.cache import load_or_make, show
 from tasks.data.tokens.rendering import turn_ends
 from tasks.data.tokens.template import stop_at
 from tasks.data.tokens.tokenize_rows import require_chat_template
-from tasks.estimate import MOST_TOKENS, architecture, sequences, tokens_at_once
-from tasks.positions import require_positions
+from tasks.judgement.estimate import MOST_TOKENS, architecture, sequences, tokens_at_once
+from tasks.model.adapter_files import intake
+from tasks.model.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
+from tasks.model.merging import golden_prompts
+from tasks.model.positions import require_positions
+from tasks.model.tokenizers import read_otherwise, require_same_tokens, tokenizer_of
 from tasks.recipe import Role
-from tasks.tokenizers import read_otherwise, require_same_tokens, tokenizer_of
-from tasks.train import models
-from tasks.train.adapted import (
+from tasks.train.generation.one_policy import FixedReference
+from tasks.train.kernels.fast_lora import speed_up
+from tasks.train.kernels.machine import (
+    attention_of,
+    forget_liger,
+    hold_in,
+    plain,
+    prepare_layers,
+    replace_kernels,
+)
+from tasks.train.kernels.padding_free import Collator, collator_for, install, is_padding_free
+from tasks.train.loop.callbacks import Jumps, StepZeroProof, require_agreement
+from tasks.train.loop.checkpointing import held_out_rows
+from tasks.train.loop.fit import RankBudget, fit
+from tasks.train.loop.speed import Speed
+from tasks.train.loop.token_batches import Budget, by_tokens
+from tasks.train.loop.token_batches import start as start_by_tokens
+from tasks.train.loop.trainers import on_tokens, parameters_of, reads_lines, require_known, trainer_args
+from tasks.train.losses.reference_logps import with_reference
+from tasks.train.losses.rewards import install_scores
+from tasks.train.models import load as models
+from tasks.train.models.adapted import (
     adapter_weights_of,
     add_noise,
     add_reference,
@@ -40,32 +62,10 @@ from tasks.train.adapted import (
     stacked,
     upon,
 )
-from tasks.train.adapter_files import intake
-from tasks.train.callbacks import Jumps, StepZeroProof, require_agreement
-from tasks.train.checkpointing import held_out_rows
-from tasks.train.fast_lora import speed_up
-from tasks.train.fit import RankBudget, fit
-from tasks.train.freeze import freeze, freeze_unread
-from tasks.train.kernels import (
-    attention_of,
-    forget_liger,
-    hold_in,
-    plain,
-    prepare_layers,
-    replace_kernels,
-)
-from tasks.train.merging import golden_prompts
-from tasks.train.one_policy import FixedReference
-from tasks.train.optimizers import install_optimizer
-from tasks.train.padding_free import Collator, collator_for, install, is_padding_free
-from tasks.train.quantized_base import step_in_fp32
-from tasks.train.reference_logps import with_reference
-from tasks.train.rewards import install_scores
-from tasks.train.schedules import install_schedule
-from tasks.train.speed import Speed
-from tasks.train.token_batches import Budget, by_tokens
-from tasks.train.token_batches import start as start_by_tokens
-from tasks.train.trainers import on_tokens, parameters_of, reads_lines, require_known, trainer_args
+from tasks.train.models.freeze import freeze, freeze_unread
+from tasks.train.models.quantized_base import step_in_fp32
+from tasks.train.optim.optimizers import install_optimizer
+from tasks.train.optim.schedules import install_schedule
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -74,10 +74,10 @@ if TYPE_CHECKING:
 
     from tasks.context import Dtype, Resources, TrainContext
     from tasks.data.tokens.cache import TokenizedRows
+    from tasks.model.adapter_files import Intake
     from tasks.recipe import Inputs, TrainingRecipe
-    from tasks.train.adapter_files import Intake
-    from tasks.train.kernels import Held
-    from tasks.train.models import Policy
+    from tasks.train.kernels.machine import Held
+    from tasks.train.models.load import Policy
 
 logger = logging.getLogger(__name__)
 

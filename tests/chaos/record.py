@@ -5,8 +5,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from lineage.attempts import attempts
-from lineage.lock import owner
+from lineage.filesystem.lock import owner
+from lineage.record.attempts import attempts
 from lineage.store import RESERVED, Store
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flows.doctor import check_gpus
+from flows.operate.doctor import check_gpus
 from flows.planning.adapter_choice import capacity
 from flows.stages.process_settings import stage_environment
 from flows.stages.resources import visible_gpus
-from lineage.environment import hardware
+from lineage.record.environment import hardware
 from tasks.context import Resources
-from tasks.train.speed import measured_peak
+from tasks.train.loop.speed import measured_peak
 from tests import training
 
 ON_GPU = Resources(micro_batch_size=4, gpus_per_worker=1)

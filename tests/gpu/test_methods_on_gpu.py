@@ -7,8 +7,8 @@ import pytest
 
 from tasks.context import Resources
 from tasks.method import Adapter
-from tasks.train.generating import Sampling
-from tasks.train.quantization import FORMATS, missing
+from tasks.train.generation.generating import Sampling
+from tasks.train.models.quantization import FORMATS, missing
 from tests import training
 from tests.integration.test_resume import LORA, SAVING, stop_and_go_on
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tasks.method import Optimizer
-from tasks.train.optimizers import OPTIMIZERS
+from tasks.train.optim.optimizers import OPTIMIZERS
 from tests import training
 from tests.integration.test_resume import SAVING, stop_and_go_on
 

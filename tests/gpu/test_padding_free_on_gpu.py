@@ -7,8 +7,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM
 
-from tasks.train import padding_free
-from tasks.train.padding_free import collator_for, install, pack
+from tasks.train.kernels import padding_free
+from tasks.train.kernels.padding_free import collator_for, install, pack
 from tests import tiny
 
 QUICK = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]

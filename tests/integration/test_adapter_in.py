@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lineage.artifact import Kind, Source
 from lineage.checkpoints import Checkpoints
-from lineage.digest import DigestCache
 from lineage.errors import ArtifactError, ConfigError, PipelineError
-from lineage.sources import pin
+from lineage.filesystem.digest import DigestCache
+from lineage.source.sources import pin
 from lineage.store import InputRecord
 from tasks.method import Adapter, Input, Training
-from tasks.train import adapter_files
-from tasks.train.adapted import peft_config, require_same, stacked
-from tasks.train.models import load_model, whole_model
+from tasks.model import adapter_files
+from tasks.train.models.adapted import peft_config, require_same, stacked
+from tasks.train.models.load import load_model, whole_model
 from tests import tiny, training
 from tests.integration.test_resume import stop_and_go_on
 from tests.model_directories import edit

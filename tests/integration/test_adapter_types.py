@@ -11,12 +11,12 @@ from trl.trainer.utils import use_adapter
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from tasks.disk_need import adapter_weights, model_shapes, percent_trained
+from tasks.judgement.disk_need import adapter_weights, model_shapes, percent_trained
 from tasks.method import Adapter, Quantization, Training
-from tasks.train import padding_free
-from tasks.train.adapters import ADAPTERS, MIXTURES, NOT_ON_CONV1D
-from tasks.train.freeze import Freeze
-from tasks.train.models import whole_model
+from tasks.train.kernels import padding_free
+from tasks.train.models.adapters import ADAPTERS, MIXTURES, NOT_ON_CONV1D
+from tasks.train.models.freeze import Freeze
+from tasks.train.models.load import whole_model
 from tests import tiny, tiny_models, training
 from tests.training import answers
 

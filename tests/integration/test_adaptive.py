@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lineage.errors import StoppedError
-from tasks.best import Best
 from tasks.method import Adapter, Adaptive, Schedule
-from tasks.train import fit
+from tasks.train.best import Best
+from tasks.train.loop import fit
 from tests import completion_scores, training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights

@@ -11,7 +11,7 @@ from tasks.data.tokens.cache import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.evaluate.answers import answers_of, greedy_answers, sampled_tokens
 from tasks.method import Adapter
-from tasks.train.generating import Sampling
+from tasks.train.generation.generating import Sampling
 from tests import tiny, training
 from tests.libraries.tasks.data.tokens.tokens import rows_input
 

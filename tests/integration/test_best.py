@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError, StoppedError
-from tasks.best import Best, KeepBest
 from tasks.data.tokens.tokenize_rows import RowTokenizer
 from tasks.evaluate.rows import answer_tokens, draw_rows
 from tasks.evaluate.scoring import logps
-from tasks.heartbeat import Phase
 from tasks.method import Adapter
-from tasks.tokenizers import tokenizer_of
+from tasks.model.tokenizers import tokenizer_of
+from tasks.train.best import Best, KeepBest
+from tasks.train.loop.heartbeat import Phase
 from tests import training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.blame import _evaluated
+from flows.operate.blame import _evaluated
 from lineage.errors import ConfigError
 from lineage.promotions import Event, append
 from tasks.evaluate.evaluate import Evaluate

@@ -13,8 +13,8 @@ import pytest
 
 from flows.reports.compat import Choice, all_outcomes, choices, outcome
 from tasks.method import Adapter
-from tasks.train.optimizers import OPTIMIZERS
-from tasks.train.quantization import missing
+from tasks.train.models.quantization import missing
+from tasks.train.optim.optimizers import OPTIMIZERS
 from tests import training
 from tests.training import same, weights
 

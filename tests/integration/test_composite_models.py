@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from lineage.artifact import Kind
 from lineage.errors import DataError, PipelineError
 from tasks.method import Adapter, Training
-from tasks.train import merging, models
-from tasks.train.freeze import unread_by_text
-from tasks.train.models import save_whole, whole_model
+from tasks.model import merging
+from tasks.train.models import load as models
+from tasks.train.models.freeze import unread_by_text
+from tasks.train.models.load import save_whole, whole_model
 from tests import training
 from tests.tiny import write_tokenizer
 from tests.tiny_models import write_model

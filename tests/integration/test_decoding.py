@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tasks.train import rollouts
-from tasks.train.generating import Sampling
-from tasks.train.one_policy import Sampled
-from tasks.train.rollouts import sample
+from tasks.train.generation import rollouts
+from tasks.train.generation.generating import Sampling
+from tasks.train.generation.one_policy import Sampled
+from tasks.train.generation.rollouts import sample
 from tests import tiny
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from lineage.checkpoints import Checkpoints
-from lineage.disk import explain_full_disk
 from lineage.errors import PipelineError
+from lineage.filesystem.disk import explain_full_disk
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.disk_need import disk_need, model_shapes
+from tasks.judgement.disk_need import disk_need, model_shapes
 from tests import tiny, training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flows.declare.config import load_pipeline
 from lineage.errors import ConfigError
-from tasks.best import Validation
 from tasks.context import Resources, TrainContext
 from tasks.distill import Distillation
 from tasks.method import Training
@@ -20,8 +19,9 @@ from tasks.quickstart import few_instructions
 from tasks.quickstart.instructions import instructions, prompts
 from tasks.sft import SFT
 from tasks.taid import TAID
-from tasks.train import distill_trainer
-from tasks.train.distill_trainer import Interpolation, divergence
+from tasks.train.best import Validation
+from tasks.train.losses import distill_trainer
+from tasks.train.losses.distill_trainer import Interpolation, divergence
 from tasks.train.run import TrainingRun
 from tests import tiny, training
 from tests.tiny_models import ARCHITECTURES, write_model

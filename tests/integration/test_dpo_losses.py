@@ -8,7 +8,7 @@ from trl import DPOTrainer
 from lineage.errors import DataError
 from tasks.context import Resources
 from tasks.method import Adapter
-from tasks.train.dpo_losses import LOSSES, ReferenceSync
+from tasks.train.losses.dpo_losses import LOSSES, ReferenceSync
 from tests import training
 from tests.integration.test_golden import plain_losses
 from tests.worker_group import Asked, WorkerGroup
@@ -111,7 +111,7 @@ def test_two_workers_compare_the_pairs_of_the_whole_step(
 
 def test_wpo_weights_pairs_on_every_forward(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The padding-free forward and TRL's own compute the sums of squares that WPO needs; so do the chunked heads."""
-    from tasks.train import padding_free
+    from tasks.train.kernels import padding_free
 
     found = ours(root, tmp_path / "plain", weighting="wpo").losses
     monkeypatch.setattr(padding_free, "MAX_LOGITS", 1)

@@ -18,8 +18,8 @@ from trl import DPOConfig, DPOTrainer
 from lineage.errors import ConfigError, PipelineError
 from tasks.dpo import DPO
 from tasks.method import FROZEN_POLICY, POLICY, Adapter, Training
-from tasks.train import models
-from tasks.train.pair_loss import Logps, PairLoss
+from tasks.train.losses.pair_loss import Logps, PairLoss
+from tasks.train.models import load as models
 from tests import training
 from tests.tiny_models import write_model
 
@@ -181,7 +181,7 @@ def test_dpo_as_a_pair_loss_is_trls(root: Path, tmp_path: Path, policy: str, ada
 
 
 def test_another_reference_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks.train import models
+    from tasks.train.models import load as models
 
     frozen = models.frozen
 

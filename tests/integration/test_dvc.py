@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lineage.digest import DigestCache
 from lineage.dvc import DvcProject, View, tracked_hash
 from lineage.errors import ArtifactError
+from lineage.filesystem.digest import DigestCache
 from lineage.store import Entry
 from tests.command import CONF
 from tests.dvc_repository import RECIPE, WORDS, DvcRepository, disk_bytes

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError
-from tasks.best import Best
 from tasks.context import Resources
 from tasks.method import Adapter, Adaptive, Schedule, Validation
+from tasks.train.best import Best
 from tests import training
 from tests.training import same, weights
 from tests.worker_group import Asked, Done, WorkerGroup, rows_of_steps, train

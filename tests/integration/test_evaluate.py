@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from lineage.artifact import Kind
-from lineage.digest import digest_files, digest_of
 from lineage.errors import ArtifactError, ConfigError, DataError
+from lineage.filesystem.digest import digest_files, digest_of
 from lineage.store import Store
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.data.tokens.template import Thinking

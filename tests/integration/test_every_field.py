@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 from lineage.errors import ConfigError
 from tasks.method import Adapter, Optimizer, Schedule
 from tasks.reward_functions import RewardFunction
-from tasks.train.dpo_losses import ReferenceSync
-from tasks.train.freeze import Freeze
-from tasks.train.generating import Sampling
+from tasks.train.generation.generating import Sampling
+from tasks.train.losses.dpo_losses import ReferenceSync
+from tasks.train.models.freeze import Freeze
 from tests import tiny, training
 from tests.training import same, weights
 

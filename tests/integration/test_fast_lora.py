@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tasks.train.fast_lora import speed_up
+from tasks.train.kernels.fast_lora import speed_up
 from tests import tiny
 
 

@@ -19,15 +19,15 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
-from tasks.best import Best
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Adapter, Input
 from tasks.reward_functions import RewardFunction
-from tasks.train import models
-from tasks.train.generating import Sampling
-from tasks.train.generating_trainer import OnlineDPOTrainer, pair_losses
-from tasks.train.grpo_variants import VARIANTS
-from tasks.train.rollouts import Rollouts, _warpers, sample
+from tasks.train.best import Best
+from tasks.train.generation.generating import Sampling
+from tasks.train.generation.generating_trainer import OnlineDPOTrainer, pair_losses
+from tasks.train.generation.rollouts import Rollouts, _warpers, sample
+from tasks.train.losses.grpo_variants import VARIANTS
+from tasks.train.models import load as models
 from tasks.train.run import TrainingRun, row_order
 from tests import completion_scores, tiny_models, training
 from tests.integration.test_resume import SAVING, stop_and_go_on
@@ -841,11 +841,11 @@ def test_a_prompt_is_read_once_for_its_completions_with_the_numbers_of_whole_row
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens_read: list[int], fields: dict
 ) -> None:
     for check in ("require_output_loads", "require_adapter_loads"):  # they read rows of their own
-        monkeypatch.setattr(f"tasks.train.models.{check}", lambda *_: None)
+        monkeypatch.setattr(f"tasks.train.models.load.{check}", lambda *_: None)
     runs = {}
     for name in ("once", "whole"):
         if name == "whole":
-            monkeypatch.setattr("tasks.train.rollouts.prompt_cache", lambda *_: None)
+            monkeypatch.setattr("tasks.train.generation.rollouts.prompt_cache", lambda *_: None)
         run = training.train(training.method("grpo", **fields), root, tmp_path / name)
         runs[name] = run.losses, pq.read_table(run.output / "samples.parquet").to_pylist(), sum(tokens_read)
         tokens_read.clear()
@@ -869,7 +869,7 @@ def test_whole_rows_are_trained_where_each_has_noise_of_its_own_or_recomputes_it
     runs = []
     for name in ("once", "whole"):
         if name == "whole":
-            monkeypatch.setattr("tasks.train.rollouts.prompt_cache", lambda *_: None)
+            monkeypatch.setattr("tasks.train.generation.rollouts.prompt_cache", lambda *_: None)
         where = Resources(micro_batch_size=4, **resources)
         runs.append(training.train(training.method("grpo", **fields), root, tmp_path / name, resources=where))
     assert runs[0].losses == runs[1].losses

@@ -13,7 +13,7 @@ from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses
 from flows.stages.run import Run
 from lineage.errors import LostError, StageError
-from lineage.tracker import Event, Tracker
+from lineage.record.tracker import Event, Tracker
 from tests.command import CONF
 from tests.toy_interrupted import TROUBLE_FILE
 

@@ -18,7 +18,7 @@ from socket import gethostname
 import psutil
 import pytest
 
-from lineage.attempts import attempts
+from lineage.record.attempts import attempts
 from tests.chaos.record import digests
 from tests.command import Command, family, wait_until
 from tests.marked import MARK, left

@@ -20,10 +20,11 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, PipelineError
 from tasks.context import Dtype, Resources
 from tasks.method import Adapter, Optimizer
-from tasks.train import kernels, models
 from tasks.train import run as module
-from tasks.train.models import load_config, whole_model
-from tasks.train.quantized_base import step_in_fp32
+from tasks.train.kernels import machine as kernels
+from tasks.train.models import load as models
+from tasks.train.models.load import load_config, whole_model
+from tasks.train.models.quantized_base import step_in_fp32
 from tests import tiny_models, training
 from tests.integration.test_dpo_start import scale_the_reference
 from tests.integration.test_own_loop import OptimizedLoop

@@ -12,8 +12,8 @@ from lineage.errors import ConfigError
 from tasks.context import Resources, TrainContext
 from tasks.kto import KTO
 from tasks.method import Adapter, Validation
-from tasks.train.pair_loss import kto_loss, label_weights
-from tasks.train.pair_trainer import Rows
+from tasks.train.losses.pair_loss import kto_loss, label_weights
+from tasks.train.losses.pair_trainer import Rows
 from tasks.train.run import TrainingRun
 from tests import tiny, training
 from tests.tiny_models import write_model

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lineage.artifact import Kind
-from lineage.digest import digest_files
 from lineage.errors import ConfigError, DataError
+from lineage.filesystem.digest import digest_files
 from tasks.context import Metrics, TrainContext
 from tasks.merge import Merge, MergeRewardModels
 from tasks.method import Adapter, Input
-from tasks.train.models import load_model
+from tasks.train.models.load import load_model
 from tests import tiny, training
 from tests.tiny_models import write_model
 from tests.trained_store import LORA, Made

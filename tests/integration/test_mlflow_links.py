@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from lineage.mlflow.tracker import MlflowTracker
-from lineage.tracker import Event
+from lineage.record.tracker import Event
 from tests.tracked_stage import execution, record
 
 

@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 
 from lineage.mlflow.address import connect
-from lineage.run_file import RunFile
+from lineage.record.run_file import RunFile
 from tests.command import Command, wait_until
 from tests.mlflow_walk import walk
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import PrunedError, StoppedError, TakenOverError
+from lineage.filesystem.owner import Owner
 from lineage.mlflow import address
 from lineage.mlflow.address import connect
 from lineage.mlflow.entities import Tag
@@ -16,10 +17,9 @@ from lineage.mlflow.executions import Executions
 from lineage.mlflow.registry import refill
 from lineage.mlflow.sync import Mirror
 from lineage.mlflow.tracker import MlflowTracker
-from lineage.owner import Owner
-from lineage.run_file import RunFile
+from lineage.record.run_file import RunFile
+from lineage.record.tracker import end_event
 from lineage.store import Entry
-from lineage.tracker import end_event
 from tests.command import wait_until
 from tests.tracked_stage import Tracked, attempt, commit, execution, record, report, start_of
 

@@ -16,15 +16,15 @@ from flows.planning.model_checks import check_models
 from flows.planning.plan import make_plan
 from flows.stages.run import job_inputs
 from lineage.artifact import Kind, Source
-from lineage.digest import DigestCache
 from lineage.errors import ConfigError
-from lineage.model_source import template_families, text_digest
-from lineage.sources import pin
-from tasks import remote_code
-from tasks.fetch_model import fetch_model
+from lineage.filesystem.digest import DigestCache
+from lineage.source.model_source import template_families, text_digest
+from lineage.source.sources import pin
 from tasks.method import Adapter
-from tasks.tokenizers import tokenizer_of
-from tasks.train.models import whole_model
+from tasks.model import remote_code
+from tasks.model.fetch_model import fetch_model
+from tasks.model.tokenizers import tokenizer_of
+from tasks.train.models.load import whole_model
 from tests import miniature, tiny, training
 from tests.command import Command
 from tests.integration.test_resume import stop_and_go_on
@@ -141,7 +141,7 @@ def test_the_disk_needs_room_for_the_merged_base(tmp_path, monkeypatch):
     middle = write_adapter(tmp_path / "middle", base)
     lora = write_adapter(tmp_path / "lora", base)
     edit(lora / "adapter_config.json", base_model_name_or_path="../middle")
-    monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: 0)
+    monkeypatch.setattr("tasks.judgement.disk_need.free_bytes", lambda path: 0)
     needs = []
     for model in (base, middle, lora):
         plan = make_plan(load_pipeline([f"store={tmp_path / 'store'}", f"model={model}"]))

@@ -10,9 +10,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.method import Adapter
-from tasks.positions import LEARNED_POSITIONS, learned_positions, require_positions
-from tasks.train.models import disable_dropout, whole_model
-from tasks.train.rewards import sequence_scores
+from tasks.model.positions import LEARNED_POSITIONS, learned_positions, require_positions
+from tasks.train.losses.rewards import sequence_scores
+from tasks.train.models.load import disable_dropout, whole_model
 from tests import tiny, training
 
 if TYPE_CHECKING:

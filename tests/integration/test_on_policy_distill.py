@@ -10,7 +10,7 @@ from trl import DistillationConfig, DistillationTrainer
 
 from lineage.errors import ConfigError
 from tasks.context import Resources
-from tasks.train.generating import Sampling
+from tasks.train.generation.generating import Sampling
 from tasks.train.run import row_order
 from tests import tiny, training
 from tests.tiny_models import write_model

@@ -13,9 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lineage.errors import PipelineError
 from tasks.context import Resources, TrainContext
 from tasks.method import Adapter
-from tasks.train import generating_trainer, rollouts
-from tasks.train.generating import Sampling
-from tasks.train.one_policy import MAX, MEAN, FixedReference, OnePolicy, Sampled, shares_weights, weights_of
+from tasks.train.generation import generating_trainer, rollouts
+from tasks.train.generation.generating import Sampling
+from tasks.train.generation.one_policy import MAX, MEAN, FixedReference, OnePolicy, Sampled, shares_weights, weights_of
 from tasks.train.run import TrainingRun
 from tests import tiny_models, training
 from tests.integration.test_generating import Engine, engine

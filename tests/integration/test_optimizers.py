@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tasks.best import Validation
 from tasks.context import Resources
 from tasks.method import Optimizer, Schedule, Training
-from tasks.train.optimizers import OPTIMIZERS
+from tasks.train.best import Validation
+from tasks.train.optim.optimizers import OPTIMIZERS
 from tests import tiny, training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights

@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError
-from tasks.best import Best
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpt import ContinuedPretraining
 from tasks.data.kinds import TEXT
 from tasks.method import LOOP_FIELDS, Adapter, Optimizer, Schedule, Training, Validation
+from tasks.train.best import Best
 from tasks.train.compatibility import check_compatible
 from tasks.train.run import TrainingRun
 from tests import training
@@ -35,7 +35,7 @@ class PlainLoop(Training):
     diverges_at: int | None = None
 
     def loop(self, run: TrainingRun) -> Metrics:
-        from tasks.train.own_loop import OwnLoop
+        from tasks.train.loop.own_loop import OwnLoop
 
         model = run.policy.model
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.learning_rate)
@@ -65,7 +65,7 @@ class OptimizedLoop(Training):
     applies: ClassVar = LOOP_FIELDS
 
     def loop(self, run: TrainingRun) -> Metrics:
-        from tasks.train.own_loop import Optimization, OwnLoop
+        from tasks.train.loop.own_loop import Optimization, OwnLoop
 
         model = run.policy.model
         optimization = Optimization(run, model)
@@ -164,7 +164,7 @@ def test_with_the_optimizer_of_the_core_it_is_transformers_training(
 
 
 def test_gradients_are_averaged_over_the_workers(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tasks.train.own_loop import Optimization
+    from tasks.train.loop.own_loop import Optimization
 
     stated = OptimizedLoop(**training.FIELDS)  # type: ignore[arg-type]
     given, found = training.inputs(root, stated), []

@@ -11,7 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from lineage.errors import ConfigError
 from tasks.data.tokens.tokenization import PACKABLE, why_not_packable
-from tasks.train.padding_free import Example, collator_for, install
+from tasks.train.kernels.padding_free import Example, collator_for, install
 
 PACKS = [[9, 4, 14], [20, 5]]  # lengths of rows: some exceed the window, some do not
 WINDOW = 6

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tasks.train import padding_free
-from tasks.train.padding_free import (
+from tasks.train.kernels import padding_free
+from tasks.train.kernels.padding_free import (
     PADDING_FREE,
     choose_kernel,
     common_tokens,

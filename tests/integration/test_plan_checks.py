@@ -17,8 +17,8 @@ from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
 from tasks.data.kinds import PREFERENCES
 from tasks.evaluate import Evaluate
-from tasks.fetch_model import wheel_entry
 from tasks.method import Training
+from tasks.model.fetch_model import wheel_entry
 from tests.tiny import swap_tokens, write_tokenizer
 
 METHOD = "stages.evaluate.method"

@@ -13,8 +13,8 @@ from lineage.errors import ConfigError, PipelineError
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.ppo import PPO
 from tasks.reward_functions import RewardFunction
-from tasks.train.actor_critic import Tokens, token_logps
-from tasks.train.rewards import token_values
+from tasks.train.losses.actor_critic import Tokens, token_logps
+from tasks.train.losses.rewards import token_values
 from tasks.train.run import TrainingRun
 from tests import tiny, training
 from tests.completion_scores import vowel

@@ -13,8 +13,8 @@ from lineage.artifact import Kind
 from tasks.gate import Gate
 from tasks.merge import Merge
 from tasks.method import Adapter, Quantization, Training
-from tasks.train.models import whole_model
-from tasks.train.quantized_base import Quantizer
+from tasks.train.models.load import whole_model
+from tasks.train.models.quantized_base import Quantizer
 from tests import tiny, training
 from tests.integration.test_merge import STEP, merge
 from tests.tiny_models import MIXTURES, write_model

@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from lineage.artifact import Kind
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, StoppedError
-from lineage.model_files import quantization_format
+from lineage.source.model_files import quantization_format
 from tasks.context import Resources, TrainContext
-from tasks.disk_need import adapter_weights, model_shapes
+from tasks.judgement.disk_need import adapter_weights, model_shapes
 from tasks.method import Adapter, Quantization, Training
-from tasks.train import adapter_files
-from tasks.train.adapters import ON_QUANTIZED
-from tasks.train.models import whole_model
-from tasks.train.quantization import FORMATS, torch_dtype
-from tasks.train.quantized_base import Quantizer, fill_dequantized, require_gradient, rounded_weights
+from tasks.model import adapter_files
+from tasks.train.models.adapters import ON_QUANTIZED
+from tasks.train.models.load import whole_model
+from tasks.train.models.quantization import FORMATS, torch_dtype
+from tasks.train.models.quantized_base import Quantizer, fill_dequantized, require_gradient, rounded_weights
 from tests import tiny, training
 from tests.model_directories import edit
 from tests.tiny_models import write_model

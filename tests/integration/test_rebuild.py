@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from lineage.errors import ArtifactError
+from lineage.filesystem.owner import Owner
 from lineage.mlflow.address import connect
 from lineage.mlflow.entities import Key, Tag, process_tags
 from lineage.mlflow.executions import Executions
 from lineage.mlflow.registry import aliases, links, refill, set_alias
-from lineage.owner import Owner
 from lineage.verify.mlflow import check_mlflow
 from lineage.verify.store import Checked, Fault, read_store
 from tests.command import TOY, Command

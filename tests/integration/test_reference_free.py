@@ -13,7 +13,7 @@ from tasks.cpo import CPO
 from tasks.method import Adapter, Training
 from tasks.orpo import ORPO
 from tasks.simpo import SimPO
-from tasks.train.pair_loss import Logps
+from tasks.train.losses.pair_loss import Logps
 from tests import training
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"

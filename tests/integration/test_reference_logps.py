@@ -7,10 +7,11 @@ import pytest
 from lineage.artifact import Kind
 from lineage.errors import PipelineError
 from tasks.context import Resources, TrainContext
-from tasks.heartbeat import Phase
 from tasks.method import Adapter, Input, Quantization, Training, Validation
-from tasks.train import models, reference_logps
 from tasks.train.compatibility import refusals
+from tasks.train.loop.heartbeat import Phase
+from tasks.train.losses import reference_logps
+from tasks.train.models import load as models
 from tasks.train.rule import Case
 from tests import tiny, training
 from tests.tiny_models import FEW, write_model

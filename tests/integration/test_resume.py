@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from lineage.checkpoints import Checkpoints
-from lineage.digest import digest_files
 from lineage.errors import PipelineError, StoppedError
-from tasks.best import KeepBest
+from lineage.filesystem.digest import digest_files
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Adapter, Training
-from tasks.train.dpo_losses import ReferenceSync
+from tasks.train.best import KeepBest
+from tasks.train.losses.dpo_losses import ReferenceSync
 from tests import training
 from tests.training import same, weights
 

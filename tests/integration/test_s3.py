@@ -6,10 +6,10 @@ import multiprocessing
 import pytest
 
 from lineage.artifact import Source
-from lineage.digest import DigestCache
 from lineage.errors import ConfigError, DataError
-from lineage.remote_files import open_remote
-from lineage.sources import pin
+from lineage.filesystem.digest import DigestCache
+from lineage.filesystem.remote_files import open_remote
+from lineage.source.sources import pin
 from lineage.store import Manifest
 from tasks.data.reading.chunk import Row
 from tasks.data.reading.read import read_chunks

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from flows.progress.run_record import Links, OpenFlow, RunRecord, new_id
-from lineage.owner import Owner
+from lineage.filesystem.owner import Owner
 from tests.command import CONF, REPOSITORY, alive, family, wait_until
 from tests.prefect_api import PrefectApi, serve
 from tests.web_server import save_block, webhook

@@ -14,7 +14,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.checks import check_gates
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from lineage.verdict import read_verdict
+from lineage.record.verdict import read_verdict
 from tasks.context import TrainContext
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tasks.gate import Gate

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
-from tasks.fetch_model import fetch_model
 from tasks.method import Adapter
+from tasks.model.fetch_model import fetch_model
 from tests import tiny, training
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from flows.sweep import run as module
 from flows.sweep.files import SweepFiles
 from flows.sweep.plan import read_sweep
 from lineage.errors import ConfigError, PipelineError, PrunedError
-from lineage.tracker import Tracker
+from lineage.record.tracker import Tracker
 from tests.command import CONF
 
 RATE, SIZE = "stages.left.method.learning_rate", "stages.model.method.size"

@@ -16,7 +16,7 @@ from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Input
 from tasks.sft import SFT
 from tasks.teacher_answers import TeacherAnswers
-from tasks.train.generating import Sampling
+from tasks.train.generation.generating import Sampling
 from tests import tiny, training
 from tests.command import Command
 from tests.miniature import overrides_of

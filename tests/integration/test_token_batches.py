@@ -9,7 +9,7 @@ from transformers import Trainer
 from lineage.errors import PipelineError
 from tasks.context import Resources
 from tasks.train import run as training_run
-from tasks.train.token_batches import divide
+from tasks.train.loop.token_batches import divide
 from tests import training
 from tests.worker_group import Asked, WorkerGroup
 

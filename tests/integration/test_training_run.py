@@ -15,7 +15,7 @@ from lineage.errors import ConfigError
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import CONVERSATIONS, PREFERENCES
 from tasks.method import FROZEN_POLICY, POLICY, REWARD_MODEL, TEACHER, VALUE_MODEL, Adapter, Input, Inputs, Training
-from tasks.train.rewards import sequence_scores
+from tasks.train.losses.rewards import sequence_scores
 from tasks.train.run import TrainingRun
 from tests import tiny, training
 from tests.tiny_models import write_model

@@ -11,10 +11,10 @@ import pytest
 
 from flows.progress.run_record import Links, OpenFlow, RunRecord, new_id
 from lineage.artifact import Source
-from lineage.digest import DigestCache
-from lineage.owner import Owner
-from lineage.remote_files import open_remote
-from lineage.sources import pin
+from lineage.filesystem.digest import DigestCache
+from lineage.filesystem.owner import Owner
+from lineage.filesystem.remote_files import open_remote
+from lineage.source.sources import pin
 from tests.command import CONF, TOY, Command, wait_until
 from tests.prefect_api import password_in
 from tests.triggered_runs import Server, serving

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from lineage.artifact import Kind, Source
-from lineage.digest import DigestCache
 from lineage.errors import ConfigError
-from lineage.sources import never_changes, pin
-from tasks import fetch_model as module
-from tasks.chat_template import CHATML
-from tasks.fetch_model import fetch_model
-from tasks.train.adapter_files import base_and_adapters
+from lineage.filesystem.digest import DigestCache
+from lineage.source.sources import never_changes, pin
+from tasks.model import fetch_model as module
+from tasks.model.adapter_files import base_and_adapters
+from tasks.model.chat_template import CHATML
+from tasks.model.fetch_model import fetch_model
 from tests import tiny_gguf
 
 pytest.importorskip("gguf")

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
-from tasks.best import Best
 from tasks.context import Resources
 from tasks.method import Adapter, Quantization
 from tasks.reward_functions import RewardFunction
+from tasks.train.best import Best
 from tests import training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until

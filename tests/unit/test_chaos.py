@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lineage.attempts import record_attempt
-from lineage.lock import Lock
+from lineage.filesystem.lock import Lock
+from lineage.record.attempts import record_attempt
 from tests.chaos.record import Reached, doubled, made_again, reached, starts, untidy
 from tests.chaos.rounds import SAVE_STEPS, Score
 from tests.written_store import WrittenStore

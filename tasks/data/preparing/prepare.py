@@ -182,7 +182,7 @@ def _lengths(files: Sequence[Path], tokenizer: Input | None) -> Lengths | None:
     if tokenizer is None:
         counted = byte_lengths(files)
     else:
-        from tasks.tokenizers import tokenizer_of
+        from tasks.model.tokenizers import tokenizer_of
 
         counted = token_lengths(files, tokenizer_of(tokenizer.path))
     return measure(counted, tokenizer=tokenizer.name if tokenizer else None) if len(counted) else None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lineage.errors import ConfigError, DataError
-from lineage.text_split import SplitBy
+from lineage.source.text_split import SplitBy
 
 BLOCK_BYTES = 2**20  # that are read at once
 MAX_ROW_BYTES = 64 * 2**20  # about ten million tokens; a longer line is a file without line ends

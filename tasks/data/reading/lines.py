@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 import orjson
 
-from lineage.text_split import BLANK_LINE, SplitBy, compression_of, detected_split
+from lineage.source.text_split import BLANK_LINE, SplitBy, compression_of, detected_split
 from tasks.data.reading.chunk import BLOCK_BYTES, MAX_ROW_BYTES, MOST, Broken, Chunk, Row, Rows, refused, shown
 
 _BOM = b"\xef\xbb\xbf"  # of UTF-8; without meaning

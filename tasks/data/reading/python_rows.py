@@ -17,7 +17,7 @@ import orjson
 from lineage.artifact import Source
 from lineage.code import source_file
 from lineage.errors import DataError
-from lineage.source_checks import PythonFunction, python_function
+from lineage.source.source_checks import PythonFunction, python_function
 from tasks.data.reading.chunk import Broken, Chunk, Row, Rows, refused
 
 _ROWS_PER_CHUNK = 1000

@@ -15,11 +15,11 @@ from tempfile import TemporaryDirectory
 
 from lineage.artifact import QUICKSTART, Source
 from lineage.errors import ConfigError
-from lineage.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
+from lineage.filesystem.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
 from lineage.secrets import without_secrets
-from lineage.source_checks import PYTHON, is_loaded, separator_of
-from lineage.sources import local_paths
-from lineage.text_split import NOTE, SplitBy, data_suffix
+from lineage.source.source_checks import PYTHON, is_loaded, separator_of
+from lineage.source.sources import local_paths
+from lineage.source.text_split import NOTE, SplitBy, data_suffix
 from tasks.data.reading.chunk import Chunk, Row, no_split, parse_split, parsed, refused
 from tasks.data.reading.delimited import read_csv
 from tasks.data.reading.lines import read_json, read_json_lines, read_text
@@ -120,7 +120,7 @@ def _read_file(path: Path, name: str, source: Source) -> Iterator[Chunk]:
 
 
 def _files_below(directory: Path) -> list[PurePosixPath]:
-    """The files that ``lineage.digest`` reads for a source: links to directories are not followed."""
+    """The files that ``lineage.filesystem.digest`` reads for a source: links to directories are not followed."""
     names = []
     for path in sorted(directory.rglob("*")):
         name = PurePosixPath(path.relative_to(directory).as_posix())

@@ -11,17 +11,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from lineage.cached import cached
-from lineage.digest import DigestCache, digest_file, digest_files, digest_of
 from lineage.errors import DataError
+from lineage.filesystem.cached import cached
+from lineage.filesystem.digest import DigestCache, digest_file, digest_files, digest_of
 from lineage.fingerprint import digest_json, short
-from lineage.model_files import TOKENIZER_FILES
-from tasks.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
+from lineage.source.model_files import TOKENIZER_FILES
 from tasks.data.kinds import LABEL_NAMES, ROW_KINDS, TEXT, TRAIN, RowKind, RowOutcome, arrow_schema
 from tasks.data.ordered_pool import ordered_map, row_batches
 from tasks.data.tokens.tokenization import Tokenization, pack
 from tasks.data.tokens.tokenize_rows import MAX_NAMED, REFUSED, RowTokenizer, TokenPart, TokenStats
-from tasks.tokenizers import tokenizer_of
+from tasks.model.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
+from tasks.model.tokenizers import tokenizer_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -7,8 +7,8 @@ from typing import Literal
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from tasks.chat_template import check_name
 from tasks.data.tokens.template import Thinking
+from tasks.model.chat_template import check_name
 
 TooLong = Literal["cut_answer", "cut_prompt", "drop", "refuse"]
 Packing = Literal["best_fit"]
@@ -29,7 +29,7 @@ class Tokenization:
         packing: rows share the ``max_length`` of one example; None: each is one.
         thinking: whether what the assistant thinks is trained; None: as the chat template has it, which must not lose
             it.
-        chat_template: one of ``tasks.chat_template``; None: the tokenizer's own.
+        chat_template: one of ``tasks.model.chat_template``; None: the tokenizer's own.
         control_tokens: what is done with rows whose texts spell a control token, such as ``<|im_end|>``: encode them
             as text, keep the tokens, drop the rows, or fail. None: ``text``, and ``keep`` for documents, which may be
             rendered already.

@@ -12,12 +12,12 @@ import torch
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_tensors
 
-from flows.certify import TOLERANCES, compare
-from lineage.certificate import Comparison
-from lineage.digest import digest_files, digest_of
-from lineage.environment import provenance_here
+from flows.operate.certify import TOLERANCES, compare
+from lineage.filesystem.digest import digest_files, digest_of
+from lineage.record.certificate import Comparison
+from lineage.record.environment import provenance_here
 from lineage.store import Entry, Manifest
-from tasks.weight_differences import length, movement, weight_difference
+from tasks.model.weight_differences import length, movement, weight_difference
 
 STEPS = ((1, 4.0), (2, 3.0), (3, 2.0))
 WEIGHTS = {"a": np.array([1.0, 2.0]), "b": np.array([3.0])}

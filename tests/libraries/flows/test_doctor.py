@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from alembic.script import ScriptDirectory
 
-from flows import doctor
+from flows.operate import doctor
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from tasks.train.dpo_losses import Pairs, aot_loss, aot_unpaired_loss, kto_pair_loss
-from tasks.train.pair_loss import Logps, rpo_loss
+from tasks.train.losses.dpo_losses import Pairs, aot_loss, aot_unpaired_loss, kto_pair_loss
+from tasks.train.losses.pair_loss import Logps, rpo_loss
 
 
 def sigmoid(value: float) -> float:

@@ -5,9 +5,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tasks.context import Resources
-from tasks.estimate import architecture, memory
+from tasks.judgement.estimate import architecture, memory
 from tasks.sft import SFT
-from tasks.train.speed import measured_peak
+from tasks.train.loop.speed import measured_peak
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

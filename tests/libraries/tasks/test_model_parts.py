@@ -11,14 +11,14 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, AutoTokenizer
 
 from lineage.artifact import Kind, Source
-from lineage.digest import DigestCache
 from lineage.errors import ConfigError
-from lineage.model_source import OWN_TEMPLATES, TEMPLATE_TOKENS, template_families, with_kwargs
-from lineage.sources import Pinned, pin
-from tasks.chat_template import CHAT_TEMPLATES, CHATML, TOKENS
-from tasks.fetch_model import checked_config, fetch_model, model_json
-from tasks.tokenizers import tokenizer_of
-from tasks.train.models import copy_tokenizer, whole_model
+from lineage.filesystem.digest import DigestCache
+from lineage.source.model_source import OWN_TEMPLATES, TEMPLATE_TOKENS, template_families, with_kwargs
+from lineage.source.sources import Pinned, pin
+from tasks.model.chat_template import CHAT_TEMPLATES, CHATML, TOKENS
+from tasks.model.fetch_model import checked_config, fetch_model, model_json
+from tasks.model.tokenizers import tokenizer_of
+from tasks.train.models.load import copy_tokenizer, whole_model
 from tests.model_directories import edit
 from tests.tiny import write_tokenizer
 from tests.tiny_models import ARCHITECTURES, write_model

@@ -13,10 +13,10 @@ from transformers import TrainingArguments, get_scheduler
 
 from lineage.errors import ConfigError
 from tasks.method import Optimizer, Schedule
-from tasks.train import own_optimizers
-from tasks.train.optimizers import OPTIMIZERS, build
-from tasks.train.own_optimizers import averaged
-from tasks.train.schedules import PLATEAU, SCHEDULES, schedule_args
+from tasks.train.optim import own_optimizers
+from tasks.train.optim.optimizers import OPTIMIZERS, build
+from tasks.train.optim.own_optimizers import averaged
+from tasks.train.optim.schedules import PLATEAU, SCHEDULES, schedule_args
 
 RATE = 1e-2
 VALUES = {
@@ -288,7 +288,7 @@ def test_a_schedule_free_model_is_its_average_and_returns_to_the_bit() -> None:
 
 
 def test_the_plateau_falls_after_its_patience_and_stops_at_the_minimum(tmp_path: Path) -> None:
-    from tasks.train.own_optimizers import Plateau, PlateauShare
+    from tasks.train.optim.own_optimizers import Plateau, PlateauShare
 
     def schedule() -> Plateau:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -25,15 +25,15 @@ from peft import (
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lineage.artifact import Kind, Source
-from lineage.digest import DigestCache
 from lineage.errors import ConfigError, PipelineError
-from lineage.peft_adapter import MERGED_TYPES
-from lineage.sources import Pinned, pin
+from lineage.filesystem.digest import DigestCache
+from lineage.source.peft_adapter import MERGED_TYPES
+from lineage.source.sources import Pinned, pin
 from tasks.data.examine import fetch_tokenizer
-from tasks.fetch_model import PARTS_FILE, fetch_model
-from tasks.tokenizers import tokenizer_of
-from tasks.train.adapter_files import base_and_adapters
-from tasks.train.models import whole_model
+from tasks.model.adapter_files import base_and_adapters
+from tasks.model.fetch_model import PARTS_FILE, fetch_model
+from tasks.model.tokenizers import tokenizer_of
+from tasks.train.models.load import whole_model
 from tests.model_directories import edit, move_tokenizer, write_adapter
 from tests.tiny_models import ARCHITECTURES, write_model
 

@@ -10,8 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
-from tasks.fetch_model import split_as_stated
-from tasks.tokenizers import PROBE, read_otherwise, tokenizer_of
+from tasks.model.fetch_model import split_as_stated
+from tasks.model.tokenizers import PROBE, read_otherwise, tokenizer_of
 from tests.tiny_gguf import write_gguf
 
 THREE_DIGITS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -126,7 +126,7 @@ def test_a_sentencepiece_file_is_read_by_its_class_or_refused(tmp_path: Path, ow
 
 
 def test_files_that_travel_are_read_alike_at_both_ends(tmp_path: Path, own: Tokenizer) -> None:
-    from tasks.tokenizers import copy_tokenizer_files
+    from tasks.model.tokenizers import copy_tokenizer_files
 
     source = written(tmp_path / "a", own, "qwen2")
     copy_tokenizer_files(source, tmp_path)

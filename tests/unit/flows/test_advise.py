@@ -13,7 +13,7 @@ from flows.declare.compose import CONF
 from flows.declare.config import load_pipeline
 from flows.planning.plan import Plan, make_plan
 from flows.sweep.plan import read_sweep
-from tasks.advice import TABLE, case_of, findings
+from tasks.judgement.advice import TABLE, case_of, findings
 from tasks.method import Adapter
 from tasks.sft import SFT
 from tests.finished import finish

@@ -8,12 +8,12 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from flows import cancel as module
 from flows.__main__ import main
-from flows.cancel import cancel, find_run
+from flows.operate import cancel as module
+from flows.operate.cancel import cancel, find_run
 from flows.progress.run_record import Links, RunRecord, run_record_path
 from lineage.errors import ConfigError, PipelineError
-from lineage.owner import Owner
+from lineage.filesystem.owner import Owner
 from tests.command import sleeper_of
 
 # Of this process alone: a run is found by its id in the environment of every process of the machine.

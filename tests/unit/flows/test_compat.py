@@ -7,8 +7,8 @@ import pytest
 
 from flows.reports.compat import _BASE, _GPU, all_outcomes, case_of, choices, outcome, rule_nearest, trainings
 from lineage.errors import ConfigError
-from tasks.train import quantization
 from tasks.train.compatibility import RULES, refusals
+from tasks.train.models import quantization
 from tests.command import Command
 
 

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from flows import doctor
 from flows.commands import doctor as command
-from flows.doctor import Finding
+from flows.operate import doctor
+from flows.operate.doctor import Finding
 from lineage.errors import ConfigError
 
 VERSIONS = {"python": "3.11.7", "prefect": "3.8.8", "fastapi": "0.150.0", "mlflow": "3.17.2", "ray": "2.60.0",

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows import gc_roots
 from flows.declare.operation import Tracking
-from flows.gc_roots import add_present, find_roots
+from flows.operate import gc_roots
+from flows.operate.gc_roots import add_present, find_roots
 from flows.progress.run_record import RunRecord, new_id
 from flows.sweep.folder import TrialResult
 from lineage.errors import ArtifactError, ConfigError
+from lineage.filesystem.owner import Owner
 from lineage.gc import TOKENS
-from lineage.owner import Owner
 from lineage.store import Store
 from tests.written_store import WrittenStore, node
 

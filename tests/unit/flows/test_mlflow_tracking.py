@@ -8,16 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows import tracking as module
 from flows.declare.operation import Tracking
+from flows.progress import tracking as module
 from flows.progress.run_record import RunRecord, run_record_path
-from flows.tracking import make_tracker
+from flows.progress.tracking import make_tracker
 from lineage.errors import ConfigError
+from lineage.filesystem.owner import Owner
 from lineage.mlflow.address import require_reachable, shown, sqlite_file, tracking_uri
 from lineage.mlflow.tracker import MlflowTracker
-from lineage.owner import Owner
-from lineage.run_file import is_gone
-from lineage.tracker import Tracker
+from lineage.record.run_file import is_gone
+from lineage.record.tracker import Tracker
 
 
 @pytest.fixture(autouse=True)

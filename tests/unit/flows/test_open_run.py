@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
+from flows.operate.rehearsal import scratch_plan
 from flows.planning.plan import make_plan
 from flows.progress.run_record import RUN_VARIABLE, read_run_record, run_ids, run_record_path
-from flows.rehearsal import scratch_plan
 from flows.reports.run import views
 from flows.reports.status import status_text
 from flows.run import Trials, open_run, prepare_run

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from flows import rehearsal
-from flows.certify import certify, other_workers
 from flows.declare.config import load_pipeline
+from flows.operate import rehearsal
+from flows.operate.certify import certify, other_workers
+from flows.operate.rehearsal import announce, delete_others, micro_batches, rehearse, row_of, scratch, scratch_plan
 from flows.planning.estimates import step_seconds
 from flows.planning.plan import Plan
-from flows.rehearsal import announce, delete_others, micro_batches, rehearse, row_of, scratch, scratch_plan
 from lineage.errors import ArtifactError, ConfigError, StageError
-from lineage.lock import Lock
+from lineage.filesystem.lock import Lock
 from tasks.context import Launcher, Resources
 from tasks.cpt import ContinuedPretraining
 from tasks.method import Validation
@@ -47,7 +47,9 @@ def test_epochs_and_validation_are_in_short_too(toy: Toy, tmp_path: Path) -> Non
     method = ContinuedPretraining(num_epochs=3, validation=Validation(every_epochs=0.5, patience=1))
     stages = {**plan.pipeline.stages, "left": replace(plan.pipeline.stages["left"], method=method)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("flows.rehearsal.make_plan", lambda pipeline: Plan(pipeline=pipeline, stages=[], home=tmp_path))
+        patch.setattr(
+            "flows.operate.rehearsal.make_plan", lambda pipeline: Plan(pipeline=pipeline, stages=[], home=tmp_path)
+        )
         short_of = scratch_plan(replace(plan.pipeline, stages=stages), tmp_path, num_steps=6, save_steps=2).pipeline
     assert short_of.stages["left"].method == replace(
         method, num_steps=6, num_epochs=None, validation=Validation(every_steps=2)

@@ -18,8 +18,8 @@ from flows.progress.run_record import (
 from flows.progress.stage_progress import Progress
 from flows.reports.run import views
 from flows.reports.status import status_dict, status_text
-from lineage.attempts import record_attempt
-from lineage.owner import Owner, host
+from lineage.filesystem.owner import Owner, host
+from lineage.record.attempts import record_attempt
 from tests.sweeps import complete, ended
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from flows import __main__ as module
-from flows import stops
-from flows.stops import handling_sigterm, stoppable
-from lineage.owner import host
+from flows.stages import stops
+from flows.stages.stops import handling_sigterm, stoppable
+from lineage.filesystem.owner import host
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -92,7 +92,7 @@ def test_an_import_that_takes_too_long_is_left(tmp_path, monkeypatch):
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\nwhile True:\n    time.sleep(0.01)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("flows.stops._PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("flows.stages.stops._PATIENCE_SECONDS", 0.2)
     with pytest.raises(KeyboardInterrupt), stoppable():
         importlib.import_module("endless")
 

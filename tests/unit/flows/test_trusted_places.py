@@ -278,7 +278,7 @@ def test_a_table_that_no_person_wrote_is_refused_by_name(write, found, tmp_path,
     [(22, "Invalid argument", "a file that can be read"), (2, "No such file or directory", "a file that stays there")],
 )
 def test_a_directory_that_cannot_be_listed_is_named(code, text, remedy, tmp_path, monkeypatch, capsys):
-    from lineage import sources
+    from lineage.source import sources
 
     def refused(directory):
         raise OSError(code, text, f"{directory}/proc/1/net")

@@ -8,17 +8,17 @@ import pytest
 
 from flows.verl.recipe import _OF_PLAN, Places, Recipe, flat, verl_recipe
 from lineage.errors import ConfigError
-from tasks.best import Best, KeepBest
 from tasks.context import Launcher, Resources
 from tasks.grpo import GRPO
 from tasks.method import Adapter, Optimizer, Quantization, Schedule
 from tasks.reward_functions import RewardFunction
 from tasks.rloo import RLOO
 from tasks.sft import SFT
-from tasks.train.freeze import Freeze
-from tasks.train.generating import Generating, Sampling
-from tasks.train.grpo_variants import VARIANTS
-from tasks.train.schedules import Adaptive
+from tasks.train.best import Best, KeepBest
+from tasks.train.generation.generating import Generating, Sampling
+from tasks.train.losses.grpo_variants import VARIANTS
+from tasks.train.models.freeze import Freeze
+from tasks.train.optim.schedules import Adaptive
 
 PLACES = Places(
     policy="/models/sft", train="/out/train.parquet", held_out="/out/held_out.parquet", rewards="/out/rewards.py"

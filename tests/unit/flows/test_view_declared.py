@@ -1,8 +1,8 @@
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.declared import show_declared
 from flows.planning.plan import make_plan
+from flows.progress.declared import show_declared
 from lineage.dvc import DvcProject
 from tests.command import CONF
 from tests.unit.flows.planning.test_plan import finish

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lineage.attempts import FILE, Attempt, attempts, changed_at, other_code_digests, record_attempt
+from lineage.record.attempts import FILE, Attempt, attempts, changed_at, other_code_digests, record_attempt
 
 
 def test_a_line_that_a_kill_has_cut_costs_no_other(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lineage.certificate import (
+from lineage.errors import ArtifactError
+from lineage.record.certificate import (
     Certificate,
     Comparison,
     Tolerance,
@@ -16,7 +17,6 @@ from lineage.certificate import (
     read_certificate,
     write_certificate,
 )
-from lineage.errors import ArtifactError
 from lineage.store import InputRecord, Manifest, Provenance, SourceRecord, Store
 from tests.written_store import ran_at
 

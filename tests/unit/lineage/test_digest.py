@@ -12,9 +12,9 @@ import pytest
 from lineage import code
 from lineage.artifact import Kind, Source
 from lineage.code import _statements, code_digest, code_digest_now
-from lineage.digest import DigestCache, digest_file
 from lineage.errors import ConfigError
-from lineage.sources import pin as pin_with
+from lineage.filesystem.digest import DigestCache, digest_file
+from lineage.source.sources import pin as pin_with
 
 
 def pin(name, source):
@@ -39,7 +39,7 @@ def test_files_are_known_by_their_bytes_not_their_place(tmp_path):
 def test_the_interpreter_and_the_version_of_the_rows_are_the_revision_of_the_quickstart(monkeypatch):
     pinned = pin("corpus", Source(path="quickstart:corpus"))
     assert pinned.source.revision.startswith("cpython-3.") and pinned.source.revision.endswith("-rows3")
-    monkeypatch.setattr("lineage.sources._QUICKSTART_VERSION", 4)
+    monkeypatch.setattr("lineage.source.sources._QUICKSTART_VERSION", 4)
     assert pin("corpus", Source(path="quickstart:corpus")).fingerprint != pinned.fingerprint
 
 
@@ -104,8 +104,10 @@ def large(tmp_path) -> Path:
 def hashed(monkeypatch) -> list[Path]:
     """The files that are read in full; what was just written is remembered like anything else."""
     read: list[Path] = []
-    monkeypatch.setattr("lineage.digest.digest_file", lambda path, *how: read.append(path) or digest_file(path, *how))
-    monkeypatch.setattr("lineage.digest._TICK_NANOSECONDS", 0)
+    monkeypatch.setattr(
+        "lineage.filesystem.digest.digest_file", lambda path, *how: read.append(path) or digest_file(path, *how)
+    )
+    monkeypatch.setattr("lineage.filesystem.digest._TICK_NANOSECONDS", 0)
     return read
 
 
@@ -144,7 +146,7 @@ def test_a_change_is_seen_whose_time_was_set_back(tmp_path, large, hashed):
 
 def test_two_processes_may_begin_a_cache_at_once(tmp_path, large):
     code = (
-        "import sys, lineage.digest as d; from pathlib import Path; d._TICK_NANOSECONDS = 0;"
+        "import sys, lineage.filesystem.digest as d; from pathlib import Path; d._TICK_NANOSECONDS = 0;"
         "print(d.DigestCache(Path(sys.argv[1])).digest(Path(sys.argv[2])))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "store" / "digests.json"), str(large)]
@@ -161,7 +163,7 @@ def test_a_damaged_cache_is_begun_anew(tmp_path, large, hashed):
 
 
 def test_what_was_just_written_is_read_again(tmp_path, large, hashed, monkeypatch):
-    monkeypatch.setattr("lineage.digest._TICK_NANOSECONDS", 60 * 10**9)
+    monkeypatch.setattr("lineage.filesystem.digest._TICK_NANOSECONDS", 60 * 10**9)
     cache = DigestCache(tmp_path / "digests.json")
     assert cache.digest(large) == cache.digest(large)
     assert len(hashed) == 2 and not (tmp_path / "digests.json").exists()

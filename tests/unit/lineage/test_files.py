@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from lineage.disk import explain_full_disk, free_bytes, gigabytes
 from lineage.errors import ArtifactError, ConfigError, PipelineError
-from lineage.files import append_jsonl, atomic_write, read_jsonl, replace_jsonl
-from lineage.metrics_file import ReportFile, cut_reports, last_step, read_reports
+from lineage.filesystem.disk import explain_full_disk, free_bytes, gigabytes
+from lineage.filesystem.files import append_jsonl, atomic_write, read_jsonl, replace_jsonl
+from lineage.record.metrics_file import ReportFile, cut_reports, last_step, read_reports
 from lineage.store import Entry
 from tests.saved import commit
 

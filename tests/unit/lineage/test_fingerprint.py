@@ -4,7 +4,7 @@ import math
 import pytest
 
 from lineage.fingerprint import canonical_json, differences, fingerprint
-from tasks.best import Best
+from tasks.train.best import Best
 from tests.toy_methods import ToyTraining
 
 RECIPE = {"method": "DPO", "version": 1, "beta": 0.1, "adapter": {"rank": 8}}

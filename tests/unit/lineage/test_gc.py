@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from lineage.digest import digest_files
 from lineage.errors import ArtifactError
+from lineage.filesystem.digest import digest_files
+from lineage.filesystem.lock import Lock
+from lineage.filesystem.owner import Owner
 from lineage.gc import AGE_SECONDS, TOKENS, delete, deleted, find, guard, size
-from lineage.lock import Lock
-from lineage.owner import Owner
 from lineage.store import Entry, Store
 from tests.unit.lineage.test_checkpoints import commit
 from tests.written_store import WrittenStore, node

@@ -10,7 +10,7 @@ from lineage.graph.ancestry import ancestry
 from lineage.graph.impact import impact
 from lineage.graph.index import Index
 from lineage.graph.refs import resolve
-from lineage.labels import LABELS, Statement, record_labels, recorded_labels
+from lineage.record.labels import LABELS, Statement, record_labels, recorded_labels
 from lineage.store import Store
 from tests.written_store import node
 

@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from flows.reports.impact import impact_text
-from lineage.digest import digest_file
 from lineage.errors import ConfigError
+from lineage.filesystem.digest import digest_file
 from lineage.fingerprint import short
 from lineage.graph.impact import impact
 from lineage.graph.index import Index

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from lineage import lock as lock_module
 from lineage.errors import ArtifactError, StoppedError
-from lineage.lock import Lock, acquire_or, owner, require_owned, unreliable_locks
-from lineage.owner import Owner
+from lineage.filesystem import lock as lock_module
+from lineage.filesystem.lock import Lock, acquire_or, owner, require_owned, unreliable_locks
+from lineage.filesystem.owner import Owner
 
 
 def test_a_second_contender_does_not_get_the_lock_and_nothing_is_left_of_it(tmp_path):
@@ -35,7 +35,7 @@ def test_a_second_contender_does_not_get_the_lock_and_nothing_is_left_of_it(tmp_
 _OWN = """
 import sys
 from pathlib import Path
-from lineage.lock import Lock
+from lineage.filesystem.lock import Lock
 print(Lock(Path(sys.argv[1])).try_acquire(), flush=True)
 sys.stdin.read()
 """

@@ -8,13 +8,20 @@ import pytest
 from safetensors.numpy import save_file
 
 from lineage.artifact import Kind, Source
-from lineage.digest import DigestCache
 from lineage.errors import ConfigError
-from lineage.model_files import INDEX, read_json, require_own_files, require_sound, weight_places, why_no_reward_model
-from lineage.sources import pin
-from tasks.disk_need import model_shapes
-from tasks.fetch_model import fetch_model
-from tasks.train.merging import places_of
+from lineage.filesystem.digest import DigestCache
+from lineage.source.model_files import (
+    INDEX,
+    read_json,
+    require_own_files,
+    require_sound,
+    weight_places,
+    why_no_reward_model,
+)
+from lineage.source.sources import pin
+from tasks.judgement.disk_need import model_shapes
+from tasks.model.fetch_model import fetch_model
+from tasks.model.merging import places_of
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lineage.artifact import Kind, Source
-from lineage.digest import DigestCache
 from lineage.errors import ConfigError
+from lineage.filesystem.digest import DigestCache
+from lineage.filesystem.remote_files import _file_system, open_remote, remote_versions
 from lineage.fingerprint import canonical_json
-from lineage.remote_files import _file_system, open_remote, remote_versions
 from lineage.secrets import secrets_of, without_secrets
-from lineage.sources import pin as pin_with
+from lineage.source.sources import pin as pin_with
 from tests.web_server import site
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -8,7 +8,7 @@ import pytest
 
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ArtifactError, PipelineError, StageError
-from lineage.lock import Lock
+from lineage.filesystem.lock import Lock
 from lineage.store import Manifest, Store
 from tests.finished import save
 from tests.written_store import ran_at

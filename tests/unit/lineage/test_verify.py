@@ -1,6 +1,6 @@
 import pytest
 
-from lineage.digest import DigestCache, digest_file
+from lineage.filesystem.digest import DigestCache, digest_file
 from lineage.promotions import Event, append
 from lineage.store import Store
 from lineage.verify.store import (

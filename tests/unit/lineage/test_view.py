@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from lineage.dvc import View
-from lineage.lock import Lock
+from lineage.filesystem.lock import Lock
 from lineage.store import Entry, Store
 from tests.written_store import WrittenStore
 

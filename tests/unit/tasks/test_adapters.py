@@ -9,11 +9,11 @@ from lineage.errors import ArtifactError, ConfigError
 from lineage.store import Entry, InputRecord, Manifest, SourceRecord, Store
 from tasks.dpo import DPO
 from tasks.method import Adapter, Quantization
+from tasks.model.adapter_files import Base, base_and_adapters
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
-from tasks.train.adapter_files import Base, base_and_adapters
-from tasks.train.adapters import ADAPTERS, targets
-from tasks.train.freeze import Freeze
+from tasks.train.models.adapters import ADAPTERS, targets
+from tasks.train.models.freeze import Freeze
 from tests.written_store import WrittenStore
 
 LINEAR = [f"model.layers.{block}.{part}" for block in (0, 1) for part in ("self_attn.q_proj", "mlp.up_proj")]

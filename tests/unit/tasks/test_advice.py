@@ -6,7 +6,11 @@ import pytest
 
 from flows.declare.config import typed
 from lineage.errors import ConfigError
-from tasks.advice import (
+from tasks.context import Resources
+from tasks.cpt import ContinuedPretraining
+from tasks.dpo import DPO
+from tasks.grpo import GRPO
+from tasks.judgement.advice import (
     BATCH_FACTOR,
     BY_SIZE,
     COMPUTE,
@@ -23,10 +27,6 @@ from tasks.advice import (
     case_of,
     findings,
 )
-from tasks.context import Resources
-from tasks.cpt import ContinuedPretraining
-from tasks.dpo import DPO
-from tasks.grpo import GRPO
 from tasks.method import Adapter, Method, Optimizer
 from tasks.prepare_data import PrepareConversations
 from tasks.recipe import ADAPTER_FACTOR

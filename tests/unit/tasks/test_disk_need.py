@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lineage.disk import gigabytes
 from lineage.errors import ConfigError
+from lineage.filesystem.disk import gigabytes
 from lineage.store import Entry
-from tasks.best import Best, KeepBest
 from tasks.context import Resources
-from tasks.disk_need import adapter_weights, disk_need, model_shapes, require_disk
+from tasks.judgement.disk_need import adapter_weights, disk_need, model_shapes, require_disk
 from tasks.method import Adapter, Optimizer
 from tasks.ppo import PPO
 from tasks.sft import SFT
+from tasks.train.best import Best, KeepBest
 
 SHAPES = {
     "model.embed_tokens.weight": (100, 10), "model.layers.0.q_proj.weight": (10, 10),
@@ -102,7 +102,7 @@ def entry(tmp_path: Path) -> Entry:
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets how many bytes are free."""
-    return lambda count: monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: count)
+    return lambda count: monkeypatch.setattr("tasks.judgement.disk_need.free_bytes", lambda path: count)
 
 
 def require(resources: Resources, model: Path | None, entry: Entry, **before: int) -> int:

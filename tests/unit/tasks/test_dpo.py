@@ -4,10 +4,10 @@ import pytest
 
 from lineage.errors import ConfigError
 from lineage.fingerprint import fingerprint
-from tasks.best import Best
 from tasks.dpo import DPO
 from tasks.method import Adapter, Validation
-from tasks.train.dpo_losses import LOSSES, ReferenceSync
+from tasks.train.best import Best
+from tasks.train.losses.dpo_losses import LOSSES, ReferenceSync
 
 
 def test_a_dpo_without_the_new_options_keeps_its_fingerprint() -> None:

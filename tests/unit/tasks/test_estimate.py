@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tasks import estimate
 from tasks.context import Resources
 from tasks.distill import Distillation
 from tasks.dpo import DPO
-from tasks.estimate import Architecture, architecture, flops_per_token, memory, trained_weights, work
 from tasks.grpo import GRPO
+from tasks.judgement import estimate
+from tasks.judgement.estimate import Architecture, architecture, flops_per_token, memory, trained_weights, work
 from tasks.method import Adapter, Optimizer, Quantization
 from tasks.ppo import PPO
 from tasks.reward_functions import RewardFunction

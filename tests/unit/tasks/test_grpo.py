@@ -5,14 +5,14 @@ import pytest
 from flows.declare.config import load_pipeline
 from lineage.errors import ConfigError
 from lineage.fingerprint import fingerprint
-from tasks.best import Best
 from tasks.grpo import GRPO
 from tasks.online_dpo import OnlineDPO
 from tasks.ppo import PPO
 from tasks.reward_functions import RewardFunction
 from tasks.rloo import RLOO
 from tasks.taid import TAID
-from tasks.train.generating import Generating, Sampling
+from tasks.train.best import Best
+from tasks.train.generation.generating import Generating, Sampling
 
 REWARDS = {
     "exact": RewardFunction(function="exact"),

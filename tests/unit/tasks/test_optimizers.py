@@ -13,9 +13,9 @@ from flows.declare.config import load_pipeline
 from flows.planning.checks import check_kernels
 from lineage.errors import ConfigError
 from tasks.method import Optimizer, Schedule
-from tasks.train import optimizers, schedules
-from tasks.train.optimizers import OPTIMIZERS
-from tasks.train.schedules import SCHEDULES
+from tasks.train.optim import optimizers, schedules
+from tasks.train.optim.optimizers import OPTIMIZERS
+from tasks.train.optim.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[3]
 ASKED = """adamw_torch adamw_torch_fused sgd adafactor adagrad rmsprop adamw_8bit paged_adamw_8bit paged_adamw_32bit

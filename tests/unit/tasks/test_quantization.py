@@ -10,11 +10,11 @@ from flows.declare.config import load_pipeline
 from flows.planning.checks import compile_notes
 from flows.planning.model_checks import check_models
 from lineage.errors import ConfigError
-from lineage.model_files import quantization_format
+from lineage.source.model_files import quantization_format
 from tasks.method import Adapter, Quantization
 from tasks.sft import SFT
-from tasks.train import quantization
-from tasks.train.quantization import FORMATS, missing, why_not_on_quantized
+from tasks.train.models import quantization
+from tasks.train.models.quantization import FORMATS, missing, why_not_on_quantized
 
 SFT_FIELDS = {"learning_rate": 1e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 64}
 VALUES = {"double": False, "compute_dtype": "bf16", "storage_dtype": "bf16", "group_size": 32}

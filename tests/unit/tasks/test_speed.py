@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from lineage.metrics_file import is_of_machine
+from lineage.record.metrics_file import is_of_machine
 from tasks.context import Resources
 from tasks.dpo import DPO
-from tasks.estimate import architecture, flops_per_token
+from tasks.judgement.estimate import architecture, flops_per_token
 from tasks.sft import SFT
-from tasks.train import speed
-from tasks.train.speed import Speed, known_peak, peak, peaks_file
+from tasks.train.loop import speed
+from tasks.train.loop.speed import Speed, known_peak, peak, peaks_file
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 100, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,

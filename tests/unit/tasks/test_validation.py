@@ -9,10 +9,19 @@ import pytest
 
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ConfigError
-from tasks.best import Best, KeepBest, Patience, Ranking, Validation, completes_epochs, kept_steps, steps_of_epochs
 from tasks.cpt import ContinuedPretraining
 from tasks.sft import SFT
-from tasks.train.schedules import Adaptive, Event, LossWatch, Schedule
+from tasks.train.best import (
+    Best,
+    KeepBest,
+    Patience,
+    Ranking,
+    Validation,
+    completes_epochs,
+    kept_steps,
+    steps_of_epochs,
+)
+from tasks.train.optim.schedules import Adaptive, Event, LossWatch, Schedule
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from flows.prefect import open_runs
 from flows.prefect.open_runs import settle_left
 from flows.progress.run_record import OpenFlow, RunRecord, StageRecord, left_open
-from lineage.owner import Owner
+from lineage.filesystem.owner import Owner
 
 ID = "00000000-0000-0000-0000-000000000001"
 API = "http://127.0.0.1:9/api"

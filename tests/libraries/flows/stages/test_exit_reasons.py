@@ -17,7 +17,7 @@ from flows.stages.ray_train import ending
 from lineage.errors import DataError, LostError, StageError, StoppedError
 from lineage.store import Entry
 from tasks.context import Resources
-from tasks.heartbeat import HeartbeatFile, Phase
+from tasks.train.loop.heartbeat import HeartbeatFile, Phase
 from tests.finished import save
 from tests.toy_methods import ToyModel, ToyTraining
 

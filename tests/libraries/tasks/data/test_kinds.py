@@ -14,14 +14,14 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
 from lineage.artifact import DATA, Kind
 from lineage.errors import ConfigError, DataError
-from tasks.check_rows import check_rows, leaked
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import PREFERENCES, PROMPTS, ROW_KINDS, UNPAIRED, RowKind, kind_of_columns, single_answers
 from tasks.data.tokens.cache import show
 from tasks.data.tokens.tokenization import Tokenization, TooLong
 from tasks.evaluate.scoring import Scored
+from tasks.judgement.check_rows import check_rows, leaked
 from tasks.method import Input, Inputs, Training
-from tasks.train.checkpointing import held_out_rows
+from tasks.train.loop.checkpointing import held_out_rows
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input, token_rows, tokenized
 

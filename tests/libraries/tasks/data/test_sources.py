@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from trl.data_utils import extract_prompt
 
 from lineage.artifact import Kind, Source
-from lineage.digest import DigestCache, digest_file
 from lineage.errors import ConfigError, DataError
-from lineage.sources import Pinned, pin
+from lineage.filesystem.digest import DigestCache, digest_file
+from lineage.source.sources import Pinned, pin
 from tasks.context import TrainContext
 from tasks.data.formats.known import common_beginning
 from tasks.data.kinds import HELD_OUT, TRAIN

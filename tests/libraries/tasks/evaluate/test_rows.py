@@ -7,7 +7,6 @@ from transformers import AutoTokenizer
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.chat_template import HERMES
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.rows import (
     Lengths,
@@ -19,6 +18,7 @@ from tasks.evaluate.rows import (
     prompt_tokens,
 )
 from tasks.method import Input
+from tasks.model.chat_template import HERMES
 from tests import tiny
 
 

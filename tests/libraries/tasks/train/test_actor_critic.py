@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tasks.train.actor_critic import (
+from tasks.train.losses.actor_critic import (
     KLCoefficient,
     advantages,
     center_by_prompt,

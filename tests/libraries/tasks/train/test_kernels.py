@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from lineage.errors import ConfigError, PipelineError
 from tasks.context import Resources
 from tasks.sft import SFT
-from tasks.train import kernels
-from tasks.train.kernels import (
+from tasks.train.kernels import machine as kernels
+from tasks.train.kernels.machine import (
     FIRST_SCALE,
     LossScale,
     attention_of,
@@ -221,7 +221,7 @@ def test_models_of_a_training_on_a_cpu_use_that_attention_and_get_the_same_numbe
 @pytest.mark.slow  # a process that imports everything
 def test_grpos_trainer_is_imported_without_bitsandbytes_and_mlflow():
     script = (
-        "import sys\nimport tasks.light_imports, trl.trainer.grpo_trainer\n"
+        "import sys\nimport tasks.train.light_imports, trl.trainer.grpo_trainer\n"
         "print([each for each in ('bitsandbytes', 'mlflow') if each in sys.modules])\nimport bitsandbytes\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -5,8 +5,8 @@ import torch
 from transformers import BitsAndBytesConfig, EetqConfig, FineGrainedFP8Config, Mxfp4Config
 
 from tasks.method import Quantization
-from tasks.train.quantization import options_quantized_before
-from tasks.train.quantized_base import Quantizer
+from tasks.train.models.quantization import options_quantized_before
+from tasks.train.models.quantized_base import Quantizer
 
 
 def config_of(skip=None, device="cpu", **fields):

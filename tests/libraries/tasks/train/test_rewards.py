@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tasks.train.padding_free import common_tokens, install, is_padding_free, pack
-from tasks.train.rewards import install_scores, sequence_scores
+from tasks.train.kernels.padding_free import common_tokens, install, is_padding_free, pack
+from tasks.train.losses.rewards import install_scores, sequence_scores
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
 EOS = 2

@@ -14,10 +14,10 @@ import tasks as methods
 from lineage.errors import PipelineError
 from tasks.context import Resources, TrainContext
 from tasks.sft import SFT
-from tasks.train import fit as module
-from tasks.train import kernels
-from tasks.train.callbacks import Jumps, step_metrics
-from tasks.train.fit import collecting_between_steps, deterministic_kernels
+from tasks.train.kernels import machine as kernels
+from tasks.train.loop import fit as module
+from tasks.train.loop.callbacks import Jumps, step_metrics
+from tasks.train.loop.fit import collecting_between_steps, deterministic_kernels
 from tasks.train.run import row_order
 
 

@@ -14,7 +14,7 @@ from flows.declare.compose import CONF as SHIPPED
 from flows.declare.compose import Composer, compose_tree
 from flows.declare.config import load_pipeline
 from flows.declare.store_root import store_root
-from flows.declared import split_words
+from flows.progress.declared import split_words
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 

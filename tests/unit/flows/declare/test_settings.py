@@ -5,7 +5,7 @@ import pytest
 from flows.declare.config import load_pipeline
 from lineage.errors import ConfigError
 from lineage.fingerprint import fingerprint
-from lineage.model_source import template_families, text_digest
+from lineage.source.model_source import template_families, text_digest
 from tasks.dpo import DPO
 from tasks.method import Adapter, Optimizer, Quantization, Schedule
 from tasks.orpo import ORPO

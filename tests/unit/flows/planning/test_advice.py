@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
+from flows.operate.rehearsal import scratch_plan
 from flows.planning.advice import Advice, advice_lines
 from flows.planning.plan import Plan, make_plan
-from flows.rehearsal import scratch_plan
 from flows.reports.run import plan_table
 from lineage.errors import ConfigError
 from tests.finished import finish

@@ -14,11 +14,11 @@ from flows.planning.plan import make_plan
 from flows.reports.run import plan_dict, plan_table
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from lineage.files import append_jsonl
+from lineage.filesystem.files import append_jsonl
 from lineage.store import Manifest, Provenance
-from tasks.estimate import architecture, work
+from tasks.judgement.estimate import architecture, work
 from tasks.method import Adapter
-from tasks.train.speed import peak_key, peaks_file
+from tasks.train.loop.speed import peak_key, peaks_file
 from tests.command import Command
 
 ALONE = ("cpt", "sft", "reward", "dpo")

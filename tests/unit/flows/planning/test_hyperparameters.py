@@ -10,7 +10,7 @@ from flows.planning.staleness import former_defaults, hyperparameters, write_exa
 from flows.reports.run import plan_table
 from flows.stages.launch import StageProcesses
 from flows.stages.run import DataChecks, Run
-from lineage.tracker import Tracker
+from lineage.record.tracker import Tracker
 from tasks.dpo import DPO
 from tasks.method import Adapter, Schedule
 from tasks.sft import SFT

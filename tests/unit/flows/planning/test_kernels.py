@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from flows import certify
 from flows.declare.config import load_pipeline
+from flows.operate import certify
 from flows.planning import checks
 from flows.planning.plan import make_plan
-from lineage.environment import current_signature
 from lineage.errors import ConfigError
+from lineage.record.environment import current_signature
 from tests.command import Command
 
 TRAINED = ("cpt", "sft", "reward", "dpo")

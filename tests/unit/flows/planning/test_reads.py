@@ -6,12 +6,12 @@ import shutil
 import pytest
 
 from flows.declare.config import load_pipeline
+from flows.operate.rehearsal import scratch_plan
 from flows.planning.plan import make_plan
 from flows.planning.reads import claim, reads
-from flows.rehearsal import scratch_plan
 from lineage.errors import ArtifactError
+from lineage.filesystem.lock import Lock
 from lineage.graph.places import node_key
-from lineage.lock import Lock
 from lineage.store import Store
 from tests.command import CONF
 from tests.finished import finish, save

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from flows.planning.plan import Plan
-from lineage.attempts import record_attempt
 from lineage.errors import ConfigError
+from lineage.record.attempts import record_attempt
 from lineage.store import Manifest
 from tests import finished
 from tests.finished import finish, save
@@ -51,7 +51,7 @@ def test_credentials_are_not_identity_and_are_not_recorded(toy, monkeypatch):
     import fsspec
 
     files = fsspec.filesystem("memory")
-    monkeypatch.setattr("lineage.remote_files._require_options", lambda kind, credentials: None)
+    monkeypatch.setattr("lineage.filesystem.remote_files._require_options", lambda kind, credentials: None)
     files.pipe("/staleness/rows.jsonl", b"{}\n")
     path = "sources.rows.path=memory://staleness/rows.jsonl"
     plan = toy(path, "sources.rows.credentials={username: ROWS_USER}")

@@ -33,9 +33,9 @@ from flows.progress.run_record import (
     waits_for,
 )
 from lineage.errors import ArtifactError, PipelineError, StoppedError
+from lineage.filesystem.owner import Owner
 from lineage.gc import guard
-from lineage.owner import Owner
-from lineage.tracker import Tracker
+from lineage.record.tracker import Tracker
 from tests.command import CONF, wait_until
 from tests.finished import event, finish
 from tests.written_store import WrittenStore, node

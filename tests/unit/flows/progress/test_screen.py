@@ -9,7 +9,7 @@ import pytest
 from flows.progress import stage_progress as progress
 from flows.progress.screen import Screen
 from flows.progress.stage_progress import Progress
-from flows.wording import clock, counted
+from flows.reports.wording import clock, counted
 from tests.finished import event
 
 

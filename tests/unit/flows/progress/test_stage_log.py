@@ -10,8 +10,8 @@ from flows.progress import stage_log
 from flows.progress.run_record import RunRecord, StageRecord, SweepRecord, new_id
 from flows.progress.stage_log import begun_entry, follow_log, read_log, stage_entry
 from lineage.errors import ArtifactError, ConfigError
-from lineage.lock import Lock
-from lineage.owner import Owner
+from lineage.filesystem.lock import Lock
+from lineage.filesystem.owner import Owner
 from lineage.store import Entry
 
 

@@ -10,9 +10,9 @@ import pytest
 from flows.progress.run_record import RunRecord, StageRecord
 from flows.stages.execute import begin, last_intact, run_attempts, settle_last_run
 from flows.stages.job import Job
-from lineage.attempts import Attempt, attempts, record_attempt, resumed_at
 from lineage.errors import AskedError, LostError, StageError
-from lineage.owner import Owner, host
+from lineage.filesystem.owner import Owner, host
+from lineage.record.attempts import Attempt, attempts, record_attempt, resumed_at
 from lineage.store import Store
 from tests.command import sleeper_of
 from tests.finished import save

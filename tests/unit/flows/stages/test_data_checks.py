@@ -8,7 +8,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.stages.run import Run, check_job
 from lineage.errors import ArtifactError, LostError, StageError, StoppedError
-from lineage.tracker import Tracker
+from lineage.record.tracker import Tracker
 from tests.finished import finish
 
 DATA = ("corpus", "instructions", "preferences")

@@ -12,10 +12,10 @@ from flows.stages.launch import answer, run_worker
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.store import Store
-from tasks.check_rows import POLICY, RowCheck
 from tasks.context import Resources
+from tasks.judgement.check_rows import POLICY, RowCheck
 from tasks.method import Input
-from tasks.train.adapter_files import Base
+from tasks.model.adapter_files import Base
 from tests.toy_methods import ToyTraining
 from tests.written_store import WrittenStore
 
@@ -34,7 +34,7 @@ def test_of_an_adapter_the_base_says_what_the_stage_writes(tmp_path: Path, monke
         stage="left", method=ToyTraining(), inputs={POLICY: policy}, resources=Resources(hang_minutes=None),
         directory=directory,
     )  # fmt: skip
-    monkeypatch.setattr("tasks.disk_need.free_bytes", lambda path: 0)
+    monkeypatch.setattr("tasks.judgement.disk_need.free_bytes", lambda path: 0)
     monkeypatch.setattr("flows.stages.launch.pin_threads", lambda count: None)
     with pytest.raises(ConfigError, match=r"left needs about .* checkpoints of 12.0 kB"):
         run_worker(job)

@@ -15,11 +15,11 @@ from flows.stages import execute as execute_module
 from flows.stages.execute import begin, execute, workers_hardware
 from flows.stages.launch import context_of
 from flows.stages.run import Run
-from flows.stops import stoppable
-from lineage.attempts import attempts, record_attempt
+from flows.stages.stops import stoppable
 from lineage.errors import PipelineError, PrunedError, StageError, StoppedError
-from lineage.lock import Lock
-from lineage.tracker import Tracker
+from lineage.filesystem.lock import Lock
+from lineage.record.attempts import attempts, record_attempt
+from lineage.record.tracker import Tracker
 from tasks.data.preparing.report import DataReport, SourceReport
 from tests.finished import finish, save
 

@@ -9,7 +9,7 @@ from flows.stages import exit_reasons
 from flows.stages.exit_reasons import HangWatch
 from flows.stages.job import Job
 from tasks.context import Launcher, Resources
-from tasks.heartbeat import HeartbeatFile, Phase
+from tasks.train.loop.heartbeat import HeartbeatFile, Phase
 from tests.command import wait_until
 from tests.toy_methods import ToyModel, ToyTraining
 

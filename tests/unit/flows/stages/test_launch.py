@@ -12,7 +12,7 @@ from flows.stages import launch
 from flows.stages.job import Job
 from flows.stages.launch import StageProcesses, context_of, saving_first
 from flows.stages.process_settings import set_environment, stage_environment
-from flows.stops import stoppable
+from flows.stages.stops import stoppable
 from lineage.errors import PrunedError, StageError
 from tasks.context import Launcher, Resources
 from tasks.method import Method

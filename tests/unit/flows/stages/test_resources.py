@@ -12,7 +12,7 @@ from flows.stages.process_settings import stage_environment
 from flows.stages.resources import admitted
 from lineage.dvc import DvcProject
 from lineage.errors import StoppedError
-from lineage.remote_files import private_folder
+from lineage.filesystem.remote_files import private_folder
 
 
 def go_on() -> None:

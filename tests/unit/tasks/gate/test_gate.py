@@ -11,7 +11,7 @@ import pytest
 
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
-from lineage.verdict import Verdict, read_verdict
+from lineage.record.verdict import Verdict, read_verdict
 from tasks.context import TrainContext
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tasks.gate import Gate

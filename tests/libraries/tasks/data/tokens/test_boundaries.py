@@ -10,7 +10,6 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from lineage.artifact import Kind
 from lineage.errors import DataError
-from tasks.chat_template import CHATML, HERMES
 from tasks.data.kinds import IGNORED, Message, TokenRow
 from tasks.data.tokens.cache import load_or_make
 from tasks.data.tokens.encoding import Joined, encode_rendered, encoder_of
@@ -19,6 +18,7 @@ from tasks.data.tokens.tokenization import ControlText, Tokenization
 from tasks.data.tokens.tokenize_rows import CONTROL_TOKENS, RowTokenizer
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.rows import Lengths, Prompt, answered_tokens, prompt_tokens
+from tasks.model.chat_template import CHATML, HERMES
 from tests import tiny
 from tests.libraries.tasks.data.tokens import tokens as files
 from tests.libraries.tasks.data.tokens.test_families import _BOS_AND_EOS, _MARKS, _SPECIAL, template_of

@@ -10,10 +10,10 @@ import pytest
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.chat_template import CHATML, HERMES
 from tasks.data.tokens import cache as module
 from tasks.data.tokens.cache import TokenizedRows, load_or_make, tokens_key
 from tasks.data.tokens.tokenization import Tokenization
+from tasks.model.chat_template import CHATML, HERMES
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from lineage.errors import ConfigError
-from tasks.chat_template import CHATML
 from tasks.data.tokens import template as limits
 from tasks.data.tokens.template import Template
+from tasks.model.chat_template import CHATML
 
 SAID = [{"role": "user", "content": "q"}]
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

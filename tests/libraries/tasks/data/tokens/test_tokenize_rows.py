@@ -14,7 +14,7 @@ from tasks.data.tokens.tokenize_rows import TokenRow, require_chat_template
 from tasks.dpo import DPO
 from tasks.method import Adapter
 from tasks.sft import SFT
-from tasks.train.padding_free import Example, rows_of
+from tasks.train.kernels.padding_free import Example, rows_of
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input, token_rows, tokenized
 

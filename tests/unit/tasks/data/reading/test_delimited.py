@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from lineage.artifact import Source
-from lineage.digest import DigestCache
 from lineage.errors import DataError
-from lineage.sources import pin
+from lineage.filesystem.digest import DigestCache
+from lineage.source.sources import pin
 from tasks.data.reading import delimited
 from tasks.data.reading.chunk import Row
 from tasks.data.reading.read import read_chunks

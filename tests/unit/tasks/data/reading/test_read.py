@@ -17,7 +17,7 @@ from lineage.artifact import Source
 from lineage.errors import ConfigError, DataError
 from tasks.data.reading.chunk import Broken, Row, parse_split
 from tasks.data.reading.python_rows import read_function
-from tasks.fetch_model import fetch_model
+from tasks.model.fetch_model import fetch_model
 from tests.unit.tasks.data.reading.written import PACKED, json_lines, read, write
 from tests.web_server import site
 

@@ -1,0 +1,1 @@
+"""Operations beside a run: doctor, rehearsal, certification, blame, cancel, GC roots."""

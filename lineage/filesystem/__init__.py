@@ -1,0 +1,1 @@
+"""Files and directories: atomic writes, digests, locks, free space, remote files."""

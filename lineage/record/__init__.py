@@ -1,0 +1,1 @@
+"""The record of a run beside its manifests: attempts, metrics, environment, events, verdicts."""

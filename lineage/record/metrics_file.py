@@ -1,0 +1,82 @@
+"""``metrics.jsonl`` of a stage: reads all reports or new ones, and truncates the file before a resume."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from lineage.filesystem.files import parse_jsonl, read_jsonl, replace_jsonl
+
+_MACHINE = ("seconds", "per_second", "per_second_per_worker", "_gib", "mfu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageReport:
+    """One report. ``time`` is in seconds since the epoch."""
+
+    step: int
+    time: float
+    metrics: Mapping[str, float]
+
+
+def is_of_machine(name: str) -> bool:
+    """Whether a metric measures time, speed or memory, in which equal runs differ."""
+    return name.endswith(_MACHINE)
+
+
+def headline_metric(metrics: Mapping[str, object]) -> str:
+    """The metric that says how well a training does: its loss, or its reward, beside which a loss says nothing."""
+    return "reward" if "reward" in metrics else "loss"
+
+
+def read_reports(path: Path) -> list[StageReport]:
+    """All reports; a line cut by a kill is skipped, and a missing file has none."""
+    return read_jsonl(path, _report)
+
+
+def cut_reports(path: Path, step: int) -> None:
+    """Removes the reports of later steps, which are trained again; the new inode tells readers of the restart."""
+    if path.exists():
+        replace_jsonl(path, [asdict(report) for report in read_reports(path) if report.step <= step])
+
+
+def last_step(path: Path) -> int:
+    """Step of the last report; 0: there is none."""
+    reports = read_reports(path)
+    return reports[-1].step if reports else 0
+
+
+class ReportFile:
+    """Reads the reports that were appended since the last call.
+
+    Args:
+        path: may not exist yet.
+        tail_bytes: the first call reads only this many bytes at the end; None: everything.
+    """
+
+    def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
+        self._path, self._tail_bytes = path, tail_bytes
+        self._offset: int | None = None
+        self._inode: int | None = None
+        self.num_restarts = 0  # how often the stage was restarted or resumed
+
+    def read(self) -> list[StageReport]:
+        """The new reports; a line that is still being written is left for the next call."""
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            size = file.seek(0, 2)
+            inode = os.fstat(file.fileno()).st_ino
+            if self._offset is not None and (size < self._offset or inode != self._inode):
+                self._offset, self.num_restarts = 0, self.num_restarts + 1
+            self._inode = inode
+            if self._offset is None:
+                self._offset = max(0, size - self._tail_bytes) if self._tail_bytes else 0
+            file.seek(self._offset)
+            content = file.read()
+            self._offset += content.rfind(b"\n") + 1
+            return parse_jsonl(content, _report)
+        return []
+
+
+def _report(step: int, time: float, metrics: Mapping[str, float]) -> StageReport:
+    return StageReport(step=int(step), time=float(time), metrics=dict(metrics))

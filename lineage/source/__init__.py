@@ -1,0 +1,1 @@
+"""Sources: what a pipeline starts from, checked and pinned."""

@@ -1,0 +1,457 @@
+"""Estimates a training: a worker's peak memory, term by term, and its arithmetic. Imports no torch."""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from importlib.util import find_spec
+
+from tasks.context import Resources
+from tasks.judgement.disk_need import NOT_LINEAR, Shapes, adapter_weights
+from tasks.recipe import FROZEN_POLICY, REWARD_HEAD, REWARD_MODEL, TEACHER, VALUE_MODEL, TrainingRecipe
+
+_FLOAT = 4
+_BITS = {"nf4": 4, "fp4": 4, "quanto_int4": 4, "hqq": 4, "gptq": 4, "awq": 4, "aqlm": 2, "mxfp4": 4}  # others: 8
+_SCALES = 1.03  # with the rounded scales of blocks of 64 weights: QLoRA, arXiv:2305.14314, section 3
+_NAMES = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocabulary": ("vocab_size",),
+}
+# Families whose MLP has two matrices and no gate.
+_UNGATED = (
+    "gpt2", "openai-gpt", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "codegen", "opt", "bloom",
+    "falcon", "mpt", "phi", "starcoder2", "persimmon", "nemotron", "xglm", "biogpt", "arcee",
+)  # fmt: skip
+# Numbers per token and layer that the backward pass keeps, in units of the hidden size: input, normalized and scaled
+# input of two norms (6), queries, the output of attention and the copy of it that the last projection reads (3).
+_KEPT_HIDDEN = 9
+_KEPT_MLP = 4  # gate, its activation, up, their product: in units of the intermediate size
+_LOGIT_COPIES = 3  # logits, log-probabilities, their gradient
+MOST_TOKENS = 2**16  # of a forward pass under micro_batch_size=auto: more fill no GPU better
+_CPU_TOKENS = 2**12  # the same on a CPU
+_LONGER_STEPS = 1.1  # tokens of a long step, in those of a mean one
+_MAX_LOGITS = 2**27  # above, the head computes chunks of tokens x vocabulary: tasks.train.kernels.padding_free
+_CHUNK = (4096, 32768)
+_FILL = 0.88  # share of the memory that such a pass is planned to take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """The numbers that determine the size of a decoder.
+
+    Args:
+        family: ``model_type``.
+        heads, kv_heads, head: attention: queries, keys and values, and dimensions of each.
+        experts, active: of a mixture of experts: how many there are in a layer, and how many process a token; 1: none.
+        gated: whether its MLP has a gate beside the projections up and down, as that of Llama; GPT-2's has none.
+    """
+
+    family: str
+    vocabulary: int
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    tied: bool
+    experts: int = 1
+    active: int = 1
+    gated: bool = True
+
+    @property
+    def mlp_matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    def shapes(self) -> Shapes:
+        """The shapes of the weights, under the names of the Llama family."""
+        queries, keys = self.heads * self.head, self.kv_heads * self.head
+        own = {
+            "self_attn.q_proj": (queries, self.hidden), "self_attn.k_proj": (keys, self.hidden),
+            "self_attn.v_proj": (keys, self.hidden), "self_attn.o_proj": (self.hidden, queries),
+            "input_layernorm": (self.hidden,), "post_attention_layernorm": (self.hidden,),
+        }  # fmt: skip
+        gate = {"gate_proj": (self.intermediate, self.hidden)} if self.gated else {}
+        mlp = {**gate, "up_proj": (self.intermediate, self.hidden), "down_proj": (self.hidden, self.intermediate)}
+        if self.experts == 1:
+            own |= {f"mlp.{name}": shape for name, shape in mlp.items()}
+        else:
+            own |= {f"mlp.experts.{i}.{name}": shape for i in range(self.experts) for name, shape in mlp.items()}
+            own["mlp.gate"] = (self.experts, self.hidden)
+        layers = {f"model.layers.{i}.{name}.weight": shape for i in range(self.layers) for name, shape in own.items()}
+        ends = {"model.embed_tokens.weight": (self.vocabulary, self.hidden), "model.norm.weight": (self.hidden,)}
+        head = {} if self.tied else {"lm_head.weight": (self.vocabulary, self.hidden)}
+        return {**ends, **layers, **head}
+
+
+def architecture(config: Mapping[str, object]) -> Architecture | None:
+    """The architecture in a ``config.json``; None: a number is missing."""
+    nested = config.get("text_config")
+    if isinstance(nested, Mapping):
+        config = {**config, **nested}
+    found = {name: _number(config, *keys) for name, keys in _NAMES.items()}
+    hidden, layers, heads, vocabulary = (found[name] for name in ("hidden", "layers", "heads", "vocabulary"))
+    if not (hidden and layers and heads and vocabulary):
+        return None
+    return Architecture(
+        family=str(config.get("model_type", "unknown")), vocabulary=vocabulary, hidden=hidden, layers=layers,
+        intermediate=_number(config, "moe_intermediate_size", "intermediate_size", "n_inner") or 4 * hidden,
+        heads=heads, kv_heads=_number(config, "num_key_value_heads") or heads,
+        head=_number(config, "head_dim") or hidden // heads,
+        tied=bool(config.get("tie_word_embeddings", config.get("model_type") in ("gpt2", "gemma", "gemma2"))),
+        experts=_number(config, "num_local_experts", "num_experts", "n_routed_experts") or 1,
+        active=_number(config, "num_experts_per_tok") or 1,
+        gated=config.get("model_type") not in _UNGATED,
+    )  # fmt: skip
+
+
+def _number(config: Mapping[str, object], *names: str) -> int | None:
+    return next((value for name in names if isinstance(value := config.get(name), int) and value > 0), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one worker at the peak of a step, by purpose.
+
+    Args:
+        frozen: reference, teacher and reward model.
+        cache: keys and values of the completions that are being generated: all those of a worker in a step, at once.
+        shared: of gradients and activations: where a step is one pass, gradients come as activations go.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+    frozen: int
+    cache: int
+    shared: int = 0
+
+    @property
+    def model(self) -> int:
+        """Bytes that do not depend on the rows."""
+        return self.weights + self.gradients + self.optimizer + self.frozen
+
+    @property
+    def total(self) -> int:
+        """All bytes; generation ends before the backward pass begins, so that only the larger of the two counts."""
+        return self.model + max(self.activations + self.logits - self.shared, self.cache)
+
+    def to_dict(self) -> dict[str, float]:
+        """The terms and their total in GiB."""
+        found = {name: count for name, count in asdict(self).items() if name != "shared"}
+        return {name: count / 2**30 for name, count in {**found, "total": self.total}.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Numbers of weights of a policy.
+
+    Args:
+        base: of the model that it starts from.
+        trained: that get gradients.
+        beside: of an adapter.
+    """
+
+    base: int
+    trained: int
+    beside: int
+
+
+def num_weights(shapes: Shapes) -> int:
+    """The number of weights of a model."""
+    return sum(map(math.prod, shapes.values()))
+
+
+def trained_weights(method: TrainingRecipe, shapes: Shapes) -> Trained:
+    """How many weights a training holds and changes."""
+    base = num_weights(shapes)
+    if method.adapter is None:
+        frozen = [name for name in method.freeze.frozen(shapes)] if method.freeze else []
+        return Trained(base=base, trained=base - sum(math.prod(shapes[name]) for name in frozen), beside=0)
+    trained, saved = adapter_weights(method.adapter, shapes, is_quantized=method.quantization is not None)
+    return Trained(base=base, trained=trained, beside=saved)
+
+
+def tokens_at_once(
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, capacity: int,
+    frozen: Mapping[str, int] | None = None,
+) -> int:  # fmt: skip
+    """Tokens of a forward pass under ``micro_batch_size=auto``: as many as fit, and no more than fill a GPU.
+
+    Args:
+        capacity: bytes of a worker; 0: unknown.
+    """
+    if not resources.gpus_per_worker:
+        return _CPU_TOKENS
+    if not capacity:
+        return MOST_TOKENS
+    rows = replace(resources, micro_batch_size=1)  # one row as long as all tokens together
+    most = MOST_TOKENS // sequences(method)
+    none, full = (memory(method, rows, found, shapes, tokens, frozen) for tokens in (0, most))
+    per_token = (full.activations + full.logits - none.activations - none.logits) / MOST_TOKENS
+    left = _FILL * capacity - none.model - none.activations - none.logits
+    return max(1, min(MOST_TOKENS, int(left / per_token)))
+
+
+def memory(
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, tokens: int,
+    frozen: Mapping[str, int] | None = None, *, mean: float | None = None, capacity: int = 0,
+) -> Memory:  # fmt: skip
+    """Peak memory of one worker.
+
+    Args:
+        mean: tokens of a row in the mean, all of its sequences together, which decides where micro batches have equal
+            tokens; None: unknown, and all rows are as long as the longest.
+        capacity: bytes of a worker, which ``micro_batch_size=auto`` fills; 0: unknown.
+        shapes: of the weights; ``found.shapes()`` where those of the files are not known.
+        tokens: of the longest row: prompt and completion.
+        frozen: slot of a teacher or reward model, where it is filled -> number of the model's weights; None: all are
+            filled, with models of the policy's size.
+    """
+    weights, precision = trained_weights(method, shapes), method.precision
+    dtype = 2 if resources.frozen_dtype(precision) == "bf16" else _FLOAT
+    divided = resources.num_workers if resources.zero_stage >= 2 else 1
+    copies = 2 if VALUE_MODEL in method.models.values() else 1  # policy and value model are trained
+    linear = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name)
+    rest = weights.base - linear
+    if method.quantization:
+        base = int(linear * _BITS.get(method.quantization.format, 8) / 8 * _SCALES) + rest * dtype
+    else:
+        base = weights.base * (dtype if method.adapter else _FLOAT)
+    # optimizer.weights=bf16: a weight and its gradient in half, and the other half of the weight with the optimizer.
+    split = _matrices(shapes) if method.optimizer.weights else 0
+    trained_split = split * weights.trained // weights.base
+    width = 2 if precision in ("bf16", "fp16", "fp8") else _FLOAT
+    rows = resources.rows_at_once * sequences(method)
+    at_once, passes = rows * tokens, 2
+    if _completions(method):  # a prompt is read once for its completions; each keeps its keys and values
+        at_once = rows * (tokens + _completions(method)) // 2
+    if resources.micro_batch_size == "auto":
+        row = mean or tokens * sequences(method)
+        if _completions(method):
+            row = (row + _completions(method)) / 2
+        at_once, passes = _at_once(method, resources, found, shapes, row, capacity)
+    is_head = method.models["policy"] == REWARD_HEAD
+    generated = -(-method.global_batch_size // resources.num_workers) if _completions(method) else 0
+    gradients = weights.trained * _FLOAT - trained_split * (_FLOAT - 2)
+    gradients = _gradient_copies(method, resources) * copies * gradients // divided
+    if resources.gpus_per_worker:
+        activations = _activations_of_gpu(method, resources, found, at_once, width)
+        if not method.adapter and not resources.checkpointed_layers and width < _FLOAT and not split:
+            activations += linear * width  # the casts of autocast, which the backward pass reads
+        logits = 0 if is_head else _logits_of_gpu(found, at_once, width, is_trained=method.adapter is None)
+    else:
+        activations = _activations(found, at_once, width, resources.checkpointed_layers)
+        logits = rows * _FLOAT if is_head else at_once * found.vocabulary * _LOGIT_COPIES * _FLOAT
+    return Memory(
+        weights=copies * (base - split * (_FLOAT - 2) + weights.beside * _FLOAT),
+        gradients=gradients,
+        optimizer=copies * (weights.trained * method.optimizer.state_bytes + trained_split * 2) // divided,
+        activations=activations,
+        logits=logits,
+        shared=min(gradients, activations + logits) if passes == 1 else 0,
+        frozen=_frozen_weights(method, resources, weights.base, frozen) * dtype,
+        cache=2 * found.layers * found.kv_heads * found.head * tokens * generated * width,
+    )  # fmt: skip
+
+
+def _matrices(shapes: Shapes) -> int:
+    """Weights of linear layers, the head's too where it has its own."""
+    matrices = (name for name, shape in shapes.items() if len(shape) > 1 and not any(map(name.count, NOT_LINEAR)))
+    return sum(math.prod(shapes[name]) for name in matrices)
+
+
+def _at_once(
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, row: float, capacity: int
+) -> tuple[int, int]:
+    """Tokens of a forward pass under ``micro_batch_size=auto``, and how many passes a worker takes in a step.
+
+    Args:
+        row: tokens of a row in the mean.
+    """
+    budget, rows = tokens_at_once(method, resources, found, shapes, capacity), method.global_batch_size
+    step = max(1, round(rows * row / resources.num_workers))
+    return min(budget, round(step * _LONGER_STEPS)), max(1, math.ceil(step / budget))
+
+
+def _activations_of_gpu(
+    method: TrainingRecipe, resources: Resources, found: Architecture, tokens: int, width: int
+) -> int:
+    """Bytes that the backward pass keeps, and half a layer's gradients; of real tokens, because there is no padding.
+
+    Under autocast a full training sums the outputs of layers in fp32, and a frozen base in bf16 in bf16. Liger keeps
+    neither normalized states nor the activation of a gate. The coefficients are those of an H100 (bench/gpu.py).
+    """
+    is_fused, has_fp32_sums = uses_fused_layers(method, resources), width < _FLOAT and method.adapter is None
+    queries, keys = found.heads * found.head, 2 * found.kv_heads * found.head
+    sums = found.hidden * (3 * _FLOAT if has_fp32_sums else 2 * width)
+    norms = 2 * found.hidden * (width if is_fused else width + 2 * _FLOAT)
+    mlp = (3 if is_fused else 4) * found.intermediate * found.active
+    layer = sums + norms + (2 * queries + keys + mlp) * width
+    every = resources.checkpointed_layers
+    if every is None:
+        return round(tokens * layer * (found.layers + 0.5))
+    kept = math.ceil(found.layers / every)  # inputs of the checkpointed layers, and one of them in full
+    return round(tokens * (kept * sums / (3 if has_fp32_sums else 2) + (found.layers - kept + 1.5) * layer))
+
+
+def _logits_of_gpu(found: Architecture, tokens: int, width: int, *, is_trained: bool) -> int:
+    """Bytes of the head: a chunk of logits, and the hidden states of trained tokens with their gradients."""
+    if tokens * found.vocabulary <= _MAX_LOGITS:
+        return tokens * found.vocabulary * (width + 2 * _FLOAT)
+    columns = min(found.vocabulary, _CHUNK[1])
+    chunk = (_CHUNK[0] + found.hidden) * columns * width
+    return chunk + tokens * found.hidden * (2 * _FLOAT + width) + is_trained * found.vocabulary * found.hidden * _FLOAT
+
+
+def uses_fused_layers(method: TrainingRecipe, resources: Resources) -> bool:
+    """Whether a GPU's layers are Liger's, as far as the plan knows (``tasks.train.kernels.machine.uses_liger``)."""
+    if resources.liger != "auto":
+        return resources.liger
+    is_off = resources.is_deterministic or resources.resolved_precision(method.precision) == "fp32"
+    return bool(resources.gpus_per_worker) and not is_off and find_spec("liger_kernel") is not None
+
+
+def _gradient_copies(method: TrainingRecipe, resources: Resources) -> int:
+    """How often a worker holds the gradients: in the buckets that workers exchange alone, or also outside of them.
+
+    Gradients are views of the buckets. Those of micro batches before a step's last are not exchanged, and lie beside.
+    """
+    if resources.num_workers == 1 or resources.zero_stage or method.has_own_loop:
+        return 1
+    return 2 if resources.accumulation_steps(method.global_batch_size) > 1 else 1
+
+
+def _activations(found: Architecture, tokens: int, width: int, every: int | None) -> int:
+    per_token = _kept(found)
+    if every is None:
+        return tokens * per_token * found.layers * width
+    kept = math.ceil(found.layers / every)  # inputs of the checkpointed layers, and one of them in full
+    return tokens * (kept * found.hidden + (found.layers - kept + 1) * per_token) * width
+
+
+def _kept(found: Architecture) -> int:
+    """Numbers per token that the backward pass keeps of a layer."""
+    keys = 2 * found.kv_heads * found.head
+    return _KEPT_HIDDEN * found.hidden + keys + _KEPT_MLP * found.intermediate * found.active
+
+
+def sequences(method: TrainingRecipe) -> int:
+    """Sequences of a row in one forward pass: chosen and rejected, or prompt and completion."""
+    reads = getattr(method, "reads", None)
+    return max(1, len(reads.answers)) if reads is not None else 1
+
+
+def _completions(method: TrainingRecipe) -> int:
+    value = getattr(method, "max_completion_length", None)
+    return value if isinstance(value, int) else 0
+
+
+def frozen_slots(method: TrainingRecipe) -> list[str]:
+    """Slots of the models that are held beside the policy, without its reference."""
+    return [slot for slot, role in method.models.items() if role in (TEACHER, REWARD_MODEL)]
+
+
+def _frozen_weights(method: TrainingRecipe, resources: Resources, base: int, frozen: Mapping[str, int] | None) -> int:
+    """Weights of the models held beside the policy.
+
+    A reference under an adapter is the policy without it, unless the adapter lies on another one or trains biases.
+    """
+    adapter = method.adapter
+    own = base if adapter is None or adapter.bias is not None or method.adapter_in == "stack" else 0
+    has_reference = FROZEN_POLICY in method.models.values() and method.has_reference
+    reference = own if has_reference and not resources.precompute_reference else 0
+    return reference + sum(base if frozen is None else frozen.get(slot, 0) for slot in frozen_slots(method))
+
+
+def describe(found: Memory) -> str:
+    """The terms above one hundredth of the total, the largest first."""
+    terms = {each.name: getattr(found, each.name) for each in fields(found) if each.name != "shared"}
+    shown = sorted((name for name in terms if terms[name] * 100 > found.total), key=lambda name: -terms[name])
+    return ", ".join(f"{name} {terms[name] / 2**30:.2f}" for name in shown)
+
+
+def flops_per_token(
+    found: Architecture, method: TrainingRecipe, resources: Resources, tokens: int, slots: Collection[str] = ()
+) -> float:
+    """Operations of a training step, forward and backward, per token: Kaplan et al. 2020, arXiv:2001.08361, table 1.
+
+    Two per weight in the forward pass, four in the backward pass (two, where the weights are frozen and an adapter is
+    trained); attention over a row; two more per weight for each frozen model, for recomputed activations, and for
+    completions that are generated. A reward model, trained or read, has no head over the vocabulary. PPO trains a value
+    model as well, in several passes over the completions, all of which are measured before.
+
+    Args:
+        tokens: of a row.
+        slots: optional slots that are filled; a reward model's must be where there are no reward functions.
+    """
+    queries, keys = found.heads * found.head, found.kv_heads * found.head
+    mlp = found.mlp_matrices * found.hidden * found.intermediate * found.active
+    layer = found.hidden * (2 * queries + 2 * keys) + mlp
+    attention = 4 * found.layers * queries * tokens / 2  # on average, a token attends to half of its row
+    scored = 2 * found.layers * layer + attention  # of a model whose head gives one number
+    forward = scored if method.models["policy"] == REWARD_HEAD else scored + 2 * found.hidden * found.vocabulary
+    is_frozen = bool(method.adapter or method.quantization)
+    is_recomputed = bool(resources.checkpointed_layers)
+    reference = 0 if resources.precompute_reference or not method.has_reference else forward
+    teachers = forward * sum(role == TEACHER for role in method.models.values())
+    rewards = scored * sum(
+        role == REWARD_MODEL and (slot in slots or not getattr(method, "rewards", None))
+        for slot, role in method.models.items()
+    )
+    generated = forward if _completions(method) else 0
+    trained = ((2 if is_frozen else 3) + is_recomputed) * forward
+    if VALUE_MODEL in method.models.values():
+        epochs = getattr(method, "num_ppo_epochs", 1)
+        value = (3 + is_recomputed) * scored  # all its weights are trained
+        trained = trained * epochs + forward + value * epochs + scored
+    return trained + reference + teachers + rewards + generated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a training computes.
+
+    Args:
+        tokens: over all steps and workers.
+        flops: the same.
+        updates: weights that are changed, summed over all steps.
+        passes: forward and backward passes of one worker.
+        moved: numbers that layers and the head write, over all steps and workers.
+    """
+
+    tokens: int
+    flops: float
+    updates: int
+    passes: int
+    moved: int
+
+
+def work(
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, *, num_steps: int, tokens: float,
+    slots: Collection[str] = (), capacity: int = 0,
+) -> Work:  # fmt: skip
+    """Estimates the arithmetic.
+
+    Args:
+        num_steps: optimizer steps.
+        tokens: of a row in the mean, all of its sequences.
+        slots: that are filled.
+        capacity: as for ``memory``.
+    """
+    rows = num_steps * method.global_batch_size
+    total = round(rows * tokens)
+    each = tokens / sequences(method)
+    head = 0 if method.models["policy"] == REWARD_HEAD else _LOGIT_COPIES * found.vocabulary
+    passes = resources.accumulation_steps(method.global_batch_size)
+    if resources.micro_batch_size == "auto":
+        _, passes = _at_once(method, resources, found, shapes, tokens, capacity)
+    return Work(
+        tokens=total, flops=total * flops_per_token(found, method, resources, round(each), slots),
+        updates=num_steps * trained_weights(method, shapes).trained,
+        passes=num_steps * passes,
+        moved=total * (found.layers * _kept(found) + head),
+    )  # fmt: skip

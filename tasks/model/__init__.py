@@ -1,0 +1,1 @@
+"""Models as files: fetched, compared, merged, with their tokenizers and chat templates."""

@@ -1,0 +1,189 @@
+"""Tokenizers of models: loaded, compared, and copied byte for byte."""
+
+import inspect
+import shutil
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lineage.errors import ConfigError
+from lineage.source.model_files import PROCESSOR_FILES, TOKENIZER_FILES, read_json
+from tasks.model.remote_code import local_options, trusts
+from tasks.recipe import Input
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_FILE = "tokenizer.json"
+_VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+
+
+# Texts on which tokenizers of one vocabulary split apart: digits, blanks, contractions, code, scripts, combining marks.
+# fmt: off
+PROBE = (
+    "It's 3,141 or 1234567890; WE'LL see\n\n  x = [i for i in range(2024)]\n\treturn x != 0x1F  # done!!\r\n"
+    "<|a b|> camelCase HTTPServer foo_bar 12ab34 \u0661\u0662\u0663 "
+    "\u00dcber e\u0301t\u00e9 \ufb01n \u4f60\u597d\uff0c\u4e16\u754c 2024\u5e74 \u0928\u092e\u0938\u094d\u0924\u0947 "
+    "\u041f\u0440\u0438\u0432\u0435\u0442 \u0645\u0631\u062d\u0628\u0627 \U0001f642\U0001f469\u200d\U0001f680   end "
+)
+# fmt: on
+_NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model; a missing pad token is set only in memory, since padding is never trained.
+
+    Its tokens are those of ``tokenizer.json``, as it is: transformers builds other splits for some classes and model
+    types. Without that file it is what the class of the tokenizer makes of its vocabulary.
+
+    Raises:
+        ConfigError: it cannot be loaded; or there is no ``tokenizer.json``, and its class is in doubt.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # for loading and saving weights: it only fills logs
+    try:
+        tokenizer = _of_file(directory) if _reads_file(directory) else _of_class(directory)
+    except ConfigError:
+        raise
+    except Exception as error:  # the libraries raise various errors for JSON that is not a tokenizer
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(
+            f"{directory}: its tokenizer cannot be loaded ({said}); files as save_pretrained writes them are accepted"
+        ) from error
+    if tokenizer.pad_token is None:
+        rarest = tokenizer.convert_ids_to_tokens(max(tokenizer.get_vocab().values()))
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or rarest
+    return tokenizer
+
+
+def _reads_file(directory: Path) -> bool:
+    """Whether ``tokenizer.json`` is the tokenizer: there is one, and no class of the model's own code reads it."""
+    return (directory / _FILE).exists() and not (trusts(directory) and "auto_map" in _stated(directory))
+
+
+def _stated(directory: Path, name: str = "tokenizer_config.json") -> Mapping[str, object]:
+    found = read_json(directory, name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _of_file(directory: Path) -> "PreTrainedTokenizerBase":
+    from transformers import TokenizersBackend
+
+    stated = {**_stated(directory, "special_tokens_map.json"), **_stated(directory)}
+    tokenizer: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(directory, **local_options(directory))
+    known = tokenizer.get_vocab()
+    tokenizer.add_special_tokens({
+        name: token for name, token in _tokens_of_class(directory).items() if name not in stated and token in known
+    })  # fmt: skip
+    return tokenizer
+
+
+def _tokens_of_class(directory: Path) -> dict[str, str]:
+    """The special tokens that the class of a tokenizer has where no file names them."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+
+    config = _stated(directory, "config.json")
+    name = _stated(directory).get("tokenizer_class") or config.get("tokenizer_class")
+    name = name or TOKENIZER_MAPPING_NAMES.get(str(config.get("model_type")))
+    found = tokenizer_class_from_name(str(name).removesuffix("Fast")) if name else None
+    if not isinstance(found, type):
+        return {}
+    parameters = inspect.signature(found).parameters
+    return {each: str(parameters[each].default) for each in _NAMED if each in parameters and parameters[each].default}
+
+
+def _of_class(directory: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a directory without ``tokenizer.json``.
+
+    Raises:
+        ConfigError: the class that transformers takes for the model reads none of its files, or it splits text in
+            another way than the class that ``tokenizer_config.json`` names.
+    """
+    from transformers import AutoTokenizer
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    ours, options = f"{directory} has no {_FILE}", local_options(directory)
+    remedy = f"a directory with {_FILE} is accepted; load it with the class it was trained with, and save_pretrained"
+    pieces = [name for name in _VOCABULARIES if name.endswith(".model") and (directory / name).exists()]
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory, **options)
+    except (ValueError, ImportError) as error:
+        if pieces and find_spec("sentencepiece") is None:
+            raise ConfigError(
+                f"{ours}, and {pieces[0]} may need the package sentencepiece ({str(error).partition(chr(10))[0]}); "
+                f"{remedy}; or install it: pip install sentencepiece"
+            ) from error
+        raise
+    taken = type(tokenizer)
+    if taken.__module__.startswith("transformers."):
+        files = set(taken.vocab_files_names.values())
+        others = [name for name in _VOCABULARIES if (directory / name).exists()]
+        if others and not files & set(others):
+            raise ConfigError(
+                f"{ours}, and transformers takes {taken.__name__} for it, which reads {', '.join(sorted(files))} and "
+                f"not {', '.join(others)}; {remedy}"
+            )
+    named = str(_stated(directory).get("tokenizer_class", "")).removesuffix("Fast")
+    other: type[PreTrainedTokenizerBase] | None
+    other = tokenizer_class_from_name(named) if named and named != taken.__name__ else None
+    if isinstance(other, type) and other is not taken and not trusts(directory):
+        stated: PreTrainedTokenizerBase = other.from_pretrained(directory, **options)
+        if stated(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
+            raise ConfigError(
+                f"{ours}: its tokenizer_config.json names {named}, transformers takes {taken.__name__} for the model's "
+                f"type, and the two make other tokens of one text; {remedy}"
+            )
+    return tokenizer
+
+
+def read_otherwise(directory: Path) -> str | None:
+    """The class with which ``AutoTokenizer`` reads other tokens than ``tokenizer.json`` has; None: it reads the same.
+
+    Programs that load an output by ``AutoTokenizer``, such as vLLM or verl, then read other tokens too.
+    """
+    from transformers import AutoTokenizer
+
+    if not _reads_file(directory):
+        return None
+    plain = AutoTokenizer.from_pretrained(directory, **local_options(directory))
+    try:
+        same = plain(PROBE)["input_ids"] == _of_file(directory)(PROBE)["input_ids"]
+    except Exception:  # the class cannot encode with this vocabulary, as without its unknown token
+        same = False
+    return None if same else type(plain).__name__
+
+
+def require_same_tokens(policy: Input, other: Input) -> None:
+    """Requires that another model has the policy's tokens under the same ids.
+
+    Raises:
+        ConfigError: their tokenizers differ, naming a token.
+    """
+    ours, theirs = (tokenizer_of(each.path).get_vocab() for each in (policy, other))
+    apart = differing_tokens(theirs, ours)
+    if apart:
+        raise ConfigError(
+            f"{policy.name} and {other.name} have different tokenizers: {len(apart)} tokens differ, such as "
+            f"{apart[0]!r} ({ours.get(apart[0])} and {theirs.get(apart[0])}); use a model that was trained from the "
+            f"same base as {policy.name}"
+        )
+
+
+def differing_tokens(vocabulary: Mapping[str, int], known: Mapping[str, int]) -> list[str]:
+    """The tokens of ``known`` that are missing in a vocabulary or have another id there, sorted.
+
+    Further tokens of the vocabulary are no difference: rows of ``known`` tokens mean the same to both models.
+    """
+    return sorted(token for token, index in known.items() if vocabulary.get(token) != index)
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copies all files of the tokenizer, its chat template, and those by which a model reads images or sound."""
+    for name in (*TOKENIZER_FILES, *PROCESSOR_FILES):
+        path = source / name
+        if path.is_dir():
+            shutil.copytree(path, target / name, dirs_exist_ok=True)
+        elif path.exists():
+            shutil.copyfile(path, target / name)

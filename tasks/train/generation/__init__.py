@@ -1,0 +1,1 @@
+"""Completions of a policy in training: sampled, scored and checked."""

@@ -1,0 +1,481 @@
+"""The padding-free forward: runs a batch of rows of different lengths on its real tokens only.
+
+TRL pads the rows of a micro batch to the longest, runs every layer on the padding too, and (where there is
+no Triton) projects every position through the LM head although only completions are trained. Here the
+tokens of a micro batch are concatenated: embeddings, projections, norms and MLPs see each token once, and
+attention is computed per row. The results equal the padded forward's up to the order of additions; TRL's
+trainers compute their losses from them unchanged. There are two layouts:
+
+- ``pack``: from padded rows. The two answers of a preference pair share the tokens of their prompt, whose
+  hidden states are equal because attention is causal. For the architectures in ``PADDING_FREE``.
+- ``flattened_packs``: packed rows (``packing=best_fit``), end to end with position ids that restart at each.
+  For the architectures in ``tasks.data.tokens.tokenization.PACKABLE``.
+
+``choose_kernel`` selects the attention kernel. On a GPU in bf16 or fp16 it is FlashAttention over rows of
+different lengths. In fp32 it is SDPA with repeated key and value heads: with fewer of them than query heads,
+SDPA falls back to its quadratic math kernel. Only tests marked ``gpu`` run the kernels of a GPU; on a CPU the
+selection is tested, and the arithmetic around the kernels.
+
+Shapes: R rows, L longest row, T distinct tokens, S tokens of all rows, N trained tokens, V vocabulary, H hidden size.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from types import MethodType
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, DataCollatorWithFlattening, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from trl.kernels import ChunkedLogProbFunction
+from trl.trainer.utils import FusedCausalLMOutput
+
+from lineage.errors import ConfigError
+from tasks.data.kinds import MISMATCHED
+from tasks.data.tokens.tokenization import rows_of, why_not_packable
+from tasks.train.kernels.machine import FLASH_PACKAGES, plain
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import Tensor
+    from transformers.modeling_outputs import BaseModelOutput
+
+    Attended = tuple[Tensor, None]  # attention's output, and no weights
+
+Example = dict[str, list[int]]
+Batch = dict[str, "Tensor"]
+Collator = Callable[[list[Example]], Batch]
+Kernel = Literal["flash", "varlen", "sdpa", "eager"]
+
+# Value of ``resources.attention`` -> name among those of transformers. ``sdpa`` stands for torch's own kernels.
+ATTENTION: Mapping[str, str] = {
+    "sdpa": "padding_free", "eager": "padding_free_eager", "flash_attention_2": "padding_free_fa2",
+    "flash_attention_3": "padding_free_fa3",
+}  # fmt: skip
+# Plain causal attention over rotary positions: nothing in their layers depends on the padding.
+PADDING_FREE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3"})
+# Above this many logits (512 MB in fp32), TRL's chunked head: slower where there is no Triton, but small.
+MAX_LOGITS = 2**27
+CHUNK_COLUMNS = 32768
+FLASH_CAPABILITY = (8, 0)  # of a GPU: Ampere
+FLASH_HEAD_DIM = 256
+
+
+def pack(attention_mask_RL: "Tensor", shared_R: "Tensor | None" = None) -> dict[str, "Tensor"]:
+    """Index tensors that concatenate the real tokens of a right-padded batch, and restore the batch.
+
+    Args:
+        attention_mask_RL: 1 on real tokens.
+        shared_R: how many first tokens a row has in common with the row R/2 before it; those are kept once.
+    Returns:
+        ``token_index`` (T): position of each kept token in the flattened batch (R * L);
+        ``row_index`` (R, L): the kept token at each position of the batch (token 0 at padding);
+        ``cu_seq_lens_q`` (R + 1): cumulative lengths of the rows;
+        for pairs also ``row_tokens`` (S): the kept token at each position of the rows without padding, end to end;
+        and ``token_rows`` (T): one such position of each kept token.
+    """
+    num_rows, length = attention_mask_RL.shape
+    real_RL = attention_mask_RL.bool()
+    kept_RL = real_RL
+    if shared_R is not None:
+        kept_RL = kept_RL & (torch.arange(length) >= shared_R.unsqueeze(1))
+    token_index_T = kept_RL.reshape(-1).nonzero().squeeze(1)
+    row_index_RL = torch.zeros(num_rows * length, dtype=torch.long)
+    row_index_RL[token_index_T] = torch.arange(len(token_index_T))
+    row_index_RL = row_index_RL.view(num_rows, length)
+    if shared_R is not None:
+        half = num_rows // 2
+        is_shared = torch.arange(length) < shared_R[half:].unsqueeze(1)
+        row_index_RL[half:] = torch.where(is_shared, row_index_RL[:half], row_index_RL[half:])
+    layout = {
+        "token_index": token_index_T,
+        "row_index": row_index_RL,
+        "cu_seq_lens_q": F.pad(real_RL.sum(1).cumsum(0), (1, 0)).int(),
+    }
+    if shared_R is not None:
+        places = real_RL.reshape(-1).cumsum(0) - 1
+        layout |= {"row_tokens": row_index_RL[real_RL], "token_rows": places[token_index_T]}
+    return layout
+
+
+def choose_kernel(
+    attention: str,
+    device: str,
+    dtype: torch.dtype,
+    head_dim: int,
+    capability: tuple[int, int],
+    dropout: float,
+    softcap: float | None,
+) -> Kernel:
+    """Selects the attention kernel for rows of different lengths.
+
+    Args:
+        attention: of ``ATTENTION``.
+        device: its type, ``cpu`` or ``cuda``.
+        dtype: of the computation: autocast's where it is on.
+        capability: of the GPU; (0, 0) on a CPU.
+
+    Returns:
+        ``flash``: FlashAttention of a package; ``varlen``: that of torch, all rows at once; ``sdpa``: SDPA; ``eager``:
+        plain matrix products, also because neither of torch's own supports capped scores.
+    """
+    if attention.startswith("flash"):
+        return "flash"
+    if attention == "eager" or softcap is not None:
+        return "eager"
+    is_flash = dtype in (torch.float16, torch.bfloat16) and head_dim <= FLASH_HEAD_DIM and head_dim % 8 == 0
+    return "varlen" if device == "cuda" and capability >= FLASH_CAPABILITY and is_flash and not dropout else "sdpa"
+
+
+def padding_free_attention(
+    module: torch.nn.Module,
+    query: "Tensor",
+    key: "Tensor",
+    value: "Tensor",
+    attention_mask: "Tensor | None",
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    cu_seq_lens_q: "Tensor | None" = None,
+    max_length_q: int | None = None,
+    token_index: "Tensor | None" = None,
+    row_index: "Tensor | None" = None,
+    row_tokens: "Tensor | None" = None,
+    token_rows: "Tensor | None" = None,
+    attention: str = "sdpa",
+    **kwargs: object,
+) -> "Attended":
+    """Causal attention of (1, heads, T, d) within each row; plain SDPA for a padded batch.
+
+    Args:
+        attention: of ``ATTENTION``.
+    """
+    kernel = choose_kernel(
+        attention, query.device.type, _dtype(query), query.shape[-1], _capability(query), dropout, softcap
+    )
+    attend = partial(
+        _attend, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap, plain=kernel == "eager"
+    )
+    flash = partial(
+        _flash, attention=attention, dropout=dropout, scaling=scaling, window=sliding_window, softcap=softcap
+    )
+    if cu_seq_lens_q is None and attention_mask is None and query.shape[2] == key.shape[2]:  # rows of one length
+        if kernel == "flash":
+            return _of_one_length(flash, query, key, value), None
+        return attend(query, key, value).transpose(1, 2).contiguous(), None
+    if cu_seq_lens_q is None:
+        padded: Attended = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, softcap=softcap, **kwargs
+        )
+        return padded
+    states = (query, key, value)
+    if kernel in ("flash", "varlen"):
+        longest = max_length_q if row_index is None else row_index.shape[1]
+        states_S = (_line(each) if row_tokens is None else _line(each)[row_tokens] for each in states)
+        varlen = flash if kernel == "flash" else partial(_varlen, scaling=scaling, window=sliding_window)
+        output_S = varlen(*states_S, ends=cu_seq_lens_q, longest=longest)
+        output = output_S if token_rows is None else output_S[token_rows]
+    elif row_index is None:
+        lengths = cu_seq_lens_q.diff().tolist()
+        rows = zip(*(each.split(lengths, dim=2) for each in states), strict=True)
+        output = _line(torch.cat([attend(*row) for row in rows], dim=2))
+    else:
+        output = _in_grid(attend, states, row_index, token_index)
+    return output.unsqueeze(0), None
+
+
+def _in_grid(
+    attend: "Callable[..., Tensor]", states: "Sequence[Tensor]", row_index: "Tensor", token_index: "Tensor | None"
+) -> "Tensor":
+    """Attention of rows padded to one length, on the right, so that no real token attends to padding: (T, heads, d)."""
+    grid = (
+        F.embedding(row_index, _line(each).flatten(1)).view(*row_index.shape, *_line(each).shape[1:]) for each in states
+    )
+    flat = attend(*(each.transpose(1, 2) for each in grid)).transpose(1, 2).flatten(0, 1)
+    return F.embedding(token_index, flat.flatten(1)).view(-1, *flat.shape[1:])
+
+
+def _line(states: "Tensor") -> "Tensor":
+    """(1, heads, T, d) as (T, heads, d)."""
+    return states.squeeze(0).transpose(0, 1)
+
+
+def _of_one_length(flash: "Callable[..., Tensor]", query: "Tensor", key: "Tensor", value: "Tensor") -> "Tensor":
+    """(R, L, heads, d) of rows of one length, laid end to end for FlashAttention."""
+    num_rows, _, length, _ = query.shape
+    ends = torch.arange(0, (num_rows + 1) * length, length, device=query.device, dtype=torch.int32)
+    states = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    return flash(*states, ends=ends, longest=length).unflatten(0, (num_rows, length))
+
+
+def _flash(
+    query: "Tensor",
+    key: "Tensor",
+    value: "Tensor",
+    *,
+    ends: "Tensor",
+    longest: int | None,
+    attention: str,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> "Tensor":
+    """FlashAttention of (S, heads, d) by the package of FlashAttention 2 or 3."""
+    attend = import_module(FLASH_PACKAGES[attention]).flash_attn_varlen_func
+    states = (each.to(_dtype(query)).contiguous() for each in (query, key, value))
+    output: Tensor | tuple[Tensor, ...] = attend(
+        *states, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest,
+        softmax_scale=scaling, causal=True, window_size=(-1 if window is None else window - 1, 0),
+        softcap=softcap or 0.0, deterministic=torch.are_deterministic_algorithms_enabled(),
+        **({"dropout_p": dropout} if dropout else {}),
+    )  # fmt: skip
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _varlen(
+    query: "Tensor",
+    key: "Tensor",
+    value: "Tensor",
+    *,
+    ends: "Tensor",
+    longest: int | None,
+    scaling: float | None,
+    window: int | None,
+) -> "Tensor":
+    """FlashAttention of (S, heads, d); casts its inputs, because autocast does not."""
+    dtype, few_heads = _dtype(query), key.shape[1] < query.shape[1]
+    query, key, value = (each.to(dtype).contiguous() for each in (query, key, value))
+    output: Tensor = varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scaling, enable_gqa=few_heads,
+        window_size=(-1 if window is None else window - 1, 0),
+    )  # fmt: skip
+    return output
+
+
+def _attend(
+    query: "Tensor",
+    key: "Tensor",
+    value: "Tensor",
+    *,
+    dropout: float,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    plain: bool,
+) -> "Tensor":
+    """Causal attention of (R, heads, L, d), by a kernel of SDPA with linear memory; by products where ``plain``.
+
+    Args:
+        window: how many tokens each token attends to, itself included; None: all before it.
+        softcap: Gemma 2, arXiv:2408.00118, section 2.
+    """
+    length, groups = query.shape[2], query.shape[1] // key.shape[1]
+    is_masked = plain or (window is not None and window < length)
+    mask = _causal(length, window or length, query.device) if is_masked else None
+    few = takes_few_heads(query.device.type, _dtype(query), query.shape[-1], _capability(query), is_masked=is_masked)
+    if groups > 1 and not few:
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    if not plain or mask is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, is_causal=mask is None, scale=scaling,
+            enable_gqa=key.shape[1] < query.shape[1],
+        )  # fmt: skip
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    return F.dropout(F.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype), dropout) @ value
+
+
+def takes_few_heads(
+    device: str, dtype: torch.dtype, head_dim: int, capability: tuple[int, int], *, is_masked: bool
+) -> bool:
+    """Whether SDPA has a kernel for fewer key than query heads; else it falls back to the math kernel.
+
+    On a GPU that is FlashAttention alone: no mask, no fp32, no wide heads.
+    """
+    if is_masked or head_dim > FLASH_HEAD_DIM:
+        return False
+    return device != "cuda" or (dtype != torch.float32 and capability >= FLASH_CAPABILITY)
+
+
+def _causal(length: int, window: int, device: torch.device) -> "Tensor":
+    """(L, L): true where a token attends to another."""
+    places = torch.arange(length, device=device)
+    distance = places.unsqueeze(1) - places
+    return (distance >= 0) & (distance < window)
+
+
+def _capability(states: "Tensor") -> tuple[int, int]:
+    return torch.cuda.get_device_capability(states.device) if states.is_cuda else (0, 0)
+
+
+def _dtype(states: "Tensor") -> torch.dtype:
+    """The dtype in which attention is computed."""
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
+def is_padding_free(model: PreTrainedModel) -> bool:
+    """Whether the architecture is known to compute the same numbers without padding."""
+    config = model.config.get_text_config()
+    layers = config.layer_types if "layer_types" in config else None
+    sliding = "sliding_window" in config and config.sliding_window is not None
+    return config.model_type in PADDING_FREE and not sliding and set(layers or ()) <= {"full_attention"}
+
+
+def backbone(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "BaseModelOutput":
+    """The backbone's output; its last hidden states are (R, L, H), or (1, T, H) for a padding-free batch."""
+    token_index = inputs.get("token_index")
+    if token_index is None:
+        return model.base_model(**inputs)
+    input_ids_RL = inputs["input_ids"]
+    line = {
+        **inputs,
+        "input_ids": input_ids_RL.reshape(1, -1)[:, token_index],
+        "position_ids": (token_index % input_ids_RL.shape[1]).unsqueeze(0),
+    }
+    return model.base_model(**line)
+
+
+def before_trained(hidden: "Tensor", trained_RL: "Tensor", row_index: "Tensor | None") -> "Tensor":
+    """The last hidden states from which the trained tokens are predicted: (N, H).
+
+    Args:
+        trained_RL: whether the token after each position is trained; without the last position.
+        row_index: of a padding-free batch.
+    """
+    if row_index is None:
+        return hidden[:, :-1][trained_RL]
+    return F.embedding(row_index[:, :-1][trained_RL], hidden.squeeze(0))
+
+
+def _without_mask(
+    backbone: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
+    """Keeps transformers from building a T x T mask, which our attention does not read.
+
+    transformers takes a mask of four dimensions as finished, and builds none.
+    """
+    ends = kwargs.get("cu_seq_lens_q")
+    if not isinstance(ends, torch.Tensor):
+        return None
+    return args, {**kwargs, "attention_mask": torch.empty(1, 1, 1, 1, device=ends.device)}
+
+
+def score(
+    hidden_NH: "Tensor", head: torch.nn.Linear, targets_N: "Tensor", *, squares: bool = False
+) -> tuple["Tensor", "Tensor", "Tensor | None"]:
+    """Log-probability of each target, whether it is the most likely token, and ``squares``: see ``install``."""
+    if len(hidden_NH) * head.weight.shape[0] > MAX_LOGITS:
+        more = ("is_top1", "log_sum_sq_probs") if squares else ("is_top1",)
+        outputs = ChunkedLogProbFunction.apply(
+            hidden_NH, head.weight, head.bias, targets_N, 1.0, CHUNK_COLUMNS, None, 1.0, more
+        )
+        return outputs[0], outputs[4], outputs[2]
+    logits_NV = head(hidden_NH).float()
+    logps_N = -F.cross_entropy(logits_NV, targets_N, reduction="none")
+    with torch.no_grad():
+        is_top1_N = logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1) >= logits_NV.amax(-1)
+        squares_N = (2 * logits_NV).logsumexp(-1) - 2 * logits_NV.logsumexp(-1) if squares else None
+    return logps_N, is_top1_N, squares_N
+
+
+def _causal_lm_forward(
+    self: PreTrainedModel, *, labels: "Tensor", fused_lm_head: bool = True, squares: bool = False, **inputs: "Tensor"
+) -> FusedCausalLMOutput:
+    """TRL's fused forward (``add_fused_lm_head``) on the kept tokens; entropy and mean logits are not computed."""
+    trained_RL = labels[:, 1:] != -100
+    hidden_NH = before_trained(backbone(self, inputs).last_hidden_state, trained_RL, inputs.get("row_index"))
+    logps_N, is_top1_N, squares_N = score(
+        hidden_NH, self.get_output_embeddings(), labels[:, 1:][trained_RL], squares=squares
+    )
+    logps_RL = logps_N.new_zeros(trained_RL.shape).masked_scatter(trained_RL, logps_N)
+    is_top1_RL = is_top1_N.new_zeros(trained_RL.shape).masked_scatter(trained_RL, is_top1_N)
+    zeros_RL = torch.zeros_like(logps_RL)
+    squares_RL = None if squares_N is None else zeros_RL.masked_scatter(trained_RL, squares_N)
+    return FusedCausalLMOutput(
+        log_probs=logps_RL, entropy=zeros_RL, mean_logits=zeros_RL, is_top1=is_top1_RL, label_mask=trained_RL,
+        log_sum_sq_probs=squares_RL,
+    )  # fmt: skip
+
+
+def install(
+    model: "PreTrainedModel | PeftModel", attention: str | None = None, *, packs: bool = False, squares: bool = False
+) -> None:
+    """Installs padding-free attention in a model, and replaces its forward for training (not for generation).
+
+    With ``squares`` the forward also computes the logarithm of the sum of all tokens' squared probabilities (WPO).
+
+    A model whose architecture is not known to compute the same numbers without padding keeps TRL's forward; with
+    ``packs`` only its attention is replaced.
+    """
+    model = plain(model)
+    if not is_padding_free(model) and not packs:
+        if attention:
+            model.set_attn_implementation(attention)
+        return
+    name = ATTENTION[attention or "sdpa"]
+    AttentionInterface.register(name, partial(padding_free_attention, attention=attention or "sdpa"))
+    AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
+    model.base_model.register_forward_pre_hook(_without_mask, with_kwargs=True)
+    # tasks/train/losses/rewards.py replaces the forward of a reward model.
+    if is_padding_free(model) and model.get_output_embeddings() is not None:
+        model.forward = MethodType(partial(_causal_lm_forward, squares=squares), model)
+
+
+def line_collator(collate: Collator, *, pairs: bool = False) -> Collator:
+    """Collates like ``collate``, then adds the indices of the real tokens (``pack``), of mismatched answers too.
+
+    Args:
+        pairs: row i + R/2 has the same prompt as row i; common first tokens are kept once.
+    """
+
+    def collated(examples: list[Example]) -> Batch:
+        batch = collate(examples)
+        shared = common_tokens(batch["input_ids"], batch["attention_mask"]) if pairs else None
+        layout = pack(batch["attention_mask"], shared)
+        mismatched = batch.get(f"{MISMATCHED}attention_mask")
+        if mismatched is not None:
+            layout |= {f"{MISMATCHED}{name}": each for name, each in pack(mismatched).items()}
+        return {**batch, **layout}
+
+    return collated
+
+
+def flattened_packs() -> Collator:
+    """Collates packs: the tokens of all rows end to end, position ids that restart, and where rows end."""
+    flatten: Collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    return lambda examples: flatten([row for example in examples for row in rows_of(example)])
+
+
+def common_tokens(ids_RL: "Tensor", attention_RL: "Tensor") -> "Tensor":
+    """Per row, how many first tokens equal those of the row R/2 before it; 0 in the first half."""
+    half = len(ids_RL) // 2
+    equal = (ids_RL[:half] == ids_RL[half:]) & attention_RL[:half].bool() & attention_RL[half:].bool()
+    shared_R = ids_RL.new_zeros(len(ids_RL))
+    shared_R[half:] = equal.long().cumprod(1).sum(1)
+    return shared_R
+
+
+def collator_for(model: "PreTrainedModel", collate: Collator, *, pairs: bool = False, packs: bool = False) -> Collator:
+    """``collate`` for the padding-free forward, where the model's architecture supports it; else unchanged.
+
+    Args:
+        packs: examples are packs, whose rows must not attend to each other.
+
+    Raises:
+        ConfigError: the model cannot keep the rows of a pack apart.
+    """
+    if packs:
+        reason = why_not_packable(model.config.to_dict())
+        if reason is not None:
+            raise ConfigError(f"packing=best_fit: {reason}; set packing=null: each row is then one of a batch")
+        return flattened_packs()
+    return line_collator(collate, pairs=pairs) if is_padding_free(model) else collate

@@ -1,0 +1,1 @@
+"""Losses, and the trainers that compute them."""

@@ -1,0 +1,1 @@
+"""The models of a training: loaded by role, adapted, quantized, frozen, saved."""
