@@ -54,7 +54,7 @@ class Toy:
 @pytest.fixture(scope="module")
 def processes() -> Iterator[StageProcesses]:
     found = StageProcesses()
-    found.warm_up(["flows.stages.ray_train"])
+    found.warm_up(["flows.stages.launch", "ray.train.torch"])
     yield found
     found.end_all()
 

@@ -15,7 +15,7 @@ CONNECT = """
 import ipaddress, json, os, pathlib, socket, time
 import psutil, ray
 from flows.stages.job import Job
-from flows.stages.ray_train import _connect
+from flows.stages.launch import _connect
 from tasks.context import Resources
 from tests.toy_methods import ToyTraining
 

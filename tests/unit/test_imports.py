@@ -53,7 +53,6 @@ ALONE = {
     "flows.sweep.plots": "Optuna and plotly",
     "flows.sweep.tune": "the plan and the doctor: its command's file parses alone, also for --help",
     "flows.verl.*": "the methods of reinforcement: its command's file parses alone, also for --help",
-    "flows.stages.ray_train": "Ray",
     "lineage.mlflow.tracker": "MLflow",
     "tasks.train.losses.*_trainer": "torch and TRL: a method's file imports neither",
     "tasks.train.losses.actor_critic": "torch: PPO's file does not import it",
