@@ -49,12 +49,6 @@ _VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}")  # without a defau
 FLOORS = {"prefect": "3.6.22", "mlflow": "3.10", "ray": "2.54", "transformers": "5.3"}
 # Requirements that pip installs together although they conflict; the package that fixes them; reason; remedy.
 KNOWN_BAD = (
-    (("prefect<=3.8.8", "fastapi>=0.151"), "",
-     "Prefect states no upper bound on fastapi, and its server does not start with a newer one",
-     'pip install "fastapi<0.151"'),
-    (("prefect>=3.8,<=3.8.8", "sqlalchemy>=2.1"), "",
-     "Prefect states no upper bound on SQLAlchemy, and no schedule of its server creates a run with a newer one",
-     'pip install "sqlalchemy<2.1"'),
     (("hqq",), "termcolor", "hqq imports termcolor without requiring it, and transformers imports hqq",
      "pip install termcolor, or pip uninstall hqq"),
     (("optuna>=3", "hydra-optuna-sweeper<1.4"), "", "the plugin works only with optuna 2",
@@ -147,7 +141,7 @@ def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]
         is_own = package == "posttrain"
         for each in requirements:
             has = versions.get(canonicalize_name(each.name))
-            if canonicalize_name(each.name) not in names or (not is_own and (has is None or each.name == "python")):
+            if not is_own and (has is None or names.isdisjoint({package, canonicalize_name(each.name)} - {"python"})):
                 continue  # of no use to us
             if not _holds(each, versions):
                 kind = "python" if each.name == "python" else "own" if is_own else "others"

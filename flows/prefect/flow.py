@@ -302,11 +302,11 @@ def ask(judged: Judgement, announce: Callable[[str], None]) -> tuple[bool, str, 
     keyset = keyset_from_paused_state(paused)
     paused.state_details.run_input_keyset = keyset
     form = Approval.with_initial_data(description=judged.table())
-    form.save(keyset, flow_run.id)
     with get_client(sync_client=True) as client:
         url = str(client.api_url).rstrip("/")
         try:
-            client.set_flow_run_state(flow_run.id, paused)
+            client.set_flow_run_state(flow_run.id, paused)  # it deletes what was stored for an earlier pause
+            form.save(keyset, flow_run.id)
             announce(_question(judged, flow_run.id, url))
             state = _decision(client, flow_run.id)
         except TerminationSignal:  # a deployed run that is cancelled is terminated at once: that is an answer too

@@ -21,11 +21,11 @@ from flows.operate import doctor
 from flows.operate.doctor import Finding
 from lineage.errors import ConfigError
 
-VERSIONS = {"python": "3.11.7", "prefect": "3.8.8", "fastapi": "0.150.0", "mlflow": "3.17.2", "ray": "2.60.0",
+VERSIONS = {"python": "3.11.7", "prefect": "3.9.1", "fastapi": "0.150.0", "mlflow": "3.17.2", "ray": "2.60.0",
             "transformers": "5.23.0", "torch": "2.13.0+cpu", "optuna": "5.0.0"}  # fmt: skip
-WANTED = ["torch==2.13.0", "ray[train]==2.60.0", "fastapi<0.151", "python>=3.11,<3.12"]
-REQUIRES = {"posttrain": WANTED, "prefect": ["fastapi>=0.111", "nothere>=1"]}
-LOCK = "torch==2.13.0\nprefect==3.8.8\n"
+WANTED = ["torch==2.13.0", "ray[train]==2.60.0", "prefect==3.9.1", "python>=3.11,<3.12"]
+REQUIRES = {"posttrain": WANTED, "prefect": ["fastapi<0.151,>=0.139", "nothere>=1"]}
+LOCK = "torch==2.13.0\nprefect==3.9.1\n"
 DISK = namedtuple("DISK", "total used free")
 
 
@@ -52,8 +52,8 @@ def test_packages_that_are_fit_have_no_fault():
         ({"python": "3.12.1"}, "python", "error", "3.12.1, and posttrain requires <3.12,>=3.11"),
         ({"requires": {"posttrain": [*WANTED, "absent>=1"]}}, "packages", "error", "requires absent>=1, none is"),
         ({"requires": {"vllm": ["torch==2.9"]}}, "packages", "warn", "vllm requires torch==2.9, 2.13.0+cpu is"),
-        ({"lock": "prefect==3.8.9\nhttpx==0.28"}, "lock", "warn", "httpx is absent (lock: 0.28); prefect 3.8.8"),
-        ({"sqlalchemy": "2.1.9"}, "known-bad", "error", "prefect 3.8.8 and sqlalchemy 2.1.9: Prefect states no"),
+        ({"lock": "prefect==3.9.2\nhttpx==0.28"}, "lock", "warn", "httpx is absent (lock: 0.28); prefect 3.9.1"),
+        ({"fastapi": "0.165.0"}, "packages", "warn", "prefect requires fastapi<0.151,>=0.139, 0.165.0 is installed"),
         ({"hqq": "0.2"}, "known-bad", "error", "hqq 0.2 without termcolor: hqq imports termcolor"),
         ({"hydra_optuna_sweeper": "1.2.0"}, "known-bad", "error", "optuna 5.0.0 and hydra-optuna-sweeper 1.2.0"),
         ({"gptqmodel": "6.0"}, "known-bad", "error", "gptqmodel 6.0 and torch 2.13.0+cpu"),
