@@ -41,6 +41,7 @@ ALONE = {
     "tasks.*": "a method: conf/stage names its class, or a stage of a user's own does",
     "tasks.quickstart.*": "rows of a source, whose identity is the code of its file and of what that imports",
     "tasks.reward_functions.sandbox": "python -P: runs the program of an answer in a process of its own",
+    "flows.stages.exit_reasons": "why a process ended, as messages; launch.py starts and ends it",
     # Keeps a heavy import away from what starts fast.
     "flows.operate.blame": "the index and the plan: its command's file parses alone, also for --help",
     "flows.operate.cancel": "psutil and locks: its command's file parses alone, also for --help",
