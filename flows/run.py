@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flows.planning.estimates import require_plan_disk
 from flows.planning.plan import Plan, PlannedStage
@@ -27,7 +28,7 @@ from flows.promotion.retrain import follow_up, has_work
 from flows.reports.run import plan_table, run_dict, summary
 from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses, modules_of, shares_imports
-from flows.stages.resources import require_gpus
+from flows.stages.resources import require_gpus, require_pools
 from flows.stages.run import Run
 from flows.stages.stops import stoppable
 from lineage.artifact import SOURCE
@@ -35,6 +36,9 @@ from lineage.errors import ConfigError, PipelineError, StoppedError
 from lineage.record.labels import Statement, record_labels
 from lineage.record.tracker import Event, Execution, Listener, Tracker
 from tasks.context import Launcher
+
+if TYPE_CHECKING:
+    from prefect.states import State
 
 
 def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
@@ -93,13 +97,16 @@ def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str 
 
 
 def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
-    """Runs the flow; a Prefect server that it starts ends with ``beside``."""
+    """Runs a plan's stale stages as one Prefect flow run named after the pipeline, a task run per stage.
+
+    A Prefect server that it starts ends with ``beside``.
+    """
     plan = run.plan
     with contextlib.suppress(OSError):  # stderr is closed
         print(plan_table(plan), file=sys.stderr, flush=True)
     log = plan.pipeline.store / "logs" / "prefect-server.log"
     server = beside.enter_context(embedded_server(log, ui=may_ask(plan)))
-    from flows.prefect.flow import run_flow  # the import of prefect, beside the server's start
+    from flows.prefect.flow import in_flow, verdict_state  # the import of prefect, beside the server's start
 
     if server:
         server.wait_until_ready()
@@ -107,7 +114,58 @@ def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
         from flows.promotion.notify import require_block
 
         require_block(plan.pipeline.operation.notify)
-    return run_flow(run, server)
+    results: dict[str, Result] = {}
+
+    def body() -> "State[None] | None":
+        run_stages(run, results)
+        return verdict_state(run)
+
+    in_flow(run, body, server, name=plan.pipeline.name)
+    return results
+
+
+def run_stages(run: Run, results: dict[str, Result]) -> None:
+    """Inside a flow run: a task run per stale stage.
+
+    Args:
+        results: filled as stages finish.
+
+    Raises:
+        PipelineError: the first stage that failed, after the branches that do not need it have finished.
+    """
+    from prefect import task
+    from prefect.cache_policies import NO_CACHE
+    from prefect.futures import PrefectFuture, wait
+
+    plan = run.plan
+    drawn = [planned.pool for planned in plan.stale if planned.pool]
+    require_pools({pool: max(slots for other, slots in drawn if other == pool) for pool, _ in drawn})
+
+    # The stage goes in by name: a result of a task is nothing that Prefect should store or copy.
+    @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{stage}")
+    def run_stage(stage: str) -> None:
+        results[stage] = execute(run, plan.stage(stage))
+
+    runs: dict[str, PrefectFuture[None] | State[None]] = {}
+    try:
+        for planned in plan.stale:
+            before = plan.waits(planned)
+            waits = [run for other, run in runs.items() if other in before]
+            if planned.stage.resources.launcher == Launcher.FOREGROUND:
+                # In this thread, where a debugger and Ctrl-C reach it.
+                runs[planned.name] = run_stage(planned.name, wait_for=waits, return_state=True)
+            else:
+                runs[planned.name] = run_stage.submit(planned.name, wait_for=waits)
+        futures = [future for future in runs.values() if isinstance(future, PrefectFuture)]
+        wait(futures)  # independent branches finish first
+    except BaseException:
+        run.processes.stop()  # forwards the stop to the stages, and waits for them
+        raise
+    states = [run.state if isinstance(run, PrefectFuture) else run for run in runs.values()]
+    # A stage that never began, because one before it failed, has no error of its own.
+    errors = [state.result(raise_on_failure=False) for state in states if state.is_failed() or state.is_crashed()]
+    for error in sorted(errors, key=lambda error: not isinstance(error, PipelineError)):
+        raise error
 
 
 def _screen(stages: Sequence[PlannedStage]) -> Screen:

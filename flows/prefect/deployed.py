@@ -36,14 +36,14 @@ from flows.declare.pipeline import Pipeline
 from flows.planning.plan import Plan, make_plan
 from flows.planning.verdicts import require_passed
 from flows.prefect.deployments import ANCHOR, ENTRY, Declared, Preset, declared
-from flows.prefect.flow import approved, enter_flow_run, flow_run_here, leave_flow_run, run_stages, task_runner
+from flows.prefect.flow import approved, enter_flow_run, flow_run_here, leave_flow_run, task_runner
 from flows.prefect.page import RunPage, show_plan
 from flows.progress.declared import adopt_view, show_declared, split_words
 from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import latest
 from flows.promotion.notify import notify, require_block
 from flows.promotion.retrain import follow_up, has_work
-from flows.run import open_run, prepare_run
+from flows.run import open_run, prepare_run, run_stages
 from lineage.code import code_digest
 from lineage.errors import ConfigError, GateError, PipelineError
 from lineage.filesystem.digest import digest_file, digest_of

@@ -20,7 +20,6 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.exceptions import TerminationSignal
-from prefect.futures import PrefectFuture, wait
 from prefect.input import RunInput, keyset_from_paused_state
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Crashed, Failed, Paused, State
@@ -33,13 +32,10 @@ from flows.prefect.open_runs import api_here, is_away, settle, settle_left
 from flows.prefect.server import EmbeddedServer
 from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import End, OpenFlow, RunRecord, end_of
-from flows.stages.execute import Result, execute
-from flows.stages.resources import require_pools
 from flows.stages.run import Run
 from flows.stages.stops import handling_sigterm
 from lineage.errors import GateError, PipelineError, StoppedError
 from lineage.mlflow.address import shown
-from tasks.context import Launcher
 
 APPROVAL_SECONDS = 7 * 24 * 3600
 _POLL_SECONDS = 1.0
@@ -48,25 +44,6 @@ _REPORT_SECONDS = 30.0  # for Prefect to take the end of a run
 _STOP_SECONDS = 3.0  # the same of a stop, which gets 30 in all; stages that save have had most of them
 _AGAIN_SECONDS = 1.0  # Prefect, once interrupted, makes another call to report that
 _STOPPED = "stopped; run the same command again to resume"
-
-
-def run_flow(run: Run, server: EmbeddedServer | None) -> dict[str, Result]:
-    """Runs a plan's stale stages as one Prefect flow run named after the pipeline, a task run per stage.
-
-    Args:
-        server: that was started for this run alone; None: it is the user's.
-
-    Raises:
-        PipelineError: the first stage that failed, after the branches that do not need it have finished.
-    """
-    results: dict[str, Result] = {}
-
-    def body() -> State[None] | None:
-        run_stages(run, results)
-        return verdict_state(run)
-
-    in_flow(run, body, server, name=run.plan.pipeline.name)
-    return results
 
 
 def in_flow(
@@ -218,46 +195,6 @@ def as_task(title: str, work: Callable[[], None]) -> None:
 def task_runner() -> ThreadPoolTaskRunner:
     """Threads that wait: what may run at once is admitted by CPUs and GPUs."""
     return ThreadPoolTaskRunner(max_workers=64)
-
-
-def run_stages(run: Run, results: dict[str, Result]) -> None:
-    """Inside a flow run: a task run per stale stage.
-
-    Args:
-        results: filled as stages finish.
-
-    Raises:
-        PipelineError: the first stage that failed, after the branches that do not need it have finished.
-    """
-    plan = run.plan
-    drawn = [planned.pool for planned in plan.stale if planned.pool]
-    require_pools({pool: max(slots for other, slots in drawn if other == pool) for pool, _ in drawn})
-
-    # The stage goes in by name: a result of a task is nothing that Prefect should store or copy.
-    @task(cache_policy=NO_CACHE, persist_result=False, task_run_name="{stage}")
-    def run_stage(stage: str) -> None:
-        results[stage] = execute(run, plan.stage(stage))
-
-    runs: dict[str, PrefectFuture[None] | State[None]] = {}
-    try:
-        for planned in plan.stale:
-            before = plan.waits(planned)
-            waits = [run for other, run in runs.items() if other in before]
-            if planned.stage.resources.launcher == Launcher.FOREGROUND:
-                # In this thread, where a debugger and Ctrl-C reach it.
-                runs[planned.name] = run_stage(planned.name, wait_for=waits, return_state=True)
-            else:
-                runs[planned.name] = run_stage.submit(planned.name, wait_for=waits)
-        futures = [future for future in runs.values() if isinstance(future, PrefectFuture)]
-        wait(futures)  # independent branches finish first
-    except BaseException:
-        run.processes.stop()  # forwards the stop to the stages, and waits for them
-        raise
-    states = [run.state if isinstance(run, PrefectFuture) else run for run in runs.values()]
-    # A stage that never began, because one before it failed, has no error of its own.
-    errors = [state.result(raise_on_failure=False) for state in states if state.is_failed() or state.is_crashed()]
-    for error in sorted(errors, key=lambda error: not isinstance(error, PipelineError)):
-        raise error
 
 
 def approved(run: Run) -> bool:
