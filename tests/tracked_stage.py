@@ -6,12 +6,14 @@ import time
 from dataclasses import replace
 
 from lineage.mlflow.tracker import MlflowTracker
+from lineage.record.run_file import UNNAMED
 from lineage.record.tracker import Event, Execution, StageStart, end_event
 from lineage.store import Provenance
 
 
-def execution(store, reused=()):
-    return Execution(pipeline="p", store=store.root, words=["pipeline=p"], reused={each.stage: each for each in reused})
+def execution(store, reused=(), pipeline="p"):
+    reused = {each.stage: each for each in reused}
+    return Execution(pipeline=pipeline, store=store.root, words=[f"pipeline={pipeline}"], reused=reused)
 
 
 def start_of(store, manifest, parents=(), resumes=False):
@@ -61,10 +63,10 @@ class Tracked:
         self.tracker.on(Event(title=self.start.manifest.stage, state="done", manifest=manifest))
 
 
-def record(uri, store, manifest, parents=()):
+def record(uri, store, manifest, parents=(), names=UNNAMED):
     """One execution with one stage, from start to end."""
-    tracker = MlflowTracker(uri)
-    with tracker.execution(execution(store)):
+    tracker = MlflowTracker(uri, names)
+    with tracker.execution(execution(store, pipeline=manifest.pipeline)):
         stage = Tracked(tracker, start_of(store, manifest, parents))
         ids = stage.run_ids()
         stage.finish(manifest)

@@ -3,7 +3,7 @@
 import importlib.util
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, TypeVar, dataclass_transform
@@ -12,6 +12,7 @@ from zoneinfo import ZoneInfo
 from annotated_types import Gt
 
 from lineage.errors import ConfigError
+from lineage.record.run_file import RunNames
 
 _MODULE = "posttrain_croniter"
 _FIELDS = 5
@@ -56,6 +57,7 @@ def strict(cls: type[T]) -> type[T]:
     return dataclass(frozen=True, kw_only=True)(cls)
 
 
+_TAG, _TAG_LENGTH = re.compile(r"[\w.\- :/]{1,250}"), 5000  # what MLflow accepts
 _BLOCK = re.compile(r"[a-z0-9-]+/[a-z0-9-]+")
 
 
@@ -67,11 +69,41 @@ class Tracking:
         mlflow: whether runs, data sets and models go to MLflow.
         uri: of MLflow; None: ``MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db`` in the working directory.
         dvc: whether runs of the pipeline as declared commit to DVC, in a DVC repository.
+        experiment: MLflow experiment; None: named after the pipeline. Several pipelines may share one.
+        run_name: of the execution's run; ``{pipeline}``, ``{time}`` and ``{user}`` are filled in.
+        tags: of the runs of the execution, its stages and its trials.
+
+    Raises:
+        ConfigError: MLflow does not accept a name or a tag.
     """
 
     mlflow: bool
     uri: str | None
     dvc: bool
+    experiment: str | None = None
+    run_name: str | None = None
+    tags: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, value in {"experiment": self.experiment, "run_name": self.run_name}.items():
+            if value is not None and not value.strip():
+                raise ConfigError(f"tracking.{name}={value!r}: is empty; give a name, or null for the default")
+        try:
+            self.names().filled("", 0.0)
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"tracking.run_name={self.run_name}: has another placeholder than {{pipeline}}, {{time}} and {{user}} "
+                f"({error}); write a brace that is meant twice"
+            ) from error
+        for name, value in self.tags.items():
+            if not _TAG.fullmatch(name) or name.startswith(("mlflow.", "posttrain.")) or len(value) > _TAG_LENGTH:
+                raise ConfigError(
+                    f"tracking.tags.{name}: a tag's name has letters, digits and _ - . / : and blanks, at most 250, "
+                    f"and does not begin with mlflow. or posttrain.; its value has at most {_TAG_LENGTH} characters"
+                )
+
+    def names(self) -> RunNames:
+        return RunNames(experiment=self.experiment or "", run_name=self.run_name or "", tags=self.tags)
 
 
 @strict

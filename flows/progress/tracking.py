@@ -28,7 +28,7 @@ def make_tracker(tracking: Tracking) -> Tracker:
         return Tracker()
     uri = tracking_uri(tracking.uri)
     require_reachable(uri, tracking.uri)
-    return MlflowTracker(uri)
+    return MlflowTracker(uri, tracking.names())
 
 
 def complete_record(pipeline: Pipeline) -> None:

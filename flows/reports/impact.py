@@ -1,5 +1,6 @@
 """Output of ``posttrain impact``."""
 
+from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 
@@ -33,16 +34,11 @@ def _rows(found: Impact) -> Iterator[str]:
 def _artifacts(found: Impact) -> Iterator[str]:
     counts = found.below.counts
     total = sum(count for *_, count in counts)
-    models: dict[str, int] = {}
-    if found.below.num_models > MOST_VERSIONS:  # whose run files are not read
-        for pipeline, _, kind, count in counts:
-            if kind in MODELS:
-                models[pipeline] = models.get(pipeline, 0) + count
-    else:  # without MLflow no model is registered
-        for each in found.below.newest():
-            if found.version(each):
-                models[each.pipeline] = models.get(each.pipeline, 0) + 1
-    versions = ", ".join(f"{count:,} of {pipeline}" for pipeline, count in models.items()) or "none"
+    if found.below.num_models > MOST_VERSIONS:
+        versions = f"not counted: {found.below.num_models:,} models, and at most {MOST_VERSIONS:,} are looked up"
+    else:
+        models = Counter(each.pipeline for each in found.below.newest() if found.version(each))
+        versions = ", ".join(f"{count:,} of {pipeline}" for pipeline, count in models.items()) or "none"
     yield f"{found.meant.words}: went into {total:,} artifact{'' if total == 1 else 's'}"
     yield f"  registered versions: {versions}"
     newest = found.below.newest(_MOST_ARTIFACTS)

@@ -359,7 +359,7 @@ class Impact:
         return "measured on it" if artifact.id in self.meant.within else "measures a model that was trained on it"
 
     def version(self, artifact: Indexed) -> int | None:
-        """Version of the registered model, read from the run file; None for very many models."""
+        """Version of the registered model, read from the run file; None: it has none, or there are very many models."""
         if artifact.kind not in MODELS or self.below.num_models > MOST_VERSIONS:
             return None
         note = RunFile.read(self.index.entry(artifact.id).path)
@@ -381,11 +381,12 @@ class Impact:
 
     def _row(self, each: Indexed) -> dict[str, object]:
         aliases = [alias for alias, model in self.aliases.items() if model == each.id] if self.aliases else []
+        version = self.version(each)
         return {
             "id": each.id, "pipeline": each.pipeline, "stage": each.stage, "kind": each.kind or None,
             "fingerprint": each.fingerprint, "path": f"{self.index.store}/{each.stage}/{each.fingerprint[:16]}",
-            "finished": each.end, "registered_model": each.pipeline if each.kind in MODELS else None,
-            "registered_version": self.version(each), "aliases": aliases, "role": self.role(each),
+            "finished": each.end, "registered_model": each.pipeline if version else None,
+            "registered_version": version, "aliases": aliases, "role": self.role(each),
         }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ class Tag:
     TRIAL, TRIAL_STATE = "posttrain.trial", "posttrain.trial_state"  # its number; complete, pruned or failed
     STAGE_RUN = "posttrain.stage_run."  # the run of a stage of a trial
     INPUT = "posttrain.input."  # what fills a slot, NAME@FINGERPRINT
+    PIPELINE = "posttrain.pipeline"  # of a run; an experiment has a tag posttrain.pipeline.NAME for each of its own
 
     # MLflow's own.
     PARENT_RUN, NOTE, USER = "mlflow.parentRunId", "mlflow.note.content", "mlflow.user"

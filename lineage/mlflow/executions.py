@@ -25,7 +25,7 @@ from lineage.mlflow.entities import (
     stage_table,
 )  # fmt: skip
 from lineage.record.labels import user
-from lineage.record.run_file import RunFile, is_gone
+from lineage.record.run_file import UNNAMED, RunFile, RunNames, is_gone
 from lineage.record.tracker import TrialEnd
 from lineage.store import Manifest
 
@@ -66,13 +66,20 @@ class Executions:
         self.began: dict[str, float] = {}
         self.current: str | None = None
         self.lock = FileLock(root / "mlflow.lock")
-        self._experiments: dict[str, str] = {}
+        self.names = UNNAMED  # of the execution that this process runs
+        self._experiments: dict[tuple[str, str], str] = {}
+        self._homes: dict[str, dict[str, str]] = {}
         self._rebuilt: dict[tuple[str, str], str] = {}
 
-    def open(self, pipeline: str, words: list[str], folder: Path | None, start: float) -> None:
+    def open(
+        self, pipeline: str, words: list[str], folder: Path | None, start: float, names: RunNames = UNNAMED
+    ) -> None:
         """Opens the run of this process's execution; that of a sweep is continued, by the note in its folder."""
         assert self.writer
-        self.close_dead(self.experiment(pipeline))
+        self.names = names
+        self.experiment(pipeline, names)
+        for experiment in self.homes(pipeline):
+            self.close_dead(experiment)
         note = RunFile.read(folder) if folder else None
         run = self.find(note.run_id) if note and note.uri == self.uri else None
         tags = {Tag.WORDS: shlex.join(words), **process_tags(self.writer)}
@@ -81,7 +88,7 @@ class Executions:
             self.tag(run.info.run_id, tags)
         else:
             name = f"sweep {folder.name}" if folder else execution_name(pipeline, start)
-            run = self.create(pipeline, name, tags, start)
+            run = self.create(pipeline, names.run_name or name, tags, start, names)
         run_id = str(run.info.run_id)
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
@@ -101,8 +108,9 @@ class Executions:
         linked = [(name, self.find(tags[name])) for name in tags if name.startswith(Tag.REUSED)]
         rows = [(name.removeprefix(Tag.REUSED), "reused", recorded_of(run)) for name, run in linked if run]
         filters = f"tags.`{Tag.FINGERPRINT}` LIKE '%' and {where({Tag.PARENT_RUN: execution_id})}"
+        homes = {execution.info.experiment_id, *self.homes(tags.get(Tag.PIPELINE, ""))}
         ran = self.client.search_runs(
-            [execution.info.experiment_id], filters, order_by=["attributes.start_time ASC"], max_results=MAX_ROWS + 1
+            [*homes], filters, order_by=["attributes.start_time ASC"], max_results=MAX_ROWS + 1
         )
         rows += [(run.info.run_name, _STATES.get(run.info.status, "running"), recorded_of(run)) for run in ran]
         command = f"`{' '.join(['posttrain run', tags.get(Tag.WORDS, '')]).strip()}`"
@@ -121,9 +129,9 @@ class Executions:
         """The run of a trial, child of the sweep's: opened, or ended with its metrics and the runs of its stages."""
         assert self.current and self.writer
         place = {Tag.PARENT_RUN: self.current, Tag.TRIAL: str(number)}
-        found = self.client.search_runs([self.experiment(pipeline)], where(place), max_results=1)
+        found = self.client.search_runs([self.experiment(pipeline, self.names)], where(place), max_results=1)
         tags = {**place, **process_tags(self.writer)}
-        run = found[0] if found else self.create(pipeline, f"trial {number}", tags, time.time())
+        run = found[0] if found else self.create(pipeline, f"trial {number}", tags, time.time(), self.names)
         run_id = str(run.info.run_id)
         if end is None:
             self.client.update_run(run_id, status="RUNNING")
@@ -143,7 +151,7 @@ class Executions:
         assert self.current
         place = where({Tag.PARENT_RUN: self.current})
         filters = f"attributes.status = 'RUNNING' and tags.`{Tag.TRIAL}` LIKE '%' and {place}"
-        for run in list(pages(self.client.search_runs, [self.experiment(pipeline)], filters)):
+        for run in list(pages(self.client.search_runs, [self.experiment(pipeline, self.names)], filters)):
             self.end(run.info.run_id, "KILLED", cause)
 
     def of(self, start: Manifest, note: RunFile | None) -> str:
@@ -157,15 +165,14 @@ class Executions:
             return self._rebuilt[key]
         if recorded != _UNRECORDED and self.find(recorded):
             return recorded
-        found = self.client.search_runs(
-            [self.experiment(start.pipeline)], where({Tag.RECORDED_RUN: recorded}), max_results=1
-        )
+        found = next(self.search(start.pipeline, where({Tag.RECORDED_RUN: recorded})), None)
         if found:
-            return str(found[0].info.run_id)
+            return str(found.info.run_id)
         words = note.words if note and note.execution_id == recorded else []
+        names = note.names if note else UNNAMED
         began = self.began.get(recorded, start.provenance.start)
         tags = {Tag.RECORDED_RUN: recorded, Tag.WORDS: shlex.join(words)}
-        run = self.create(start.pipeline, execution_name(start.pipeline, began), tags, began)
+        run = self.create(start.pipeline, names.run_name or execution_name(start.pipeline, began), tags, began, names)
         self.added["executions"] += 1
         self._rebuilt[key] = str(run.info.run_id)
         return self._rebuilt[key]
@@ -180,7 +187,7 @@ class Executions:
             self.show(run_id)
             stages = where({Tag.PARENT_RUN: run_id})
             last = self.client.search_runs(
-                [self.experiment(pipeline)], stages, order_by=["attributes.end_time DESC"], max_results=1
+                [*self.homes(pipeline)], stages, order_by=["attributes.end_time DESC"], max_results=1
             )
             self.client.set_terminated(run_id, "FINISHED", last[0].info.end_time if last else None)
         self._rebuilt.clear()
@@ -197,28 +204,48 @@ class Executions:
                 if Tag.PARENT_RUN not in run.data.tags:
                     self.show(run.info.run_id)
 
-    def experiment(self, pipeline: str) -> str:
-        """Id of a pipeline's experiment, which is created or restored if it is missing."""
-        if pipeline not in self._experiments:
-            found = self.client.get_experiment_by_name(pipeline)
+    def experiment(self, pipeline: str, names: RunNames = UNNAMED) -> str:
+        """Id of the experiment for new runs of a pipeline, which is created or restored if it is missing."""
+        name = names.experiment or pipeline
+        if (pipeline, name) not in self._experiments:
+            found = self.client.get_experiment_by_name(name)
             if found is None:
                 try:
-                    self.client.create_experiment(pipeline, tags={Tag.EXPERIMENT_KIND: "custom_model_development"})
+                    self.client.create_experiment(name, tags={Tag.EXPERIMENT_KIND: "custom_model_development"})
                 except MlflowException as error:  # another process was faster
                     if error.error_code != EXISTS:
                         raise
-                found = self.client.get_experiment_by_name(pipeline)
+                found = self.client.get_experiment_by_name(name)
             if found.lifecycle_stage != "active":
                 self.client.restore_experiment(found.experiment_id)
-            self._experiments[pipeline] = str(found.experiment_id)
-        return self._experiments[pipeline]
+            if name != pipeline:
+                self.client.set_experiment_tag(found.experiment_id, _pipeline_tag(pipeline), "true")
+            self._experiments[pipeline, name] = str(found.experiment_id)
+            self._homes.pop(pipeline, None)
+        return self._experiments[pipeline, name]
 
-    def create(self, pipeline: str, name: str, tags: Mapping[str, str], start: float) -> Run:
+    def homes(self, pipeline: str) -> dict[str, str]:
+        """As ``experiments``, read once."""
+        if pipeline not in self._homes:
+            self._homes[pipeline] = experiments(self.client, [pipeline])
+        return self._homes[pipeline]
+
+    def search(self, pipeline: str, filters: str, **options: object) -> Iterator[Run]:
+        """The runs of a pipeline, in all experiments that have some."""
+        homes = self.homes(pipeline)
+        found = pages(self.client.search_runs, [*homes], filters, **options) if homes else iter(())
+        return (run for run in found if pipeline_of(run, homes) == pipeline)
+
+    def create(self, pipeline: str, name: str, tags: Mapping[str, str], start: float, names: RunNames = UNNAMED) -> Run:
         """Opens a run; ``start`` in seconds since the epoch."""
-        common = {Tag.STORE: str(self.root), Tag.USER: user(), Tag.SOURCE_NAME: "posttrain", Tag.SOURCE_TYPE: "LOCAL"}
+        common = {
+            Tag.STORE: str(self.root), Tag.PIPELINE: pipeline, Tag.USER: user(),
+            Tag.SOURCE_NAME: "posttrain", Tag.SOURCE_TYPE: "LOCAL",
+        }  # fmt: skip
         return self.client.create_run(
-            self.experiment(pipeline), start_time=int(start * 1000), tags={**common, **tags}, run_name=name
-        )
+            self.experiment(pipeline, names), start_time=int(start * 1000),
+            tags={**names.tags, **common, **tags}, run_name=name,
+        )  # fmt: skip
 
     def find(self, run_id: str) -> Run | None:
         """A run; None: this MLflow does not have it, or it was deleted."""
@@ -254,6 +281,26 @@ def _has_lost_folder(run: Run, writer: Owner) -> bool:
     output = run.data.tags.get(Tag.OUTPUT)
     is_here = writer.host == Owner.here().host
     return is_here and output is not None and not Path(unquote(urlsplit(output).path)).parent.is_dir()
+
+
+def experiments(client: "MlflowClient", pipelines: Collection[str]) -> dict[str, str]:
+    """Id and name of every active experiment with runs of these pipelines: those of their names, and shared ones."""
+    named = [client.get_experiment_by_name(name) for name in pipelines]
+    shared = [each for name in pipelines for each in pages(
+        client.search_experiments, filter_string=f"tags.`{_pipeline_tag(name)}` = 'true'"
+    )]  # fmt: skip
+    return {
+        str(each.experiment_id): each.name for each in [*named, *shared] if each and each.lifecycle_stage == "active"
+    }
+
+
+def pipeline_of(run: Run, homes: Mapping[str, str]) -> str:
+    """The pipeline of a run; earlier versions said it by the name of the experiment alone."""
+    return str(run.data.tags.get(Tag.PIPELINE) or homes[str(run.info.experiment_id)])
+
+
+def _pipeline_tag(pipeline: str) -> str:
+    return f"{Tag.PIPELINE}.{accepted(pipeline)}"
 
 
 def present(call: Callable[[str], Run], name: str) -> Run | None:

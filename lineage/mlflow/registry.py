@@ -18,7 +18,7 @@ from lineage.fingerprint import short
 from lineage.gc import deleted, record_deleted
 from lineage.mlflow.address import connect, require_reachable, shown, tracking_uri
 from lineage.mlflow.entities import Key, Recorded, Tag, is_model, recorded_of
-from lineage.mlflow.executions import Executions, is_dead, pages, where
+from lineage.mlflow.executions import Executions, experiments, is_dead, pages, pipeline_of, where
 from lineage.mlflow.sync import Mirror
 from lineage.promotions import read_events, stacks
 from lineage.secrets import redacted
@@ -167,7 +167,7 @@ def refill(uri: str | None, store: Path, silent: Collection[Owner] = ()) -> Rebu
         for entry in [*(entry for entry, _ in finished), *unfinished]:
             mirror.sync(entry)
         runs.close_rebuilt()
-        for experiment in {*map(runs.experiment, pipelines), *_experiments_of(client, store)}:
+        for experiment in {*experiments(client, pipelines), *_experiments_of(client, store)}:
             runs.close_dead(experiment)
         held, entry_of = {(each.stage, each.fingerprint) for each in manifests}, Store(store).entry
         keys = {(key.stage, key.fingerprint) for key in lost_outputs(there, store, held)}
@@ -253,22 +253,22 @@ def _move_alias(client: MlflowClient, pipeline: str, alias: str, fingerprint: st
 
 
 def _links(client: MlflowClient, pipelines: Collection[str]) -> Links:
-    found = [client.get_experiment_by_name(name) for name in pipelines]
-    known = [each.experiment_id for each in found if each and each.lifecycle_stage == "active"]
+    known = experiments(client, pipelines)
     runs: dict[Key, Recorded] = {}
     stores: dict[Key, str] = {}
     models: dict[Key, str] = {}
     opened = []
     if known:
         finished = f"attributes.status = 'FINISHED' and tags.`{Tag.FINGERPRINT}` LIKE '%'"
-        for run in pages(client.search_runs, known, finished, order_by=["attributes.end_time ASC"]):  # the newest wins
+        ended = pages(client.search_runs, [*known], finished, order_by=["attributes.end_time ASC"])  # the newest wins
+        for run in (each for each in ended if pipeline_of(each, known) in pipelines):
             # A search does not tell the input models: where a run read no data, the run itself is asked for.
             whole = run if run.inputs and run.inputs.dataset_inputs else client.get_run(run.info.run_id)
             runs[Key.tagged(run.data.tags)] = recorded_of(whole)
             stores[Key.tagged(run.data.tags)] = str(run.data.tags.get(Tag.STORE))
-        logged = (each for each in pages(client.search_logged_models, known) if Tag.FINGERPRINT in each.tags)
+        logged = (each for each in pages(client.search_logged_models, [*known]) if Tag.FINGERPRINT in each.tags)
         models = {Key.tagged(model.tags): str(model.model_id) for model in logged}
-        opened = list(pages(client.search_runs, known, "attributes.status = 'RUNNING'"))
+        opened = list(pages(client.search_runs, [*known], "attributes.status = 'RUNNING'"))
     dead = {str(run.info.run_id) for run in opened if is_dead(run)}
     live = {str(run.info.run_id) for run in opened} - dead
     versions, named = _registered(client, pipelines)

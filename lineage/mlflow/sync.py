@@ -32,7 +32,7 @@ from lineage.mlflow.entities import (
 )  # fmt: skip
 from lineage.mlflow.executions import EXISTS, KILLED_CAUSE, Executions, present, where
 from lineage.record.attempts import attempts, resumed_at
-from lineage.record.run_file import RunFile, is_gone
+from lineage.record.run_file import UNNAMED, RunFile, is_gone
 from lineage.store import Entry, InputRecord, Manifest, Store, rows_read
 
 SAMPLES, NUM_SAMPLES = "samples.parquet", 10  # completions with their rewards, which reinforcement stages write
@@ -55,7 +55,7 @@ class Mirror:
         self.root, self.store = runs.root, Store(runs.root)
         self.finished: dict[Key, Recorded] = {}
         self.versions: dict[Key, int] = {}
-        self._open: dict[Path, tuple[float, str, Reports]] = {}  # entry -> start of the attempt, run
+        self._open: dict[Path, tuple[float, Run, Reports]] = {}  # entry -> start of the attempt, run
         self._diagnosed: dict[Path, str] = {}  # entry -> tag
         self._labels: dict[tuple[str, str], set[str]] = {}
 
@@ -92,13 +92,14 @@ class Mirror:
             run = self.runs.find(note.run_id)
             if run and run.info.status == note.status:  # already ended
                 return recorded_of(run)
-        run_id, reports = self._opened(entry, start, note)
+        run, reports = self._opened(entry, start, note)
+        run_id = str(run.info.run_id)
         self.client.log_batch(run_id, metrics=reports.new())
         self._diagnose(entry, run_id)
         if note.status != "RUNNING":
             self.runs.end(run_id, note.status, note.cause)
             del self._open[entry.path]
-        return Recorded(run_id=run_id, experiment_id=self.runs.experiment(start.pipeline))
+        return Recorded(run_id=run_id, experiment_id=str(run.info.experiment_id))
 
     def _diagnose(self, entry: Entry, run_id: str) -> None:
         """Tags a run with the findings on its curves, if they have changed."""
@@ -126,8 +127,9 @@ class Mirror:
         return recorded
 
     def _complete(self, entry: Entry, manifest: Manifest, note: RunFile | None, found: Run | None) -> Recorded:
-        experiment, end = self.runs.experiment(manifest.pipeline), int(manifest.provenance.end * 1000)
-        run_id, reports = self._opened(entry, manifest, note, found)
+        end = int(manifest.provenance.end * 1000)
+        run, reports = self._opened(entry, manifest, note, found)
+        run_id, experiment = str(run.info.run_id), str(run.info.experiment_id)
         metrics = reports.new()
         last = reports.last_step
         final = {accepted(name): value for name, value in manifest.metrics.items()}
@@ -165,7 +167,7 @@ class Mirror:
 
     def _opened(
         self, entry: Entry, start: Manifest, note: RunFile | None, run: Run | None = None
-    ) -> tuple[str, Reports]:
+    ) -> tuple[Run, Reports]:
         """The run of an attempt, found or created, with everything that is known at the start."""
         opened = self._open.get(entry.path)
         began = note.start.provenance.start if note and note.start else start.provenance.start
@@ -176,9 +178,10 @@ class Mirror:
         if run is None:
             title = (note.title if note else "") or start.stage
             recorded = {Tag.RECORDED_RUN: start.mlflow_run_id} if start.mlflow_run_id else {}
-            run = self.runs.create(start.pipeline, title, {**tags, **recorded}, start.provenance.start)
+            names = note.names if note else UNNAMED
+            run = self.runs.create(start.pipeline, title, {**tags, **recorded}, start.provenance.start, names)
         else:
-            self.runs.tag(run.info.run_id, tags)
+            self.runs.tag(run.info.run_id, {**(note.names.tags if note else {}), **tags})
             if note and note.status == "RUNNING" and not start.output_digest:
                 self.client.update_run(run.info.run_id, status="RUNNING")
                 if Tag.CAUSE in run.data.tags:
@@ -193,10 +196,10 @@ class Mirror:
         RunFile.change(entry.path, opened_here)
         params = [Param(*each) for each in parameters(start.recipe) if each[0] not in run.data.params]
         self.client.log_batch(run_id, params=params)
-        self._add_inputs(run_id, *self._inputs(start))
+        self._add_inputs(run_id, *self._inputs(start, str(run.info.experiment_id)))
         histories = {name: self.client.get_metric_history(run_id, name) for name in run.data.metrics}
         logged = {name: max(each.step for each in history) for name, history in histories.items()}
-        self._open[entry.path] = began, run_id, Reports(entry.metrics, logged)
+        self._open[entry.path] = began, run, Reports(entry.metrics, logged)
         return self._open[entry.path][1:]
 
     def _start_tags(self, entry: Entry, start: Manifest, note: RunFile | None) -> dict[str, str]:
@@ -219,11 +222,8 @@ class Mirror:
             if run and run.info.status != "FINISHED" and about == (start.stage, start.fingerprint):
                 return run
         these = where({Tag.STORE: str(self.root), Tag.STAGE: start.stage, Tag.FINGERPRINT: start.fingerprint})
-        found = self.client.search_runs(
-            [self.runs.experiment(start.pipeline)], f"attributes.status != 'FINISHED' and {these}",
-            order_by=["attributes.start_time DESC"], max_results=1,
-        )  # fmt: skip
-        run = found[0] if found else None
+        unfinished = f"attributes.status != 'FINISHED' and {these}"
+        run = next(self.runs.search(start.pipeline, unfinished, order_by=["attributes.start_time DESC"]), None)
         is_own = run is not None and run.info.start_time == int(start.provenance.start * 1000)
         if run is None or start.output_digest or is_own or (note and note.resumes):
             return run
@@ -235,10 +235,8 @@ class Mirror:
         these = where(
             {Tag.FINGERPRINT: manifest.fingerprint, Tag.STAGE: manifest.stage, Tag.DIGEST: manifest.output_digest}
         )
-        runs = self.client.search_runs(
-            [self.runs.experiment(manifest.pipeline)], f"attributes.status = 'FINISHED' and {these}", max_results=1
-        )
-        return self.client.get_run(runs[0].info.run_id) if runs else None
+        run = next(self.runs.search(manifest.pipeline, f"attributes.status = 'FINISHED' and {these}"), None)
+        return self.client.get_run(run.info.run_id) if run else None
 
     def _whole(self, manifest: Manifest, run: Run) -> Recorded | None:
         """A finished run with its inputs and its model."""
@@ -253,7 +251,7 @@ class Mirror:
         """Ends the run of a stage whose directory another process took, unless that process continues the run."""
         with self.runs.lock:
             opened, writer = self._open.pop(entry.path, None), self.runs.writer
-            run = self.runs.find(opened[1]) if opened else None
+            run = self.runs.find(opened[1].info.run_id) if opened else None
             if (
                 run
                 and writer
@@ -289,7 +287,7 @@ class Mirror:
             lines.append(f"- {slot}: {_link(parent, self.recorded(parent)) if parent else record.artifact} {place}")
         return "\n".join(["Made from", "", *lines]) if lines else "Made from nothing"
 
-    def _inputs(self, start: Manifest) -> tuple[list[DatasetInput], list[str]]:
+    def _inputs(self, start: Manifest, experiment: str) -> tuple[list[DatasetInput], list[str]]:
         """Data and models that are known when a stage starts; a source's rows are counted only at its end."""
         parents, data, models = self.parents(start), [], []
         for slot, record in start.inputs.items():
@@ -299,7 +297,7 @@ class Mirror:
             elif parent:
                 data.append(stage_data(slot, parent, self._entry(parent).output.absolute(), self.labels(parent)))
             elif is_model_source(record):
-                models.append(self._source_model(record, self.runs.experiment(start.pipeline)))
+                models.append(self._source_model(record, experiment))
         return data, [model for model in dict.fromkeys(models) if model]
 
     def _add_inputs(self, run_id: str, data: list[DatasetInput], models: list[str]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lineage.errors import StoppedError, TakenOverError
 from lineage.filesystem.owner import Owner
 from lineage.mlflow.address import connect, shown
-from lineage.record.run_file import RunFile
+from lineage.record.run_file import UNNAMED, RunFile, RunNames
 from lineage.record.tracker import Event, Execution, RunIds, StageStart, Tracker, TrialEnd
 from lineage.store import Entry
 
@@ -58,8 +58,8 @@ class MlflowTracker(Tracker):
     stderr and tried again the next time. What is left at the end, the next command or ``posttrain rebuild`` writes.
     """
 
-    def __init__(self, uri: str) -> None:
-        self._uri = uri
+    def __init__(self, uri: str, names: RunNames = UNNAMED) -> None:
+        self._uri, self._names = uri, names
         self._me = Owner.here()
         self._mirror: Mirror | None = None
         self._stages: list[_Stage] = []  # that run, or whose end is not written
@@ -76,6 +76,7 @@ class MlflowTracker(Tracker):
     def execution(self, execution: Execution) -> Iterator[None]:
         """Opens the record, beside all else that starts; closes it with what leaves the context."""
         self._execution, self._start = execution, time.time()
+        self._names = self._names.filled(execution.pipeline, self._start)
         thread = threading.Thread(target=self._write, daemon=True, name="mlflow")
         for title, manifest in execution.reused.items():
             self.on(Event(title=title, state="reused", manifest=manifest))
@@ -115,7 +116,8 @@ class MlflowTracker(Tracker):
         before, uri = RunFile.read(start.directory), shown(self._uri)
         note = RunFile(
             uri=uri, run_id=before.run_id if before and start.resumes and before.uri == uri else "", execution_id="",
-            words=self._execution.words, title=title, resumes=start.resumes, writer=self._me, start=start.manifest,
+            words=self._execution.words, title=title, names=self._names, resumes=start.resumes, writer=self._me,
+            start=start.manifest,
         )  # fmt: skip
         with contextlib.suppress(OSError):
             note.write(start.directory)
@@ -214,7 +216,7 @@ class MlflowTracker(Tracker):
 
         execution = self._execution
         runs = Executions(connect(self._uri), execution.store, self._me)
-        runs.open(execution.pipeline, execution.words, execution.folder, self._start)
+        runs.open(execution.pipeline, execution.words, execution.folder, self._start, self._names)
         self._mirror = Mirror(runs)
 
     def _sync_stage(self, mirror: "Mirror", stage: _Stage) -> None:

@@ -2,15 +2,40 @@
 
 import json
 import threading
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 from lineage.filesystem.owner import Owner
+from lineage.record.labels import user
 from lineage.store import Manifest
 
 _RUN_FILE = "mlflow.json"
 _CHANGING = threading.Lock()  # a stage ends in one thread while another notes the run that it made for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunNames:
+    """What the user calls the record of an execution.
+
+    Args:
+        experiment: MLflow experiment; empty: named after the pipeline.
+        run_name: of the execution, a template until it starts; empty: the pipeline and its start.
+        tags: of its run and those of its stages and trials.
+    """
+
+    experiment: str = ""
+    run_name: str = ""
+    tags: Mapping[str, str] = field(default_factory=dict)
+
+    def filled(self, pipeline: str, start: float) -> "RunNames":
+        """The names of an execution that starts at ``start``, in seconds since the epoch."""
+        time = f"{datetime.fromtimestamp(start):%Y-%m-%d %H:%M:%S}"
+        return replace(self, run_name=self.run_name.format(pipeline=pipeline, time=time, user=user()))
+
+
+UNNAMED = RunNames()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +47,7 @@ class RunFile:
         words: options and overrides of the command.
         version: of the registered model; None: it is none, or not registered yet.
         title: name of the run; empty: that of the stage.
+        names: of the execution.
         resumes: whether the attempt continues the run of the attempt before.
         writer: the process that runs the stage.
         start: its manifest before it ran: no files, metrics or digest. None: written by an earlier version.
@@ -34,6 +60,7 @@ class RunFile:
     words: list[str]
     version: int | None = None
     title: str = ""
+    names: RunNames = UNNAMED
     resumes: bool = False
     writer: Owner | None = None
     start: Manifest | None = None
@@ -45,6 +72,7 @@ class RunFile:
         try:
             fields = json.loads((directory / _RUN_FILE).read_text())
             fields.pop("registries", None)  # of an earlier version
+            fields["names"] = RunNames(**fields.get("names", {}))
             if fields.get("start"):
                 fields["start"] = Manifest.from_json(json.dumps(fields["start"]))
             if fields.get("writer"):

@@ -1,11 +1,17 @@
 """What leads from one artifact to the next in MLflow: models, data sets, reused runs, versions."""
 
 import json
+import shutil
 from dataclasses import replace
 
+from lineage.errors import StoppedError
+from lineage.mlflow.address import connect
+from lineage.mlflow.entities import Key
+from lineage.mlflow.registry import links, refill
 from lineage.mlflow.tracker import MlflowTracker
+from lineage.record.run_file import RunNames
 from lineage.record.tracker import Event
-from tests.tracked_stage import execution, record
+from tests.tracked_stage import Tracked, attempt, execution, record, start_of
 
 
 def test_a_parent_that_mlflow_does_not_know_is_written_from_its_manifest(uri, client, store):
@@ -83,3 +89,62 @@ def test_a_model_that_an_alias_named_is_the_logged_model_of_the_stage_that_made_
     _, ids = record(uri, store, store.stage("dpo", {"policy": replace(source, fingerprint=champion.fingerprint)}))
     [parent] = client.get_run(ids.stage).inputs.model_inputs
     assert client.get_run(client.get_logged_model(parent.model_id).source_run_id).info.run_name == "sft"
+
+
+NAMES = RunNames(experiment="shared", run_name="{pipeline} again", tags={"team": "nlp"})
+
+
+def seen(client):
+    """Experiment, name, name of the parent, and the tag, of every run."""
+    found = []
+    for experiment in client.search_experiments():
+        for run in client.search_runs([experiment.experiment_id]):
+            parent = run.data.tags.get("mlflow.parentRunId")
+            above = client.get_run(parent).info.run_name if parent else None
+            found.append((experiment.name, run.info.run_name, above, run.data.tags.get("team")))
+    return sorted(found, key=str)
+
+
+def test_two_pipelines_share_an_experiment_and_names_and_keep_their_lineage(uri, client, store, migrated):
+    """Also where two executions have one name, and after MLflow was lost."""
+    base = store.stage("base", {}, pipeline="first")
+    sft = store.stage("sft", {"policy": base}, pipeline="second")
+    dpo = store.stage("dpo", {"policy": sft}, pipeline="second")
+    _, of_base = record(uri, store, base, names=NAMES)
+    _, of_sft = record(uri, store, sft, [base], names=NAMES)
+    _, of_dpo = record(uri, store, dpo, [sft], names=NAMES)
+    assert of_sft.execution != of_dpo.execution and of_sft.parents == (of_base.stage,)
+    home = client.get_experiment_by_name("shared").experiment_id
+    assert client.get_experiment_by_name("first") is client.get_experiment_by_name("second") is None
+    [parent] = client.get_run(of_dpo.stage).inputs.model_inputs
+    model = client.get_logged_model(parent.model_id)
+    assert (model.name, model.experiment_id, model.source_run_id) == ("sft", home, of_sft.stage)
+    expected = [
+        ("shared", "base", "first again", "nlp"), ("shared", "dpo", "second again", "nlp"),
+        ("shared", "first again", None, "nlp"), ("shared", "second again", None, "nlp"),
+        ("shared", "second again", None, "nlp"), ("shared", "sft", "second again", "nlp"),
+    ]  # fmt: skip
+    assert seen(client) == sorted(expected, key=str)
+    assert set(links(uri, ["second"]).runs) == {Key.of(sft), Key.of(dpo)}
+    assert set(links(uri, ["first"]).models) >= {Key.of(base)}
+    assert refill(uri, store.root).added["runs"] == 0
+    lost = f"sqlite:///{shutil.copy(migrated, store.root / 'new.db')}"
+    assert refill(lost, store.root).added["runs"] == 3
+    assert seen(connect(lost)) == sorted(expected, key=str)
+    assert {each.name for each in connect(lost).search_registered_models()} == {"first", "second"}
+
+
+def test_a_stage_that_resumes_under_another_experiment_goes_on_in_its_run(uri, client, store):
+    """Its execution is in the new one, and shows it all the same."""
+    manifest = store.stage("a", {})
+    tracker = attempt(uri, store, start_of(store, manifest), StoppedError("stop"), 1)
+    stopped = client.search_runs([client.get_experiment_by_name("p").experiment_id], "tags.`posttrain.stage` = 'a'")
+    again = MlflowTracker(uri, NAMES)
+    with again.execution(execution(store)):
+        stage = Tracked(again, start_of(store, manifest, resumes=True))
+        assert stage.run_ids().stage == stopped[0].info.run_id
+        stage.finish(manifest)
+    shown = client.get_run(again.execution_id())
+    assert shown.info.experiment_id == client.get_experiment_by_name("shared").experiment_id
+    assert f"| a | finished | [{stopped[0].info.run_id[:8]}]" in shown.data.tags["mlflow.note.content"]
+    assert set(links(uri, ["p"]).runs) == {Key.of(manifest)} and tracker.execution_id() != again.execution_id()

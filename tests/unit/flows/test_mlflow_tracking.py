@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from dataclasses import asdict, replace
+from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,8 @@ from lineage.errors import ConfigError
 from lineage.filesystem.owner import Owner
 from lineage.mlflow.address import require_reachable, shown, sqlite_file, tracking_uri
 from lineage.mlflow.tracker import MlflowTracker
-from lineage.record.run_file import is_gone
+from lineage.record.labels import user
+from lineage.record.run_file import RunNames, is_gone
 from lineage.record.tracker import Tracker
 
 
@@ -71,6 +73,37 @@ def test_a_wrong_address_is_told_before_anything_starts():
         make_tracker(Tracking(mlflow=True, uri="nonsense", dvc=False))
     with pytest.raises(ConfigError, match="no MLflow server answers there"):
         make_tracker(Tracking(mlflow=True, uri="http://127.0.0.1:1", dvc=False))
+
+
+def test_experiment_run_name_and_tags_reach_the_record_and_change_no_fingerprint(toy):
+    words = ("tracking.experiment=shared", 'tracking.run_name="{pipeline} of {user}"', "tracking.tags.team=nlp")
+    named = toy(*words)
+    tracker = make_tracker(replace(named.pipeline.tracking, mlflow=True, uri="sqlite:///x.db"))
+    assert isinstance(tracker, MlflowTracker)
+    filled = RunNames(experiment="shared", run_name=f"toy of {user()}", tags={"team": "nlp"})
+    assert tracker._names.filled("toy", 0.0) == filled
+    filled = RunNames(run_name="{time}").filled("toy", 0.0).run_name
+    assert datetime.strptime(filled, "%Y-%m-%d %H:%M:%S").timestamp() == 0.0
+    plain = toy()
+    assert [each.fingerprint for each in named.stages] == [each.fingerprint for each in plain.stages]
+
+
+@pytest.mark.parametrize(
+    ("word", "refusal"),
+    [
+        ('tracking.run_name="{model}"', r"run_name=\{model\}: has another placeholder than \{pipeline\}, \{time\}"),
+        ('tracking.run_name="{}"', "another placeholder"),
+        ('tracking.run_name="{"', "another placeholder"),
+        ("tracking.experiment=' '", "experiment=' ': is empty"),
+        ("tracking.tags={mlflow.user: me}", "tags.mlflow.user: .*does not begin with mlflow"),
+        ("tracking.tags={posttrain.stage: me}", "does not begin with mlflow"),
+    ],
+)
+def test_names_that_mlflow_would_refuse_are_refused_by_the_plan(toy, word, refusal):
+    with pytest.raises(ConfigError, match=refusal):
+        toy(word)
+    with pytest.raises(ConfigError, match="a tag's name has letters"):
+        Tracking(mlflow=True, uri=None, dvc=False, tags={"a=b": "me"})
 
 
 @pytest.fixture

@@ -5,12 +5,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from flows.reports import impact as impact_report
 from flows.reports.impact import impact_text
 from lineage.errors import ConfigError
 from lineage.filesystem.digest import digest_file
 from lineage.fingerprint import short
+from lineage.graph import impact as impact_module
 from lineage.graph.impact import impact
 from lineage.graph.index import Index
+from lineage.record.run_file import RunFile
+from lineage.store import Store
 from tests.written_store import node
 
 
@@ -67,14 +71,23 @@ def test_a_base_model_is_answered_for_also_when_it_is_gone_and_another_takes_its
     assert stages(answer(store, node(made["base"]))) == {"cpt", "dpo", "evaluate"}
 
 
-def test_registered_versions_and_aliases_are_named(store):
+def test_registered_versions_and_aliases_are_named(store, monkeypatch):
     made = store.chain()
     store.event(made["dpo"])
     found = answer(store, "label:cc-by-nc-4.0")
     assert found["aliases"] == {"champion": node(made["dpo"])}
-    assert {row["stage"]: row["registered_model"] for row in found["artifacts"]} == {
-        "pairs": None, "dpo": "p", "evaluate": None,
+    assert {row["registered_model"] for row in found["artifacts"]} == {None}  # no MLflow registered one
+    entry = Store(store.root).entry("dpo", made["dpo"].fingerprint)
+    RunFile(uri="", run_id="r", execution_id="e", words=[], version=3).write(entry.path)
+    found = answer(store, "label:cc-by-nc-4.0")
+    assert {row["stage"]: (row["registered_model"], row["registered_version"]) for row in found["artifacts"]} == {
+        "pairs": (None, None), "dpo": ("p", 3), "evaluate": (None, None),
     }  # fmt: skip
+    assert "registered versions: 1 of p" in text(store, "label:cc-by-nc-4.0")
+    monkeypatch.setattr(impact_module, "MOST_VERSIONS", 0)
+    monkeypatch.setattr(impact_report, "MOST_VERSIONS", 0)
+    assert "registered versions: not counted: 1 models" in text(store, "label:cc-by-nc-4.0")
+    assert {row["registered_model"] for row in answer(store, "label:cc-by-nc-4.0")["artifacts"]} == {None}
     assert answer(store, node(made["evaluate"]))["aliases"] == {}
 
 
