@@ -43,6 +43,11 @@ SMALL = (  # the geometry of Qwen2.5-0.5B as a Llama with 32,000 tokens
     MODEL if TINY else
     {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2}
 )  # fmt: skip
+LARGE = (  # 8.1 billion weights: Llama 3.1 8B with 32,000 tokens and four layers more
+    MODEL if TINY else
+    {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
+)  # fmt: skip
+SIZES = {"A": MODEL, "S": SMALL, "L": LARGE}
 VOCAB = 600 if TINY else 32000
 MAX_LENGTH = 128 if TINY else 2048
 MEDIAN, SPREAD = (40 if TINY else 400), 0.7
@@ -76,9 +81,8 @@ def corpus():
 
 def prepare():
     """Tokenizer, models A and S, rows; in WORK."""
-    import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     from tasks.model.chat_template import CHATML
     from tests import tiny
@@ -129,31 +133,33 @@ def prepare():
         "prompts": [{"row_id": f"q{i}", "prompt": user(i, short), "columns": None} for i in range(NUM_PROMPTS)],
     }  # fmt: skip
     found = {"case": "prepare", "vocabulary": bpe.get_vocab_size()}
-    for name, size in (("A", MODEL), ("S", SMALL)):
-        folder = WORK / name
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>")
-        tokenizer.chat_template = CHATML
-        tokenizer.save_pretrained(folder)
-        config = LlamaConfig(
-            vocab_size=VOCAB,
-            **size,
-            max_position_embeddings=MAX_LENGTH,
-            tie_word_embeddings=name == "S",
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            bos_token_id=None,
-        )
-        torch.manual_seed(0)
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = LlamaForCausalLM(config)
-        found[f"weights_{name}"] = sum(each.numel() for each in model.parameters())
-        model.bfloat16().save_pretrained(folder)
-        del model
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+    tokenizer.chat_template = CHATML
+    for name in ("A", "S"):
+        found[f"weights_{name}"] = write_model(name, tokenizer)
     for name, each in rows.items():
         tiny.write_rows(WORK / name, each)
     (WORK / "ready").touch()
     return {**found, "seconds": time.perf_counter() - start}
+
+
+def write_model(name, tokenizer):
+    """A model with random weights in bf16, with its tokenizer; returns the number of its weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer.save_pretrained(WORK / name)
+    config = LlamaConfig(
+        vocab_size=VOCAB, **SIZES[name], max_position_embeddings=MAX_LENGTH, tie_word_embeddings=name == "S",
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16 if name == "L" else torch.float32)
+    with torch.device("cuda" if cuda() else "cpu"):
+        model = LlamaForCausalLM(config).bfloat16()
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(WORK / name)
+    return sum(each.numel() for each in model.parameters())
 
 
 def cuda():
@@ -284,7 +290,7 @@ def posttrain(name, fields, resources, model="A", steps=STEPS, warm=WARM, mode="
     tokens = [b - a for a, b in zip([0.0, *tokens], tokens)]
     of = "grad_norm" if name == "grpo" else "loss"
     mean_squares = squares(row_lengths()) if name == "sft" else (MEDIAN if mode == "dpo" else NEW)
-    found = result(clock.times, tokens, [each[of] for each in reports], warm, MODEL if model == "A" else SMALL, mode,
+    found = result(clock.times, tokens, [each[of] for each in reports], warm, SIZES[model], mode,
                    mean_squares, units, skip_mfu=name == "grpo")  # fmt: skip
     unwrapped = trainer.accelerator.unwrap_model(trainer.model)
     base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
@@ -310,6 +316,19 @@ def posttrain(name, fields, resources, model="A", steps=STEPS, warm=WARM, mode="
     found["load_s"] = round(loaded - begin, 2)
     found["estimate"] = estimated(method, resources, model, tokens, method.num_steps)
     return found
+
+
+def large():
+    """All of 8 billion weights, on one card."""
+    import torch
+    from transformers import AutoTokenizer
+
+    write_model("L", AutoTokenizer.from_pretrained(WORK / "A"))
+    gc.collect()
+    if cuda():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return posttrain("sft", {**SFT, "optimizer": IN_BF16}, {"gradient_checkpointing": "on"}, model="L", steps=4, warm=1)
 
 
 def dataset_of(slot):
@@ -374,7 +393,7 @@ def trl(kind, config, model="A", steps=STEPS, warm=WARM, mode="full", units=None
     tokens = [b - a for a, b in zip([0.0, *counts], counts)]
     of = "grad_norm" if kind == "GRPO" else "loss"
     mean_squares = squares(row_lengths()) if kind == "SFT" else (MEDIAN if kind == "DPO" else NEW)
-    found = result(clock.times, tokens, [float(e[of]) for e in log], warm, MODEL if model == "A" else SMALL, mode,
+    found = result(clock.times, tokens, [float(e[of]) for e in log], warm, SIZES[model], mode,
                    mean_squares, units, skip_mfu=kind == "GRPO")  # fmt: skip
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     inner = trainer.accelerator.unwrap_model(trainer.model)
@@ -529,6 +548,7 @@ TRL_GRPO = {"per_device_train_batch_size": GRPO_MICRO, "gradient_accumulation_st
             "num_generations": NUM_GEN, "max_completion_length": NEW, "learning_rate": 1e-6, "beta": 0.0,
             "loss_type": "grpo", "temperature": 1.0}  # fmt: skip
 NF4 = {"rank": 16, "quantization": "nf4"}
+IN_BF16 = {"name": "adamw_8bit", "weights": "bf16"}
 
 CASES = {  # name: (function, seconds at most), in the order of value
     "ceilings": (lambda: ceilings(), 40),
@@ -544,6 +564,8 @@ CASES = {  # name: (function, seconds at most), in the order of value
     "sft-full-checkpointed/posttrain": (lambda: posttrain("sft", SFT, {"gradient_checkpointing": "on"}), 45),
     "sft-full/trl-packed": (lambda: trl("SFT", TRL_PACKED, steps=8), 50),
     "sft-lora/trl-packed": (lambda: trl("SFT", TRL_PACKED, steps=8, lora=True, dtype="bfloat16", mode="adapter"), 45),
+    "sft-full-bf16/posttrain": (lambda: posttrain("sft", {**SFT, "optimizer": IN_BF16}, {}), 45),
+    "sft-8b/posttrain": (large, 100),
 }  # fmt: skip
 
 
@@ -662,9 +684,8 @@ def measured(args):
 def baseline(results, name):
     """The file of a case: by GPU, model and method."""
     gpu = results["ceilings"]["gpu"].lower().replace(" ", "-")
-    return (
-        BASELINES / gpu / ("llama-0.4b" if name.startswith("grpo") else "llama-1.1b") / f"{name.replace('/', '.')}.json"
-    )
+    model = {"grpo": "llama-0.4b", "sft-8b": "llama-8b"}.get(name.partition("/")[0], "llama-1.1b")
+    return BASELINES / gpu / model / f"{name.replace('/', '.')}.json"
 
 
 def rows_of(results):
