@@ -15,8 +15,7 @@ from pathlib import Path
 import yaml
 
 from flows.commands.arguments import add_overrides, recorded_cli_args, write_rendered
-from flows.declare.compose import composed_files
-from flows.declare.config import load_pipeline
+from flows.declare.config import composed_files, load_pipeline
 from flows.declare.pipeline import Pipeline
 from flows.progress.declared import split_words
 from lineage.dvc import FILE, View, read_stages

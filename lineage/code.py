@@ -1,15 +1,18 @@
-"""The source files that a method is made of, and their digest: recorded with each output, never identity."""
+"""The source files that a method is made of: their digest, which each output records, and the import of its class."""
 
 import ast
 import contextlib
 import hashlib
 import importlib.util
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
+from importlib import import_module
 from pathlib import Path
 
+from lineage.errors import ConfigError
 from lineage.filesystem.digest import digest_of
 from lineage.filesystem.files import atomic_write, user_cache
 
@@ -142,3 +145,83 @@ def parsed(path: Path) -> ast.Module:
 def _parse(source: bytes) -> ast.Module:
     with _PARSING:
         return ast.parse(source)
+
+
+def target_class(path: str, where: str, bases: tuple[type, ...], refusal: str) -> type:
+    """Imports the class ``package.module.Class``.
+
+    A module is imported only if its source defines or imports a class of that name that derives from one of ``bases``;
+    this is checked by parsing the source files, without importing them.
+
+    Args:
+        refusal: error message for a class that derives from none of them.
+
+    Raises:
+        ConfigError: there is no such class, it derives from none of ``bases``, or its module cannot be imported.
+    """
+    module, _, name = path.rpartition(".")
+    if module not in sys.modules:
+        source_file.cache_clear()  # it may have been created since
+        try:
+            file = source_file(module)  # an empty name is a ValueError
+            derives = _derives(module, name, bases, seen=set())
+        except (ValueError, OSError, SyntaxError) as error:
+            raise _not_importable(path, where, error) from error
+        if file is None:
+            raise _not_importable(path, where, ImportError(f"there is no Python source of a module {module}"))
+        if not derives:
+            raise ConfigError(f"{where}={path}: {refusal} ({file} was read, and not imported)")
+    found = dotted(path, where)
+    if not (isinstance(found, type) and issubclass(found, bases)):
+        raise ConfigError(f"{where}={path}: {refusal}")
+    return found
+
+
+def dotted(path: str, where: str) -> object:
+    """Imports what a dotted path names.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        found: object = getattr(import_module(module), name)
+    except Exception as error:  # importing a user's module may raise anything
+        raise _not_importable(path, where, error) from error
+    return found
+
+
+def _not_importable(path: str, where: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{where}={path}: cannot be imported ({error}); give package.module.Class, "
+        "of a package that is installed, in this folder, or on PYTHONPATH"
+    )
+
+
+def _derives(module: str, name: str, bases: tuple[type, ...], seen: set[tuple[str, str]]) -> bool:
+    if module in sys.modules:
+        found = getattr(sys.modules[module], name, None)
+        return isinstance(found, type) and issubclass(found, bases)
+    file = source_file(module) if module and (module, name) not in seen else None
+    if file is None or file.suffix != ".py":
+        return False
+    seen.add((module, name))
+    origins = (origin.rpartition(".") for origin in _origins(name, module, file))
+    return any(_derives(place, base, bases, seen) for place, _, base in origins)
+
+
+def _origins(name: str, module: str, file: Path) -> Iterator[str]:
+    """Dotted paths of the origin of an imported name, or of the bases of the class of that name."""
+    nodes, imports = list(ast.walk(parsed(file))), dict[str, str]()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            imports |= {each.asname: each.name for each in node.names if each.asname}
+            imports |= {top: top for top in (each.name.partition(".")[0] for each in node.names if not each.asname)}
+        elif isinstance(node, ast.ImportFrom):
+            imports |= {each.asname or each.name: f"{full_name(node, module, file)}.{each.name}" for each in node.names}
+    if name in imports:
+        yield imports[name]
+    for node in nodes:
+        for base in node.bases if isinstance(node, ast.ClassDef) and node.name == name else []:
+            first, dot, rest = ast.unparse(base.value if isinstance(base, ast.Subscript) else base).partition(".")
+            yield imports.get(first, f"{module}.{first}") + dot + rest

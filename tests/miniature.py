@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from flows.declare.compose import CONF
-from flows.declare.config import load_pipeline
+from flows.declare.config import CONF, load_pipeline
 from tasks.gate import Gate
 from tasks.teacher_answers import TeacherAnswers
 from tests import tiny

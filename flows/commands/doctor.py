@@ -54,8 +54,7 @@ def _stage_refusals(overrides: Sequence[str], config_dir: Path | None) -> dict[s
     Raises:
         ConfigError: a package is missing, or something else is wrong with the pipeline.
     """
-    from flows.declare.compose import compose_tree
-    from flows.declare.config import pipeline_of, stages_of
+    from flows.declare.config import compose_tree, pipeline_of, stages_of
     from flows.planning.checks import check_kernels
     from flows.planning.model_checks import check_quantization, root_config
     from tasks.method import Training

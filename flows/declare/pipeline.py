@@ -9,14 +9,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from flows.declare.operation import Alias, Operation, Tracking
+from flows.declare.operation import Alias, Operation, Retrain, Schedule, Tracking, Trigger, strict
+from flows.declare.sweep import Sweep
 from lineage.artifact import ALIAS, DATA, SOURCE, Kind, Source
 from lineage.errors import ConfigError
+from lineage.record.verdict import Approval
 from lineage.source.sources import never_changes
 from lineage.store import RESERVED
-from tasks.context import Resources
+from tasks.context import Precision, Resources
 from tasks.gate.rule import CANDIDATE
-from tasks.method import Method
+from tasks.method import Adapter, Method, Optimizer, Quantization
+from tasks.method import Schedule as LearningRate
 from tasks.train.compatibility import check_compatible
 
 Upstream = Mapping[str, Sequence[str]]  # stage -> the stages that it reads
@@ -279,3 +282,74 @@ def listed(word: object, names: Iterable[str]) -> str:
     there = list(names)
     close = get_close_matches(str(word), there, n=1, cutoff=0.5)
     return f"{', '.join(there)}; did you mean {close[0]}?" if close else ", ".join(there)
+
+
+@strict
+class StageNode:
+    """A stage as in YAML, before its method's class is known."""
+
+    method: dict[str, object]
+    inputs: dict[str, str]
+    resources: dict[str, object]
+
+
+@strict
+class GateDefaults:
+    """Defaults of all gates of a pipeline."""
+
+    approval: Approval
+
+
+@strict
+class TrainingDefaults:
+    """Default fields of trainings, selected by ``preset=``.
+
+    Args:
+        every, sft: for all methods, and for SFT only.
+        sft_adapter: for SFT with an adapter; replace those of ``sft``.
+        adapter: fields of the LoRA of every training that has one; of a quantized base the dropout alone, whose rank
+            and alpha the reference documents name apart.
+    """
+
+    every: dict[str, object]
+    sft: dict[str, object]
+    sft_adapter: dict[str, object]
+    adapter: dict[str, object]
+
+
+@strict
+class Root:
+    """The keys of ``conf/config.yaml`` with everything it composes.
+
+    Args:
+        adapter, quantization, optimizer, lr_schedule, save, precision, gate: defaults for every method with such a
+            field.
+    """
+
+    name: str
+    store: str
+    code_drift: CodeDrift
+    advice: Advise
+    tracking: Tracking
+    sources: dict[str, dict[str, object]]
+    stages: dict[str, dict[str, object]]
+    resources: Resources
+    adapter: Adapter | None
+    quantization: Quantization | None
+    optimizer: Optimizer | None
+    lr_schedule: LearningRate | None
+    save: Literal["adapter"] | None
+    precision: Precision | None
+    gate: GateDefaults
+    training: TrainingDefaults
+    aliases: dict[str, Alias]
+    non_commercial_labels: tuple[str, ...]
+    accept_label_drop: tuple[str, ...]
+    restart: tuple[str, ...]
+    because: dict[str, str]
+    tags: tuple[str, ...]
+    schedule: Schedule | None = None
+    trigger: Trigger | None
+    retrain: Retrain | None
+    notify: str | None
+    sweep: Sweep

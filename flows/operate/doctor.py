@@ -441,7 +441,7 @@ def check_configuration(
     """Checks that the configuration is valid and its environment variables are set."""
     from omegaconf.errors import InterpolationResolutionError
 
-    from flows.declare.compose import composed_files
+    from flows.declare.config import composed_files
 
     absent = {}
     # Other errors may mean that a file is not YAML.

@@ -30,8 +30,7 @@ from prefect.states import Cancelled, Completed, Failed, State
 from prefect.types.entrypoint import EntrypointType
 from pydantic import Field
 
-from flows.declare.compose import CONF, Composer
-from flows.declare.config import load_pipeline
+from flows.declare.config import CONF, Composer, load_pipeline
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import Plan, make_plan
 from flows.planning.verdicts import require_passed

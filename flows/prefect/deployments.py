@@ -15,8 +15,7 @@ from pathlib import Path
 import yaml
 
 from flows.commands.arguments import add_allow_code, add_overrides, recorded_cli_args, write_rendered
-from flows.declare.compose import CONF, field_of
-from flows.declare.config import load_pipeline
+from flows.declare.config import CONF, field_of, load_pipeline
 from flows.declare.pipeline import Pipeline, listed
 from flows.progress.declared import split_words
 from lineage.errors import ConfigError, MissingValueError

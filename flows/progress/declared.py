@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flows.declare.compose import field_of
-from flows.declare.config import load_pipeline
+from flows.declare.config import field_of, load_pipeline
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import Plan, make_plan
 from lineage.dvc import FILE, DvcProject, View

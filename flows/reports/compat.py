@@ -8,8 +8,7 @@ from typing import Literal, get_args, get_type_hints
 
 import yaml
 
-from flows.declare.compose import CONF
-from flows.declare.config import method_class, typed
+from flows.declare.config import CONF, method_class, typed
 from flows.reports.tables import empty_table, plain_text
 from lineage.errors import ConfigError
 from tasks.context import Dtype, Resources

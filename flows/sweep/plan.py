@@ -11,13 +11,13 @@ from typing import cast
 
 from hydra.core.override_parser.types import Override, RangeSweep
 
-from flows.declare.compose import Composer, TypedFloat, TypedInt, field_of
-from flows.declare.config import dotted, pipeline_of, typed
+from flows.declare.config import Composer, TypedFloat, TypedInt, field_of, pipeline_of, typed
 from flows.declare.pipeline import Pipeline, listed
 from flows.declare.sweep import Objective, Sweep
 from flows.planning.plan import Memo, Plan, PlannedStage, make_plan
 from flows.sweep.folder import overrides
 from flows.sweep.space import choices, combinations, fixed_and_swept, read_values, require_variable
+from lineage.code import dotted
 from lineage.errors import ArtifactError, ConfigError
 from lineage.store import Manifest
 from tasks.context import Launcher

@@ -7,7 +7,7 @@ from itertools import product
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep, Sweep
 from hydra.errors import HydraException
 
-from flows.declare.compose import TypedFloat, TypedInt, field_of, parsed
+from flows.declare.config import TypedFloat, TypedInt, field_of, parsed
 from lineage.errors import ConfigError
 
 # Root keys that do not affect the outputs of stages, so that trials cannot differ in them.

@@ -16,11 +16,11 @@ from optuna.samplers import BaseSampler
 from optuna.samplers.nsgaii import BaseCrossover, BaseMutation
 from optuna.trial import FrozenTrial, TrialState
 
-from flows.declare.config import target_class
 from flows.declare.pipeline import listed
 from flows.declare.sweep import Direction, Sweep
 from flows.sweep.folder import TrialResult, folder_lock
 from flows.sweep.space import categories, choices, exact, numbers
+from lineage.code import target_class
 from lineage.errors import ConfigError
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,7 @@ from functools import partial
 import pytest
 from hydra.core.override_parser.types import IntervalSweep
 
-from flows.declare.compose import CONF
-from flows.declare.config import load_pipeline
+from flows.declare.config import CONF, load_pipeline
 from flows.planning.plan import make_plan
 from flows.sweep.plan import read_sweep
 from flows.sweep.space import choices

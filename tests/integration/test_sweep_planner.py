@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.declare.compose import Composer, compose_tree
+from flows.declare.config import Composer, compose_tree
 from flows.planning.plan import make_plan
 from flows.sweep.folder import sweep_folder
 from flows.sweep.plan import SweepPlan, count_stages, read_sweep, union, varying

@@ -43,7 +43,7 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _kept_compositions(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Hydra composes in 0.2 s: what it makes of shipped groups is kept for later runs, by all that it is made from."""
-    compose = sys.modules.get("flows.declare.compose")
+    compose = sys.modules.get("flows.declare.config")
     if compose is None or not hasattr(pytestconfig, "cache"):
         yield
         return

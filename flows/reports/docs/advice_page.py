@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import yaml
 
-from flows.declare.compose import CONF
+from flows.declare.config import CONF
 from lineage.markup import markdown_table
 from tasks.judgement.advice import ADAMW, BATCH_FACTOR, SIZES, TABLE, Row, Value
 from tasks.recipe import ADAPTER_FACTOR

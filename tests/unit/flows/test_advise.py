@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from flows.__main__ import main
-from flows.declare.compose import CONF
-from flows.declare.config import load_pipeline
+from flows.declare.config import CONF, load_pipeline
 from flows.planning.plan import Plan, make_plan
 from flows.sweep.plan import read_sweep
 from tasks.judgement.advice import TABLE, case_of, findings

@@ -5,8 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from flows.declare.compose import CONF
-from flows.declare.config import load_pipeline
+from flows.declare.config import CONF, load_pipeline
 from flows.planning.checks import compile_notes
 from flows.planning.model_checks import check_models
 from lineage.errors import ConfigError

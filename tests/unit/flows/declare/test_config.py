@@ -10,9 +10,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from flows.__main__ import main
-from flows.declare.compose import CONF as SHIPPED
-from flows.declare.compose import Composer, compose_tree
-from flows.declare.config import load_pipeline
+from flows.declare.config import CONF as SHIPPED
+from flows.declare.config import Composer, compose_tree, load_pipeline
 from flows.declare.store_root import store_root
 from flows.progress.declared import split_words
 from lineage.artifact import Kind
