@@ -453,6 +453,7 @@ def merge_adapters(adapted: "PeftModel", prompts: Golden, name: str) -> Merged:
         for known in ("Model with `tie_word_embeddings=True`", "Input and output embeddings are no longer tied"):
             warnings.filterwarnings("ignore", known)
         model: PreTrainedModel = adapted.merge_and_unload()
+    _unwrap(model)
     if is_tied:
         _share_or_separate_head(model)
     after = golden_values(model, prompts)
@@ -462,6 +463,16 @@ def merge_adapters(adapted: "PeftModel", prompts: Golden, name: str) -> Merged:
         "log-probabilities before and after; or report the adapter's adapter_config.json",
     )  # fmt: skip
     return Merged(model, before, after)
+
+
+def _unwrap(model: "PreTrainedModel") -> None:
+    """Replaces the modules trained beside an adapter that PEFT leaves wrapped: ``ln_tuning`` merges norms alone."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for name, wrapper in list(model.named_modules()):
+        if isinstance(wrapper, AuxiliaryTrainingWrapper):
+            trained = wrapper.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            model.set_submodule(name, trained)
 
 
 def _separate_head(model: "PreTrainedModel") -> bool:

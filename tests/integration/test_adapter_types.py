@@ -40,6 +40,7 @@ CHOICES = {
     "vera_mlp": Adapter(type="vera", rank=4, target_modules="mlp"),
     "ln_layers": Adapter(type="ln_tuning", layers=(0,)),
     "modules_to_save": Adapter(rank=4, modules_to_save="norm"),
+    "ln_modules_to_save": Adapter(type="ln_tuning", modules_to_save="v_proj"),
     "tokens": Adapter(rank=4, trainable_token_indices=(5, 6)),
     "lora_ga_mlp": Adapter(rank=4, init="lora_ga", target_modules="mlp"),
 }  # fmt: skip

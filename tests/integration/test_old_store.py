@@ -1,8 +1,10 @@
-"""A store written in November 2026, with its MLflow database, sweep and promotion, is read by the code of today.
+"""Stores written in November 2026 are read by the code of today.
 
 ``tests/fixtures/store.tar.xz`` holds the default pipeline in miniature on rows of a user's own: trained, promoted,
-swept over two values of ``beta``, and killed once at a checkpoint. ``args`` and ``plan.json`` in it are the overrides
-and the plan of then. ``recipes.json`` holds the fingerprints of the methods' recipes of then. Neither file may change.
+swept over two values of ``beta``, and killed once at a checkpoint, with its MLflow database. ``store-82e2e7c.tar.xz``
+holds a pipeline of every method by commit 82e2e7c, and a killed stage. ``args`` and ``plan.json`` in them are the
+overrides and the plan of then. ``recipes.json`` holds the fingerprints of the methods' recipes of then. No file may
+change.
 """
 
 import csv
@@ -28,28 +30,63 @@ KILLED = (
 )  # fmt: skip
 
 
+def unpacked(archive: str, folder: Path) -> Path:
+    with tarfile.open(FIXTURES / archive) as file:
+        file.extractall(folder, filter="data")
+    return folder
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    with tarfile.open(FIXTURES / "store.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path
+    return unpacked("store.tar.xz", tmp_path)
+
+
+def command(folder: Path, tracked: bool = True) -> Command:
+    return Command(folder, *(folder / "args").read_text().split(), tracked=tracked)
 
 
 @pytest.fixture
 def old(folder: Path) -> Command:
-    return Command(folder, *(folder / "args").read_text().split(), tracked=True)
+    return command(folder)
 
 
-def test_every_stage_is_reused(old: Command, folder: Path) -> None:
-    rows = json.loads(old("plan", "--json").stdout)["stages"]
-    before = json.loads((folder / "plan.json").read_text())["stages"]
-    assert [(row["stage"], row["fingerprint"], row["state"], row["inputs"]) for row in rows] == [
-        (row["stage"], row["fingerprint"], "reuse", row["inputs"]) for row in before
+def plans(old: Command) -> tuple[dict[str, dict], dict[str, dict]]:
+    """Name, fingerprint, state and inputs of each stage, now and then."""
+    documents = json.loads(old("plan", "--json").stdout), json.loads((old.folder / "plan.json").read_text())
+    now, then = ({row["stage"]: row for row in document["stages"]} for document in documents)
+    return now, then
+
+
+def test_every_stage_is_reused(old: Command) -> None:
+    now, then = plans(old)
+    assert [(name, row["fingerprint"], row["state"], row["inputs"]) for name, row in now.items()] == [
+        (name, row["fingerprint"], "reuse", row["inputs"]) for name, row in then.items()
     ]
 
 
 def test_a_killed_stage_resumes_from_its_checkpoint(old: Command) -> None:
     assert old.states(*KILLED)["dpo"] == "resume"
+
+
+# Stages of the other store whose version was raised since -> the reason in the plan.
+RAISED = {
+    **dict.fromkeys(("grpo", "rloo", "online-dpo", "ppo", "on-policy-distill"), "version: 1 -> 2"),
+    **dict.fromkeys(("dpo-noise", "kto-noise"), "neftune_version: (none) -> 2"),
+}
+
+
+def test_every_method_of_82e2e7c_is_reused_unless_its_version_was_raised(tmp_path: Path) -> None:
+    old = command(unpacked("store-82e2e7c.tar.xz", tmp_path), tracked=False)
+    now, then = plans(old)
+    assert now.keys() == then.keys()
+    again = {name: row["reason"] for name, row in now.items() if row["state"] != "reuse"}
+    assert again.pop("after-grpo").startswith("input policy: grpo@")
+    assert again == RAISED
+    same = then.keys() - RAISED.keys() - {"after-grpo"}
+    assert {name: now[name]["fingerprint"] for name in same} == {name: then[name]["fingerprint"] for name in same}
+    killed = ("stages.dpo.method.num_steps=3000", "stages.dpo.resources.save_steps=5")
+    assert old.states(*killed)["dpo"] == "resume"
+    assert "36 artifacts checked: intact" in old("verify").stdout
 
 
 def test_the_questions_are_answered(old: Command) -> None:
