@@ -211,11 +211,13 @@ class Merge(Method):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.model.adapter_files import base_and_adapters
+        from tasks.train.generation.one_policy import digests_of_weights, version_metrics
         from tasks.train.models.load import Kept, require_base, save_whole, whole_model
         from tasks.train.sharding import leave_out_deepspeed
 
         leave_out_deepspeed()
         self.check_inputs(inputs)
+        versions = version_metrics(digests_of_weights(inputs))
         require_alike(inputs)
         policy = inputs[POLICY]
         ctx.output_dir.mkdir(parents=True, exist_ok=True)
@@ -240,7 +242,11 @@ class Merge(Method):
                 f"the merged model gives non-finite log-probabilities ({', '.join(map(str, after))}); a model with "
                 "finite weights is accepted; set dtype=fp32 or dtype=bf16, or other weights"
             )
-        size = {"merge/models": float(len(inputs.keys() - {BASE})), "parameters": float(output.num_parameters())}
+        size = {
+            "merge/models": float(len(inputs.keys() - {BASE})),
+            "parameters": float(output.num_parameters()),
+            **versions,
+        }
         if not before:
             return {**size, "merge/golden": sum(after) / len(after)}
         metrics = compared(before, after, is_reward_model=self.produces == Kind.REWARD_MODEL)

@@ -34,6 +34,7 @@ class TeacherAnswers(Method):
 
     The student may have another tokenizer than the teacher. Rows keep the side and the id of their prompt; further
     answers to it add ``-a1``, ``-a2`` ... Answers that are empty are dropped; all that is dropped is counted.
+    The schema of the files has the digest of the teacher's weights.
 
     Slots:
         prompts, or rows: rows of prompts; or conversations, whose last answer the teacher's replaces.
@@ -100,10 +101,12 @@ class TeacherAnswers(Method):
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.model.positions import require_positions
         from tasks.model.tokenizers import tokenizer_of
+        from tasks.train.generation.one_policy import digests_of_weights, version_metrics
         from tasks.train.models.load import load_on_device
 
         self.check_slots(frozenset(inputs))
         teacher = inputs["teacher"]
+        weights = digests_of_weights({"teacher": teacher})
         tokenizer = tokenizer_of(teacher.path)
         require_chat_template(tokenizer, teacher)
         model = load_on_device(teacher, ctx).eval()
@@ -116,7 +119,7 @@ class TeacherAnswers(Method):
             answered = list(self._answered(asked, model, tokenizer, ctx, counts))
             counts[f"{side.partition('.')[0]}_rows"] = len(answered)
             schema = CONVERSATIONS.schema_with([UNTRAINED] if any(row.get(UNTRAINED) for row in answered) else [])
-            pq.write_table(pa.Table.from_pylist(answered, schema=schema), ctx.output_dir / side)
+            pq.write_table(pa.Table.from_pylist(answered, schema=schema.with_metadata(weights)), ctx.output_dir / side)
         logger.info("rows_of=%s %s", prompts.name, " ".join(f"{name}={count}" for name, count in counts.items()))
         if not counts["train_rows"]:
             raise DataError(
@@ -124,7 +127,7 @@ class TeacherAnswers(Method):
                 f"{counts['unfinished']} are unfinished and {counts['empty']} are empty; raise max_new_tokens (now "
                 f"{self.max_new_tokens}), or take a teacher that was trained on conversations"
             )
-        return {name: float(count) for name, count in counts.items()}
+        return {**{name: float(count) for name, count in counts.items()}, **version_metrics(weights)}
 
     def _answered(
         self, rows: Sequence[Row], model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext,

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flows.planning.plan import Plan
+from flows.planning.plan import Plan, PlannedStage
 from flows.planning.staleness import PlannedInput
 from flows.verl.recipe import VERSION, Places, flat, verl_recipe
-from lineage.artifact import SOURCE
+from lineage.artifact import MODELS, SOURCE
 from lineage.errors import ArtifactError, ConfigError
+from lineage.filesystem.digest import DigestCache
 from tasks.data.kinds import HELD_OUT, TRAIN, messages_of, tools_of
+from tasks.evaluate.row_scores import WEIGHTS_FILE
 from tasks.reward_functions import Rewards
 from tasks.train.generation.generating import Generating
 
@@ -101,10 +103,26 @@ def export_verl(plan: Plan, stage: str, folder: Path, overrides: Sequence[str], 
         REWARDS: _rewards_module(stage, rewards, policy) if rewards else None,
         NOTES: "".join(f"{note}\n" for note in recipe.notes),
         COMMAND: _command(words),
+        WEIGHTS_FILE: json.dumps(_weights(plan, planned), indent=2) + "\n",
     }
     _write(folder, rows, texts)
     sizes = {Path(name).stem: len(each) for name, each in rows.items()}
     return Exported(folder=folder, num_rows=sizes, config=config, overrides=list(overrides), notes=recipe.notes)
+
+
+def _weights(plan: Plan, planned: PlannedStage) -> dict[str, str]:
+    """Slot of a model -> digest of the files that verl will load, which are those that their stage wrote.
+
+    Raises:
+        ArtifactError: they are not.
+    """
+    found, cache = {}, DigestCache(plan.pipeline.store / "digests.json")
+    for slot, given in planned.inputs.items():
+        if planned.stage.method.consumes[slot] in MODELS:
+            entry = given.entry or (plan.entry(plan.stage(given.name)) if given.source is None else None)
+            pinned = given.pinned.digest if given.pinned else None
+            found[slot] = entry.require_intact(cache).output_digest if entry else pinned or given.fingerprint
+    return found
 
 
 def _finished(plan: Plan, stage: str, given: PlannedInput) -> Path:

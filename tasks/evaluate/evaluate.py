@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 
 from lineage.artifact import MODELS, Kind
-from lineage.errors import ArtifactError, ConfigError
-from lineage.filesystem.digest import DigestCache, digest_files, digest_of
-from lineage.fingerprint import short
+from lineage.errors import ConfigError
 from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.template import Thinking
@@ -146,6 +144,7 @@ class Evaluate(Method):
         from tasks.data.tokens.tokenize_rows import require_chat_template
         from tasks.model.positions import require_positions
         from tasks.model.tokenizers import tokenizer_of
+        from tasks.train.generation.one_policy import digests_of_weights, version_metrics
         from tasks.train.models.load import load_config
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
@@ -192,7 +191,7 @@ class Evaluate(Method):
             ids, weights_of_rows = [f"{name}/{index}" for index, name in enumerate(names)], [1.0] * len(names)
             scores.append(RowScores(metric=KL, row_ids=ids, groups=names, weights=weights_of_rows, scores=ratios))
         metrics = {name: value for each in scores for name, value in each.metrics().items()} | by_kind
-        metrics |= {**rows.lost, "max_length": float(lengths.max_length)}
+        metrics |= {**rows.lost, "max_length": float(lengths.max_length), **version_metrics(weights)}
         ctx.report(len(policies) + 1, metrics)
         answers = {name: [answer.text for answer in policy.greedy] for name, policy in measured.items()}
         write_report(
@@ -309,30 +308,6 @@ class Evaluate(Method):
             over_rows("accuracy", rows.pairs.chosen, {"reward_model": wins}),
             *reward_scores(rows, scored, against),
         ], by_kind
-
-
-def digests_of_weights(models: Inputs) -> dict[str, str]:
-    """Slot -> digest of the files that are loaded, or what pins a source.
-
-    Raises:
-        ArtifactError: a stage's output is not the input that the stage was started with.
-    """
-    found = {}
-    for slot, model in models.items():
-        if model.source is not None:  # the run compares sources with their pins
-            found[slot] = model.digest or model.fingerprint
-            continue
-        # The run has read each file before this stage; large ones are not read again.
-        is_stored = model.path.name == "output"
-        cache = DigestCache(model.path.parents[2] / "digests.json" if is_stored else None)
-        found[slot] = digest_of(digest_files(model.path, cache))
-        if model.digest not in (None, found[slot]):
-            raise ArtifactError(
-                f"inputs.{slot}: {model.path} has the digest {short(found[slot])}, and the input {model.name} has "
-                f"{short(model.digest)}: another checkpoint would be measured, and nothing is; the files that the run "
-                "verified are accepted; restore them, or run the pipeline again"
-            )
-    return found
 
 
 def trained_length(models: Sequence[Input]) -> int:

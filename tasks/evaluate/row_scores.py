@@ -104,6 +104,13 @@ def read_policies(report: Path) -> dict[str, str]:
     return {str(name): str(value) for name, value in json.loads(_read(report, POLICIES_FILE)).items()}
 
 
+def read_weights(report: Path) -> dict[str, str]:
+    """Slot of a model -> digest of its files, from a report's output directory; empty: its writer recorded none."""
+    if not (report / WEIGHTS_FILE).exists():
+        return {}
+    return {str(slot): str(digest) for slot, digest in json.loads(_read(report, WEIGHTS_FILE)).items()}
+
+
 def _scores(metric: str, rows: Sequence[Mapping[str, object]]) -> RowScores:
     scores: dict[str, list[float]] = {}
     for row in rows:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from annotated_types import Ge, Gt, Lt, MinLen
 
 from lineage.artifact import ALIAS, Kind
-from lineage.errors import ConfigError
+from lineage.errors import ArtifactError, ConfigError
 from lineage.fingerprint import short
 from lineage.record.verdict import (
     CHAMPION,
@@ -22,7 +22,7 @@ from lineage.record.verdict import (
 )
 from tasks.context import Metrics, TrainContext
 from tasks.evaluate.report import table_of
-from tasks.evaluate.row_scores import read_policies, read_scores
+from tasks.evaluate.row_scores import read_policies, read_scores, read_weights
 from tasks.gate.bootstrap import Bootstrap
 from tasks.gate.rule import PARENT, Evidence, Rule
 from tasks.recipe import Input, Inputs, Method
@@ -61,6 +61,7 @@ class Gate(Method):
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         names = _names(inputs)
         reports = [read_scores(each.path) for each in inputs.values() if each.kind == Kind.REPORT]
+        _require_measured(inputs)
         bootstrap = Bootstrap(confidence=self.confidence, num_resamples=self.num_resamples, seed=self.seed)
         evidence = Evidence(
             reports=reports,
@@ -108,6 +109,25 @@ def _names(inputs: Inputs) -> dict[str, str]:
             )
         names[slot] = found[0]
     return names
+
+
+def _require_measured(inputs: Inputs) -> None:
+    """Requires that each report measured the bytes of the models that are judged.
+
+    Raises:
+        ArtifactError: one measured another checkpoint.
+    """
+    for report in (each for each in inputs.values() if each.kind == Kind.REPORT):
+        policies, weights = read_policies(report.path), read_weights(report.path)
+        for slot, given in inputs.items():
+            judged = given.digest or given.fingerprint
+            for name, fingerprint in policies.items():
+                if fingerprint == given.fingerprint and weights.get(name, judged) != judged:
+                    raise ArtifactError(
+                        f"inputs.{slot}: {given.name} has the digest {short(judged)}, and {report.name} measured it as "
+                        f"{name} with {short(weights[name])}: another checkpoint would be judged, and none is; a "
+                        "report of the same bytes is accepted; run the evaluation again"
+                    )
 
 
 def _judged(given: Input) -> Judged:

@@ -254,7 +254,8 @@ def test_the_scores_of_the_rows_make_up_the_metrics(tmp_path: Path, inputs: dict
     assert set(scores) == {*Evaluate.metrics, "answer_tokens"} - {"unpaired_accuracy", "unpaired_auc"}  # no such rows
     made = {name: value for each in scores.values() for name, value in each.metrics().items()}
     counts = ("rows_dropped", "rows_cut", "prompts_cut", "max_length")
-    others = [name for name in metrics if name.startswith("reward_model/accuracy/") or name.endswith(counts)]
+    notes = ("reward_model/accuracy/", "weights/")
+    others = [name for name in metrics if name.startswith(notes) or name.endswith(counts)]
     assert made == {name: value for name, value in metrics.items() if name not in others}
     assert read_policies(tmp_path) == {name: inputs[name].fingerprint for name in ("sft", "dpo")}
     for metric, slot in (("text_perplexity", "text"), ("answer_perplexity", "conversations"), ("accuracy", "pairs")):
@@ -274,9 +275,12 @@ def test_another_checkpoint_than_the_input_is_not_measured(
         output = Path(shutil.copytree(inputs[name].path, tmp_path / "store" / name / "f" / "output"))
         given[name] = replace(inputs[name], path=output, digest=digest_of(digest_files(output)))
     method = replace(SMALL, num_rows=2, num_prompts=1, max_new_tokens=1)
-    evaluate(tmp_path / "report", given, method)
+    metrics = evaluate(tmp_path / "report", given, method)
     found = json.loads((tmp_path / "report" / WEIGHTS_FILE).read_text())
     assert found == {name: each.digest for name, each in given.items() if each.digest} and len(found) == 4
+    assert {name: int(each[:10], 16) for name, each in found.items()} == {
+        name.removeprefix("weights/"): value for name, value in metrics.items() if name.startswith("weights/")
+    }
     if wrong == "path":
         given[slot] = replace(given[slot], path=given["sft"].path)
     else:

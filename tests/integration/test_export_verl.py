@@ -12,6 +12,7 @@ import pytest
 
 from flows.verl.export import require_plain_tokenizer
 from lineage.errors import ConfigError
+from lineage.filesystem.digest import digest_files, digest_of
 from tests import tiny
 from tests.command import Command
 
@@ -100,6 +101,9 @@ def test_a_stage_is_exported_with_rows_rewards_and_overrides_that_win(folder: Pa
     assert f"actor_rollout_ref.model.path='{folder / 'chat'}'" in stated
     gpus = [word for word in stated if "n_gpus_per_node" in word and word.startswith("trainer")]
     assert gpus == ["trainer.n_gpus_per_node=2"] and "+trainer.own=1" in stated  # ours is gone
+    files = digest_files(folder / "chat")  # as a source names them: by their places
+    places = {f"0/{name}": digest for name, digest in files.items()}
+    assert json.loads((out / "weights.json").read_text()) == {"policy": digest_of(places)}
     notes = (out / "not_exported.txt").read_text()
     assert "mask_truncated=True: verl trains completions without an end too" in notes
     assert found["not_exported"] == notes.splitlines()

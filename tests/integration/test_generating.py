@@ -19,6 +19,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
+from lineage.filesystem.digest import digest_files, digest_of
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Adapter, Input
 from tasks.reward_functions import RewardFunction
@@ -585,13 +586,21 @@ def test_a_reward_model_reads_the_tokens_that_the_policy_read_and_wrote(
     with_model: Path, tmp_path: Path, generated: list
 ) -> None:
     run = training.train(training.method("grpo", rewards=None), with_model, tmp_path / "output")
+    judge = digest_of(digest_files(with_model / "reward_model"))
+    assert {metrics["weights/reward_model"] for _, metrics in run.reports} == {int(judge[:10], 16)}
+    assert run.metrics["weights/reward_model"] == int(judge[:10], 16)
     model = AutoModelForSequenceClassification.from_pretrained(with_model / "reward_model")
     prompts, completions = generated[-1]
     expected = []
     for prompt, completion in zip(prompts, completions, strict=True):
         hidden = model.base_model(torch.tensor([[*prompt, *completion]])).last_hidden_state
         expected.append(model.score(hidden[:, -1]).item())
-    samples = pq.read_table(run.output / "samples.parquet").to_pylist()[-8:]
+    samples = pq.read_table(run.output / "samples.parquet").to_pylist()
+    assert {each["weights/reward_model"] for each in samples} == {judge}
+    policies = [each["weights"] for each in samples]
+    assert [len({*policies[start : start + 8]}) for start in (0, 8, 16)] == [1] * 3
+    assert policies[0] == policies[8] != policies[16], "the first step of a warmup moves nothing"
+    samples = samples[-8:]
     assert [each["rewards/reward_model"] for each in samples] == pytest.approx(expected, abs=1e-5)
     assert run.reports[-1][1]["rewards/reward_model/mean"] == pytest.approx(sum(expected) / 8, abs=1e-5)
 

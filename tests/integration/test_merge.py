@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError, DataError
-from lineage.filesystem.digest import digest_files
+from lineage.errors import ArtifactError, ConfigError, DataError
+from lineage.filesystem.digest import digest_files, digest_of
 from tasks.context import Metrics, TrainContext
 from tasks.merge import Merge, MergeRewardModels
 from tasks.method import Adapter, Input
@@ -81,6 +82,9 @@ def test_an_adapter_is_merged_into_weights_that_load_alone(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in merged.state_dict().items())
     assert metrics["merge/logps_difference"] < 1e-5
     assert metrics["merge/logps_before"] == pytest.approx(metrics["merge/logps_after"], abs=1e-5)
+    assert metrics["weights/policy"] == int(digest_of(digest_files(adapter.path))[:10], 16)
+    with pytest.raises(ArtifactError, match=r"inputs\.policy: .* has the digest \w+, and the input sft has another"):
+        merge(tmp_path / "another", Merge(), policy=replace(adapter, digest="another"))
     assert metrics["parameters"] == before.num_parameters() and metrics["merge/models"] == 1
     for name in TOKENIZER:
         assert (tmp_path / "merged" / name).read_bytes() == (adapter.path / name).read_bytes()

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,6 +206,27 @@ def test_vllm_is_not_compared_where_its_numbers_are_of_another_distribution(
     run = training.train(stage, root, tmp_path / "output")
     assert run.metrics[MEAN] == 0
     assert "sampler=unproven: vLLM's log-probabilities are those after temperature=0.7" in caplog.text
+
+
+def test_a_reward_model_that_moves_stops_before_the_next_update(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = shutil.copytree(root, tmp_path / "inputs")
+    training.train(training.method("reward", num_steps=1), root, given / "reward_model")
+    scores, scored = rollouts.sequence_scores, []
+
+    def moving(model: torch.nn.Module, *args: torch.Tensor) -> torch.Tensor:
+        scored.append(scores(model, *args))
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(1.001)
+        return scored[-1]
+
+    monkeypatch.setattr(rollouts, "sequence_scores", moving)
+    whole = Resources(micro_batch_size=8)
+    with pytest.raises(
+        PipelineError, match=r"step 2, .*the reward model reward_model were \w{16} when it was loaded, and"
+    ):
+        training.train(training.method("ppo", rewards=None), given, tmp_path / "output", resources=whole)
+    assert len(scored) == 1
 
 
 # --- Planted: the reference ---------------------------------------------------------------------------------------

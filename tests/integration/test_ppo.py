@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, PipelineError
+from lineage.filesystem.digest import digest_files, digest_of
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.ppo import PPO
 from tasks.reward_functions import RewardFunction
@@ -124,6 +125,9 @@ def test_a_reward_model_scores_and_starts_the_value_model(root: Path, tmp_path: 
     trained = training.train(stage, both, tmp_path / "output" / "output")
     samples = pq.read_table(trained.output / "samples.parquet").to_pylist()
     assert len(samples) == 8
+    judge = digest_of(digest_files(both / Kind.REWARD_MODEL.value))
+    assert {each["weights/reward_model"] for each in samples} == {judge}
+    assert trained.reports[0][1]["weights/reward_model"] == int(judge[:10], 16)
     model = AutoModelForSequenceClassification.from_pretrained(both / Kind.REWARD_MODEL.value)
     tokenizer = AutoTokenizer.from_pretrained(root / "policy")
     for each in samples:

@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError, DataError
+from lineage.errors import ArtifactError, ConfigError, DataError
+from lineage.filesystem.digest import digest_files, digest_of
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Input
 from tasks.sft import SFT
@@ -75,6 +76,9 @@ def test_greedy_answers_are_the_models_own_and_keep_id_and_side(root: Path, tmp_
     assert isinstance(messages, list)
     assert [message["content"] for message in messages[:-1]] == [message["content"] for message in prompt]  # type: ignore[union-attr, index]
     assert messages[-1]["role"] == "assistant"
+    digest = digest_of(digest_files(root / "teacher"))
+    assert metrics["weights/teacher"] == int(digest[:10], 16)
+    assert pq.read_schema(tmp_path / "output" / "train.parquet").metadata[b"teacher"] == digest.encode()
     assert metrics["answers"] == 24 and metrics["train_rows"] == 20 and metrics["held_out_rows"] == 4
 
 
@@ -83,6 +87,18 @@ def test_a_teacher_that_changes_after_it_was_loaded_changes_nothing(root: Path, 
     copied = shutil.copytree(root, tmp_path / "root")
     found, _ = answered(copied, tmp_path / "found", loaded=lambda slot: shutil.rmtree(copied / slot))
     assert found == expected and not (copied / "teacher").exists()
+
+
+def test_answers_of_another_checkpoint_than_the_input_are_not_asked_for(root: Path, tmp_path: Path) -> None:
+    teacher = Input(name="teacher", kind=Kind.CHECKPOINT, fingerprint="t" * 64, path=root / "teacher", digest="another")
+    prompts = Input(name="prompts", kind=Kind.PROMPTS, fingerprint="p" * 64, path=root / "prompts")
+    with pytest.raises(
+        ArtifactError, match=r"inputs\.teacher: .* has the digest \w+, and the input teacher has another"
+    ):
+        TeacherAnswers(max_new_tokens=2).run(
+            {"teacher": teacher, "prompts": prompts}, TrainContext(output_dir=tmp_path, work_dir=tmp_path)
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_unfinished_answers_are_dropped_and_counted(root: Path, tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from tasks.train.generation.one_policy import (
     digest_of,
     is_noisy,
     token_logps,
+    version_metrics,
     weights_of,
 )
 from tasks.train.generation.rollouts import (
@@ -197,6 +198,8 @@ class WithRollouts(_BaseTrainer):
         differs = self.kl_in_loss and self.has_moved
         self.has_signal = bool((has_loss_N & ((advantages_GN.flatten() != 0) | differs)).any())
         metrics["frac_reward_zero_std"][-1] = float(rollouts.equal_groups(rewards_NK).float().mean())
+        for name, value in version_metrics(rollouts.scored_by).items():
+            metrics[name].append(value)
         metrics["advantages/max"].append(float(advantages_GN.max()))
         metrics["advantages/min"].append(float(advantages_GN.min()))
         found[SAMPLER_LOGPS] = self._check.logps(found["completion_ids"])

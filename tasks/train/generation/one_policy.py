@@ -3,7 +3,8 @@
 A sampler says of each generation which weights it had, and the log-probability that it gave to each of its tokens
 (``Sampled``). The trainer compares both with its own before its next update (``OnePolicy``), whatever generated. What
 goes wrong elsewhere: an engine that gets no adapter (huggingface/trl issue 2698), that keeps old weights after a sleep
-(issue 5312: differences of 0.2 nats instead of 0.015), a reference that is trained too (issue 1500).
+(issue 5312: differences of 0.2 nats instead of 0.015), a reference that is trained too (issue 1500). Models that
+measure, score, answer or are merged are the inputs that the run verified (``digests_of_weights``).
 
 Shapes: B completions of a micro batch, C tokens of the longest completion.
 """
@@ -18,7 +19,10 @@ import torch
 from peft import PeftModel
 from transformers import TrainerCallback
 
-from lineage.errors import PipelineError
+from lineage.errors import ArtifactError, PipelineError
+from lineage.filesystem.digest import DigestCache, digest_files
+from lineage.filesystem.digest import digest_of as digest_of_files
+from lineage.fingerprint import short
 from tasks.train.kernels.machine import plain
 from tasks.train.models.adapted import DEFAULT
 
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments as Args
 
     from tasks.context import TrainContext
+    from tasks.recipe import Inputs
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +82,35 @@ def digest_of(tensors: "Mapping[str, Tensor]", also: Iterable[str] = ()) -> str:
 def _bits(tensor: "Tensor") -> "Tensor":
     tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return tensor.contiguous().flatten().view(_INTEGERS[tensor.element_size()])
+
+
+def digests_of_weights(models: "Inputs") -> dict[str, str]:
+    """Slot -> digest of the files that are loaded, or what pins a source.
+
+    Raises:
+        ArtifactError: a stage's output is not the input that the stage was started with.
+    """
+    found = {}
+    for slot, model in models.items():
+        if model.source is not None:  # the run compares sources with their pins
+            found[slot] = model.digest or model.fingerprint
+            continue
+        # The run has read each file before this stage; large ones are not read again.
+        is_stored = model.path.name == "output"
+        cache = DigestCache(model.path.parents[2] / "digests.json" if is_stored else None)
+        found[slot] = digest_of_files(digest_files(model.path, cache))
+        if model.digest not in (None, found[slot]):
+            raise ArtifactError(
+                f"inputs.{slot}: {model.path} has the digest {short(found[slot])}, and the input {model.name} has "
+                f"{short(model.digest)}: another checkpoint would be read, and nothing is; the files that the run "
+                "verified are accepted; restore them, or run the pipeline again"
+            )
+    return found
+
+
+def version_metrics(digests: Mapping[str, str]) -> dict[str, float]:
+    """Metrics ``weights/SLOT``, by which others name their weights: 40 bits of a digest, which a float holds."""
+    return {f"weights/{slot}": float(int(digest[:10], 16)) for slot, digest in digests.items()}
 
 
 def active_adapters(model: "PreTrainedModel | PeftModel") -> frozenset[str]:

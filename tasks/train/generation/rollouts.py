@@ -44,7 +44,14 @@ from tasks.model.positions import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
 from tasks.reward_functions import check_columns, scorers
 from tasks.train.generation.decoding import decode, decodes
 from tasks.train.generation.generating import MISSING_EOS, REWARD_MODEL_NAME, Completing, Generating, Sampling
-from tasks.train.generation.one_policy import Sampled, Weights, token_logps
+from tasks.train.generation.one_policy import (
+    Sampled,
+    Weights,
+    digest_of,
+    digests_of_weights,
+    token_logps,
+    version_metrics,
+)
 from tasks.train.kernels.machine import plain
 from tasks.train.kernels.padding_free import is_padding_free
 from tasks.train.losses.rewards import sequence_scores
@@ -78,6 +85,7 @@ class Rollouts:
         logp_temperature: of the trainer's log-probabilities, which those of ``sampled`` are compared with.
         sampled: what the sampler left of the last generation.
         sampled_by: the weights of the last completions, with their step.
+        scored_by: the digest of the reward model's files, by its slot; empty: there is none.
         samples: the samples kept so far.
     """
 
@@ -97,6 +105,7 @@ class Rollouts:
         self.logp_temperature = method.sampling.temperature
         self.sampled = Sampled()
         self.sampled_by = Weights(digest=None)
+        self.scored_by = digests_of_weights({name: run.inputs[name] for name in {REWARD_MODEL_NAME} & {*run.inputs}})
         self.samples: list[dict[str, object]] = []
         self._check_columns()
         run.writers.append(self.write_samples)
@@ -108,7 +117,9 @@ class Rollouts:
             return None
         model = self.run.model(REWARD_MODEL_NAME)
         assert model is not None
-        return model.to(self.run.device)
+        model = model.to(self.run.device)
+        self._loaded = digest_of(dict(model.named_parameters()))
+        return model
 
     @property
     def num_local(self) -> int:
@@ -218,6 +229,7 @@ class Rollouts:
             "completions/mean_length": float(lengths_N2[:, 0].mean()),
             "completions/max_length": float(lengths_N2[:, 0].max()),
             "completions/clipped_ratio": float(lengths_N2[:, 1].mean()),
+            **version_metrics(self.scored_by),
         }
 
     def total(self, rewards_NK: "Tensor") -> "Tensor":
@@ -312,6 +324,8 @@ class Rollouts:
                 "reward": float(self.total(rewards_BK[index : index + 1])),
                 **{f"rewards/{name}": value for name, value in rewards.items()},
                 "weights_step": self.sampled_by.step,
+                "weights": self.sampled_by.digest,
+                **{f"weights/{slot}": digest for slot, digest in self.scored_by.items()},
             })  # fmt: skip
 
     def write_samples(self, directory: Path) -> None:
@@ -338,17 +352,23 @@ class Rollouts:
     def _model_scores(
         self, examples: "Sequence[Example]", completion_ids: Sequence[Sequence[int]], texts: Sequence[str]
     ) -> "Tensor":
-        """The reward model reads the tokens that the policy read and wrote."""
+        """The reward model reads the tokens that the policy read and wrote; it must be the one that was loaded."""
         assert self.reward_model is not None
+        found = digest_of(dict(self.reward_model.named_parameters()))
+        if found != self._loaded:
+            raise PipelineError(
+                f"the weights of the reward model {self.run.inputs[REWARD_MODEL_NAME].name} were {self._loaded} when "
+                f"it was loaded, and are {found} now; one that stays is accepted; see what else writes into them"
+            )
         whole = [[*each["prompt_ids"], *ids] for each, ids in zip(examples, completion_ids, strict=True)]  # type: ignore[misc]
-        found, size = [], self.ctx.resources.rows_at_once
+        scored, size = [], self.ctx.resources.rows_at_once
         for start in range(0, len(whole), size):
             part = whole[start : start + size]
             ids_BT, mask_BT = padded(part, self.run.device, left=False, pad=self.pad_token_id)
             with torch.no_grad():
                 scores_B = sequence_scores(self.reward_model, ids_BT, mask_BT)
-            found.append(scores_B.cpu())
-        scores = torch.cat(found)
+            scored.append(scores_B.cpu())
+        scores = torch.cat(scored)
         for index in (~torch.isfinite(scores)).nonzero().flatten().tolist():
             raise PipelineError(
                 f"the reward model {self.run.inputs[REWARD_MODEL_NAME].name} gave {scores[index]} for row {index} of "

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lineage.artifact import Kind, Source
-from lineage.errors import ConfigError
+from lineage.errors import ArtifactError, ConfigError
 from lineage.record.verdict import Verdict, read_verdict
 from tasks.context import TrainContext
 from tasks.evaluate.row_scores import RowScores, write_scores
@@ -20,7 +20,9 @@ from tasks.gate.rule import Evidence, Rule
 from tasks.method import Input
 
 
-def report(directory: Path, count: int = 40, fingerprints: str = "fp-", **wins: int) -> Input:
+def report(
+    directory: Path, count: int = 40, fingerprints: str = "fp-", weights: dict[str, str] | None = None, **wins: int
+) -> Input:  # fmt: skip
     """Policies that win the first rows, and a perplexity that grows with the wins, in odd rows a bit more."""
     ids = [str(index) for index in range(count)]
     won = {name: [float(index < number) for index in range(count)] for name, number in wins.items()}
@@ -31,7 +33,7 @@ def report(directory: Path, count: int = 40, fingerprints: str = "fp-", **wins: 
         RowScores(metric=metric, row_ids=ids, groups=ids, weights=[1.0] * count, scores=values)
         for metric, values in (("accuracy", won), ("text_perplexity", logps))
     ]
-    write_scores(directory, measured, {name: fingerprints + name for name in wins})
+    write_scores(directory, measured, {name: fingerprints + name for name in wins}, weights)
     return Input(name="evaluate", kind=Kind.REPORT, fingerprint=str(directory), path=directory)
 
 
@@ -167,6 +169,25 @@ def test_each_field_changes_the_verdict(tmp_path, inputs, field, value):
 def test_a_report_that_does_not_fit_is_refused(tmp_path, inputs, change, message):
     with pytest.raises(ConfigError, match=message):
         judge(tmp_path, {**inputs, **change}, metric="accuracy", at_least=0.1)
+
+
+@pytest.mark.parametrize(("slot", "policy"), [("candidate", "dpo"), ("parent", "sft")])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_report_of_another_checkpoint_than_the_judged_one_is_refused(tmp_path, inputs, slot, policy, number):
+    """Also a further one; one of another model's fingerprint, as of another seed, may have other bytes."""
+    wins = {"base": 10, "sft": 20, "dpo": 30}
+    weights = {name: f"d-{name}" for name in (*wins, "reference")}
+    given = {**inputs, "report": report(tmp_path / "report", weights=weights, **wins)}
+    given["other"] = report(
+        tmp_path / "other", fingerprints="of-another-seed-", weights=dict.fromkeys(wins, "d"), **wins
+    )
+    assert judge(tmp_path, given, metric="accuracy", at_least=0.5).result == "pass"
+    key = ("report", "other")[number]
+    given[key] = report(tmp_path / key, weights={**weights, policy: "another"}, **wins)
+    with pytest.raises(
+        ArtifactError, match=rf"inputs\.{slot}: {policy} has the digest d-{policy}, .* {policy} with another"
+    ):
+        judge(tmp_path, given, metric="accuracy", at_least=0.5)
 
 
 @pytest.mark.parametrize(
