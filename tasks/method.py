@@ -1,14 +1,18 @@
 """A method: a frozen dataclass of hyperparameters, and how it runs. ``docs/add_a_method.md`` shows one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Gt
 
 from lineage.errors import ConfigError
+from lineage.fingerprint import set_fields
+from lineage.source.model_source import text_digest
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.template import Thinking
 from tasks.data.tokens.tokenization import ControlText, TooLong
+from tasks.model.chat_template import CHAT_TEMPLATES, template_text
 from tasks.recipe import (
     FROZEN_POLICY,
     POLICY,
@@ -22,6 +26,7 @@ from tasks.recipe import (
     Role,
     TrainingRecipe,
 )
+from tasks.reward_functions import identity_of
 from tasks.train.best import Validation
 from tasks.train.models.adapters import Adapter
 from tasks.train.models.quantization import Quantization
@@ -56,6 +61,8 @@ __all__ = [
 ]
 
 
+# Fields that were added later with a default other than None: the default stays out of the fingerprint.
+_ADDED_LATER = {"output": "last", "on_divergence": "fail", "adapter_in": "merge"}
 # The fields that transformers' trainer applies; in a loop of its own, ``tasks.train.loop.own_loop.Optimization`` does.
 LOOP_FIELDS = frozenset({"precision", "optimizer", "schedule", "max_grad_norm"})
 
@@ -83,8 +90,28 @@ class Training(TrainingRecipe):
             self._check_own_loop()
 
     def recipe(self) -> dict[str, object]:
-        """As of every training; without the fields that a loop of its own does not apply."""
-        recipe = super().recipe()
+        """As of every method, with settings in their first form, so that old outputs stay valid.
+
+        Without the fields that a loop of its own does not apply.
+        """
+        recipe: dict[str, object] = {"method": self.name(), "version": self.version, **set_fields(self)}
+        if rewards := getattr(self, "rewards", None):
+            recipe["rewards"] = identity_of(rewards)
+        recipe = {name: value for name, value in recipe.items() if _ADDED_LATER.get(name) != value}
+        for name in ("optimizer", "schedule", "adapter", "quantization"):
+            recipe.pop(name, None)
+        recipe |= {**self.optimizer.identity(), **self.schedule.identity()}
+        recipe |= self.adapter.identity() if self.adapter else {}
+        recipe |= self.quantization.identity(recipe) if self.quantization else {}
+        template = recipe.get("chat_template")
+        if isinstance(template, str) and template not in CHAT_TEMPLATES:  # the text of a family, which TRL may change
+            recipe["chat_template_text"] = text_digest(template_text(template))
+        versions = {**self.option_versions, **(_OF_REFERENCES if self.has_reference else {})}
+        for options, (entry, raised) in versions.items():
+            if all(_is_set(recipe, option) for option in options.split("+")):
+                version = recipe.get(entry, 1)
+                assert isinstance(version, int)
+                recipe[entry] = version + raised
         for field in LOOP_FIELDS - self.applies if self.has_own_loop else ():
             setting = getattr(self, field)
             for name in (field, *(setting.identity() if isinstance(setting, Optimizer | Schedule) else ())):
@@ -168,3 +195,16 @@ def _difference(name: str, found: object, default: object) -> tuple[str, object,
                 return f"{name}.{field.name}", *values
         return None
     return None if found == default else (name, found, default)
+
+
+# Of methods with a reference: at first the noise was in the reference too, where it is the policy without its adapter.
+_OF_REFERENCES = {"neftune_alpha+adapter": ("neftune_version", 1)}
+
+
+def _is_set(recipe: object, option: str) -> bool:
+    """Whether a recipe, which has no field that is None, has a field; fields of its fields are named with dots."""
+    for name in option.split("."):
+        if not isinstance(recipe, Mapping) or name not in recipe:
+            return False
+        recipe = recipe[name]
+    return True

@@ -18,11 +18,9 @@ from lineage.code import code_digest, code_digest_now
 from lineage.errors import ConfigError
 from lineage.filesystem.digest import digest_of
 from lineage.fingerprint import Setting, set_fields
-from lineage.source.model_source import text_digest
 from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
-from tasks.model.chat_template import CHAT_TEMPLATES, template_text
 from tasks.reward_functions import Rewards, code_of_rewards, identity_of
 from tasks.train.best import HELD_OUT_LOSS, Best, Validation, steps_of_epochs
 from tasks.train.models.adapters import STACKED, Adapter
@@ -156,8 +154,6 @@ _SLOT_KINDS = {
 POLICY, REWARD_HEAD, FROZEN_POLICY = Role.POLICY, Role.REWARD_HEAD, Role.FROZEN_POLICY
 REWARD_MODEL, VALUE_MODEL, TEACHER = Role.REWARD_MODEL, Role.VALUE_MODEL, Role.TEACHER
 
-# Fields that were added later with a default other than None: the default stays out of the fingerprint.
-_ADDED_LATER = {"output": "last", "on_divergence": "fail", "adapter_in": "merge"}
 # Short form -> the setting and its field.
 SHORT_FORMS = {
     "lr_schedule": ("schedule", "name"),
@@ -287,25 +283,6 @@ class TrainingRecipe(Method):
     def has_reference(self) -> bool:
         """Whether the training compares the policy with its frozen start."""
         return FROZEN_POLICY in self.models.values()
-
-    def recipe(self) -> dict[str, object]:
-        """The recipe of every method, with settings in their first form, so that old outputs stay valid."""
-        recipe = {name: value for name, value in super().recipe().items() if _ADDED_LATER.get(name) != value}
-        for name in ("optimizer", "schedule", "adapter", "quantization"):
-            recipe.pop(name, None)
-        recipe |= {**self.optimizer.identity(), **self.schedule.identity()}
-        recipe |= self.adapter.identity() if self.adapter else {}
-        recipe |= self.quantization.identity(recipe) if self.quantization else {}
-        template = recipe.get("chat_template")
-        if isinstance(template, str) and template not in CHAT_TEMPLATES:  # the text of a family, which TRL may change
-            recipe["chat_template_text"] = text_digest(template_text(template))
-        versions = {**self.option_versions, **(_OF_REFERENCES if self.has_reference else {})}
-        for options, (entry, raised) in versions.items():
-            if all(_is_set(recipe, option) for option in options.split("+")):
-                version = recipe.get(entry, 1)
-                assert isinstance(version, int)
-                recipe[entry] = version + raised
-        return recipe
 
     def _apply_short_forms(self) -> None:
         """Moves the value of each short form to its setting, so that one place holds it.
@@ -453,16 +430,3 @@ class TrainingRecipe(Method):
             return None
         names = {each.name for each in fields(Tokenization)} & {each.name for each in fields(self)} - {"kind"}
         return Tokenization(kind=reads.kind, **{name: getattr(self, name) for name in names})
-
-
-# Of methods with a reference: at first the noise was in the reference too, where it is the policy without its adapter.
-_OF_REFERENCES = {"neftune_alpha+adapter": ("neftune_version", 1)}
-
-
-def _is_set(recipe: object, option: str) -> bool:
-    """Whether a recipe, which has no field that is None, has a field; fields of its fields are named with dots."""
-    for name in option.split("."):
-        if not isinstance(recipe, Mapping) or name not in recipe:
-            return False
-        recipe = recipe[name]
-    return True
