@@ -72,5 +72,33 @@ class LostError(StageError):
     """A worker was killed, hung or preempted; the stage itself is fine and can be resumed."""
 
 
+class NoMemoryError(PipelineError):
+    """A training ran out of the memory of a GPU; from its last checkpoint it can resume with smaller forward passes.
+
+    Args:
+        cause: the reason, in one line.
+        rows: of a forward pass of a worker, to resume with.
+    """
+
+    def __init__(self, cause: str, rows: int) -> None:
+        super().__init__(cause, rows)
+        self.cause, self.rows = cause, rows
+
+    def __str__(self) -> str:
+        return self.cause
+
+
+class ShortError(LostError):
+    """A worker ran out of memory.
+
+    Args:
+        rows: as of ``NoMemoryError``.
+    """
+
+    def __init__(self, stage: str, cause: str, log: str, rows: int) -> None:
+        super().__init__(stage, cause, log)
+        self.args, self.rows = (stage, cause, log, rows), rows
+
+
 class AskedError(LostError):
     """The stage was asked to stop because another process needs the machine, while its run continues."""

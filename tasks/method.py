@@ -149,7 +149,8 @@ class Training(TrainingRecipe):
         from tasks.train.run import TrainingRun
 
         run = TrainingRun(self, inputs, ctx)
-        metrics = self.loop(run)
+        with run.resuming_without_memory():
+            metrics = self.loop(run)
         saved = run.save()
         epochs = metrics["steps"] * float(self.rows_per_step) / len(run.rows) if "steps" in metrics else None
         length = {} if epochs is None else {"epochs": epochs}

@@ -20,7 +20,7 @@ from flows.stages.launch import saving_first
 from flows.stages.resources import admitted, count_cpus, pool_slots
 from flows.stages.run import Run, input_records, inputs_as_planned, job_inputs, require_unchanged
 from lineage.checkpoints import Checkpoint
-from lineage.errors import AskedError, LostError, StageError
+from lineage.errors import AskedError, LostError, ShortError, StageError
 from lineage.filesystem.digest import digest_files, digest_of
 from lineage.filesystem.disk import explain_full_disk
 from lineage.filesystem.lock import Lock, acquire_or, owner
@@ -270,7 +270,7 @@ def run_attempts(
     """Runs a stage, and resumes it from its last checkpoint each time that a worker is lost.
 
     That ends when it was lost more than ``max_failures`` times since it last committed a checkpoint. The loss of one
-    that saved because it was asked to end is no failure.
+    that saved because it was asked to end is no failure, nor is one without memory, which gets smaller forward passes.
 
     Args:
         checkpoint: that the first attempt resumes from, which has begun; None: from step 0.
@@ -291,11 +291,15 @@ def run_attempts(
             job.require_lease()  # else another run may be using the directory now
             checkpoint = last_intact(planned, entry)
             went_on = checkpoint is not None and checkpoint.step > step
-            failures = (0 if went_on else failures) + (not (went_on and isinstance(lost, AskedError)))
+            is_expected = isinstance(lost, ShortError) or (went_on and isinstance(lost, AskedError))
+            failures = (0 if went_on else failures) + (not is_expected)
             if failures > job.resources.max_failures:
                 raise
             begin(planned, entry, checkpoint, job.require_lease, lost.cause)
             how = f"resumes from its checkpoint of step {checkpoint.step}" if checkpoint else "starts again from step 0"
+            if isinstance(lost, ShortError):
+                job = replace(job, resources=replace(job.resources, micro_batch_size=lost.rows))
+                how += f" with micro_batch_size={lost.rows}"
             announce(f"{lost}; it {how}")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows.stages.job import Job
-from lineage.errors import AskedError, LostError, PipelineError, StageError, StoppedError
+from lineage.errors import AskedError, LostError, NoMemoryError, PipelineError, ShortError, StageError, StoppedError
 from tasks.context import Launcher
 from tasks.judgement.check_rows import RowCheck
 from tasks.train.loop.heartbeat import UNWATCHED, Heartbeat, Phase, heartbeats, stacks
@@ -45,7 +45,7 @@ def lost(job: Job, ranks: Sequence[int], what: str, more: str = "") -> LostError
 
 
 def failed(job: Job, rank: int | None, error: Exception | SystemExit) -> StageError:
-    """What a worker's code raised, and would raise again; says where, of one that had begun to train.
+    """What a worker's code raised, and would raise again unless it lacked memory; says where it had begun to train.
 
     Args:
         rank: None: it was no worker's.
@@ -58,6 +58,8 @@ def failed(job: Job, rank: int | None, error: Exception | SystemExit) -> StageEr
     elif rank is not None and job.resources.on_cluster:
         cause = f"rank {rank}: {cause}"
     log = "above" if job.resources.launcher == Launcher.FOREGROUND else str(job.entry.log)
+    if isinstance(error, NoMemoryError):
+        return ShortError(job.stage, cause, log, error.rows)
     return StageError(job.stage, cause, log, code)
 
 

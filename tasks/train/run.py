@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, Trainer, set_seed
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError, DataError
+from lineage.errors import ConfigError, DataError, NoMemoryError, PipelineError
 from tasks.context import AUTO_ROWS
 from tasks.data.kinds import tokens_of
 from tasks.data.tokens.cache import load_or_make, show
@@ -370,13 +371,13 @@ class TrainingRun:
 
     @cached_property
     def _resources_of_rows(self) -> "Resources":
+        return self._of_rows(max(1, self._tokens_at_once // (self.method.max_length * sequences(self.method))))
+
+    def _of_rows(self, most: int) -> "Resources":
         method = self.method
         whole_groups = getattr(method, "whole_groups", False)  # of a method that generates
         multiple = int(getattr(method, "num_generations", 1)) if whole_groups else 1
-        longest = method.max_length * sequences(method)
-        return self.ctx.resources.of_rows(
-            method.global_batch_size // self.ctx.world_size, max(1, self._tokens_at_once // longest), multiple
-        )  # fmt: skip
+        return self.ctx.resources.of_rows(method.global_batch_size // self.ctx.world_size, most, multiple)
 
     @cached_property
     def _tokens_at_once(self) -> int:
@@ -390,6 +391,33 @@ class TrainingRun:
         tokens = tokens_at_once(self.method, resources, found, found.shapes(), held)
         logger.info("micro_batch_size=auto tokens_at_once=%d", tokens)
         return tokens
+
+    @contextmanager
+    def resuming_without_memory(self) -> Iterator[None]:
+        """Under ``micro_batch_size=auto``: where a step cannot be repeated, the training resumes with fewer rows.
+
+        So it is where completions are generated, in a loop of a method's own, and with ZeRO.
+
+        Raises:
+            NoMemoryError: memory was short, and there are fewer rows to take.
+            PipelineError: there are not.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.ctx.resources.micro_batch_size != "auto":
+                raise
+            rows, reason = self.rows_at_once, str(error).partition(". ")[0]
+        else:
+            return
+        fewer = self._of_rows(rows // 2).micro_batch_size
+        assert fewer != "auto"
+        if fewer >= rows:
+            raise PipelineError(
+                f"out of memory with {rows} rows in a forward pass, the fewest ({reason}); set "
+                "gradient_checkpointing=on, a smaller max_length, an adapter or quantization"
+            )
+        raise NoMemoryError(f"out of memory with {rows} rows in a forward pass ({reason})", fewer)
 
     @property
     def speed(self) -> Speed:

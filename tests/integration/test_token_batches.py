@@ -1,15 +1,21 @@
 """Micro batches by tokens: the trajectory is that of any other division, and a step survives a lack of memory."""
 
+import pickle
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Trainer
 
-from lineage.errors import PipelineError
+from lineage.errors import NoMemoryError, PipelineError
 from tasks.context import Resources
+from tasks.dpo import DPO
+from tasks.method import Training
+from tasks.sft import SFT
 from tasks.train import run as training_run
 from tasks.train.loop.token_batches import divide
+from tasks.train.run import TrainingRun
 from tests import training
 from tests.worker_group import Asked, WorkerGroup
 
@@ -76,6 +82,73 @@ def test_a_step_without_memory_is_repeated_with_fewer_tokens(
     assert len(told) == len(ended)
     assert told[0].startswith("step=1 state=out_of_memory tokens_at_once=")
     assert told[0].endswith("and the step is repeated (CUDA out of memory)")
+
+
+def without_memory(trainer: Trainer, rank: int) -> Trainer:
+    """Runs out of memory once in each of the first steps, each time on another worker, while the other one goes on."""
+    plain, left = trainer.compute_loss, {0: 1, 1: 0}  # step -> rank
+
+    def compute_loss(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
+        if model.training and left.get(trainer.state.global_step) == rank:
+            del left[trainer.state.global_step]
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
+        return plain(model, *args, **kwargs)
+
+    trainer.compute_loss = compute_loss
+    return trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortSFT(SFT):
+    def trainer(self, run: TrainingRun) -> Trainer:
+        return without_memory(super().trainer(run), run.ctx.rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortDPO(DPO):
+    def trainer(self, run: TrainingRun) -> Trainer:
+        return without_memory(super().trainer(run), run.ctx.rank)
+
+
+@pytest.mark.parametrize("short", [pytest.param(ShortSFT, marks=pytest.mark.slow), ShortDPO])
+def test_all_workers_repeat_a_step_that_one_has_no_memory_for(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, short: type[Training]
+) -> None:
+    stage = short(**training.FIELDS)  # type: ignore[arg-type]
+    name = "sft" if short is ShortSFT else "dpo"
+    alone = training.train(training.method(name), root, tmp_path / "alone", resources=Resources(micro_batch_size=8))
+    asked = Asked(stage=stage, root=root, folder=tmp_path / "two", resources=replace(AUTO, num_workers=2))
+    ranks = [done.reports for done in two_workers.train(asked)]
+    assert [each["loss"] for _, each in ranks[0]] == [each["loss"] for _, each in ranks[1]]
+    assert [each["loss"] for _, each in ranks[0]] == pytest.approx(alone.losses, abs=1e-4)
+    for metric in ("num_tokens", "grad_norm"):
+        expected = [each[metric] for _, each in alone.reports]
+        assert [each[metric] for _, each in ranks[0]] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["grpo", "online_dpo", "ppo", "sft"])
+def test_where_no_step_can_be_repeated_a_training_resumes_with_fewer_rows(
+    root: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With completions, in a loop of its own, and (SFT) with ZeRO."""
+    stage = training.method(name)
+    monkeypatch.setattr(training_run, "tokens_at_once", lambda *args: 10_000)
+
+    def loop(self: Training, run: TrainingRun) -> None:
+        run.policy if self.has_own_loop else self.trainer(run)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(type(stage), "loop", loop)
+    with pytest.raises(NoMemoryError) as caught:
+        training.train(stage, root, tmp_path / "auto", resources=AUTO)
+    assert caught.value.rows == 4
+    assert str(caught.value) == "out of memory with 8 rows in a forward pass (CUDA out of memory)"
+    assert pickle.loads(pickle.dumps(caught.value)).rows == 4
+    monkeypatch.setattr(training_run, "tokens_at_once", lambda *args: 1)
+    with pytest.raises(PipelineError, match=r"with \d rows in a forward pass, the fewest"):
+        training.train(stage, root, tmp_path / "fewest", resources=AUTO)
+    with pytest.raises(torch.OutOfMemoryError):  # a number that was set stays
+        training.train(stage, root, tmp_path / "set", resources=Resources(micro_batch_size=8))
 
 
 def test_a_row_that_does_not_fit_fails_with_what_helps(

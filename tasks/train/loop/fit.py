@@ -311,6 +311,8 @@ def _train(
     name_accumulation(trainer)
     if trainer.accelerator.ddp_handler is not None:  # without it, each worker holds all gradients twice
         trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+        # They are constants. A worker without memory does not come to the exchange before a forward pass.
+        trainer.accelerator.ddp_handler.broadcast_buffers = False
     trainer.remove_callback(PrinterCallback)
     # In this order: measure, report, save.
     for callback in (NewRandomState(ctx), StepCounts(trainer)):

@@ -21,6 +21,7 @@ from lineage.errors import PipelineError
 from tasks.data.kinds import IGNORED
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from torch import Tensor
     from transformers import Trainer
     from transformers import Trainer as _Base
@@ -36,6 +37,7 @@ logger = logging.getLogger(__name__)
 _STEP = "micro_batches"  # the only key of the inputs that the trainer's loop passes on
 _ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
 _OF_TOKENS = ("mean_token_accuracy", "entropy")  # TRL's means over the trained tokens of a micro batch
+_EXCHANGED = 2**24  # gradients that workers exchange at once
 _FILL = 0.92  # share of a GPU's free memory to use: the allocator leaves gaps
 
 Division = list[list[list[int]]]  # micro batch -> worker -> indices of rows
@@ -156,6 +158,7 @@ class _ByTokens(_Base):
     budget: Budget
     rows_per_step: int
     is_padded: bool
+    _proven = 0  # most tokens at once of a step that no worker ran out of memory in
 
     def get_train_dataloader(self) -> DataLoader:
         """Every worker reads all rows of a step, whose lengths decide which are its own."""
@@ -179,15 +182,32 @@ class _ByTokens(_Base):
     def training_step(
         self, model: torch.nn.Module, inputs: "dict[str, list[MicroBatch]]", num_items_in_batch: object = None
     ) -> "Tensor":
-        """Forward and backward of all micro batches; where memory is short, of smaller ones, from the start."""
-        micro_batches = inputs[_STEP]
+        """Forward and backward of all micro batches; where memory is short, of smaller ones, from the start.
+
+        Several workers agree before each exchange of a step with more tokens than any before, so that all repeat it.
+        """
+        micro_batches, is_exact = inputs[_STEP], torch.are_deterministic_algorithms_enabled()
         while True:
-            before = _State.of(self)
+            before, reason = _State.of(self), ""
+            largest = max(each.tokens for each in micro_batches)
+            agrees = self.args.world_size > 1 and (is_exact or largest > self._proven)
             try:
-                return self._all_micro_batches(model, micro_batches)
+                with _agreeing(self.accelerator) if agrees else contextlib.nullcontext():
+                    loss = self._all_micro_batches(model, micro_batches, agrees=agrees)
+            except _OtherWorkerError as error:
+                reason = str(error)
             except torch.OutOfMemoryError as error:
+                if self.args.world_size > 1 and not agrees:
+                    raise
                 reason = str(error).partition(". ")[0]
-            # Outside of the handler, whose traceback holds the activations.
+                if agrees:
+                    _agree(self.args.device, failed=True)
+            # Outside of the handlers, whose traceback holds the activations.
+            if not reason:
+                if agrees:
+                    _exchange(self.model)
+                self._proven = max(self._proven, largest)
+                return loss
             micro_batches = self._smaller(model, micro_batches, before, reason)
 
     def log(self, logs: dict[str, float], *args: object, **kwargs: object) -> None:
@@ -221,17 +241,21 @@ class _ByTokens(_Base):
         ]  # fmt: skip
         return self._divided_step
 
-    def _all_micro_batches(self, model: torch.nn.Module, micro_batches: Sequence[MicroBatch]) -> "Tensor":
+    def _all_micro_batches(
+        self, model: torch.nn.Module, micro_batches: Sequence[MicroBatch], *, agrees: bool
+    ) -> "Tensor":  # fmt: skip
         rows, losses = sum(each.rows for each in micro_batches), list[torch.Tensor]()
         for number, micro in enumerate(micro_batches, start=1):
             # A mean over the rows of a micro batch is divided by this: it counts by its share of the step.
             self.current_gradient_accumulation_steps = rows / micro.rows
             is_last = number == len(micro_batches)
-            waits = contextlib.nullcontext() if is_last else self.accelerator.no_sync(model)
+            waits = contextlib.nullcontext() if is_last and not agrees else self.accelerator.no_sync(model)
             with waits:
                 losses.append(super().training_step(model, micro.batch, self._items_of_step))
             if not is_last:
                 self.callback_handler.on_substep_end(self.args, self.state, self.control)
+        if agrees:
+            _agree(self.args.device)
         return torch.stack(losses).sum()
 
     def _smaller(
@@ -240,15 +264,10 @@ class _ByTokens(_Base):
         """Halves the budget, as if the step had not been tried.
 
         Raises:
-            PipelineError: a micro batch has one row already, or other workers wait for this one.
+            PipelineError: a micro batch has one row already.
         """
         largest, longest = max(each.tokens for each in micro_batches), max(each.rows for each in micro_batches)
         remedy = "set gradient_checkpointing=on, a smaller max_length, an adapter or quantization"
-        if self.args.world_size > 1:
-            raise PipelineError(
-                f"out of memory with {largest} tokens in a forward pass ({reason}): several workers cannot repeat a "
-                f"step; set resources.micro_batch_size={max(1, longest // 2)}, or {remedy}"
-            )
         if longest == 1:
             raise PipelineError(f"out of memory with one row of {largest} tokens ({reason}); {remedy}")
         model.zero_grad(set_to_none=True)
@@ -279,6 +298,68 @@ class _ByTokens(_Base):
             torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN)
         before, self.budget.tokens = self.budget.tokens, int(found)
         logger.info("tokens_at_once=%d before=%d bytes_per_token=%d", self.budget.tokens, before, per_token)
+
+
+class _OtherWorkerError(Exception):
+    """Another worker ran out of memory."""
+
+
+def _agree(device: torch.device, *, failed: bool = False) -> None:
+    """Tells all workers whether this one ran out of memory, and learns it of the others.
+
+    Raises:
+        _OtherWorkerError: another one did.
+    """
+    found = torch.tensor(int(failed), device=device)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    if not failed and int(found):
+        raise _OtherWorkerError("another worker ran out of memory")
+
+
+@contextlib.contextmanager
+def _agreeing(accelerator: "Accelerator") -> Iterator[None]:
+    """Has workers agree before each exchange of values, for which one that has left its step would not come."""
+
+    def after_agreement(exchange: Callable[..., object]) -> Callable[..., object]:
+        def agreed(*args: object, **kwargs: object) -> object:
+            _agree(accelerator.device)
+            return exchange(*args, **kwargs)
+
+        return agreed
+
+    names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
+    for name in names:
+        setattr(accelerator, name, after_agreement(getattr(accelerator, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(accelerator, name)
+
+
+def _exchange(model: torch.nn.Module) -> None:
+    """Replaces each gradient by the mean over all workers, as DDP would."""
+    trained, world_size = (
+        [each for each in model.parameters() if each.requires_grad],
+        torch.distributed.get_world_size(),
+    )
+    is_there = torch.tensor([each.grad is not None for each in trained], device=trained[0].device).int()
+    torch.distributed.all_reduce(is_there, torch.distributed.ReduceOp.MAX)
+    with_gradient = [each for each, found in zip(trained, is_there.tolist(), strict=True) if found]
+    parts, sizes = list[list[torch.nn.Parameter]](), list[int]()
+    for each in with_gradient:
+        if each.grad is None:
+            each.grad = torch.zeros_like(each)
+        if not parts or sizes[-1] + each.numel() > _EXCHANGED or parts[-1][0].grad.dtype != each.grad.dtype:
+            parts.append([])
+            sizes.append(0)
+        parts[-1].append(each)
+        sizes[-1] += each.numel()
+    for part in parts:
+        whole = torch.cat([each.grad.flatten() for each in part]) / world_size
+        torch.distributed.all_reduce(whole)
+        for each, mean in zip(part, whole.split([each.numel() for each in part]), strict=True):
+            each.grad.copy_(mean.view_as(each))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,9 @@ import pytest
 
 from flows.progress.run_record import RunRecord, StageRecord
 from flows.stages.execute import begin, last_intact, run_attempts, settle_last_run
+from flows.stages.exit_reasons import failed
 from flows.stages.job import Job
-from lineage.errors import AskedError, LostError, StageError
+from lineage.errors import AskedError, LostError, NoMemoryError, ShortError, StageError
 from lineage.filesystem.owner import Owner, host
 from lineage.record.attempts import Attempt, attempts, record_attempt, resumed_at
 from lineage.store import Store
@@ -77,6 +78,24 @@ def test_who_saves_because_it_is_asked_to_end_does_not_fail(toy, ends, began):
     with pytest.raises(LostError):
         stage.run(*ends)
     assert stage.began == began
+
+
+def test_one_without_memory_resumes_with_fewer_rows_and_does_not_fail(toy):
+    stage = Stage(toy, max_failures=0)
+    rows, run = [], []
+    short = [failed(stage.job, 0, NoMemoryError("out of memory", rows)) for rows in (4, 2)]
+    assert [type(each) for each in short] == [ShortError, ShortError]
+    assert str(short[0]).startswith("stage left failed: out of memory (log: ")
+
+    def attempt(job):
+        rows.append(job.resources.micro_batch_size)
+        if len(rows) <= len(short):
+            raise short[len(rows) - 1]
+        return {"loss": 1.0}
+
+    assert run_attempts(stage.planned, stage.entry, stage.job, None, attempt, run.append) == {"loss": 1.0}
+    assert rows == [stage.job.resources.micro_batch_size, 4, 2]
+    assert run[0].endswith("it starts again from step 0 with micro_batch_size=4")
 
 
 def test_checkpoints_that_are_all_damaged_are_not_passed_over(toy, caplog):
