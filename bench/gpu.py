@@ -303,7 +303,7 @@ def posttrain(name, fields, resources, model="A", steps=STEPS, warm=WARM, mode="
     found["really"] = {
         "attention": base.config._attn_implementation,
         "optimizer": type(optimizer).__name__, "fused": optimizer.param_groups[0].get("fused"),
-        "checkpointing": bool(getattr(base, "is_gradient_checkpointing", False)), "parameters": dtypes,
+        "checkpointing": bool(getattr(base, "is_activation_checkpointing", False)), "parameters": dtypes,
         "autocast": trainer.accelerator.mixed_precision, "micro_batch": trainer.args.per_device_train_batch_size,
         "tokens_at_once": getattr(getattr(trainer, "budget", None), "tokens", None),
         "packing": getattr(method, "packing", None),
@@ -400,7 +400,7 @@ def trl(kind, config, model="A", steps=STEPS, warm=WARM, mode="full", units=None
     base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     found["really"] = {
         "attention": base.config._attn_implementation, "optimizer": type(optimizer).__name__,
-        "fused": optimizer.param_groups[0].get("fused"), "checkpointing": bool(base.is_gradient_checkpointing),
+        "fused": optimizer.param_groups[0].get("fused"), "checkpointing": bool(base.is_activation_checkpointing),
         "dtype": str(next(base.parameters()).dtype), "micro_batch": trainer.args.per_device_train_batch_size,
         "accumulation": trainer.args.gradient_accumulation_steps, "rows": len(trainer.train_dataset),
         "liger": trainer.args.use_liger_kernel, "loss_type": getattr(trainer.args, "loss_type", None),

@@ -54,7 +54,7 @@ def scale_by_row(model: "PreTrainedModel") -> None:
 
     def remember(_module: object, _args: object, given: dict[str, object]) -> None:
         mask = given.get("attention_mask")
-        is_first = given.get("past_key_values") is None and isinstance(mask, torch.Tensor) and mask.ndim == _OF_ROWS
+        is_first = given.get("cache") is None and isinstance(mask, torch.Tensor) and mask.ndim == _OF_ROWS
         masks_BL[:] = [mask if is_first else None]
 
     def forward(x: "Tensor", position_ids: "Tensor", **given: object) -> "tuple[Tensor, Tensor]":

@@ -60,8 +60,8 @@ def decode(
     if cache is None:
         cache = model.base_model(
             input_ids=ids_BP[:, :-1], attention_mask=mask_BP[:, :-1], position_ids=positions_BP[:, :-1],
-            past_key_values=DynamicCache(), use_cache=True,
-        ).past_key_values  # fmt: skip
+            cache=DynamicCache(), use_cache=True,
+        ).cache  # fmt: skip
     state = _State(model, ids_BP, mask_BP, positions_BP, cache, max_new_tokens)
     stops = torch.tensor([*stop_tokens], device=model.device)
 
@@ -134,7 +134,7 @@ class _State(Cache):
         self.mask_B11L.index_fill_(3, self.place, True)
         found: Tensor = model.base_model(
             input_ids=self.tokens_B1, position_ids=self.positions_B1, attention_mask=self.mask_B11L,
-            past_key_values=self, use_cache=True,
+            cache=self, use_cache=True,
         ).last_hidden_state[:, -1]  # fmt: skip
         return found
 

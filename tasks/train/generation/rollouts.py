@@ -435,7 +435,7 @@ def sample(
             processors = LogitsProcessorList([*([whole] if whole else []), *warpers, draw])
             found_BT = model.generate(
                 input_ids=ids_BT, attention_mask=mask_BT, logits_processor=processors,
-                past_key_values=prompt_cache(model, ids_BT, mask_BT, positions_BT),
+                cache=prompt_cache(model, ids_BT, mask_BT, positions_BT),
             )  # fmt: skip
             found_BN = found_BT[:, ids_BT.shape[1] :]
             logps_BN = torch.stack(draw.logps, dim=1) if draw.logps else None
@@ -467,7 +467,7 @@ def prompt_cache(
     positions = {} if position_ids_BP is None else {"position_ids": position_ids_BP[::size, :-1]}
     cache: Cache = model.base_model(
         input_ids=ids_BP[::size, :-1], attention_mask=mask_BP[::size, :-1], use_cache=True, **positions
-    ).past_key_values
+    ).cache
     cache.batch_repeat_interleave(size)
     return cache
 
@@ -484,7 +484,7 @@ def read_prompts_once(model: "PreTrainedModel | PeftModel") -> None:
     @functools.wraps(whole)
     def forward(*args: object, **inputs: object) -> object:
         given = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
-        recomputes = base.training and base.is_gradient_checkpointing
+        recomputes = base.training and base.is_activation_checkpointing
         if not inputs.get("fused_lm_head") or given.keys() != _FUSED or recomputes:
             return whole(*args, **inputs)
         ids_BT, mask_BT, labels_BT = given["input_ids"], given["attention_mask"], given["labels"]
@@ -494,7 +494,7 @@ def read_prompts_once(model: "PreTrainedModel | PeftModel") -> None:
         if cache is None:
             return whole(*args, **inputs)
         last = slice(length - 1, None)
-        read = {"input_ids": ids_BT[:, last], "labels": labels_BT[:, last], "past_key_values": cache}
+        read = {"input_ids": ids_BT[:, last], "labels": labels_BT[:, last], "cache": cache}
         return whole(*args, **{**inputs, **read})
 
     base.forward = forward

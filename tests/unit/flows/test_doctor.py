@@ -22,7 +22,7 @@ from flows.operate.doctor import Finding
 from lineage.errors import ConfigError
 
 VERSIONS = {"python": "3.11.7", "prefect": "3.9.1", "fastapi": "0.150.0", "mlflow": "3.17.2", "ray": "2.60.0",
-            "transformers": "5.23.0", "torch": "2.13.0+cpu", "optuna": "5.0.0"}  # fmt: skip
+            "transformers": "5.24.0", "torch": "2.13.0+cpu", "optuna": "5.0.0"}  # fmt: skip
 WANTED = ["torch==2.13.0", "ray[train]==2.60.0", "prefect==3.9.1", "python>=3.11,<3.12"]
 REQUIRES = {"posttrain": WANTED, "prefect": ["fastapi<0.151,>=0.139", "nothere>=1"]}
 LOCK = "torch==2.13.0\nprefect==3.9.1\n"
