@@ -18,6 +18,7 @@ Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "e
 Dtype = Literal["fp32", "bf16"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "auto"]  # of a training; auto: see Resources.resolved_precision
 Report = Callable[[int, Metrics], None]
+_MOST_LOADERS = 4
 AUTO_ROWS = 8  # rows of a forward pass under micro_batch_size=auto, where no tokens are counted
 
 
@@ -58,8 +59,10 @@ class Resources:
     precompute_reference: bool = False  # compute the reference's log-probabilities once, into the store's cache
     liger: Literal["auto"] | bool = "auto"  # liger-kernel's layers; auto: see tasks.train.kernels.machine.uses_liger
     empty_cache_steps: Annotated[int, Gt(0)] | None = None  # steps between releases of unused GPU memory
-    dataloader_workers: Annotated[int, Ge(0)] = 0  # processes that collate batches ahead; 0: the training's own
+    dataloader_workers: Annotated[int, Ge(0)] | Literal["auto"] = 0  # processes that collate ahead; auto: by CPUs
     prefetch_factor: Annotated[int, Gt(0)] | None = None  # batches that each of these holds ready; null: 2
+    vllm_gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] | None = None  # of vllm=colocate; null: 0.3
+    vllm_enforce_eager: bool = False  # vllm=colocate without CUDA graphs: less memory, slower
     price_per_gpu_hour: Annotated[float, Ge(0)] | None = None  # for the plan's estimate; null: show no price
     currency: str = "USD"  # of the price
     watts_per_worker: Annotated[float, Gt(0)] | None = None  # mean power of a worker, for the plan's estimate of energy
@@ -75,6 +78,12 @@ class Resources:
     def rows_at_once(self) -> int:
         """Rows of a forward pass where these are counted, such as in an evaluation."""
         return AUTO_ROWS if self.micro_batch_size == "auto" else self.micro_batch_size
+
+    @property
+    def num_loaders(self) -> int:
+        """Processes that collate batches ahead; ``auto``: one for each further CPU of a worker, at most four."""
+        chosen = self.dataloader_workers
+        return min(_MOST_LOADERS, self.cpus_per_worker - 1) if chosen == "auto" else chosen
 
     @property
     def device(self) -> str:

@@ -124,7 +124,7 @@ def verl_recipe(method: Method, resources: Resources, places: Places, num_rows: 
     recipe.read.add("adapter_in")
     _data(method, places, recipe)
     _batch(method, resources, num_rows, recipe)
-    _sampling(method, recipe)
+    _sampling(method, resources, recipe)
     _optimization(method, recipe)
     _model(method, resources, places, recipe)
     _rewards(method, places, recipe)
@@ -162,7 +162,7 @@ def _trainer(method: Generating, resources: Resources, places: Places, num_rows:
     )  # fmt: skip
     if isinstance(method, PPO):
         recipe.put("trainer", max_critic_ckpt_to_keep=resources.keep_last)
-    recipe.put("data", "dataloader_workers", dataloader_num_workers=resources.dataloader_workers)
+    recipe.put("data", "dataloader_workers", dataloader_num_workers=resources.num_loaders)
 
 
 def unread(setting: object, read: set[str], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -236,12 +236,16 @@ def _batch(method: Generating, resources: Resources, num_rows: int, recipe: Reci
     recipe.put("actor_rollout_ref.ref", log_prob_micro_batch_size_per_gpu=micro)
 
 
-def _sampling(method: Generating, recipe: Recipe) -> None:
+def _sampling(method: Generating, resources: Resources, recipe: Recipe) -> None:
     sampling = method.sampling
+    share, is_eager = resources.vllm_gpu_memory_utilization, resources.vllm_enforce_eager
+    engine = {"gpu_memory_utilization": share} if share else {}
+    engine |= {"enforce_eager": True} if is_eager else {}
     recipe.put(
         _ROLLOUT, "sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.repetition_penalty",
+        "vllm_gpu_memory_utilization", "vllm_enforce_eager",
         name="vllm", temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k or -1,
-        tensor_model_parallel_size=1, dtype="float16" if method.precision == "fp16" else "bfloat16",
+        tensor_model_parallel_size=1, dtype="float16" if method.precision == "fp16" else "bfloat16", **engine,
     )  # fmt: skip
     if sampling.repetition_penalty != 1:  # verl's YAML lacks the key, which its dataclass has
         recipe.config[f"+{_ROLLOUT}.repetition_penalty"] = sampling.repetition_penalty

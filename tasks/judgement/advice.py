@@ -346,6 +346,8 @@ def _unread(method: Training, fields: Iterable[str]) -> list[str]:
 def _value(field: str, method: Method, resources: Resources) -> Value | None:
     if field == LOGGING:
         return 1  # every step is reported
+    if field == "resources.dataloader_workers":
+        return resources.num_loaders
     if field == VALIDATION_BATCH:
         return resources.rows_at_once if getattr(method, "validation", None) else None
     if field == RATIO:

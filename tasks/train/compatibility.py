@@ -440,6 +440,15 @@ RULES: tuple[Rule, ...] = (
         ),
         nearest={"method.vllm": None}, also={"method.vllm": "colocate"}, stage="grpo",
     ),
+    *(
+        Rule(
+            id=field.replace("_", "-"),
+            when={f"resources.{field}": SET, "method.vllm": lambda case: case.get("method.vllm") != "colocate"},
+            reason="it is of the vLLM in the training's process; a server has its own (trl vllm-serve --help)",
+            nearest={f"resources.{field}": off}, also={f"resources.{field}": value}, stage="grpo",
+        )
+        for field, off, value in (("vllm_gpu_memory_utilization", None, 0.5), ("vllm_enforce_eager", False, True))
+    ),
     Rule(
         id="pairs-micro-batch",
         when={"method.num_generations": _splits_pairs, "resources.micro_batch_size": shown},

@@ -326,12 +326,20 @@ MODEL_RULES: tuple[Rule, ...] = (
         nearest={"resources.compile": False}, also=ZERO,
     ),
     Rule(
-        id="loader-own-loop", when={"resources.dataloader_workers": SET, "method": own_loop},
+        id="loader-own-loop",
+        when={
+            "resources.dataloader_workers": lambda case: case.resources.dataloader_workers not in (0, "auto"),
+            "method": own_loop,
+        },
         reason="a loop of a method's own collates in its own process",
         nearest={"resources.dataloader_workers": 0}, also={"resources.dataloader_workers": 2}, stage="own_loop",
     ),
     Rule(
-        id="prefetch-without-workers", when={"resources.prefetch_factor": SET, "resources.dataloader_workers": 0},
+        id="prefetch-without-workers",
+        when={
+            "resources.prefetch_factor": SET,
+            "resources.dataloader_workers": lambda case: not case.resources.num_loaders,
+        },
         reason="batches are collated ahead by processes, of which there is none",
         nearest={"resources.prefetch_factor": None}, also={"resources.prefetch_factor": 4},
     ),

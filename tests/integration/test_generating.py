@@ -14,6 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaModel
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.generation import vllm_generation
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
@@ -735,7 +736,7 @@ class Engine:
     in_process = False  # whether its weights can be read
 
     def __init__(self, **settings: object) -> None:
-        self.built.append(settings)
+        self.built.append({**settings, "engine": vllm_generation.LLM() if hasattr(vllm_generation, "LLM") else None})
         self.policy = settings["model"]
         self.engine = copy.deepcopy(self.policy).requires_grad_(False)
         self.temperature = settings["temperature"]
@@ -773,12 +774,18 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 @pytest.mark.parametrize("name", LIKE_GRPO)
 def test_vllm_generates_what_is_scored_and_trained(
-    root: Path, tmp_path: Path, engine: type[Engine], name: str, mode: str
+    root: Path, tmp_path: Path, engine: type[Engine], monkeypatch: pytest.MonkeyPatch, name: str, mode: str
 ) -> None:
     temperature = 1.0 if name == "online_dpo" else 0.7  # its loss is at 1
     stage = training.method(name, vllm=mode, sampling=Sampling(temperature=temperature), num_steps=2)
-    run = training.train(stage, root, tmp_path / "output")
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **given: given, raising=False)
+    shared = {"vllm_gpu_memory_utilization": 0.5, "vllm_enforce_eager": True} if mode == "colocate" else {}
+    resources = Resources(micro_batch_size=4, **shared)  # type: ignore[arg-type]
+    run = training.train(stage, root, tmp_path / "output", resources=resources)
     [settings] = engine.built
+    expected_engine = (0.5, {"enforce_eager": True}) if mode == "colocate" else (0.3, {})
+    assert (settings["gpu_memory_utilization"], settings["engine"]) == expected_engine
+    assert vllm_generation.LLM() == {}, "only the engine of this training is eager"
     assert settings["mode"] == mode
     assert settings["max_completion_length"] == stage.max_completion_length  # type: ignore[attr-defined]
     assert settings["generation_kwargs"] == {"stop_token_ids": [2], "temperature": temperature}

@@ -168,7 +168,7 @@ def test_batches_that_other_processes_collate_are_the_same_to_the_bit(
         return plain(self)  # type: ignore[operator]
 
     monkeypatch.setattr(DataLoader, "__iter__", iterate)
-    resources = replace(RESOURCES, dataloader_workers=1, prefetch_factor=3)
+    resources = replace(RESOURCES, dataloader_workers="auto", prefetch_factor=3)  # of two CPUs, one
     run = training.train(training.method("dpo"), root, tmp_path / "output", resources=resources)
     assert same(weights(run.output), weights(expected.output))
     assert workers == [(1, 3)]

@@ -10,13 +10,16 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+from unittest import mock
 
 import torch
 from accelerate.utils import DistributedType
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import DistillationConfig, DistillationTrainer, GRPOTrainer, RLOOTrainer
+from trl.generation import vllm_generation
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import add_fused_lm_head, nanstd, split_tensor_dict, use_adapter
 
@@ -101,6 +104,8 @@ def generating_trainer(
         ),
         "proof": run.start_proof() if method.has_reference else None,
     }
+    if share := run.ctx.resources.vllm_gpu_memory_utilization:
+        shared["vllm_gpu_memory_utilization"] = share
     if issubclass(trainer_class, GRPOTrainer):
         shared["scale_rewards"] = "none"
     joined = type(trainer_class.__name__, (WithRollouts, trainer_class), {})
@@ -134,6 +139,16 @@ def _named(name: str) -> Callable[..., list[float]]:
     return reward
 
 
+@contextmanager
+def _vllm_engine(is_eager: bool) -> Iterator[None]:
+    """vLLM starts without CUDA graphs where ``is_eager``, for which TRL has no argument."""
+    if not is_eager:
+        yield
+        return
+    with mock.patch.object(vllm_generation, "LLM", partial(vllm_generation.LLM, enforce_eager=True)):
+        yield
+
+
 class WithRollouts(_BaseTrainer):
     """A base class in front of a trainer of TRL that generates.
 
@@ -149,7 +164,8 @@ class WithRollouts(_BaseTrainer):
         ref_model: "PreTrainedModel | None" = None, proof: "Callable[[Tensor], None] | None" = None, **kwargs: object,
     ) -> None:  # fmt: skip
         kwargs["args"].beta = 0.0  # type: ignore[attr-defined]  # else it would load a reference of its own
-        super().__init__(*args, **kwargs)
+        with _vllm_engine(rollouts.ctx.resources.vllm_enforce_eager):
+            super().__init__(*args, **kwargs)
         self.rollouts, self.beta, self.ref_model, self.proof = rollouts, kl_beta, ref_model, proof
         self.scale, self.has_signal, self.has_moved = scale, True, False
         self.kl_in_loss = bool(kl_beta) and not isinstance(self, RLOOTrainer | OnlineDPOTrainer)

@@ -70,7 +70,7 @@ def kernel_args(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
         "activation_checkpointing": resources.checkpointed_layers is not None,
         "activation_checkpointing_kwargs": dict(_CHECKPOINT),  # TRL changes it
         "torch_empty_cache_steps": resources.empty_cache_steps,
-        "dataloader_num_workers": resources.dataloader_workers,
+        "dataloader_num_workers": resources.num_loaders,
         "dataloader_prefetch_factor": resources.prefetch_factor,
         "dataloader_pin_memory": on_gpu,
     }

@@ -210,7 +210,8 @@ OTHER_RESOURCES = {
     "launcher": Launcher.CLUSTER, "zero_stage": 2, "save_steps": 7, "save_epochs": 0.3, "save_minutes": 2.0,
     "keep_last": 5, "keep_best": KeepBest(metric="loss"), "max_failures": 1, "deterministic": True, "weights": "bf16",
     "attention": "eager", "gradient_checkpointing": 2, "compile": True, "precompute_reference": True, "liger": True,
-    "empty_cache_steps": 3, "dataloader_workers": 2, "prefetch_factor": 4, "check_memory": False, "hang_minutes": 4.0,
+    "empty_cache_steps": 3, "dataloader_workers": 2, "prefetch_factor": 4,
+    "vllm_gpu_memory_utilization": 0.5, "vllm_enforce_eager": True, "check_memory": False, "hang_minutes": 4.0,
 }  # fmt: skip
 
 

@@ -111,3 +111,8 @@ def test_vllm_goes_through_where_it_is_installed_and_is_refused_with_the_command
         assert list(refusals(case(BY_ID["vllm"], {**on_gpu, "method.vllm": mode}))) == []
     [refusal] = refusals(case(BY_ID["vllm"], {"method.vllm": "server"}))
     assert "vLLM generates on a GPU, and there is none" in refusal.text("stages.grpo")
+
+
+@pytest.mark.parametrize(("chosen", "cpus", "loaders"), [(3, 2, 3), ("auto", 1, 0), ("auto", 3, 2), ("auto", 64, 4)])
+def test_loaders_are_as_many_as_are_set_or_by_the_cpus(chosen, cpus, loaders):
+    assert Resources(dataloader_workers=chosen, cpus_per_worker=cpus).num_loaders == loaders
