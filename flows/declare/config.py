@@ -596,8 +596,9 @@ def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[
         accepted = [field.name for field in fields(_class_at(cls, loc[:-1]))]
         accepted = list(dict.fromkeys([*accepted, *groups])) if len(loc) == 1 else accepted
         peers = "" if str(loc[-1]) in accepted else FIELDS.get(str(loc[-1]), "")
-        if peers:
-            return f"{path}: unknown key; here it is {peers}; accepted: {', '.join(accepted)}"
+        ours = peers or _elsewhere(cls, str(loc[-1]), path) if str(loc[-1]) not in accepted else ""
+        if ours:
+            return f"{path}: unknown key; here it is {ours}; accepted: {', '.join(accepted)}"
         return f"{path}: unknown key; accepted: {listed(loc[-1], accepted)}"
     if detail["type"] in ("missing", "missing_argument"):
         return f"{path}: is not set and has no default; set {path}=..."
@@ -608,6 +609,16 @@ def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[
     if detail["type"] == "string_type" and isinstance(detail["input"], bool):
         hint = f"; where the text is meant, write '{path}=\"{json.dumps(detail['input'])}\"'"
     return f"{path}={json.dumps(detail['input'])}: {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}{hint}"
+
+
+def _elsewhere(cls: type, key: str, path: str) -> str:
+    """Where a field of that name is that is not one of ``cls``: in its settings, or in another part of its stage."""
+    parent = path.rpartition(".")[0]
+    within = [each.name for each in fields(cls) for part in _dataclasses(each.type) if key in field_names(part)]
+    stage = ".".join(path.split(".")[:2])
+    beside = {"resources": Resources, "method": Training} if path.startswith("stages.") else {}
+    others = [f"{stage}.{part}.{key}" for part, known in beside.items() if key in field_names(known)]
+    return " or ".join([*(f"{parent}.{name}.{key}" for name in dict.fromkeys(within)), *others])
 
 
 def _form(cls: type, detail: dict[str, object], loc: tuple[int | str, ...]) -> str:

@@ -23,6 +23,25 @@ if TYPE_CHECKING:
 Message = Mapping[str, object]
 Columns = Mapping[str, Sequence[object]]
 Score = Callable[[Sequence[Sequence[Message]], Sequence[str], Columns], object]
+# Rewards of TRL, ms-swift and Open R1 -> ours.
+PEERS: Mapping[str, str] = {
+    **dict.fromkeys(("accuracy", "accuracy_reward", "math"), "numeric, or exact for an answer that is no number"),
+    **dict.fromkeys(("reasoning_accuracy_reward",), "numeric with answer_tag"),
+    **dict.fromkeys(("think_format_reward", "format_reward", "tag_count", "tag_count_reward"), "format with tags"),
+    **dict.fromkeys(("react_format",), "tool_call, or regex"),
+    **dict.fromkeys(("cosine", "cosine_scaled", "get_cosine_scaled_reward"), "numeric and length, each with a weight"),
+    **dict.fromkeys(
+        ("soft_overlong", "soft_overlong_punishment", "get_soft_overlong_punishment", "len_reward", "length_reward"),
+        "length with target_tokens and bound: upper",
+    ),
+    **dict.fromkeys(("soft_20tokens_completions",), "length with target_tokens=20"),
+    **dict.fromkeys(
+        ("repetition", "repetition_penalty", "repetition_penalty_reward", "get_repetition_penalty_reward"),
+        "a function of yours, python:PACKAGE.MODULE.FUNCTION; sampling.repetition_penalty changes the sampling",
+    ),
+    **dict.fromkeys(("json_schema", "json_format"), "json"),
+    **dict.fromkeys(("code_reward", "code_accuracy", "ioi_code_reward"), "code"),
+}  # fmt: skip
 _ACCEPTED = "a list with one finite number per completion is accepted"
 _MAX_REWARD = 1e15  # trainings compute in fp32, where the variance of numbers beyond 1e19 is infinite
 _GIVEN = ("prompts", "completions")  # arguments of a user's function, beside the columns
@@ -123,8 +142,9 @@ def check_rewards(rewards: Rewards) -> None:
             continue
         known = BUILT_IN.get(name)
         if known is None:
+            here = f"; here it is {PEERS[name]}" if name in PEERS else ""
             raise ConfigError(
-                f"{where}: there is no reward function {name}; accepted: {', '.join(BUILT_IN)}, "
+                f"{where}: there is no reward function {name}{here}; accepted: {', '.join(BUILT_IN)}, "
                 "python:PACKAGE.MODULE.FUNCTION, and python:FILE.py:FUNCTION with allow_code: true; set "
                 f"{where}.function"
             )

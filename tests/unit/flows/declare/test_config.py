@@ -493,6 +493,15 @@ SFT = "stages.sft.method"
         (f"{SFT}.adapter={{type: lora, dropout_position: post}}", "nothing: PEFT drops inputs of an adapter"),
         (f"{SFT}.adapter={{type: lora, lora_A_init_method: xavier}}", "STAGE.method.adapter.init"),
         ("resources.dataloader_prefetch_factor=4", "STAGE.resources.prefetch_factor"),
+        (f"{SFT}.save_steps=5", "stages.sft.resources.save_steps"), (f"{SFT}.rank=5", f"{SFT}.optimizer.rank"),
+        ("stages.sft.resources.learning_rate=1", f"{SFT}.learning_rate"), (f"{SFT}.patience=3", f"{SFT}.schedule"),
+        (f"{SFT}.add_eos_token=true", "sources.NAME.tokenizer=DIRECTORY"),
+        (f"{SFT}.add_bos_token=true", "tokenizer.json"),
+        (f"{SFT}.remove_unused_columns=false", "nothing: the columns"),
+        (f"{SFT}.adapter={{type: lora, quantization: bitsandbytes}}", "nf4"),
+        (f"{SFT}.schedule.name=cosine_warmup_with_min_lr", f"{SFT}.schedule.name=cosine_with_min_lr"),
+        ("stages.dpo.method.loss_type=cdpo", "stages.dpo.method.loss_type=robust"),
+        ("stages.dpo.method.precompute_ref_log_probs=true", "STAGE.resources.precompute_reference"),
     ],
 )  # fmt: skip
 def test_a_peers_name_is_answered_with_ours(override, ours):
