@@ -9,8 +9,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 MOST = 10  # files that a reader opens, one after the other
 
-# The file that has the value, what it calls, the file that defines this, and how. A call that moves to a file in between
-# fails here, and then the page lacks that file.
+# The file that has the value, what it calls, the file that defines this, and how.
+# A call that moves to a file in between fails here, and then the page lacks that file.
 BETA = [
     ("flows/__main__.py", "load_pipeline(", "flows/declare/config.py", "def load_pipeline"),
     ("flows/declare/config.py", "typed(cls, recipe", "flows/declare/config.py", "def typed"),
