@@ -14,6 +14,7 @@ from tasks.train.kernels.padding_free import (
     PADDING_FREE,
     choose_kernel,
     common_tokens,
+    groups_of,
     install,
     is_padding_free,
     pack,
@@ -41,10 +42,12 @@ def batch(*, same_start: int = 0) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("architecture", sorted(PADDING_FREE))
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("max_logits", [2**27, 1])  # one product, or TRL's chunks
+@pytest.mark.parametrize("min_saved", [2**17, 1])  # one grid for attention, or one for each length
 def test_every_packable_architecture_gives_the_numbers_of_its_own_forward(
-    architecture: str, checkpointing: bool, max_logits: int, monkeypatch: pytest.MonkeyPatch
+    architecture: str, checkpointing: bool, max_logits: int, min_saved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(padding_free, "MAX_LOGITS", max_logits)
+    monkeypatch.setattr(padding_free, "MIN_SAVED", min_saved)
     settings = {"sliding_window": None, "use_sliding_window": False, "pad_token_id": 0, "bos_token_id": 1}
     config = AutoConfig.for_model(
         architecture, vocab_size=300, hidden_size=32, intermediate_size=32, num_hidden_layers=3, head_dim=8,
@@ -72,6 +75,12 @@ def test_every_packable_architecture_gives_the_numbers_of_its_own_forward(
     (found.log_probs * weights).sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_attention_pads_long_rows_apart_from_short_ones() -> None:
+    found = [(rows.tolist(), longest) for rows, longest in groups_of([100, 509, 90, 500, 95, 505])]
+    assert found == [([1, 3, 5], 509), ([0, 2, 4], 100)]
+    assert [rows.tolist() for rows, _ in groups_of(LENGTHS)] == [[0, 1, 2, 3]]  # short ones: not worth another call
 
 
 def test_an_unknown_architecture_keeps_trls_forward(policy: Path) -> None:

@@ -61,6 +61,7 @@ PADDING_FREE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm
 # Above this many logits (512 MB in fp32), TRL's chunked head: slower where there is no Triton, but small.
 MAX_LOGITS = 2**27
 CHUNK_COLUMNS = 32768
+MIN_SAVED = 2**17  # scores of a head, for which another call of SDPA on a CPU pays
 FLASH_CAPABILITY = (8, 0)  # of a GPU: Ampere
 FLASH_HEAD_DIM = 256
 
@@ -185,19 +186,49 @@ def padding_free_attention(
         rows = zip(*(each.split(lengths, dim=2) for each in states), strict=True)
         output = _line(torch.cat([attend(*row) for row in rows], dim=2))
     else:
-        output = _in_grid(attend, states, row_index, token_index)
+        assert token_index is not None
+        whole = [(torch.arange(len(row_index), device=row_index.device), row_index.shape[1])]
+        groups = whole if row_index.is_cuda else groups_of(cu_seq_lens_q.diff().tolist())
+        output = _in_grid(attend, states, row_index, token_index, groups)
     return output.unsqueeze(0), None
 
 
 def _in_grid(
-    attend: "Callable[..., Tensor]", states: "Sequence[Tensor]", row_index: "Tensor", token_index: "Tensor | None"
+    attend: "Callable[..., Tensor]",
+    states: "Sequence[Tensor]",
+    row_index: "Tensor",
+    token_index: "Tensor",
+    groups: "Sequence[tuple[Tensor, int]]",
 ) -> "Tensor":
-    """Attention of rows padded to one length, on the right, so that no real token attends to padding: (T, heads, d)."""
-    grid = (
-        F.embedding(row_index, _line(each).flatten(1)).view(*row_index.shape, *_line(each).shape[1:]) for each in states
-    )
-    flat = attend(*(each.transpose(1, 2) for each in grid)).transpose(1, 2).flatten(0, 1)
-    return F.embedding(token_index, flat.flatten(1)).view(-1, *flat.shape[1:])
+    """Attention of rows padded on the right, so that no real token attends to padding: (T, heads, d).
+
+    Args:
+        groups: rows, and the length that they are padded to.
+    """
+    (heads, head_dim), length = states[0].shape[1::2], row_index.shape[1]
+    sizes = [len(rows) * longest for rows, longest in groups]
+    index_P = torch.cat([row_index[rows, :longest].flatten() for rows, longest in groups])
+    padded = (F.embedding(index_P, _line(each).flatten(1)).unflatten(1, (-1, head_dim)).split(sizes) for each in states)
+    attended, starts_R, start = list["Tensor"](), torch.empty_like(row_index[:, 0]), 0
+    for (rows, longest), size, *of_group in zip(groups, sizes, *padded, strict=True):
+        grid = (each.unflatten(0, (-1, longest)).transpose(1, 2) for each in of_group)
+        attended.append(attend(*grid).transpose(1, 2).reshape(size, -1))
+        starts_R[rows] = torch.arange(start, start + size, longest, device=starts_R.device)
+        start += size
+    places_T = starts_R[token_index // length] + token_index % length
+    return F.embedding(places_T, torch.cat(attended)).unflatten(1, (heads, head_dim))
+
+
+def groups_of(lengths: Sequence[int]) -> "list[tuple[Tensor, int]]":
+    """Rows that attention pads to one length, and that length: each split saves ``MIN_SAVED`` scores or more."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    groups = [[order[0]]]
+    for place, row in enumerate(order[1:], start=1):
+        saved = (lengths[groups[-1][0]] ** 2 - lengths[row] ** 2) * (len(order) - place)
+        if saved >= MIN_SAVED:
+            groups.append([])
+        groups[-1].append(row)
+    return [(torch.tensor(sorted(rows)), lengths[rows[0]]) for rows in groups]
 
 
 def _line(states: "Tensor") -> "Tensor":
