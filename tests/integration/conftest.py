@@ -51,6 +51,7 @@ def prefect_url(tmp_path_factory, prefect_database):
 
     Its password is in the environment, as a user has that of a server of the team.
     """
+    warm_up()
     folder = tmp_path_factory.mktemp("prefect")
     shutil.copytree(prefect_database, folder, dirs_exist_ok=True)  # with what SQLite keeps beside it
     yield from _prefect_server(folder / "prefect.db")

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from flows.__main__ import main
+from flows.prefect import deployed
 from flows.prefect.deployed import deployed_code
 from flows.prefect.deployments import VARIABLE, Declared, Preset, declared, declared_pipelines, deployable, render
 from flows.prefect.deployments import main as write_prefect_yaml
@@ -56,6 +57,20 @@ def test_a_run_may_not_name_code_unless_whoever_serves_allows_it(word, found):
     assert word in allowed.words("toy", [word])
     assert Preset.of(shlex.split(allowed.environment[VARIABLE])) == allowed
     assert word in Preset(overrides=(word,)).words("toy")  # the words of `serve` are the user's own
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stages.left.method.num_steps=many", 'stages.left.method.num_steps="many": input should be a valid integer'),
+        ("stages.left.method.learning_rat=1", "did you mean learning_rate"),
+    ],
+)
+def test_a_wrong_override_fails_a_run_before_any_stage(monkeypatch, override, message):
+    monkeypatch.setattr(deployed, "flow_run_here", lambda: None)
+    monkeypatch.setattr(deployed, "_exit_with_parent", lambda: None)
+    state = deployed._run_deployed("toy", Preset.of(TOY), [override], any_code=False)
+    assert state.type.value == "FAILED" and message in state.message
 
 
 def test_a_pipeline_that_is_named_is_the_only_one():

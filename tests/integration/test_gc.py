@@ -154,36 +154,49 @@ def test_what_an_alias_of_mlflow_names_stays_until_the_alias_goes(mine, gc, uri)
     assert entries(mine) == {written_node(each) for each in new}
 
 
-@pytest.mark.parametrize(
-    "by",
-    [
-        pytest.param(("sweep.parallel=1",)),
-        pytest.param(("sweep=optuna", "sweep.num_trials=2", "sweep.parallel=2", OBJECTIVE), marks=pytest.mark.slow),
-    ],
-)
-def test_what_the_trials_of_a_sweep_read_of_another_pipeline_stays(mine, gc, prefect_url, by):
-    """Of a grid also what its later trials read, and of a sampler what it proposes."""
+@pytest.fixture
+def read_rows(mine) -> tuple[set[str], str]:
+    """Outputs of another pipeline, and the override of a sweep that reads them."""
     written = WrittenStore(mine / "artifacts")
     rows = [written.stage("corpus", {"rows": written.source("rows", content)}) for content in "ab"]
     paths = [f"artifacts/corpus/{each.fingerprint[:16]}/output/content.txt" for each in rows]
-    command = Command(mine, "--config-dir", str(mine / "conf"), "pipeline=mine", "model=none")
-    command.environment["PREFECT_API_URL"] = prefect_url
-    process = command.start("run", "--multirun", f"sources.rows.path={','.join(paths)}", *by, *SLOW)
+    return {f"corpus@{each.fingerprint[:16]}" for each in rows}, f"sources.rows.path={','.join(paths)}"
+
+
+@pytest.fixture
+def command(mine, prefect_url) -> Command:
+    environment = {"PREFECT_API_URL": prefect_url}
+    return Command(mine, "--config-dir", str(mine / "conf"), "pipeline=mine", "model=none", environment=environment)
+
+
+def test_the_record_of_a_sweep_names_what_its_trials_read_of_another_pipeline(mine, command, read_rows):
+    read, paths = read_rows
+    done = command("run", "--multirun", paths)
+    assert done.returncode == 0, done.stderr
+    [note] = latest(mine / "artifacts")
+    assert read <= set(note.reads)
+
+
+@pytest.mark.slow  # tests/unit/flows/operate/test_gc_roots.py: what a record names stays
+@pytest.mark.parametrize(
+    "by", [("sweep.parallel=1",), ("sweep=optuna", "sweep.num_trials=2", "sweep.parallel=2", OBJECTIVE)]
+)
+def test_what_the_trials_of_a_sweep_read_of_another_pipeline_stays(mine, gc, command, read_rows, by):
+    """Of a grid also what its later trials read, and of a sampler what it proposes."""
+    read, paths = read_rows
+    process = command.start("run", "--multirun", paths, *by, *SLOW)
     wait_until(lambda: list((mine / "artifacts" / "left").glob("*/checkpoints/step-*")), "left saves")
     [note] = latest(mine / "artifacts")
-    read = {f"corpus@{each.fingerprint[:16]}" for each in rows} & set(note.reads)
-    assert len(read) == 2
+    assert read <= set(note.reads)
     gc("--json", "--yes", "--older-than", "0")
     assert read <= entries(mine)
     process.kill()
     process.communicate(timeout=60)
 
 
-def test_what_a_run_makes_and_reads_stays_while_it_lives(mine, gc, prefect_url):
+def test_what_a_run_makes_and_reads_stays_while_it_lives(mine, gc, command):
     """Also what it only reads, and what no declared pipeline would make."""
     words = ("stages.corpus.method.prefix=x", *SLOW)
-    command = Command(mine, "--config-dir", str(mine / "conf"), "pipeline=mine", "model=none")
-    command.environment["PREFECT_API_URL"] = prefect_url
     process = command.start("run", *words)
     running = plan(mine, *words)
     saved = running.entry(running.stage("left")).checkpoints

@@ -295,7 +295,7 @@ def test_a_reference_is_held_in_bf16_and_step_0_proves_it(
     expected = training.train(stage, root, tmp_path / "fp32" / "output")
     found = training.train(stage, root, tmp_path / "bf16" / "output", resources=BF16)
     assert dtypes[2:] == [(set(), {torch.float32}), ({torch.bfloat16, torch.float32}, set())]  # embeddings and norms
-    assert found.losses == pytest.approx(expected.losses, rel=2e-2) and found.losses != expected.losses
+    assert found.losses == expected.losses  # autocast rounds the same matrices in each forward
     assert {each.dtype for each in weights(found.output).values()} == {torch.float32}  # all of it was trained
     scale_the_reference(monkeypatch, 4)
     with pytest.raises(PipelineError, match="policy and reference differ at step 0"):

@@ -15,7 +15,7 @@ from tests.mlflow_walk import walk
 PIPELINE = "cpt-sft-dpo"
 LICENCE = "sources.corpus.labels=[cc-by-sa-4.0]"
 STAGES = ["base", "corpus", "cpt", "dpo", "evaluate", "instructions", "preferences", "reward", "sft"]
-ONLY_SFT = ("~stages.preferences", "~stages.reward", "~stages.dpo", "~stages.evaluate")
+ONLY_SFT = ("~stages.preferences", "~sources.preferences", "~stages.reward", "~stages.dpo", "~stages.evaluate")
 
 _looks = itertools.count()
 

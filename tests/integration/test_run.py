@@ -135,17 +135,24 @@ def test_a_source_that_changes_while_it_is_read_is_not_committed_under_its_old_n
     assert not list(tmp_path.glob("artifacts/data/*/manifest.json"))
 
 
+EDITS = """from pathlib import Path
+from tests.toy_methods import ToyModel, ToyRows
+
+class Edits(ToyRows):
+    def run(self, inputs, ctx):
+        own = Path("own.py")
+        own.write_text(own.read_text().replace("pass", "size: int = 1"))
+        return super().run(inputs, ctx)
+"""
+
+
 def test_code_that_changes_between_plan_and_stage_is_not_recorded_as_the_old_one(toy, tmp_path):
-    own = tmp_path / "own.py"
-    text = "from tests.toy_methods import ToyModel\n\nclass Own(ToyModel):\n    pass\n"
-    own.write_text(text)
-    words = ("stages.model.method._target_=own.Own", "stages.data.method.seconds=4")
-    running = toy.start("run", *words)
-    wait_until(lambda: list(tmp_path.glob("artifacts/data/*/output/rows.txt")), "data is being made")
-    own.write_text(text.replace("pass", "size: int = 1"))
-    _, err = running.communicate(timeout=120)
-    assert running.returncode == 1
-    assert "the code of own has changed since the plan was made" in err
+    (tmp_path / "edits.py").write_text(EDITS)
+    (tmp_path / "own.py").write_text("from tests.toy_methods import ToyModel\n\nclass Own(ToyModel):\n    pass\n")
+    words = ("stages.model.method._target_=own.Own", "stages.data.method._target_=edits.Edits")
+    done = toy("run", *words)
+    assert done.returncode == 1
+    assert "the code of own has changed since the plan was made" in done.stderr
     again = toy.run(*words)
     assert [name for name, row in again.items() if row["state"] == "run"] == ["model", "left", "right"]
 
