@@ -147,6 +147,7 @@ class Provenance:
     earlier_code_digests: list[str] = field(default_factory=list)  # other code that some steps were trained by
     changed_at: list[int] = field(default_factory=list)  # those of resumed_at where the environment signature changed
     hardware: dict[str, str] = field(default_factory=dict)  # of its workers: names of cpu and gpu; empty: unknown
+    kernels: dict[str, str] = field(default_factory=dict)  # on a GPU: its layers, and what sampled; with the reasons
     because: str = ""  # why its settings were changed: RULE:STAGE@FINGERPRINT of `posttrain diagnose`
 
     @property

@@ -401,7 +401,7 @@ _FLASH = {
         module="flash_attn_interface", install="from github.com/Dao-AILab/flash-attention, folder hopper: pip install ."
     ),
 }
-_LIGER = _Package(module="liger_kernel", install="pip install 'posttrain[liger]'")
+_LIGER = _Package(module="liger_kernel", install="pip install 'posttrain[gpu]'")
 _TORCHAO = _Package(module="torchao", install="pip install torchao==0.18.0")
 _FP8_CAPABILITY = (8, 9)
 _CPU_FLAGS = Path("/proc/cpuinfo")

@@ -36,6 +36,7 @@ from lineage.fingerprint import fingerprint
 from lineage.source.sources import pin
 from lineage.store import Entry, Store, is_store
 from tasks.judgement.check_rows import POLICY, rows_slot
+from tasks.judgement.estimate import kernels_in_use
 from tasks.method import Method, Training
 
 
@@ -54,6 +55,12 @@ class PlannedStage:
     restart: bool = False  # start from step 0 despite checkpoints
     examples: Path | None = None  # file with the number of examples of its rows; None: it trains on no examples
     hyperparameters: Hyperparameters | None = None  # None: it does not train
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What a training on a GPU computes with, and why."""
+        method = self.stage.method
+        return kernels_in_use(method, self.stage.resources) if isinstance(method, Training) else {}
 
     @property
     def asks(self) -> tuple[int, int]:
@@ -148,6 +155,7 @@ class Plan:
             "inputs": {slot: entry.fingerprint for slot, entry in planned.inputs.items()},
             "output": str(self.entry(planned).output),
             **(planned.hyperparameters.to_dict() if planned.hyperparameters else {}),
+            **({"kernels": planned.kernels} if planned.kernels else {}),
         }
 
 

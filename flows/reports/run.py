@@ -198,6 +198,10 @@ def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> s
     )
     head = [f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}", *plan.notes]
     trained = [f"{planned.name}: {planned.hyperparameters}" for planned in plan.stale if planned.hyperparameters]
+    trained += [
+        f"{planned.name}: {'; '.join(f'{name} by {choice}' for name, choice in planned.kernels.items())}"
+        for planned in plan.stale if planned.kernels
+    ]  # fmt: skip
     needed = [*_estimate_table(estimates or {}), *advice_lines(plan.advice)]
     return printable_text("\n".join([*head, plain_text(table), *trained, *needed, verdict]))
 

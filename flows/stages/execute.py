@@ -202,7 +202,7 @@ def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoi
     made_by = replace(
         provenance_here(start.manifest.provenance.start), end=time.time(), code_digest=planned.code_digest,
         seed=asdict(job.method).get("seed"), resources=asdict(job.resources), hardware=workers_hardware(planned),
-        resumed_at=resumed_at(tried), changed_at=changed_at(tried),
+        kernels=planned.kernels, resumed_at=resumed_at(tried), changed_at=changed_at(tried),
         earlier_code_digests=other_code_digests(tried, None, planned.code_digest),
         because=run.plan.pipeline.because.get(planned.name, ""),
     )  # fmt: skip

@@ -41,7 +41,7 @@ from flows.stages.exit_reasons import (
     one_line,
 )
 from flows.stages.job import Job
-from flows.stages.process_settings import WORKER_ENVIRONMENT, set_environment
+from flows.stages.process_settings import WORKER_ENVIRONMENT, set_environment, stage_environment
 from flows.stages.resources import join
 from flows.stages.stops import ended, hurried
 from lineage.errors import ArtifactError, ConfigError, LostError, PipelineError, StageError, StoppedError
@@ -383,6 +383,7 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
             "give a `store` that every node mounts"
         )
     pin_threads(job.resources.cpus_per_worker)
+    keep_compiled(job.cache / "compiled")
     start = time.perf_counter()
     with explain_full_disk(job.directory), contextlib.ExitStack() as stack:
         heartbeat = None
@@ -400,6 +401,14 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
         metrics = job.method.run(inputs, context)
     logger.info("stage=%s rank=%s state=done seconds=%.1f", job.stage, rank, time.perf_counter() - start)
     return metrics
+
+
+def keep_compiled(folder: Path) -> None:
+    """Keeps what torch and Triton compile beside the store's other caches, unless the user has set a folder."""
+    ours = stage_environment()["TORCHINDUCTOR_CACHE_DIR"]
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR", ours) == ours:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+    os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
 
 
 def context_of(job: Job, rank: int = 0, world_size: int = 1, heartbeat: HeartbeatFile | None = None) -> TrainContext:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from tasks.context import Resources
@@ -313,6 +314,43 @@ def uses_fused_layers(method: TrainingRecipe, resources: Resources) -> bool:
         return resources.liger
     is_off = resources.is_deterministic or resources.resolved_precision(method.precision) == "fp32"
     return bool(resources.gpus_per_worker) and not is_off and find_spec("liger_kernel") is not None
+
+
+def kernels_in_use(method: TrainingRecipe, resources: Resources) -> dict[str, str]:
+    """What a training on a GPU computes its layers with, and samples its completions with, each with the reason.
+
+    The log says it of the model, whose architecture must be known to them.
+    """
+    if not resources.gpus_per_worker:
+        return {}
+    return {"layers": _layers_in_use(method, resources), **_sampler_in_use(method)}
+
+
+def _layers_in_use(method: TrainingRecipe, resources: Resources) -> str:
+    if resources.liger != "auto":
+        return f"{'Liger' if resources.liger else 'transformers'} (resources.liger={str(resources.liger).lower()})"
+    if find_spec("liger_kernel") is None:
+        return "transformers (liger-kernel is not installed: pip install 'posttrain[gpu]')"
+    if resources.is_deterministic:
+        return "transformers (Liger is not deterministic)"
+    if resources.resolved_precision(method.precision) == "fp32":
+        return "transformers (precision=fp32)"
+    return f"Liger where it has the architecture (liger-kernel {version('liger-kernel')} is installed)"
+
+
+def _sampler_in_use(method: TrainingRecipe) -> dict[str, str]:
+    if not _completions(method):
+        return {}
+    vllm = getattr(method, "vllm", None)
+    if vllm:
+        return {"completions": f"vLLM (method.vllm={vllm})"}
+    is_there = find_spec("vllm") is not None
+    choice = "method.vllm=colocate, which changes the recipe, takes vLLM" if is_there else "vLLM is not installed"
+    if method.quantization:
+        return {"completions": f"transformers (a base in few bits; {choice})"}
+    if getattr(getattr(method, "sampling", None), "repetition_penalty", 1.0) != 1:
+        return {"completions": f"transformers (sampling.repetition_penalty; {choice})"}
+    return {"completions": f"a CUDA graph a token where the architecture is plain attention ({choice})"}
 
 
 def _gradient_copies(method: TrainingRecipe, resources: Resources) -> int:

@@ -402,6 +402,12 @@ def seeds_of(seed: int, step: int, first: int, num_completions: int) -> list[int
     return [random.Random(f"{seed} {step} {place}").getrandbits(63) for place in places]
 
 
+@functools.cache
+def _log_sampler(name: str, model_type: str) -> None:
+    """Once in a training."""
+    logger.info("completions=%s model_type=%s", name, model_type)
+
+
 def sample(
     model: "PreTrainedModel | PeftModel", prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int], *,
     max_new_tokens: int, pad_token_id: int, stop_tokens: Sequence[int], sampled: Sampled | None = None,
@@ -425,7 +431,10 @@ def sample(
         temperature = 1.0 if sampled is None else sampled.temperature
         warpers, draw = _warpers(sampling, mask_BT), _Draw(seeds, model.device, whole, temperature)
         positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # as ``generate`` counts them
-        if decodes(model) and ids_BT.shape[1] > 1 and sampling.repetition_penalty == 1:
+        by_graphs = decodes(model) and ids_BT.shape[1] > 1 and sampling.repetition_penalty == 1
+        if ids_BT.shape[1] > 1:
+            _log_sampler("one CUDA graph a token" if by_graphs else "transformers", model.config.model_type)
+        if by_graphs:
             found_BN, logps_BN = decode(
                 model, ids_BT, mask_BT, prompt_cache(model, ids_BT, mask_BT, positions_BT),
                 max_new_tokens=max_new_tokens, pad_token_id=pad_token_id, stop_tokens=stop_tokens, warpers=warpers,

@@ -16,6 +16,7 @@ from tasks.ppo import PPO
 from tasks.reward_functions import RewardFunction
 from tasks.reward_model import RewardModel
 from tasks.sft import SFT
+from tasks.train.generation.generating import Sampling
 
 LLAMA = {  # SmolLM2-135M
     "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
@@ -44,6 +45,43 @@ def test_weights_of_two_models_by_hand():
     mixtral = of(MIXTRAL)
     layer = 8 * 8 * 2 + 2 * 8 * 4 + 4 * 3 * 8 * 16 + 4 * 8 + 2 * 8
     assert trained_weights(SFT(**STAGE), mixtral.shapes()).base == 2 * 100 * 8 + 2 * layer + 8
+
+
+@pytest.mark.parametrize(
+    ("installed", "fields", "resources", "expected"),
+    [
+        ((), {}, {}, "transformers (liger-kernel is not installed: pip install 'posttrain[gpu]')"),
+        (("liger_kernel",), {}, {}, "Liger where it has the architecture (liger-kernel 0.8.5 is installed)"),
+        (("liger_kernel",), {"precision": "fp32"}, {}, "transformers (precision=fp32)"),
+        (("liger_kernel",), {}, {"deterministic": True}, "transformers (Liger is not deterministic)"),
+        ((), {}, {"liger": True}, "Liger (resources.liger=true)"),
+    ],
+)
+def test_the_layers_of_a_gpu_are_named_with_their_reason(installed, fields, resources, expected, monkeypatch):
+    monkeypatch.setattr(estimate, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(estimate, "version", lambda name: "0.8.5")
+    method = SFT(**{**STAGE, "precision": "bf16", **fields})
+    gpu = Resources(gpus_per_worker=1, **resources)
+    assert estimate.kernels_in_use(method, gpu) == {"layers": expected}
+    assert estimate.uses_fused_layers(method, gpu) == expected.startswith("Liger")
+    assert estimate.kernels_in_use(method, CPU) == {}
+
+
+@pytest.mark.parametrize(
+    ("installed", "fields", "expected"),
+    [
+        ((), {}, "a CUDA graph a token where the architecture is plain attention (vLLM is not installed)"),
+        (("vllm",), {"vllm": "colocate"}, "vLLM (method.vllm=colocate)"),
+        (
+            ("vllm",), {"sampling": Sampling(repetition_penalty=1.1)},
+            "transformers (sampling.repetition_penalty; method.vllm=colocate, which changes the recipe, takes vLLM)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_samples_on_a_gpu_is_named_with_its_reason(installed, fields, expected, monkeypatch):
+    monkeypatch.setattr(estimate, "find_spec", lambda name: name if name in installed else None)
+    found = estimate.kernels_in_use(GRPO(num_steps=1, **fields), Resources(gpus_per_worker=1))
+    assert found["completions"] == expected
 
 
 def test_eight_billion_weights_in_bf16_fit_a_card_of_80_gb():

@@ -8,6 +8,7 @@ from flows.declare.config import load_pipeline
 from flows.operate import certify
 from flows.planning import checks
 from flows.planning.plan import make_plan
+from flows.reports.run import plan_table
 from lineage.errors import ConfigError
 from lineage.record.environment import current_signature
 from tests.command import Command
@@ -183,6 +184,16 @@ def test_the_command_prints_the_suggestion(tmp_path, monkeypatch):
     monkeypatch.setattr(checks, "_CPU_FLAGS", tmp_path / "cpuinfo")
     document = json.loads(Command(tmp_path, "tracking=none")("plan", "--json").stdout)
     assert any("this CPU has amx_bf16" in note for note in document["notes"])
+
+
+def test_what_a_gpu_computes_with_is_in_the_plan_with_its_reason():
+    plan = make_plan(load_pipeline(["resources=gpu", "stages.sft.resources.liger=false"]))
+    text = plan_table(plan)
+    assert "sft: layers by transformers (resources.liger=false)" in text
+    assert "dpo: layers by " in text and "evaluate: layers" not in text
+    rows = {row["stage"]: row for row in plan.to_dict()["stages"]}
+    assert rows["sft"]["kernels"] == {"layers": "transformers (resources.liger=false)"}
+    assert not any("kernels" in row for row in make_plan(load_pipeline([])).to_dict()["stages"])
 
 
 def test_fp16_on_a_gpu_is_planned():

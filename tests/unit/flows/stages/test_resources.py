@@ -8,6 +8,7 @@ import time
 import pytest
 
 from flows.stages import resources
+from flows.stages.launch import keep_compiled
 from flows.stages.process_settings import stage_environment
 from flows.stages.resources import admitted
 from lineage.dvc import DvcProject
@@ -120,6 +121,15 @@ def test_caches_that_libraries_unpickle_lie_in_it(place, tmp_path, monkeypatch):
     for variable in ("DVC_SITE_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(variable, raising=False)
     assert stage_environment()["TORCHINDUCTOR_CACHE_DIR"] == f"{place}/torchinductor"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{place}/torchinductor")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "")  # restored at the end
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    keep_compiled(tmp_path / "store")  # a stage's process
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    assert [os.environ[name] for name in names] == [f"{tmp_path}/store/inductor", f"{tmp_path}/store/triton"]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of the user")
+    keep_compiled(tmp_path / "other")
+    assert [os.environ[name] for name in names] == ["of the user", f"{tmp_path}/store/triton"]
     seen = {}
     monkeypatch.setattr("subprocess.run", lambda *_, env, **__: seen.update(env))
     DvcProject(folder=tmp_path, root=tmp_path, stages={})._dvc("status")
