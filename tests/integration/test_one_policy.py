@@ -11,9 +11,12 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lineage.artifact import Kind
 from lineage.errors import PipelineError
+from tasks.base_model import BaseModel
 from tasks.context import Resources, TrainContext
-from tasks.method import Adapter
+from tasks.merge import Merge
+from tasks.method import Adapter, Input
 from tasks.train.generation import generating_trainer, rollouts
 from tasks.train.generation.generating import Sampling
 from tasks.train.generation.one_policy import MAX, MEAN, FixedReference, OnePolicy, Sampled, shares_weights, weights_of
@@ -400,6 +403,45 @@ def test_an_output_that_loads_as_another_model_stops_the_stage(
     }[wrong]
     with pytest.raises(PipelineError, match=message):
         training.train(training.method("sft", num_steps=2), root, tmp_path / "output")
+
+
+@pytest.mark.parametrize("kind", ["base_model", "converted", "weights"])
+def test_a_model_of_another_stage_that_loads_as_another_stops_it_too(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A new base, a model that is converted, and two models in one."""
+    import safetensors.torch
+    from transformers import PreTrainedModel
+
+    save, save_file = PreTrainedModel.save_pretrained, safetensors.torch.save_file
+    stage = Merge(combination="linear") if kind == "weights" else Merge(dtype="fp32")
+    policy = Input(name="policy", kind=Kind.CHECKPOINT, fingerprint="f" * 64, path=root / "policy")
+    inputs = {"policy": policy, "other": policy} if kind == "weights" else {"policy": policy}
+
+    def saved(self: PreTrainedModel, directory: Path, **options: object) -> None:
+        save(self, directory, **options)
+        path = Path(directory) / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1.0}))
+
+    def with_less(tensors: dict, path: Path, **options: object) -> None:
+        save_file({name: each for name, each in tensors.items() if "layers.1.mlp.up_proj" not in name}, path, **options)
+
+    given = {"rows": Input(name="text", kind=Kind.TEXT, fingerprint="t" * 64, path=root / "text")}
+    small = BaseModel(vocab_size=300, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2)
+
+    def run(folder: str) -> None:
+        ctx = TrainContext(output_dir=tmp_path / folder, work_dir=tmp_path / f"{folder}-work")
+        small.run(given, ctx) if kind == "base_model" else stage.run(inputs, ctx)
+
+    run("right")
+    if kind == "weights":
+        monkeypatch.setattr(safetensors.torch, "save_file", with_less)
+        message = r"does not load as it was trained: 1 weights are not in its files .* such as model.*up_proj"
+    else:
+        monkeypatch.setattr(PreTrainedModel, "save_pretrained", saved)
+        message = r"saving and loading .* moved a golden prompt"
+    with pytest.raises(PipelineError, match=message):
+        run("wrong")
 
 
 @pytest.mark.parametrize("save", [None, "adapter"])

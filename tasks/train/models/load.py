@@ -543,7 +543,7 @@ def save_output(
             hold_in(model, method.optimizer.weights)
         save_whole(model, base_and_adapters(policy.path)[0], ctx.output_dir, kept.weights, partial(require_base, ctx))
         kept.write(ctx.output_dir)
-        require_output_loads(method, model, policy, ctx, prompts)
+        require_output_loads(method.produces, model, ctx.output_dir, prompts, may_run=trusts(policy.path))
         return metrics
     base = intake(method, policy).beneath or Base.of(policy)
     if method.save == "adapter":
@@ -561,7 +561,7 @@ def save_output(
         found = _merge(method, model, policy, ctx, prompts)
         directory = base_and_adapters(policy.path)[0]
         save_whole(found.model, directory, ctx.output_dir, kept.weights, partial(require_base, ctx))
-        require_output_loads(method, found.model, policy, ctx, prompts)
+        require_output_loads(method.produces, found.model, ctx.output_dir, prompts, may_run=trusts(policy.path))
         metrics = compared(found.before, found.after, is_reward_model=method.produces == Kind.REWARD_MODEL)
     kept.write(ctx.output_dir)
     return metrics
@@ -596,23 +596,22 @@ def _merge(
 
 
 def require_output_loads(
-    method: TrainingRecipe, model: "PreTrainedModel", policy: Input, ctx: "TrainContext", prompts: Golden
+    kind: Kind, model: "PreTrainedModel", directory: Path, prompts: Golden, *, may_run: bool = False
 ) -> None:
     """Loads a whole model as a user would, and requires the golden values of the one that was written.
 
     Args:
-        model: in memory.
-        policy: whose code the output may run.
+        model: in memory, in the dtype that it was written in.
+        may_run: whether it may run code of its own.
 
     Raises:
         PipelineError: it is another model.
     """
-    directory = ctx.output_dir
     if not _has_capacity(directory):
         return
     model.set_attn_implementation("eager")  # every model and device has it
-    loaded, info = _class_for(method.produces, model.config).from_pretrained(
-        directory, use_safetensors=True, trust_remote_code=trusts(policy.path), output_loading_info=True,
+    loaded, info = _class_for(kind, model.config).from_pretrained(
+        directory, use_safetensors=True, trust_remote_code=may_run, output_loading_info=True,
         attn_implementation="eager",
     )  # fmt: skip
     lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
