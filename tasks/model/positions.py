@@ -7,6 +7,7 @@ from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # Architectures with a table of positions, learned or computed once; all others compute positions as needed.
@@ -39,17 +40,16 @@ def require_positions(config: "PreTrainedConfig", max_length: int) -> None:
 
 
 def scale_by_row(model: "PreTrainedModel") -> None:
-    """Lets LongRoPE (arXiv:2402.13753) choose the factors of each row by that row's length.
+    """Lets LongRoPE (arXiv:2402.13753) and dynamic NTK scaling choose the factors of each row by that row's length.
 
     transformers chooses them by the longest row of a batch, padding included, so that the rows of a micro batch would
-    change each other. Shapes: B rows, L tokens of the longest.
+    change each other; with dynamic NTK also by the longest row before. Shapes: B rows, L tokens of the longest.
     """
     import torch
 
-    rotary = next((each for each in model.modules() if getattr(each, "rope_type", None) == "longrope"), None)
+    rotary = next((each for each in model.modules() if _by_length(getattr(each, "rope_type", None))), None)
     if rotary is None:
         return
-    original = rotary.config.rope_parameters["original_max_position_embeddings"]
     whole, masks_BL = rotary.forward, list["Tensor | None"]()
 
     def remember(_module: object, _args: object, given: dict[str, object]) -> None:
@@ -57,26 +57,58 @@ def scale_by_row(model: "PreTrainedModel") -> None:
         is_first = given.get("cache") is None and isinstance(mask, torch.Tensor) and mask.ndim == _OF_ROWS
         masks_BL[:] = [mask if is_first else None]
 
-    def forward(x: "Tensor", position_ids: "Tensor", **given: object) -> "tuple[Tensor, Tensor]":
+    def forward(x: "Tensor", position_ids: "Tensor", layer_type: str | None = None) -> "tuple[Tensor, Tensor]":
+        own = {} if layer_type is None else {"layer_type": layer_type}
+        kind = rotary.rope_type[layer_type] if layer_type else rotary.rope_type
+        if not _by_length(kind):
+            return whole(x, position_ids, **own)  # type: ignore[no-any-return]
+        settings = rotary.config.rope_parameters[layer_type] if layer_type else rotary.config.rope_parameters
+        is_longrope = kind == "longrope"
+        original = settings["original_max_position_embeddings"] if is_longrope else rotary.original_max_seq_len
         mask_BL = masks_BL[0] if masks_BL else None
         if mask_BL is not None and mask_BL.shape[1] == position_ids.shape[1]:
-            long_BL = (mask_BL.sum(1, keepdim=True) > original).expand(-1, position_ids.shape[1])
+            length_BL = mask_BL.sum(1, keepdim=True).expand(-1, position_ids.shape[1])
         else:  # rows end to end, whose positions start again
             number_BL = (position_ids == 0).long().cumsum(-1)
             last_BL = torch.zeros_like(position_ids).scatter_reduce(
                 -1, number_BL, position_ids, "amax", include_self=False
             )
-            long_BL = last_BL.gather(-1, number_BL) >= original
-        if bool(long_BL.all()):
-            return whole(x, position_ids, **given)  # type: ignore[no-any-return]
-        short = whole(x, position_ids.clamp(max=original - 1), **given)
-        if not bool(long_BL.any()):
-            return short  # type: ignore[no-any-return]
-        long = whole(x, position_ids, **given)
-        return tuple(torch.where(long_BL[..., None], *each) for each in zip(long, short, strict=True))
+            length_BL = last_BL.gather(-1, number_BL) + 1
+        if is_longrope:  # all above the original length are alike
+            length_BL = length_BL.masked_fill(length_BL > original, int(position_ids.max()) + 1)
+        length_BL = length_BL.clamp(min=original)
+        found: tuple[Tensor, Tensor] | None = None
+        for length in length_BL.unique().tolist():
+            if not is_longrope:
+                _forget_lengths(rotary, f"{layer_type}_" if layer_type else "", original)
+            part = whole(x, position_ids.clamp(max=length - 1), **own)
+            chosen_BL1 = (length_BL == length)[..., None]
+            found = (
+                part
+                if found is None
+                else (torch.where(chosen_BL1, part[0], found[0]), torch.where(chosen_BL1, part[1], found[1]))
+            )
+        assert found is not None
+        return found
 
     rotary.forward = forward
     model.get_decoder().register_forward_pre_hook(remember, with_kwargs=True)
+
+
+def _by_length(rope_type: object) -> bool:
+    """Whether factors of rotary positions depend on the length of what is read; of layers of several types, any's."""
+    if isinstance(rope_type, Mapping):
+        return any(map(_by_length, rope_type.values()))
+    return isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type)
+
+
+def _forget_lengths(rotary: "Module", prefix: str, original: int) -> None:
+    """Sets the factors of dynamic NTK scaling to those of short rows, whatever was read before."""
+    factors = getattr(rotary, f"{prefix}inv_freq")
+    rotary.register_buffer(
+        f"{prefix}inv_freq", getattr(rotary, f"{prefix}original_inv_freq").to(factors.device), persistent=False
+    )
+    setattr(rotary, f"{prefix}max_seq_len_cached", original)
 
 
 def learned_positions(config: Mapping[str, object]) -> int | None:

@@ -1,5 +1,6 @@
 """What is known of a model before it trains: how many tokens it takes, and which of its dropout is off."""
 
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,31 +141,53 @@ def test_a_reward_model_scores_in_plain_transformers_as_here_where_pad_is_the_en
             torch.testing.assert_close(model(input_ids=ids).logits[:, 0], expected)
 
 
-def test_a_row_above_the_original_length_of_longrope_does_not_change_its_neighbours(tmp_path: Path) -> None:
-    """Padded, or end to end, each row is what it is alone."""
-    rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
-        "original_max_position_embeddings": POSITIONS,
-    }  # fmt: skip
+ROPES: dict[str, dict[str, object]] = {
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": POSITIONS},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": POSITIONS},
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 4.0, "original_max_position_embeddings": POSITIONS, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("scaling", "architecture"),
+    [("longrope", "phi3"), ("dynamic", "gemma3_text"), *((each, "llama") for each in ROPES)],
+)
+def test_a_row_above_the_original_length_does_not_change_its_neighbours(
+    tmp_path: Path, scaling: str, architecture: str
+) -> None:
+    """Padded, or end to end, and whatever was read before, each row is what it is alone."""
+    rope: dict[str, object] = {"rope_type": scaling, "rope_theta": 1e4, **ROPES[scaling]}
+    if architecture == "gemma3_text":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     config = AutoConfig.for_model(
-        "phi3", vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, pad_token_id=0, max_position_embeddings=128, rope_parameters=rope,
-        original_max_position_embeddings=POSITIONS,
+        architecture, vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, pad_token_id=0, rope_parameters=rope, initializer_range=0.1,
+        max_position_embeddings=POSITIONS if scaling == "dynamic" else 128,
+        **({"original_max_position_embeddings": POSITIONS} if architecture == "phi3" else {}),
+        **({"layer_types": ["full_attention", "sliding_attention"]} if architecture == "gemma3_text" else {}),
     )  # fmt: skip
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config).eval()
     plain.save_pretrained(tmp_path)
     model = whole_model(Kind.CHECKPOINT, tmp_path).eval()
-    rows = [torch.randint(3, 100, (length,)) for length in (POSITIONS + 9, 5, POSITIONS)]
+    rows = [torch.randint(3, 100, (length,)) for length in (POSITIONS + 9, 5, POSITIONS, POSITIONS + 4)]
     with torch.no_grad():
-        alone = [plain(input_ids=row[None], use_cache=False).logits[0] for row in rows]
+        alone = [copy.deepcopy(plain)(input_ids=row[None], use_cache=False).logits[0] for row in rows]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         padded = model(input_ids=ids, attention_mask=(ids != 0).long(), use_cache=False).logits
         places = torch.cat([torch.arange(len(row)) for row in rows])[None]
         line = model(input_ids=torch.cat(rows)[None], position_ids=places, use_cache=False).logits[0]
         mixed = plain(input_ids=ids, attention_mask=(ids != 0).long(), use_cache=False).logits
+        again = [model(input_ids=row[None], use_cache=False).logits[0] for row in rows]
     for index, (row, expected) in enumerate(zip(rows, alone, strict=True)):
         torch.testing.assert_close(padded[index, : len(row)], expected)
-    assert not torch.allclose(mixed[1, :5], alone[1], atol=1e-4), "transformers lets the longest row decide"
+    by_length = scaling in ("longrope", "dynamic")
+    assert torch.allclose(mixed[1, :5], alone[1], atol=1e-5) != by_length, "transformers lets the longest row decide"
+    for found, expected in zip(again, alone, strict=True):
+        torch.testing.assert_close(found, expected)
     for row, expected in zip(line.split([len(row) for row in rows]), alone, strict=True):
         torch.testing.assert_close(row, expected)
