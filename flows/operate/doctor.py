@@ -362,7 +362,10 @@ def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) 
 
 
 def _check_schema(uri: str) -> Finding:
-    """Compares the schema of an MLflow database with that of the installed MLflow, which refuses another one."""
+    """Compares the schema of an MLflow database with that of the installed MLflow.
+
+    MLflow migrates a database that lacks tables when it opens it, whoever else writes to it, and refuses other schemas.
+    """
     from alembic.migration import MigrationContext
     from alembic.script import ScriptDirectory
     from sqlalchemy import create_engine
@@ -389,7 +392,9 @@ def _check_schema(uri: str) -> Finding:
         why = f"{named} has schema {found}, which MLflow {installed_version} does not know: a newer one wrote it"
         return Finding("mlflow", "error", why, "install the MLflow that wrote it, or set another tracking.uri")
     return Finding(
-        "mlflow", "error", f"{named} has schema {found}, and MLflow {installed_version} accepts {head} alone",
+        "mlflow", "error",
+        f"{named} has schema {found}, and MLflow {installed_version} needs {head}: it migrates the database when it "
+        "opens it, or refuses it",
         f"stop every run and server that writes to it, back it up, then: mlflow db upgrade {shown(uri)}",
     )  # fmt: skip
 
