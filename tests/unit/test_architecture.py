@@ -1,4 +1,4 @@
-"""The walk of docs/architecture.md: how many files a value passes, and that each calls the next one."""
+"""The walks of docs/architecture.md: how many files a value passes, and that each calls the next one."""
 
 import re
 from pathlib import Path
@@ -34,13 +34,19 @@ def walk(heading: str) -> list[str]:
     return re.findall(r"^\d+\. `([\w/]+\.py)`", section, re.MULTILINE)
 
 
-def test_beta_passes_few_files_and_the_page_names_them():
-    named = walk("## `beta`: ")
-    assert sorted(named) == sorted({file for caller, _, called, _ in BETA for file in (caller, called)})
+WALKS = {"## `beta`: ": BETA}
+
+
+@pytest.mark.parametrize("heading", WALKS)
+def test_a_walk_passes_few_files_and_the_page_names_them(heading):
+    named = walk(heading)
+    assert sorted(named) == sorted({file for caller, _, called, _ in WALKS[heading] for file in (caller, called)})
     assert len(named) <= MOST
 
 
-@pytest.mark.parametrize(("caller", "call", "called", "definition"), BETA, ids=lambda each: each)
+@pytest.mark.parametrize(
+    ("caller", "call", "called", "definition"), [step for steps in WALKS.values() for step in steps]
+)
 def test_each_file_calls_the_next_one(caller, call, called, definition):
     assert call in (ROOT / caller).read_text(encoding="utf-8")
     assert re.search(rf"^ *{definition}\b", (ROOT / called).read_text(encoding="utf-8"), re.MULTILINE)
