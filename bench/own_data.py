@@ -19,8 +19,8 @@ from lineage.filesystem.digest import DigestCache
 from lineage.source.sources import pin
 from tasks.context import Resources, TrainContext
 from tasks.data.kinds import HELD_OUT, TRAIN
-from tasks.data.tokens.cache import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.method import Input
 from tasks.prepare_data import PrepareConversations
 

@@ -30,7 +30,7 @@ class Unpair(Method):
         import pyarrow.parquet as pq
 
         from tasks.data.kinds import HELD_OUT, TRAIN
-        from tasks.data.preparing.staging import SplitFiles
+        from tasks.data.preparing.convert_rows import SplitFiles
 
         pairs = inputs["pairs"]
         ctx.output_dir.mkdir(parents=True, exist_ok=True)

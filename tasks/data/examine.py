@@ -171,7 +171,7 @@ def add_labels(
     Args:
         max_length: in tokens, of prompt and answer, or of prompts only; None: the suggested length.
     """
-    from tasks.data.tokens.cache import load_or_make, show
+    from tasks.data.tokens.tokenize_rows import load_or_make, show
 
     length = max_length or (found.report.lengths.suggested_max_length if found.report.lengths else None)
     if not found.num_trained or length is None:

@@ -82,7 +82,7 @@ def check_rows(
         DataError: rows cannot be rendered, nothing would be trained, or less than half of the last time's share.
         ConfigError: the chat template cannot be used.
     """
-    from tasks.data.tokens.cache import load_or_make, show
+    from tasks.data.tokens.tokenize_rows import load_or_make, show
 
     rows = inputs[rows_slot(method)]
     stated = method.tokenization()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from tasks.data.tokens.cache import TokenizedRows
+    from tasks.data.tokens.tokenize_rows import TokenizedRows
     from tasks.recipe import Inputs
 
 POLICY, BASE = "policy", "base"  # slots

@@ -17,10 +17,8 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, NoMemoryError, PipelineError
 from tasks.context import AUTO_ROWS
 from tasks.data.kinds import tokens_of
-from tasks.data.tokens.cache import load_or_make, show
-from tasks.data.tokens.rendering import turn_ends
-from tasks.data.tokens.template import stop_at
-from tasks.data.tokens.tokenize_rows import require_chat_template
+from tasks.data.tokens.rendering import stop_at, turn_ends
+from tasks.data.tokens.tokenize_rows import load_or_make, require_chat_template, show
 from tasks.judgement.estimate import MOST_TOKENS, architecture, sequences, tokens_at_once
 from tasks.model.adapter_files import intake
 from tasks.model.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
@@ -74,7 +72,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from tasks.context import Dtype, Resources, TrainContext
-    from tasks.data.tokens.cache import TokenizedRows
+    from tasks.data.tokens.tokenize_rows import TokenizedRows
     from tasks.model.adapter_files import Intake
     from tasks.recipe import Inputs, TrainingRecipe
     from tasks.train.kernels.machine import Held

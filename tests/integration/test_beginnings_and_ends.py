@@ -7,8 +7,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from lineage.artifact import Kind
-from tasks.data.tokens.cache import load_or_make
 from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.evaluate.answers import answers_of, greedy_answers, sampled_tokens
 from tasks.method import Adapter
 from tasks.train.generation.generating import Sampling

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from lineage.errors import DataError, PipelineError
-from tasks.data import ordered_pool
-from tasks.data.ordered_pool import ordered_map
+from tasks.data import kinds as ordered_pool
+from tasks.data.kinds import ordered_map
 
 
 @pytest.fixture(autouse=True)

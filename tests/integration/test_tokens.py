@@ -6,11 +6,11 @@ import pytest
 
 from lineage.artifact import Kind
 from tasks.context import Resources, TrainContext
-from tasks.data import ordered_pool
-from tasks.data.tokens import cache as module
-from tasks.data.tokens import cache as write_tokens
-from tasks.data.tokens.cache import load_or_make
+from tasks.data import kinds as ordered_pool
+from tasks.data.tokens import tokenize_rows as module
+from tasks.data.tokens import tokenize_rows as write_tokens
 from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenize_rows import load_or_make
 from tests import training
 from tests.tiny_models import write_model
 

@@ -60,7 +60,6 @@ ALONE = {
     # With its importer it would have more than 500 lines.
     "flows.declare.peer_names": "a table, which is no part of checking",
     "lineage.diagnosis.method_rules": "rules of single methods; loss_rules.py has those of every training",
-    "tasks.data.formats.known": "the table of formats; detect.py finds which one rows are in",
     "tasks.data.reading.*": "one family of files each, and the reader that chooses among them",
     "tasks.data.examine": "prepares and compares rows; the command reads its words and prints what was found",
     "tasks.evaluate.measured": "what is measured of answers; evaluate.py asks the models",

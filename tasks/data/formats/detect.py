@@ -3,17 +3,563 @@
 Before conversion a template may build the prompt from several columns; afterwards a system turn may be added.
 """
 
+import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
+from itertools import takewhile
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.data.formats.known import BY_NAME, FORMATS, REST, Format
-from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, images_are_not_read, is_nothing, named
+from tasks.data.formats.turns import (
+    SYSTEM,
+    BadRowError,
+    CanonicalRow,
+    Fields,
+    Message,
+    add_tools,
+    answer,
+    as_json,
+    calls_json,
+    conversation,
+    images_are_not_read,
+    is_nothing,
+    listed,
+    named,
+    one_of,
+    optional_name,
+    prompt,
+    prompt_turns,
+    require_nothing_else,
+    required,
+    spelling_of,
+    text,
+    text_of,
+    whole_characters,
+    with_system_column,
+    with_thought,
+    without_marks,
+)
+from tasks.data.kinds import RESERVED_COLUMNS
+
+REST = "*"  # in a mapping: all other columns
+_COMPLETION = ("completion", "response")
+_INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # of Alpaca, and as Dolly calls them
+_OTHER_PROMPTS = frozenset({"prompt", "text", "messages", "conversations"})
+_PROMPTS = ("question", "instruction", "query", "problem")  # other common names of a prompt
+# Columns that change what is trained: a row with one that its format does not read is refused.
+_THOUGHT_COLUMNS = ("reasoning_content", "thinking")
+_WEIGHTS = frozenset({"weight", "weights", "sample_weight", "loss_weight"})
+_OF_CHAT = frozenset({"tools", "functions", "label", *_THOUGHT_COLUMNS})
+_JUDGED = frozenset({"label", "chosen", "rejected"})  # columns with a judgement of answers
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # role names in transcripts
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant|System):")
+_TRANSCRIPT = re.compile(r"\s*(?:Human:.*?\n\nAssistant:|System:.*?\n\nHuman:.*?\n\nAssistant:)", re.DOTALL)
+
+
+def _user(said: str) -> Message:
+    return {"role": "user", "content": said}
+
+
+def _text(fields: Fields) -> CanonicalRow:
+    return {"text": text(required(fields, "text"), "text", "no text")}
+
+
+def _messages(fields: Fields) -> CanonicalRow:
+    messages = conversation(listed(fields, "messages"), "messages")
+    return add_tools({"messages": messages}, fields, one_of(fields, ("tools", "functions")))
+
+
+def _prompt_completion(fields: Fields) -> CanonicalRow:
+    asked, answered = _asked_and_answered(fields)
+    return add_tools({"messages": asked + answered}, fields)
+
+
+def _asked(fields: Fields) -> list[Message]:
+    return prompt(required(fields, "prompt", "empty prompt"), "prompt")
+
+
+def _asked_and_answered(fields: Fields) -> tuple[list[Message], list[Message]]:
+    name = one_of(fields, _COMPLETION)
+    return _asked(fields), _thought_over(answer(required(fields, name, "no answer"), name), fields)
+
+
+def _thought_over(answered: list[Message], fields: Fields) -> list[Message]:
+    """An answer with the thought of the user's column, if one is set."""
+    name = one_of(fields, _THOUGHT_COLUMNS)
+    if is_nothing(fields.get(name)):
+        return answered
+    turn = answered[0]
+    return [{**turn, "content": with_thought(str(turn["content"]), fields[name], name)}, *answered[1:]]
+
+
+def _alpaca(fields: Fields) -> CanonicalRow:
+    messages = _history(fields.get("history"))
+    name = one_of(fields, _INPUTS)
+    instruction, more = required(fields, "instruction", "empty prompt"), fields.get(name)
+    if is_nothing(more) or (isinstance(more, str) and more.isspace()):
+        asked = text(instruction, "instruction", "empty prompt")
+    else:
+        asked = text(more, name, "empty prompt")
+        if instruction != "":  # some data sets put the whole question in ``input``
+            asked = f"{text(instruction, 'instruction', 'empty prompt')}\n{asked}"
+    given = one_of(fields, _OUTPUTS)
+    output = _thought_over(answer(text(required(fields, given, "no answer"), given, "no answer"), given), fields)
+    return add_tools({"messages": [*messages, _user(asked), *output]}, fields)
+
+
+def _recognize_instructions(fields: Fields) -> tuple[str, ...]:
+    """The columns of Alpaca, or of Dolly, whose names other formats have too."""
+    if {"instruction", "output"} <= fields.keys():
+        return ("instruction", "output")
+    is_dolly = {"instruction", "response"} <= fields.keys() and _OTHER_PROMPTS.isdisjoint(fields)
+    return ("instruction", "response") if is_dolly else ()
+
+
+def _history(value: object) -> list[Message]:
+    pairs = [] if is_nothing(value) else value
+    if not isinstance(pairs, list):
+        raise BadRowError(f"history is {named(value)}", accepted='[["question", "answer"], ...]')
+    messages: list[Message] = []
+    for index, pair in enumerate(pairs):
+        where = f"history[{index}]"
+        if not isinstance(pair, list) or len(pair) != 2:
+            found = f"a list of {len(pair)}" if isinstance(pair, list) else named(pair)
+            raise BadRowError(f"{where} is {found}", accepted='[["question", "answer"], ...]')
+        messages.append(_user(text(pair[0], f"{where}[0]", "empty prompt")))
+        messages += answer(text(pair[1], f"{where}[1]", "no answer"), f"{where}[1]")
+    return messages
+
+
+def _sharegpt(fields: Fields) -> CanonicalRow:
+    turns = listed(fields, "conversations")
+    return add_tools({"messages": conversation(turns, "conversations", spelling_of(turns))}, fields)
+
+
+def _reasoning(fields: Fields) -> CanonicalRow:
+    problem = text_of(fields, "empty prompt", "problem", "question")
+    thinking = text_of(fields, "no thinking", "thinking", "reasoning")
+    solution = text_of(fields, "no answer", "solution", "answer")
+    if "</think>" in thinking or "<think>" in solution:
+        raise BadRowError("the thinking or the solution has a <think> of its own")
+    answered = answer(f"<think>\n{thinking}\n</think>\n\n{solution}", "solution")
+    return {"messages": [_user(problem), *answered]}
+
+
+def _function_calling(fields: Fields) -> CanonicalRow:
+    query = text_of(fields, "empty prompt", "query")
+    calls = calls_json(required(fields, "answers", "no answer"), "answers")
+    required(fields, "tools")
+    return add_tools({"messages": [_user(query), {"role": "assistant", "content": "", "tool_calls": calls}]}, fields)
+
+
+def _unpaired(fields: Fields) -> CanonicalRow:
+    asked, answered = _asked_and_answered(fields)
+    label = _label(required(fields, "label", "no label"), "prompt_completion")
+    return add_tools({"prompt": asked, "completion": answered, "label": label}, fields)
+
+
+def _label(value: object, unjudged: str) -> bool:
+    """Whether an answer is desirable; ``unjudged`` names the format without labels, for the message."""
+    known = _LABELS.get(str(value).lower()) if isinstance(value, bool | int | float | str) else None
+    if known is None:
+        remedy = f"correct it, or, if it is no judgement of the answer, set format={unjudged}"
+        raise BadRowError(f"label is {named(value)}", "no label", "true or false, 1 or 0", remedy)
+    return known
+
+
+def _messages_label(fields: Fields) -> CanonicalRow:
+    messages, judged = listed(fields, "messages"), fields.get("label")
+    if judged is None and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
+        *before, last = messages
+        judged = last.get("label")
+        messages = [*before, {name: value for name, value in last.items() if name != "label"}]
+    turns = conversation(messages, "messages")
+    if turns[-1]["role"] != "assistant":
+        raise BadRowError(f"messages ends with the role {turns[-1]['role']!r}, not with an answer", "no answer")
+    row: CanonicalRow = {"prompt": turns[:-1], "completion": turns[-1:], "label": _label(judged, "messages")}
+    return add_tools(row, fields)
+
+
+def _recognize_judged(fields: Fields) -> tuple[str, ...]:
+    messages = fields.get("messages")
+    within = isinstance(messages, list) and messages and isinstance(messages[-1], dict) and "label" in messages[-1]
+    return ("messages", "label") if within or {"messages", "label"} <= fields.keys() else ()
+
+
+def _prompts(fields: Fields) -> CanonicalRow:
+    row: CanonicalRow = {"prompt": _asked(fields)}
+    others = {name: value for name, value in sorted(fields.items()) if name not in ("prompt", "tools", "group")}
+    if reserved := sorted(RESERVED_COLUMNS & others.keys()):
+        raise BadRowError(f"the column {reserved[0]} is reserved; rename it", "reserved column")
+    if others:
+        try:
+            row["columns"] = as_json(others, "one of the columns")
+        except BadRowError:
+            for name, value in others.items():  # names the column
+                as_json(value, name)
+            raise
+    return add_tools(row, fields)
+
+
+# Formats of preferences: a prompt with a better and a worse answer.
+
+
+def _paired(asked: list[Message], chosen: list[Message], rejected: list[Message], fields: Fields) -> CanonicalRow:
+    """A row of preferences; ``kind`` names the flaw of the rejected answer."""
+    if chosen == rejected:
+        raise BadRowError("chosen and rejected are the same", "nothing to prefer")
+    kind = optional_name(fields.get("kind"), "kind")
+    row: CanonicalRow = {"prompt": asked, "chosen": chosen, "rejected": rejected, "kind": kind}
+    if kind:
+        whole_characters(kind, "kind")
+    return add_tools(row, fields)
+
+
+def _answers(fields: Fields) -> tuple[object, object]:
+    return required(fields, "chosen", "no answer"), required(fields, "rejected", "no answer")
+
+
+def _preference(fields: Fields) -> CanonicalRow:
+    """The answers may be whole conversations that start with the prompt."""
+    asked = required(fields, "prompt", "empty prompt")
+    chosen, rejected = _answers(fields)
+    if isinstance(chosen, list) and isinstance(rejected, list) and len(chosen) > 1:
+        end = common_beginning(chosen, rejected)
+        last = chosen[end - 1] if end else None
+        said = last.get("content") if isinstance(last, dict) and last.get("role") == "user" else None
+        if end and asked == (said if isinstance(asked, str) else chosen[:end]):
+            asked, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+    return _paired(prompt(asked, "prompt"), answer(chosen, "chosen"), answer(rejected, "rejected"), fields)
+
+
+def _implicit_preference(fields: Fields) -> CanonicalRow:
+    """The common beginning of both answers is the prompt."""
+    chosen, rejected = _answers(fields)
+    for name, value, other in (("chosen", chosen, rejected), ("rejected", rejected, chosen)):
+        if not isinstance(value, str | list) or (isinstance(other, list) and not isinstance(value, list)):
+            raise BadRowError(f"{name} is {named(value)}", "no answer" if value is None else "not of the format")
+    assert isinstance(chosen, str | list) and isinstance(rejected, str | list)
+    end = common_beginning(chosen, rejected)
+    while end and isinstance(chosen, list) and _is_answer(chosen[end - 1]):
+        end -= 1  # both make the same call, and go on otherwise
+    if not end:
+        raise BadRowError("chosen and rejected have no common beginning, and there is no prompt", "empty prompt")
+    asked = prompt(chosen[:end], "the common beginning")
+    return _paired(asked, answer(chosen[end:], "chosen"), answer(rejected[end:], "rejected"), fields)
+
+
+def _is_answer(turn: object) -> bool:
+    return isinstance(turn, dict) and turn.get("role") == "assistant"
+
+
+def common_beginning(chosen: Sequence[object], rejected: Sequence[object]) -> int:
+    """Number of equal turns or characters at the beginning of two answers.
+
+    At least one is left for each answer, and a space before the answer belongs to the answer.
+    """
+    shortest = max(min(len(chosen), len(rejected)) - 1, 0)
+    end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen[:shortest], rejected, strict=False)))
+    return end - 1 if end and chosen[end] != rejected[end] and chosen[end - 1] == " " else end
+
+
+def _transcript_preference(fields: Fields) -> CanonicalRow:
+    """Either two full transcripts that differ in the last answer, or a transcript as prompt with two plain answers."""
+    said = dict(zip(("chosen", "rejected"), _answers(fields), strict=True))
+    for name, value in said.items():
+        if not isinstance(value, str):
+            raise BadRowError(f"{name} is {named(value)}", "no answer" if value is None else "not text")
+    alone = _is_transcript(fields.get("prompt")) and not any(map(_is_transcript, said.values()))
+    asked = [_prompt_of(str(fields["prompt"]))] if alone else []
+    lasts: list[Message] = []
+    for name, value in said.items():
+        is_bare = alone and not re.match(r"\s*Assistant:", str(value))
+        *before, last = _turns_of(f"\n\nAssistant:{value}" if is_bare else str(value), name)
+        if last["role"] != "assistant" or (alone and before):
+            raise BadRowError(f"{name} ends with a turn of the {last['role']}, not with one answer", "wrong role order")
+        lasts.append(last)
+        asked += [] if alone else [before]
+    if not alone:
+        _require_one_beginning(fields, *asked)
+    left, right = (answer([last], name) for name, last in zip(said, lasts, strict=True))
+    return _paired(prompt_turns(asked[0], "the transcript"), left, right, fields)
+
+
+def _recognize_transcripts(fields: Fields) -> tuple[str, ...]:
+    """The columns of a transcript, recognized by content, since other formats use the same names."""
+    names = [name for name in ("prompt", "chosen", "rejected") if name in fields]
+    found = [name for name in names if _is_transcript(fields[name])]
+    known = (["chosen", "rejected"], ["prompt", "chosen", "rejected"], ["prompt"])
+    if not {"chosen", "rejected"} <= fields.keys() or found not in known:
+        return ()
+    return (*names, "turns of Human and Assistant")
+
+
+def _is_transcript(value: object) -> bool:
+    return isinstance(value, str) and bool(_TRANSCRIPT.match(value))
+
+
+def _turns_of(transcript: str, what: str) -> list[Message]:
+    """The turns of a transcript, stripped of white space."""
+    parts = _TURN.split(transcript)
+    if parts[0].strip() or len(parts) == 1:
+        raise BadRowError(f"{what} does not begin with 'Human:'", "no transcript")
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    return [{"role": _ROLES[role], "content": said.strip()} for role, said in pairs]
+
+
+def _prompt_of(transcript: str) -> list[Message]:
+    """The turns of a prompt, without the ``Assistant:`` at its end."""
+    turns = _turns_of(transcript, "prompt")
+    return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
+
+
+def _require_one_beginning(fields: Fields, chosen: list[Message], rejected: list[Message]) -> None:
+    """Checks that full transcripts have the same beginning, which agrees with a separate prompt."""
+    if chosen != rejected:
+        pairs = zip(chosen, rejected, strict=False)
+        place = next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(chosen), len(rejected)))
+        found = f"chosen and rejected differ from turn {place + 1} on, before their last answers"
+        raise BadRowError(found, "another beginning")
+    given = fields.get("prompt")
+    users = [turn["content"] for turn in chosen if turn["role"] == "user"]
+    is_begun = isinstance(given, str) and bool(re.match(r"\s*(?:Human|System):", given))
+    is_same = isinstance(given, str) and (given.strip() in users or (is_begun and _prompt_of(given) == chosen))
+    if given is not None and not is_same:
+        raise BadRowError("prompt is not what chosen and rejected begin with", "another beginning")
+
+
+def _sharegpt_ranking(fields: Fields) -> CanonicalRow:
+    """ShareGPT with two answers: ``conversations`` is the prompt, ``chosen`` and ``rejected`` are one turn each."""
+    turns = listed(fields, "conversations")
+    asked, (chosen, rejected) = prompt_turns(turns, "conversations", spelling_of(turns)), _answers(fields)
+    left, right = answer(chosen, "chosen", spelling_of(chosen)), answer(rejected, "rejected", spelling_of(rejected))
+    return _paired(asked, left, right, fields)
+
+
+def _openai_preference(fields: Fields) -> CanonicalRow:
+    """OpenAI's fine-tuning format: ``input.messages``, ``preferred_output``, ``non_preferred_output``."""
+    given = required(fields, "input", "empty prompt")
+    if not isinstance(given, Mapping):
+        raise BadRowError(f"input is {named(given)}")
+    require_nothing_else(
+        given, ("messages", "tools", "parallel_tool_calls"), "input"
+    )  # the last one is irrelevant here
+    asked = prompt_turns(required(given, "messages", "empty prompt"), "input.messages")
+    names = ("preferred_output", "non_preferred_output")
+    left, right = (answer(required(fields, name, "no answer"), name) for name in names)
+    return _paired(asked, left, right, {**fields, "tools": given.get("tools")})
+
+
+def _oumi_preference(fields: Fields) -> CanonicalRow:
+    """Oumi's format: ``messages`` is the prompt; ``chosen.messages``, ``rejected.messages``."""
+    asked = prompt_turns(listed(fields, "messages", "empty prompt"), "messages")
+    return _paired(asked, _oumi_answer(fields, "chosen"), _oumi_answer(fields, "rejected"), fields)
+
+
+def _oumi_answer(fields: Fields, name: str) -> list[Message]:
+    """An answer in Oumi's form, or as a string, a turn, or a list with one turn."""
+    given = required(fields, name, "no answer")
+    if not isinstance(given, Mapping) or "role" in given:
+        return answer(given, name)
+    require_nothing_else(given, ("messages", "conversation_id", "metadata"), name)  # the last two are ids
+    return answer(required(given, "messages", "no answer"), f"{name}.messages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format of users' rows.
+
+    Args:
+        name: value of ``format=``.
+        kind: kind of the converted rows.
+        accepted: an example row, for messages.
+        mapping: column -> its meaning, for the report; all columns that the format reads.
+        needs: the required columns, with alternative names. Only names decide: a bad value is a bad row, not a row
+            of another format.
+        read: converts a row to the form of ``kind``; raises ``BadRowError``.
+        by_value: recognizes rows by their content instead of ``needs``; returns the columns, or nothing.
+        losing: columns that it does not read although they matter for training: rows with one match this format only
+            if the user sets it.
+    """
+
+    name: str
+    kind: Kind
+    accepted: str
+    mapping: Mapping[str, str]
+    needs: tuple[str | tuple[str, ...], ...] = ()
+    read: Callable[[Fields], CanonicalRow]
+    by_value: Callable[[Fields], tuple[str, ...]] | None = None
+    losing: frozenset[str] = frozenset()
+
+    def recognize(self, fields: Fields, *, stated: bool = False) -> tuple[str, ...]:
+        """The columns by which a row matches this format; empty: it does not match.
+
+        Args:
+            stated: the user sets the format: ``needs``, where there are any, suffice.
+        """
+        if self.by_value and not (stated and self.needs):
+            return self.by_value(fields)
+        either = [(names,) if isinstance(names, str) else names for names in self.needs]
+        found = [next((name for name in names if name in fields), None) for names in either]
+        return tuple(name for name in found if name is not None) if None not in found else ()
+
+    def convert(self, fields: Fields) -> CanonicalRow:
+        """A row in the form of ``kind``.
+
+        Raises:
+            BadRowError: what is wrong with it.
+        """
+        try:
+            row = self.read(fields)
+            return row if self.kind == Kind.TEXT else with_system_column(without_marks(row), fields)
+        except BadRowError as error:
+            if error.accepted:
+                raise
+            raise BadRowError(error.found, error.reason, self.accepted, error.remedy) from error
+
+    def lost(self, fields: Fields) -> list[str]:
+        """The columns of a row that would be lost."""
+        return [] if self.losing.isdisjoint(fields) else sorted(self.losing & fields.keys())
+
+    def unread(self, fields: Fields) -> list[str]:
+        """The columns of a row that change what is trained and that this format does not read."""
+        found = fields.keys() & (_WEIGHTS | (frozenset(SYSTEM) if self.kind == Kind.TEXT else _OF_CHAT))
+        if not found or REST in self.mapping:
+            return []
+        said = {name: fields[name] for name in found - self.mapping.keys() if not is_nothing(fields[name])}
+        return sorted(name for name, value in said.items() if not (name in _WEIGHTS and value == 1))
+
+
+_CHAT = '"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
+_ANSWER = '{"role": "assistant", "content": "..."}'
+_SYSTEM = dict.fromkeys(SYSTEM, "the first turn of the prompt")
+_TOOLS = {"tools": "tools", **_SYSTEM}
+_THOUGHT = dict.fromkeys(_THOUGHT_COLUMNS, "the assistant's turn, within <think>")
+_PAIR = {"chosen": "chosen", "rejected": "rejected", "kind": "kind", **_TOOLS}
+
+FORMATS: tuple[Format, ...] = (
+    Format(
+        name="text", kind=Kind.TEXT, needs=("text",), read=_text, mapping={"text": "the document"},
+        accepted='{"text": "..."}',
+    ),
+    Format(
+        name="messages", kind=Kind.CONVERSATIONS, needs=("messages",), read=_messages, losing=_JUDGED,
+        accepted=f"{{{_CHAT}}}",
+        mapping={"messages": "the conversation", **_TOOLS, "functions": "tools, as they were called before"},
+    ),
+    Format(
+        name="prompt_completion", kind=Kind.CONVERSATIONS, needs=("prompt", _COMPLETION), read=_prompt_completion,
+        accepted='{"prompt": "...", "completion": "..."}, each a string or a list of messages',
+        mapping={
+            "prompt": "messages, the user's", **dict.fromkeys(_COMPLETION, "messages, the assistant's"), **_TOOLS,
+            **_THOUGHT,
+        },
+        losing=frozenset({"label"}),
+    ),
+    Format(
+        name="alpaca", kind=Kind.CONVERSATIONS, needs=("instruction", _OUTPUTS), read=_alpaca,
+        by_value=_recognize_instructions,
+        accepted='{"instruction": "...", "input": "...", "output": "..."}',
+        mapping={
+            "instruction": "the user's turn", **dict.fromkeys(_INPUTS, "the user's turn, below the instruction"),
+            **dict.fromkeys(_OUTPUTS, "the assistant's turn"), "history": "earlier turns", **_TOOLS, **_THOUGHT,
+        },
+    ),
+    Format(
+        name="sharegpt", kind=Kind.CONVERSATIONS, needs=("conversations",), read=_sharegpt, losing=_JUDGED,
+        accepted='{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
+        mapping={"conversations": "the conversation", **_TOOLS},
+    ),
+    Format(
+        name="reasoning", kind=Kind.CONVERSATIONS, read=_reasoning,
+        needs=(("problem", "question"), ("thinking", "reasoning"), ("solution", "answer")),
+        accepted='{"problem": "...", "thinking": "...", "solution": "..."}',
+        mapping={
+            **dict.fromkeys(("problem", "question"), "the user's turn"),
+            **dict.fromkeys(("thinking", "reasoning"), "the assistant's turn, within <think>"),
+            **dict.fromkeys(("solution", "answer"), "the assistant's turn, below its thinking"),
+            **_SYSTEM,
+        },
+    ),
+    Format(
+        name="function_calling", kind=Kind.CONVERSATIONS, needs=("query", "tools", "answers"), read=_function_calling,
+        accepted='{"query": "...", "tools": [{"name": ...}], "answers": [{"name": ..., "arguments": {...}}]}',
+        mapping={"query": "the user's turn", "answers": "the assistant's tool calls", **_TOOLS},
+    ),
+    Format(
+        name="preference", kind=Kind.PREFERENCES, needs=("prompt", "chosen", "rejected"), read=_preference,
+        accepted='{"prompt": "...", "chosen": "...", "rejected": "..."}, each a string or a list of messages',
+        mapping={"prompt": "prompt", **_PAIR},
+    ),
+    Format(
+        name="implicit_preference", kind=Kind.PREFERENCES, needs=("chosen", "rejected"), read=_implicit_preference,
+        accepted='{"chosen": "...", "rejected": "..."}, both strings or both lists of messages, that begin alike',
+        mapping={**_PAIR, "chosen": "prompt and chosen", "rejected": "prompt and rejected"},
+        # Two texts often have some common beginning, so a column that may hold the prompt must be named as such.
+        losing=frozenset({"prompt", "input", "messages", "conversations", *_PROMPTS}),
+    ),
+    Format(
+        name="transcript_preference", kind=Kind.PREFERENCES, by_value=_recognize_transcripts,
+        read=_transcript_preference,
+        accepted=r'{"chosen": "\n\nHuman: ...\n\nAssistant: ...", "rejected": "\n\nHuman: ...\n\nAssistant: ..."} with '
+        "one beginning and two last answers",
+        mapping={
+            "prompt": "the turns before the answers", **_PAIR, "chosen": "prompt and chosen",
+            "rejected": "prompt and rejected",
+        },
+    ),
+    Format(
+        name="sharegpt_ranking", kind=Kind.PREFERENCES, needs=("conversations", "chosen", "rejected"),
+        read=_sharegpt_ranking,
+        accepted='{"conversations": [{"from": "human", "value": "..."}], "chosen": {"from": "gpt", "value": "..."}, '
+        '"rejected": {"from": "gpt", "value": "..."}}',
+        mapping={
+            "conversations": "prompt", **_PAIR,
+        },
+    ),
+    Format(
+        name="openai_preference", kind=Kind.PREFERENCES, needs=("input", "preferred_output", "non_preferred_output"),
+        read=_openai_preference,
+        accepted=f'{{"input": {{"messages": [...]}}, "preferred_output": [{_ANSWER}], '
+        f'"non_preferred_output": [{_ANSWER}]}}',
+        mapping={
+            "input": "prompt and tools", "preferred_output": "chosen", "non_preferred_output": "rejected",
+            "kind": "kind", **_SYSTEM,
+        },
+    ),
+    Format(
+        name="oumi_preference", kind=Kind.PREFERENCES, needs=("messages", "chosen", "rejected"), read=_oumi_preference,
+        accepted='{"messages": [{"role": "user", "content": "..."}], '
+        f'"chosen": {{"messages": [{_ANSWER}]}}, "rejected": {{"messages": [{_ANSWER}]}}}}',
+        mapping={"messages": "prompt", **_PAIR},
+    ),
+    Format(
+        name="unpaired", kind=Kind.UNPAIRED, needs=("prompt", _COMPLETION, "label"), read=_unpaired,
+        accepted='{"prompt": "...", "completion": "...", "label": true}, the texts strings or lists of messages',
+        mapping={
+            "prompt": "prompt", **dict.fromkeys(_COMPLETION, "completion"), "label": "label", **_TOOLS, **_THOUGHT,
+        },
+    ),
+    Format(
+        name="messages_label", kind=Kind.UNPAIRED, by_value=_recognize_judged, read=_messages_label,
+        accepted=f'{{{_CHAT}, "label": true}}', losing=_JUDGED - {"label"},
+        mapping={"messages": "prompt, and the last turn as completion", "label": "label", **_TOOLS},
+    ),
+    Format(
+        name="prompts", kind=Kind.PROMPTS, needs=("prompt",), read=_prompts,
+        accepted='{"prompt": "..."}, a string or a list of messages',
+        mapping={"prompt": "prompt", **_TOOLS, REST: "columns, for a reward function"},
+        losing=frozenset({*_COMPLETION, "chosen", "rejected"}),
+    ),
+)  # fmt: skip
+
+BY_NAME = {each.name: each for each in FORMATS}
+
 
 _NEAR = 3  # number of formats whose mismatch a message explains
 _MEDIA = frozenset({"images", "image", "videos", "video", "audios", "audio"})

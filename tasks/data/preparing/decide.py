@@ -18,11 +18,10 @@ from duckdb import DuckDBPyConnection
 from lineage.artifact import Source
 from lineage.errors import DataError
 from lineage.store import OUTSIDE
-from tasks.data.kinds import HELD_OUT, RESTING, TRAIN
-from tasks.data.ordered_pool import row_batches
+from tasks.data.kinds import HELD_OUT, RESTING, TRAIN, row_batches
+from tasks.data.preparing.convert_rows import Staging
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.report import MAX_PLACES, UNMIXED, UNSAMPLED, Remark
-from tasks.data.preparing.staging import Staging
 from tasks.recipe import Input
 
 CONTENT = "printf('%016x', content)"  # SQL of a row's id, without the number of its copy

@@ -16,15 +16,33 @@ from duckdb import DuckDBPyConnection
 from lineage.artifact import Source
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
-from tasks.data.kinds import HELD_OUT, LABEL_NAMES, RESTING, TRAIN, kind_of_columns, messages_of, texts_of, tools_of
-from tasks.data.ordered_pool import row_batches
-from tasks.data.preparing.convert_rows import ROLE_MARKS, ConvertRows, Opened
+from tasks.data.kinds import (
+    HELD_OUT,
+    LABEL_NAMES,
+    RESTING,
+    TRAIN,
+    kind_of_columns,
+    messages_of,
+    row_batches,
+    texts_of,
+    tools_of,
+)
+from tasks.data.preparing.convert_rows import (
+    MAX_SHOWN,
+    ROLE_MARKS,
+    ConvertRows,
+    Opened,
+    SplitFiles,
+    Staging,
+    settle_rejects,
+    stage,
+    write_placed,
+)
 from tasks.data.preparing.decide import Decided, decide, draw_old, old_columns, old_rows, open_database, read_old
 from tasks.data.preparing.options import REPLAY, TOKENIZER, Prepare
 from tasks.data.preparing.repeats import BANDS, NamedSet, find_leakage, find_near_duplicates
 from tasks.data.preparing.report import REJECTS, DataReport, Lengths, write_reports
-from tasks.data.preparing.staging import MAX_SHOWN, SplitFiles, Staging, placed_rows, settle_rejects, stage
-from tasks.data.tokens.template import Template
+from tasks.data.tokens.rendering import Template
 from tasks.recipe import Input, Inputs
 
 if TYPE_CHECKING:
@@ -117,8 +135,7 @@ def _write(
     sides = (TRAIN, HELD_OUT, RESTING) if replay else (TRAIN, HELD_OUT)
     rare = staging.rare | (old_columns(replay) if replay and share else set())
     files = SplitFiles(directory, options.produces, sides, rare)
-    for side, rows in placed_rows(connection, staging, as_read=decided.as_read):
-        files.write(side, rows)
+    write_placed(connection, staging, files, as_read=decided.as_read)
     new = files.counts[TRAIN] + files.counts[HELD_OUT] - decided.repeated
     counts = {"rows": new + decided.known}
     if share:

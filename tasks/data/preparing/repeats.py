@@ -30,8 +30,7 @@ import pyarrow.compute as pc
 import xxhash
 from rensa import RMinHash
 
-from tasks.data.kinds import kind_of_columns, texts_of
-from tasks.data.ordered_pool import row_batches
+from tasks.data.kinds import kind_of_columns, row_batches, texts_of
 from tasks.data.preparing.report import LEAKAGE, NEAR_DUPLICATES, NUM_LISTED, Likeness, Overlap
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from lineage.errors import DataError
-from tasks.data.reading.chunk import BLOCK_BYTES, MAX_ROW_BYTES, MOST, Broken, Chunk, Row, Rows, refused, shown
-from tasks.data.reading.lines import opened
+from tasks.data.reading.chunk import BLOCK_BYTES, MAX_ROW_BYTES, MOST, Broken, Chunk, Row, Rows, opened, refused, shown
 
 _SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
 _MAX_ROWS = 10_000  # per chunk

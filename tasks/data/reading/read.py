@@ -1,17 +1,25 @@
 """Reads the rows of a source, each with its place.
 
 A source is a file, a glob, a directory, a data set saved in one, files at a URL, a Python function, a data set of
-the hub, or the quickstart's rows.
+the hub, or the quickstart's rows. A row of a text file is a line of JSON, an item of one JSON array, or, of plain text,
+a line, a paragraph or the file, which is the default for Markdown. Text is cut into blocks that other processes parse.
+
+Python's parser finds where a value of an array ends, and so where the next one begins, also in a text that is read only
+in part. ijson would parse the items too, but reports no position, and turns half a surrogate pair into "?".
 """
 
+import json
 import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from glob import has_magic
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+
+import orjson
 
 from lineage.artifact import QUICKSTART, Source
 from lineage.errors import ConfigError
@@ -19,10 +27,24 @@ from lineage.filesystem.remote_files import is_url, open_remote, place_of, remot
 from lineage.secrets import without_secrets
 from lineage.source.source_checks import PYTHON, is_loaded, separator_of
 from lineage.source.sources import local_paths
-from lineage.source.text_split import NOTE, SplitBy, data_suffix
-from tasks.data.reading.chunk import Chunk, Row, no_split, parse_split, parsed, refused
+from lineage.source.text_split import BLANK_LINE, NOTE, SplitBy, data_suffix, detected_split
+from tasks.data.reading.chunk import (
+    BLOCK_BYTES,
+    MAX_ROW_BYTES,
+    MOST,
+    Broken,
+    Chunk,
+    Row,
+    Rows,
+    beyond_64_bits,
+    no_split,
+    opened,
+    parse_split,
+    parsed,
+    refused,
+    shown,
+)
 from tasks.data.reading.delimited import read_csv
-from tasks.data.reading.lines import read_json, read_json_lines, read_text
 from tasks.data.reading.python_rows import read_function
 from tasks.data.reading.tables import is_saved, read_arrow, read_loaded, read_parquet, read_saved
 from tasks.quickstart import quickstart_rows
@@ -42,13 +64,9 @@ _PART = r"(?:[-_.]\w+)*-\d{5}-of-\d{5}.*|[-_]?\d*"
 _DIRECTORIES = {split: re.compile(words, re.IGNORECASE) for split, words in _WORDS.items()}
 _FILES = {split: re.compile(rf"(?:{words})(?:{_PART})", re.IGNORECASE) for split, words in _WORDS.items()}
 _TEXTS: Mapping[str, SplitBy | None] = {".txt": None, ".text": None, ".md": "document"}  # suffix -> default unit
-_READERS: Mapping[str, Callable[[Path, str], Iterator[Chunk]]] = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), read_json_lines), ".json": read_json,
-    ".parquet": read_parquet, ".arrow": read_arrow, ".feather": read_arrow, ".csv": read_csv,
-    ".tsv": partial(read_csv, separator="\t"),
-}  # fmt: skip
-_SUFFIXES = (*_READERS, *_TEXTS)
-_ACCEPTED = f"{', '.join(_SUFFIXES)}, each also with .gz, .zst or .bz2"
+_ARRAY = "correct or remove it; if the whole file is one JSON array, name it .json, or `jq -c '.[]' FILE > NEW.jsonl`"
+_MARK = re.compile(r"\s*(\[\s*\]|[\[,\]]?)\s*")  # before an item; the first alternative is an empty array
+_SHOWN = 40  # characters around a fault
 
 
 def read_chunks(source: Source) -> Iterator[Chunk]:
@@ -223,3 +241,220 @@ def _read_remote(source: Source, split: str) -> Iterator[Chunk]:
                 accepted = "a file that stays as it is and that the credentials may read"
                 raise refused(url, found, accepted, "look for it there, and run again") from error
             yield from _read_file(copy, url, source)
+
+
+# --- text files
+
+
+def _blocks(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes]]:
+    """Blocks of whole lines, each with the number of its first line.
+
+    Raises:
+        DataError: a line is too long, or lines do not end with a line feed.
+    """
+    number, pending = 1, b""
+    while block := stream.read(BLOCK_BYTES):
+        data = pending + block if pending else block
+        end = data.rfind(b"\n") + 1
+        if end:
+            yield number, data[:end]
+            number += data.count(b"\n")
+        pending = data[end:]
+        if len(pending) > MAX_ROW_BYTES:
+            raise refused(f"{name}:{number}", f"a line of more than {MOST}", "shorter lines", "break or remove it")
+    if b"\r" in pending.strip() and number == 1:
+        remedy = "convert it: `tr '\\r' '\\n' < FILE > NEW`"
+        raise refused(name, "its lines end with a carriage return only", "a line feed at their end", remedy)
+    if pending:
+        yield number, pending
+
+
+def _not_utf8(error: UnicodeDecodeError, where: str, raw: bytes) -> Broken:
+    """A line that cannot be decoded as UTF-8."""
+    found = f"byte {raw[error.start]:#04x} at column {error.start + 1} is not UTF-8"
+    remedy = "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`, or correct the row"
+    return Broken(where=where, reason="not UTF-8", raw=shown(raw), found=found, accepted="UTF-8", remedy=remedy)
+
+
+# --- JSON
+
+
+def read_json_lines(path: Path, name: str) -> Iterator[Chunk]:
+    """One JSON object per line."""
+    with opened(path, name) as stream:
+        yield from _line_chunks(stream, name)
+
+
+def read_json(path: Path, name: str) -> Iterator[Chunk]:
+    """One JSON array over the whole file, or one JSON object per line: the first character decides."""
+    with opened(path, name) as stream:
+        if not stream.peek().lstrip().startswith(b"["):
+            yield from _line_chunks(stream, name)
+            return
+        items, size, last_line = list[tuple[str, bytes]](), 0, 0
+        for index, (line, raw) in enumerate(_items(stream, name)):
+            # Several items may begin on one line, so that messages also name an item by its number.
+            items.append((f"{name}:{line}" if line != last_line else f"{name}:{line}[{index}]", raw))
+            size, last_line = size + len(raw), line
+            if size >= BLOCK_BYTES:
+                yield Chunk(rows=partial(_item_rows, items))
+                items, size = [], 0
+        if items:
+            yield Chunk(rows=partial(_item_rows, items))
+
+
+def _line_chunks(stream: BufferedReader, name: str) -> Iterator[Chunk]:
+    """The rows of a text with one row per line; blank lines are skipped."""
+    for first, data in _blocks(stream, name):
+        if not data.isspace():
+            yield Chunk(rows=partial(_line_rows, name, first, data))
+
+
+def _line_rows(name: str, first: int, data: bytes) -> Rows:
+    """The rows in whole lines; ``first`` is the number of the first line."""
+    for number, line in enumerate(data.split(b"\n"), start=first):
+        if line and not line.isspace():
+            yield _json_row(line, f"{name}:{number}")
+
+
+def _json_row(raw: bytes, where: str) -> Row | Broken:
+    """The row in a line of JSON Lines, or in an item of an array."""
+    try:
+        fields = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        try:
+            raw.decode()
+        except UnicodeDecodeError as stray:
+            return _not_utf8(stray, where, raw)
+        line = f"line {error.lineno} of the item, " if error.lineno > 1 else ""
+        return _broken(raw, where, "not JSON", f"not JSON: {error.msg} at {line}column {error.colno}")
+    if not isinstance(fields, dict):
+        return _broken(raw, where, "not an object", f"not an object, but the JSON {shown(raw)[:_SHOWN]}")
+    if beyond := beyond_64_bits(raw):
+        return _broken(raw, where, "number too large", beyond)
+    return Row(fields=fields, where=where)
+
+
+def _broken(raw: bytes, where: str, reason: str, found: str) -> Broken:
+    of_array = raw.lstrip()[:1] in (b"[", b"]") or raw.rstrip()[-1:] == b","
+    remedy = _ARRAY if of_array else "correct or remove the row"
+    return Broken(where=where, found=found, reason=reason, raw=shown(raw), remedy=remedy)
+
+
+def _item_rows(items: Sequence[tuple[str, bytes]]) -> Rows:
+    """The rows in the places and bytes of items."""
+    return (_json_row(raw, where) for where, raw in items)
+
+
+def _items(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes]]:
+    """The line and the bytes of each item of an array.
+
+    Raises:
+        DataError: the array is cut or malformed, so that the items that follow cannot be told apart.
+    """
+    decode = json.JSONDecoder(strict=False, parse_int=str, parse_float=str).raw_decode
+    text, place, line, index = "", 0, 1, 0  # what was read but not yet consumed, as one character per byte
+    while True:
+        mark = _MARK.match(text, place)
+        assert mark  # the pattern also matches an empty text
+        start = end = at = mark.end()
+        is_end, fault = mark[1] == "]" or (mark[1][-1:] == "]" and not index), ""
+        if is_end:
+            fault = "something after the end" if start < len(text) else ""
+        elif mark[1] != ("," if index else "["):
+            fault = "no comma after an item"
+        else:
+            try:
+                end = decode(text, start)[1]
+            except json.JSONDecodeError as error:
+                fault, at = error.msg.removesuffix(" at"), error.pos
+            except RecursionError:
+                fault = "values nested too deep"
+        if not fault and end < len(text):  # a number may continue in the text that is read next
+            line += text.count("\n", place, start)
+            yield line, text[start:end].encode("latin-1")
+            line += text.count("\n", start, end)
+            place, index = end, index + 1
+            continue
+        pending = len(text) - place  # at least doubled, so that a long item is not parsed too often
+        if pending <= MAX_ROW_BYTES and (block := stream.read(max(BLOCK_BYTES, pending))):
+            text, place = text[place:] + block.decode("latin-1"), 0
+        elif is_end and not fault:
+            return
+        else:
+            fault = f"an item of more than {MOST}" if pending > MAX_ROW_BYTES else fault
+            near = text[at : at + _SHOWN].encode("latin-1").decode(errors="replace")
+            found = f"{fault} at {near!r}" if near.strip() else "the file ends inside it"
+            where = f"{name}:{line + text.count(chr(10), place, at)}"
+            raise refused(where, f"not a JSON array: {found} (item [{index}])", "objects between commas, to its end")
+
+
+# --- plain text
+
+
+def read_text(path: Path, name: str, split_by: SplitBy | None) -> Iterator[Chunk]:
+    """Rows ``{"text": ...}``: by default paragraphs where there are blank lines, else lines."""
+    split: SplitBy = split_by or detected_split(path)
+    with opened(path, name) as stream:
+        blocks = _blocks(stream, name) if split == "line" else _paragraph_blocks(stream, name)
+        if split == "document":
+            raw = stream.read(MAX_ROW_BYTES + 1)
+            if len(raw) > MAX_ROW_BYTES:
+                remedy = "split it, or set split_by=paragraph or split_by=line"
+                raise refused(name, f"the file is one row of more than {MOST}", "a shorter one", remedy)
+            blocks = iter([(1, raw)])
+        for first, data in blocks:
+            if data and not data.isspace():
+                yield Chunk(rows=partial(_texts, name, first, data, split), split_by=split)
+
+
+def _paragraph_blocks(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes]]:
+    """Blocks of lines, each ending at a blank line."""
+    pending, first = b"", 1
+    for number, data in _blocks(stream, name):
+        first = first if pending else number
+        pending += data
+        end = max((match.end() for match in BLANK_LINE.finditer(pending)), default=0)
+        if end:
+            yield first, pending[:end]
+            first += pending.count(b"\n", 0, end)
+            pending = pending[end:]
+        elif len(pending) > MAX_ROW_BYTES:
+            remedy = "put blank lines between paragraphs, or set split_by=line"
+            raise refused(f"{name}:{first}", f"a paragraph of more than {MOST}", "shorter ones", remedy)
+    if pending:
+        yield first, pending
+
+
+def _texts(name: str, first: int, data: bytes, split: SplitBy) -> Rows:
+    """The rows in whole lines or paragraphs, or the document; ``first`` is the number of the first line."""
+    if split == "document":
+        yield _text_row(data.replace(b"\r\n", b"\n"), name)
+        return
+    lines, begin = list[bytes](), first
+    for number, line in enumerate([*data.split(b"\n"), b""], start=first):
+        is_text = bool(line) and not line.isspace()
+        if is_text:
+            begin = begin if lines else number
+            lines.append(line.removesuffix(b"\r"))
+        if lines and (split == "line" or not is_text):
+            yield _text_row(b"\n".join(lines), f"{name}:{begin}")
+            lines.clear()
+
+
+def _text_row(raw: bytes, where: str) -> Row | Broken:
+    try:
+        return Row(fields={"text": raw.decode()}, where=where)
+    except UnicodeDecodeError as error:
+        return _not_utf8(error, where, raw)
+
+
+# --- the reader of each suffix
+
+_READERS: Mapping[str, Callable[[Path, str], Iterator[Chunk]]] = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), read_json_lines), ".json": read_json,
+    ".parquet": read_parquet, ".arrow": read_arrow, ".feather": read_arrow, ".csv": read_csv,
+    ".tsv": partial(read_csv, separator="\t"),
+}  # fmt: skip
+_SUFFIXES = (*_READERS, *_TEXTS)
+_ACCEPTED = f"{', '.join(_SUFFIXES)}, each also with .gz, .zst or .bz2"

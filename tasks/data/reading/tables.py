@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, PipelineError
-from tasks.data.reading.chunk import BLOCK_BYTES, Broken, Chunk, Row, Rows, Slice, Unread, no_split, refused
-from tasks.data.reading.lines import format_of, json_value, on_disk
+from tasks.data.reading.chunk import (
+    BLOCK_BYTES,
+    Broken,
+    Chunk,
+    Row,
+    Rows,
+    Slice,
+    Unread,
+    format_of,
+    json_value,
+    no_split,
+    on_disk,
+    refused,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,14 +1,19 @@
-"""Options that determine the tokens of prepared rows; and packs: short rows in one example."""
+"""Options that determine the tokens of prepared rows; packs, short rows in one example; chunks of documents."""
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from tasks.data.kinds import TEXT, RowOutcome, arrow_schema
 from tasks.data.tokens.template import Thinking
 from tasks.model.chat_template import check_name
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 TooLong = Literal["cut_answer", "cut_prompt", "drop", "refuse"]
 Packing = Literal["best_fit"]
@@ -119,3 +124,60 @@ def rows_of(pack: Mapping[str, list[int]]) -> Iterator[dict[str, list[int]]]:
     for length in pack["seq_lengths"]:
         yield {name: pack[name][place : place + length] for name in ("input_ids", "labels")}
         place += length
+
+
+# Documents: chunks of the stream of all tokens.
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenPart:
+    """The examples of some consecutive rows, and the outcomes that are known so far."""
+
+    outcomes: Sequence[RowOutcome]
+    columns: "pa.RecordBatch"
+
+
+FILLS_NO_CHUNK = "fills_no_chunk"  # the reason why a document is dropped
+
+
+def chunked(parts: Iterable[TokenPart], max_length: int) -> Iterator[TokenPart]:
+    """Chunks of all tokens, except the rest at the end, which does not fill a chunk.
+
+    The document in which the rest starts counts as cut, documents entirely inside it as dropped. The outcome of a
+    document is returned with the part that determines it.
+    """
+    import pyarrow as pa
+
+    rest = pa.array([], pa.int32())
+    ended = deque[tuple[RowOutcome, int]]()  # documents, and where they end in the stream
+    total = 0  # tokens of the stream so far
+    for part in parts:
+        for outcome in part.outcomes:
+            total += outcome.length
+            ended.append((outcome, total))
+        tokens = pa.concat_arrays([rest, part.columns.column("input_ids").flatten()])
+        kept = len(tokens) // max_length * max_length
+        rest, done = tokens[kept:], list[RowOutcome]()
+        while ended and ended[0][1] <= total - len(rest):
+            outcome, _ = ended.popleft()
+            done.append(_trained(outcome, outcome.length))
+        yield TokenPart(outcomes=done, columns=_chunks(tokens[:kept], max_length))
+    # A document is trained up to the start of the rest.
+    start = total - len(rest)
+    left = [_trained(outcome, outcome.length - min(outcome.length, end - start)) for outcome, end in ended]
+    yield TokenPart(outcomes=left, columns=_chunks(rest[:0], max_length))
+
+
+def _trained(outcome: RowOutcome, tokens: int) -> RowOutcome:
+    outcome.tokens = outcome.trained = tokens
+    outcome.cut = 0 < tokens < outcome.length
+    outcome.dropped = outcome.dropped or (None if tokens else FILLS_NO_CHUNK)
+    return outcome
+
+
+def _chunks(tokens: "pa.Array", max_length: int) -> "pa.RecordBatch":
+    import pyarrow as pa
+
+    places = pa.array(range(0, len(tokens) + 1, max_length), pa.int32())
+    chunks = pa.ListArray.from_arrays(places, tokens)
+    return pa.RecordBatch.from_arrays([chunks, chunks], schema=arrow_schema(TEXT.tokens))

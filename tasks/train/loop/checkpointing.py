@@ -20,7 +20,7 @@ from lineage.checkpoints import Checkpoint, Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import HELD_OUT
-from tasks.data.tokens.cache import load_or_make
+from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.train.best import HELD_OUT_LOSS, Best, completes_epochs, kept_steps
 from tasks.train.loop.callbacks import has_diverged, step_metrics

@@ -16,8 +16,8 @@ from lineage.artifact import DATA, Kind
 from lineage.errors import ConfigError, DataError
 from tasks.context import Metrics, TrainContext
 from tasks.data.kinds import PREFERENCES, PROMPTS, ROW_KINDS, UNPAIRED, RowKind, kind_of_columns, single_answers
-from tasks.data.tokens.cache import show
 from tasks.data.tokens.tokenization import Tokenization, TooLong
+from tasks.data.tokens.tokenize_rows import show
 from tasks.evaluate.scoring import Scored
 from tasks.judgement.check_rows import check_rows, leaked
 from tasks.method import Input, Inputs, Training

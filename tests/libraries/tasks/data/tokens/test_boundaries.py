@@ -11,11 +11,10 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from lineage.artifact import Kind
 from lineage.errors import DataError
 from tasks.data.kinds import IGNORED, Message, TokenRow
-from tasks.data.tokens.cache import load_or_make
 from tasks.data.tokens.encoding import Joined, encode_rendered, encoder_of
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.tokenization import ControlText, Tokenization
-from tasks.data.tokens.tokenize_rows import CONTROL_TOKENS, RowTokenizer
+from tasks.data.tokens.tokenize_rows import CONTROL_TOKENS, RowTokenizer, load_or_make
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.rows import Lengths, Prompt, answered_tokens, prompt_tokens
 from tasks.model.chat_template import CHATML, HERMES

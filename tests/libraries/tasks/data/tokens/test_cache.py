@@ -10,9 +10,9 @@ import pytest
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.data.tokens import cache as module
-from tasks.data.tokens.cache import TokenizedRows, load_or_make, tokens_key
+from tasks.data.tokens import tokenize_rows as module
 from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenize_rows import TokenizedRows, load_or_make, tokens_key
 from tasks.model.chat_template import CHATML, HERMES
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input

@@ -18,8 +18,8 @@ from transformers.utils import chat_template_utils
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.kinds import Message
-from tasks.data.tokens.rendering import Renderer, Turns, turn_ends
-from tasks.data.tokens.template import Thinking, Tools, in_field
+from tasks.data.tokens.rendering import Renderer, Turns, in_field, turn_ends
+from tasks.data.tokens.template import Thinking, Tools
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import IGNORED, RowTokenizer
 from tests import tiny

@@ -9,7 +9,7 @@ import pytest
 
 from lineage.errors import ConfigError
 from tasks.data.tokens import template as limits
-from tasks.data.tokens.template import Template
+from tasks.data.tokens.rendering import Template
 from tasks.model.chat_template import CHATML
 
 SAID = [{"role": "user", "content": "q"}]

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED
-from tasks.data.tokens.rendering import Renderer
-from tasks.data.tokens.template import DATE, Tools
+from tasks.data.tokens.rendering import DATE, Renderer
+from tasks.data.tokens.template import Tools
 from tasks.model.chat_template import CHATML, HERMES
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import token_rows

@@ -9,8 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lineage.errors import ConfigError, DataError
 from tasks.data.kinds import IGNORED
-from tasks.data.tokens.cache import show
-from tasks.data.tokens.tokenize_rows import TokenRow, require_chat_template
+from tasks.data.tokens.tokenize_rows import TokenRow, require_chat_template, show
 from tasks.dpo import DPO
 from tasks.method import Adapter
 from tasks.sft import SFT

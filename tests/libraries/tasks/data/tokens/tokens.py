@@ -7,9 +7,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lineage.artifact import Kind
 from tasks.data.kinds import TokenRow, kind_of_columns
-from tasks.data.tokens.cache import TokenizedRows, load_or_make
 from tasks.data.tokens.tokenization import Packing, Tokenization, TooLong
-from tasks.data.tokens.tokenize_rows import RowTokenizer
+from tasks.data.tokens.tokenize_rows import RowTokenizer, TokenizedRows, load_or_make
 from tasks.method import Input
 from tests import tiny
 

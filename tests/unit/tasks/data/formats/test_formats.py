@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lineage.artifact import Kind
-from tasks.data.formats.detect import Detected, detect
-from tasks.data.formats.known import BY_NAME, FORMATS
+from tasks.data.formats.detect import BY_NAME, FORMATS, Detected, detect
 from tasks.data.formats.turns import BadRowError
 from tasks.data.kinds import messages_of, tools_of
 

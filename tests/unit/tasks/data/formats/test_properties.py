@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.data.formats.known import BY_NAME
+from tasks.data.formats.detect import BY_NAME
 from tasks.data.formats.turns import BadRowError
 from tasks.data.preparing.convert_rows import remarks
 

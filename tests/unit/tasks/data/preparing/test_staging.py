@@ -8,9 +8,9 @@ import pytest
 
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
-from tasks.data import ordered_pool
-from tasks.data.ordered_pool import row_batches
-from tasks.data.preparing import staging
+from tasks.data import kinds as ordered_pool
+from tasks.data.kinds import row_batches
+from tasks.data.preparing import convert_rows as staging
 from tasks.data.preparing.convert_rows import ConvertRows, detect_source
 from tasks.prepare_data import PrepareText
 from tests.prepared import SIDES, numbered, prepare, prepare_slots, report, side

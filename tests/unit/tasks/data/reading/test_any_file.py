@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lineage.errors import DataError
-from tasks.data.reading import delimited, lines
+from tasks.data.reading import chunk, delimited
+from tasks.data.reading import read as reader
 from tasks.data.reading.chunk import Broken, Row
 from tests.unit.tasks.data.reading.written import read, rows_of, write
 
@@ -38,7 +39,7 @@ blocks = st.sampled_from([1, 7, 64, 2**20])
 def file_of(name: str, content: bytes, block_bytes: int = 2**20) -> Iterator[Path]:
     """A file that is read in blocks of a size."""
     with TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
-        for module in (lines, delimited):
+        for module in (chunk, reader, delimited):
             patch.setattr(module, "BLOCK_BYTES", block_bytes)
         yield write(Path(directory, name), content)
 

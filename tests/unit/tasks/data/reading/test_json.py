@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import DataError
-from tasks.data.reading import lines
+from tasks.data.reading import read as reader
 from tasks.data.reading.chunk import Broken, Row
 from tests.unit.tasks.data.reading.written import PACKED, faults, json_lines, read, rows_of, write
 
@@ -98,8 +98,8 @@ def test_what_no_parser_takes_is_a_fault_too(tmp_path: Path, line: bytes) -> Non
 
 
 def test_a_line_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(lines, "MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(reader, "MAX_ROW_BYTES", 2**20)
     endless = json_lines([{"text": "x" * (2**20 + 200)}])
     file = write(tmp_path / "rows.jsonl", b'{"text": "a"}\n' + endless + b'{"text": "c"}\n' + endless[:-1])
     with pytest.raises(DataError, match=r"rows.jsonl:2: a line of more than 64 MB; accepted: shorter lines; "):
@@ -179,8 +179,8 @@ def test_an_array_whose_items_cannot_be_told_apart_is_refused(tmp_path: Path, te
 
 
 def test_an_item_that_does_not_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(lines, "MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(reader, "MAX_ROW_BYTES", 2**20)
     file = write(tmp_path / "rows.json", json.dumps([{"a": 1}, {"a": "x" * 2**22}]))
     with pytest.raises(DataError, match=r"rows.json:1: not a JSON array: an item of more than 64 MB at .*item \[1\]"):
         read(file)

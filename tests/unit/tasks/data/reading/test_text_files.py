@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lineage.errors import DataError
-from tasks.data.reading import lines
+from tasks.data.reading import read as reader
 from tasks.data.reading.chunk import Row
 from tests.unit.tasks.data.reading.written import PACKED, faults, json_lines, read, rows_of, write
 
@@ -95,7 +95,7 @@ def test_what_is_not_utf8_is_named(tmp_path: Path) -> None:
 
 
 def test_a_document_that_is_blank_or_too_long_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "MAX_ROW_BYTES", 2**20)
+    monkeypatch.setattr(reader, "MAX_ROW_BYTES", 2**20)
     for content, message in (
         (" \n", ": there is no row in this file; accepted: at least one; write it again or leave it out"),
         ("x" * (2**20 + 1), ": the file is one row of more than 64 MB; accepted: a shorter one; "
@@ -144,7 +144,7 @@ def test_paragraphs_are_the_same_whatever_is_read_at_a_time(
     paragraphs = [f"paragraph {place}\n" + "more\n" * (place % 4) + "end" for place in range(50)]
     file = write(tmp_path / "rows.txt", "\n \n".join(paragraphs))
     whole = read(file)
-    monkeypatch.setattr(lines, "BLOCK_BYTES", size)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", size)
     assert read(file) == whole
     assert [row.fields["text"] for row in whole if isinstance(row, Row)] == paragraphs
 
@@ -154,7 +154,7 @@ def test_a_paragraph_that_is_no_text_or_does_not_end_is_named(tmp_path: Path, mo
     assert fault.startswith("rows.txt:4: byte 0xe4 at column 3 is not UTF-8 [")
     with pytest.raises(DataError, match="there is no row in this file"):
         read(write(tmp_path / "blank.txt", "\n\n"), split_by="paragraph")
-    monkeypatch.setattr(lines, "MAX_ROW_BYTES", 2**10)
-    monkeypatch.setattr(lines, "BLOCK_BYTES", 2**9)
+    monkeypatch.setattr(reader, "MAX_ROW_BYTES", 2**10)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 2**9)
     with pytest.raises(DataError, match=r"rows.txt:3: a paragraph of more than 64 MB; accepted: .* set split_by=line"):
         read(write(tmp_path / "rows.txt", "a\n\n" + "line\n" * 1000))
