@@ -146,15 +146,9 @@ class Training(TrainingRecipe):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         """Trains, and writes the output."""
-        from tasks.train.run import TrainingRun
+        from tasks.train.run import train
 
-        run = TrainingRun(self, inputs, ctx)
-        with run.resuming_without_memory():
-            metrics = self.loop(run)
-        saved = run.save()
-        epochs = metrics["steps"] * float(self.rows_per_step) / len(run.rows) if "steps" in metrics else None
-        length = {} if epochs is None else {"epochs": epochs}
-        return {**run.rows.metrics, **run.share, **metrics, **length, **saved}
+        return train(self, inputs, ctx, self.loop)
 
     def loop(self, run: "TrainingRun") -> Metrics:
         """Trains ``run.policy.model`` to its last step; returns final metrics."""

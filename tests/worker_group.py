@@ -154,7 +154,7 @@ def _noted(batches: list[list[str]], storages: list[int]) -> Iterator[None]:
     """Notes every batch that is collated, each row by its tokens, and where the last step's gradients lie."""
     from transformers import Trainer, TrainerCallback
 
-    from tasks.train.loop.fit import fit
+    from tasks.train.run import fit
 
     class Storages(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,7 +1,21 @@
-"""The parts of every training: loading of models and rows, the trainer's arguments, the loop, and the output."""
+"""One training, from its method and inputs to the saved output; ``train`` begins it. In order of time:
 
+1. Models: the policy with its adapter, and the models that the method names beside it (``models/``).
+2. Rows: their tokens, the order of training, and the collator.
+3. The trainer and its optimizer, with what all trainings share: ``trl``, ``trainer_args`` (``optim/``, ``losses/``).
+4. The loop: ``fit`` takes the steps, with callbacks that measure, report, save and end it.
+5. The output: ``save``.
+
+What happens inside a step is in three more files: ``kernels/padding_free.py`` (the batch and its forward),
+``loop/callbacks.py`` (metrics) and ``loop/checkpointing.py`` (checkpoints, stops). Evaluation beside the steps is
+``loop/evaluation.py``, the division over workers ``sharding.py``, a loop of a method's own ``loop/own_loop.py``.
+"""
+
+import difflib
+import inspect
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property, partial
@@ -11,12 +25,11 @@ from typing import TYPE_CHECKING, cast
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
-from transformers import PreTrainedModel, Trainer, set_seed
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, set_seed
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError, DataError, NoMemoryError, PipelineError
+from lineage.errors import ConfigError, NoMemoryError, PipelineError, StoppedError
 from tasks.context import AUTO_ROWS
-from tasks.data.kinds import tokens_of
 from tasks.data.tokens.rendering import stop_at, turn_ends
 from tasks.data.tokens.tokenize_rows import load_or_make, require_chat_template, show
 from tasks.judgement.estimate import MOST_TOKENS, architecture, sequences, tokens_at_once
@@ -26,28 +39,43 @@ from tasks.model.merging import golden_prompts
 from tasks.model.positions import require_positions
 from tasks.model.tokenizers import read_otherwise, require_same_tokens, tokenizer_of
 from tasks.recipe import Role
+from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS
 from tasks.train.generation.one_policy import FixedReference
 from tasks.train.kernels.fast_lora import speed_up
 from tasks.train.kernels.machine import (
     attention_of,
+    collecting_between_steps,
+    deterministic_kernels,
+    fast_products,
     forget_liger,
     hold_in,
+    kernel_args,
     plain,
     prepare_layers,
     replace_kernels,
+    start_scaler,
 )
-from tasks.train.kernels.padding_free import Collator, collator_for, install, is_padding_free
-from tasks.train.loop.callbacks import Jumps, StepZeroProof, require_agreement
-from tasks.train.loop.checkpointing import held_out_rows
-from tasks.train.loop.fit import RankBudget, fit
+from tasks.train.kernels.padding_free import Collator, collator_for, install, is_padding_free, on_tokens, reads_lines
+from tasks.train.loop.callbacks import (
+    Jumps,
+    NewRandomState,
+    Recorder,
+    StepCounts,
+    StepMarks,
+    StepZeroProof,
+    require_agreement,
+    summary,
+)
+from tasks.train.loop.checkpointing import Checkpointing, Divergence, Saver, discard_drafts, seconds_before
+from tasks.train.loop.evaluation import AdaptiveRate, BestModel, Validating, held_out_rows
 from tasks.train.loop.speed import Speed
 from tasks.train.loop.token_batches import Budget, by_tokens
 from tasks.train.loop.token_batches import start as start_by_tokens
-from tasks.train.loop.trainers import on_tokens, parameters_of, reads_lines, require_known, trainer_args
 from tasks.train.losses.reference_logps import with_reference
-from tasks.train.losses.rewards import install_scores
+from tasks.train.losses.rewards import install_scores, unset_pad
 from tasks.train.models import load as models
 from tasks.train.models.adapted import (
+    RankBudget,
     adapter_weights_of,
     add_noise,
     add_reference,
@@ -63,24 +91,44 @@ from tasks.train.models.adapted import (
 )
 from tasks.train.models.freeze import freeze, freeze_unread
 from tasks.train.models.quantized_base import step_in_fp32
-from tasks.train.optim.optimizers import install_optimizer
-from tasks.train.optim.schedules import install_schedule
+from tasks.train.optim.optimizers import install_optimizer, optimizer_args
+from tasks.train.optim.schedules import install_schedule, schedule_args
+from tasks.train.sharding import name_accumulation, zero_args
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from tasks.context import Dtype, Resources, TrainContext
+    from tasks.context import Dtype, Metrics, Resources, TrainContext
     from tasks.data.tokens.tokenize_rows import TokenizedRows
     from tasks.model.adapter_files import Intake
     from tasks.recipe import Inputs, TrainingRecipe
     from tasks.train.kernels.machine import Held
     from tasks.train.models.load import Policy
 
+
 logger = logging.getLogger(__name__)
 
 _POLICY = "policy"
+_SHARED = {"train_dataset", "processing_class", "ref_model", "peft_config"}  # parameters that run.trl(...) sets
+
+
+def train(
+    method: "TrainingRecipe", inputs: "Inputs", ctx: "TrainContext", loop: "Callable[[TrainingRun], Metrics]"
+) -> dict[str, float]:
+    """Trains and writes the output; returns the metrics of the rows, the training and the output.
+
+    Args:
+        loop: of the method: ``run.fit(run.trl(...))``, or steps of its own on ``run.policy.model``.
+    """
+    run = TrainingRun(method, inputs, ctx)
+    with run.resuming_without_memory():
+        metrics = loop(run)
+    saved = run.save()
+    epochs = metrics["steps"] * float(method.rows_per_step) / len(run.rows) if "steps" in metrics else None
+    length = {} if epochs is None else {"epochs": epochs}
+    return {**run.rows.metrics, **run.share, **metrics, **length, **saved}
 
 
 class TrainingRun:
@@ -105,29 +153,7 @@ class TrainingRun:
         self._held_out: Dataset | None = None  # where they have precomputed log-probabilities
         self.device = torch.device(ctx.resources.device)
 
-    @cached_property
-    def policy(self) -> "Policy":
-        """The model to train, and its tokenizer.
-
-        A method with a loop of its own gets the model as ``trl`` would train it: on its device, in training mode, with
-        its adapter, and a reward model with scores of the last token.
-        """
-        start = self._start
-        if not self.method.has_own_loop:
-            return start
-        model = self._adapted(start.model) if self.method.adapter else start.model
-        complete_head(model)
-        freeze_unread(plain(model))
-        if self.method.adapter:
-            step_in_fp32(model)
-        self._count(model)
-        if self._is_reward_model:
-            install_scores(model)
-        if self._attention:
-            start.model.set_attn_implementation(self._attention)
-        prepare_layers(model, self.ctx.resources, own_loop=True)
-        self._speed_up(model)
-        return replace(start, model=model.to(self.device).train())
+    # --- 1. models
 
     @cached_property
     def _start(self) -> "Policy":
@@ -157,35 +183,62 @@ class TrainingRun:
         return models.Kept.of(self.inputs[_POLICY].path, self.ctx.work_dir)
 
     @cached_property
-    def rows(self) -> "TokenizedRows":
-        """The tokens of the rows; cut and dropped rows are logged.
-
-        The tokens that end their turns are added to the policy's stop tokens, beside those of the chat template.
-        """
-        reads, tokenization = type(self.method).reads, self.method.tokenization()
-        assert tokenization
-        if reads.chat:
-            require_chat_template(self._start.tokenizer, self.inputs[_POLICY])
-        given, workers = self.inputs[reads.slot], self.ctx.resources.cpus_per_worker
-        rows = load_or_make(tokenization, given, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
-        show(rows, given, self.method.max_length)
-        require_embeddings(rows, self._start.model, self._start.tokenizer)
-        if self.ctx.rank == 0 and (other := read_otherwise(self.inputs[_POLICY].path)):
-            logger.warning(
-                "tokenizer=tokenizer.json auto_tokenizer=%s: transformers' AutoTokenizer, and programs that load the "
-                "output by it, read other tokens; load it with PreTrainedTokenizerFast", other,
-            )  # fmt: skip
-        if self._start.model.can_generate():
-            stop_at(self._start.model.generation_config, rows.stats.stop_tokens)
-        return rows
+    def _intake(self) -> "Intake":
+        return intake(self.method, self.inputs[_POLICY])
 
     @cached_property
-    def num_steps(self) -> int:
-        """Optimizer steps; with ``num_epochs``, derived from the number of rows."""
-        steps = self.method.steps(lambda: len(self.rows))
-        if self.method.num_steps is None:
-            logger.info("num_epochs=%g rows=%d num_steps=%d", self.method.num_epochs, len(self.rows), steps)
-        return steps
+    def policy(self) -> "Policy":
+        """The model to train, and its tokenizer.
+
+        A method with a loop of its own gets the model as ``trl`` would train it: on its device, in training mode, with
+        its adapter, and a reward model with scores of the last token.
+        """
+        start = self._start
+        if not self.method.has_own_loop:
+            return start
+        model = self._adapted(start.model) if self.method.adapter else start.model
+        complete_head(model)
+        freeze_unread(plain(model))
+        if self.method.adapter:
+            step_in_fp32(model)
+        self._count(model)
+        if self._is_reward_model:
+            install_scores(model)
+        if self._attention:
+            start.model.set_attn_implementation(self._attention)
+        prepare_layers(model, self.ctx.resources, own_loop=True)
+        self._speed_up(model)
+        return replace(start, model=model.to(self.device).train())
+
+    def _adapted(self, model: "PreTrainedModel") -> "PeftModel":
+        """The model with its adapter: the input's, a new one on top of the input's, or only a new one."""
+        adapter, config = self.method.adapter, self._peft_config(model)
+        assert adapter
+        below = stacked(model, self._intake.carried) if self.method.adapter_in == "stack" else None
+        set_seed(self.method.seed)  # for the adapter's initial weights, as TRL's trainers do
+        if self.method.adapter_in == "continue":
+            adapted = continued(model, adapter, config, self._intake.carried[0])
+        elif below is not None:
+            adapted = upon(below, config)
+        else:
+            pad = self._start.tokenizer.pad_token_id
+            adapted = new_adapter(model, adapter, config, lambda: self.ordered_rows, pad)
+        save_only_the_trained(adapted)
+        if adapter.changes_the_base:
+            self._adapter_start = adapter_weights_of(adapted)
+        return adapted
+
+    def _peft_config(self, model: "PreTrainedModel") -> "PeftConfig":
+        assert self.method.adapter
+        return peft_config(self.method.adapter, model, self.num_steps)
+
+    def _count(self, model: torch.nn.Module) -> None:
+        if self.method.adapter or self.method.freeze:
+            self.share = share_trained(model)
+
+    def _speed_up(self, model: "PreTrainedModel | PeftModel") -> None:
+        if self.method.adapter and self.method.precision == "bf16" and self.ctx.resources.gpus_per_worker:
+            logger.info("adapter=%s fused_layers=%d", self.method.adapter.type, speed_up(model))
 
     def model(self, name: str) -> "PreTrainedModel | None":
         """Loads a model that the method names beside its policy, by its role.
@@ -241,6 +294,173 @@ class TrainingRun:
         reference = models.load_policy(self.method, given, self.ctx, held=held).model
         replace_kernels(reference, self.method.precision, self.ctx.resources)
         return models.frozen(hold_in(reference, held))
+
+    def _reference(self) -> "PreTrainedModel | None":
+        if not self.method.has_reference:
+            return None
+        return self.model(next(name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY))
+
+    @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The policy's."""
+        return self._start.tokenizer
+
+    def disable_dropout(self) -> None:
+        """Switches off the policy's dropout, except that of an adapter; before ``policy`` is first read."""
+        assert "policy" not in self.__dict__
+        models.disable_dropout(self._start.model)
+
+    @cached_property
+    def _attention(self) -> str | None:
+        found = attention_of(self.ctx.resources, self.method.precision)
+        logger.info(
+            "precision=%s attention=%s weights=%s", self.method.precision, found or "default", self._frozen_dtype
+        )
+        return found
+
+    @property
+    def _frozen_dtype(self) -> "Dtype":
+        return self.ctx.resources.frozen_dtype(self.method.precision)
+
+    @property
+    def _base_dtype(self) -> "Held":
+        """The dtype of the initial weights: fp32 if they are trained, or an initialization changes them."""
+        adapter = self.method.adapter
+        if self.method.optimizer.weights:
+            return "as trained"
+        return self._frozen_dtype if adapter and not adapter.changes_the_base else "fp32"
+
+    @property
+    def _rounds_as_policy(self) -> bool:
+        """Whether the reference of a full training rounds to bf16 where autocast rounds its policy."""
+        return self.method.adapter is None and self.method.precision == "bf16" and self._frozen_dtype == "bf16"
+
+    @property
+    def _is_reward_model(self) -> bool:
+        return self.method.models[_POLICY] == Role.REWARD_HEAD
+
+    @property
+    def _chat_template(self) -> str | None:
+        tokenization = self.method.tokenization()
+        return tokenization.chat_template if tokenization else None
+
+    # --- 2. rows
+
+    @cached_property
+    def rows(self) -> "TokenizedRows":
+        """The tokens of the rows; cut and dropped rows are logged.
+
+        The tokens that end their turns are added to the policy's stop tokens, beside those of the chat template.
+        """
+        reads, tokenization = type(self.method).reads, self.method.tokenization()
+        assert tokenization
+        if reads.chat:
+            require_chat_template(self._start.tokenizer, self.inputs[_POLICY])
+        given, workers = self.inputs[reads.slot], self.ctx.resources.cpus_per_worker
+        rows = load_or_make(tokenization, given, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
+        show(rows, given, self.method.max_length)
+        models.require_embeddings(rows, self._start.model, self._start.tokenizer)
+        if self.ctx.rank == 0 and (other := read_otherwise(self.inputs[_POLICY].path)):
+            logger.warning(
+                "tokenizer=tokenizer.json auto_tokenizer=%s: transformers' AutoTokenizer, and programs that load the "
+                "output by it, read other tokens; load it with PreTrainedTokenizerFast", other,
+            )  # fmt: skip
+        if self._start.model.can_generate():
+            stop_at(self._start.model.generation_config, rows.stats.stop_tokens)
+        return rows
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Optimizer steps; with ``num_epochs``, derived from the number of rows."""
+        steps = self.method.steps(lambda: len(self.rows))
+        if self.method.num_steps is None:
+            logger.info("num_epochs=%g rows=%d num_steps=%d", self.method.num_epochs, len(self.rows), steps)
+        return steps
+
+    @cached_property
+    def ordered_rows(self) -> Dataset:
+        """Exactly the rows that the training consumes, in its order."""
+        rows = self.rows
+        if self._precomputes:
+            rows = replace(rows, examples=self._with_reference(rows.examples))
+        return ordered(rows, self.method, self.num_steps)
+
+    @property
+    def _precomputes(self) -> bool:
+        return self.method.has_reference and self.ctx.resources.precompute_reference
+
+    def _with_reference(self, examples: Dataset) -> Dataset:
+        """Pairs with the reference's log-probabilities: those of the policy before it gets an adapter."""
+        carries = self.method.adapter_in in ("continue", "stack")
+        model = models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model if carries else self._start.model
+        return with_reference(examples, self.method, self.inputs, self.ctx, model)
+
+    @property
+    def _packs(self) -> bool:
+        """Whether examples are packs of rows, which must not attend to each other."""
+        tokenization = self.method.tokenization()
+        return tokenization is not None and tokenization.packing is not None
+
+    def _collator(self, own: object, is_line: bool) -> Collator:
+        """The method's own collator or that of the rows' kind; adds the layout of tokens for a padding-free forward."""
+        reads, tokenization = type(self.method).reads, self.method.tokenization()
+        collate = cast(Collator, own or reads.collator(self._start.tokenizer.pad_token_id))
+        if self._packs or (is_line and tokenization and reads.kind != Kind.TEXT):  # chunks have no padding
+            pairs = reads.kind == Kind.PREFERENCES
+            collate = collator_for(self._start.model, collate, pairs=pairs, packs=self._packs)
+        return collate
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Tokens at which the policy's generation ends, with those that end the assistant's turns."""
+        assert self.rows
+        found = self._start.model.generation_config.eos_token_id
+        return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+    def micro_batches(self, step: int) -> Iterator[object]:
+        """This worker's collated rows of an optimizer step on ``device``, for a loop that is not transformers'.
+
+        Args:
+            step: counted from 0.
+        """
+        rows, size = self.ordered_rows, self.rows_at_once
+        collate = self._collator(None, is_line=False)
+        first = step * self.method.global_batch_size
+        for number in range(self.method.global_batch_size // self.ctx.world_size // size):
+            start = first + (number * self.ctx.world_size + self.ctx.rank) * size
+            yield send_to_device(collate([rows[index] for index in range(start, start + size)]), self.device)
+
+    @cached_property
+    def rows_at_once(self) -> int:
+        """Rows of a forward pass, where a trainer or a loop counts them; ``auto``: as many as the budget holds."""
+        rows = self._resources_of_rows.micro_batch_size
+        assert rows != "auto"
+        return rows
+
+    @cached_property
+    def _resources_of_rows(self) -> "Resources":
+        return self._of_rows(max(1, self._tokens_at_once // (self.method.max_length * sequences(self.method))))
+
+    def _of_rows(self, most: int) -> "Resources":
+        method = self.method
+        whole_groups = getattr(method, "whole_groups", False)  # of a method that generates
+        multiple = int(getattr(method, "num_generations", 1)) if whole_groups else 1
+        return self.ctx.resources.of_rows(method.global_batch_size // self.ctx.world_size, most, multiple)
+
+    @cached_property
+    def _tokens_at_once(self) -> int:
+        """Tokens of a forward pass under ``micro_batch_size=auto``, by the estimate."""
+        config, resources = self._start.model.config, self.ctx.resources
+        found, held = architecture(config.to_dict()), 0
+        if resources.gpus_per_worker:
+            held = int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+        if found is None:
+            return AUTO_ROWS * self.method.max_length
+        tokens = tokens_at_once(self.method, resources, found, found.shapes(), held)
+        logger.info("micro_batch_size=auto tokens_at_once=%d", tokens)
+        return tokens
+
+    # --- 3. the trainer and its optimizer
 
     def trl(self, trainer_class: type[Trainer], config_class: type, **own: object) -> Trainer:
         """Builds a trainer of TRL, of transformers or of a user's own, with everything that trainings share.
@@ -322,290 +542,6 @@ class TrainingRun:
         budget = Budget(tokens=self._tokens_at_once, most=MOST_TOKENS, measured=on_gpu and not is_exact)
         start_by_tokens(trainer, budget, self.method.global_batch_size, padded=padded)
 
-    def _watch_reference(self, trainer: Trainer, reference: "PreTrainedModel | None", *, proves: bool) -> None:
-        """Compares policy and reference before the first step, unless NEFTune's noise makes them differ, and requires
-        that the reference stays.
-
-        Args:
-            proves: the first, where the trainer does not itself.
-        """
-        if proves and self.method.neftune_alpha:
-            self._log_unproven()
-        elif proves:
-            trainer.add_callback(StepZeroProof(trainer, self.inputs[_POLICY], self._proof_tolerance))
-        if not self._precomputes:
-            held = getattr(trainer, "ref_model", None)
-            trainer.add_callback(self.fixed_reference(trainer.model, reference if held is None else held))
-
-    def _log_unproven(self) -> None:
-        logger.warning(
-            "step=0 reference=unproven: neftune_alpha=%g adds noise, other for each forward", self.method.neftune_alpha
-        )
-
-    def micro_batches(self, step: int) -> Iterator[object]:
-        """This worker's collated rows of an optimizer step on ``device``, for a loop that is not transformers'.
-
-        Args:
-            step: counted from 0.
-        """
-        rows, size = self.ordered_rows, self.rows_at_once
-        collate = self._collator(None, is_line=False)
-        first = step * self.method.global_batch_size
-        for number in range(self.method.global_batch_size // self.ctx.world_size // size):
-            start = first + (number * self.ctx.world_size + self.ctx.rank) * size
-            yield send_to_device(collate([rows[index] for index in range(start, start + size)]), self.device)
-
-    def disable_dropout(self) -> None:
-        """Switches off the policy's dropout, except that of an adapter; before ``policy`` is first read."""
-        assert "policy" not in self.__dict__
-        models.disable_dropout(self._start.model)
-
-    @cached_property
-    def rows_at_once(self) -> int:
-        """Rows of a forward pass, where a trainer or a loop counts them; ``auto``: as many as the budget holds."""
-        rows = self._resources_of_rows.micro_batch_size
-        assert rows != "auto"
-        return rows
-
-    @cached_property
-    def _resources_of_rows(self) -> "Resources":
-        return self._of_rows(max(1, self._tokens_at_once // (self.method.max_length * sequences(self.method))))
-
-    def _of_rows(self, most: int) -> "Resources":
-        method = self.method
-        whole_groups = getattr(method, "whole_groups", False)  # of a method that generates
-        multiple = int(getattr(method, "num_generations", 1)) if whole_groups else 1
-        return self.ctx.resources.of_rows(method.global_batch_size // self.ctx.world_size, most, multiple)
-
-    @cached_property
-    def _tokens_at_once(self) -> int:
-        """Tokens of a forward pass under ``micro_batch_size=auto``, by the estimate."""
-        config, resources = self._start.model.config, self.ctx.resources
-        found, held = architecture(config.to_dict()), 0
-        if resources.gpus_per_worker:
-            held = int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
-        if found is None:
-            return AUTO_ROWS * self.method.max_length
-        tokens = tokens_at_once(self.method, resources, found, found.shapes(), held)
-        logger.info("micro_batch_size=auto tokens_at_once=%d", tokens)
-        return tokens
-
-    @contextmanager
-    def resuming_without_memory(self) -> Iterator[None]:
-        """Under ``micro_batch_size=auto``: where a step cannot be repeated, the training resumes with fewer rows.
-
-        So it is where completions are generated, in a loop of a method's own, and with ZeRO.
-
-        Raises:
-            NoMemoryError: memory was short, and there are fewer rows to take.
-            PipelineError: there are not.
-        """
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            if self.ctx.resources.micro_batch_size != "auto":
-                raise
-            rows, reason = self.rows_at_once, str(error).partition(". ")[0]
-        else:
-            return
-        fewer = self._of_rows(rows // 2).micro_batch_size
-        assert fewer != "auto"
-        if fewer >= rows:
-            raise PipelineError(
-                f"out of memory with {rows} rows in a forward pass, the fewest ({reason}); set "
-                "gradient_checkpointing=on, a smaller max_length, an adapter or quantization"
-            )
-        raise NoMemoryError(f"out of memory with {rows} rows in a forward pass ({reason})", fewer)
-
-    @property
-    def speed(self) -> Speed:
-        """Measures the training's speed."""
-        return Speed.of(self.method, self.ctx.resources, self._start.model.config, self.inputs)
-
-    @property
-    def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The policy's."""
-        return self._start.tokenizer
-
-    @property
-    def stop_tokens(self) -> list[int]:
-        """Tokens at which the policy's generation ends, with those that end the assistant's turns."""
-        assert self.rows
-        found = self._start.model.generation_config.eos_token_id
-        return [] if found is None else [found] if isinstance(found, int) else list(found)
-
-    def fixed_reference(
-        self, policy: "PreTrainedModel | PeftModel", reference: "PreTrainedModel | None"
-    ) -> FixedReference:  # fmt: skip
-        """A check before the first updates that the reference does not follow the policy.
-
-        Args:
-            reference: None: as of ``model``.
-        """
-        sync = getattr(self.method, "reference_sync", None)
-        return FixedReference(policy, reference, sync and sync.every_steps)
-
-    def start_proof(self) -> Callable[["Tensor"], None]:
-        """A check of the log-ratios before the first step: that policy and reference agree (``require_agreement``)."""
-        if self.method.neftune_alpha:
-            self._log_unproven()
-            return lambda _log_ratios: None
-        return partial(require_agreement, self.inputs[_POLICY], self._proof_tolerance)
-
-    def fit(self, trainer: Trainer) -> dict[str, float]:
-        """Trains to the last step; see ``fit``."""
-        self.trained = trainer.model
-        if self.ctx.rank == 0 and type(self.method).reads.trained:  # else a loss says nothing about rows
-            trainer.add_callback(Jumps(self._rows_of_step))
-        return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows), self._held_out)
-
-    def _rows_of_step(self, step: int) -> str:
-        order = row_order(len(self.rows), self.method.rows_of(step), self.method.seed)
-        return self.rows.named(order[self.method.rows_of(step - 1) :])
-
-    def save(self) -> dict[str, float]:
-        """Writes the trained model with its tokenizer and chat template; rank 0 only.
-
-        Returns:
-            Where an adapter was merged: the golden prompts before and after, as metrics.
-        """
-        model = self.policy.model if self.trained is None else self.trained
-        prompts = golden_prompts(self.rows) if self.ctx.rank == 0 else []
-        if self._is_reward_model:
-            self._unset_pad(plain(model))
-        forget_liger()  # a quantized base is merged on the CPU
-        metrics = models.save_output(
-            self.method, model, self.inputs[_POLICY], self.ctx, self._kept, self._adapter_start, prompts
-        )
-        if self._chat_template and self.ctx.rank == 0:
-            (self.ctx.output_dir / CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
-        for write in self.writers if self.ctx.rank == 0 else ():
-            write(self.ctx.output_dir)
-        return dict(metrics)
-
-    def _unset_pad(self, model: "PreTrainedModel") -> None:
-        """Removes the pad token from a reward model's config where it also ends rows.
-
-        transformers reads the score at the last token that is not the pad token, which would be the one before the end.
-        Without a pad token it reads the last token of a row, and refuses several rows at once.
-        """
-        pad = self._start.tokenizer.pad_token_id
-        if pad == self._start.tokenizer.eos_token_id or pad in self.rows.stats.stop_tokens:
-            for config in (model.config, model.config.get_text_config()):
-                config.pad_token_id = None
-
-    @cached_property
-    def ordered_rows(self) -> Dataset:
-        """Exactly the rows that the training consumes, in its order."""
-        rows = self.rows
-        if self._precomputes:
-            rows = replace(rows, examples=self._with_reference(rows.examples))
-        return ordered(rows, self.method, self.num_steps)
-
-    def _with_reference(self, examples: Dataset) -> Dataset:
-        """Pairs with the reference's log-probabilities: those of the policy before it gets an adapter."""
-        carries = self.method.adapter_in in ("continue", "stack")
-        model = models.load_policy(self.method, self.inputs[_POLICY], self.ctx).model if carries else self._start.model
-        return with_reference(examples, self.method, self.inputs, self.ctx, model)
-
-    @property
-    def _chat_template(self) -> str | None:
-        tokenization = self.method.tokenization()
-        return tokenization.chat_template if tokenization else None
-
-    @property
-    def _packs(self) -> bool:
-        """Whether examples are packs of rows, which must not attend to each other."""
-        tokenization = self.method.tokenization()
-        return tokenization is not None and tokenization.packing is not None
-
-    @property
-    def _is_reward_model(self) -> bool:
-        return self.method.models[_POLICY] == Role.REWARD_HEAD
-
-    @cached_property
-    def _attention(self) -> str | None:
-        found = attention_of(self.ctx.resources, self.method.precision)
-        logger.info(
-            "precision=%s attention=%s weights=%s", self.method.precision, found or "default", self._frozen_dtype
-        )
-        return found
-
-    @property
-    def _frozen_dtype(self) -> "Dtype":
-        return self.ctx.resources.frozen_dtype(self.method.precision)
-
-    @property
-    def _base_dtype(self) -> "Held":
-        """The dtype of the initial weights: fp32 if they are trained, or an initialization changes them."""
-        adapter = self.method.adapter
-        if self.method.optimizer.weights:
-            return "as trained"
-        return self._frozen_dtype if adapter and not adapter.changes_the_base else "fp32"
-
-    @property
-    def _proof_tolerance(self) -> str:
-        """The entry of ``TOLERANCE``: a policy in fp32 and a reference in bf16 differ by more than the kernels do."""
-        rounded = self.method.adapter is None and self._frozen_dtype == "bf16" and not self._rounds_as_policy
-        return "bf16 reference" if rounded else self.method.precision
-
-    @property
-    def _rounds_as_policy(self) -> bool:
-        """Whether the reference of a full training rounds to bf16 where autocast rounds its policy."""
-        return self.method.adapter is None and self.method.precision == "bf16" and self._frozen_dtype == "bf16"
-
-    @cached_property
-    def _intake(self) -> "Intake":
-        return intake(self.method, self.inputs[_POLICY])
-
-    @property
-    def _precomputes(self) -> bool:
-        return self.method.has_reference and self.ctx.resources.precompute_reference
-
-    def _peft_config(self, model: "PreTrainedModel") -> "PeftConfig":
-        assert self.method.adapter
-        return peft_config(self.method.adapter, model, self.num_steps)
-
-    def _adapted(self, model: "PreTrainedModel") -> "PeftModel":
-        """The model with its adapter: the input's, a new one on top of the input's, or only a new one."""
-        adapter, config = self.method.adapter, self._peft_config(model)
-        assert adapter
-        below = stacked(model, self._intake.carried) if self.method.adapter_in == "stack" else None
-        set_seed(self.method.seed)  # for the adapter's initial weights, as TRL's trainers do
-        if self.method.adapter_in == "continue":
-            adapted = continued(model, adapter, config, self._intake.carried[0])
-        elif below is not None:
-            adapted = upon(below, config)
-        else:
-            pad = self._start.tokenizer.pad_token_id
-            adapted = new_adapter(model, adapter, config, lambda: self.ordered_rows, pad)
-        save_only_the_trained(adapted)
-        if adapter.changes_the_base:
-            self._adapter_start = adapter_weights_of(adapted)
-        return adapted
-
-    def _count(self, model: torch.nn.Module) -> None:
-        if self.method.adapter or self.method.freeze:
-            self.share = share_trained(model)
-
-    def _speed_up(self, model: "PreTrainedModel | PeftModel") -> None:
-        if self.method.adapter and self.method.precision == "bf16" and self.ctx.resources.gpus_per_worker:
-            logger.info("adapter=%s fused_layers=%d", self.method.adapter.type, speed_up(model))
-
-    def _reference(self) -> "PreTrainedModel | None":
-        if not self.method.has_reference:
-            return None
-        return self.model(next(name for name, role in self.method.models.items() if role == Role.FROZEN_POLICY))
-
-    def _collator(self, own: object, is_line: bool) -> Collator:
-        """The method's own collator or that of the rows' kind; adds the layout of tokens for a padding-free forward."""
-        reads, tokenization = type(self.method).reads, self.method.tokenization()
-        collate = cast(Collator, own or reads.collator(self._start.tokenizer.pad_token_id))
-        if self._packs or (is_line and tokenization and reads.kind != Kind.TEXT):  # chunks have no padding
-            pairs = reads.kind == Kind.PREFERENCES
-            collate = collator_for(self._start.model, collate, pairs=pairs, packs=self._packs)
-        return collate
-
     def _prepare(
         self, trainer: Trainer, reference: "PreTrainedModel | None", frozen: "Sequence[PreTrainedModel]", is_line: bool
     ) -> None:
@@ -635,26 +571,201 @@ class TrainingRun:
             reference._is_accelerate_prepared = False
             trainer.ref_model = trainer.accelerator.prepare_model(reference, evaluation_mode=True)
 
+    def _watch_reference(self, trainer: Trainer, reference: "PreTrainedModel | None", *, proves: bool) -> None:
+        """Compares policy and reference before the first step, unless NEFTune's noise makes them differ, and requires
+        that the reference stays.
 
-def require_embeddings(
-    rows: "TokenizedRows", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
-) -> None:  # fmt: skip
-    """Requires that the model has an embedding for each token of the rows.
+        Args:
+            proves: the first, where the trainer does not itself.
+        """
+        if proves and self.method.neftune_alpha:
+            self._log_unproven()
+        elif proves:
+            trainer.add_callback(StepZeroProof(trainer, self.inputs[_POLICY], self._proof_tolerance))
+        if not self._precomputes:
+            held = getattr(trainer, "ref_model", None)
+            trainer.add_callback(self.fixed_reference(trainer.model, reference if held is None else held))
+
+    def _log_unproven(self) -> None:
+        logger.warning(
+            "step=0 reference=unproven: neftune_alpha=%g adds noise, other for each forward", self.method.neftune_alpha
+        )
+
+    def fixed_reference(
+        self, policy: "PreTrainedModel | PeftModel", reference: "PreTrainedModel | None"
+    ) -> FixedReference:  # fmt: skip
+        """A check before the first updates that the reference does not follow the policy.
+
+        Args:
+            reference: None: as of ``model``.
+        """
+        sync = getattr(self.method, "reference_sync", None)
+        return FixedReference(policy, reference, sync and sync.every_steps)
+
+    def start_proof(self) -> Callable[["Tensor"], None]:
+        """A check of the log-ratios before the first step: that policy and reference agree (``require_agreement``)."""
+        if self.method.neftune_alpha:
+            self._log_unproven()
+            return lambda _log_ratios: None
+        return partial(require_agreement, self.inputs[_POLICY], self._proof_tolerance)
+
+    @property
+    def _proof_tolerance(self) -> str:
+        """The entry of ``TOLERANCE``: a policy in fp32 and a reference in bf16 differ by more than the kernels do."""
+        rounded = self.method.adapter is None and self._frozen_dtype == "bf16" and not self._rounds_as_policy
+        return "bf16 reference" if rounded else self.method.precision
+
+    # --- 4. the loop
+
+    def fit(self, trainer: Trainer) -> dict[str, float]:
+        """Trains to the last step; see ``fit``."""
+        self.trained = trainer.model
+        if self.ctx.rank == 0 and type(self.method).reads.trained:  # else a loss says nothing about rows
+            trainer.add_callback(Jumps(self._rows_of_step))
+        return fit(self.method, trainer, self.inputs, self.ctx, len(self.rows), self._held_out)
+
+    def _rows_of_step(self, step: int) -> str:
+        order = row_order(len(self.rows), self.method.rows_of(step), self.method.seed)
+        return self.rows.named(order[self.method.rows_of(step - 1) :])
+
+    @property
+    def speed(self) -> Speed:
+        """Measures the training's speed."""
+        return Speed.of(self.method, self.ctx.resources, self._start.model.config, self.inputs)
+
+    @contextmanager
+    def resuming_without_memory(self) -> Iterator[None]:
+        """Under ``micro_batch_size=auto``: where a step cannot be repeated, the training resumes with fewer rows.
+
+        So it is where completions are generated, in a loop of a method's own, and with ZeRO.
+
+        Raises:
+            NoMemoryError: memory was short, and there are fewer rows to take.
+            PipelineError: there are not.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.ctx.resources.micro_batch_size != "auto":
+                raise
+            rows, reason = self.rows_at_once, str(error).partition(". ")[0]
+        else:
+            return
+        fewer = self._of_rows(rows // 2).micro_batch_size
+        assert fewer != "auto"
+        if fewer >= rows:
+            raise PipelineError(
+                f"out of memory with {rows} rows in a forward pass, the fewest ({reason}); set "
+                "gradient_checkpointing=on, a smaller max_length, an adapter or quantization"
+            )
+        raise NoMemoryError(f"out of memory with {rows} rows in a forward pass ({reason})", fewer)
+
+    # --- 5. the output
+
+    def save(self) -> dict[str, float]:
+        """Writes the trained model with its tokenizer and chat template; rank 0 only.
+
+        Returns:
+            Where an adapter was merged: the golden prompts before and after, as metrics.
+        """
+        model = self.policy.model if self.trained is None else self.trained
+        prompts = golden_prompts(self.rows) if self.ctx.rank == 0 else []
+        if self._is_reward_model:
+            unset_pad(plain(model), self._start.tokenizer, self.rows.stats.stop_tokens)
+        forget_liger()  # a quantized base is merged on the CPU
+        metrics = models.save_output(
+            self.method, model, self.inputs[_POLICY], self.ctx, self._kept, self._adapter_start, prompts
+        )
+        if self._chat_template and self.ctx.rank == 0:
+            (self.ctx.output_dir / CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
+        for write in self.writers if self.ctx.rank == 0 else ():
+            write(self.ctx.output_dir)
+        return dict(metrics)
+
+
+def fit(
+    method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext", num_rows: int,
+    held_out: Dataset | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Trains to the last step and reports each step; a trainer that is already there takes none.
+
+    The trainer then holds the weights of the stage's output: those of the last step, or of the best.
+
+    Args:
+        num_rows: that are trained on in a pass.
+        held_out: the rows of ``validation``; None: they are read where it measures them.
+
+    Returns:
+        Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
+        ``train_seconds`` (of all attempts), ``tokens_per_second``, the same ``_per_worker``, ``mfu``. If the best model
+        is the output, its ``best_step``, and the means up to that step; if the training diverged and stopped early,
+        ``diverged_at_step``; if ``validation.patience`` ended it, ``ended_early_at_step``.
 
     Raises:
-        DataError: names a token that it has none for.
+        StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
+        PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic`` forbids.
+        DataError: models are measured on held-out rows, and there are none.
     """
-    num_embeddings = model.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) <= num_embeddings:
-        return
-    for number, row in enumerate(rows.examples):
-        highest = max(tokens_of(row), default=0)
-        if highest >= num_embeddings:
-            raise DataError(
-                f"row {number} has the token {tokenizer.convert_ids_to_tokens(highest)!r} (id {highest}), and the "
-                f"model has {num_embeddings} embeddings; tokens that it has embeddings for are accepted; resize them "
-                "(model.resize_token_embeddings) and train them first, or leave the token out of the rows"
-            )
+    if method.adapter:
+        step_in_fp32(trainer.model)
+    before, start = seconds_before(ctx), time.perf_counter()
+    speed = Speed.of(method, ctx.resources, trainer.model.config, inputs)
+    validation = None
+    if method.measures_held_out:
+        validation = Validating(trainer, method, ctx, held_out or held_out_rows(method, inputs, ctx), num_rows)
+    best = BestModel(trainer, method.best, ctx) if method.best else None
+    adaptive = method.schedule.adaptive
+    rate = AdaptiveRate(trainer, method, ctx, best if adaptive.divergence_z else None) if adaptive else None
+    divergence = Divergence(ctx.checkpoints, best if method.on_divergence == "best" else None)
+    if trainer.state.global_step < trainer.args.max_steps:
+        try:
+            checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
+            watching = [*filter(None, (rate, validation, best)), divergence, Recorder(ctx, speed)]
+            on_gpu = ctx.resources.gpus_per_worker > 0
+            fast, collecting = fast_products(method.precision, on_gpu=on_gpu), collecting_between_steps(enabled=on_gpu)
+            with deterministic_kernels(ctx.resources.is_deterministic), fast, collecting as collect:
+                _take_steps(trainer, ctx, watching, checkpointing, collect)
+            if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
+                raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
+        except Exception:
+            if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft
+                discard_drafts(ctx.work_dir)
+            raise
+    else:
+        logger.info("steps=%d state=finished", trainer.state.global_step)
+    num_steps, notes = trainer.state.global_step, dict[str, float]()
+    if best and (method.output == "best" or divergence.step is not None):
+        notes["best_step"] = float(best.end_at_best())
+    notes |= rate.metrics if rate else {}
+    ended = {"ended_early_at_step": validation and validation.ended_at, "diverged_at_step": divergence.step}
+    notes |= {name: float(at) for name, at in ended.items() if at is not None}
+    seconds, step = before + time.perf_counter() - start, int(notes.get("best_step", num_steps))
+    metrics = summary(trainer.state.log_history, seconds, speed, num_steps=num_steps, output_step=step)
+    held_out_loss = {VAL_LOSS: metrics[HELD_OUT_LOSS]} if method.validation and HELD_OUT_LOSS in metrics else {}
+    return {**metrics, **notes, **held_out_loss}
+
+
+def _take_steps(
+    trainer: Trainer, ctx: "TrainContext", watching: Sequence[TrainerCallback], checkpointing: Checkpointing,
+    collect: Callable[[], None],
+) -> None:  # fmt: skip
+    name_accumulation(trainer)
+    if trainer.accelerator.ddp_handler is not None:  # without it, each worker holds all gradients twice
+        trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+        # They are constants. A worker without memory does not come to the exchange before a forward pass.
+        trainer.accelerator.ddp_handler.broadcast_buffers = False
+    trainer.remove_callback(PrinterCallback)
+    # In this order: measure, report, save.
+    for callback in (NewRandomState(ctx), StepCounts(trainer)):
+        trainer.add_callback(callback)
+    start_scaler(trainer)
+    for callback in (*watching, StepMarks(ctx, collect), checkpointing):
+        trainer.add_callback(callback)
+    if ctx.resume_from:
+        logger.info("checkpoint=%s state=resumed", ctx.resume_from)
+    trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
+    if callable(getattr(trainer.optimizer, "eval", None)):
+        trainer.optimizer.eval()  # switches an averaging optimizer to the average, which is the output
 
 
 def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> Dataset:
@@ -676,3 +787,78 @@ def row_order(num_rows: int, num_samples: int, seed: int) -> list[int]:
         order += torch.randperm(num_rows, generator=generator).tolist()
         epoch += 1
     return order[:num_samples]
+
+
+def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) -> dict[str, object]:
+    """Arguments that trainings share: identity from ``method``, execution from ``ctx``.
+
+    Raises:
+        ConfigError: the global batch does not divide, or the number of workers is not that of ``resources``.
+    """
+    resources = ctx.resources
+    if ctx.world_size != resources.num_workers:
+        raise ConfigError(
+            f"{ctx.world_size} workers were started and resources.num_workers={resources.num_workers}; "
+            "the global batch is derived from the latter, so the two must agree"
+        )
+    return {
+        "output_dir": str(ctx.work_dir),
+        "per_device_train_batch_size": (
+            method.global_batch_size // resources.num_workers
+            if resources.micro_batch_size == "auto"
+            else resources.micro_batch_size
+        ),
+        "gradient_accumulation_steps": resources.accumulation_steps(method.global_batch_size),
+        "max_steps": num_steps,
+        **optimizer_args(method.optimizer),
+        **schedule_args(method.schedule, method.learning_rate, num_steps),
+        "max_grad_norm": method.max_grad_norm,
+        "seed": method.seed,
+        **kernel_args(method, resources),
+        "train_sampling_strategy": "sequential",  # the dataset is in the order of training
+        "max_length": None,  # rows are already cut, and counted
+        "dataset_kwargs": {"skip_prepare_dataset": True},  # rows are already tokens
+        "remove_unused_columns": False,  # the collator reads what it needs
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **zero_args(method, ctx),
+    }
+
+
+def parameters_of(trainer_class: type) -> set[str]:
+    """The named parameters of the constructor, and of the constructors that it passes its keywords to."""
+    found: set[str] = set()
+    for base in trainer_class.__mro__:
+        if "__init__" in base.__dict__:
+            each = inspect.signature(base.__dict__["__init__"]).parameters
+            found |= each.keys()
+            if not any(parameter.kind == parameter.VAR_KEYWORD for parameter in each.values()):
+                break
+    return found - {"self", "model", "args", "kwargs"}
+
+
+def require_known(own: Mapping[str, object], known: set[str], parameters: set[str], where: str) -> None:
+    """Requires that own arguments are known, and not set by ``run.trl`` itself.
+
+    Args:
+        known: fields of the config.
+        parameters: of the trainer.
+
+    Raises:
+        ConfigError: names the first that is not, and the nearest.
+    """
+    shared = sorted(own.keys() & _SHARED)
+    if shared:
+        raise ConfigError(
+            f"{shared[0]}: run.trl(...) sets it itself, from the method's reads, models and adapter; remove it from "
+            "run.trl(...)"
+        )
+    for name in sorted(own.keys() - known - parameters):
+        nearest = difflib.get_close_matches(name, sorted(known | parameters), 1)
+        hint = f"; the nearest is {nearest[0]}" if nearest else ""
+        raise ConfigError(
+            f"{name} is not an argument of {where}{hint}; remove it from run.trl(...), or use one of their arguments"
+        )

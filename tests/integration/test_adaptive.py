@@ -11,7 +11,7 @@ import torch
 from lineage.errors import StoppedError
 from tasks.method import Adapter, Adaptive, Schedule
 from tasks.train.best import Best
-from tasks.train.loop import fit
+from tasks.train.loop import evaluation
 from tests import completion_scores, training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights
@@ -24,12 +24,12 @@ LORA = Adapter(rank=2, alpha=4, dropout=0.5)
 def losses(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     """Step -> the loss that the watch is shown in place of 2.0, or of 2.1 at every other step."""
     shown: dict[int, float] = {}
-    observe = fit.LossWatch.observe
+    observe = evaluation.LossWatch.observe
 
-    def scripted(self: fit.LossWatch, step: int, loss: float, *, can_return: bool) -> object:
+    def scripted(self: evaluation.LossWatch, step: int, loss: float, *, can_return: bool) -> object:
         return observe(self, step, shown.get(step, 2.0 + step % 2 / 10), can_return=can_return)
 
-    monkeypatch.setattr(fit.LossWatch, "observe", scripted)
+    monkeypatch.setattr(evaluation.LossWatch, "observe", scripted)
     return shown
 
 
@@ -101,14 +101,14 @@ def test_calm_it_changes_no_bit(root: Path, tmp_path: Path) -> None:
 def test_weights_that_became_non_finite_are_those_of_the_best_checkpoint_again(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None
 ) -> None:
-    begin = fit.AdaptiveRate.on_step_begin
+    begin = evaluation.AdaptiveRate.on_step_begin
 
-    def diverging(self: fit.AdaptiveRate, args, state, control, **kwargs) -> None:
+    def diverging(self: evaluation.AdaptiveRate, args, state, control, **kwargs) -> None:
         begin(self, args, state, control, **kwargs)
         if state.global_step == 5:
             next(each for each in self.trainer.model.parameters() if each.requires_grad).data.fill_(math.nan)
 
-    monkeypatch.setattr(fit.AdaptiveRate, "on_step_begin", diverging)
+    monkeypatch.setattr(evaluation.AdaptiveRate, "on_step_begin", diverging)
     ran, whole = StageFolder(tmp_path / "ran", root), StageFolder(tmp_path / "whole", root)
     method = stage(num_steps=12, adapter=adapter, best=Best(every_steps=2), divergence_z=1e6, spike_z=None)
     metrics = whole(method)

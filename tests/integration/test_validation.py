@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from lineage.errors import DataError, StoppedError
 from tasks.method import Adapter, Validation
-from tasks.train.loop import fit as training_loop
+from tasks.train.loop import evaluation as training_loop
 from tests import training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.kinds import Message
 from tasks.data.tokens.encoding import Rendered, Span, any_of, common_prefix
-from tasks.data.tokens.template import MEMORY_BYTES, SECONDS, Limited, OverTimeError, Thinking, Tools, form_of, lost
+from tasks.data.tokens.template import Limited, OverTimeError, Thinking, Tools, form_of, limit_of, lost
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -165,12 +165,10 @@ class Template:
                     texts = [[_with_json_arguments(message) for message in messages] for messages in conversations]
                     return self._texts(texts, tools, prompt=prompt, thinks=thinks)
         except (OverTimeError, MemoryError) as error:
-            seconds, memory = f"{SECONDS} s of CPU time", f"{MEMORY_BYTES // 2**20} MiB"
-            limit = seconds if isinstance(error, OverTimeError) else memory
             refusal = (
-                f"the chat template of {self.name or 'the model'} takes more than {limit} for one conversation"
-                f"{f' (row {row_id})' if row_id else ''}, and was stopped; one that takes less is accepted; correct "
-                "the template, or set chat_template=chatml on the sft stage"
+                f"the chat template of {self.name or 'the model'} takes more than {limit_of(error)} for one "
+                f"conversation{f' (row {row_id})' if row_id else ''}, and was stopped; one that takes less is "
+                "accepted; correct the template, or set chat_template=chatml on the sft stage"
             )
             _REFUSED[self.plain, self.with_tools] = refusal
             raise ConfigError(refusal) from error

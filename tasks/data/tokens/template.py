@@ -126,6 +126,11 @@ class OverTimeError(Exception):
     """A rendering took more CPU time than it may."""
 
 
+def limit_of(error: Exception) -> str:
+    """The limit that a rendering exceeded, for messages."""
+    return f"{SECONDS} s of CPU time" if isinstance(error, OverTimeError) else f"{MEMORY_BYTES // 2**20} MiB"
+
+
 class Limited:
     """A block that is stopped when it uses more than ``SECONDS`` (OverTimeError) or ``MEMORY_BYTES`` (MemoryError).
 

@@ -3,10 +3,13 @@
 Trainers of transformers and loops of a method's own use the same functions on their models.
 """
 
+import contextlib
+import gc
 import logging
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel
 from torch.utils.checkpoint import checkpoint
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
@@ -26,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from lineage.errors import ConfigError, PipelineError
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel, Trainer
     from transformers import TrainerControl as Control
@@ -35,7 +39,6 @@ if TYPE_CHECKING:
     from tasks.context import Precision, Resources
     from tasks.recipe import TrainingRecipe
 
-    Logs = dict[str, float]
 
 logger = logging.getLogger(__name__)
 
@@ -335,7 +338,9 @@ class LossScale(TrainerCallback):
     def __init__(self, scaler: torch.amp.GradScaler) -> None:
         self.scaler = scaler
 
-    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
+    def on_log(
+        self, args: "Args", state: "State", control: "Control", logs: "dict[str, float]", **kwargs: object
+    ) -> None:
         """Replaces the norm of gradients that were skipped by 0.
 
         Raises:
@@ -357,3 +362,67 @@ class LossScale(TrainerCallback):
             found["grad_norm"] = 0.0
         logs |= found
         state.log_history[-1] |= found
+
+
+_COLLECT_SECONDS = 10.0
+_NOT_DETERMINISTIC = "does not have a deterministic implementation"  # in torch's error message
+_FLASH = "FLASH_ATTENTION_DETERMINISTIC"
+
+
+@contextlib.contextmanager
+def collecting_between_steps(*, enabled: bool) -> Iterator[Callable[[], None]]:
+    """Keeps Python's garbage collector out of the steps, in which it would keep a GPU waiting.
+
+    Yields:
+        A function to call between steps, which collects every few seconds. What was there before is not searched.
+    """
+    if not (enabled and gc.isenabled()):
+        yield lambda: None
+        return
+    last = time.monotonic()
+
+    def collect() -> None:
+        nonlocal last
+        if time.monotonic() - last > _COLLECT_SECONDS:
+            gc.collect()
+            last = time.monotonic()
+
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Deterministic kernels: without them repeated runs differ in the last bits.
+
+    cuBLAS also needs ``CUBLAS_WORKSPACE_CONFIG``, which is set when a stage's process starts.
+
+    Raises:
+        PipelineError: an operation has no deterministic kernel.
+    """
+    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(enabled)
+    os.environ[_FLASH] = str(int(enabled))  # of flash-attn, which does not ask torch
+    # Filling takes time, and training never reads memory that it has not written.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    except RuntimeError as error:
+        if _NOT_DETERMINISTIC not in str(error):
+            raise
+        operation = str(error).partition(_NOT_DETERMINISTIC)[0].strip()
+        raise PipelineError(
+            f"{operation} is not deterministic, so a resumed run would not end with the weights of an uninterrupted "
+            "one; deterministic operations are accepted; set resources.deterministic=false to train with it"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
+        os.environ[_FLASH] = "0"
+        torch.utils.deterministic.fill_uninitialized_memory = fills

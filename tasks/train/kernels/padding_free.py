@@ -20,6 +20,7 @@ Shapes: R rows, L longest row, T distinct tokens, S tokens of all rows, N traine
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib import import_module
 from types import MethodType
@@ -38,10 +39,13 @@ from lineage.errors import ConfigError
 from tasks.data.kinds import MISMATCHED
 from tasks.data.tokens.tokenization import rows_of, why_not_packable
 from tasks.train.kernels.machine import FLASH_PACKAGES, plain
+from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from peft import PeftModel
     from torch import Tensor
+    from transformers import Trainer
     from transformers.modeling_outputs import BaseModelOutput
 
     Attended = tuple[Tensor, None]  # attention's output, and no weights
@@ -510,3 +514,60 @@ def collator_for(model: "PreTrainedModel", collate: Collator, *, pairs: bool = F
             raise ConfigError(f"packing=best_fit: {reason}; set packing=null: each row is then one of a batch")
         return flattened_packs()
     return line_collator(collate, pairs=pairs) if is_padding_free(model) else collate
+
+
+# Trainers of TRL on rows that are tokens already.
+
+# Modules whose trainers tokenize prompts as they generate.
+_GENERATE = {f"trl.trainer.{each}_trainer" for each in ("grpo", "rloo", "distillation")}
+
+
+def reads_lines(trainer_class: type) -> bool:
+    """Whether a trainer can use the padding-free forward: it needs only log-probabilities, or only scores."""
+    from trl import DPOTrainer, RewardTrainer, SFTTrainer
+
+    ours = getattr(trainer_class, "is_padding_free", False)
+    return ours or issubclass(trainer_class, (SFTTrainer, DPOTrainer, RewardTrainer))
+
+
+def on_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
+    """The trainer without TRL's preparation of data: the rows are already tokens."""
+    if _GENERATE & {base.__module__ for base in trainer_class.__mro__}:
+        return _on_prompt_tokens(trainer_class)
+    if not hasattr(trainer_class, "_prepare_dataset"):
+        return trainer_class
+
+    class OnTokens(trainer_class):
+        def _prepare_dataset(self, dataset: "Dataset", *args: object, **kwargs: object) -> "Dataset":
+            return dataset
+
+        def _precompute_ref_logps(self, dataset: "Dataset", *args: object, **kwargs: object) -> "Dataset":
+            return dataset  # its rows have them (``tasks.train.losses.reference_logps``)
+
+        def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> AbstractContextManager[None]:
+            """Also for a LoRA's reference, the policy without its adapter, which is not called through DeepSpeed."""
+            if hasattr(self, "ref_model"):
+                return autocast(self.args)
+            plain: AbstractContextManager[None] = super().autocast_smart_context_manager(cache_enabled)
+            return plain
+
+    OnTokens.__name__, OnTokens.__qualname__ = trainer_class.__name__, trainer_class.__qualname__
+    return OnTokens
+
+
+def _on_prompt_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
+    """The trainer, generating from the tokens of prompts: TRL would render them again, uncut and without tools."""
+
+    class OnPromptTokens(trainer_class):
+        def _generate_and_score_completions(self, inputs: list[dict[str, object]]) -> object:
+            self._prompt_tokens = [example["prompt_ids"] for example in inputs if "prompt_ids" in example]
+            return super()._generate_and_score_completions(inputs)
+
+        def _tokenize_prompts(self, prompts: Sequence[object]) -> tuple[object, object, dict[str, object]]:
+            if len(self._prompt_tokens) == len(prompts) and not getattr(self, "tools", None):
+                return self._prompt_tokens, None, {}
+            rendered: tuple[object, object, dict[str, object]] = super()._tokenize_prompts(prompts)
+            return rendered
+
+    OnPromptTokens.__name__, OnPromptTokens.__qualname__ = trainer_class.__name__, trainer_class.__qualname__
+    return OnPromptTokens

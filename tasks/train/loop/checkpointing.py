@@ -1,46 +1,35 @@
-"""When a training saves and stops, at the same step on all workers, and which of its models is the output."""
+"""When a training saves and stops, at the same step on all workers, and when it has diverged."""
 
 import logging
-import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import broadcast, broadcast_object_list
 from transformers import TrainerCallback
-from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lineage.checkpoints import Checkpoint, Checkpoints
-from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError
+from lineage.errors import ConfigError, PipelineError
 from tasks.context import Metrics, TrainContext
-from tasks.data.kinds import HELD_OUT
-from tasks.data.tokens.tokenize_rows import load_or_make
-from tasks.judgement.check_rows import POLICY, rows_slot
-from tasks.train.best import HELD_OUT_LOSS, Best, completes_epochs, kept_steps
+from tasks.train.best import HELD_OUT_LOSS, completes_epochs, kept_steps
 from tasks.train.loop.callbacks import has_diverged, step_metrics
 from tasks.train.loop.heartbeat import Phase
 from tasks.train.optim.own_optimizers import averaged
-from tasks.train.sharding import autocast
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import Trainer
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State
     from transformers import TrainingArguments as Args
 
-    from tasks.recipe import Inputs, TrainingRecipe
+    from tasks.recipe import TrainingRecipe
 
     Logs = dict[str, float]
+    from tasks.train.loop.evaluation import BestModel
 
 logger = logging.getLogger(__name__)
-
 # Files that are never read: their content is in the recipe and the manifest.
 _UNREAD = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
 
@@ -225,182 +214,6 @@ def last_saved(checkpoints: Checkpoints | None) -> str:
     return f"its last good checkpoint is that of step {last.step}{loss}, and the same recipe would diverge from there"
 
 
-def agreed(value: float, args: "Args") -> float:
-    """The value of rank 0, so that all workers do the same."""
-    return float(broadcast(torch.tensor(value, dtype=torch.float64, device=args.device)))
-
-
-class BestModel(TrainerCallback):
-    """Saves each model that is better than all earlier candidates.
-
-    Attributes:
-        step: step of the best model so far; None: there was no candidate.
-    """
-
-    def __init__(self, trainer: "Trainer", best: Best, ctx: TrainContext) -> None:
-        assert ctx.checkpoint_dir, "the best model is kept as a checkpoint"
-        self.trainer, self.best, self.ctx = trainer, best, ctx
-        self.store = Checkpoints(ctx.checkpoint_dir)
-        self.step: int | None = None
-        self.value: float | None = None
-
-    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        """After a resume, finds the best model so far in the log, which every worker has from the checkpoint.
-
-        Raises:
-            ArtifactError: the checkpoint of the best model is damaged, so that no further step is worth its cost.
-        """
-        for step in (entry["step"] for entry in state.log_history if "loss" in entry):
-            if not self.best.competes(step):
-                continue
-            value = step_metrics(state.log_history, step).get(self.best.metric, math.nan)
-            if self.best.is_better(value, self.value):
-                self.step, self.value = step, value
-        if self.step is not None:
-            logger.info("best_step=%d %s=%g state=resumed", self.step, self.best.metric, self.value)
-            self._require_intact(self.step)
-
-    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
-        step = state.global_step
-        if "loss" not in logs or has_diverged(logs) or not (self.best.competes(step) or step == state.max_steps):
-            return
-        value = agreed(step_metrics(state.log_history, step).get(self.best.metric, math.nan), args)
-        if not self.best.is_better(value, self.value):
-            return
-        logger.info("best_step=%d %s=%g before=%s", step, self.best.metric, value, self.value)
-        self.step, self.value = step, value
-        if step < state.max_steps:  # the last model is still in memory at the end
-            control.should_save = True
-
-    def end_at_best(self) -> int:
-        """Loads the best model if it is not the last one; returns its step.
-
-        Raises:
-            PipelineError: the metric was non-finite at every step that competed.
-            ArtifactError: its checkpoint is damaged.
-        """
-        if self.step is None:
-            raise PipelineError(
-                f"output=best: {self.best.metric} was non-finite at every step that competed, so there is no best "
-                "model; lower learning_rate, or set another best.metric"
-            )
-        if self.step != self.trainer.state.global_step:
-            self._require_intact(self.step)
-            self.trainer.state.best_model_checkpoint = str(self.store.path(self.step))
-            self.trainer._load_best_model()
-        logger.info("output=best best_step=%d %s=%g", self.step, self.best.metric, self.value)
-        return self.step
-
-    def restore(self) -> None:
-        """Loads the weights and the optimizer of the best checkpoint, from which the training resumes.
-
-        Raises:
-            ArtifactError: it is damaged.
-        """
-        assert self.step is not None
-        self._require_intact(self.step)
-        path = self.store.path(self.step)
-        self.trainer._load_from_checkpoint(str(path))
-        state = torch.load(path / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-        self.trainer.optimizer.load_state_dict(state)
-        self.trainer.model.train()
-
-    def _require_intact(self, step: int) -> None:
-        """Requires an intact checkpoint; rank 0 reads every byte, and all workers fail together.
-
-        Raises:
-            ArtifactError: it is not what was committed.
-        """
-        damage = [self.store.damage(step) if self.ctx.rank == 0 else []]
-        for found in filter(None, broadcast_object_list(damage)):
-            stage = self.store.directory.parents[1].name
-            raise ArtifactError(
-                f"the best model is that of step {step}, and its checkpoint is not what was committed: "
-                f"{'; '.join(found[:3])}; restore the files, or restart the stage with restart=[{stage}]"
-            )
-
-
-def held_out_rows(method: "TrainingRecipe", inputs: "Inputs", ctx: TrainContext) -> "Dataset":
-    """The tokens of the held-out rows, produced like those of the training rows.
-
-    Raises:
-        DataError: there are none.
-    """
-    rows, tokenization = inputs[rows_slot(method)], method.tokenization()
-    assert tokenization
-    found = 0
-    if (rows.path / HELD_OUT).exists():
-        if tokenization.too_long == "refuse":  # a long row is an error in training; in a measurement it is dropped
-            tokenization = replace(tokenization, too_long="drop")
-        policy, workers = inputs[POLICY].path, ctx.resources.cpus_per_worker
-        tokens = load_or_make(tokenization, rows, policy, ctx.cache_dir, workers, side=HELD_OUT)
-        found = len(tokens)
-    if not found:
-        wanted, remedy = (
-            ("validation", "validation=null")
-            if method.validation
-            else (f"best.metric={HELD_OUT_LOSS}", "best.metric=loss")
-        )
-        raise DataError(
-            f"{wanted}: {rows.name!r} has no held-out row with a trained token; hold out rows "
-            f"(stages.{rows.name}.method.held_out=0.05), or set {remedy}"
-        )
-    return tokens.dataset(range(found))
-
-
-def held_out_loss(trainer: "Trainer", rows: "Dataset", ctx: TrainContext) -> float:
-    """The trainer's own loss, in nats per trained token, or per pair where rows are pairs; the same on all workers.
-
-    It changes nothing that the training depends on: no weight, no random state, no metric.
-    """
-    sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)  # loss x weight, weight
-
-    def collated(indices: range) -> "Mapping[str, torch.Tensor]":
-        ctx.mark(trainer.state.global_step, Phase.BETWEEN)
-        batch: Mapping[str, torch.Tensor] = trainer._prepare_inputs(
-            trainer.data_collator([rows[index] for index in indices])
-        )
-        return batch
-
-    with _evaluating(trainer), torch.no_grad(), trainer.compute_loss_context_manager():
-        if getattr(trainer, "estimates_divergence", False):
-            with autocast(trainer.args):
-                batches = ((collated(indices), counts) for indices, counts in _batches(len(rows), ctx))
-                trainer.estimate_divergence(trainer.model, batches)
-        for indices, counts in _batches(len(rows), ctx):
-            batch = collated(indices)
-            with autocast(trainer.args):
-                loss = trainer.compute_loss(trainer.model, batch)
-            weight = (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else len(indices)
-            if counts:
-                sums += torch.stack([loss.double() * weight, torch.as_tensor(weight, device=loss.device).double()])
-    total, weight = trainer.accelerator.reduce(sums, "sum").tolist()
-    return float(total / weight)
-
-
-def _batches(num_rows: int, ctx: TrainContext) -> Iterator[tuple[range, bool]]:
-    """A worker's micro batches, each with whether the worker counts it.
-
-    TRL's losses gather over the workers, so all workers take the same number of batches: each computes the rows that
-    remain after the division, and rank 0 counts them.
-    """
-    size = ctx.resources.rows_at_once
-    per_round = ctx.world_size * size
-    divided = num_rows - num_rows % per_round
-    for start in range(ctx.rank * size, divided, per_round):
-        yield range(start, start + size), True
-    for start in range(divided, num_rows, size):
-        yield range(start, min(start + size, num_rows)), ctx.rank == 0
-
-
-@contextmanager
-def _evaluating(trainer: "Trainer") -> Iterator[None]:
-    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), averaged(trainer.optimizer):
-        trainer.model.eval()
-        try:
-            yield
-        finally:
-            trainer.model.train()
-            if hasattr(trainer, "_metrics"):  # TRL's, and ours
-                trainer._metrics["eval"].clear()
+def seconds_before(ctx: "TrainContext") -> float:
+    """Training time of earlier attempts."""
+    return Checkpoints.at(ctx.resume_from).train_seconds if ctx.resume_from else 0.0

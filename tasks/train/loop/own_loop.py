@@ -27,14 +27,13 @@ from transformers import Trainer, TrainingArguments
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import PipelineError, StoppedError
-from tasks.train.kernels.machine import fast_products
+from tasks.train.kernels.machine import collecting_between_steps, deterministic_kernels, fast_products
 from tasks.train.loop.callbacks import WINDOW_STEPS, Recorder, seed_worker, step_metrics, summary
-from tasks.train.loop.checkpointing import Saver, divergence, last_saved
-from tasks.train.loop.fit import collecting_between_steps, deterministic_kernels, seconds_before
+from tasks.train.loop.checkpointing import Saver, divergence, last_saved, seconds_before
 from tasks.train.loop.heartbeat import Phase
-from tasks.train.loop.trainers import trainer_args
 from tasks.train.optim.optimizers import install_optimizer
 from tasks.train.optim.schedules import schedule_args
+from tasks.train.run import trainer_args
 
 if TYPE_CHECKING:
     from tasks.train.run import TrainingRun

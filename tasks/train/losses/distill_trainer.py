@@ -135,7 +135,7 @@ class DistillTrainer(Trainer):
             measured against the teacher.
     """
 
-    is_padding_free = True  # it takes a line of all rows: ``tasks.train.loop.trainers.reads_lines``
+    is_padding_free = True  # it takes a line of all rows: ``padding_free.reads_lines``
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class PairTrainer(Trainer):
             step. None: there is no reference.
     """
 
-    is_padding_free = True  # it takes a line of all rows: ``tasks.train.loop.trainers.reads_lines``
+    is_padding_free = True  # it takes a line of all rows: ``padding_free.reads_lines``
     loss_is_scaled_for_ga = False  # a mean over the pairs of a micro batch: divided by the accumulation steps
 
     def __init__(

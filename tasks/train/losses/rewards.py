@@ -7,6 +7,7 @@ tells which tokens belong to the row. Under bf16 autocast a head would round eve
 Shapes: B rows, T tokens of the longest, H hidden size.
 """
 
+from collections.abc import Collection
 from types import MethodType
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ from tasks.train.kernels.padding_free import backbone
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from tasks.train.kernels.padding_free import Batch, Collator, Example
 
@@ -87,3 +88,15 @@ def whole_sequences(collate: "Collator") -> "Collator":
         return collate([{name: example["prompt_ids"] + example[name] for name in answers} for example in examples])
 
     return joined
+
+
+def unset_pad(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", stops: Collection[int]) -> None:
+    """Removes the pad token from a reward model's config where it also ends rows.
+
+    transformers reads the score at the last token that is not the pad token, which would be the one before the end.
+    Without a pad token it reads the last token of a row, and refuses several rows at once.
+    """
+    pad = tokenizer.pad_token_id
+    if pad == tokenizer.eos_token_id or pad in stops:
+        for config in (model.config, model.config.get_text_config()):
+            config.pad_token_id = None

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Literal
 
 import peft
 import torch
+from datasets import Dataset
 from peft import PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.pytorch_utils import Conv1D
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lineage.errors import ConfigError
 from tasks.data.kinds import tokens_of
@@ -37,10 +41,17 @@ from tasks.train.models.quantized_base import are_experts, detect_quantized_laye
 
 if TYPE_CHECKING:
     from datasets import Dataset
+    from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel
+    from transformers import TrainerControl as Control
+    from transformers import TrainerState as State
+    from transformers import TrainingArguments as Args
 
+    from tasks.context import TrainContext
     from tasks.recipe import TrainingRecipe
+
+    Logs = dict[str, float]
 
 logger = logging.getLogger(__name__)
 
@@ -481,3 +492,52 @@ def share_trained(model: torch.nn.Module) -> dict[str, float]:
     percent = 100 * trained / total if total else 0.0
     logger.info("trained=%d parameters=%d percent=%.4g", trained, total, percent)
     return {"trained_parameters": float(trained), "parameters": float(total), "percent_trained": percent}
+
+
+_RANKS_FILE = "rank_budget.safetensors"
+_KEPT_SCORES = ("exp_avg_ipt", "exp_avg_unc")  # of PEFT's allocator: means over the steps
+
+
+class RankBudget(TrainerCallback):
+    """Scores the ranks of AdaLoRA after each step, and sets the weakest to zero: arXiv:2303.10512.
+
+    The adapter keeps its shape, so that checkpoints load: PEFT would save it without the pruned ranks, and not the
+    scores. A pruned rank adds nothing to the output.
+    """
+
+    def __init__(self, model: "PeftModel", ctx: "TrainContext") -> None:
+        self.model, self.ctx = model, ctx
+        self.allocator = model.base_model.rankallocator
+        self.pattern: dict[str, list[bool]] | None = None
+
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        if self.ctx.resume_from is None:
+            return
+        saved = load_file(self.ctx.resume_from / _RANKS_FILE)
+        for kept in _KEPT_SCORES:
+            found = {name.removeprefix(f"{kept}:"): each for name, each in saved.items() if name.startswith(f"{kept}:")}
+            device = self.model.device
+            setattr(self.allocator, kept, {name: each.to(device) for name, each in found.items()})
+        self.allocator.ipt = dict.fromkeys(self.allocator.exp_avg_ipt)
+        pattern = {name: each.tolist() for name, each in saved.items() if ":" not in name}
+        self.pattern = pattern or None
+
+    def on_optimizer_step(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        """Gradients are still there; a step without a signal has none, and scores ranks by zeros."""
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        config = self.model.peft_config["default"]
+        config.rank_pattern = self.pattern
+        self.model.base_model.update_and_allocate(state.global_step + 1)
+        self.pattern, config.rank_pattern = config.rank_pattern, None
+
+    def on_save(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        if self.ctx.rank != 0:
+            return
+        draft = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        scores = {
+            f"{kept}:{name}": each for kept in _KEPT_SCORES for name, each in getattr(self.allocator, kept).items()
+        }
+        pattern = {name: torch.tensor(each) for name, each in (self.pattern or {}).items()}
+        save_file({name: each.contiguous() for name, each in {**scores, **pattern}.items()}, draft / _RANKS_FILE)

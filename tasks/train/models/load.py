@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError, PipelineError
+from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.source.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
 from tasks.context import Metrics
+from tasks.data.kinds import tokens_of
 from tasks.model.adapter_files import (
     ADAPTER_DIR,
     Base,
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
     from tasks.context import TrainContext
+    from tasks.data.tokens.tokenize_rows import TokenizedRows
     from tasks.train.kernels.machine import Held
 
 # Fields of a generation config that only sampling reads, or only beam search.
@@ -731,3 +733,24 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     if trusts(source):
         for path in source.glob("*.py"):
             shutil.copyfile(path, target / path.name)
+
+
+def require_embeddings(
+    rows: "TokenizedRows", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+) -> None:  # fmt: skip
+    """Requires that the model has an embedding for each token of the rows.
+
+    Raises:
+        DataError: names a token that it has none for.
+    """
+    num_embeddings = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) <= num_embeddings:
+        return
+    for number, row in enumerate(rows.examples):
+        highest = max(tokens_of(row), default=0)
+        if highest >= num_embeddings:
+            raise DataError(
+                f"row {number} has the token {tokenizer.convert_ids_to_tokens(highest)!r} (id {highest}), and the "
+                f"model has {num_embeddings} embeddings; tokens that it has embeddings for are accepted; resize them "
+                "(model.resize_token_embeddings) and train them first, or leave the token out of the rows"
+            )

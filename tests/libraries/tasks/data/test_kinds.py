@@ -21,7 +21,7 @@ from tasks.data.tokens.tokenize_rows import show
 from tasks.evaluate.scoring import Scored
 from tasks.judgement.check_rows import check_rows, leaked
 from tasks.method import Input, Inputs, Training
-from tasks.train.loop.checkpointing import held_out_rows
+from tasks.train.loop.evaluation import held_out_rows
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input, token_rows, tokenized
 

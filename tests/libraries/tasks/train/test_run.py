@@ -14,10 +14,10 @@ import tasks as methods
 from lineage.errors import PipelineError
 from tasks.context import Resources, TrainContext
 from tasks.sft import SFT
+from tasks.train import run as module
 from tasks.train.kernels import machine as kernels
-from tasks.train.loop import fit as module
+from tasks.train.kernels.machine import collecting_between_steps, deterministic_kernels
 from tasks.train.loop.callbacks import Jumps, step_metrics
-from tasks.train.loop.fit import collecting_between_steps, deterministic_kernels
 from tasks.train.run import row_order
 
 
@@ -61,7 +61,7 @@ def test_a_training_is_deterministic_unless_resources_say_otherwise(tmp_path, mo
         products.append(torch.get_float32_matmul_precision())
         raise InterruptedError
 
-    monkeypatch.setattr(module, "_train", train)
+    monkeypatch.setattr(module, "_take_steps", train)
     monkeypatch.setattr(module, "step_in_fp32", lambda model: None)
     state, args = SimpleNamespace(global_step=0), SimpleNamespace(max_steps=8, deepspeed=None)
     resources = Resources(deterministic=deterministic)
@@ -115,7 +115,7 @@ def test_only_the_worker_that_writes_checkpoints_discards_one_that_is_half_writt
     def fails(*_):
         raise OSError("the connection to another worker is gone")
 
-    monkeypatch.setattr(module, "_train", fails)
+    monkeypatch.setattr(module, "_take_steps", fails)
     monkeypatch.setattr(module, "step_in_fp32", lambda model: None)
     draft = tmp_path / "checkpoint-4"
     draft.mkdir()
@@ -141,7 +141,7 @@ def test_the_rows_of_a_step_whose_loss_jumps_are_logged_and_of_no_other(caplog):
 
 def test_garbage_is_collected_between_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[int] = []
-    monkeypatch.setattr(module, "_COLLECT_SECONDS", 0.0)
+    monkeypatch.setattr(kernels, "_COLLECT_SECONDS", 0.0)
     monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
     with collecting_between_steps(enabled=False) as collect:
         collect()

@@ -1,0 +1,361 @@
+"""What is measured beside the steps: the held-out loss, the best model, and a learning rate that follows the loss."""
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from accelerate.utils import broadcast, broadcast_object_list
+from datasets import Dataset
+from transformers import Trainer, TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME
+from transformers.trainer_callback import ExportableState
+
+from lineage.checkpoints import Checkpoints
+from lineage.errors import ArtifactError, DataError, PipelineError
+from tasks.context import TrainContext
+from tasks.data.kinds import HELD_OUT
+from tasks.data.tokens.tokenize_rows import load_or_make
+from tasks.judgement.check_rows import POLICY, rows_slot
+from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS, Best, Patience
+from tasks.train.loop.callbacks import has_diverged, step_metrics
+from tasks.train.loop.heartbeat import Phase
+from tasks.train.optim.own_optimizers import averaged, count_measured
+from tasks.train.optim.schedules import Event, LossWatch
+from tasks.train.sharding import autocast
+
+if TYPE_CHECKING:
+    from transformers import TrainerControl as Control
+    from transformers import TrainerState as State
+    from transformers import TrainingArguments as Args
+
+    from tasks.context import TrainContext
+    from tasks.recipe import Inputs, TrainingRecipe
+
+    Logs = dict[str, float]
+    from datasets import Dataset
+    from transformers import Trainer
+
+
+logger = logging.getLogger(__name__)
+
+
+def held_out_rows(method: "TrainingRecipe", inputs: "Inputs", ctx: TrainContext) -> "Dataset":
+    """The tokens of the held-out rows, produced like those of the training rows.
+
+    Raises:
+        DataError: there are none.
+    """
+    rows, tokenization = inputs[rows_slot(method)], method.tokenization()
+    assert tokenization
+    found = 0
+    if (rows.path / HELD_OUT).exists():
+        if tokenization.too_long == "refuse":  # a long row is an error in training; in a measurement it is dropped
+            tokenization = replace(tokenization, too_long="drop")
+        policy, workers = inputs[POLICY].path, ctx.resources.cpus_per_worker
+        tokens = load_or_make(tokenization, rows, policy, ctx.cache_dir, workers, side=HELD_OUT)
+        found = len(tokens)
+    if not found:
+        wanted, remedy = (
+            ("validation", "validation=null")
+            if method.validation
+            else (f"best.metric={HELD_OUT_LOSS}", "best.metric=loss")
+        )
+        raise DataError(
+            f"{wanted}: {rows.name!r} has no held-out row with a trained token; hold out rows "
+            f"(stages.{rows.name}.method.held_out=0.05), or set {remedy}"
+        )
+    return tokens.dataset(range(found))
+
+
+def held_out_loss(trainer: "Trainer", rows: "Dataset", ctx: TrainContext) -> float:
+    """The trainer's own loss, in nats per trained token, or per pair where rows are pairs; the same on all workers.
+
+    It changes nothing that the training depends on: no weight, no random state, no metric.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=trainer.args.device)  # loss x weight, weight
+
+    def collated(indices: range) -> "Mapping[str, torch.Tensor]":
+        ctx.mark(trainer.state.global_step, Phase.BETWEEN)
+        batch: Mapping[str, torch.Tensor] = trainer._prepare_inputs(
+            trainer.data_collator([rows[index] for index in indices])
+        )
+        return batch
+
+    with _evaluating(trainer), torch.no_grad(), trainer.compute_loss_context_manager():
+        if getattr(trainer, "estimates_divergence", False):
+            with autocast(trainer.args):
+                batches = ((collated(indices), counts) for indices, counts in _batches(len(rows), ctx))
+                trainer.estimate_divergence(trainer.model, batches)
+        for indices, counts in _batches(len(rows), ctx):
+            batch = collated(indices)
+            with autocast(trainer.args):
+                loss = trainer.compute_loss(trainer.model, batch)
+            weight = (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else len(indices)
+            if counts:
+                sums += torch.stack([loss.double() * weight, torch.as_tensor(weight, device=loss.device).double()])
+    total, weight = trainer.accelerator.reduce(sums, "sum").tolist()
+    return float(total / weight)
+
+
+def _batches(num_rows: int, ctx: TrainContext) -> Iterator[tuple[range, bool]]:
+    """A worker's micro batches, each with whether the worker counts it.
+
+    TRL's losses gather over the workers, so all workers take the same number of batches: each computes the rows that
+    remain after the division, and rank 0 counts them.
+    """
+    size = ctx.resources.rows_at_once
+    per_round = ctx.world_size * size
+    divided = num_rows - num_rows % per_round
+    for start in range(ctx.rank * size, divided, per_round):
+        yield range(start, start + size), True
+    for start in range(divided, num_rows, size):
+        yield range(start, min(start + size, num_rows)), ctx.rank == 0
+
+
+@contextmanager
+def _evaluating(trainer: "Trainer") -> Iterator[None]:
+    devices = [trainer.args.device] if trainer.args.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), averaged(trainer.optimizer):
+        trainer.model.eval()
+        try:
+            yield
+        finally:
+            trainer.model.train()
+            if hasattr(trainer, "_metrics"):  # TRL's, and ours
+                trainer._metrics["eval"].clear()
+
+
+class Validating(TrainerCallback):
+    """Adds the held-out loss to the log of the steps that ``validation`` or ``best`` name, and of the last one.
+
+    It runs before the callbacks that read the loss. A resume finds the measurements in the log of the checkpoint.
+
+    Args:
+        rows: the held-out rows, of which the first ``max_rows`` are measured.
+        num_rows: number of training rows in an epoch.
+
+    Attributes:
+        ended_at: the step after which ``patience`` ended the training; None: it did not.
+    """
+
+    def __init__(
+        self, trainer: Trainer, method: "TrainingRecipe", ctx: "TrainContext", rows: Dataset, num_rows: int
+    ) -> None:
+        self.trainer, self.method, self.ctx, self.num_rows = trainer, method, ctx, num_rows
+        max_rows = method.validation.max_rows if method.validation else None
+        self.rows = rows.select(range(min(len(rows), max_rows or len(rows))))
+        self.patience = Patience()
+        self.ended_at: int | None = None
+
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        for entry in state.log_history:
+            if HELD_OUT_LOSS in entry and self._validates(entry["step"]):
+                self.patience.add(entry[HELD_OUT_LOSS])
+
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
+        step, is_last = state.global_step, state.global_step == state.max_steps
+        if "loss" not in logs or has_diverged(logs) or not (is_last or self._validates(step) or self._competes(step)):
+            return
+        # Both the report of this step and the log that a resume loads get the loss.
+        logs[HELD_OUT_LOSS] = loss = held_out_loss(self.trainer, self.rows, self.ctx)
+        state.log_history[-1][HELD_OUT_LOSS] = loss
+        if self.method.validation is None or not (is_last or self._validates(step)):
+            return
+        logs[VAL_LOSS] = loss
+        if self.ctx.rank == 0:
+            epoch = (step * self.method.global_batch_size - 1) // self.num_rows
+            logger.info("[val] step %d | epoch %d | loss %.4f", step, epoch, loss)
+        if is_last:
+            return
+        count_measured(self.trainer, loss)
+        self.patience.add(loss)
+        if self.method.validation.patience and self.patience.waited >= self.method.validation.patience:
+            self._end(state, control)
+
+    def _end(self, state: "State", control: "Control") -> None:
+        logger.info(
+            "step=%d state=ended early: no val/loss below %g in %d measurements (validation.patience)",
+            state.global_step, self.patience.least, self.patience.waited,
+        )  # fmt: skip
+        self.ended_at = state.max_steps = state.global_step  # this is the last step: other callbacks read max_steps
+        control.should_training_stop = True
+        control.should_save = False  # as after any last step, the weights become the output
+
+    def _validates(self, step: int) -> bool:
+        validation = self.method.validation
+        return validation is not None and validation.is_due(step, self.num_rows, self.method.rows_per_step)
+
+    def _competes(self, step: int) -> bool:
+        best = self.method.best
+        return (
+            best is not None and best.metric == HELD_OUT_LOSS and best.every_steps is not None and best.competes(step)
+        )
+
+
+class BestModel(TrainerCallback):
+    """Saves each model that is better than all earlier candidates.
+
+    Attributes:
+        step: step of the best model so far; None: there was no candidate.
+    """
+
+    def __init__(self, trainer: "Trainer", best: Best, ctx: TrainContext) -> None:
+        assert ctx.checkpoint_dir, "the best model is kept as a checkpoint"
+        self.trainer, self.best, self.ctx = trainer, best, ctx
+        self.store = Checkpoints(ctx.checkpoint_dir)
+        self.step: int | None = None
+        self.value: float | None = None
+
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        """After a resume, finds the best model so far in the log, which every worker has from the checkpoint.
+
+        Raises:
+            ArtifactError: the checkpoint of the best model is damaged, so that no further step is worth its cost.
+        """
+        for step in (entry["step"] for entry in state.log_history if "loss" in entry):
+            if not self.best.competes(step):
+                continue
+            value = step_metrics(state.log_history, step).get(self.best.metric, math.nan)
+            if self.best.is_better(value, self.value):
+                self.step, self.value = step, value
+        if self.step is not None:
+            logger.info("best_step=%d %s=%g state=resumed", self.step, self.best.metric, self.value)
+            self._require_intact(self.step)
+
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
+        step = state.global_step
+        if "loss" not in logs or has_diverged(logs) or not (self.best.competes(step) or step == state.max_steps):
+            return
+        value = agreed(step_metrics(state.log_history, step).get(self.best.metric, math.nan), args)
+        if not self.best.is_better(value, self.value):
+            return
+        logger.info("best_step=%d %s=%g before=%s", step, self.best.metric, value, self.value)
+        self.step, self.value = step, value
+        if step < state.max_steps:  # the last model is still in memory at the end
+            control.should_save = True
+
+    def end_at_best(self) -> int:
+        """Loads the best model if it is not the last one; returns its step.
+
+        Raises:
+            PipelineError: the metric was non-finite at every step that competed.
+            ArtifactError: its checkpoint is damaged.
+        """
+        if self.step is None:
+            raise PipelineError(
+                f"output=best: {self.best.metric} was non-finite at every step that competed, so there is no best "
+                "model; lower learning_rate, or set another best.metric"
+            )
+        if self.step != self.trainer.state.global_step:
+            self._require_intact(self.step)
+            self.trainer.state.best_model_checkpoint = str(self.store.path(self.step))
+            self.trainer._load_best_model()
+        logger.info("output=best best_step=%d %s=%g", self.step, self.best.metric, self.value)
+        return self.step
+
+    def restore(self) -> None:
+        """Loads the weights and the optimizer of the best checkpoint, from which the training resumes.
+
+        Raises:
+            ArtifactError: it is damaged.
+        """
+        assert self.step is not None
+        self._require_intact(self.step)
+        path = self.store.path(self.step)
+        self.trainer._load_from_checkpoint(str(path))
+        state = torch.load(path / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+        self.trainer.optimizer.load_state_dict(state)
+        self.trainer.model.train()
+
+    def _require_intact(self, step: int) -> None:
+        """Requires an intact checkpoint; rank 0 reads every byte, and all workers fail together.
+
+        Raises:
+            ArtifactError: it is not what was committed.
+        """
+        damage = [self.store.damage(step) if self.ctx.rank == 0 else []]
+        for found in filter(None, broadcast_object_list(damage)):
+            stage = self.store.directory.parents[1].name
+            raise ArtifactError(
+                f"the best model is that of step {step}, and its checkpoint is not what was committed: "
+                f"{'; '.join(found[:3])}; restore the files, or restart the stage with restart=[{stage}]"
+            )
+
+
+class AdaptiveRate(TrainerCallback, ExportableState):
+    """Multiplies the schedule's learning rate by the factor of a ``LossWatch``; its state is in every checkpoint.
+
+    It watches the loss, or minus the reward where that is the method's ``progress``. It runs before the callbacks that
+    measure and report, and after those that complete the log of a step.
+
+    Args:
+        best: the model to go back to; None: ``divergence_z`` is not set.
+    """
+
+    def __init__(
+        self, trainer: "Trainer", method: "TrainingRecipe", ctx: "TrainContext", best: "BestModel | None"
+    ) -> None:
+        setting = method.schedule.adaptive
+        assert setting and method.progress
+        self.trainer, self.ctx, self.best, self.measure = trainer, ctx, best, method.progress
+        self.watch = LossWatch(setting=setting)
+
+    def state(self) -> dict[str, object]:
+        """What transformers writes into a checkpoint."""
+        return {"args": {}, "attributes": self.watch.state()}
+
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        saved = state.stateful_callbacks.get(type(self).__name__)
+        if saved and state.global_step:
+            self.watch.load(saved["attributes"])
+
+    def on_step_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        scheduled = self.trainer.lr_scheduler.get_last_lr()
+        for group, rate in zip(self.trainer.optimizer.param_groups, scheduled, strict=True):
+            group["lr"] = rate * self.watch.factor
+
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
+        if "loss" not in logs:
+            return
+        step, entry = state.global_step, state.log_history[-1]
+        if "learning_rate" in logs:  # transformers logs that of the schedule
+            logs["learning_rate"] = entry["learning_rate"] = logs["learning_rate"] * self.watch.factor
+        measured = -logs["reward"] if self.measure == "reward" else logs["loss"]
+        is_finite = not has_diverged(logs)
+        loss = agreed(measured if is_finite else math.nan, args)
+        z = self.watch.z(loss)
+        can_return = self.best is not None and self.best.step is not None and step < state.max_steps
+        event = self.watch.observe(step, loss, can_return=can_return)
+        logs["adaptive/factor"] = self.watch.factor
+        if event is None:
+            return
+        logs[f"adaptive/{event}"] = 1.0
+        logger.warning(
+            "[adaptive] step %d | %s | %s %.4f | z %.2f | learning rate x %.4g",
+            step, event, self.measure, logs[self.measure], z, self.watch.factor,
+        )  # fmt: skip
+        if event is not Event.DIVERGENCE:
+            return
+        assert self.best is not None
+        self.best.restore()
+        self.trainer._tr_loss.zero_()  # transformers subtracts it from itself, which leaves nan as it is
+        logger.warning("[adaptive] step %d | back to the model of step %d", step, self.best.step)
+        if not is_finite:  # so that later callbacks ignore this step
+            self.ctx.report(step, {name: value for name, value in logs.items() if name.startswith("adaptive/")})
+            for each in (logs, entry):
+                del each["loss"]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """For the manifest: how many interventions there were, and the factor after each."""
+        each = {f"adaptive/{event}/step_{step}": factor for step, event, factor in self.watch.events}
+        return {"adaptive/interventions": float(len(self.watch.events)), **each}
+
+
+def agreed(value: float, args: "Args") -> float:
+    """The value of rank 0, so that all workers do the same."""
+    return float(broadcast(torch.tensor(value, dtype=torch.float64, device=args.device)))
