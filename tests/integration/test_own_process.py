@@ -71,7 +71,7 @@ def test_processes_that_work_on_rows_end_with_a_parent_that_is_killed(tmp_path: 
     script = tmp_path / "parent.py"
     script.write_text(
         "import os, signal\nfrom tests.integration.test_ordered_pool import slow_first\n"
-        "from tasks.data import ordered_pool\n"
+        "from tasks.data import kinds as ordered_pool\n"
         "if __name__ == '__main__':\n"
         "    ordered_pool.INLINE_SECONDS = 0.0\n"
         "    results = ordered_pool.ordered_map(slow_first, iter(range(10**6)), 2)\n"
