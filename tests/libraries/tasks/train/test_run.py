@@ -74,7 +74,7 @@ def test_a_training_is_deterministic_unless_resources_say_otherwise(tmp_path, mo
 
 @pytest.mark.parametrize(
     "name",
-    ["cpt", "sft", "dpo", "reward_model", "orpo", "simpo", "cpo", "rloo", "online_dpo", "distill", "taid",
+    ["cpt", "sft", "reward_model", "orpo", "simpo", "cpo", "rloo", "online_dpo", "distill", "taid",
      "on_policy_distill"],
 )  # fmt: skip
 def test_the_file_of_a_method_has_15_to_60_lines(name):
