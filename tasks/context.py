@@ -68,6 +68,7 @@ class Resources:
     watts_per_worker: Annotated[float, Gt(0)] | None = None  # mean power of a worker, for the plan's estimate of energy
     check_memory: bool = True  # refuse a stage that does not fit into memory by the plan's estimate
     max_logp_difference: Annotated[float, Gt(0)] | None = 0.02  # nats: see docs/lineage.md; null: measure only
+    max_dropped: Annotated[float, Ge(0), Le(1)] = 0.9  # largest share of a training's rows that may be dropped; 1: any
     hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # minutes without a step after which a worker counts as hung
 
     @property

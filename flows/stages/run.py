@@ -207,6 +207,15 @@ class DataChecks:
                 write_examples(planned.examples, int(found[EXAMPLES]), unused)
         if unused:
             run.announce(f"{job.stage}: {unused}")
+        most = planned.stage.resources.max_dropped
+        if found.get("rows_dropped", 0) > most * found.get("rows", 0):
+            return StageError(
+                planned.name,
+                f"{unused}; a share of {most:g} dropped is accepted; change max_length, or set "
+                f"stages.{planned.name}.resources.max_dropped=1 if that is meant",
+                str(run.plan.entry(planned).logs),
+                exit_code=2,
+            )
         if found[LEAKED]:
             rows = counted(int(found[LEAKED]), "held-out row")
             run.announce(f"{job.stage}: {rows} among what it trains on: {job.method.leakage}")

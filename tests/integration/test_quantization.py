@@ -25,7 +25,7 @@ from tasks.method import Adapter, Quantization, Training
 from tasks.model import adapter_files
 from tasks.train.models.adapters import ON_QUANTIZED
 from tasks.train.models.load import whole_model
-from tasks.train.models.quantization import FORMATS, torch_dtype
+from tasks.train.models.quantization import torch_dtype
 from tasks.train.models.quantized_base import Quantizer, fill_dequantized, require_gradient, rounded_weights
 from tests import tiny, training
 from tests.model_directories import edit
@@ -137,7 +137,7 @@ FORMATS_HERE = [
     "nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fp4", "int8")),
     *(
         pytest.param(name, marks=[installed(package), pytest.mark.slow])
-        for package, names in {**OF_PACKAGES, "hqq": ("hqq",)}.items() for name in names if FORMATS[name].rounds
+        for package, names in (*OF_PACKAGES.items(), ("optimum", ("quanto_int4",))) for name in names
     ),
 ]  # fmt: skip
 

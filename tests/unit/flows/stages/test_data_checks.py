@@ -147,6 +147,24 @@ def test_what_is_dropped_and_cut_is_announced_before_the_first_step_and_known_to
     assert shown.to_dict().get("rows", "") == said
 
 
+@pytest.mark.parametrize(
+    ("dropped", "most", "refused"), [(90, None, False), (91, None, True), (91, 1, False), (20, 0.1, True)]
+)
+def test_a_training_that_loses_most_of_its_rows_is_refused_before_any_trains(quickstart, dropped, most, refused):
+    setting = "stages.sft.method.max_length=64"
+    plan = quickstart(setting, *([] if most is None else [f"stages.sft.resources.max_dropped={most}"]))
+    assert plan.stage("sft").fingerprint == quickstart(setting).stage("sft").fingerprint
+    finish(plan, *DATA, "base")
+    counts = {"leaked_rows": 0, "examples": 9, "rows": 100, "rows_dropped": dropped, "length_p95": 300}
+    require = Checked(plan, Processes(sft=counts))
+    if not refused:
+        assert require("cpt") == [f"sft: {dropped} of 100 rows dropped at max_length=64; 95 % need 300"]
+        return
+    with pytest.raises(StageError, match=rf"{dropped} of 100 rows dropped .*\.resources\.max_dropped=1 if") as error:
+        require("cpt")
+    assert error.value.exit_code == 2
+
+
 def test_the_tokenizer_is_that_of_the_root_with_the_template_that_a_stage_installs(quickstart):
     plan = quickstart("stages.sft.method.chat_template=chatml")
     finish(plan, *DATA, "base")
