@@ -1,0 +1,130 @@
+"""The walk of a row in docs/architecture.md: a row is followed from its JSON line to the loss, through the functions
+that take it and hand it on, and the files of these functions are those that the page names."""
+
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
+from pathlib import Path
+from types import FrameType
+
+import pyarrow as pa
+import torch
+from datasets import Dataset
+
+from lineage.artifact import Kind, Source
+from tasks.context import Resources, TrainContext
+from tasks.method import Input
+from tasks.prepare_data import PreparePreferences
+from tests import tiny, training
+
+ROOT = Path(__file__).parents[2]
+MARK = "qzxvqzxv"  # in every answer
+MOST = 10
+_FILE = re.compile(r"^\| `(tasks/[\w/]+\.py)`", re.MULTILINE)
+
+
+class Followed:
+    """The files through which values with the mark pass.
+
+    Attributes:
+        handed_on: files whose functions return or yield such a value to another file.
+        taken: files whose functions get one as an argument.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = ",".join(map(str, tokens))
+        self.handed_on = set[str]()
+        self.taken = set[str]()
+
+    def __call__(self, frame: FrameType, event: str, value: object) -> None:
+        file = _ours(frame.f_code.co_filename)
+        if file is None or event not in ("call", "return"):
+            return
+        if event == "return" and file not in self.handed_on:
+            caller = frame.f_back and _ours(frame.f_back.f_code.co_filename)
+            if caller != file and self.holds(value):
+                self.handed_on.add(file)
+        if event == "call" and file not in self.taken:
+            names = frame.f_code.co_varnames[: frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount]
+            if any(self.holds(frame.f_locals.get(name)) for name in names):
+                self.taken.add(file)
+
+    def holds(self, value: object) -> bool:
+        """Whether a value contains the mark, as text, bytes or tokens, at any depth."""
+        if isinstance(value, str | bytes):
+            return (MARK if isinstance(value, str) else MARK.encode()) in value  # type: ignore[operator]
+        if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
+            return f",{self.tokens}," in f",{','.join(map(str, value))},"
+        return any(map(self.holds, _parts(value)))
+
+
+def _parts(value: object) -> Iterable[object]:
+    """What a value consists of; nothing, where it is not data."""
+    match value:
+        case list() | tuple():
+            return value
+        case Mapping():
+            return value.values()
+        case torch.Tensor() if not value.is_floating_point():
+            return [value.detach().flatten().tolist()]
+        case pa.RecordBatch() | pa.Table() | pa.Array() | pa.ChunkedArray():
+            return [value.to_pylist()]
+        case pa.Buffer():  # a stream, as the conversion returns it
+            return [pa.ipc.open_stream(value).read_all()]
+        case Dataset():
+            return [value[:]]
+        case partial():
+            return value.args
+    is_record = is_dataclass(value) and not isinstance(value, type)
+    return [getattr(value, each.name, None) for each in fields(value)] if is_record else ()
+
+
+@cache
+def _ours(name: str) -> str | None:
+    """A file of ours, relative to the checkout."""
+    return name.removeprefix(f"{ROOT}/") if name.startswith((f"{ROOT}/tasks/", f"{ROOT}/lineage/")) else None
+
+
+@contextmanager
+def following(followed: Followed) -> Iterator[None]:
+    sys.setprofile(followed)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_row_passes_the_files_that_the_page_names(tmp_path: Path) -> None:
+    import trl.trainer.dpo_trainer  # noqa: F401  # before the row is followed: every call costs
+    from transformers import AutoTokenizer
+
+    import tasks.data.preparing.prepare
+    import tasks.train.run  # noqa: F401
+
+    rows = [
+        {"prompt": tiny.sentence(i, 4), "chosen": f"{tiny.sentence(i, 3)} {MARK} a", "rejected": f"b {MARK} {i}"}
+        for i in range(16)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy = tiny.write_policy(tmp_path / "policy")
+    encoded = AutoTokenizer.from_pretrained(policy)(f" {MARK} ", add_special_tokens=False)["input_ids"]
+    followed = Followed(encoded[2:-2])  # its ends may merge with what is around
+    source = Input(name="rows", kind=Kind.ROWS, fingerprint="", path=file, source=Source(path=str(file)))
+    prepared = Input(name="pairs", kind=Kind.PREFERENCES, fingerprint="f" * 64, path=tmp_path / "pairs")
+    start = Input(name="policy", kind=Kind.CHECKPOINT, fingerprint="e" * 64, path=policy)
+    stage = training.method("dpo", num_steps=1)
+    with following(followed), training.one_thread():
+        context = TrainContext(output_dir=prepared.path, work_dir=tmp_path, resources=Resources(cpus_per_worker=1))
+        PreparePreferences(held_out=0.3).run({"rows": source}, context)
+        training.fitted(stage, {"policy": start, "pairs": prepared}, tmp_path / "output")
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walk, beside = page.split("## A row: ")[1].split("\n## ")[0].split("Beside the way")
+    named = _FILE.findall(walk)
+    assert followed.handed_on == set(named)
+    assert len(named) <= MOST
+    assert followed.taken <= {*named, *_FILE.findall(beside)}
