@@ -596,9 +596,9 @@ def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[
         accepted = [field.name for field in fields(_class_at(cls, loc[:-1]))]
         accepted = list(dict.fromkeys([*accepted, *groups])) if len(loc) == 1 else accepted
         peers = "" if str(loc[-1]) in accepted else FIELDS.get(str(loc[-1]), "")
-        ours = peers or _elsewhere(cls, str(loc[-1]), path) if str(loc[-1]) not in accepted else ""
-        if ours:
-            return f"{path}: unknown key; here it is {ours}; accepted: {', '.join(accepted)}"
+        place = peers or _elsewhere(cls, str(loc[-1]), path) if str(loc[-1]) not in accepted else ""
+        if place:
+            return f"{path}: unknown key; here it is {place}; accepted: {', '.join(accepted)}"
         return f"{path}: unknown key; accepted: {listed(loc[-1], accepted)}"
     if detail["type"] in ("missing", "missing_argument"):
         return f"{path}: is not set and has no default; set {path}=..."
