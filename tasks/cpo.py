@@ -1,10 +1,11 @@
 """Contrastive preference optimization: Xu et al. 2024, arXiv:2401.08417."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
+from tasks.train.best import PAIRS
 from tasks.train.losses.pair_loss import Logps, PairLoss, reward_metrics
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ class CPO(PairLoss):
             arXiv:2310.12036, per token.
         sft_weight: weight of the chosen answer's mean negative log-likelihood per token.
     """
+
+    metrics: ClassVar = (*PAIRS, "nll_loss")
 
     beta: Annotated[float, Gt(0)] = 0.1
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Lt
 from lineage.errors import ConfigError
 from tasks.data.kinds import PREFERENCES
 from tasks.method import FROZEN_POLICY, POLICY, AnswerTraining
-from tasks.train.best import HELD_OUT_LOSS
+from tasks.train.best import HELD_OUT_LOSS, PAIRS
 from tasks.train.losses.dpo_losses import LOSSES, Divergence, LossRow, LossType, ReferenceSync
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class DPO(AnswerTraining):
     version: ClassVar[int] = 2  # 1 also trained the template's text after the token that ends an answer
     reads: ClassVar = PREFERENCES
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}
+    metrics: ClassVar = PAIRS
 
     default_learning_rate: ClassVar = 1e-6
     beta: Annotated[float, Gt(0)] = 0.1  # strength of the KL to the reference

@@ -8,6 +8,7 @@ from annotated_types import Gt
 
 from tasks.data.kinds import LABEL_NAMES, UNPAIRED, single_answers
 from tasks.method import FROZEN_POLICY, POLICY, AnswerTraining
+from tasks.train.best import PAIRS
 from tasks.train.losses.pair_loss import kto_loss, label_weights, rows_trainer
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class KTO(AnswerTraining):
 
     reads: ClassVar = UNPAIRED
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}
+    metrics: ClassVar = (*PAIRS, "kl", "desirable_rows", "undesirable_rows", "desirable_weight", "undesirable_weight")
     default_learning_rate: ClassVar = 1e-6
     beta: Annotated[float, Gt(0)] = 0.1
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"

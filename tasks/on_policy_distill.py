@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Ge, Le
 
 from tasks.method import POLICY, TEACHER
+from tasks.train.best import COMPLETIONS
 from tasks.train.generation.generating import Completing
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class OnPolicyDistillation(Completing):
     version: ClassVar[int] = 2  # 1 did not stop at the end of turn that the chat template alone names
     models: ClassVar = {"policy": POLICY, "teacher": TEACHER}
     default_learning_rate: ClassVar = 1e-6
+    metrics: ClassVar = COMPLETIONS
 
     beta: Annotated[float, Ge(0), Le(1)] = 1.0
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
+from tasks.train.best import PAIRS, REWARDED
 from tasks.train.generation.generating import Generating
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class OnlineDPO(Generating):
     whole_groups: ClassVar[bool] = True
 
     default_learning_rate: ClassVar = 5e-7
+    metrics: ClassVar = (*REWARDED, *PAIRS[:4])
     num_generations: Annotated[int, Ge(2)] = 2
     beta: Annotated[float, Gt(0)] = 0.1
     loss: Literal["sigmoid", "ipo"] = "sigmoid"

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Gt
 
+from tasks.train.best import PAIRS
 from tasks.train.losses.pair_loss import Logps, PairLoss, reward_metrics
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class ORPO(PairLoss):
     """
 
     default_learning_rate: ClassVar = 8e-6  # of the paper
+    metrics: ClassVar = (*PAIRS, "nll_loss", "log_odds_chosen", "log_odds_ratio")
     beta: Annotated[float, Gt(0)] = 0.1
     chat_template: str | None = None  # chatml; hermes, which has tools; or a family of TRL's templates, such as qwen3
 

@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt, Le
 from lineage.errors import ConfigError
 from tasks.context import Metrics
 from tasks.method import LOOP_FIELDS, VALUE_MODEL
+from tasks.train.best import REWARDED
 from tasks.train.generation.generating import Generating
 
 if TYPE_CHECKING:
@@ -33,6 +34,10 @@ class PPO(Generating):
 
     version: ClassVar[int] = 2  # 1 did not stop at the end of turn that the chat template alone names
     models: ClassVar = {**Generating.models, "value": VALUE_MODEL}
+    metrics: ClassVar = (
+        *(each for each in REWARDED if not each.endswith(("min_length", "terminated_length", "/std"))), *LOSSES,
+        "kl_coef", "explained_variance",
+    )  # fmt: skip
     applies: ClassVar = LOOP_FIELDS
 
     num_generations: Annotated[int, Gt(0)] = 1  # completions per prompt

@@ -22,7 +22,7 @@ from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.reward_functions import Rewards, code_of_rewards, identity_of
-from tasks.train.best import HELD_OUT_LOSS, Best, Validation, steps_of_epochs
+from tasks.train.best import HELD_OUT_LOSS, ONLY_REPORTED, OUTPUT, STEPS, VAL_LOSS, Best, Validation, steps_of_epochs
 from tasks.train.models.adapters import STACKED, Adapter
 from tasks.train.models.freeze import Freeze
 from tasks.train.models.quantization import Quantization
@@ -172,6 +172,7 @@ class TrainingRecipe(Method):
         models: name -> role of every model that it uses; ``policy`` is trained and becomes the output.
         progress: the metric that says how well a training does: its loss; its reward, where the loss is 0 by
             construction; None: none does, as where the loss is to a target that moves.
+        metrics: of its steps, besides those of all trainings; None, or inherited: unknown, and names are not checked.
         has_own_loop: whether it trains without a trainer of transformers (``tasks.method.Training.loop``).
         default_learning_rate: used where ``learning_rate`` is not set, for a training of all weights.
         option_versions: option -> (entry of the recipe, amount by which it is higher where the option is set), for
@@ -184,6 +185,7 @@ class TrainingRecipe(Method):
     models: ClassVar[Mapping[str, Role]] = {"policy": POLICY}
     progress: ClassVar[Literal["loss", "reward"] | None] = "loss"
     has_own_loop: ClassVar[bool] = False
+    metrics: ClassVar[tuple[str, ...] | None] = None
     # The first version of quantization left the experts of a mixture in fp32.
     option_versions: ClassVar[Mapping[str, tuple[str, int]]] = {"adapter.quantization": ("quantization_version", 1)}
     trains: ClassVar[bool] = True
@@ -273,6 +275,17 @@ class TrainingRecipe(Method):
         of_own = "is of its own completions, near 0 or of their pairs, and not of their rewards"
         why = of_own if self.progress else "is to a target that moves, so that it may rise"
         return f"the loss of {type(self).__name__} {why}"
+
+    def measured_metrics(self, *, of_steps: bool = False) -> tuple[str, ...] | None:
+        """The metrics of its output, or those that its steps report; None: unknown, as of a user's method."""
+        own = vars(type(self)).get("metrics")
+        if own is None:
+            return None
+        rewards = [*(getattr(self, "rewards", None) or ()), "reward_model", "missing_eos"]
+        named = [each.replace("NAME", name) for each in own for name in (rewards if "NAME" in each else [""])]
+        held_out = [HELD_OUT_LOSS] * self.measures_held_out + [VAL_LOSS] * (self.validation is not None)
+        steps = [each for each in STEPS if of_steps or each not in ONLY_REPORTED]
+        return (*named, *held_out, *steps, *([] if of_steps else OUTPUT))
 
     @property
     def measures_held_out(self) -> bool:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
+from tasks.train.best import CLIPPED, REWARDED
 from tasks.train.generation.generating import Generating
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class RLOO(Generating):
     """
 
     version: ClassVar[int] = 2  # 1 took the rounding of equal rewards for a signal, and steps without one
+    metrics: ClassVar = (*REWARDED, *CLIPPED)
 
     num_generations: Annotated[int, Ge(2)] = 4
     beta: Annotated[float, Ge(0)] = 0.05

@@ -1,10 +1,11 @@
 """Simple preference optimization: Meng et al. 2024, arXiv:2405.14734."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
+from tasks.train.best import PAIRS
 from tasks.train.losses.pair_loss import Logps, PairLoss, reward_metrics
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ class SimPO(PairLoss):
         sft_weight: of the chosen answer's mean negative log-likelihood per token, as in the authors' code and CPO; it
             keeps the chosen answers likely.
     """
+
+    metrics: ClassVar = (*PAIRS, "nll_loss")
 
     beta: Annotated[float, Gt(0)] = 2.0
     gamma: Annotated[float, Ge(0)] = 1.0

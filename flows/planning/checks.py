@@ -32,6 +32,7 @@ from tasks.gate.rule import CANDIDATE, PARENT, Rule
 from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Training
 from tasks.model.positions import learned_positions, too_few_positions
 from tasks.model.tokenizers import differing_tokens
+from tasks.train.best import FAMILIES, HELD_OUT_LOSS, VAL_LOSS
 from tasks.train.models.quantization import compiles
 from tasks.train.optim.optimizers import OPTIMIZERS
 
@@ -182,6 +183,40 @@ def text_part_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
         f"{', '.join(names)}: rows of text train the text part of the model; what its {' and '.join(parts)} describes "
         "is frozen and copied into the output, as are weights that no class of transformers loads (mtp.*)"
         for parts, names in found.items()
+    ]
+
+
+# What transformers' classes split text by, whatever tokenizer.json says; and the bodies whose class is always taken.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"
+_ENDS = r"[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS: Mapping[str, str] = {
+    "Qwen2Tokenizer": _WORDS + r"\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+" + _ENDS,
+    "Qwen3_5Tokenizer": _WORDS + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _ENDS,
+}
+CLASSES: Mapping[str, str] = {
+    "qwen2": "Qwen2Tokenizer", **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), "Qwen3_5Tokenizer")
+}  # fmt: skip
+
+
+def token_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
+    """Notes on bases whose ``tokenizer.json`` splits text in another way than the class that AutoTokenizer takes."""
+    found: dict[str, str] = {}
+    for name in stages:
+        root = root_of(pipeline, name)
+        if isinstance(pipeline.stages[name].method, Training) and root not in found and pipeline.is_source(root):
+            read = [root_json(pipeline, name, f"{each}.json") for each in ("config", "tokenizer", "tokenizer_config")]
+            config, file, stated = (each if isinstance(each, dict) else {} for each in read)
+            by_name = str(stated.get("tokenizer_class")).removesuffix("Fast")
+            taken = CLASSES.get(str(config.get("model_type")), by_name)
+            split = file.get("pre_tokenizer")
+            parts = split.get("pretokenizers", [split]) if isinstance(split, dict) else []
+            patterns = [each["pattern"] for each in parts if isinstance(each, dict) and "pattern" in each]
+            if file and taken in SPLITS and patterns != [{"Regex": SPLITS[taken]}]:
+                found[root] = taken
+    return [
+        f"{root}: trains on the tokens of its tokenizer.json; transformers' AutoTokenizer loads it as {taken}, which "
+        "splits text in another way: load it outside with PreTrainedTokenizerFast.from_pretrained, or tokenizers"
+        for root, taken in found.items()
     ]
 
 
@@ -352,6 +387,29 @@ def _vocabulary(pipeline: Pipeline, ref: str) -> dict[str, int] | None:
 
 
 _NAMED_BY_SLOT = (CANDIDATE, PARENT, CHAMPION)
+
+
+def check_metrics(pipeline: Pipeline) -> None:
+    """Checks that the checkpoints of a training are ranked by a metric that its steps report.
+
+    Raises:
+        ConfigError: it reports none of that name.
+    """
+    for name, stage in pipeline.stages.items():
+        if isinstance(stage.method, Training):
+            best, keep_best = getattr(stage.method, "best", None), stage.resources.keep_best
+            for where, ranking in (("method.best", best), ("resources.keep_best", keep_best)):
+                if ranking:
+                    path = f"stages.{name}.{where}.metric={ranking.metric}"
+                    require_metric(path, name, stage.method, ranking.metric, of_steps=True)
+
+
+def require_metric(where: str, stage: str, method: Training, metric: str, *, of_steps: bool = False) -> None:
+    """Raises ConfigError where a training's output, or its steps, have no metric of that name."""
+    known = method.measured_metrics(of_steps=of_steps)
+    if known is not None and metric not in known and not metric.startswith(FAMILIES):
+        lacks = "; set validation.every_steps" if metric in (HELD_OUT_LOSS, VAL_LOSS) else ""
+        raise ConfigError(f"{where}: {stage} does not measure it{lacks}; it measures {listed(metric, sorted(known))}")
 
 
 def check_gates(pipeline: Pipeline) -> None:

@@ -16,9 +16,11 @@ from flows.planning.checks import (
     check_frozen_models,
     check_gates,
     check_kernels,
+    check_metrics,
     check_positions,
     check_row_kinds,
     text_part_notes,
+    token_notes,
 )
 from flows.planning.model_checks import check_merges, check_models, check_replay, check_same_split, check_store
 from flows.planning.staleness import (
@@ -189,6 +191,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     """
     check_store(pipeline)
     check_gates(pipeline)
+    check_metrics(pipeline)
     check_fallbacks(pipeline)
     check_replay(pipeline)
     check_data(pipeline)
@@ -223,6 +226,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
     resolutions = [note for planned in stages for note in planned.stage.notes if planned.state != "reuse"]
     notes += text_part_notes(resolved, [planned.name for planned in stages if planned.state != "reuse"])
+    notes += token_notes(resolved, [planned.name for planned in stages if planned.state != "reuse"])
     notes = list(dict.fromkeys([*champions.notes, *resolutions, *notes]))  # several stages may have the same note
     lengths = {planned.name: planned.hyperparameters for planned in stages if planned.state != "reuse"}
     advice = advice_of(resolved, lengths)

@@ -14,6 +14,7 @@ from hydra.core.override_parser.types import Override, RangeSweep
 from flows.declare.config import Composer, TypedFloat, TypedInt, field_of, pipeline_of, typed
 from flows.declare.pipeline import Pipeline, listed
 from flows.declare.sweep import Objective, Sweep
+from flows.planning.checks import require_metric
 from flows.planning.plan import Memo, Plan, PlannedStage, make_plan
 from flows.sweep.folder import overrides
 from flows.sweep.space import choices, combinations, fixed_and_swept, read_values, require_variable
@@ -22,6 +23,7 @@ from lineage.errors import ArtifactError, ConfigError
 from lineage.store import Manifest
 from tasks.context import Launcher
 from tasks.evaluate.evaluate import Evaluate
+from tasks.method import Training
 
 Key = tuple[str, str]  # one artifact: stage and fingerprint
 
@@ -227,17 +229,25 @@ def check_sweep(sweep: Sweep, space: Mapping[str, Override], stages: Sequence[st
 
 
 def check_metrics(sweep: Sweep, plan: Plan) -> None:
-    """Checks that an objective names what its stage will measure, where that is known before it ran.
+    """Checks that objectives and pruning name what their stages will measure, where that is known before they ran.
 
     Raises:
         ConfigError: an evaluation measures no such policy or metric, or the stage measures nothing.
     """
+    reported = [("pruning.metric", sweep.pruning.stage, sweep.pruning.metric)] if sweep.pruning else []
+    reported += [("by_step", str(sweep.until), sweep.by_step)] if sweep.by_step else []
+    for field, stage, metric in reported:
+        method = plan.stage(stage).stage.method
+        if isinstance(method, Training):
+            require_metric(f"sweep.{field}={metric}", stage, method, metric, of_steps=True)
     for name, objective in sweep.objectives.items():
         if objective.metric is None:
             continue
         stage, _, metric = objective.metric.partition("/")
         where = f"sweep.objectives.{name}.metric={objective.metric}"
         placed = plan.stage(stage).stage
+        if isinstance(placed.method, Training):
+            require_metric(where, stage, placed.method, metric)
         if not isinstance(placed.method, Evaluate):
             continue
         policy, _, measured = metric.partition("/")

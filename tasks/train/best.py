@@ -15,6 +15,35 @@ from lineage.fingerprint import Setting
 
 VAL_LOSS = "val/loss"
 HELD_OUT_LOSS = "held_out_loss"  # the mean loss on the held-out rows of the stage's own data
+# Metrics: of the steps of every training, of its output besides, and of kinds of methods. NAME is that of a reward.
+STEPS = (
+    "loss", "grad_norm", "learning_rate", "num_tokens", "memory_gib", "tokens_per_second",
+    "tokens_per_second_per_worker", "mfu", "aux_loss",
+)  # fmt: skip
+ONLY_REPORTED = ("learning_rate", "memory_gib")  # no metrics of an output
+OUTPUT = (
+    "steps", "epochs", "rows", "rows_cut", "rows_dropped", "packs", "train_seconds", "trained_tokens_percent",
+    "prompt_tokens", "parameters", "trained_parameters", "percent_trained", "best_step", "ended_early_at_step",
+    "diverged_at_step",
+)  # fmt: skip
+FAMILIES = ("adaptive/", "weights/", "sampling/", "merge/")  # whose names depend on what happens
+PAIRS = (
+    "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected",
+    "mean_token_accuracy",
+)  # fmt: skip
+COMPLETIONS = (
+    "completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio",
+    "completions/mean_terminated_length", "completions/min_terminated_length", "completions/max_terminated_length",
+    "sampler/logp_difference_mean", "sampler/logp_difference_max", "sampler/weights_step",
+)  # fmt: skip
+REWARDED = (
+    *COMPLETIONS, "reward", "reward_std", "rewards/NAME/mean", "rewards/NAME/std", "frac_reward_zero_std", "kl",
+    "entropy", "advantages/max", "advantages/min",
+)  # fmt: skip
+CLIPPED = (
+    "clip_ratio/low_mean", "clip_ratio/low_min", "clip_ratio/high_mean", "clip_ratio/high_max",
+    "clip_ratio/region_mean", "cispo_clip_ratio",
+)  # fmt: skip
 # By suffixes of metric names.
 _SMALL_IS_GOOD = re.compile(r"(loss|perplexity|grad_norm)$")
 _LARGE_IS_GOOD = re.compile(r"(accuracy|accuracies|margins)$")

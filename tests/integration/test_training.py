@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lineage.errors import ConfigError
 from tasks.context import Resources
 from tasks.method import Adapter
+from tasks.train.best import FAMILIES
 from tests import tiny, training
 from tests.tiny_models import FEW, write_model
 from tests.training import same, weights
@@ -53,6 +54,21 @@ def test_outputs_load_alone_and_repeat_to_the_bit(
     assert torch.isfinite(model(**ids).logits).all()
     assert "packed" not in (first / "config.json").read_text()
     assert (first / "adapter" / "adapter_model.safetensors").exists() == (adapter is not None)
+
+
+@pytest.mark.parametrize("name", training.NAMES)
+def test_a_method_names_every_metric_that_it_measures(root: Path, tmp_path: Path, name: str) -> None:
+    stage = training.method(name, num_steps=1, adapter=LORA)
+    run = training.train(stage, root, tmp_path / "output")
+    reported = {metric for _, metrics in run.reports for metric in metrics}
+    for found, known in (
+        (reported, stage.measured_metrics(of_steps=True)),
+        (set(run.metrics), stage.measured_metrics()),
+    ):
+        assert known is not None
+        assert [each for each in sorted(found - set(known)) if not each.startswith(FAMILIES)] == []
+    own = {metric for metric in type(stage).metrics or () if "NAME" not in metric}
+    assert own - set(run.metrics) <= {"cispo_clip_ratio", "mean_token_accuracy", "kl", "nll_loss"}  # by option
 
 
 @pytest.mark.parametrize("name", training.NAMES)

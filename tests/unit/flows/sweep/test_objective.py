@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from flows.declare.config import load_pipeline
 from flows.declare.sweep import Objective, Pruning
+from flows.planning.checks import check_metrics
 from flows.sweep.plan import check_sweep, objective_values, read_sweep
 from lineage.errors import ArtifactError, ConfigError
 from tests.sweeps import TPE, manifest, maximize, minimize, sweep
@@ -108,12 +110,54 @@ def test_an_objective_is_either_a_metric_or_a_function(stated):
         ("evaluate/dpo/preference_acuracy", r"does not measure it; .*did you mean preference_accuracy\?"),
         ("evaluate/dop/preference_accuracy", r"measures no policy dop; .*did you mean dpo\?"),
         ("evaluate/dpo/preference_accuracy", None),
+        ("dpo/rewards/margin", r"dpo does not measure it; .*did you mean rewards/margins\?"),
+        ("dpo/rewards/margins", None),
+        ("cpt/held_out_loss", r"cpt does not measure it; set validation.every_steps; it measures"),
+        ("cpt/learning_rate", "cpt does not measure it"),
     ],
 )
-def test_a_metric_that_an_evaluation_will_not_measure_is_refused_by_the_plan(metric, why):
+def test_a_metric_that_a_stage_will_not_measure_is_refused_by_the_plan(metric, why):
     words = [f"sweep.objectives.best={{metric: {metric}, direction: maximize}}", "stages.dpo.method.beta=0.1,0.2"]
     if why is None:
         assert read_sweep(words).num_trials == 2
         return
     with pytest.raises(ConfigError, match=why):
         read_sweep(words)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (
+            ["sweep=asha", "sweep.pruning.stage=sft", "sweep.pruning.metric=los"],
+            r"pruning.metric=los: sft .*mean loss\?",
+        ),
+        (["sweep.until=sft", "sweep.by_step=los"], r"sweep.by_step=los: sft does not measure it.*mean loss\?"),
+    ],
+)
+def test_a_metric_that_no_step_reports_is_refused_by_the_plan(words, why):
+    with pytest.raises(ConfigError, match=why):
+        read_sweep([*words, "stages.sft.method.learning_rate=1e-4,1e-3"])
+
+
+@pytest.mark.parametrize(
+    ("field", "why"),
+    [
+        (
+            "method.best={metric: los, mode: min, every_steps: 5}",
+            r"stages.dpo.method.best.metric=los: dpo .*did you mean loss\?",
+        ),
+        (
+            "resources.keep_best={metric: rewards/margin, mode: max}",
+            r"keep_best.metric=.*did you mean rewards/margins\?",
+        ),
+        ("resources.keep_best={metric: rewards/margins}", None),
+    ],
+)
+def test_checkpoints_are_ranked_by_a_metric_that_their_training_reports(field, why):
+    pipeline = load_pipeline(["tracking=none", f"stages.dpo.{field}"])
+    if why is None:
+        check_metrics(pipeline)
+        return
+    with pytest.raises(ConfigError, match=why):
+        check_metrics(pipeline)
