@@ -188,15 +188,18 @@ class Template:
         self, conversations: Sequence[Sequence[Message]], tools: Tools | None, *, prompt: bool, thinks: bool
     ) -> list[str]:
         # What `apply_chat_template` calls, without its repeated checks, which would double the time.
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
         template = self.plain if tools is None else self.with_tools
         variables: dict[str, object] = {"date_string": DATE} if "date_string" in template else {}
         variables |= {"enable_thinking": True} if thinks else {}
+        variables |= {"add_generation_prompt": prompt, **self.special_tokens}
+        if tools is None and all(message.keys() == _PLAIN for messages in conversations for message in messages):
+            render = _compile_jinja_template(template).render  # all else that is called below copies what is plain JSON
+            return [render(messages=messages, tools=None, documents=None, **variables) for messages in conversations]
         texts: list[str] = render_jinja_template(
-            conversations=conversations, tools=tools, chat_template=template, add_generation_prompt=prompt,
-            **{**self.special_tokens, **variables},
-        )[0]  # fmt: skip
+            conversations=conversations, tools=tools, chat_template=template, **variables
+        )[0]
         return texts
 
 
@@ -228,6 +231,7 @@ def _with_json_arguments(message: Message) -> Message:
     return {**message, "tool_calls": [{**call, "function": each} for call, each in zip(calls, functions, strict=True)]}
 
 
+_PLAIN = {"role", "content"}  # the keys of a message without thinking and calls
 _PROBE = "\ue002"  # content that no template writes by itself
 
 
