@@ -144,8 +144,7 @@ def _convert(gguf: Path, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils.logging import disable_progress_bar
 
-    from tasks.model.merging import golden_texts, golden_texts_for
-    from tasks.train.models.load import require_output_loads
+    from tasks.model.tokenizers import PROBE, tokenizer_of
 
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
@@ -158,10 +157,17 @@ def _convert(gguf: Path, directory: Path) -> None:
     leave_out_deepspeed()
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
-    prompts = golden_texts_for(model, [directory])
-    if prompts != golden_texts(tokenizer):
+    probe = tokenizer(PROBE)["input_ids"]
+    if probe != tokenizer_of(directory)(PROBE)["input_ids"]:
         raise PipelineError(f"{gguf.name}: its tokenizer was written to {directory} and reads other tokens from there")
-    require_output_loads(Kind.CHECKPOINT, model, directory, prompts)
+    ids = torch.tensor([probe]).clamp(max=model.get_input_embeddings().num_embeddings - 1)
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        if not torch.equal(model(ids).logits, loaded(ids).logits):
+            raise PipelineError(
+                f"{gguf.name}: its weights were written to {directory} and are another model from there; equal logits "
+                "are accepted; report its config.json"
+            )
 
 
 # How tokenizers split text that transformers reads as GPT-2's, by their names in `tokenizer.ggml.pre`.
