@@ -8,7 +8,7 @@ import pytest
 from flows.progress.run_record import dashboard_file
 from flows.stages.job import Job
 from tasks.context import Launcher, Resources
-from tests.command import alive, family, wait_until
+from tests.command import alive, family, wait_until, wait_until_gone
 from tests.toy_methods import ToyTraining
 
 SLOW_LEFT = ("stages.left.method.num_steps=600", "stages.left.method.step_seconds=0.1")
@@ -73,8 +73,10 @@ def test_a_run_is_seen_followed_and_cancelled_from_outside(toy, slow, prefect_ur
 
 @pytest.mark.slow  # quick in unit/flows/test_status_report.py
 def test_a_run_that_was_killed_is_shown_as_died_with_the_command_that_goes_on(toy, slow):
+    started = family(slow)
     slow.kill()
     slow.wait(timeout=10)
+    wait_until_gone(started)  # its stage may have reported another step
     document = status(toy)
     assert not document["running"]
     [run] = document["last"]
