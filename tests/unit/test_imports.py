@@ -80,3 +80,14 @@ def test_a_file_that_one_other_imports_belongs_into_it_or_says_why_not():
     reasons = {name: re.compile(re.escape(name).replace(r"\*", r"\w+")) for name in ALONE}
     assert not [module for module in sorted(alone) if not any(each.fullmatch(module) for each in reasons.values())]
     assert not [name for name, each in reasons.items() if not any(map(each.fullmatch, alone))], "no file needs these"
+
+
+MOST_MODULES, MOST_LINES = 12, 900
+
+
+def test_a_folder_has_few_modules_and_a_file_one_story():
+    """``tasks`` holds the methods, whose paths are identity."""
+    folders = Counter(path.parent.relative_to(ROOT).as_posix() for path in FILES.values() if path.stem != "__init__")
+    assert {name: count for name, count in folders.items() if count > MOST_MODULES} == {"tasks": folders["tasks"]}
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
+    assert not {name: count for name, count in lines.items() if count > MOST_LINES}
