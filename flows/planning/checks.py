@@ -17,6 +17,7 @@ from lineage.artifact import ALIAS, MODELS, QUICKSTART, SOURCE, Source
 from lineage.errors import ConfigError, PipelineError
 from lineage.record.environment import list_gpus
 from lineage.record.verdict import CHAMPION
+from lineage.source.model_files import weight_places
 from lineage.source.model_source import vocabulary_of
 from lineage.source.source_checks import PYTHON, is_loaded
 from lineage.source.sources import local_paths
@@ -184,6 +185,22 @@ def text_part_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
         "is frozen and copied into the output, as are weights that no class of transformers loads (mtp.*)"
         for parts, names in found.items()
     ]
+
+
+_NO_PLACE = {"lm_head", "embed_out", "mtp"}  # parts of names
+
+
+def left_out_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
+    """Notes on what a reward model has no place for: the head over the vocabulary, and those for several tokens."""
+    notes = []
+    for name, method, _ in _trainings(pipeline):
+        directory = root_directory(pipeline, name)
+        if name in stages and directory and REWARD_HEAD in method.models.values():
+            found = [each for each in weight_places(directory) if _NO_PLACE & set(each.split("."))]
+            if found and getattr(method, "save", None) != "adapter":
+                shown = ", ".join(found[:4]) + f" and {len(found) - 4} more" * (len(found) > 4)
+                notes.append(f"{name}: a reward model has no place for {shown}: its output leaves them out")
+    return notes
 
 
 # What transformers' classes split text by, whatever tokenizer.json says; and the bodies whose class is always taken.

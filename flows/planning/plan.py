@@ -19,6 +19,7 @@ from flows.planning.checks import (
     check_metrics,
     check_positions,
     check_row_kinds,
+    left_out_notes,
     text_part_notes,
     token_notes,
 )
@@ -226,6 +227,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
     resolutions = [note for planned in stages for note in planned.stage.notes if planned.state != "reuse"]
     notes += text_part_notes(resolved, [planned.name for planned in stages if planned.state != "reuse"])
+    notes += left_out_notes(resolved, [planned.name for planned in stages if planned.state != "reuse"])
     notes += token_notes(resolved, [planned.name for planned in stages if planned.state != "reuse"])
     notes = list(dict.fromkeys([*champions.notes, *resolutions, *notes]))  # several stages may have the same note
     lengths = {planned.name: planned.hyperparameters for planned in stages if planned.state != "reuse"}

@@ -24,7 +24,7 @@ ONLY_REPORTED = ("learning_rate", "memory_gib")  # no metrics of an output
 OUTPUT = (
     "steps", "epochs", "rows", "rows_cut", "rows_dropped", "packs", "train_seconds", "trained_tokens_percent",
     "prompt_tokens", "parameters", "trained_parameters", "percent_trained", "best_step", "ended_early_at_step",
-    "diverged_at_step",
+    "diverged_at_step", "weights_left_out",
 )  # fmt: skip
 FAMILIES = ("adaptive/", "weights/", "sampling/", "merge/")  # whose names depend on what happens
 PAIRS = (

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+from flows.declare.config import load_pipeline
+from flows.planning.checks import left_out_notes
 from lineage.artifact import Kind
 from lineage.errors import DataError, PipelineError
 from tasks.method import Adapter, Training
@@ -147,6 +149,9 @@ def test_a_reward_model_names_what_it_leaves_out_and_its_config_is_true(
     policy = write_composite(tmp_path / "policy", "qwen3_5")
     run = training.train(training.method("reward", num_steps=1), root, tmp_path / "output", policy=policy)
     assert "left_out=lm_head.weight, mtp.fc.weight, mtp.norm.weight" in caplog.text
+    assert run.metrics["weights_left_out"] == 3
+    [note] = left_out_notes(load_pipeline([f"model={policy}", "tracking=none"]), ["cpt", "reward"])
+    assert note.startswith("reward: a reward model has no place for lm_head.weight, mtp.fc.weight, mtp.norm.weight:")
     names = load_file(run.output / "model.safetensors")
     assert any("visual" in name for name in names) and not any("mtp" in name for name in names)
     assert json.loads((run.output / "config.json").read_text())["text_config"]["mtp_num_hidden_layers"] == 0

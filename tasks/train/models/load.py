@@ -384,17 +384,20 @@ def require_base(ctx: "TrainContext") -> None:
 def save_whole(
     model: "PreTrainedModel", base: Path, output: Path, before: Places | None = None,
     require: Callable[[], None] = lambda: None,
-) -> None:  # fmt: skip
+) -> dict[str, float]:  # fmt: skip
     """Saves a model with all weights of the one that it was made from: those that were not trained, byte for byte.
 
     A class may ignore weights of its model's files, as a head for several tokens at once (``mtp.*``), and text does not
     reach a vision tower: both are copied. What a reward model has no place for, as the head over the vocabulary, is
-    logged.
+    logged and counted.
 
     Args:
         base: the directory that the model was loaded from.
         before: the files of its tensors then; None: as they are now.
         require: is called before weights of the base are read.
+
+    Returns:
+        The number of weights that are left out, as a metric.
 
     Raises:
         PipelineError: a weight of the base is neither in the output nor logged as left out.
@@ -417,6 +420,7 @@ def save_whole(
     still = names_lost(before, places_of(output), model) - dropped
     if still:
         raise PipelineError(f"{output} lacks weights of {base}: {', '.join(sorted(still)[:8])}")
+    return {"weights_left_out": float(len(dropped))} if dropped else {}
 
 
 def _in_file(parameter: str, name: str, model: "PreTrainedModel") -> bool:
@@ -528,7 +532,7 @@ def save_output(
         prompts: golden ones, which are compared before and after a merge.
 
     Returns:
-        Golden values before and after a merge, as metrics.
+        Golden values before and after a merge, and the number of weights that are left out, as metrics.
 
     Raises:
         PipelineError: what was merged, or what a user would load, is another model than the trained one.
@@ -543,7 +547,8 @@ def save_output(
     if not isinstance(model, PeftModel):
         if method.optimizer.weights:
             hold_in(model, method.optimizer.weights)
-        save_whole(model, base_and_adapters(policy.path)[0], ctx.output_dir, kept.weights, partial(require_base, ctx))
+        directory = base_and_adapters(policy.path)[0]
+        metrics = save_whole(model, directory, ctx.output_dir, kept.weights, partial(require_base, ctx))
         kept.write(ctx.output_dir)
         require_output_loads(method.produces, model, ctx.output_dir, prompts, may_run=trusts(policy.path))
         return metrics
@@ -562,9 +567,12 @@ def save_output(
         require_adapter_loads(method, model, policy, ctx, ctx.output_dir / ADAPTER_DIR, prompts)
         found = _merge(method, model, policy, ctx, prompts)
         directory = base_and_adapters(policy.path)[0]
-        save_whole(found.model, directory, ctx.output_dir, kept.weights, partial(require_base, ctx))
+        metrics = save_whole(found.model, directory, ctx.output_dir, kept.weights, partial(require_base, ctx))
         require_output_loads(method.produces, found.model, ctx.output_dir, prompts, may_run=trusts(policy.path))
-        metrics = compared(found.before, found.after, is_reward_model=method.produces == Kind.REWARD_MODEL)
+        metrics = {
+            **metrics,
+            **compared(found.before, found.after, is_reward_model=method.produces == Kind.REWARD_MODEL),
+        }
     kept.write(ctx.output_dir)
     return metrics
 
