@@ -11,7 +11,7 @@ from flows.declare.sweep import Pruning
 from flows.sweep.plan import check_sweep
 from flows.sweep.study import Study
 from lineage.errors import ConfigError
-from tests.command import REPOSITORY
+from tests.command import PATIENCE, REPOSITORY
 from tests.sweeps import RANDOM, TPE, complete, ended, maximize, minimize, space_of, sweep
 
 SPACE = {
@@ -279,7 +279,7 @@ def start(folder, dies_in="none"):
 
 
 def lines(process) -> list[str]:
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=60 * PATIENCE)
     return out.splitlines()
 
 
