@@ -14,6 +14,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.checks import left_out_notes
 from lineage.artifact import Kind
 from lineage.errors import DataError, PipelineError
+from tasks.context import Resources
 from tasks.method import Adapter, Training
 from tasks.model import merging
 from tasks.train.models import load as models
@@ -22,6 +23,7 @@ from tasks.train.models.load import save_whole, whole_model
 from tests import training
 from tests.tiny import write_tokenizer
 from tests.tiny_models import write_model
+from tests.worker_group import Asked, WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,6 +142,27 @@ def test_what_text_does_not_reach_is_frozen_under_an_adapter_too(root: Path, tmp
     _, trainer, _ = training.fitted(sft(adapter=Adapter(rank=2), num_steps=1), given, tmp_path / "output")
     trained = {name for name, each in trainer.model.named_parameters() if each.requires_grad}
     assert trained and not [name for name in trained if "vision" in name]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=[] if each == "mistral3" else pytest.mark.slow) for each in FAMILIES]
+)
+@pytest.mark.parametrize("adapter", [None, pytest.param(Adapter(rank=2), marks=pytest.mark.slow)], ids=["full", "lora"])
+def test_two_workers_that_recompute_activations_train_as_one(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, family: str, adapter: Adapter | None
+) -> None:
+    """Parameters that text does not reach have no gradients, for which workers would wait."""
+    write_composite(tmp_path / "inputs" / "policy", family)
+    (tmp_path / "inputs" / "conversations").symlink_to(root / "conversations")
+    stage = sft(adapter=adapter, num_steps=2)
+    one = training.train(stage, tmp_path / "inputs", tmp_path / "one" / "output")
+    resources = Resources(micro_batch_size=2, gradient_checkpointing="on", save_steps=1, save_minutes=None)
+    asked = Asked(stage=stage, root=tmp_path / "inputs", folder=tmp_path / "two", resources=resources)
+    done, _ = two_workers.train(asked)
+    assert done.metric("loss") == pytest.approx(one.losses, rel=1e-5)
+    found = load_file(tmp_path / "two" / "output" / "model.safetensors")
+    for name, value in load_file(one.output / "model.safetensors").items():
+        torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-3, msg=name)
 
 
 def test_a_reward_model_names_what_it_leaves_out_and_its_config_is_true(

@@ -465,6 +465,10 @@ def _full_model(
         keep_layout(model)
         require_gradient(model)
     scale_by_row(model)
+    if not getattr(model, "accepts_loss_kwargs", True):
+        # Classes that also read images say so of their older forward; theirs hands the number of tokens of the step
+        # to the loss. Without it, micro batches of few tokens would count as much as those of many.
+        model.accepts_loss_kwargs = True
     return model
 
 
