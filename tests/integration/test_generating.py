@@ -857,7 +857,7 @@ def test_a_prompt_is_read_once_for_its_completions_with_the_numbers_of_whole_row
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens_read: list[int], fields: dict
 ) -> None:
     for check in ("require_output_loads", "require_adapter_loads"):  # they read rows of their own
-        monkeypatch.setattr(f"tasks.train.models.load.{check}", lambda *_: None)
+        monkeypatch.setattr(f"tasks.train.models.load.{check}", lambda *_, **__: None)
     runs = {}
     for name in ("once", "whole"):
         if name == "whole":
