@@ -515,6 +515,8 @@ def _group(word: str, override: Override, options: list[str]) -> list[str]:
         # A directory or hub id is short for two overrides.
         return ["model=pretrained", f"++sources.base.path={_quoted(value)}"]
     hint = " (a model is also a directory that exists, or a hub id owner/name)" if group == "model" else ""
+    if ours := value_of(value, str(options)):
+        raise ConfigError(f"{word}: no such {group}; here it is {group}={ours}; accepted: {', '.join(options)}")
     raise ConfigError(f"{word}: no such {group}; accepted: {listed(value, options)}{hint}")
 
 
@@ -613,12 +615,12 @@ def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[
 
 def _elsewhere(cls: type, key: str, path: str) -> str:
     """Where a field of that name is that is not one of ``cls``: in its settings, or in another part of its stage."""
-    parent = path.rpartition(".")[0]
+    parent = path.removesuffix(key)
     within = [each.name for each in fields(cls) for part in _dataclasses(each.type) if key in field_names(part)]
-    stage = ".".join(path.split(".")[:2])
-    beside = {"resources": Resources, "method": Training} if path.startswith("stages.") else {}
+    stage = "stages.STAGE" if cls is Root else ".".join(path.split(".")[:2])
+    beside = {"resources": Resources, "method": Training} if stage.startswith("stages.") else {}
     others = [f"{stage}.{part}.{key}" for part, known in beside.items() if key in field_names(known)]
-    return " or ".join([*(f"{parent}.{name}.{key}" for name in dict.fromkeys(within)), *others])
+    return " or ".join([*(f"{parent}{name}.{key}" for name in dict.fromkeys(within)), *others])
 
 
 def _form(cls: type, detail: dict[str, object], loc: tuple[int | str, ...]) -> str:

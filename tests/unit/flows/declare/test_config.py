@@ -502,6 +502,9 @@ SFT = "stages.sft.method"
         (f"{SFT}.schedule.name=cosine_warmup_with_min_lr", f"{SFT}.schedule.name=cosine_with_min_lr"),
         ("stages.dpo.method.loss_type=cdpo", "stages.dpo.method.loss_type=robust"),
         ("stages.dpo.method.precompute_ref_log_probs=true", "STAGE.resources.precompute_reference"),
+        ("optimizer=adamw", "optimizer=adamw_torch_fused"), ("schedule=wsd", "schedule=warmup_stable_decay"),
+        ("quantization=4bit", "quantization=nf4"), ("learning_rate=1e-4", "stages.STAGE.method.learning_rate"),
+        ("num_workers=2", "resources.num_workers or stages.STAGE.resources.num_workers"),
     ],
 )  # fmt: skip
 def test_a_peers_name_is_answered_with_ours(override, ours):
