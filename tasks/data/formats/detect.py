@@ -50,10 +50,14 @@ _COMPLETION = ("completion", "response")
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # of Alpaca, and as Dolly calls them
 _OTHER_PROMPTS = frozenset({"prompt", "text", "messages", "conversations"})
 _PROMPTS = ("question", "instruction", "query", "problem")  # other common names of a prompt
-# Columns that change what is trained: a row with one that its format does not read is refused.
 _THOUGHT_COLUMNS = ("reasoning_content", "thinking")
-_WEIGHTS = frozenset({"weight", "weights", "sample_weight", "loss_weight"})
-_OF_CHAT = frozenset({"tools", "functions", "label", *_THOUGHT_COLUMNS})
+# Columns that change what is trained, in any case and with or without ``_``: a row with one that its format does not
+# read is refused.
+_WEIGHTS = frozenset({"weight", "weights", "sampleweight", "lossweight"})
+_OF_SYSTEM = frozenset({"system", "systemprompt", "systemmessage", "systeminstruction", "sysprompt"})
+_OF_CHAT = _OF_SYSTEM | {
+    "tools", "functions", "label", "reasoningcontent", "thinking", "image", "images", "imageurl", "imagepath",
+}  # fmt: skip
 _JUDGED = frozenset({"label", "chosen", "rejected"})  # columns with a judgement of answers
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # role names in transcripts
@@ -428,11 +432,21 @@ class Format:
 
     def unread(self, fields: Fields) -> list[str]:
         """The columns of a row that change what is trained and that this format does not read."""
-        found = fields.keys() & (_WEIGHTS | (frozenset(SYSTEM) if self.kind == Kind.TEXT else _OF_CHAT))
-        if not found or REST in self.mapping:
+        if REST in self.mapping:
             return []
-        said = {name: fields[name] for name in found - self.mapping.keys() if not is_nothing(fields[name])}
-        return sorted(name for name, value in said.items() if not (name in _WEIGHTS and value == 1))
+        names = _changing(tuple(fields), _OF_SYSTEM if self.kind == Kind.TEXT else _OF_CHAT)
+        said = {name: fields[name] for name in names if name not in self.mapping and not is_nothing(fields[name])}
+        return sorted(name for name, value in said.items() if not (_bare(name) in _WEIGHTS and value == 1))
+
+
+def _bare(name: str) -> str:
+    return name.lower().replace("_", "")
+
+
+@lru_cache(maxsize=64)  # most rows have the columns of the row before
+def _changing(columns: tuple[str, ...], others: frozenset[str]) -> list[str]:
+    """The columns whose name says that they change what is trained: weights, and others."""
+    return [name for name in columns if _bare(str(name)) in _WEIGHTS | others]
 
 
 _CHAT = '"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
