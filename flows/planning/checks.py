@@ -422,10 +422,12 @@ def check_metrics(pipeline: Pipeline) -> None:
 
 
 def require_metric(where: str, stage: str, method: Training, metric: str, *, of_steps: bool = False) -> None:
-    """Raises ConfigError where a training's output, or its steps, have no metric of that name."""
-    known = method.measured_metrics(of_steps=of_steps)
+    """Raises ConfigError where a training's output, or its steps, lack a metric of that name, or it ranks nothing."""
+    known, by_reward = method.measured_metrics(of_steps=of_steps), method.progress == "reward"
+    if metric == "loss" and by_reward:
+        raise ConfigError(f"{where}: {method.loss_says_nothing}, so it ranks no models; name reward, to be maximized")
     if known is not None and metric not in known and not metric.startswith(FAMILIES):
-        lacks = "; set validation.every_steps" if metric in (HELD_OUT_LOSS, VAL_LOSS) else ""
+        lacks = "; set validation.every_steps" if metric in (HELD_OUT_LOSS, VAL_LOSS) and not by_reward else ""
         raise ConfigError(f"{where}: {stage} does not measure it{lacks}; it measures {listed(metric, sorted(known))}")
 
 

@@ -126,6 +126,18 @@ def test_a_metric_that_a_stage_will_not_measure_is_refused_by_the_plan(metric, w
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["sweep.objectives={best: {metric: grpo/loss, direction: minimize}}"],
+        ["sweep.until=grpo", "sweep.by_step=loss"],
+    ],
+)
+def test_a_loss_that_says_nothing_ranks_no_trials(words):
+    with pytest.raises(ConfigError, match=r"the loss of GRPO is of its own .*; name reward, to be maximized"):
+        read_sweep(["pipeline=sft-grpo", *words, "stages.grpo.method.learning_rate=1e-4,1e-3"])
+
+
+@pytest.mark.parametrize(
     ("words", "why"),
     [
         (
