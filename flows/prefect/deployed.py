@@ -93,11 +93,12 @@ def serve(runner: Runner) -> None:
     async def serving() -> None:
         async with anyio.create_task_group() as group:
             group.start_soon(runner.start)
-            while not runner.started:
-                await anyio.sleep(0.05)
-            # After the start, which takes SIGTERM for itself: both signals are one stop, and what runs is cancelled.
+            await anyio.sleep(0)  # its first step takes SIGTERM for itself
+            # Both signals are one stop, from the first moment on, and what runs is cancelled.
             with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 async for _ in signals:
+                    while not runner.started:
+                        await anyio.sleep(0.05)
                     await runner.astop()
                     break
             for number in (signal.SIGINT, signal.SIGTERM):
