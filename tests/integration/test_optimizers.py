@@ -75,7 +75,7 @@ def test_a_training_resumes_to_the_bit_and_is_that_of_its_optimizer(
 
 
 @pytest.mark.parametrize(
-    "name", ["sft", "dpo", "ppo", *(pytest.param(each, marks=SLOW) for each in ("reward", "grpo", "kto", "distill"))]
+    "name", ["sft", "dpo", *(pytest.param(each, marks=SLOW) for each in ("ppo", "reward", "grpo", "kto", "distill"))]
 )
 def test_weights_in_bf16_train_as_in_fp32_and_resume_to_the_bit(root: Path, tmp_path: Path, name: str) -> None:
     """The same arithmetic: what differs is the sum of the gradients of two micro batches, which is rounded to bf16."""
