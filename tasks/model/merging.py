@@ -443,6 +443,7 @@ def merge_adapters(adapted: "PeftModel", prompts: Golden, name: str) -> Merged:
         name: of the adapter, for messages.
 
     Raises:
+        ConfigError: PEFT does not merge it.
         PipelineError: the merged model is another one.
     """
     before = golden_values(adapted, prompts)
@@ -452,7 +453,13 @@ def merge_adapters(adapted: "PeftModel", prompts: Golden, name: str) -> Merged:
     with warnings.catch_warnings():
         for known in ("Model with `tie_word_embeddings=True`", "Input and output embeddings are no longer tied"):
             warnings.filterwarnings("ignore", known)
-        model: PreTrainedModel = adapted.merge_and_unload()
+        try:
+            model: PreTrainedModel = adapted.merge_and_unload()
+        except (RuntimeError, ValueError, NotImplementedError) as error:  # such as a bias for layers that have none
+            raise ConfigError(
+                f"{name}: PEFT cannot merge this adapter ({str(error).partition(chr(10))[0]}); one that its "
+                "merge_and_unload merges is accepted; merge it with the program that trained it, and give that model"
+            ) from error
     _unwrap(model)
     if is_tied:
         _share_or_separate_head(model)

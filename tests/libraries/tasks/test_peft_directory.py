@@ -158,6 +158,13 @@ def test_a_merge_that_gives_another_model_is_stopped(
         loaded(fetch_model(checkpoint(lora), tmp_path / "cache"))
 
 
+def test_an_adapter_that_peft_does_not_merge_is_refused_by_name(base: Path, tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], lora_bias=True)  # on layers without a bias
+    adapter = write_adapter(tmp_path / "adapter", base, config=config)
+    with pytest.raises(ConfigError, match=r"adapter: PEFT cannot merge this adapter \(Impossible to merge LoRA"):
+        loaded(fetch_model(checkpoint(adapter), tmp_path / "cache"))
+
+
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_an_initialisation_that_changes_the_base_is_repeated(base: Path, tmp_path: Path, init: str) -> None:
     config = LoraConfig(r=4, target_modules=ALL, init_lora_weights=init)
