@@ -55,6 +55,7 @@ _THOUGHT_COLUMNS = ("reasoning_content", "thinking")
 # read is refused.
 _WEIGHTS = frozenset({"weight", "weights", "sampleweight", "lossweight"})
 _OF_SYSTEM = frozenset({"system", "systemprompt", "systemmessage", "systeminstruction", "sysprompt"})
+_OF_TEXT = _OF_SYSTEM | {"role"}  # a message of a tree, or of a conversation in rows, is no document
 _OF_CHAT = _OF_SYSTEM | {
     "tools", "functions", "label", "reasoningcontent", "thinking", "image", "images", "imageurl", "imagepath",
 }  # fmt: skip
@@ -434,7 +435,7 @@ class Format:
         """The columns of a row that change what is trained and that this format does not read."""
         if REST in self.mapping:
             return []
-        names = _changing(tuple(fields), _OF_SYSTEM if self.kind == Kind.TEXT else _OF_CHAT)
+        names = _changing(tuple(fields), _OF_TEXT if self.kind == Kind.TEXT else _OF_CHAT)
         said = {name: fields[name] for name in names if name not in self.mapping and not is_nothing(fields[name])}
         return sorted(name for name, value in said.items() if not (_bare(name) in _WEIGHTS and value == 1))
 

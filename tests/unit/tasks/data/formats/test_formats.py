@@ -221,7 +221,7 @@ def test_the_columns_of_dolly_are_those_of_alpaca(row: Row, made: list[Row]) -> 
         ("openai_preference", "tools", [WEATHER]), ("sharegpt", "functions", [WEATHER]), ("text", "system", "s"),
         ("text", "weight", 0.1), ("preference", "images", ["a.png"]), ("unpaired", "weight", 2),
         ("preference", "system_message", "s"), ("alpaca", "System", "s"), ("text", "systemPrompt", "s"),
-        ("messages", "image_path", "a.png"), ("preference", "Weight", 0.5),
+        ("messages", "image_path", "a.png"), ("preference", "Weight", 0.5), ("text", "role", "assistant"),
     ],
 )  # fmt: skip
 def test_an_unread_column_that_changes_what_is_trained_is_refused(name: str, column: str, value: object) -> None:
