@@ -17,7 +17,7 @@ import yaml
 from flows.commands.arguments import add_overrides, recorded_cli_args, write_rendered
 from flows.declare.config import composed_files, load_pipeline
 from flows.declare.pipeline import Pipeline
-from flows.progress.declared import split_words
+from flows.progress.declared import split_cli_args
 from lineage.dvc import FILE, View, read_stages
 from lineage.errors import ConfigError
 from lineage.source.sources import local_parts, local_paths
@@ -37,7 +37,7 @@ Rendered = dict[str, object]
 Composed = Sequence[tuple[Path, str]]  # YAML files and the keys that they fill
 
 
-def render(words: Sequence[str], folder: Path) -> str:
+def render(cli_args: Sequence[str], folder: Path) -> str:
     """The text of ``dvc.yaml`` in a folder, for the pipeline that these options and overrides declare.
 
     The user's own stages in an existing file are kept.
@@ -45,26 +45,26 @@ def render(words: Sequence[str], folder: Path) -> str:
     Raises:
         ConfigError: the arguments are wrong, or DVC cannot track such a pipeline.
     """
-    overrides, config_dir = split_words(words)
+    overrides, config_dir = split_cli_args(cli_args)
     pipeline = load_pipeline(overrides, config_dir)
     if _inside(pipeline.store, folder) is None:
         raise ConfigError(
             f"store={pipeline.store}: is outside {folder}, and DVC tracks only what is inside; move one of them"
         )
     files = composed_files(overrides, config_dir)
-    stages = {name: _stage(pipeline, name, words, files, folder) for name in pipeline.order()}
+    stages = {name: _stage(pipeline, name, cli_args, files, folder) for name in pipeline.order()}
     own = {name: stage for name, stage in read_stages(folder).items() if not str(stage.get("cmd")).startswith(_CALL)}
     clash = sorted(own.keys() & stages.keys())
     if clash:
         raise ConfigError(
             f"{folder / FILE}: has a stage {clash[0]} of its own; rename it, or move it to another folder"
         )
-    call = shlex.join(["python", "-m", "flows.dvc_yaml", *words])
+    call = shlex.join(["python", "-m", "flows.dvc_yaml", *cli_args])
     head = f"# Rendered from the configuration by `{call}`: change that, not this.\n"
     return head + str(yaml.safe_dump({"stages": {**stages, **own}}, sort_keys=False, width=1000))
 
 
-def _stage(pipeline: Pipeline, name: str, words: Sequence[str], files: Composed, folder: Path) -> Rendered:
+def _stage(pipeline: Pipeline, name: str, cli_args: Sequence[str], files: Composed, folder: Path) -> Rendered:
     if not _STAGE_NAME.fullmatch(name):
         raise ConfigError(f"stages.{name}: DVC takes letters, digits, '-' and '_' in the name of a stage; rename it")
     view = View(pipeline.store, pipeline.name)
@@ -75,7 +75,7 @@ def _stage(pipeline: Pipeline, name: str, words: Sequence[str], files: Composed,
     upstream = dict.fromkeys(pipeline.upstream(name))
     # With the manifest: other settings may give the same bytes, but another identity.
     deps = [shown(stage, file) for stage in upstream for file in ("output", MANIFEST)]
-    stage: Rendered = {"cmd": _CALL + shlex.join([name, *words])}
+    stage: Rendered = {"cmd": _CALL + shlex.join([name, *cli_args])}
     stage["deps"] = [*_source_files(pipeline, name, folder), *deps]
     stage["params"] = list(_parameters(_identity_keys(pipeline, name), files, folder))
     stage["outs"] = [shown(name, "output"), shown(name, MANIFEST)]
@@ -95,10 +95,10 @@ def _source_files(pipeline: Pipeline, name: str, folder: Path) -> list[str]:
     """The user's data files in this folder that a stage reads; for a glob, the directory before it."""
     found = []
     for source in _sources(pipeline, name):
-        stated = pipeline.sources[source]
-        path = stated.path
+        configured = pipeline.sources[source]
+        path = configured.path
         matches = local_paths(path)
-        found += [_inside(place, folder) for place in local_parts(stated) if place not in matches]
+        found += [_inside(place, folder) for place in local_parts(configured) if place not in matches]
         before = _inside(Path(*takewhile(lambda part: not glob.has_magic(part), Path(path).parts)), folder)
         is_wide = matches and glob.has_magic(path) and before not in (None, ".")
         found += [before] if is_wide else [_inside(place, folder) for place in matches]
@@ -131,9 +131,9 @@ def _parameters(keys: Sequence[str], files: Composed, folder: Path) -> Iterator[
             continue
         within = f"{package}." if package else ""
         inner = [key.removeprefix(within) for key in keys if key.startswith(within)]
-        stated = [key for key in inner if _value(path, key) is not None]
-        if stated:
-            yield {place: stated}
+        configured = [key for key in inner if _value(path, key) is not None]
+        if configured:
+            yield {place: configured}
 
 
 def _value(path: Path, key: str) -> object:

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from prefect.states import State
 
 
-def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
+def run_plan(plan: Plan, cli_args: Sequence[str], *, as_json: bool) -> int:
     """Executes stale stages and reports; progress goes to stderr, the result to stdout.
 
     Args:
-        words: arguments of the command.
+        cli_args: arguments of the command.
 
     Raises:
         PipelineError: a stage failed; after the report: a gate refused.
@@ -53,21 +53,21 @@ def run_plan(plan: Plan, words: Sequence[str], *, as_json: bool) -> int:
     """
     start = time.perf_counter()
     prepare_run(plan)
-    seconds, execution_id, said = _run_stale(plan, words) if has_work(plan) else ({}, None, None)
-    show_declared(plan, words)
+    seconds, execution_id, outcome = _run_stale(plan, cli_args) if has_work(plan) else ({}, None, None)
+    show_declared(plan, cli_args)
     wall = time.perf_counter() - start
-    result = run_dict(plan, seconds, wall, execution_id) | ({"outcome": said} if said else {})
-    text = "\n\n".join([summary(plan, seconds, wall, words), *([said] if said else [])])
+    result = run_dict(plan, seconds, wall, execution_id) | ({"outcome": outcome} if outcome else {})
+    text = "\n\n".join([summary(plan, seconds, wall, cli_args), *([outcome] if outcome else [])])
     print(json.dumps(result, indent=2) if as_json else text, flush=True)
     require_passed(plan)
     return 0
 
 
-def run_one(plan: Plan, name: str, words: Sequence[str], *, command: str = "run") -> None:
+def run_one(plan: Plan, name: str, cli_args: Sequence[str], *, command: str = "run") -> None:
     """Runs one stage, whose inputs are finished, without Prefect; progress goes to stderr.
 
     Args:
-        words: arguments of the command, for the record.
+        cli_args: arguments of the command, for the record.
 
     Raises:
         PipelineError: the stage failed.
@@ -77,23 +77,23 @@ def run_one(plan: Plan, name: str, words: Sequence[str], *, command: str = "run"
     with contextlib.ExitStack() as stack:
         stack.enter_context(stoppable())
         screen = stack.enter_context(_screen([planned]))
-        opened = open_run(plan, words, screen.on, [planned], in_flow=False, command=command)
+        opened = open_run(plan, cli_args, screen.on, [planned], in_flow=False, command=command)
         execute(stack.enter_context(opened), planned)
 
 
-def _run_stale(plan: Plan, words: Sequence[str]) -> tuple[dict[str, float], str | None, str | None]:
+def _run_stale(plan: Plan, cli_args: Sequence[str]) -> tuple[dict[str, float], str | None, str | None]:
     """Duration of each stage that ran, id of the execution in the tracker, and the text on promotion."""
     with stoppable(), contextlib.ExitStack() as beside:
         try:
-            with _screen(plan.stale) as screen, open_run(plan, words, screen.on, plan.stale) as run:
+            with _screen(plan.stale) as screen, open_run(plan, cli_args, screen.on, plan.stale) as run:
                 results = _run_flow(run, beside)
         except (ConfigError, StoppedError):  # nothing ran, or the user stopped it
             raise
         except PipelineError as error:
-            follow_up(plan, words, error)
+            follow_up(plan, cli_args, error)
             raise
-        said = follow_up(plan, words)
-    return {name: result.seconds for name, result in results.items()}, run.tracker.execution_id(), said
+        outcome = follow_up(plan, cli_args)
+    return {name: result.seconds for name, result in results.items()}, run.tracker.execution_id(), outcome
 
 
 def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
@@ -196,19 +196,19 @@ def prepare_run(plan: Plan) -> None:
     """
     complete_record(plan.pipeline)
     settle_left(plan.pipeline.store)
-    record_labels(plan.pipeline.store, _stated(plan))
+    record_labels(plan.pipeline.store, _label_statements(plan))
     claim([plan])
 
 
 @contextlib.contextmanager
 def open_run(
-    plan: Plan, words: Sequence[str], listener: Listener, stages: Sequence[PlannedStage],
+    plan: Plan, cli_args: Sequence[str], listener: Listener, stages: Sequence[PlannedStage],
     trials: Trials | None = None, *, recorder: RunRecorder | None = None, in_flow: bool = True, command: str = "run",
 ) -> Iterator[Run]:  # fmt: skip
     """Opens a run of some stages of a plan; at the end of the context its processes end and its record is closed.
 
     Args:
-        words: arguments of the command, for the record.
+        cli_args: arguments of the command, for the record.
         listener: displays the run.
         trials: of a sweep; the plan is then that of one trial, and the stages are those of all.
         recorder: an open one; None: the record of the run starts here.
@@ -230,12 +230,12 @@ def open_run(
         sweep = SweepRecord(folder=str(trials.folder), own=own, trials=trials.count)
     with contextlib.ExitStack() as stack:
         if recorder is None:
-            recorder = RunRecorder(plan.home, plan.pipeline.name, words, in_flow=in_flow, command=command)
+            recorder = RunRecorder(plan.home, plan.pipeline.name, cli_args, in_flow=in_flow, command=command)
             stack.enter_context(recorder.open())
         listeners = [listener, recorder.on, tracker.on]
         stack.enter_context(recorder.running(plan, tracker, stages, sweep))
         os.environ[RUN_VARIABLE] = recorder.record.id  # by which what a killed run has left is found
-        stack.enter_context(tracker.execution(_execution(plan, words, trials)))
+        stack.enter_context(tracker.execution(_execution(plan, cli_args, trials)))
         modules = [] if foreground else _shared_modules(stages)
         if modules:
             processes.warm_up(modules)
@@ -254,22 +254,22 @@ def open_run(
             processes.end_all()
 
 
-def _stated(plan: Plan) -> list[Statement]:
+def _label_statements(plan: Plan) -> list[Statement]:
     """Statements of the labels of a plan's sources, needed if all is reused and no new manifest records them."""
-    given = {each.name: each for planned in plan.stages for each in planned.inputs.values()}
+    planned_inputs = {each.name: each for planned in plan.stages for each in planned.inputs.values()}
     return [
         Statement(fingerprint=each.fingerprint, source=each.name.removeprefix(SOURCE), labels=list(each.source.labels))
-        for each in given.values()
+        for each in planned_inputs.values()
         if each.source and each.source.labels
     ]
 
 
-def _execution(plan: Plan, words: Sequence[str], trials: Trials | None) -> Execution:
+def _execution(plan: Plan, cli_args: Sequence[str], trials: Trials | None) -> Execution:
     own = trials.own if trials else ()
     manifests = {each.name: plan.entry(each).manifest() for each in plan.stages if each.state == "reuse"}
     reused = {name: manifest for name, manifest in manifests.items() if manifest and name not in own}
     return Execution(
-        pipeline=plan.pipeline.name, store=plan.pipeline.store, words=list(words), reused=reused,
+        pipeline=plan.pipeline.name, store=plan.pipeline.store, words=list(cli_args), reused=reused,
         folder=trials.folder if trials else None,
     )  # fmt: skip
 

@@ -29,10 +29,10 @@ from lineage.store import MANIFEST, METRICS, PLOTS, Entry, Manifest, Store
 def tracked_hash(path: Path, cache: DigestCache) -> str | None:
     """DVC's hash of a tracked file or directory; None: it is untracked, or has changed since ``dvc add``."""
     try:
-        stated = yaml.safe_load(path.with_name(path.name + ".dvc").read_text())["outs"][0]["md5"]
+        configured = yaml.safe_load(path.with_name(path.name + ".dvc").read_text())["outs"][0]["md5"]
     except (OSError, ValueError, yaml.YAMLError, KeyError, IndexError, TypeError):
         return None
-    return str(stated) if stated == dvc_hash(path, cache) else None
+    return str(configured) if configured == dvc_hash(path, cache) else None
 
 
 def dvc_hash(path: Path, cache: DigestCache) -> str:
@@ -304,9 +304,9 @@ class DvcProject:
         return digest_json({"files": texts, "view": shown})
 
     def _parameter_files(self) -> list[str]:
-        stated = [stage.get("params") for stage in self.stages.values()]
+        configured = [stage.get("params") for stage in self.stages.values()]
         return sorted(
-            {name for params in stated if isinstance(params, list) for each in params for name in _names(each)}
+            {name for params in configured if isinstance(params, list) for each in params for name in _names(each)}
         )
 
 
@@ -319,9 +319,9 @@ def read_stages(folder: Path) -> dict[str, Mapping[str, object]]:
         return {}
 
 
-def _names(stated: object) -> list[str]:
+def _names(configured: object) -> list[str]:
     """The path of an output or a parameter file: a string, or the only key of a mapping."""
-    return [str(key) for key in stated] if isinstance(stated, dict) else [str(stated)]
+    return [str(key) for key in configured] if isinstance(configured, dict) else [str(configured)]
 
 
 def _times(place: Path) -> list[str]:

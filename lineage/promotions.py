@@ -93,5 +93,5 @@ def rolled_back(events: Iterable[Event], alias: str) -> set[tuple[str | None, st
 
 def decision(events: Iterable[Event], verdict: str, digest: str) -> Event | None:
     """The last approval or rejection of a verdict with these bytes; None: there is none."""
-    said = [event for event in events if event.action in ("approve", "reject") and event.fingerprint == verdict]
-    return next((event for event in reversed(said) if event.digest == digest), None)
+    decisions = [event for event in events if event.action in ("approve", "reject") and event.fingerprint == verdict]
+    return next((event for event in reversed(decisions) if event.digest == digest), None)

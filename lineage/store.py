@@ -54,16 +54,16 @@ _NO_URL = (
 )
 
 
-def store_path(stated: str) -> Path:
+def store_path(configured: str) -> Path:
     """The absolute path of a store, which need not exist.
 
     Raises:
         ConfigError: the path is empty, or names a file.
         OSError: the path is not accessible.
     """
-    if not stated.strip():
+    if not configured.strip():
         raise ConfigError("store= is empty; the path of a directory is accepted; give one, or leave store= out")
-    path = local_path(stated, "store=", _NO_URL).expanduser().absolute()
+    path = local_path(configured, "store=", _NO_URL).expanduser().absolute()
     with contextlib.suppress(FileNotFoundError):
         if not S_ISDIR(path.stat().st_mode):
             raise ConfigError(f"store={path}: is a file; name a directory, which is created if it does not exist")
@@ -114,7 +114,7 @@ class SourceRecord:
     dvc: str | None
     reading: dict[str, object] = field(default_factory=dict)
 
-    def stated(self) -> dict[str, object]:
+    def configured(self) -> dict[str, object]:
         """The declared fields besides the path, all of which are identity."""
         return {"kind": self.kind, "revision": self.revision, "split": self.split, **self.reading}
 
@@ -360,8 +360,8 @@ class Entry:
         """
         try:
             flush_tree(self.output)
-            told = (self.metrics, self.path / METRICS, self.path / PLOTS, self.work / MANIFEST)
-            flush(path for path in told if path.exists())
+            recorded = (self.metrics, self.path / METRICS, self.path / PLOTS, self.work / MANIFEST)
+            flush(path for path in recorded if path.exists())
             lock.require()
             (self.work / MANIFEST).replace(self.path / MANIFEST)
         except FileNotFoundError:

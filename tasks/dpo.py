@@ -85,8 +85,8 @@ class DPO(AnswerTraining):
             "ref_model_mixup_alpha": sync and sync.mixup_alpha,
             "ref_model_sync_steps": sync and sync.every_steps,
         }
-        stated = {name: value for name, value in options.items() if value is not None}
-        return {"beta": self.beta, "loss_type": [*theirs], **stated}
+        configured = {name: value for name, value in options.items() if value is not None}
+        return {"beta": self.beta, "loss_type": [*theirs], **configured}
 
     def _check_losses(self) -> None:
         """Refuses options that have no effect, or that cannot be combined."""

@@ -487,14 +487,14 @@ def whole_weights(inputs: "Inputs", work: Path) -> dict[str, Places]:
     return places
 
 
-def _merged_directory(slot: str, given: "Input", work: Path, *, again: bool = False) -> Path:
+def _merged_directory(slot: str, model_input: "Input", work: Path, *, again: bool = False) -> Path:
     """The directory with a model's whole weights; written to ``work`` where it has adapters. One model is in memory."""
     from tasks.model.adapter_files import base_and_adapters
     from tasks.train.models.load import save_whole, whole_model
 
-    base, adapters = base_and_adapters(given.path)
+    base, adapters = base_and_adapters(model_input.path)
     if not adapters and not again:
         return base
     if not (work / slot).is_dir():
-        save_whole(whole_model(given.kind, given.path), base, work / slot)
+        save_whole(whole_model(model_input.kind, model_input.path), base, work / slot)
     return work / slot

@@ -112,7 +112,7 @@ def run_advise(options: argparse.Namespace) -> int:
     return 0
 
 
-def _recipes(name: str | None, words: list[str], config_dir: Path | None) -> tuple[list[Recipe], "Plan"]:
+def _recipes(name: str | None, cli_args: list[str], config_dir: Path | None) -> tuple[list[Recipe], "Plan"]:
     """The recipes of a stage or of all trainings, and the plan that follows them.
 
     Raises:
@@ -123,13 +123,13 @@ def _recipes(name: str | None, words: list[str], config_dir: Path | None) -> tup
     from flows.planning.plan import make_plan
     from lineage.errors import ConfigError
 
-    plan = make_plan(replace(load_pipeline(words, config_dir), advice="off"))
+    plan = make_plan(replace(load_pipeline(cli_args, config_dir), advice="off"))
     stages = [planned.name for planned in plan.stages if isinstance(planned.stage.method, Training)]
     if name is not None and name not in stages:
         raise ConfigError(f"{name}: no stage that trains; there are: {listed(name, stages)}")
     found = [recipe(plan, plan.stage(stage)) for stage in ([name] if name else stages)]
     overrides = [word for each in found for word in each.overrides()]
-    return found, make_plan(replace(load_pipeline([*words, *overrides], config_dir), advice="off"))
+    return found, make_plan(replace(load_pipeline([*cli_args, *overrides], config_dir), advice="off"))
 
 
 def _savings(plan: "Plan", recipes: Sequence[Recipe]) -> dict[str, list[str]]:
@@ -146,10 +146,10 @@ def _savings(plan: "Plan", recipes: Sequence[Recipe]) -> dict[str, list[str]]:
     return found
 
 
-def _saving(found: Recipe, words: Sequence[str]) -> Recipe:
+def _saving(found: Recipe, cli_args: Sequence[str]) -> Recipe:
     """A recipe with overrides that save memory."""
     values = {each.field: each for each in found.values}
-    for word in words:
+    for word in cli_args:
         field, _, text = word.removeprefix(f"stages.{found.stage}.").partition("=")
         if not field.startswith("stages."):  # of another stage
             now, value = (values[field].now if field in values else None), int(text) if text.isdecimal() else text
@@ -334,8 +334,10 @@ def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str]:
     assert planned.hyperparameters
     if prepared := planned.hyperparameters.num_rows:
         return prepared, f"{prepared:,} rows for training (prepared)"
-    given = planned.inputs.get(rows_slot(planned.stage.method))  # type: ignore[arg-type]
-    data = plan.stage(given.name) if given and given.source is None and given.entry is None else None
+    rows_input = planned.inputs.get(rows_slot(planned.stage.method))  # type: ignore[arg-type]
+    data = (
+        plan.stage(rows_input.name) if rows_input and rows_input.source is None and rows_input.entry is None else None
+    )
     method = data.stage.method if data else None
     sources = [each.source for each in data.inputs.values() if each.source] if data else []
     if not isinstance(method, Prepare) or not sources or any(each.streaming for each in sources):
@@ -364,11 +366,11 @@ def _text(value: Value | None) -> str:
     return "null" if value is None else str(value)
 
 
-def _yaml(recipes: list[Recipe], words: list[str], config_dir: Path | None) -> str:
+def _yaml(recipes: list[Recipe], cli_args: list[str], config_dir: Path | None) -> str:
     """A file for ``--overrides-from``, with the reasons as comments."""
     lines = ["# posttrain plan --overrides-from THIS_FILE"]
     lines += [f"config_dir: {json.dumps(str(config_dir.absolute()))}"] if config_dir else []
-    lines += ["overrides:", *(f"- {json.dumps(word)}" for word in words)]
+    lines += ["overrides:", *(f"- {json.dumps(word)}" for word in cli_args)]
     for each in recipes:
         lines.append(f"# {each.stage}: {each.rows}")
         for word, value in zip(each.overrides(), each.values, strict=True):

@@ -48,10 +48,10 @@ def name_among(word: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
     Args:
         word: the first argument, which argparse took for the name.
     """
-    words = [word, *overrides]
-    name = next((each for each in words if "=" not in each), word)
-    words.remove(name)
-    return name, words
+    cli_args = [word, *overrides]
+    name = next((each for each in cli_args if "=" not in each), word)
+    cli_args.remove(name)
+    return name, cli_args
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

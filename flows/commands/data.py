@@ -106,14 +106,14 @@ def _unwritable(html: Path) -> ConfigError:
     return ConfigError(f"--html {html}: cannot be written; name a file in a folder that exists")
 
 
-def _finished_data(words: Sequence[str], config_dir: Path | None) -> Examined | None:
+def _finished_data(cli_args: Sequence[str], config_dir: Path | None) -> Examined | None:
     """The report of a finished data stage, if the only argument names one; else None."""
     from flows.declare.store_root import store_root
     from lineage.graph.index import Index
     from lineage.graph.refs import resolve
     from lineage.store import is_store
 
-    word, *others = words
+    word, *others = cli_args
     if others or ":" in word or local_paths(word) or not is_store(store := store_root([], config_dir)):
         return None
     with Index(store) as index, suppress(ConfigError):
@@ -246,14 +246,14 @@ def _source(path: str, settings: Mapping[str, object], config_dir: Path | None) 
     return pin("rows", source, DigestCache(None)).source
 
 
-def _sources_and_settings(words: Sequence[str]) -> tuple[list[str], dict[str, object]]:
+def _sources_and_settings(cli_args: Sequence[str]) -> tuple[list[str], dict[str, object]]:
     """Splits paths from overrides: ``columns.prompt=The Question``, ``held_out=0.1``, ``split=train[:1000]``.
 
     Files may be called ``year=2024/rows.jsonl``.
     """
     paths: list[str] = []
     tree: dict[str, object] = {}
-    for word in words:
+    for word in cli_args:
         key, is_override, value = word.partition("=")
         name, is_part, part = key.partition(".")
         if name in _TYPES and is_override:

@@ -65,11 +65,11 @@ def run_diff(options: argparse.Namespace) -> int:
     from lineage.graph.index import Index
     from lineage.graph.refs import resolve
 
-    words = [options.first, options.second, *options.overrides]
-    refs = [word for word in words if "=" not in word]
+    cli_args = [options.first, options.second, *options.overrides]
+    refs = [word for word in cli_args if "=" not in word]
     if len(refs) != 2:
         raise ConfigError(f"diff: {len(refs)} REFs are given ({', '.join(refs)}); give two, as: posttrain diff A B")
-    with Index(asked_store([word for word in words if "=" in word], options.config_dir)) as index:
+    with Index(asked_store([word for word in cli_args if "=" in word], options.config_dir)) as index:
         found = diff(index, *(resolve(ref, index).node for ref in refs))
     print(json.dumps(found.to_dict(), indent=2) if options.json else diff_text(found))
     return 0
@@ -90,8 +90,8 @@ def run_blame(options: argparse.Namespace) -> int:
 
     ref, options.overrides = name_among(options.ref, options.overrides)
     against = ["--against", options.against] if options.against else []
-    words = [ref, "--metric", options.metric, *against, *recorded_cli_args(options)]
-    found = blame(ref, options.against, options.metric, options.overrides, options.config_dir, words)
+    cli_args = [ref, "--metric", options.metric, *against, *recorded_cli_args(options)]
+    found = blame(ref, options.against, options.metric, options.overrides, options.config_dir, cli_args)
     print(json.dumps(found.to_dict(), indent=2) if options.json else found.text())
     return 0
 

@@ -32,11 +32,11 @@ def run_tune(options: argparse.Namespace) -> int:
     from lineage.errors import ConfigError
 
     name, options.overrides = name_among(options.name, options.overrides)
-    stated, budget = [], None
+    chosen, budget = [], None
     for option in ("metric", "rounds", "steps", "budget_steps", "budget_money"):
         value, written = getattr(options, option), f"--{option.replace('_', '-')}"
         if value is not None:
-            stated += [written, str(value)]
+            chosen += [written, str(value)]
         if isinstance(value, int | float) and value <= 0:
             raise ConfigError(f"{written} {value}: a number above 0 is accepted")
         if option.startswith("budget_") and value is not None:
@@ -48,7 +48,7 @@ def run_tune(options: argparse.Namespace) -> int:
         print(_first_round(tuner, as_json=options.json))
         return 0
     done = conduct(
-        sweep, [name, *stated, *recorded_cli_args(options)], tuner.begin, command="tune", accepts_failures=True
+        sweep, [name, *chosen, *recorded_cli_args(options)], tuner.begin, command="tune", accepts_failures=True
     )
     if options.json:
         found = sweep_dict(sweep, done.files, done.seconds, done.execution_id)

@@ -213,8 +213,8 @@ def _chosen(
     with _content_kept(contents), initialize_config_dir(config_dir=str(CONF), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
-        words = _words(overrides, config_dir)
-        parsed_words, repository = loader._parse_overrides_and_create_caching_repo("config", words)
+        cli_args = _cli_args(overrides, config_dir)
+        parsed_words, repository = loader._parse_overrides_and_create_caching_repo("config", cli_args)
         found = create_defaults_list(repository, "config", parsed_words, prepend_hydra=False, skip_missing=False)
     chosen = found.overrides
     pipeline = f"pipeline/{chosen.known_choices.get('pipeline')}.yaml"
@@ -434,7 +434,7 @@ def composed_files(overrides: Sequence[str], config_dir: Path | None = None) -> 
     return [(path, package) for path, package, _ in _chosen(overrides, config_dir)[0]]
 
 
-def _words(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
+def _cli_args(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
     """The overrides of a command in the form for Hydra."""
     loader = GlobalHydra.instance().config_loader()
     search = [f"hydra.searchpath=[{_quoted(f'file://{config_dir.resolve()}')}]"] if config_dir else []

@@ -20,8 +20,8 @@ def store_root(overrides: Sequence[str], config_dir: Path | None = None) -> Path
         ConfigError: an override is wrong.
     """
     if config_dir is None and all(word.startswith(_KEY) and not set(word) & set("\"'${}[],") for word in overrides):
-        stated = [word.removeprefix(_KEY) for word in overrides]
-        root = stated[-1] if stated else str(yaml.safe_load(CONFIG.read_text())["store"])
+        configured = [word.removeprefix(_KEY) for word in overrides]
+        root = configured[-1] if configured else str(yaml.safe_load(CONFIG.read_text())["store"])
         return store_path(root)
     from flows.declare.config import load_pipeline
 

@@ -95,20 +95,25 @@ class Blame:
 
 
 def blame(
-    ref: str, against: str | None, metric: str, given: Sequence[str], config_dir: Path | None, words: Sequence[str]
+    ref: str,
+    against: str | None,
+    metric: str,
+    overrides: Sequence[str],
+    config_dir: Path | None,
+    cli_args: Sequence[str],
 ) -> Blame:
     """Evaluates the models of both ancestries that differ, on the rows of the pipeline's evaluation; trains nothing.
 
     Args:
         against: REF of the predecessor; None: the previous model of an alias, else the previous model of that stage.
-        given: overrides, after those of the run that produced the model.
-        words: arguments of the command, for the record.
+        overrides: after those of the run that produced the model.
+        cli_args: arguments of the command, for the record.
 
     Raises:
         ConfigError: there is no predecessor, no evaluation, or no such metric.
         ArtifactError: the rows of the evaluation are not finished.
     """
-    with Index(asked_store(given, config_dir)) as index:
+    with Index(asked_store(overrides, config_dir)) as index:
         after = _model(resolve(ref, index).node, index)
         before = _model(resolve(against, index).node if against else _predecessor(ref, after, index), index)
         if before == after:
@@ -118,8 +123,8 @@ def blame(
         present = [pair for pair in pairs if pair.lost is None]
         rules, report = {}, None
         if present:
-            plan, name = _plan(index.store, after, present, given, config_dir)
-            report = _evaluated(plan, name, metric, words)
+            plan, name = _plan(index.store, after, present, overrides, config_dir)
+            report = _evaluated(plan, name, metric, cli_args)
             rules = {pair.after.id: rule for pair, rule in zip(present, _judged(report, metric, present), strict=True)}
         judged = [(pair, rules.get(pair.after.id)) for pair in pairs]
         worse = next((pair for pair, rule in judged if rule and rule.outcome == "worse"), None)
@@ -140,10 +145,10 @@ def _model(node: str, index: Index) -> str:
 
 def _predecessor(ref: str, node: str, index: Index) -> str:
     """The previous model of the given alias, or of an alias of the model; else the stage's previous model."""
-    for alias, holders in index.alias_history.items():
-        if (ref == ALIAS + alias or not ref.startswith(ALIAS)) and node in holders:
-            last = max(place for place, each in enumerate(holders) if each == node)
-            earlier = [each for each in holders[:last] if each != node]
+    for alias, owners in index.alias_history.items():
+        if (ref == ALIAS + alias or not ref.startswith(ALIAS)) and node in owners:
+            last = max(place for place, each in enumerate(owners) if each == node)
+            earlier = [each for each in owners[:last] if each != node]
             if earlier:
                 return earlier[-1]
     found = index.artifact(node)
@@ -175,11 +180,11 @@ def _slot(node: Node) -> str:
 
 
 def _plan(
-    store: Path, after: str, pairs: Sequence[Pair], given: Sequence[str], config_dir: Path | None
+    store: Path, after: str, pairs: Sequence[Pair], overrides: Sequence[str], config_dir: Path | None
 ) -> tuple[Plan, str]:
     """The plan of the run that produced a model with an evaluation of these models; and the evaluation's name."""
-    recorded, folder = read_diagnosis(after, store).words()
-    pipeline = load_pipeline([*recorded, *given], config_dir or (Path(folder) if folder else None))
+    recorded, folder = read_diagnosis(after, store).cli_args()
+    pipeline = load_pipeline([*recorded, *overrides], config_dir or (Path(folder) if folder else None))
     name, stage = _evaluation(pipeline, after.rpartition("@")[0])
     placed: dict[str, Champion] = {}
     for node in (each for pair in pairs for each in (pair.before, pair.after)):
@@ -209,7 +214,7 @@ def _evaluation(pipeline: Pipeline, model: str) -> tuple[str, Stage]:
     return name, stage
 
 
-def _evaluated(plan: Plan, name: str, metric: str, words: Sequence[str]) -> Path:
+def _evaluated(plan: Plan, name: str, metric: str, cli_args: Sequence[str]) -> Path:
     """The report of the evaluation, which runs unless it is finished."""
     planned = plan.stage(name)
     method = planned.stage.method
@@ -224,7 +229,7 @@ def _evaluated(plan: Plan, name: str, metric: str, words: Sequence[str]) -> Path
                 "evaluation; run the pipeline first, or give the overrides of the run that made the model"
             )
     if planned.state != "reuse":
-        run_one(plan, name, words, command="blame")
+        run_one(plan, name, cli_args, command="blame")
     return plan.entry(planned).output
 
 

@@ -52,11 +52,11 @@ class Certified:
     certificate: Certificate
 
 
-def certify(pipeline: Pipeline, words: Sequence[str]) -> list[Certified]:
+def certify(pipeline: Pipeline, cli_args: Sequence[str]) -> list[Certified]:
     """Trains each stage for a few steps: unbroken, killed and resumed, and resumed with other workers; compares them.
 
     Args:
-        words: arguments of the command, for the record.
+        cli_args: arguments of the command, for the record.
 
     Raises:
         ConfigError: the pipeline is refused, or trains nothing.
@@ -74,7 +74,7 @@ def certify(pipeline: Pipeline, words: Sequence[str]) -> list[Certified]:
         with (
             stoppable(),
             Screen(sys.stderr, names) as screen,
-            open_run(plan, words, screen.on, plan.stages, in_flow=False, command="certify") as run,
+            open_run(plan, cli_args, screen.on, plan.stages, in_flow=False, command="certify") as run,
         ):
             return list(_certificates(run, pipeline.store))
 
@@ -119,7 +119,7 @@ def _certificate(run: Run, planned: PlannedStage, manifest: Manifest, store: Pat
     plan = run.plan
     tolerance = TOLERANCES[str(manifest.recipe["precision"])]
     entries = {name: plan.entry(plan.stage(name)) for name in planned.upstream}
-    entries |= {given.name: given.entry for given in planned.inputs.values() if given.entry}
+    entries |= {each.name: each.entry for each in planned.inputs.values() if each.entry}
     parents = {name: made for name, entry in entries.items() if (made := entry.manifest())}
     holds_for = basis(manifest, parents, plan.pipeline.store, store)
     moved, other = _moved(plan, planned, parents), other_workers(planned)
@@ -164,8 +164,8 @@ def _interrupted(
     run.announce(f"{planned.name}  {how}: killed after step {SAVE_STEPS + 1}, {resumes}")
     plan = run.plan  # the interrupted training runs in a second store, with the inputs of the first
     inputs = {
-        slot: given if given.pinned else replace(given, entry=plan.entry(plan.stage(given.name)))
-        for slot, given in planned.inputs.items()
+        slot: each if each.pinned else replace(each, entry=plan.entry(plan.stage(each.name)))
+        for slot, each in planned.inputs.items()
     }
     own = replace(planned, inputs=inputs)
     beside = replace(

@@ -152,8 +152,8 @@ def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]
     if broken["own"] or not broken["others"]:
         yield _judged("packages", broken["own"], f"all {len(names) - 1} requirements are met", _INSTALL)
     if broken["others"]:
-        mend = "uninstall what you do not need, or use a separate environment for it"
-        yield _judged("packages", broken["others"], "", mend, "warn")
+        remedy = "uninstall what you do not need, or use a separate environment for it"
+        yield _judged("packages", broken["others"], "", remedy, "warn")
     locked = lock_versions(lock)
     other = [
         f"{name} {versions.get(name, 'is absent')} (lock: {version})"
@@ -427,8 +427,8 @@ def check_ray(address: str) -> Finding:
     except (OSError, ValueError) as error:
         return _answer("ray", named, str(error), "", remedy)
     except ConfigError as error:
-        cause, _, mend = str(error).removeprefix(f"{named}: ").rpartition("; ")
-        return Finding("ray", "error", f"{named}: {cause or mend}", mend if cause else remedy)
+        cause, _, own = str(error).removeprefix(f"{named}: ").rpartition("; ")
+        return Finding("ray", "error", f"{named}: {cause or own}", own if cause else remedy)
     return Finding("ray", "ok", f"{named} answers: {counted(round(cpus), 'CPU')}, {counted(round(gpus), 'GPU')}")
 
 

@@ -69,11 +69,11 @@ class Rehearsal:
     error: PipelineError | None = None
 
 
-def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehearsal:
+def rehearse(pipeline: Pipeline, cli_args: Sequence[str], *, keep: bool) -> Rehearsal:
     """Runs every stage for two steps, one after another, in a temporary store.
 
     Args:
-        words: arguments of the command, for the record.
+        cli_args: arguments of the command, for the record.
         keep: keep the store until the next rehearsal, and its models registered.
 
     Raises:
@@ -91,7 +91,7 @@ def rehearse(pipeline: Pipeline, words: Sequence[str], *, keep: bool) -> Rehears
             announce(plan)
             delete_others(place)
             _unregister(named)  # the registry creates no second version for equal bytes
-            _run(pipeline, plan, words, rows)
+            _run(pipeline, plan, cli_args, rows)
             _require_recorded(plan)
         _unregister(named)
     except PipelineError as error:
@@ -122,13 +122,13 @@ def micro_batches(real: Stage, short: Stage) -> int:
     return 1
 
 
-def _run(pipeline: Pipeline, plan: Plan, words: Sequence[str], rows: list[Row]) -> None:
+def _run(pipeline: Pipeline, plan: Plan, cli_args: Sequence[str], rows: list[Row]) -> None:
     """Adds a row for each finished stage."""
     prepare_run(plan)
     names = [planned.name for planned in plan.stages]
     with stoppable(), Screen(sys.stderr, names) as screen:
         stop = StopOnce(screen.on, max(map(len, names)))
-        with open_run(plan, words, stop.on, plan.stages, in_flow=False, command="rehearse") as run:
+        with open_run(plan, cli_args, stop.on, plan.stages, in_flow=False, command="rehearse") as run:
             for planned in plan.stages:
                 seconds = execute(run, planned).seconds
                 num_steps = run.checks.num_steps(planned, pipeline.stages[planned.name].method)

@@ -215,9 +215,9 @@ def _outputs(resolved_alias: ResolvedAlias, pinned: Callable[[str], str]) -> set
     for name in pipeline.order():
         stage = pipeline.stages[name]
         inputs = {slot: known.get(pipeline.key(ref)) for slot, ref in stage.inputs.items()}
-        given = {slot: value for slot, value in inputs.items() if value}
-        if len(given) == len(inputs):
-            known[name] = fingerprint(stage.method.recipe(), given)
+        known_inputs = {slot: value for slot, value in inputs.items() if value}
+        if len(known_inputs) == len(inputs):
+            known[name] = fingerprint(stage.method.recipe(), known_inputs)
     return {(name, known[name]) for name in pipeline.stages if name in known}
 
 

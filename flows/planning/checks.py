@@ -84,7 +84,7 @@ def check_row_kinds(pipeline: Pipeline) -> None:
                 rows = _first_rows(source, method.prompt_template)
                 if not rows or is_tree(rows):  # what is made of trees is what the stage takes
                     continue
-                found = detect(rows, source.path, columns=source.columns, stated=source.format)
+                found = detect(rows, source.path, columns=source.columns, configured=source.format)
             except (OSError, ValueError, PipelineError, BadRowError):
                 continue  # the stage says what is wrong with the file
             refusal = found.refusal_by_stage(source.path, method.produces)
@@ -122,7 +122,7 @@ def _unread_columns(source: Source, template: str | None) -> list[str]:
     rows = [with_prompt(row, template) if template else row for row in rows]
     if is_tree(rows):
         return []
-    detected = detect(rows, source.path, columns=source.columns, stated=source.format)
+    detected = detect(rows, source.path, columns=source.columns, configured=source.format)
     group = detected.columns.get("group", "group")
     return sorted({name for row in rows for name in row.keys() - detected.read_columns(row) if name != group})
 
@@ -222,8 +222,8 @@ def token_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
         root = root_of(pipeline, name)
         if isinstance(pipeline.stages[name].method, Training) and root not in found and pipeline.is_source(root):
             read = [root_json(pipeline, name, f"{each}.json") for each in ("config", "tokenizer", "tokenizer_config")]
-            config, file, stated = (each if isinstance(each, dict) else {} for each in read)
-            by_name = str(stated.get("tokenizer_class")).removesuffix("Fast")
+            config, file, tokenizer_config = (each if isinstance(each, dict) else {} for each in read)
+            by_name = str(tokenizer_config.get("tokenizer_class")).removesuffix("Fast")
             taken = CLASSES.get(str(config.get("model_type")), by_name)
             split = file.get("pre_tokenizer")
             parts = split.get("pretokenizers", [split]) if isinstance(split, dict) else []

@@ -346,8 +346,8 @@ class Estimator:
         passed: list[str] = []
         while planned.name not in self._models:
             passed.append(planned.name)
-            given = planned.inputs.get(POLICY)
-            above = self._stages.get(given.name) if given and not (given.pinned or given.entry) else None
+            input_ = planned.inputs.get(POLICY)
+            above = self._stages.get(input_.name) if input_ and not (input_.pinned or input_.entry) else None
             if above is not None and isinstance(above.stage.method, Training):
                 planned = above  # training keeps the shapes
                 continue
@@ -360,13 +360,13 @@ class Estimator:
         """Weights of the teacher and the reward model that a stage has; of the policy's size where one is unknown."""
         found: dict[str, int] = {}
         for slot in frozen_slots(method):
-            given = planned.inputs.get(slot)
-            above = self._stages.get(given.name) if given and not (given.pinned or given.entry) else None
+            input_ = planned.inputs.get(slot)
+            above = self._stages.get(input_.name) if input_ and not (input_.pinned or input_.entry) else None
             if above is None:
                 model = read_model(model_of(self._plan, planned, slot)) or self.model(planned)
             else:
                 model = self.model(above) or self._made(above) or self.model(planned)
-            if given and model:
+            if input_ and model:
                 found[slot] = num_weights(model[1])
         return found
 
@@ -494,15 +494,15 @@ def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
 
 def model_of(plan: Plan, planned: PlannedStage, slot: str = POLICY) -> Path | None:
     """Directory of a model with the shapes of the one in a slot; training keeps the shapes. None: not known yet."""
-    given = planned.inputs.get(slot)
-    if given is None:
+    input_ = planned.inputs.get(slot)
+    if input_ is None:
         return None
-    if given.entry:
-        return given.entry.output
-    if given.pinned:
-        return local_model(given.source)
-    parent = next((each for each in plan.stages if each.fingerprint == given.fingerprint), None)
+    if input_.entry:
+        return input_.entry.output
+    if input_.pinned:
+        return local_model(input_.source)
+    parent = next((each for each in plan.stages if each.fingerprint == input_.fingerprint), None)
     if parent and isinstance(parent.stage.method, Training) and parent.stage.method.produces == Kind.CHECKPOINT:
         return model_of(plan, parent)
-    entry = Store(plan.pipeline.store).entry(given.name, given.fingerprint)
+    entry = Store(plan.pipeline.store).entry(input_.name, input_.fingerprint)
     return entry.output if entry.is_finished() else None

@@ -98,7 +98,7 @@ def _changes(planned: PlannedStage) -> Iterator[tuple[list[str], PlannedStage]]:
     method, resources = planned.stage.method, planned.stage.resources
     assert isinstance(method, Training)
     where, runs = f"stages.{planned.name}", list(_smaller(planned))
-    found = [(words, method, changed) for words, changed in runs]
+    found = [(cli_args, method, changed) for cli_args, changed in runs]
     if method.adapter is None and method.freeze is None:
         lora, word = replace(method, adapter=Adapter(type="lora")), f"{where}.method.adapter={{type: lora}}"
         variants = [([word], lora)]
@@ -106,13 +106,13 @@ def _changes(planned: PlannedStage) -> Iterator[tuple[list[str], PlannedStage]]:
             few_bits = f"{where}.method.quantization={{format: nf4}}"
             variants.append(([word, few_bits], replace(lora, quantization=Quantization(format="nf4"))))
         runs = [([], resources), *runs]
-        found += [([*own, *words], changed, run) for own, changed in variants for words, run in runs]
-    for words, own, changed in found:
+        found += [([*own, *cli_args], changed, run) for own, changed in variants for cli_args, run in runs]
+    for cli_args, own, changed in found:
         try:
             check_compatible(where, own, changed)
         except ConfigError:
             continue
-        yield words, replace(planned, stage=replace(planned.stage, method=own, resources=changed))
+        yield cli_args, replace(planned, stage=replace(planned.stage, method=own, resources=changed))
 
 
 def _smaller(planned: PlannedStage) -> Iterator[tuple[list[str], Resources]]:
@@ -123,8 +123,8 @@ def _smaller(planned: PlannedStage) -> Iterator[tuple[list[str], Resources]]:
         for size in (resources.micro_batch_size, *_sizes(planned)):
             changed = {**({"micro_batch_size": size} if size != resources.micro_batch_size else {}), **settings}
             if changed and ("zero_stage" not in changed or resources.num_workers > 1):
-                words = [f"{where}.{name}={value}" for name, value in changed.items()]
-                yield words, replace(resources, **changed)  # type: ignore[arg-type]
+                cli_args = [f"{where}.{name}={value}" for name, value in changed.items()]
+                yield cli_args, replace(resources, **changed)  # type: ignore[arg-type]
 
 
 def _sizes(planned: PlannedStage) -> list[int]:

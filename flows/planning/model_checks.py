@@ -157,25 +157,25 @@ def _check_adapter_in(name: str, pipeline: Pipeline) -> None:
     kept = method.adapter_in if isinstance(method, Training) else None
     if not isinstance(method, Training) or kept not in ("continue", "stack"):
         return
-    given = pipeline.stages[name].inputs[POLICY]
-    if pipeline.is_source(given):
-        _check_kept_source(name, given.removeprefix(SOURCE), pipeline, method)
+    parent = pipeline.stages[name].inputs[POLICY]
+    if pipeline.is_source(parent):
+        _check_kept_source(name, parent.removeprefix(SOURCE), pipeline, method)
         return
-    before = pipeline.stages[given].method
+    before = pipeline.stages[parent].method
     if isinstance(before, Training) and before.adapter is None:
         raise ConfigError(
-            f"stages.{name}.method.adapter_in={kept}: stages.{given} trains every weight, so that its output has no "
+            f"stages.{name}.method.adapter_in={kept}: stages.{parent} trains every weight, so that its output has no "
             f"adapter that could be kept; set stages.{name}.method.adapter_in=merge, or "
-            f"stages.{given}.method.adapter.type=lora"
+            f"stages.{parent}.method.adapter.type=lora"
         )
     if isinstance(before, Training) and before.adapter and kept == "stack" and before.adapter.type not in STACKED:
         raise ConfigError(
-            f"stages.{name}.method.adapter_in=stack: stages.{given} trains an adapter of type {before.adapter.type}, "
+            f"stages.{name}.method.adapter_in=stack: stages.{parent} trains an adapter of type {before.adapter.type}, "
             f"and only a LoRA can stay under another one; set stages.{name}.method.adapter_in=merge"
         )
     if isinstance(before, Training) and before.adapter and kept == "stack" and before.adapter.trainable_token_indices:
         raise ConfigError(
-            f"stages.{name}.method.adapter_in=stack: stages.{given} trains rows of the embedding "
+            f"stages.{name}.method.adapter_in=stack: stages.{parent} trains rows of the embedding "
             "(adapter.trainable_token_indices), which PEFT keeps for the adapter in training alone; set "
             f"stages.{name}.method.adapter_in=merge"
         )
@@ -233,15 +233,15 @@ def check_replay(pipeline: Pipeline) -> None:
     for name, stage in pipeline.stages.items():
         if "replay" not in stage.method.consumes:
             continue
-        share, given = stage.method.recipe().get("replay_share"), stage.inputs.get("replay")
-        if share is not None and given is None:
+        share, parent = stage.method.recipe().get("replay_share"), stage.inputs.get("replay")
+        if share is not None and parent is None:
             raise ConfigError(
                 f"stages.{name}.method.replay_share={share}: there are no old rows to replay; set "
                 f"stages.{name}.inputs.replay=<a source with path alias:NAME/{name}>, or replay_share=null"
             )
-        if given is not None and share is None:
+        if parent is not None and share is None:
             raise ConfigError(
-                f"stages.{name}.inputs.replay={given}: nothing says how much of it is replayed; set "
+                f"stages.{name}.inputs.replay={parent}: nothing says how much of it is replayed; set "
                 f"stages.{name}.method.replay_share=0.3, or remove the slot with ~stages.{name}.inputs.replay"
             )
 
@@ -256,32 +256,32 @@ def check_same_split(pipeline: Pipeline, champions: Mapping[str, Champion]) -> N
         ConfigError: the settings differ or are unknown.
     """
     for name, stage in pipeline.stages.items():
-        given = stage.inputs.get("replay")
-        if given is None:
+        parent = stage.inputs.get("replay")
+        if parent is None:
             continue
-        old, new = _recipe_behind(name, given, pipeline, champions), stage.method.recipe()
+        old, new = _recipe_behind(name, parent, pipeline, champions), stage.method.recipe()
         if any(old.get(field) != new.get(field) for field in _SPLIT):
             before, now = (" and ".join(f"{field}={recipe.get(field)}" for field in _SPLIT) for recipe in (old, new))
             raise ConfigError(
-                f"stages.{name}.inputs.replay={given}: the old rows were split with {before}, the new ones would be "
+                f"stages.{name}.inputs.replay={parent}: the old rows were split with {before}, the new ones would be "
                 f"with {now}: rows of one prompt or group could be trained on and measured; set the old values as "
                 f"stages.{name}.method.{_SPLIT[0]} and {_SPLIT[1]}, or start from base with the whole data"
             )
 
 
 def _recipe_behind(
-    name: str, given: str, pipeline: Pipeline, champions: Mapping[str, Champion]
+    name: str, parent: str, pipeline: Pipeline, champions: Mapping[str, Champion]
 ) -> Mapping[str, object]:
     """The recipe of the data stage that prepared the replayed rows."""
-    if not pipeline.is_source(given):
-        return pipeline.stages[given].method.recipe()
-    source = given.removeprefix(SOURCE)
+    if not pipeline.is_source(parent):
+        return pipeline.stages[parent].method.recipe()
+    source = parent.removeprefix(SOURCE)
     path = pipeline.sources[source].path
     entry = champions[source].entry if source in champions else Entry(Path(path).expanduser().parent)
     manifest = entry.manifest()
     if manifest is None:
         raise ConfigError(
-            f"stages.{name}.inputs.replay={given}: nothing says how the rows in {path} were split; "
+            f"stages.{name}.inputs.replay={parent}: nothing says how the rows in {path} were split; "
             f"give alias:NAME/{name}, or the output/ of a data stage in its place in a store"
         )
     return manifest.recipe
@@ -350,13 +350,13 @@ def _require_adapters(pipeline: Pipeline, method: Merge, inputs: Mapping[str, st
     merges_own = method.combination is None and method.dtype is None
     if not merges_own and method.space != "adapters":
         return
-    for slot, given in inputs.items():
-        made = None if pipeline.is_source(given) else pipeline.stages[given].method
+    for slot, parent in inputs.items():
+        made = None if pipeline.is_source(parent) else pipeline.stages[parent].method
         if isinstance(made, Training) and made.save is None:
             what = "combination=null merges an adapter into its base" if merges_own else "space=adapters"
             instead = "method.dtype=bf16 to convert a whole model" if merges_own else "method.space=weights"
             raise ConfigError(
-                f"inputs.{slot}={given}: {what}, and {given} gives a whole model; set stages.{given}.method.save="
+                f"inputs.{slot}={parent}: {what}, and {parent} gives a whole model; set stages.{parent}.method.save="
                 f"adapter, which needs an adapter (adapter=lora), or {instead}"
             )
 

@@ -127,13 +127,13 @@ class Plan:
         """The stages that a stage waits for."""
         return self.pipeline.before(planned.name)
 
-    def path_of(self, given: PlannedInput) -> Path:
+    def path_of(self, input_: PlannedInput) -> Path:
         """Path of an input: a stage's output, or the path or hub id of a source."""
-        if given.entry:
-            return given.entry.output
-        if given.source is None:
-            return self.entry(self.stage(given.name)).output
-        return Path(given.source.path).expanduser()
+        if input_.entry:
+            return input_.entry.output
+        if input_.source is None:
+            return self.entry(self.stage(input_.name)).output
+        return Path(input_.source.path).expanduser()
 
     def entry(self, planned: PlannedStage) -> Entry:
         return Store(self.pipeline.store).entry(planned.name, planned.fingerprint)
@@ -252,7 +252,7 @@ def _plan_stage(
     name: str, stage: Stage, inputs: Mapping[str, PlannedInput], store: Store, pipeline: Pipeline, memo: Memo
 ) -> PlannedStage:
     recipe = stage.method.recipe()
-    identity = fingerprint(recipe, {slot: given.fingerprint for slot, given in inputs.items()})
+    identity = fingerprint(recipe, {slot: input_.fingerprint for slot, input_ in inputs.items()})
     entry = store.entry(name, identity)
     if (name, identity) not in memo.stages:
         code = memo.code_of(stage.method)
@@ -270,9 +270,11 @@ def _tokenizer(planned: PlannedStage) -> str:
     method = planned.stage.method
     if not isinstance(method, Training) or POLICY not in planned.inputs:
         return planned.fingerprint
-    given = planned.inputs[POLICY]
+    input_ = planned.inputs[POLICY]
     template = getattr(method, "chat_template", None)
-    return f"{given.tokenizer or given.fingerprint} {template}" if template else given.tokenizer or given.fingerprint
+    return (
+        f"{input_.tokenizer or input_.fingerprint} {template}" if template else input_.tokenizer or input_.fingerprint
+    )
 
 
 def _with_hyperparameters(planned: PlannedStage, store: Store) -> PlannedStage:
@@ -282,8 +284,8 @@ def _with_hyperparameters(planned: PlannedStage, store: Store) -> PlannedStage:
     tokenization = method.tokenization()
     examples, rows = None, None
     if tokenization and POLICY in planned.inputs:
-        given = planned.inputs[rows_slot(method)]
-        examples = examples_file(store.root, tokenization, given.fingerprint, _tokenizer(planned))
-        entry = given.entry or (None if given.pinned else store.entry(given.name, given.fingerprint))
+        input_ = planned.inputs[rows_slot(method)]
+        examples = examples_file(store.root, tokenization, input_.fingerprint, _tokenizer(planned))
+        entry = input_.entry or (None if input_.pinned else store.entry(input_.name, input_.fingerprint))
         rows = entry.manifest() if entry else None
     return replace(planned, examples=examples, hyperparameters=hyperparameters(method, rows, examples))

@@ -108,7 +108,7 @@ def _names(approved: Document) -> list[str]:
 
 def _approved(plan: Plan) -> Document:
     """Everything that determines the outputs of a run."""
-    given = {each.name: each for planned in plan.stages for each in planned.inputs.values()}
+    planned_inputs = {each.name: each for planned in plan.stages for each in planned.inputs.values()}
     modules = sorted({type(planned.stage.method).__module__ for planned in plan.stages})
     code: dict[str, str] = {}
     for module in modules:
@@ -119,7 +119,7 @@ def _approved(plan: Plan) -> Document:
         "settings": {name: _plain(getattr(plan.pipeline, name)) for name in _OF_PIPELINE},
         "sources": {
             name.removeprefix(SOURCE): {"fingerprint": each.fingerprint, **asdict(each.pinned.record)}
-            for name, each in given.items()
+            for name, each in planned_inputs.items()
             if each.pinned
         },
         "stages": {planned.name: _stage(planned) for planned in plan.stages},

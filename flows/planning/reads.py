@@ -55,7 +55,7 @@ def _is_there(planned: PlannedStage, entry: Entry) -> bool:
 
 def _files(plan: Plan) -> list[Path]:
     """Files of sources that are inside the store."""
-    pinned = [given.pinned for planned in plan.stages for given in planned.inputs.values() if given.pinned]
+    pinned = [each.pinned for planned in plan.stages for each in planned.inputs.values() if each.pinned]
     files = dict.fromkeys(file for each in pinned for file in each.record.files)
     return [Path(file) for file in files if artifact_at(plan.home, file)]
 
@@ -63,8 +63,8 @@ def _files(plan: Plan) -> list[Path]:
 def _named(plan: Plan) -> dict[str, Entry]:
     paths: set[str] = set()
     for planned in plan.stages:
-        for given in planned.inputs.values():
-            if given.pinned:
-                paths |= {str(plan.path_of(given)), *map(os.path.dirname, given.pinned.record.files)}
+        for each in planned.inputs.values():
+            if each.pinned:
+                paths |= {str(plan.path_of(each)), *map(os.path.dirname, each.pinned.record.files)}
     places = filter(None, (artifact_at(plan.home, path) for path in paths))
     return {node_key(*place): Store(plan.home).entry(*place) for place in places}

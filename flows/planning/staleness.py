@@ -317,7 +317,7 @@ def _other_reading(old: InputRecord | None, new: PlannedInput | None) -> str:
     """Changed declaration of a source; empty: only its bytes changed, or it is another source."""
     if not (old and old.source and new and new.pinned and old.artifact == new.name):
         return ""
-    changes = "; ".join(differences(old.source.stated(), new.pinned.record.stated()))
+    changes = "; ".join(differences(old.source.configured(), new.pinned.record.configured()))
     return f" ({changes})" if changes else ""
 
 

@@ -47,8 +47,8 @@ class Judgement:
             return None
         if self.decided is None:
             return f"{name}: {self.verdict.candidate.name} passes, and no person has approved it yet"
-        said = f"was rejected by {self.decided.who}"
-        return f"{name}: {self.verdict.candidate.name} passes, and {said}" + (
+        decided = f"was rejected by {self.decided.who}"
+        return f"{name}: {self.verdict.candidate.name} passes, and {decided}" + (
             f": {self.decided.why}" if self.decided.why else ""
         )
 

@@ -37,7 +37,7 @@ from flows.planning.verdicts import require_passed
 from flows.prefect.deployments import ANCHOR, ENTRY, Declared, Preset, declared
 from flows.prefect.flow import approved, enter_flow_run, flow_run_here, leave_flow_run, task_runner
 from flows.prefect.page import RunPage, show_plan
-from flows.progress.declared import adopt_view, show_declared, split_words
+from flows.progress.declared import adopt_view, show_declared, split_cli_args
 from flows.progress.recorder import RunRecorder
 from flows.progress.run_record import latest
 from flows.promotion.notify import notify, require_block
@@ -133,8 +133,8 @@ def pipeline_flow(pipeline: Declared, preset: Preset) -> Flow[..., None]:
     def ended(flow: Flow[..., None], flow_run: FlowRun, state: State[None]) -> None:
         """Called once Prefect knows the end, in the process of the run or in the one that started it."""
         with contextlib.suppress(ConfigError):  # there is neither a store nor a block to notify
-            cli_args = preset.words(pipeline.option, flow_run.parameters.get("overrides") or [])
-            found = load_pipeline(*split_words(cli_args))
+            cli_args = preset.cli_args(pipeline.option, flow_run.parameters.get("overrides") or [])
+            found = load_pipeline(*split_cli_args(cli_args))
             for record in latest(found.store):
                 if record.open_flow and record.open_flow.flow_run == str(flow_run.id):
                     record.reported(found.store, to_prefect=True)
@@ -183,8 +183,8 @@ def _run_deployed(option: str, preset: Preset, overrides: Sequence[str], *, any_
     _exit_with_parent()
     flow_run = flow_run_here()
     try:
-        cli_args = preset.words(option, overrides)
-        pipeline = load_pipeline(*split_words(cli_args))
+        cli_args = preset.cli_args(option, overrides)
+        pipeline = load_pipeline(*split_cli_args(cli_args))
     except ConfigError as error:
         return Failed(message=str(error))
     recorder = RunRecorder(pipeline.store, pipeline.name, list(map(redacted, cli_args)))
@@ -220,7 +220,7 @@ def _run_in_turn(pipeline: Pipeline, recorder: RunRecorder, *, may_leave: bool) 
     that restarts forgets who has the slots.
 
     Args:
-        may_leave: to a run with the same cli_args that waits already.
+        may_leave: to a run with the same arguments that waits already.
     """
     runs, cli_args = pipeline.store / "runs", recorder.record.words
     lock = Lock(runs / f"{pipeline.name}.turn")
@@ -278,8 +278,8 @@ def _execute(plan: Plan, recorder: RunRecorder) -> bool:
     """Runs what is stale; whether every approval that was asked for was given."""
     if plan.pipeline.operation.notify:
         require_block(plan.pipeline.operation.notify)
-    words = recorder.record.words
-    with RunPage(plan, recorder) as page, open_run(plan, words, page.on, plan.stale, recorder=recorder) as run:
+    cli_args = recorder.record.words
+    with RunPage(plan, recorder) as page, open_run(plan, cli_args, page.on, plan.stale, recorder=recorder) as run:
         run_stages(run, {})
         return approved(run)
 
@@ -335,7 +335,7 @@ def deployed_code(option: str, preset: Preset) -> str:
 def _methods(option: str, preset: Preset) -> Iterator[Mapping[str, object]]:
     """The methods of a pipeline's stages, as declared; of a pipeline that cannot be composed, none."""
     with contextlib.suppress(ConfigError):
-        for stage in Composer(*split_words(preset.words(option))).part("stages").values():
+        for stage in Composer(*split_cli_args(preset.cli_args(option))).part("stages").values():
             method = stage.get("method") if isinstance(stage, Mapping) else None
             if isinstance(method, Mapping):
                 yield method

@@ -17,20 +17,20 @@ import yaml
 from flows.commands.arguments import add_allow_code, add_overrides, recorded_cli_args, write_rendered
 from flows.declare.config import CONF, field_of, load_pipeline
 from flows.declare.pipeline import Pipeline, listed
-from flows.progress.declared import split_words
+from flows.progress.declared import split_cli_args
 from lineage.errors import ConfigError, MissingValueError
 
 FILE = "prefect.yaml"
 POOL = "posttrain"
 ENTRY = "flows.prefect.entry"  # the module whose attributes are the flows
-VARIABLE = "POSTTRAIN_WORDS"  # passes the cli_args of `serve` to a process that Prefect starts
+VARIABLE = "POSTTRAIN_WORDS"  # passes the arguments of `serve` to a process that Prefect starts
 _ALLOW_CODE = "--allow-code"
 # Parts of an override that can run code or hide it: an interpolation joins words, a dash begins an option.
 _CODE = ("_target_", "allow_code", "python:", "${")
 ANCHOR = datetime(2020, 1, 1, tzinfo=UTC)  # intervals are counted from here
 
 _HEAD = """\
-# Written by `python -m flows.prefect.deployments{words}`. To use it:
+# Written by `python -m flows.prefect.deployments{cli_args}`. To use it:
 #   prefect work-pool create {pool} --type process
 #   {setting}prefect deploy --all
 #   prefect worker start --pool {pool}
@@ -40,7 +40,7 @@ _HEAD = """\
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The cli_args of ``posttrain serve``, which every run of a deployment has before its own overrides.
+    """The arguments of ``posttrain serve``, which every run of a deployment has before its own overrides.
 
     Args:
         config_dir: the directory of the user's groups.
@@ -54,9 +54,9 @@ class Preset:
     allow_code: bool = False
 
     @staticmethod
-    def of(words: Sequence[str]) -> "Preset":
-        """From the cli_args of a command; ``pipeline=NAME`` among them chooses."""
-        overrides, config_dir = split_words(words)
+    def of(cli_args: Sequence[str]) -> "Preset":
+        """From the arguments of a command; ``pipeline=NAME`` among them chooses."""
+        overrides, config_dir = split_cli_args(cli_args)
         chosen = [word.partition("=")[2] for word in overrides if field_of(word) == "pipeline"]
         rest = tuple(word for word in overrides if field_of(word) != "pipeline" and word != _ALLOW_CODE)
         return Preset(
@@ -72,11 +72,11 @@ class Preset:
     def environment(self) -> dict[str, str]:
         """The variable for the processes of runs; empty where nothing is set."""
         chosen = [f"pipeline={self.pipeline}"] if self.pipeline else []
-        words = [*self._groups(), *([_ALLOW_CODE] if self.allow_code else []), *chosen, *self.overrides]
-        return {VARIABLE: shlex.join(words)} if words else {}
+        cli_args = [*self._groups(), *([_ALLOW_CODE] if self.allow_code else []), *chosen, *self.overrides]
+        return {VARIABLE: shlex.join(cli_args)} if cli_args else {}
 
-    def words(self, option: str, overrides: Sequence[str] = ()) -> list[str]:
-        """The cli_args of one run of a pipeline; the run's own overrides win.
+    def cli_args(self, option: str, overrides: Sequence[str] = ()) -> list[str]:
+        """The arguments of one run of a pipeline; the run's own overrides win.
 
         Raises:
             ConfigError: the run's overrides name code, and may not.
@@ -195,7 +195,7 @@ def declared(option: str, preset: Preset) -> Declared:
     if "." in option:  # Prefect finds its flow by an attribute of this name
         raise ConfigError("the name of a pipeline that is deployed has no dot; rename the file")
     try:
-        pipeline = load_pipeline(*split_words(preset.words(option)))
+        pipeline = load_pipeline(*split_cli_args(preset.cli_args(option)))
     except ConfigError as error:
         name = _name_in(preset.files()[option], error)
         lacks_value = isinstance(error, MissingValueError)
@@ -238,9 +238,9 @@ def render(preset: Preset) -> str:
         for each in deployable(preset)
     ]
     pull = [{"prefect.deployments.steps.set_working_directory": {"directory": "{{ $PWD }}"}}]
-    words = preset.environment.get(VARIABLE, "")
-    setting = f"{VARIABLE}={shlex.quote(words)} " if words else ""
-    head = _HEAD.format(words=f" {words}" if words else "", setting=setting, pool=POOL)
+    cli_args = preset.environment.get(VARIABLE, "")
+    setting = f"{VARIABLE}={shlex.quote(cli_args)} " if cli_args else ""
+    head = _HEAD.format(cli_args=f" {cli_args}" if cli_args else "", setting=setting, pool=POOL)
     document = {"name": POOL, "pull": pull, "deployments": deployments}
     return head + str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True))
 

@@ -23,23 +23,23 @@ def adopt_view(pipeline: Pipeline) -> None:
     """Links artifacts that DVC has restored to the view into the store; reports on stderr."""
     view = View(pipeline.store, pipeline.name)
     for stage in pipeline.stages:
-        said = view.adopt(stage)
-        if said:
-            print(said, file=sys.stderr)
+        message = view.adopt(stage)
+        if message:
+            print(message, file=sys.stderr)
 
 
-def show_declared(plan: Plan, words: Sequence[str], stages: Sequence[str] | None = None) -> None:
+def show_declared(plan: Plan, cli_args: Sequence[str], stages: Sequence[str] | None = None) -> None:
     """After a run of the pipeline as declared: moves the view, and commits it to DVC.
 
     Failures are only reported: the artifacts are in the store.
 
     Args:
-        words: arguments of the command.
+        cli_args: arguments of the command.
         stages: the stages that the command has completed; None: all.
     """
     names = [planned.name for planned in plan.stages] if stages is None else list(stages)
     view, project = View(plan.pipeline.store, plan.pipeline.name), DvcProject.at(Path.cwd())
-    if not (_in_dvc() or _is_declared(plan, words, names, project)):
+    if not (_in_dvc() or _is_declared(plan, cli_args, names, project)):
         return
     entries = {name: plan.entry(plan.stage(name)) for name in names}
     try:
@@ -50,12 +50,12 @@ def show_declared(plan: Plan, words: Sequence[str], stages: Sequence[str] | None
     except (OSError, ArtifactError) as error:
         print(f"dvc: nothing is committed: {error}", file=sys.stderr)
         return
-    is_default = not any(field_of(word) == "pipeline" for word in words)
+    is_default = not any(field_of(word) == "pipeline" for word in cli_args)
     if why_off and (is_default or any(project.keeps(view, name) for name in names)):
         print(f"dvc: off: {why_off}", file=sys.stderr)
 
 
-def split_words(words: Sequence[str]) -> tuple[list[str], Path | None]:
+def split_cli_args(cli_args: Sequence[str]) -> tuple[list[str], Path | None]:
     """Splits the arguments of a command into overrides and ``--config-dir``.
 
     Raises:
@@ -64,10 +64,10 @@ def split_words(words: Sequence[str]) -> tuple[list[str], Path | None]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config-dir", type=local_path)
     try:
-        stated, overrides = parser.parse_known_args(list(words))
+        options, overrides = parser.parse_known_args(list(cli_args))
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{shlex.join(words)}: {error}") from error
-    return overrides, stated.config_dir
+        raise ConfigError(f"{shlex.join(cli_args)}: {error}") from error
+    return overrides, options.config_dir
 
 
 def _in_dvc() -> bool:
@@ -92,12 +92,12 @@ def _why_off(plan: Plan, names: Sequence[str], project: DvcProject) -> str | Non
     return None
 
 
-def _is_declared(plan: Plan, words: Sequence[str], names: Sequence[str], project: DvcProject) -> bool:
-    declaration = _declaration(plan, words, project)
-    if _identity(words) == _identity(declaration):
+def _is_declared(plan: Plan, cli_args: Sequence[str], names: Sequence[str], project: DvcProject) -> bool:
+    declaration = _declaration(plan, cli_args, project)
+    if _identity(cli_args) == _identity(declaration):
         return True
     try:
-        declared = load_pipeline(*split_words(declaration))
+        declared = load_pipeline(*split_cli_args(declaration))
         stages = make_plan(replace(declared, store=plan.pipeline.store, code_drift="warn", advice="off")).stages
     except PipelineError:  # there is no such pipeline without the overrides
         return False
@@ -106,16 +106,16 @@ def _is_declared(plan: Plan, words: Sequence[str], names: Sequence[str], project
     return is_whole and all(known.get(name) == plan.stage(name).fingerprint for name in names)
 
 
-def _declaration(plan: Plan, words: Sequence[str], project: DvcProject) -> list[str]:
+def _declaration(plan: Plan, cli_args: Sequence[str], project: DvcProject) -> list[str]:
     """The arguments in ``dvc.yaml`` for this pipeline; else its name and ``--config-dir``."""
     view = View(plan.pipeline.store, plan.pipeline.name)
     kept = [planned.name for planned in plan.stages if project.keeps(view, planned.name)]
     if kept:
         return project.overrides(kept[0])
-    overrides, config_dir = split_words(words)
+    overrides, config_dir = split_cli_args(cli_args)
     chosen = [word for word in overrides if field_of(word) == "pipeline"]
     return [*(["--config-dir", str(config_dir)] if config_dir else []), *chosen]
 
 
-def _identity(words: Sequence[str]) -> list[str]:
-    return [word for word in words if field_of(word).partition(".")[0] not in _EXECUTION]
+def _identity(cli_args: Sequence[str]) -> list[str]:
+    return [word for word in cli_args if field_of(word).partition(".")[0] not in _EXECUTION]

@@ -34,13 +34,13 @@ class RunRecorder:
 
     Args:
         store: of the record.
-        words: the options and overrides of the command.
+        cli_args: the options and overrides of the command.
         in_flow: whether Prefect orders its stages.
         command: of ``posttrain``.
     """
 
     def __init__(
-        self, store: Path, pipeline: str, words: Sequence[str], *, in_flow: bool = True, command: str = "run"
+        self, store: Path, pipeline: str, cli_args: Sequence[str], *, in_flow: bool = True, command: str = "run"
     ) -> None:
         self._store = store
         self._plan: Plan | None = None
@@ -50,7 +50,7 @@ class RunRecorder:
         self._closed = threading.Event()
         self._written: RunRecord | None = None
         self.record = RunRecord(
-            id=new_id(), pipeline=pipeline, words=list(words), driver=Owner.here(), started=time.time(), stages={},
+            id=new_id(), pipeline=pipeline, words=list(cli_args), driver=Owner.here(), started=time.time(), stages={},
             in_flow=in_flow, command=command,
         )  # fmt: skip
 

@@ -60,8 +60,10 @@ def _creation_hint(name: str) -> str:
         return f"nor a type of blocks {slug}; types are: {listed(slug, sorted(types))}"
     cls = types[slug]
     required = [f"{key}='...'" for key, field in cls.model_fields.items() if field.is_required()]
-    given = ", ".join([*required, *_PAYLOADS.get(slug, [])])
-    statement = f"from prefect.blocks.notifications import {cls.__name__}; {cls.__name__}({given}).save('{document}')"
+    arguments = ", ".join([*required, *_PAYLOADS.get(slug, [])])
+    statement = (
+        f"from prefect.blocks.notifications import {cls.__name__}; {cls.__name__}({arguments}).save('{document}')"
+    )
     return f'create it with: python -c "{statement}"'
 
 

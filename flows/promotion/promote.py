@@ -78,8 +78,8 @@ def _newest_of_each_gate(index: Index, judges: Sequence[Indexed], model: Manifes
 def _refuse_rejected(index: Index, judges: Sequence[Indexed], model: Manifest, events: Sequence[Event]) -> None:
     """Refuses a model that a person rejected, until a person approves it, whatever other gates say."""
     known = {found.fingerprint: found for found in judges}
-    said = [event for event in events if event.action in ("approve", "reject") and event.fingerprint in known]
-    of_model = [event for event in said if _verdict_on(index, known[event.fingerprint], model)]
+    decided = [event for event in events if event.action in ("approve", "reject") and event.fingerprint in known]
+    of_model = [event for event in decided if _verdict_on(index, known[event.fingerprint], model)]
     if of_model and of_model[-1].action == "reject":
         raise GateError(
             f"{model.stage}@{short(model.fingerprint)} was rejected by {of_model[-1].who}: {of_model[-1].why}; run "
@@ -113,9 +113,9 @@ def _require_pass(index: Index, found: Indexed, verdict: Verdict, events: Sequen
         rules = "\n".join(f"  {line}" for line in verdict.complaints())
         table = entry.output / VERDICT_TABLE
         raise GateError(f"{found.id} refuses {verdict.candidate.name}:\n{rules}\nthe evidence is in {table}; {_FORCE}")
-    said = decision(events, manifest.fingerprint, manifest.output_digest)
-    if verdict.approval == "required" and (said is None or said.action != "approve"):
-        state = f"rejected by {said.who}" if said else "not given yet"
+    decided = decision(events, manifest.fingerprint, manifest.output_digest)
+    if verdict.approval == "required" and (decided is None or decided.action != "approve"):
+        state = f"rejected by {decided.who}" if decided else "not given yet"
         raise GateError(
             f"{found.id} demands a person's approval, which is {state}; posttrain run of that pipeline asks, {_FORCE}"
         )
@@ -183,10 +183,10 @@ def _models(plan: Plan) -> Iterator[str]:
     """``New models: cpt, sft, dpo, from dpo@0123456789abcdef.``"""
     made = [each for each in plan.stale if each.stage.method.produces in MODELS and plan.entry(each).is_finished()]
     starts = {
-        node_key(given.entry.path.parent.name, given.fingerprint)
+        node_key(each.entry.path.parent.name, each.fingerprint)
         for planned in made
-        for given in planned.inputs.values()
-        if given.entry and given.source and given.source.kind == Kind.CHECKPOINT
+        for each in planned.inputs.values()
+        if each.entry and each.source and each.source.kind == Kind.CHECKPOINT
     }
     if made:
         origin = f", from {', '.join(sorted(starts))}" if starts else ""
@@ -195,10 +195,10 @@ def _models(plan: Plan) -> Iterator[str]:
 
 def _verdict(judged: Judgement) -> str:
     verdict = judged.verdict
-    said = "refuses" if judged.refusal() else "passes"
+    verb = "refuses" if judged.refusal() else "passes"
     model = node_key(verdict.candidate.name, verdict.candidate.fingerprint)
     figures = "; ".join(f"{rule.rule} {rule.outcome}, {interval_text(rule)}" for rule in verdict.rules)
-    return f"{judged.gate} {said} {model}: {figures}."
+    return f"{judged.gate} {verb} {model}: {figures}."
 
 
 def _champion(alias: str, before: str | None, after: str | None, kept: str) -> str:
@@ -310,8 +310,8 @@ def _is_commercial(pipeline: Pipeline, alias: str, events: Sequence[Event]) -> b
 def _permitted(pipeline: Pipeline, index: Index, node: str, alias: str, *, commercial: bool) -> list[str]:
     """The labels of a model's ancestry, after checking that its licences permit the alias."""
     graph = ancestry(index, node)
-    stated = {name: source.labels for name, source in pipeline.sources.items()}
-    labels = all_labels(graph, stated)
+    configured = {name: source.labels for name, source in pipeline.sources.items()}
+    labels = all_labels(graph, configured)
     if commercial:
         require_commercial(graph, labels, pipeline.non_commercial_labels, alias)
     return sorted(set().union(*labels.values()))
@@ -322,18 +322,18 @@ def _is_of(event: Event, manifest: Manifest) -> bool:
     return (event.stage, event.fingerprint, event.digest) == wanted
 
 
-def all_labels(graph: Graph, stated: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
+def all_labels(graph: Graph, configured: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
     """Node of a source -> its labels, recorded in any manifest or configured now.
 
     Configured labels also apply to the same bytes under another name.
 
     Args:
-        stated: name of a source -> its labels in the configuration.
+        configured: name of a source -> its labels in the configuration.
     """
     sources = [node for node in graph.nodes.values() if node.entry is None]
     now: dict[str, set[str]] = {}
     for node in sources:
-        now.setdefault(short(node.fingerprint), set()).update(stated.get(node.name.removeprefix(SOURCE), ()))
+        now.setdefault(short(node.fingerprint), set()).update(configured.get(node.name.removeprefix(SOURCE), ()))
     return {node.id: node.labels | now[short(node.fingerprint)] for node in sources}
 
 

@@ -15,14 +15,14 @@ from lineage.graph.places import node_key
 from lineage.promotions import read_events, rolled_back, stacks
 
 
-def follow_up(plan: Plan, words: Sequence[str], error: PipelineError | None = None) -> str | None:
+def follow_up(plan: Plan, cli_args: Sequence[str], error: PipelineError | None = None) -> str | None:
     """Promotes what ``retrain`` names if every gate passes, and notifies the block of ``notify``.
 
     To be called after the record is closed, so that MLflow knows the model, and while a Prefect API is reachable.
 
     Args:
         plan: the plan from before the run; its stale stages have run.
-        words: arguments of the command.
+        cli_args: arguments of the command.
         error: why the run failed.
 
     Returns:
@@ -41,7 +41,7 @@ def follow_up(plan: Plan, words: Sequence[str], error: PipelineError | None = No
         return None
     subject, body = outcome(plan, before, after, kept, error)
     if error:
-        body = f"{body} To resume from what is finished: {shlex.join(['posttrain', 'run', *words])}"
+        body = f"{body} To resume from what is finished: {shlex.join(['posttrain', 'run', *cli_args])}"
     if notified:
         _notify(notified, subject, body)
     return body

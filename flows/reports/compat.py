@@ -76,13 +76,13 @@ class Outcome:
         return [*([own[1]] if own else []), *([package.install] if package else [])]
 
     def to_dict(self) -> dict[str, object]:
-        said = {
+        entry = {
             "rule": self.rule, "reason": self.reason, "condition": assigned(self.condition), "needs": self.needs,
         }  # fmt: skip
         return {
             "settings": {choice.setting: choice.value for choice in self.choices},
             "works": self.works,
-            **{key: value for key, value in said.items() if value},
+            **{key: value for key, value in entry.items() if value},
         }
 
 
@@ -91,8 +91,8 @@ def shipped() -> dict[str, tuple[type[Method], Fields]]:
     """The methods of ``conf/stage`` and the fields that their files set, by the names of the files."""
     files = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((CONF / "stage").glob("*.yaml"))}
     return {
-        name: (method_class(f"conf/stage/{name}.yaml", str(stated.pop("_target_"))), stated)
-        for name, stated in files.items()
+        name: (method_class(f"conf/stage/{name}.yaml", str(configured.pop("_target_"))), configured)
+        for name, configured in files.items()
     }
 
 
@@ -140,8 +140,8 @@ def case_of(cls: type[Method], fields: Fields, config: Mapping[str, object] | No
         ConfigError: a value is wrong, or a setting refuses its own fields.
     """
     tree: dict[str, object] = {"method": {}, "resources": {}}
-    stated = next((stated for method, stated in shipped().values() if method is cls), {})
-    for path, value in {**{f"method.{name}": value for name, value in stated.items()}, **fields}.items():
+    configured = next((configured for method, configured in shipped().values() if method is cls), {})
+    for path, value in {**{f"method.{name}": value for name, value in configured.items()}, **fields}.items():
         *parents, name = path.split(".")
         node = tree
         for parent in parents:

@@ -50,14 +50,14 @@ class Diagnosis:
     def node(self) -> str:
         return f"{self.name}@{self.entry.path.name}"
 
-    def words(self) -> tuple[list[str], str | None]:
+    def cli_args(self) -> tuple[list[str], str | None]:
         """The overrides and ``--config-dir`` of the run that includes the stage; empty for a sweep."""
         noted = RunFile.read(self.entry.path)
-        words = list(self.run.words if self.run else noted.words if noted else ())
-        if "--multirun" in words or (self.run and self.run.sweep):
+        cli_args = list(self.run.words if self.run else noted.words if noted else ())
+        if "--multirun" in cli_args or (self.run and self.run.sweep):
             return [], None
-        config_dir = words[words.index("--config-dir") + 1] if "--config-dir" in words else None
-        return [word for word in words if "=" in word and not word.startswith("-")], config_dir
+        config_dir = cli_args[cli_args.index("--config-dir") + 1] if "--config-dir" in cli_args else None
+        return [word for word in cli_args if "=" in word and not word.startswith("-")], config_dir
 
 
 def read_diagnosis(ref: str, store: Path) -> Diagnosis:
@@ -78,11 +78,11 @@ def read_diagnosis(ref: str, store: Path) -> Diagnosis:
 
 def _as_declared(found: Diagnosis) -> Curves:
     """The curves of an unfinished stage with the recipe and resources that its run declares, if they can be loaded."""
-    words, config_dir = found.words()
+    cli_args, config_dir = found.cli_args()
     if not found.run or found.run.sweep:
         return found.curves
     try:
-        stage = load_pipeline(words, Path(config_dir) if config_dir else None).stages[found.name]
+        stage = load_pipeline(cli_args, Path(config_dir) if config_dir else None).stages[found.name]
     except (PipelineError, KeyError):  # the run was started elsewhere, or its files have changed since
         return found.curves
     resources = stage.resources
@@ -169,10 +169,10 @@ def patch_of(found: Diagnosis, rule: str | None) -> str:
             f"rules that have one here: {', '.join(able) or 'none'}"
         )
     finding = able[rule] if rule else next(iter(able.values()))
-    words, config_dir = found.words()
+    cli_args, config_dir = found.cli_args()
     change = [*overrides_of(found.name, finding), f"because.{found.name}={finding.rule}:{found.node}"]
     changed = {word.partition("=")[0] for word in change}
-    kept = [word for word in words if word.lstrip("+").partition("=")[0] not in changed]
+    kept = [word for word in cli_args if word.lstrip("+").partition("=")[0] not in changed]
     held: Mapping[str, object] = {
         "diagnosis": {
             "stage": found.node, "rule": finding.rule, "confidence": finding.confidence, "evidence": finding.evidence,
@@ -180,7 +180,7 @@ def patch_of(found: Diagnosis, rule: str | None) -> str:
         **({"config_dir": config_dir} if config_dir else {}), "overrides": [*kept, *change],
     }  # fmt: skip
     note = "# posttrain run --overrides-from THIS_FILE\n"
-    if not words and found.run is None:
+    if not cli_args and found.run is None:
         note += "# No record of the run that made the stage is here: add its overrides.\n"
     text: str = yaml.safe_dump(dict(held), sort_keys=False, width=10_000, allow_unicode=True)
     return note + text

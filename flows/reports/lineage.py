@@ -81,11 +81,11 @@ def _certificate(manifest: Manifest, node: Node) -> list[str]:
 
 
 def _recipe(recipe: Mapping[str, object]) -> str:
-    told = [
+    parts = [
         f"{name}={_value(value)}" for name, value in recipe.items() if name not in _HIDDEN_FIELDS and value is not None
     ]
-    more = [f"and {len(told) - _MOST_FIELDS} more"] if len(told) > _MOST_FIELDS else []
-    return " ".join(told[:_MOST_FIELDS] + more)
+    more = [f"and {len(parts) - _MOST_FIELDS} more"] if len(parts) > _MOST_FIELDS else []
+    return " ".join(parts[:_MOST_FIELDS] + more)
 
 
 def _value(value: object) -> str:
@@ -94,21 +94,21 @@ def _value(value: object) -> str:
 
 def _measured(metrics: Mapping[str, float]) -> str:
     """Counts of rows of a data stage; share of trained tokens and loss or reward of a training."""
-    told = [f"{int(metrics[name]):,} {name.replace('_', ' ')}" for name in ("rows", "train_rows") if name in metrics]
+    parts = [f"{int(metrics[name]):,} {name.replace('_', ' ')}" for name in ("rows", "train_rows") if name in metrics]
     percent = metrics.get("trained_tokens_percent")
     if percent is not None:
-        told.append(f"{percent:.1f} % of the tokens trained")
+        parts.append(f"{percent:.1f} % of the tokens trained")
     name = headline_metric(metrics)
     if name in metrics:
-        told.append(f"{name} {metrics[name]:.4g}")
-    return ", ".join(told)
+        parts.append(f"{name} {metrics[name]:.4g}")
+    return ", ".join(parts)
 
 
 def _source(node: Node) -> list[str]:
-    source = node.given.source if node.given else None
+    source = node.record.source if node.record else None
     if source is None:
         return ["recorded by an earlier version: no path, no files"]
-    digest = node.given.digest if node.given else None
+    digest = node.record.digest if node.record else None
     content = f"SHA-256 {short(digest)}" if digest else f"revision {source.revision}"
     lines = [source.path, ", ".join([content, *([f"{node.rows:,} rows"] if node.rows is not None else [])])]
     if source.dvc:

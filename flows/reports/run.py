@@ -219,7 +219,7 @@ def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: 
     return {**document, "seconds": wall, "mlflow_run_id": mlflow_run_id}
 
 
-def summary(plan: Plan, seconds: dict[str, float], wall: float, words: Sequence[str]) -> str:
+def summary(plan: Plan, seconds: dict[str, float], wall: float, cli_args: Sequence[str]) -> str:
     """The final report of a run: measurements, durations, paths of outputs, a suggestion."""
     shown = [(plan.entry(planned).output, _TABLES.get(planned.stage.method.produces)) for planned in plan.stages]
     tables = [output / name for output, name in shown if name]
@@ -234,18 +234,18 @@ def summary(plan: Plan, seconds: dict[str, float], wall: float, words: Sequence[
         parts.append(f"nothing to do: all {len(plan.stages)} stages are finished ({wall:.1f} s)")
     else:
         parts.append(f"{plan.pipeline.name}: {len(plan.stale)} of {len(plan.stages)} stages run in {wall:.1f} s")
-    parts.append(_next(plan, words))
+    parts.append(_next(plan, cli_args))
     return printable_text("\n\n".join(part.rstrip() for part in parts))
 
 
-def _next(plan: Plan, words: Sequence[str]) -> str:
+def _next(plan: Plan, cli_args: Sequence[str]) -> str:
     """Suggests a change to try: the last trained stage at half its learning rate."""
     trained = [planned for planned in plan.stages if isinstance(planned.stage.method, Training)]
     if not trained:
-        return f"next: posttrain plan {shlex.join(words)}".rstrip()
+        return f"next: posttrain plan {shlex.join(cli_args)}".rstrip()
     rate = trained[-1].stage.method.recipe()["learning_rate"]
     change = f"stages.{trained[-1].name}.method.learning_rate={float(str(rate)) / 2:g}"
-    return f"next: posttrain plan {shlex.join([*words, change])}"
+    return f"next: posttrain plan {shlex.join([*cli_args, change])}"
 
 
 def _manifest(plan: Plan, planned: PlannedStage) -> Manifest:

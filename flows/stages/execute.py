@@ -290,9 +290,9 @@ def run_attempts(
         except LostError as lost:
             job.require_lease()  # else another run may be using the directory now
             checkpoint = last_intact(planned, entry)
-            went_on = checkpoint is not None and checkpoint.step > step
-            is_expected = isinstance(lost, ShortError) or (went_on and isinstance(lost, AskedError))
-            failures = (0 if went_on else failures) + (not is_expected)
+            has_resumed = checkpoint is not None and checkpoint.step > step
+            is_expected = isinstance(lost, ShortError) or (has_resumed and isinstance(lost, AskedError))
+            failures = (0 if has_resumed else failures) + (not is_expected)
             if failures > job.resources.max_failures:
                 raise
             begin(planned, entry, checkpoint, job.require_lease, lost.cause)

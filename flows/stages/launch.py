@@ -496,7 +496,7 @@ def _train_on_cluster(job: Job, work: Work) -> Metrics:
         )
         return cast(Metrics, trainer.fit().return_value)
     except (TrainingFailedError, RayError) as error:
-        raise ending(job, error, kills) from error
+        raise failure_of(job, error, kills) from error
     finally:
         ray.shutdown()
 
@@ -593,7 +593,7 @@ def lost_its_peer(error: BaseException) -> bool:
     return is_distributed and any(words in text for words in _PEER_GONE)
 
 
-def ending(job: Job, error: Exception, memory_kills_before: int | None) -> PipelineError:
+def failure_of(job: Job, error: Exception, memory_kills_before: int | None) -> PipelineError:
     """The error of a stage: a dead worker rather than an error, an error rather than its consequences.
 
     Args:

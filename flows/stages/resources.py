@@ -201,8 +201,8 @@ def ask_cluster(seconds: float) -> tuple[float, float]:
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"no answer within {seconds:g} s") from error
     except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
-        raise ConfigError([type(error).__name__, *(said or "").strip().splitlines()][-1]) from error
+        output = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
+        raise ConfigError([type(error).__name__, *(output or "").strip().splitlines()][-1]) from error
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
         DataError: it would learn nothing new.
     """
     parents, digests = {}, DigestCache(plan.pipeline.store / "digests.json", rereads=True)
-    promoted = {given.name: given.entry for given in planned.inputs.values() if given.entry}
+    promoted = {each.name: each.entry for each in planned.inputs.values() if each.entry}
     stages = {name: plan.entry(plan.stage(name)) for name in planned.upstream}
     for name, entry in {**stages, **promoted}.items():
         try:
@@ -62,14 +62,14 @@ def require_unchanged(
         StageError: one has changed, or is gone.
     """
     digests, log = DigestCache(plan.pipeline.store / "digests.json"), str(plan.entry(planned).logs)
-    for slot, planned_input in planned.inputs.items():
-        if planned_input.entry or planned_input.pinned is None or slot in loaded:
+    for slot, input_ in planned.inputs.items():
+        if input_.entry or input_.pinned is None or slot in loaded:
             continue
-        name = planned_input.name.removeprefix(SOURCE)
-        if not is_unchanged(name, planned_input.pinned.source, planned_input.fingerprint, digests):
+        name = input_.name.removeprefix(SOURCE)
+        if not is_unchanged(name, input_.pinned.source, input_.fingerprint, digests):
             raise StageError(
                 planned.name,
-                f"sources.{name}: {planned_input.pinned.source.path} has changed since the plan was made; "
+                f"sources.{name}: {input_.pinned.source.path} has changed since the plan was made; "
                 "let it rest, and run again: the new bytes get a name of their own",
                 log,
             )
@@ -104,41 +104,41 @@ def job_inputs(plan: Plan, planned: PlannedStage, parents: Mapping[str, Manifest
     """The inputs of its slots, for the process that runs it."""
     consumes = planned.stage.method.consumes
     return {
-        slot: job_input(plan, planned_input, consumes[slot] if slot in consumes else consumes["*"], parents)
-        for slot, planned_input in planned.inputs.items()
+        slot: job_input(plan, input_, consumes[slot] if slot in consumes else consumes["*"], parents)
+        for slot, input_ in planned.inputs.items()
     }
 
 
 def input_records(planned: PlannedStage, parents: Mapping[str, Manifest]) -> dict[str, InputRecord]:
     """The inputs of its slots, for its manifest."""
-    return {slot: _record(planned_input, parents) for slot, planned_input in planned.inputs.items()}
+    return {slot: _record(each, parents) for slot, each in planned.inputs.items()}
 
 
-def job_input(plan: Plan, planned_input: PlannedInput, kind: Kind, parents: Mapping[str, Manifest]) -> JobInput:
+def job_input(plan: Plan, input_: PlannedInput, kind: Kind, parents: Mapping[str, Manifest]) -> JobInput:
     """The input of one slot."""
     return JobInput(
         planned=Input(
-            name=planned_input.name, kind=kind, fingerprint=planned_input.fingerprint, path=plan.path_of(planned_input),
-            source=planned_input.source, digest=_record(planned_input, parents).digest,
+            name=input_.name, kind=kind, fingerprint=input_.fingerprint, path=plan.path_of(input_),
+            source=input_.source, digest=_record(input_, parents).digest,
         ),
-        trusts_code=_trusts_code(plan, planned_input),
+        trusts_code=_trusts_code(plan, input_),
     )  # fmt: skip
 
 
-def _trusts_code(plan: Plan, planned_input: PlannedInput) -> bool:
+def _trusts_code(plan: Plan, input_: PlannedInput) -> bool:
     """Whether a policy comes from a source that lets the model's own code run."""
-    if planned_input.source is not None:
-        return planned_input.source.trust_remote_code
-    policy = plan.stage(planned_input.name).inputs.get(POLICY)
+    if input_.source is not None:
+        return input_.source.trust_remote_code
+    policy = plan.stage(input_.name).inputs.get(POLICY)
     return policy is not None and _trusts_code(plan, policy)
 
 
-def _record(planned_input: PlannedInput, parents: Mapping[str, Manifest]) -> InputRecord:
-    pinned = planned_input.pinned
-    digest = pinned.digest if pinned else parents[planned_input.name].output_digest
+def _record(input_: PlannedInput, parents: Mapping[str, Manifest]) -> InputRecord:
+    pinned = input_.pinned
+    digest = pinned.digest if pinned else parents[input_.name].output_digest
     return InputRecord(
-        artifact=planned_input.name,
-        fingerprint=planned_input.fingerprint,
+        artifact=input_.name,
+        fingerprint=input_.fingerprint,
         digest=digest,
         source=pinned.record if pinned else None,
     )
@@ -233,8 +233,8 @@ def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> Job | None:
         return None
     slot = rows_slot(method)
     rows, (tokenizer, template) = planned.inputs[slot], _tokenizer(plan, planned)
-    parents = {given.name: manifest for given in (rows, tokenizer) if (manifest := _manifest(plan, given))}
-    if any(given.pinned is None and given.name not in parents for given in (rows, tokenizer)):
+    parents = {each.name: manifest for each in (rows, tokenizer) if (manifest := _manifest(plan, each))}
+    if any(each.pinned is None and each.name not in parents for each in (rows, tokenizer)):
         return None
     check = RowCheck(
         method=method, stage=planned.name, chat_template=template, held_out=dict(_held_out(plan)),
@@ -251,17 +251,17 @@ def _tokenizer(plan: Plan, planned: PlannedStage) -> tuple[PlannedInput, str | N
     """The model whose tokenizer a stage will be given, and the template that a stage between the two installs."""
     template: str | None = None
     while True:
-        stated = planned.stage.method.recipe().get("chat_template")
-        template = template or (str(stated) if stated else None)
-        given = planned.inputs[POLICY]
-        parent = None if given.pinned else plan.stage(given.name)
+        configured = planned.stage.method.recipe().get("chat_template")
+        template = template or (str(configured) if configured else None)
+        input_ = planned.inputs[POLICY]
+        parent = None if input_.pinned else plan.stage(input_.name)
         if parent is None or not isinstance(parent.stage.method, Training) or POLICY not in parent.inputs:
-            return given, template
+            return input_, template
         planned = parent
 
 
-def _manifest(plan: Plan, given: PlannedInput) -> Manifest | None:
-    entry = given.entry or (None if given.pinned else plan.entry(plan.stage(given.name)))
+def _manifest(plan: Plan, input_: PlannedInput) -> Manifest | None:
+    entry = input_.entry or (None if input_.pinned else plan.entry(plan.stage(input_.name)))
     return entry.manifest() if entry else None
 
 

@@ -102,16 +102,16 @@ def read_best(path: Path) -> tuple[list[str], Path | None]:
     """
     try:
         held = yaml.safe_load(path.read_text())
-        words, config_dir = held["overrides"], held.get("config_dir")
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise TypeError(f"overrides: {words}")
+        cli_args, config_dir = held["overrides"], held.get("config_dir")
+        if not isinstance(cli_args, list) or not all(isinstance(word, str) for word in cli_args):
+            raise TypeError(f"overrides: {cli_args}")
     except (OSError, ValueError, yaml.YAMLError, TypeError, KeyError) as error:
         what = str(error).partition("\n")[0]
         raise ConfigError(
             f"--overrides-from {path}: holds no list of overrides ({what}); give the best.yaml of a sweep, "
             "or YAML of the form: overrides: [key=value, ...]"
         ) from error
-    return words, Path(config_dir) if config_dir else None
+    return cli_args, Path(config_dir) if config_dir else None
 
 
 def overrides(params: Mapping[str, str]) -> list[str]:

@@ -173,13 +173,13 @@ def read_sweep(arguments: Sequence[str], config_dir: Path | None = None) -> Swee
         scalars = {field: value for field, value in fixed.items() if not isinstance(value, dict | list)}
         node["fixed"] = {**fixed, **{field: _written(value) for field, value in scalars.items()}}
     sweep = typed(Sweep, node, "sweep")
-    given = {field_of(word) for word in shared}  # the command line replaces sweep.fixed
-    words = [f"{field}={value}" for field, value in sweep.fixed.items() if field not in given]
-    words = [*words, *(word for word in shared if field_of(word).split(".")[0] != "sweep")]
+    overridden = {field_of(word) for word in shared}  # the command line replaces sweep.fixed
+    cli_args = [f"{field}={value}" for field, value in sweep.fixed.items() if field not in overridden]
+    cli_args = [*cli_args, *(word for word in shared if field_of(word).split(".")[0] != "sweep")]
     params = {**sweep.params, **swept}
-    require_variable(params, words)
+    require_variable(params, cli_args)
     space = {field: read_values(field, values) for field, values in params.items()}
-    found = SweepPlan(sweep=sweep, params=params, space=space, overrides=words, config_dir=config_dir)
+    found = SweepPlan(sweep=sweep, params=params, space=space, overrides=cli_args, config_dir=config_dir)
     check_sweep(sweep, space, [planned.name for planned in found.plan.stages])
     check_metrics(sweep, found.plan)
     return found

@@ -76,13 +76,13 @@ class Need(NamedTuple):
     money: float | None
 
 
-def read_tuning(asked: Tuning, given: Sequence[str], config_dir: Path | None) -> SweepPlan:
+def read_tuning(asked: Tuning, cli_overrides: Sequence[str], config_dir: Path | None) -> SweepPlan:
     """The sweep of one stage, with its first trial planned: the stage as declared.
 
     Raises:
         ConfigError: there is no such training or metric, or an override is wrong or has several values.
     """
-    shared, swept = fixed_and_swept(given)
+    shared, swept = fixed_and_swept(cli_overrides)
     for field, values in swept.items():
         raise ConfigError(f"{field}={values}: tune chooses what varies; give one value, or: posttrain run --multirun")
     pipeline = load_pipeline(shared, config_dir)
@@ -237,9 +237,9 @@ class Tuner:
         for finding in diagnose(curves):
             change = {field: value for field, value in finding.change.items() if _round_of(field) == name}
             if change:
-                words = overrides_of(planned.name, replace(finding, change=change))
+                cli_args = overrides_of(planned.name, replace(finding, change=change))
                 because = {f"because.{planned.name}": f"{finding.rule}:{node_key(planned.name, planned.fingerprint)}"}
-                return [dict(best.params) | dict(word.split("=", 1) for word in words) | because], as_line(finding)
+                return [dict(best.params) | dict(word.split("=", 1) for word in cli_args) | because], as_line(finding)
         sides = _sides(best, planned) if name == RATE and best.state == "complete" else []
         return sides, "nothing: a higher and a lower one are tried" if sides else "nothing"
 

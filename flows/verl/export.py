@@ -40,8 +40,8 @@ def _scorers() -> list[Scorer]:
     return scorers(rewards, tokenizer_of(Path(MODEL)))
 
 
-def _fields(stated: dict) -> dict:
-    return {{name: tuple(value) if isinstance(value, list) else value for name, value in stated.items()}}
+def _fields(configured: dict) -> dict:
+    return {{name: tuple(value) if isinstance(value, list) else value for name, value in configured.items()}}
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict[str, float]:
@@ -80,7 +80,7 @@ def export_verl(plan: Plan, stage: str, folder: Path, overrides: Sequence[str], 
     method = planned.stage.method
     if not isinstance(method, Generating):
         raise ConfigError(f"{stage}: {method.name()} is not exported to verl; a stage of GRPO, RLOO or PPO is accepted")
-    inputs = {slot: _finished(plan, stage, given) for slot, given in planned.inputs.items()}
+    inputs = {slot: _finished(plan, stage, each) for slot, each in planned.inputs.items()}
     prompts, policy = inputs["prompts"], inputs["policy"]
     require_whole(stage, policy)
     require_plain_tokenizer(stage, policy)
@@ -98,11 +98,11 @@ def export_verl(plan: Plan, stage: str, folder: Path, overrides: Sequence[str], 
     recipe = verl_recipe(method, planned.stage.resources, places, len(rows[TRAIN]))
     replaced = _keys(overrides)
     config = {key: value for key, value in recipe.config.items() if key.lstrip("+") not in replaced}
-    words = [*(f"{key}={flat(value)}" for key, value in sorted(config.items())), *overrides]
+    cli_args = [*(f"{key}={flat(value)}" for key, value in sorted(config.items())), *overrides]
     texts = {
         REWARDS: _rewards_module(stage, rewards, policy) if rewards else None,
         NOTES: "".join(f"{note}\n" for note in recipe.notes),
-        COMMAND: _command(words),
+        COMMAND: _command(cli_args),
         WEIGHTS_FILE: json.dumps(_weights(plan, planned), indent=2) + "\n",
     }
     _write(folder, rows, texts)
@@ -117,24 +117,24 @@ def _weights(plan: Plan, planned: PlannedStage) -> dict[str, str]:
         ArtifactError: they are not.
     """
     found, cache = {}, DigestCache(plan.pipeline.store / "digests.json")
-    for slot, given in planned.inputs.items():
+    for slot, input_ in planned.inputs.items():
         if planned.stage.method.consumes[slot] in MODELS:
-            entry = given.entry or (plan.entry(plan.stage(given.name)) if given.source is None else None)
-            pinned = given.pinned.digest if given.pinned else None
-            found[slot] = entry.require_intact(cache).output_digest if entry else pinned or given.fingerprint
+            entry = input_.entry or (plan.entry(plan.stage(input_.name)) if input_.source is None else None)
+            pinned = input_.pinned.digest if input_.pinned else None
+            found[slot] = entry.require_intact(cache).output_digest if entry else pinned or input_.fingerprint
     return found
 
 
-def _finished(plan: Plan, stage: str, given: PlannedInput) -> Path:
-    if given.source is None and plan.stage(given.name).state != "reuse":
+def _finished(plan: Plan, stage: str, input_: PlannedInput) -> Path:
+    if input_.source is None and plan.stage(input_.name).state != "reuse":
         raise ArtifactError(
-            f"{stage} reads {given.name}, which is not finished ({plan.stage(given.name).reason}); run it first: "
-            f"posttrain stage {given.name}"
+            f"{stage} reads {input_.name}, which is not finished ({plan.stage(input_.name).reason}); run it first: "
+            f"posttrain stage {input_.name}"
         )
-    path = plan.path_of(given)
+    path = plan.path_of(input_)
     if not path.is_dir():
         raise ArtifactError(
-            f"{stage} reads {given.name.removeprefix(SOURCE)}, and {path} is not a directory; verl reads a model from "
+            f"{stage} reads {input_.name.removeprefix(SOURCE)}, and {path} is not a directory; verl reads a model from "
             "one: set its path"
         )
     return path.absolute()
@@ -246,11 +246,11 @@ def _verl_rows(rows: Path, source: str, ability: str, truth: str | None) -> Iter
 
 
 def _rewards_module(stage: str, rewards: Rewards, policy: Path) -> str:
-    stated = {
+    configured = {
         name: {field: value for field, value in asdict(each).items() if value is not None}
         for name, each in rewards.items()
     }
-    return _REWARDS.format(stage=stage, rewards=json.dumps(stated), model=str(policy))
+    return _REWARDS.format(stage=stage, rewards=json.dumps(configured), model=str(policy))
 
 
 def _keys(overrides: Sequence[str]) -> set[str]:
@@ -260,6 +260,6 @@ def _keys(overrides: Sequence[str]) -> set[str]:
     return {word.lstrip("+~").partition("=")[0] for word in overrides}
 
 
-def _command(words: Sequence[str]) -> str:
-    lines = " \\\n".join(f"  {shlex.quote(word)}" for word in words)
+def _command(cli_args: Sequence[str]) -> str:
+    lines = " \\\n".join(f"  {shlex.quote(word)}" for word in cli_args)
     return f'#!/bin/sh\n# pip install verl=={VERSION}\nexec python3 -m verl.trainer.main_ppo \\\n{lines} \\\n  "$@"\n'

@@ -23,7 +23,7 @@ def user_cache(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "posttrain", name)
 
 
-def local_path(stated: str, name: str = "", instead: str = "") -> Path:
+def local_path(configured: str, name: str = "", instead: str = "") -> Path:
     """The path of a setting or option that names a file or directory of this machine; for argparse too.
 
     Args:
@@ -33,9 +33,9 @@ def local_path(stated: str, name: str = "", instead: str = "") -> Path:
     Raises:
         ConfigError: it is a URL, which would become a folder with that name.
     """
-    scheme, shown = URL.match(stated.lower()), redacted(stated)
+    scheme, shown = URL.match(configured.lower()), redacted(configured)
     if not scheme:
-        return Path(stated)
+        return Path(configured)
     if scheme[0] == "file://":
         raise ConfigError(f"{name}{shown}: is a URL; the path without file:// is accepted: {shown[len('file://') :]}")
     raise ConfigError(

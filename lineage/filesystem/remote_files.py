@@ -106,10 +106,10 @@ def remote_versions(name: str, url: str, credentials: Credentials = _NONE) -> di
         with _file_system(url, credentials) as (files, path):
             files.invalidate_cache()
             found = _listed(files, path)
-            told = {place: _attributes(files, place, found[place]) for place in sorted(found)}
+            attributes = {place: _attributes(files, place, found[place]) for place in sorted(found)}
             versions = {
                 files.unstrip_protocol(place): _version(name, place, each)
-                for place, each in told.items()
+                for place, each in attributes.items()
                 if each["type"] == "file"
             }
     except ConfigError as error:
@@ -151,15 +151,15 @@ def _file_system(url: str, credentials: Credentials) -> Iterator[tuple["Abstract
     if credentials:
         _require_options(get_filesystem_class(url.partition("://")[0]), credentials)
     # Reads the committed version, not the working tree, which has no version.
-    stated = {"rev": "HEAD"} if url.startswith(_DVC) else {}
+    configured = {"rev": "HEAD"} if url.startswith(_DVC) else {}
     secrets: dict[str, object] = dict(secrets_of(credentials))
     if REGION in secrets:  # s3fs passes it on to botocore alone
         secrets["client_kwargs"] = {"region_name": secrets.pop(REGION)}
     if secrets and url.startswith(_WEB):
         secrets = {"client_kwargs": {"headers": {"Authorization": _authorization(secrets)}}}
-    if stated:
+    if configured:
         os.environ.setdefault("DVC_SITE_CACHE_DIR", dvc_state())  # DVC reads it when it opens the repository
-    files, path = url_to_fs(url, **stated, **secrets)
+    files, path = url_to_fs(url, **configured, **secrets)
     try:
         yield files, path
     finally:
@@ -205,11 +205,11 @@ def _attributes(files: "AbstractFileSystem", place: str, listed: Mapping[str, ob
     return listed
 
 
-def _version(name: str, place: str, told: Mapping[str, object]) -> str:
+def _version(name: str, place: str, attributes: Mapping[str, object]) -> str:
     for keys in (_OF_CONTENT, _OF_TIME):
-        version = {key: str(told[key]) for key in keys if told.get(key)}
+        version = {key: str(attributes[key]) for key in keys if attributes.get(key)}
         if version:
-            return digest_of({**version, "size": str(told.get("size"))})
+            return digest_of({**version, "size": str(attributes.get("size"))})
     raise ConfigError(
         f"sources.{name}.path: {place} has neither a checksum nor a time of change there, so that no change would be "
         "noticed; copy it to a file or a bucket, and give that"

@@ -21,8 +21,8 @@ def nearest_ancestor(store: Store, stage: str, fingerprint: str, wanted: str) ->
     seen = set(waiting)
     while waiting:
         manifest = store.entry(*waiting.popleft()).readable_manifest()
-        for given in manifest.inputs.values() if manifest else ():
-            parent = _made_by_stage(store, given)
+        for record in manifest.inputs.values() if manifest else ():
+            parent = _made_by_stage(store, record)
             if parent and parent[0] == wanted:
                 return parent[1]
             if parent and parent not in seen:
@@ -31,10 +31,10 @@ def nearest_ancestor(store: Store, stage: str, fingerprint: str, wanted: str) ->
     return None
 
 
-def _made_by_stage(store: Store, given: InputRecord) -> tuple[str, str] | None:
-    if given.source is None:
-        return given.artifact, given.fingerprint
-    place = artifact_at(store.root, given.source.path)
+def _made_by_stage(store: Store, record: InputRecord) -> tuple[str, str] | None:
+    if record.source is None:
+        return record.artifact, record.fingerprint
+    place = artifact_at(store.root, record.source.path)
     manifest = store.entry(*place).readable_manifest() if place else None
     return (manifest.stage, manifest.fingerprint) if manifest else None
 
@@ -56,7 +56,7 @@ class Node:
         fingerprint: in full if known, else its first 16 digits.
         entry: directory of an artifact; None: it is a source.
         manifest: None: it is a source, or the artifact is missing.
-        given: for a source: its record in the newest manifest that reads it.
+        record: for a source: its record in the newest manifest that reads it.
         labels: licence and consent labels of the node and all its ancestors.
         rows: for a source: number of rows that a data stage counted.
     """
@@ -65,7 +65,7 @@ class Node:
     fingerprint: str
     entry: Entry | None = None
     manifest: Manifest | None = None
-    given: InputRecord | None = None
+    record: InputRecord | None = None
     labels: set[str] = field(default_factory=set)
     aliases: list[str] = field(default_factory=list)
     rows: int | None = None
@@ -93,10 +93,10 @@ class Node:
         return {**place, "artifact_kind": fields["produces"], **{name: fields[name] for name in shown}}
 
     def _source(self) -> dict[str, object]:
-        source = self.given.source if self.given else None
+        source = self.record.source if self.record else None
         return {
             "artifact_kind": source.kind if source else None, "source": asdict(source) if source else None,
-            "digest": self.given.digest if self.given else None, "rows": self.rows,
+            "digest": self.record.digest if self.record else None, "rows": self.rows,
         }  # fmt: skip
 
 
@@ -167,11 +167,11 @@ def ancestry(index: Index, node: str) -> Graph:
     waiting = deque([node])
     while waiting:
         child = graph.nodes[waiting.popleft()]
-        for slot, given in _inputs(index, child):
-            parent = node_key(given.artifact, given.fingerprint)
+        for slot, record in _inputs(index, child):
+            parent = node_key(record.artifact, record.fingerprint)
             graph.add(Edge(parent=parent, child=child.id, slot=slot))
             if parent not in graph.nodes:
-                graph.nodes[parent] = _node(index, parent, given)
+                graph.nodes[parent] = _node(index, parent, record)
                 waiting.append(parent)
     _pass_labels_down(graph)
     return graph
@@ -181,21 +181,23 @@ def _inputs(index: Index, child: Node) -> Iterator[tuple[str, InputRecord]]:
     """Slots and records of a node's inputs."""
     if child.manifest:
         yield from child.manifest.inputs.items()
-    elif child.given and child.given.source:
-        made = artifact_at(index.store, child.given.source.path)
+    elif child.record and child.record.source:
+        made = artifact_at(index.store, child.record.source.path)
         if made:
             yield "output", InputRecord(artifact=made[0], fingerprint=made[1], digest=None)
 
 
-def _node(index: Index, node: str, given: InputRecord | None = None) -> Node:
+def _node(index: Index, node: str, record: InputRecord | None = None) -> Node:
     """A node from its own manifest, or else from the input record of a child."""
     name, _, digits = node.rpartition("@")
     if name.startswith(SOURCE):
-        known = given or next(iter(index.records(node)), None)
-        return Node(id=node, fingerprint=known.fingerprint if known else digits, given=known, labels=index.labels(node))
+        known = record or next(iter(index.records(node)), None)
+        return Node(
+            id=node, fingerprint=known.fingerprint if known else digits, record=known, labels=index.labels(node)
+        )
     entry = index.entry(node)
     manifest = entry.readable_manifest()
-    fingerprint = manifest.fingerprint if manifest else given.fingerprint if given else digits
+    fingerprint = manifest.fingerprint if manifest else record.fingerprint if record else digits
     aliases = sorted(alias for alias, model in index.aliases.items() if model == node)
     return Node(id=node, fingerprint=fingerprint, entry=entry, manifest=manifest, aliases=aliases)
 
@@ -213,7 +215,7 @@ def _pass_labels_down(graph: Graph) -> None:
 
 def _is_rows(node: Node) -> bool:
     """Whether it is a source of raw rows, whose count the metrics of its data stage hold."""
-    return node.given is not None and (node.given.source is None or node.given.source.kind == Kind.ROWS)
+    return node.record is not None and (node.record.source is None or node.record.source.kind == Kind.ROWS)
 
 
 MODELS = ("checkpoint", "reward_model")  # kinds that are registered as versions of their pipeline's model

@@ -46,7 +46,7 @@ def causes(index: Index, left: Graph, right: Graph, pair: tuple[str, str], is_ro
     if a.id == b.id:
         return
     name = a.name if a.name == b.name else f"{a.name}|{b.name}"
-    if a.given or b.given:
+    if a.record or b.record:
         for text in _source(a, b):
             yield Cause(what="data", text=text, stages=(name,))
     elif a.manifest and b.manifest:
@@ -100,7 +100,7 @@ def _rows(index: Index, a: Node, b: Node, before: Manifest, after: Manifest) -> 
 
 
 def _source(a: Node, b: Node) -> Iterator[str]:
-    first, second = a.given, b.given
+    first, second = a.record, b.record
     before, after = first.source if first else None, second.source if second else None
     if not before or not after:
         if a.fingerprint != b.fingerprint:
@@ -115,7 +115,7 @@ def _source(a: Node, b: Node) -> Iterator[str]:
 
 
 def _declared(source: SourceRecord) -> dict[str, object]:
-    return {**source.stated(), "labels": source.labels, "dvc": source.dvc}
+    return {**source.configured(), "labels": source.labels, "dvc": source.dvc}
 
 
 def _files(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[str]:

@@ -269,11 +269,11 @@ def _insert(database: sqlite3.Connection, root: Path, manifest: Manifest, nodes:
     ran = manifest.provenance
     values = (node, key, manifest.fingerprint, _place(database, manifest), ran.start, ran.end)
     database.execute("INSERT INTO artifact VALUES (?, ?, ?, ?, ?, ?)", values)
-    for slot, given in manifest.inputs.items():
-        parent = _node(database, given.artifact, given.fingerprint, nodes)
-        record = _record_row(database, parent, given) if given.artifact.startswith(SOURCE) else 0
+    for slot, input_record in manifest.inputs.items():
+        parent = _node(database, input_record.artifact, input_record.fingerprint, nodes)
+        record = _record_row(database, parent, input_record) if input_record.artifact.startswith(SOURCE) else 0
         database.execute("INSERT INTO edge VALUES (?, ?, ?, ?)", (node, slot, parent, record))
-        origin = artifact_at(root, given.source.path) if given.source else None
+        origin = artifact_at(root, input_record.source.path) if input_record.source else None
         if origin:
             edge = (parent, "output", _node(database, *origin, nodes), record)
             database.execute("INSERT OR IGNORE INTO edge VALUES (?, ?, ?, ?)", edge)
@@ -294,8 +294,8 @@ def _place(database: sqlite3.Connection, manifest: Manifest) -> int:
     return int(database.execute(sql, values).fetchone()[0])
 
 
-def _record_row(database: sqlite3.Connection, node: int, given: InputRecord) -> int:
-    text = canonical_json(asdict(given))
+def _record_row(database: sqlite3.Connection, node: int, input_record: InputRecord) -> int:
+    text = canonical_json(asdict(input_record))
     database.execute("INSERT OR IGNORE INTO record VALUES (NULL, ?, ?)", (node, text))
     (identity,) = database.execute("SELECT id FROM record WHERE node = ? AND text = ?", (node, text)).fetchone()
     return int(identity)
@@ -429,8 +429,8 @@ class Index:
             "SELECT DISTINCT node.digits, label.value FROM record JOIN node ON node.id = record.node, "
             "json_each(record.text, '$.source.labels') AS label"
         )
-        stated = [(digits, label) for digits, labels in self._run_labels.items() for label in labels]
-        found = {digits for digits, label in [*rows, *stated] if label.lower() == wanted.lower()}
+        configured = [(digits, label) for digits, labels in self._run_labels.items() for label in labels]
+        found = {digits for digits, label in [*rows, *configured] if label.lower() == wanted.lower()}
         sql = "SELECT node.key FROM json_each(?) JOIN node ON digits = value WHERE name GLOB 'source:*' ORDER BY 1"
         return [key for (key,) in self.rows(sql, json.dumps(sorted(found)))]
 
@@ -487,8 +487,8 @@ class Index:
             if not is_damage(error):
                 raise
             self._database = rebuilt(self.store)
-            for table, given in self._kept:
-                self._database.execute(table, given)
+            for table, rows in self._kept:
+                self._database.execute(table, rows)
             return self._database.execute(sql, values).fetchall()
 
 

@@ -216,20 +216,20 @@ def _entries(store: Path) -> tuple[list[tuple[Entry, Manifest]], list[Entry]]:
 
 
 def _restore_aliases(client: MlflowClient, store: Path, manifests: list[Manifest], there: Links) -> int:
-    """Gives each alias to its holder, in the registered model of the holder's pipeline; returns how many moved."""
+    """Gives each alias to its owner, in the registered model of the owner's pipeline; returns how many moved."""
     moved = 0
     for alias, stack in stacks(read_events(store)).items():
-        holder = stack[-1] if stack else None
-        if holder is None:
+        owner = stack[-1] if stack else None
+        if owner is None:
             continue
-        found = [each for each in manifests if each.fingerprint == holder.fingerprint]
-        found = [each for each in found if holder.stage in (None, each.stage)]
+        found = [each for each in manifests if each.fingerprint == owner.fingerprint]
+        found = [each for each in found if owner.stage in (None, each.stage)]
         if not found:
-            logger.warning("alias=%s fingerprint=%s state=lost: the store has no such model", alias, holder.fingerprint)
-        elif holder.digest and found[0].output_digest != holder.digest:
-            logger.warning("alias=%s fingerprint=%s state=changed: other bytes now", alias, holder.fingerprint)
+            logger.warning("alias=%s fingerprint=%s state=lost: the store has no such model", alias, owner.fingerprint)
+        elif owner.digest and found[0].output_digest != owner.digest:
+            logger.warning("alias=%s fingerprint=%s state=changed: other bytes now", alias, owner.fingerprint)
         elif there.aliases.get(found[0].pipeline, {}).get(alias) != Key.of(found[0]):
-            _move_alias(client, found[0].pipeline, alias, holder.fingerprint, found[0].stage)
+            _move_alias(client, found[0].pipeline, alias, owner.fingerprint, found[0].stage)
             moved += 1
     return moved
 

@@ -108,8 +108,8 @@ def weight_places(directory: Path) -> dict[str, Path]:
     whole, index = directory / WHOLE, directory / INDEX
     if not index.is_file():
         return dict.fromkeys(sorted(names(whole)), whole) if whole.is_file() else {}
-    stated = read_json(directory, INDEX)
-    found = stated.get("weight_map") if isinstance(stated, dict) else None
+    configured = read_json(directory, INDEX)
+    found = configured.get("weight_map") if isinstance(configured, dict) else None
     if not isinstance(found, dict):
         raise ConfigError(f"{index}: has no weight_map; an index as save_pretrained writes it is accepted")
     files = sorted(set(map(str, found.values())))
@@ -158,8 +158,8 @@ def why_no_reward_model(config: object, directories: Iterable[Path]) -> str | No
         directories: of its weights: the model's own, those of its adapters and of their base.
     """
     labels = config.get("id2label") if isinstance(config, Mapping) else None
-    stated = config.get("num_labels") if isinstance(config, Mapping) else None
-    num_labels = len(labels) if isinstance(labels, Mapping) else stated if isinstance(stated, int) else 1
+    configured = config.get("num_labels") if isinstance(config, Mapping) else None
+    num_labels = len(labels) if isinstance(labels, Mapping) else configured if isinstance(configured, int) else 1
     heads = [shape for path in directories for shape in _shapes_of(path, HEAD)]
     if not heads:
         return f"no file of it has a head ({HEAD}), so that its scores would be random"

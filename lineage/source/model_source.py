@@ -130,14 +130,14 @@ def _check_rope(where: str, value: object) -> None:
             f"set for example {where}={{rope_type: linear, factor: 2.0}}"
         )
     needs, may = ROPE[rope_type]
-    given = {*value} - {"rope_type", "type"}
-    if missing := sorted(needs - given):
+    configured = {*value} - {"rope_type", "type"}
+    if missing := sorted(needs - configured):
         raise ConfigError(f"{where}: {rope_type} needs {', '.join(missing)}; set {where}.{missing[0]}=...")
-    if unknown := sorted(given - needs - may):
+    if unknown := sorted(configured - needs - may):
         raise ConfigError(
             f"{where}.{unknown[0]}: {rope_type} does not read it; accepted: {', '.join(sorted(needs | may))}; remove it"
         )
-    for key in given:
+    for key in configured:
         least, found = (1 if key == "factor" else 0), value[key]
         numbers = found if key in _LISTS and isinstance(found, list) and found else [found]
         fits = all(isinstance(each, int | float) and not isinstance(each, bool) and each >= least for each in numbers)

@@ -62,13 +62,13 @@ def python_function(path: str) -> PythonFunction:
     Raises:
         ConfigError: the form is not accepted.
     """
-    stated = path.removeprefix(PYTHON)
-    file, _, name = stated.rpartition(":")
+    configured = path.removeprefix(PYTHON)
+    file, _, name = configured.rpartition(":")
     if file:
         found = PythonFunction(name=name, file=Path(os.path.expanduser(os.path.expandvars(file))))
         is_well_formed = file.endswith(".py")
     else:
-        module, _, name = stated.rpartition(".")
+        module, _, name = configured.rpartition(".")
         found = PythonFunction(name=name, module=module)
         is_well_formed = all(part.isidentifier() for part in module.split("."))
     if not (is_well_formed and name.isidentifier()):
@@ -150,8 +150,10 @@ def reading_options(source: Source) -> dict[str, object]:
 
     Streaming is one of them: a sample of a stream differs from a sample of the whole data set.
     """
-    stated: dict[str, object] = {name: getattr(source, name) for name in _READING}
-    return {name: value for name, value in stated.items() if value is not None and value is not False and value != {}}
+    configured: dict[str, object] = {name: getattr(source, name) for name in _READING}
+    return {
+        name: value for name, value in configured.items() if value is not None and value is not False and value != {}
+    }
 
 
 def reading_identity(source: Source) -> dict[str, object]:
@@ -222,11 +224,11 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool, is_d
 
 
 def _refuse_reading(name: str, source: Source) -> None:
-    stated = list(reading_options(source))
-    if stated:
+    configured = list(reading_options(source))
+    if configured:
         raise ConfigError(
-            f"sources.{name}.{stated[0]}: it says how rows are read, and this source is of kind {source.kind}; "
-            f"remove {', '.join(stated)}, or set kind: rows"
+            f"sources.{name}.{configured[0]}: it says how rows are read, and this source is of kind {source.kind}; "
+            f"remove {', '.join(configured)}, or set kind: rows"
         )
 
 

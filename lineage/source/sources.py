@@ -166,12 +166,12 @@ def _reference(source: Source) -> str:
     return f"{source.path}@{source.revision}" if source.revision else source.path
 
 
-def _pinned_tokenizer(name: str, given: str, cache: DigestCache) -> tuple[str, str, Path | None, dict[str, str]]:
+def _pinned_tokenizer(name: str, configured: str, cache: DigestCache) -> tuple[str, str, Path | None, dict[str, str]]:
     """Identity, absolute path or hub id with commit, local directory if any, and digests of a tokenizer's files."""
-    where = f"sources.{name}.tokenizer={given}"
-    matches = local_paths(given)
+    where = f"sources.{name}.tokenizer={configured}"
+    matches = local_paths(configured)
     if not matches:
-        path, revision = split_reference(given)
+        path, revision = split_reference(configured)
         if not is_hub_id(path):
             raise ConfigError(
                 f"{where}: no such directory from {Path.cwd()}, and not a hub id (owner/name); give one that exists"
@@ -191,19 +191,21 @@ def _pinned_tokenizer(name: str, given: str, cache: DigestCache) -> tuple[str, s
     return identity, str(directory), directory, {str(path): digest for path, digest in digests.items()}
 
 
-def _pinned_template(name: str, given: str) -> tuple[str | None, str, str, dict[str, str]]:
+def _pinned_template(name: str, chosen: str) -> tuple[str | None, str, str, dict[str, str]]:
     """Text (None: it is one of ours), identity, name or absolute path, and file digest (for a user's file)."""
-    file = template_file(name, given)
+    file = template_file(name, chosen)
     if file is None:
-        return None, given, given, {}
+        return None, chosen, chosen, {}
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"sources.{name}.chat_template={given}: cannot be read ({error}); a text in UTF-8 is accepted; convert it"
+            f"sources.{name}.chat_template={chosen}: cannot be read ({error}); a text in UTF-8 is accepted; convert it"
         ) from error
     digest = text_digest(text)
-    return (text, digest, given, {}) if given in template_families() else (text, digest, str(file), {str(file): digest})
+    return (
+        (text, digest, chosen, {}) if chosen in template_families() else (text, digest, str(file), {str(file): digest})
+    )
 
 
 def is_unchanged(name: str, pinned: Source, fingerprint: str, cache: DigestCache) -> bool:

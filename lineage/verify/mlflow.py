@@ -49,8 +49,8 @@ def _orphans(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
     held = {(manifest.stage, manifest.fingerprint) for _, manifest in checked.all.values()}
     for key in lost_outputs(found, store, held):
         why = f"MLflow's run {found.runs[key].run_id} made it, and the store no longer has it"
-        mend = "restore it, or record that it was deleted: posttrain rebuild"
-        yield Finding(Fault.ORPHANED, node_key(key.stage, key.fingerprint), why, mend)
+        remedy = "restore it, or record that it was deleted: posttrain rebuild"
+        yield Finding(Fault.ORPHANED, node_key(key.stage, key.fingerprint), why, remedy)
 
 
 def _aliases(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
@@ -70,10 +70,10 @@ def _aliases(found: Links, store: Path, checked: Checked) -> Iterator[Finding]:
                 continue
             if (named[:2] if named else None) != due:
                 shown = node_key(*named[:2]) if named else "no artifact of ours"
-                stated = node_key(*due) if due else "none"
-                why = f"registered model {pipeline} has it at {shown}, {PROMOTIONS} at {stated}"
-                mend = "posttrain rebuild" if due else "take it away in MLflow, or give it with posttrain promote"
-                yield Finding(Fault.CHANGED, f"alias {alias}", why, mend)
+                recorded = node_key(*due) if due else "none"
+                why = f"registered model {pipeline} has it at {shown}, {PROMOTIONS} at {recorded}"
+                remedy = "posttrain rebuild" if due else "take it away in MLflow, or give it with posttrain promote"
+                yield Finding(Fault.CHANGED, f"alias {alias}", why, remedy)
 
 
 def _finding(fault: Fault, what: str, why: str) -> Finding:

@@ -40,7 +40,7 @@ class Finding:
     fault: Fault
     what: str
     why: str
-    mend: str
+    mend: str  # its name in `verify --json`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +82,8 @@ def read_store(root: Path) -> tuple[dict[str, tuple[Entry, Manifest]], list[Find
             found[node_key(stage, manifest.fingerprint)] = (entry, manifest)
         elif not owner(entry.path):
             why = f"{entry.path} was begun and never finished"
-            mend = "run its pipeline again, or delete the directory"
-            findings.append(Finding(Fault.NOTE, f"{stage}@{entry.path.name}", why, mend))
+            remedy = "run its pipeline again, or delete the directory"
+            findings.append(Finding(Fault.NOTE, f"{stage}@{entry.path.name}", why, remedy))
     return found, findings
 
 
@@ -92,8 +92,8 @@ def check_outputs(checked: Checked) -> Iterator[Finding]:
     for node, entry, manifest in checked.items():
         for phrase in manifest.damage(entry.output):
             fault = Fault.MISSING if phrase.endswith("is missing") else Fault.CHANGED
-            mend = f"restore it, or delete {entry.path} and run its pipeline again"
-            yield Finding(fault, node, f"{entry.output}: {phrase}", mend)
+            remedy = f"restore it, or delete {entry.path} and run its pipeline again"
+            yield Finding(fault, node, f"{entry.output}: {phrase}", remedy)
         yield from _check_identity(node, entry, manifest)
         if short(manifest.fingerprint) != entry.path.name:
             why = f"{entry.path} holds the manifest of {short(manifest.fingerprint)}"
@@ -103,16 +103,16 @@ def check_outputs(checked: Checked) -> Iterator[Finding]:
 def _check_identity(node: str, entry: Entry, manifest: Manifest) -> Iterator[Finding]:
     """Detects edited manifests: recipe and inputs must yield the fingerprint, files the output digest."""
     inputs = {slot: record.fingerprint for slot, record in manifest.inputs.items()}
-    mend = f"restore {entry.path / MANIFEST}, or delete {entry.path} and run its pipeline again"
+    remedy = f"restore {entry.path / MANIFEST}, or delete {entry.path} and run its pipeline again"
     if fingerprint(manifest.recipe, inputs) != manifest.fingerprint:
         yield Finding(
             Fault.CHANGED,
             node,
             f"{entry.path / MANIFEST}: its recipe and inputs are not those of its fingerprint",
-            mend,
+            remedy,
         )
     if digest_of(manifest.files) != manifest.output_digest:
-        yield Finding(Fault.CHANGED, node, f"{entry.path / MANIFEST}: its digest is not that of its files", mend)
+        yield Finding(Fault.CHANGED, node, f"{entry.path / MANIFEST}: its digest is not that of its files", remedy)
 
 
 def check_links(checked: Checked) -> Iterator[Finding]:
@@ -125,9 +125,9 @@ def check_links(checked: Checked) -> Iterator[Finding]:
 
 def _check_parent(what: str, record: InputRecord, checked: Checked) -> Iterator[Finding]:
     parent = node_key(record.artifact, record.fingerprint)
-    mend = "run its pipeline again: finished stages are reused"
+    remedy = "run its pipeline again: finished stages are reused"
     if parent not in checked.all:
-        yield Finding(Fault.MISSING, what, f"{parent} is not in the store", mend)
+        yield Finding(Fault.MISSING, what, f"{parent} is not in the store", remedy)
         return
     digest = checked.all[parent][1].output_digest
     if record.digest != digest:
@@ -157,8 +157,8 @@ def _check_file(what: str, path: Path, digest: str, cache: DigestCache) -> Itera
     except OSError:
         why = f"{path} is gone since it was read"
     if why:
-        mend = "nothing, if it was meant; the manifest keeps its digest"
-        yield Finding(Fault.NOTE, what, why, mend)
+        remedy = "nothing, if it was meant; the manifest keeps its digest"
+        yield Finding(Fault.NOTE, what, why, remedy)
 
 
 def check_promotions(root: Path, checked: Checked) -> Iterator[Finding]:
@@ -199,8 +199,8 @@ def check_certificates(root: Path, checked: Checked) -> Iterator[Finding]:
             except ArtifactError as error:
                 lost = not certificate_path(root, manifest.certificate).exists()
                 fault = Fault.MISSING if lost else Fault.CHANGED
-                mend = "restore it; a new one, by posttrain certify, holds for what is made after it"
-                yield Finding(fault, node, str(error), mend)
+                remedy = "restore it; a new one, by posttrain certify, holds for what is made after it"
+                yield Finding(fault, node, str(error), remedy)
 
 
 def check_view(store: Path, checked: Checked) -> Iterator[Finding]:
@@ -244,5 +244,5 @@ def check_lock(repository: Path, store: Path, cache: DigestCache) -> Iterator[Fi
 
 
 def _finding(fault: Fault, what: str, why: str) -> Finding:
-    mend = "posttrain run, with no overrides, moves the view and commits it"
-    return Finding(fault, what, why, mend)
+    remedy = "posttrain run, with no overrides, moves the view and commits it"
+    return Finding(fault, what, why, remedy)

@@ -146,15 +146,15 @@ class RowKind:
     sample: Callable[["PreTrainedTokenizerBase", Columns], str]
 
     @property
-    def said(self) -> tuple[str, ...]:
+    def contents(self) -> tuple[str, ...]:
         """The content columns of a row."""
         return (self.asked, *self.answers)
 
     @property
     def columns(self) -> Mapping[str, Column]:
         """Columns of prepared rows, without ``row_id``."""
-        said = Column.MESSAGES if self.chat else Column.TEXT
-        return {**dict.fromkeys(self.said, said), **self.others}
+        column = Column.MESSAGES if self.chat else Column.TEXT
+        return {**dict.fromkeys(self.contents, column), **self.others}
 
     @property
     def schema(self) -> "pa.Schema":
@@ -182,7 +182,10 @@ def arrow_schema(columns: Mapping[str, Column]) -> "pa.Schema":
 
 def kind_of_columns(names: Sequence[str]) -> RowKind:
     """The kind of prepared rows with these columns: of the kinds whose content is there, the one with most columns."""
-    return max((each for each in ROW_KINDS.values() if set(each.said) <= set(names)), key=lambda each: len(each.said))
+    return max(
+        (each for each in ROW_KINDS.values() if set(each.contents) <= set(names)),
+        key=lambda each: len(each.contents),
+    )
 
 
 def _language_modeling(pad_token_id: int) -> Collator:
@@ -363,8 +366,8 @@ def texts_of(rows: "pa.RecordBatch") -> "pa.Array":
     """The text of each prepared row: the content of its messages, a line each."""
     import pyarrow.compute as pc
 
-    said = [rows.column(name) for name in kind_of_columns(rows.schema.names).said]
-    texts = [_said(column) for column in said]
+    columns = [rows.column(name) for name in kind_of_columns(rows.schema.names).contents]
+    texts = [_said(column) for column in columns]
     return texts[0] if len(texts) == 1 else pc.binary_join_element_wise(*texts, "\n", null_handling="skip")
 
 

@@ -80,14 +80,14 @@ def _of_unpaired(rows: Rows, measured: Mapping[str, Measured], reference: Measur
     is not, over all such pairs of rows.
     """
     answers, desirable = rows.unpaired.answers, rows.unpaired.desirable
-    told = {
+    prefers_desirable = {
         name: [
             win(logp, base) if wanted else win(base, logp)
             for logp, base, wanted in zip(policy.unpaired, reference.unpaired, desirable, strict=True)
         ]
         for name, policy in measured.items()
     }
-    found = [over_rows("unpaired_accuracy", answers, told)]
+    found = [over_rows("unpaired_accuracy", answers, prefers_desirable)]
     if len(set(desirable)) == 2:
         ranked = {name: auc_scores(_means(policy.unpaired, answers), desirable) for name, policy in measured.items()}
         found.append(over_rows("unpaired_auc", answers, ranked))

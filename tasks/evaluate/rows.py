@@ -69,8 +69,8 @@ class Prompt:
         messages, tools, name = messages_of(self.messages), tools_of({"tools": self.tools}), f"prompt {self.name}"
         if answer is None:
             return renderer.prompt(messages, tools, name)
-        said: list[dict[str, object]] = [*messages, {"role": "assistant", "content": answer}]
-        (turns,) = renderer.turns(said, tools, name, first=len(messages))
+        conversation: list[dict[str, object]] = [*messages, {"role": "assistant", "content": answer}]
+        (turns,) = renderer.turns(conversation, tools, name, first=len(messages))
         return turns
 
 
@@ -408,13 +408,13 @@ def _answered(before: str, rendered: Rendered, answer: Answer) -> Rendered:
     if answer.finished:
         return rendered
     whole = rendered.text
-    said = answer.text.rstrip()
+    text = answer.text.rstrip()
     start = common_prefix(before, whole)
-    position = whole.rfind(said, start) if said else start
+    position = whole.rfind(text, start) if text else start
     if position < 0:  # the template rewrites the answer
-        said = said.strip()
-        position = max(whole.rfind(said, start), start)
-    end = position + len(said)
+        text = text.strip()
+        position = max(whole.rfind(text, start), start)
+    end = position + len(text)
     return Rendered(
         text=whole[:end], starts=[place for place in rendered.starts if place <= end],
         literal=[span for span in rendered.literal if span[1] <= end], spelled=rendered.spelled,

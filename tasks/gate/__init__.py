@@ -98,13 +98,13 @@ def _names(inputs: Inputs) -> dict[str, str]:
     """
     policies = read_policies(inputs["report"].path)
     names = {name: name for name in policies}
-    for slot, given in inputs.items():
-        if given.kind != Kind.CHECKPOINT:
+    for slot, model in inputs.items():
+        if model.kind != Kind.CHECKPOINT:
             continue
-        found = [name for name, fingerprint in policies.items() if fingerprint == given.fingerprint]
+        found = [name for name, fingerprint in policies.items() if fingerprint == model.fingerprint]
         if not found:
             raise ConfigError(
-                f"the gate's {slot} is {given.name}, and the report {inputs['report'].name} does not measure it; "
+                f"the gate's {slot} is {model.name}, and the report {inputs['report'].name} does not measure it; "
                 f"it measures {', '.join(policies)}; add the model to that stage's inputs as a further policy"
             )
         names[slot] = found[0]
@@ -119,21 +119,21 @@ def _require_measured(inputs: Inputs) -> None:
     """
     for report in (each for each in inputs.values() if each.kind == Kind.REPORT):
         policies, weights = read_policies(report.path), read_weights(report.path)
-        for slot, given in inputs.items():
-            judged = given.digest or given.fingerprint
+        for slot, model in inputs.items():
+            judged = model.digest or model.fingerprint
             for name, fingerprint in policies.items():
-                if fingerprint == given.fingerprint and weights.get(name, judged) != judged:
+                if fingerprint == model.fingerprint and weights.get(name, judged) != judged:
                     raise ArtifactError(
-                        f"inputs.{slot}: {given.name} has the digest {short(judged)}, and {report.name} measured it as "
+                        f"inputs.{slot}: {model.name} has the digest {short(judged)}, and {report.name} measured it as "
                         f"{name} with {short(weights[name])}: another checkpoint would be judged, and none is; a "
                         "report of the same bytes is accepted; run the evaluation again"
                     )
 
 
-def _judged(given: Input) -> Judged:
-    path = given.source.path if given.source else ""
+def _judged(model: Input) -> Judged:
+    path = model.source.path if model.source else ""
     alias = path.removeprefix(ALIAS) if path.startswith(ALIAS) else None
-    return Judged(name=given.name, fingerprint=given.fingerprint, digest=given.digest, alias=alias)
+    return Judged(name=model.name, fingerprint=model.fingerprint, digest=model.digest, alias=alias)
 
 
 def _metrics(verdict: Verdict) -> dict[str, float]:

@@ -59,11 +59,11 @@ class Rule(Setting):
     max_regression: Annotated[float, Ge(0)] | None = None
 
     def __post_init__(self) -> None:
-        stated = [*self._bounds()]
-        if len(stated) != 1:
-            found = ", ".join(stated) or "none"
+        configured = [*self._bounds()]
+        if len(configured) != 1:
+            found = ", ".join(configured) or "none"
             raise ValueError(f"a rule has one bound of at_least, at_most, min_gain, max_regression; found {found}")
-        if (stated[0] in _RELATIVE) != (self.against is not None):
+        if (configured[0] in _RELATIVE) != (self.against is not None):
             raise ValueError(
                 "min_gain and max_regression need `against` (parent, champion or a policy of the report); "
                 "at_least and at_most take none"

@@ -85,9 +85,9 @@ def check_rows(
     from tasks.data.tokens.tokenize_rows import load_or_make, show
 
     rows = inputs[rows_slot(method)]
-    stated = method.tokenization()
-    assert stated
-    tokenization = replace(stated, chat_template=chat_template)
+    configured = method.tokenization()
+    assert configured
+    tokenization = replace(configured, chat_template=chat_template)
     tokens = load_or_make(tokenization, rows, inputs[POLICY].path, ctx.cache_dir, ctx.resources.cpus_per_worker)
     show(tokens, rows, method.max_length)
     tokens.require_like(previous_percent, stage)

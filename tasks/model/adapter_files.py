@@ -62,11 +62,11 @@ class Base:
         return Base._at(policy.name, policy.fingerprint, policy.digest, policy.source, options)
 
     @staticmethod
-    def recorded(given: InputRecord) -> "Base":
+    def recorded(record: InputRecord) -> "Base":
         """The base of the adapter that was merged into a stage's output: the policy that the stage started from."""
-        reading = given.source.reading if given.source else {}
+        reading = record.source.reading if record.source else {}
         options = {name: value for name, value in reading.items() if name in MODEL_OPTIONS}
-        return Base._at(given.artifact, given.fingerprint, given.digest, given.source, options)
+        return Base._at(record.artifact, record.fingerprint, record.digest, record.source, options)
 
     @staticmethod
     def _at(
@@ -176,10 +176,10 @@ def base_and_kept_adapters(directory: Path) -> tuple[Path, list[Path], Base | No
         return base, adapters, _base_of(adapters[-1]) if is_adapter(adapters[-1]) else None
     own = directory / ADAPTER_DIR
     manifest = Entry(directory.parent).manifest() if (own / ADAPTER_CONFIG).exists() else None
-    given = manifest.inputs.get(POLICY) if manifest else None
-    if manifest is None or given is None:
+    record = manifest.inputs.get(POLICY) if manifest else None
+    if manifest is None or record is None:
         return base, [], None
-    named = Base.recorded(given)
+    named = Base.recorded(record)
     policy = _base_directory(directory, named)
     if manifest.recipe.get("adapter_in") == "continue":  # on the same base as the adapter that it continues
         base, adapters, beneath = base_and_kept_adapters(policy)
@@ -249,9 +249,9 @@ def _recorded(adapter: Path, base: Base) -> Iterator[SourceRecord]:
     for record in manifest.inputs.values() if manifest else ():
         if record.source and record.fingerprint == base.fingerprint:
             yield record.source
-    given = manifest.inputs.get(POLICY) if manifest and manifest.recipe.get("adapter_in") == "continue" else None
-    if given and given.fingerprint != base.fingerprint:  # the base belongs to the adapter that was trained further
-        for entry in _artifacts(adapter, Base.recorded(given), adapter.absolute().parents[2:4]):
+    start = manifest.inputs.get(POLICY) if manifest and manifest.recipe.get("adapter_in") == "continue" else None
+    if start and start.fingerprint != base.fingerprint:  # the base belongs to the adapter that was trained further
+        for entry in _artifacts(adapter, Base.recorded(start), adapter.absolute().parents[2:4]):
             yield from _recorded(entry.output, base)
 
 

@@ -148,7 +148,7 @@ def _convert(gguf: Path, directory: Path) -> None:
 
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    split_as_stated(tokenizer, gguf)
+    split_as_in_gguf(tokenizer, gguf)
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32,
         # Otherwise the model counts as quantized, and can be neither saved nor trained.
@@ -201,7 +201,7 @@ _PATTERNS = {  # each splits what the one before it left
 }  # fmt: skip
 
 
-def split_as_stated(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:
+def split_as_in_gguf(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:
     """Sets the splits of a byte-level tokenizer that a GGUF file names, where transformers has only GPT-2's for them.
 
     Raises:

@@ -48,9 +48,9 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
     except ConfigError:
         raise
     except Exception as error:  # the libraries raise various errors for JSON that is not a tokenizer
-        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ConfigError(
-            f"{directory}: its tokenizer cannot be loaded ({said}); files as save_pretrained writes them are accepted"
+            f"{directory}: its tokenizer cannot be loaded ({cause}); files as save_pretrained writes them are accepted"
         ) from error
     if tokenizer.pad_token is None:
         rarest = tokenizer.convert_ids_to_tokens(max(tokenizer.get_vocab().values()))
@@ -60,10 +60,10 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
 
 def _reads_file(directory: Path) -> bool:
     """Whether ``tokenizer.json`` is the tokenizer: there is one, and no class of the model's own code reads it."""
-    return (directory / _FILE).exists() and not (trusts(directory) and "auto_map" in _stated(directory))
+    return (directory / _FILE).exists() and not (trusts(directory) and "auto_map" in _config(directory))
 
 
-def _stated(directory: Path, name: str = "tokenizer_config.json") -> Mapping[str, object]:
+def _config(directory: Path, name: str = "tokenizer_config.json") -> Mapping[str, object]:
     found = read_json(directory, name)
     return found if isinstance(found, Mapping) else {}
 
@@ -71,11 +71,11 @@ def _stated(directory: Path, name: str = "tokenizer_config.json") -> Mapping[str
 def _of_file(directory: Path) -> "PreTrainedTokenizerBase":
     from transformers import TokenizersBackend
 
-    stated = {**_stated(directory, "special_tokens_map.json"), **_stated(directory)}
+    configured = {**_config(directory, "special_tokens_map.json"), **_config(directory)}
     tokenizer: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(directory, **local_options(directory))
     known = tokenizer.get_vocab()
     tokenizer.add_special_tokens({
-        name: token for name, token in _tokens_of_class(directory).items() if name not in stated and token in known
+        name: token for name, token in _tokens_of_class(directory).items() if name not in configured and token in known
     })  # fmt: skip
     return tokenizer
 
@@ -84,8 +84,8 @@ def _tokens_of_class(directory: Path) -> dict[str, str]:
     """The special tokens that the class of a tokenizer has where no file names them."""
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
-    config = _stated(directory, "config.json")
-    name = _stated(directory).get("tokenizer_class") or config.get("tokenizer_class")
+    config = _config(directory, "config.json")
+    name = _config(directory).get("tokenizer_class") or config.get("tokenizer_class")
     name = name or TOKENIZER_MAPPING_NAMES.get(str(config.get("model_type")))
     found = tokenizer_class_from_name(str(name).removesuffix("Fast")) if name else None
     if not isinstance(found, type):
@@ -125,12 +125,12 @@ def _of_class(directory: Path) -> "PreTrainedTokenizerBase":
                 f"{ours}, and transformers takes {taken.__name__} for it, which reads {', '.join(sorted(files))} and "
                 f"not {', '.join(others)}; {remedy}"
             )
-    named = str(_stated(directory).get("tokenizer_class", "")).removesuffix("Fast")
+    named = str(_config(directory).get("tokenizer_class", "")).removesuffix("Fast")
     other: type[PreTrainedTokenizerBase] | None
     other = tokenizer_class_from_name(named) if named and named != taken.__name__ else None
     if isinstance(other, type) and other is not taken and not trusts(directory):
-        stated: PreTrainedTokenizerBase = other.from_pretrained(directory, **options)
-        if stated(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
+        configured: PreTrainedTokenizerBase = other.from_pretrained(directory, **options)
+        if configured(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
             raise ConfigError(
                 f"{ours}: its tokenizer_config.json names {named}, transformers takes {taken.__name__} for the model's "
                 f"type, and the two make other tokens of one text; {remedy}"

@@ -86,10 +86,10 @@ def _moved_square(name: str, start: Path | None, end: Path) -> float | None:
         return _finite_square(tensor)
     if start is None or ".lora_A." in name:
         return None
-    given = _tensor(name, start)
-    if given.shape != tensor.shape:
+    before = _tensor(name, start)
+    if before.shape != tensor.shape:
         return None
-    return _finite_square(tensor.double() - given.to(tensor.dtype).double())  # it may be written in fewer bits
+    return _finite_square(tensor.double() - before.to(tensor.dtype).double())  # it may be written in fewer bits
 
 
 def _finite_square(tensor: "Tensor") -> float:

@@ -223,13 +223,13 @@ _ASKED = {"count": 50, "kind": 55, "takes": 70, "last": 50, "required": 40}
 
 def facts(usage: Usage) -> str:
     """What its documentation says of a signature, in sentences that need no question."""
-    stated = [each.answer for each in questions(usage) if each.topic in _STATED]
+    sentences = [each.answer for each in questions(usage) if each.topic in _STATED]
     for parameter in usage.parameters:
         if parameter.default is not None:
-            stated.append(f"`{parameter.name}` is `{parameter.default}` by default.")
+            sentences.append(f"`{parameter.name}` is `{parameter.default}` by default.")
         if parameter.type_name:
-            stated.append(f"The type of `{parameter.name}` is `{parameter.type_name}`.")
-    return " ".join(sorted(stated, key=lambda each: draw("fact", usage.name, each)))
+            sentences.append(f"The type of `{parameter.name}` is `{parameter.type_name}`.")
+    return " ".join(sorted(sentences, key=lambda each: draw("fact", usage.name, each)))
 
 
 _STATED = ("count", "kind", "optional", "alone", "last", "required")

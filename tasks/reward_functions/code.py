@@ -44,14 +44,14 @@ def passed(program: str, tests: Sequence[str], cpu_seconds: int, memory_mib: int
         PipelineError: this machine cannot filter system calls, so that the program would not be contained.
     """
     token = secrets.token_hex(16)
-    given = {"token": token, "program": program, "tests": list(tests), "cpu_seconds": cpu_seconds,
+    request = {"token": token, "program": program, "tests": list(tests), "cpu_seconds": cpu_seconds,
              "memory_bytes": memory_mib << 20}  # fmt: skip
     with (
         tempfile.TemporaryFile() as question,
         tempfile.TemporaryFile() as result,
         tempfile.TemporaryDirectory() as here,
     ):
-        question.write(json.dumps(given).encode())
+        question.write(json.dumps(request).encode())
         question.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-S", "-s", "-P", "-B", str(_SANDBOX)], stdin=question, stdout=result,
@@ -67,14 +67,14 @@ def passed(program: str, tests: Sequence[str], cpu_seconds: int, memory_mib: int
             process.wait()
         result.seek(0)
         lines = [line.split(" ", 1) for line in result.read().decode(errors="replace").splitlines()]
-    said = [line[1] for line in lines if len(line) == 2 and line[0] == token]
-    refused = [each.removeprefix("refused ") for each in said if each.startswith("refused ")]
+    reported = [line[1] for line in lines if len(line) == 2 and line[0] == token]
+    refused = [each.removeprefix("refused ") for each in reported if each.startswith("refused ")]
     if refused:
         raise PipelineError(
             f"the reward function code cannot contain a program on this machine ({refused[0]}); Linux with seccomp on "
             "x86_64 or aarch64 is accepted; run the stage on such a machine, or remove the reward"
         )
-    return {int(each) for each in said if each.isdigit()} & set(range(len(tests)))
+    return {int(each) for each in reported if each.isdigit()} & set(range(len(tests)))
 
 
 @cache

@@ -40,16 +40,16 @@ class _Program(ctypes.Structure):
 
 def main() -> None:
     """Reads the program from standard input; writes the token and the number of each test that passed."""
-    given = json.loads(sys.stdin.buffer.read())
-    token = given["token"]
+    request = json.loads(sys.stdin.buffer.read())
+    token = request["token"]
     try:
-        _limit(given["cpu_seconds"], given["memory_bytes"])
+        _limit(request["cpu_seconds"], request["memory_bytes"])
         _filter_calls()
         _require_filtered()
     except Exception as error:  # nothing of the answer has run
         os.write(1, f"\n{token} refused {type(error).__name__}: {error}\n".encode())
         return
-    _run(given["program"], given["tests"], token)
+    _run(request["program"], request["tests"], token)
 
 
 def _run(program: str, tests: "list[str]", token: str, write=os.write, execute=exec) -> None:  # type: ignore[no-untyped-def]

@@ -213,8 +213,8 @@ def _built_in(key: str, reward: RewardFunction, tokenizer: "PreTrainedTokenizerB
                 return function.score(reward, answer)
             except Exception as error:
                 kind = type(error) if isinstance(error, PipelineError) else PipelineError
-                said = f"{_shown(prompts[row])}, completion {reprlib.repr(answer.text)}"
-                raise kind(f"rewards.{key}: row {row} ({said}): {error}") from error
+                where = f"{_shown(prompts[row])}, completion {reprlib.repr(answer.text)}"
+                raise kind(f"rewards.{key}: row {row} ({where}): {error}") from error
 
         if not function.starts_processes:
             return list(map(of_row, range(len(completions))))
@@ -259,11 +259,13 @@ def _python(key: str, reward: RewardFunction, function: PythonFunction) -> Score
     needed = tuple(each.name for each in named if each.default is each.empty and each.name not in _GIVEN)
 
     def score(prompts: Sequence[Sequence[Message]], completions: Sequence[str], columns: Columns) -> object:
-        given = {**columns, "prompts": prompts, "completions": completions}
+        arguments = {**columns, "prompts": prompts, "completions": completions}
         try:
-            return loaded(**(given if takes_all else {name: given[name] for name in given if name in parameters}))
+            return loaded(
+                **(arguments if takes_all else {name: arguments[name] for name in arguments if name in parameters})
+            )
         except (Exception, SystemExit) as error:  # the user's code may raise anything
-            row = _failing_row(loaded, given, takes_all, len(completions))
+            row = _failing_row(loaded, arguments, takes_all, len(completions))
             where = "" if row is None else f" for row {row} ({_shown(prompts[row])}, {reprlib.repr(completions[row])})"
             raise PipelineError(
                 f"rewards.{key}: {path}: {place_of_error(error, function)}{type(error).__name__}: {error}{where}; "
@@ -274,13 +276,13 @@ def _python(key: str, reward: RewardFunction, function: PythonFunction) -> Score
 
 
 def _failing_row(
-    function: Callable[..., object], given: Mapping[str, Sequence[object]], takes_all: bool, num_rows: int
+    function: Callable[..., object], arguments: Mapping[str, Sequence[object]], takes_all: bool, num_rows: int
 ) -> int | None:
     """The first row that makes the function raise by itself; None: the function raises only on the batch."""
-    names = given if takes_all else [name for name in given if name in inspect.signature(function).parameters]
+    names = arguments if takes_all else [name for name in arguments if name in inspect.signature(function).parameters]
     for row in range(num_rows):
         try:
-            function(**{name: [given[name][row]] for name in names})
+            function(**{name: [arguments[name][row]] for name in names})
         except (Exception, SystemExit):
             return row
     return None

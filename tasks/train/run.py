@@ -158,13 +158,13 @@ class TrainingRun:
     @cached_property
     def _start(self) -> "Policy":
         """The input policy, without the stage's adapter."""
-        given = self.inputs[_POLICY]
+        policy_input = self.inputs[_POLICY]
         if self.ctx.rank == 0:
             assert self._kept
         if self._is_reward_model:
-            policy = models.load_reward_model(self.method, given, self.ctx, self._base_dtype)
+            policy = models.load_reward_model(self.method, policy_input, self.ctx, self._base_dtype)
         else:
-            policy = models.load_policy(self.method, given, self.ctx, self._intake, self._base_dtype)
+            policy = models.load_policy(self.method, policy_input, self.ctx, self._intake, self._base_dtype)
         freeze_unread(policy.model)
         if self.method.freeze:
             freeze(policy.model, self.method.freeze)
@@ -284,14 +284,14 @@ class TrainingRun:
         found = reference_of(self.method)
         if found == "off" or (found == "copy" and not self.method.has_own_loop):
             return None
-        given, carried = self.inputs[_POLICY], self._intake.carried
+        policy_input, carried = self.inputs[_POLICY], self._intake.carried
         if self.method.adapter_in == "stack":  # on a quantized base, merged adapters would be rounded with it
-            base = models.load_policy(self.method, given, self.ctx, self._intake, self._frozen_dtype).model
+            base = models.load_policy(self.method, policy_input, self.ctx, self._intake, self._frozen_dtype).model
             replace_kernels(base, self.method.precision, self.ctx.resources)
             return models.frozen(stacked(hold_in(base, self._frozen_dtype), carried).get_base_model())
         is_split = self.method.optimizer.weights is not None
         held: Held = "as trained" if self._rounds_as_policy or is_split else self._frozen_dtype
-        reference = models.load_policy(self.method, given, self.ctx, held=held).model
+        reference = models.load_policy(self.method, policy_input, self.ctx, held=held).model
         replace_kernels(reference, self.method.precision, self.ctx.resources)
         return models.frozen(hold_in(reference, held))
 
@@ -356,9 +356,9 @@ class TrainingRun:
         assert tokenization
         if reads.chat:
             require_chat_template(self._start.tokenizer, self.inputs[_POLICY])
-        given, workers = self.inputs[reads.slot], self.ctx.resources.cpus_per_worker
-        rows = load_or_make(tokenization, given, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
-        show(rows, given, self.method.max_length)
+        data, workers = self.inputs[reads.slot], self.ctx.resources.cpus_per_worker
+        rows = load_or_make(tokenization, data, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
+        show(rows, data, self.method.max_length)
         models.require_embeddings(rows, self._start.model, self._start.tokenizer)
         if self.ctx.rank == 0 and (other := read_otherwise(self.inputs[_POLICY].path)):
             logger.warning(
@@ -683,90 +683,7 @@ class TrainingRun:
         return dict(metrics)
 
 
-def fit(
-    method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext", num_rows: int,
-    held_out: Dataset | None = None,
-) -> dict[str, float]:  # fmt: skip
-    """Trains to the last step and reports each step; a trainer that is already there takes none.
-
-    The trainer then holds the weights of the stage's output: those of the last step, or of the best.
-
-    Args:
-        num_rows: that are trained on in a pass.
-        held_out: the rows of ``validation``; None: they are read where it measures them.
-
-    Returns:
-        Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
-        ``train_seconds`` (of all attempts), ``tokens_per_second``, the same ``_per_worker``, ``mfu``. If the best model
-        is the output, its ``best_step``, and the means up to that step; if the training diverged and stopped early,
-        ``diverged_at_step``; if ``validation.patience`` ended it, ``ended_early_at_step``.
-
-    Raises:
-        StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
-        PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic`` forbids.
-        DataError: models are measured on held-out rows, and there are none.
-    """
-    if method.adapter:
-        step_in_fp32(trainer.model)
-    before, start = seconds_before(ctx), time.perf_counter()
-    speed = Speed.of(method, ctx.resources, trainer.model.config, inputs)
-    validation = None
-    if method.measures_held_out:
-        validation = Validating(trainer, method, ctx, held_out or held_out_rows(method, inputs, ctx), num_rows)
-    best = BestModel(trainer, method.best, ctx) if method.best else None
-    adaptive = method.schedule.adaptive
-    rate = AdaptiveRate(trainer, method, ctx, best if adaptive.divergence_z else None) if adaptive else None
-    divergence = Divergence(ctx.checkpoints, best if method.on_divergence == "best" else None)
-    if trainer.state.global_step < trainer.args.max_steps:
-        try:
-            checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
-            watching = [*filter(None, (rate, validation, best)), divergence, Recorder(ctx, speed)]
-            on_gpu = ctx.resources.gpus_per_worker > 0
-            fast, collecting = fast_products(method.precision, on_gpu=on_gpu), collecting_between_steps(enabled=on_gpu)
-            with deterministic_kernels(ctx.resources.is_deterministic), fast, collecting as collect:
-                _take_steps(trainer, ctx, watching, checkpointing, collect)
-            if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
-                raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
-        except Exception:
-            if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft
-                discard_drafts(ctx.work_dir)
-            raise
-    else:
-        logger.info("steps=%d state=finished", trainer.state.global_step)
-    num_steps, notes = trainer.state.global_step, dict[str, float]()
-    if best and (method.output == "best" or divergence.step is not None):
-        notes["best_step"] = float(best.end_at_best())
-    notes |= rate.metrics if rate else {}
-    ended = {"ended_early_at_step": validation and validation.ended_at, "diverged_at_step": divergence.step}
-    notes |= {name: float(at) for name, at in ended.items() if at is not None}
-    seconds, step = before + time.perf_counter() - start, int(notes.get("best_step", num_steps))
-    metrics = summary(trainer.state.log_history, seconds, speed, num_steps=num_steps, output_step=step)
-    held_out_loss = {VAL_LOSS: metrics[HELD_OUT_LOSS]} if method.validation and HELD_OUT_LOSS in metrics else {}
-    return {**metrics, **notes, **held_out_loss}
-
-
-def _take_steps(
-    trainer: Trainer, ctx: "TrainContext", watching: Sequence[TrainerCallback], checkpointing: Checkpointing,
-    collect: Callable[[], None],
-) -> None:  # fmt: skip
-    name_accumulation(trainer)
-    trainer.floating_point_ops = lambda inputs: 0  # it walks through all modules for each micro batch; nothing reads it
-    if trainer.accelerator.ddp_handler is not None:  # without it, each worker holds all gradients twice
-        trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
-        # They are constants. A worker without memory does not come to the exchange before a forward pass.
-        trainer.accelerator.ddp_handler.broadcast_buffers = False
-    trainer.remove_callback(PrinterCallback)
-    # In this order: measure, report, save.
-    for callback in (NewRandomState(ctx), StepCounts(trainer)):
-        trainer.add_callback(callback)
-    start_scaler(trainer)
-    for callback in (*watching, StepMarks(ctx, collect), checkpointing):
-        trainer.add_callback(callback)
-    if ctx.resume_from:
-        logger.info("checkpoint=%s state=resumed", ctx.resume_from)
-    trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
-    if callable(getattr(trainer.optimizer, "eval", None)):
-        trainer.optimizer.eval()  # switches an averaging optimizer to the average, which is the output
+# What the steps above call, in their order: rows, trainer, loop.
 
 
 def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> Dataset:
@@ -863,3 +780,89 @@ def require_known(own: Mapping[str, object], known: set[str], parameters: set[st
         raise ConfigError(
             f"{name} is not an argument of {where}{hint}; remove it from run.trl(...), or use one of their arguments"
         )
+
+
+def fit(
+    method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext", num_rows: int,
+    held_out: Dataset | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Trains to the last step and reports each step; a trainer that is already there takes none.
+
+    The trainer then holds the weights of the stage's output: those of the last step, or of the best.
+
+    Args:
+        num_rows: that are trained on in a pass.
+        held_out: the rows of ``validation``; None: they are read where it measures them.
+
+    Returns:
+        Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
+        ``train_seconds`` (of all attempts), ``tokens_per_second``, the same ``_per_worker``, ``mfu``. If the best model
+        is the output, its ``best_step``, and the means up to that step; if the training diverged and stopped early,
+        ``diverged_at_step``; if ``validation.patience`` ended it, ``ended_early_at_step``.
+
+    Raises:
+        StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
+        PipelineError: the loss is non-finite, or an operation is not deterministic, which ``deterministic`` forbids.
+        DataError: models are measured on held-out rows, and there are none.
+    """
+    if method.adapter:
+        step_in_fp32(trainer.model)
+    before, start = seconds_before(ctx), time.perf_counter()
+    speed = Speed.of(method, ctx.resources, trainer.model.config, inputs)
+    validation = None
+    if method.measures_held_out:
+        validation = Validating(trainer, method, ctx, held_out or held_out_rows(method, inputs, ctx), num_rows)
+    best = BestModel(trainer, method.best, ctx) if method.best else None
+    adaptive = method.schedule.adaptive
+    rate = AdaptiveRate(trainer, method, ctx, best if adaptive.divergence_z else None) if adaptive else None
+    divergence = Divergence(ctx.checkpoints, best if method.on_divergence == "best" else None)
+    if trainer.state.global_step < trainer.args.max_steps:
+        try:
+            checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
+            watching = [*filter(None, (rate, validation, best)), divergence, Recorder(ctx, speed)]
+            on_gpu = ctx.resources.gpus_per_worker > 0
+            fast, collecting = fast_products(method.precision, on_gpu=on_gpu), collecting_between_steps(enabled=on_gpu)
+            with deterministic_kernels(ctx.resources.is_deterministic), fast, collecting as collect:
+                _take_steps(trainer, ctx, watching, checkpointing, collect)
+            if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
+                raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
+        except Exception:
+            if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft
+                discard_drafts(ctx.work_dir)
+            raise
+    else:
+        logger.info("steps=%d state=finished", trainer.state.global_step)
+    num_steps, notes = trainer.state.global_step, dict[str, float]()
+    if best and (method.output == "best" or divergence.step is not None):
+        notes["best_step"] = float(best.end_at_best())
+    notes |= rate.metrics if rate else {}
+    ended = {"ended_early_at_step": validation and validation.ended_at, "diverged_at_step": divergence.step}
+    notes |= {name: float(at) for name, at in ended.items() if at is not None}
+    seconds, step = before + time.perf_counter() - start, int(notes.get("best_step", num_steps))
+    metrics = summary(trainer.state.log_history, seconds, speed, num_steps=num_steps, output_step=step)
+    held_out_loss = {VAL_LOSS: metrics[HELD_OUT_LOSS]} if method.validation and HELD_OUT_LOSS in metrics else {}
+    return {**metrics, **notes, **held_out_loss}
+
+
+def _take_steps(
+    trainer: Trainer, ctx: "TrainContext", watching: Sequence[TrainerCallback], checkpointing: Checkpointing,
+    collect: Callable[[], None],
+) -> None:  # fmt: skip
+    name_accumulation(trainer)
+    trainer.floating_point_ops = lambda inputs: 0  # it walks through all modules for each micro batch; nothing reads it
+    if trainer.accelerator.ddp_handler is not None:  # without it, each worker holds all gradients twice
+        trainer.accelerator.ddp_handler.gradient_as_bucket_view = True
+        # They are constants. A worker without memory does not come to the exchange before a forward pass.
+        trainer.accelerator.ddp_handler.broadcast_buffers = False
+    trainer.remove_callback(PrinterCallback)
+    # In this order: measure, report, save.
+    for callback in (NewRandomState(ctx), StepCounts(trainer)):
+        trainer.add_callback(callback)
+    start_scaler(trainer)
+    for callback in (*watching, StepMarks(ctx, collect), checkpointing):
+        trainer.add_callback(callback)
+    if ctx.resume_from:
+        logger.info("checkpoint=%s state=resumed", ctx.resume_from)
+    trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
+    if callable(getattr(trainer.optimizer, "eval", None)):
+        trainer.optimizer.eval()  # switches an averaging optimizer to the average, which is the output

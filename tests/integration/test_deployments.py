@@ -25,7 +25,7 @@ def test_words_reach_the_process_of_a_run_as_they_were_given():
 
 
 def test_what_a_run_states_itself_wins():
-    words = Preset.of(TOY).words("toy", ["model=tiny", "stages.left.method.num_steps=2"])
+    words = Preset.of(TOY).cli_args("toy", ["model=tiny", "stages.left.method.num_steps=2"])
     assert words == [
         "--config-dir", str(CONF), "pipeline=toy", "sources.rows.path=rows.txt", "tracking=none",
         "model=tiny", "stages.left.method.num_steps=2",
@@ -52,11 +52,11 @@ def test_what_a_run_states_itself_wins():
 )
 def test_a_run_may_not_name_code_unless_whoever_serves_allows_it(word, found):
     with pytest.raises(ConfigError, match=f"may not have {re.escape(found)}, .*serve --allow-code"):
-        Preset.of(TOY).words("toy", ["stages.left.method.num_steps=2", word])
+        Preset.of(TOY).cli_args("toy", ["stages.left.method.num_steps=2", word])
     allowed = replace(Preset.of(TOY), allow_code=True)
-    assert word in allowed.words("toy", [word])
+    assert word in allowed.cli_args("toy", [word])
     assert Preset.of(shlex.split(allowed.environment[VARIABLE])) == allowed
-    assert word in Preset(overrides=(word,)).words("toy")  # the words of `serve` are the user's own
+    assert word in Preset(overrides=(word,)).cli_args("toy")  # the words of `serve` are the user's own
 
 
 @pytest.mark.parametrize(

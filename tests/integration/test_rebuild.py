@@ -119,8 +119,8 @@ def test_a_finished_output_that_was_deleted_by_hand_is_named_until_a_rebuild_rec
     (folder / "manifest.json").write_text("{")
     assert refill(uri, store.root).lost == 0  # damaged, and not deleted
     shutil.rmtree(folder)
-    [(fault, mend)] = found_by_verify(uri, store)
-    assert fault == Fault.ORPHANED and mend.endswith("posttrain rebuild")
+    [(fault, remedy)] = found_by_verify(uri, store)
+    assert fault == Fault.ORPHANED and remedy.endswith("posttrain rebuild")
     assert refill(uri, store.root).lost == 1
     assert found_by_verify(uri, store) == [] and refill(uri, store.root).lost == 0
     folder.mkdir(parents=True)

@@ -57,7 +57,6 @@ ALONE = {
     "lineage.mlflow.tracker": "MLflow",
     "tasks.train.losses.*_trainer": "torch and TRL: a method's file imports neither",
     "tasks.train.losses.actor_critic": "torch: PPO's file does not import it",
-    # With its importer it would have more than 500 lines.
     "flows.declare.peer_names": "a table, which is no part of checking",
     "lineage.diagnosis.method_rules": "rules of single methods; loss_rules.py has those of every training",
     "tasks.data.reading.*": "one family of files each, and the reader that chooses among them",

@@ -37,12 +37,12 @@ def _losses() -> str:
          "posttrain" if row.is_ours else "TRL")
         for name, row in LOSSES.items()
     ]  # fmt: skip
-    said = (
+    text = (
         "The losses. All but `sft` read `beta`. `aot`, `aot_unpaired` and `kto_pair` compare the pairs of a whole "
         "step, so that micro batch and workers change nothing; where a step has several micro batches, that takes "
         "another forward pass."
     )
-    return table_below(said, ("loss", "from", "reads", "takes an `f_divergence`", "computed by"), rows)
+    return table_below(text, ("loss", "from", "reads", "takes an `f_divergence`", "computed by"), rows)
 
 
 def _overview() -> list[tuple[str, ...]]:
@@ -55,10 +55,10 @@ def _overview() -> list[tuple[str, ...]]:
 
 
 def _slots(cls: type[Method]) -> str:
-    said = {slot: f"`{slot}` ({kind.value})" for slot, kind in cls.consumes.items() if slot != "*"}
+    slots = {slot: f"`{slot}` ({kind.value})" for slot, kind in cls.consumes.items() if slot != "*"}
     if "*" in cls.consumes:
-        said["*"] = f"further slots ({_plural(cls.consumes['*'])})"
-    return ", ".join(text + (", optional" if slot in cls.optional else "") for slot, text in said.items())
+        slots["*"] = f"further slots ({_plural(cls.consumes['*'])})"
+    return ", ".join(text + (", optional" if slot in cls.optional else "") for slot, text in slots.items())
 
 
 def _plural(kind: Kind) -> str:

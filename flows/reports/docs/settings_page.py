@@ -44,9 +44,9 @@ def coded(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def table_below(said: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table_below(text: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A paragraph and a table, as a part of a page."""
-    return "\n".join([f"{said}\n", markdown_table(columns, rows), ""])
+    return "\n".join([f"{text}\n", markdown_table(columns, rows), ""])
 
 
 def _formats() -> str:
@@ -62,11 +62,11 @@ def _formats() -> str:
 
 def _optimizers() -> str:
     rows = [(f"`{name}`", row.about, coded(row.reads), _needs(row)) for name, row in OPTIMIZERS.items()]
-    said = (
+    text = (
         f"Every optimizer reads `weight_decay`. `pip install 'posttrain[{EXTRA}]'` installs the packages that they "
         "need, but for those with a licence, which forbids commercial use."
     )
-    return table_below(said, ("optimizer", "what it is", "reads", "needs"), rows)
+    return table_below(text, ("optimizer", "what it is", "reads", "needs"), rows)
 
 
 def _needs(entry: Entry) -> str:
@@ -77,11 +77,11 @@ def _needs(entry: Entry) -> str:
 
 def _adapters() -> str:
     rows = [(f"`{name}`", row.paper, coded(row.reads)) for name, row in ADAPTERS.items()]
-    said = (
+    text = (
         "Every type reads `target_modules`, `exclude_modules`, `layers` and `modules_to_save`; `ln_tuning` is on the "
         "norms."
     )
-    return table_below(said, ("type", "from", "reads"), rows)
+    return table_below(text, ("type", "from", "reads"), rows)
 
 
 def _schedules() -> str:
@@ -122,13 +122,13 @@ def section(title: str, where: str, cls: type, without: Collection[str] = (), ab
     """
     schema = TypeAdapter(cls).json_schema()
     properties = cast("Mapping[str, Schema]", schema["properties"])
-    said, parts = _descriptions(cls), dict(nested(cls))
+    descriptions, parts = _descriptions(cls), dict(nested(cls))
     rows = [
         (
             f"`{each.name}`",
             "fields of its own" if each.name in parts else _accepted(properties[each.name], schema),
             _default(each),
-            prose(said.get(each.name) or lead(parts.get(each.name))),
+            prose(descriptions.get(each.name) or lead(parts.get(each.name))),
         )
         for each in fields(cls)
         if each.name not in without

@@ -66,8 +66,8 @@ _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant|System):")
 _TRANSCRIPT = re.compile(r"\s*(?:Human:.*?\n\nAssistant:|System:.*?\n\nHuman:.*?\n\nAssistant:)", re.DOTALL)
 
 
-def _user(said: str) -> Message:
-    return {"role": "user", "content": said}
+def _user(content: str) -> Message:
+    return {"role": "user", "content": content}
 
 
 def _text(fields: Fields) -> CanonicalRow:
@@ -236,8 +236,8 @@ def _preference(fields: Fields) -> CanonicalRow:
     if isinstance(chosen, list) and isinstance(rejected, list) and len(chosen) > 1:
         end = common_beginning(chosen, rejected)
         last = chosen[end - 1] if end else None
-        said = last.get("content") if isinstance(last, dict) and last.get("role") == "user" else None
-        if end and asked == (said if isinstance(asked, str) else chosen[:end]):
+        content = last.get("content") if isinstance(last, dict) and last.get("role") == "user" else None
+        if end and asked == (content if isinstance(asked, str) else chosen[:end]):
             asked, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
     return _paired(prompt(asked, "prompt"), answer(chosen, "chosen"), answer(rejected, "rejected"), fields)
 
@@ -274,14 +274,14 @@ def common_beginning(chosen: Sequence[object], rejected: Sequence[object]) -> in
 
 def _transcript_preference(fields: Fields) -> CanonicalRow:
     """Either two full transcripts that differ in the last answer, or a transcript as prompt with two plain answers."""
-    said = dict(zip(("chosen", "rejected"), _answers(fields), strict=True))
-    for name, value in said.items():
+    texts = dict(zip(("chosen", "rejected"), _answers(fields), strict=True))
+    for name, value in texts.items():
         if not isinstance(value, str):
             raise BadRowError(f"{name} is {named(value)}", "no answer" if value is None else "not text")
-    alone = _is_transcript(fields.get("prompt")) and not any(map(_is_transcript, said.values()))
+    alone = _is_transcript(fields.get("prompt")) and not any(map(_is_transcript, texts.values()))
     asked = [_prompt_of(str(fields["prompt"]))] if alone else []
     lasts: list[Message] = []
-    for name, value in said.items():
+    for name, value in texts.items():
         is_bare = alone and not re.match(r"\s*Assistant:", str(value))
         *before, last = _turns_of(f"\n\nAssistant:{value}" if is_bare else str(value), name)
         if last["role"] != "assistant" or (alone and before):
@@ -290,7 +290,7 @@ def _transcript_preference(fields: Fields) -> CanonicalRow:
         asked += [] if alone else [before]
     if not alone:
         _require_one_beginning(fields, *asked)
-    left, right = (answer([last], name) for name, last in zip(said, lasts, strict=True))
+    left, right = (answer([last], name) for name, last in zip(texts, lasts, strict=True))
     return _paired(prompt_turns(asked[0], "the transcript"), left, right, fields)
 
 
@@ -314,7 +314,7 @@ def _turns_of(transcript: str, what: str) -> list[Message]:
     if parts[0].strip() or len(parts) == 1:
         raise BadRowError(f"{what} does not begin with 'Human:'", "no transcript")
     pairs = zip(parts[1::2], parts[2::2], strict=True)
-    return [{"role": _ROLES[role], "content": said.strip()} for role, said in pairs]
+    return [{"role": _ROLES[role], "content": content.strip()} for role, content in pairs]
 
 
 def _prompt_of(transcript: str) -> list[Message]:
@@ -401,13 +401,13 @@ class Format:
     by_value: Callable[[Fields], tuple[str, ...]] | None = None
     losing: frozenset[str] = frozenset()
 
-    def recognize(self, fields: Fields, *, stated: bool = False) -> tuple[str, ...]:
+    def recognize(self, fields: Fields, *, configured: bool = False) -> tuple[str, ...]:
         """The columns by which a row matches this format; empty: it does not match.
 
         Args:
-            stated: the user sets the format: ``needs``, where there are any, suffice.
+            configured: the user sets the format: ``needs``, where there are any, suffice.
         """
-        if self.by_value and not (stated and self.needs):
+        if self.by_value and not (configured and self.needs):
             return self.by_value(fields)
         either = [(names,) if isinstance(names, str) else names for names in self.needs]
         found = [next((name for name in names if name in fields), None) for names in either]
@@ -436,8 +436,8 @@ class Format:
         if REST in self.mapping:
             return []
         names = _changing(tuple(fields), _OF_TEXT if self.kind == Kind.TEXT else _OF_CHAT)
-        said = {name: fields[name] for name in names if name not in self.mapping and not is_nothing(fields[name])}
-        return sorted(name for name, value in said.items() if not (_bare(name) in _WEIGHTS and value == 1))
+        values = {name: fields[name] for name in names if name not in self.mapping and not is_nothing(fields[name])}
+        return sorted(name for name, value in values.items() if not (_bare(name) in _WEIGHTS and value == 1))
 
 
 def _bare(name: str) -> str:
@@ -590,14 +590,14 @@ class Detected:
         evidence: reason, and number of matching rows, for the report.
         columns: the format's names -> the user's.
         seen: the format's columns that the source has.
-        stated: the user has set the format, which permits to ignore columns that it does not read.
+        configured: the user has set the format, which permits to ignore columns that it does not read.
     """
 
     name: str
     evidence: str
     columns: Mapping[str, str]
     seen: frozenset[str]
-    stated: bool
+    configured: bool
 
     @cached_property
     def format(self) -> Format:
@@ -650,13 +650,13 @@ class Detected:
             for name in sorted(_MEDIA & fields.keys()):
                 if not is_nothing(fields[name]):
                     raise images_are_not_read(f"the row has {name}")
-        for name in () if self.stated else self.format.lost(fields):
+        for name in () if self.configured else self.format.lost(fields):
             if fields[name] is not None:
                 raise BadRowError(
                     f"the row has {name}, which {self.name} does not read", "unread answer or label",
                     f"rows of {self.name}", f"remove the row, or leave {name} unread with format={self.name}",
                 )  # fmt: skip
-        for name in () if self.stated else self.format.unread(fields):
+        for name in () if self.configured else self.format.unread(fields):
             raise BadRowError(
                 f"the row has {name}, which {self.name} does not read and which changes what is trained",
                 "unread column", f"the columns {', '.join(each for each in self.format.mapping if each != REST)}",
@@ -676,7 +676,7 @@ class _Fit:
 
 
 def detect(
-    sample: Sequence[Fields], place: str, *, columns: Mapping[str, str] | None = None, stated: str | None = None
+    sample: Sequence[Fields], place: str, *, columns: Mapping[str, str] | None = None, configured: str | None = None
 ) -> Detected:
     """Detects the format of a source.
 
@@ -684,25 +684,27 @@ def detect(
         sample: its first rows.
         place: its path, for messages.
         columns: our names -> the user's columns.
-        stated: name of the format, if the user sets it.
+        configured: name of the format, if the user sets it.
 
     Raises:
         ConfigError: there is no format of that name.
         DataError: no format fits, or several fit equally well; the message names the candidates. Or a rename does
             not fit the columns.
     """
-    if stated and stated not in BY_NAME:
-        nearest = get_close_matches(stated, BY_NAME, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"format={stated}: no such format; accepted: {', '.join(BY_NAME)}; did you mean {nearest}?")
+    if configured and configured not in BY_NAME:
+        nearest = get_close_matches(configured, BY_NAME, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"format={configured}: no such format; accepted: {', '.join(BY_NAME)}; did you mean {nearest}?"
+        )
     if not sample:
         raise DataError(f'{place}: no rows; give at least one row, such as a line {{"text": "..."}}')
     _check_renames(sample, place, columns or {})
     rows = [_renamed(fields, columns or {}) for fields in sample]
     # Columns that are null in all rows are ignored.
     present = frozenset(name for fields in rows for name, value in fields.items() if value is not None)
-    known = [BY_NAME[stated]] if stated else FORMATS
-    fits = [_fit(each, rows, present, stated=stated is not None) for each in known]
-    fitting = _best(fits, 1 if stated else len(rows) / 2)  # bad rows among good ones do not hide the format
+    known = [BY_NAME[configured]] if configured else FORMATS
+    fits = [_fit(each, rows, present, configured=configured is not None) for each in known]
+    fitting = _best(fits, 1 if configured else len(rows) / 2)  # bad rows among good ones do not hide the format
     if len(fitting) > 1:
         listed = ", ".join(
             f"{each.format.name} ({each.words}: {len(each.rows)} rows from row {min(each.rows) + 1} on)"
@@ -716,17 +718,17 @@ def detect(
         raise DataError(f"{place}: {_misfit(fits, rows, present)}")
     best = fitting[0]
     return Detected(
-        name=best.format.name, columns=columns or {}, stated=stated is not None,
+        name=best.format.name, columns=columns or {}, configured=configured is not None,
         seen=best.columns | (best.format.mapping.keys() & present),
         evidence=f"{best.words}: {len(best.rows)} of {len(rows)} rows looked at",
     )  # fmt: skip
 
 
-def _fit(format: Format, rows: Sequence[Fields], present: frozenset[str], *, stated: bool) -> _Fit:
+def _fit(format: Format, rows: Sequence[Fields], present: frozenset[str], *, configured: bool) -> _Fit:
     found = {}
     for index, fields in enumerate(rows):
-        said = {name: value for name, value in fields.items() if name in present}
-        if (stated or not format.lost(fields)) and (names := format.recognize(said, stated=stated)):
+        shown = {name: value for name, value in fields.items() if name in present}
+        if (configured or not format.lost(fields)) and (names := format.recognize(shown, configured=configured)):
             found[index] = names
     most = Counter(found.values()).most_common(1)
     words = f"has {' and '.join(most[0][0])}" if most else ""

@@ -315,13 +315,13 @@ def with_system_column(row: CanonicalRow, fields: Fields) -> CanonicalRow:
     column = one_of(fields, SYSTEM)
     if is_nothing(fields.get(column)):
         return row
-    said = text(fields[column], column, "empty prompt")
+    content = text(fields[column], column, "empty prompt")
     name = "messages" if "messages" in row else "prompt"
     turns = row[name]
     assert isinstance(turns, list), "rows of text have no turns"
     if turns[0]["role"] != "system":
-        return {**row, name: [{"role": "system", "content": said}, *turns]}
-    if turns[0]["content"] != said:
+        return {**row, name: [{"role": "system", "content": content}, *turns]}
+    if turns[0]["content"] != content:
         raise BadRowError(
             f"the column {column} and the first turn are two system prompts", "two system prompts",
             "one system prompt, in the column or in the turns", "remove one of them",
@@ -362,9 +362,9 @@ def _is_plain(value: object) -> bool:
         elif role != "system" or contents:
             return False
         contents.append(content)
-    said = "".join(contents)
+    joined = "".join(contents)
     try:
-        return "tool_call>" not in said and (said.isascii() or bool(said.encode()))
+        return "tool_call>" not in joined and (joined.isascii() or bool(joined.encode()))
     except UnicodeEncodeError:
         return False
 
@@ -380,10 +380,10 @@ def _message(value: object, what: str, spelling: Spelling) -> Message:
     """A turn in our form; refuses empty turns and unknown keys."""
     if not isinstance(value, Mapping):
         raise BadRowError(f"{what} is {named(value)}")
-    said = _key(value, spelling.role, what, "unknown role")
-    role = _ROLES.get(said.lower()) if isinstance(said, str) else None
+    found = _key(value, spelling.role, what, "unknown role")
+    role = _ROLES.get(found.lower()) if isinstance(found, str) else None
     if role is None:
-        found = f"{what} has the role {named(said).removeprefix('the text ')}"
+        found = f"{what} has the role {named(found).removeprefix('the text ')}"
         raise BadRowError(f"{found}, none of {', '.join(_ROLES)}", "unknown role")
     where = f"{what} {spelling.content}"
     name = (
@@ -408,11 +408,11 @@ def _message(value: object, what: str, spelling: Spelling) -> Message:
 
 def with_thought(content: str, thought: object, what: str) -> str:
     """What the assistant says, with a thought from a field of its own before it, as chat templates take it."""
-    said = text(thought, what, "no thinking")
-    if _THOUGHT_ENDS in said or _THINK in content or _THOUGHT_ENDS in content:
+    thinking = text(thought, what, "no thinking")
+    if _THOUGHT_ENDS in thinking or _THINK in content or _THOUGHT_ENDS in content:
         found = f"{what} has a thought, and there is a {_THINK} in it or in the content"
         raise BadRowError(found, "two thoughts", f"one thought, in the field or within {_THINK} in the content")
-    return f"{_THINK}\n{said}\n{_THOUGHT_ENDS}\n\n{content}"
+    return f"{_THINK}\n{thinking}\n{_THOUGHT_ENDS}\n\n{content}"
 
 
 def _key(value: Mapping[str, object], name: str, what: str, missing: str) -> object:
@@ -453,10 +453,10 @@ def _is_thought(part: object) -> bool:
 
 def _thought_part(part: Mapping[str, object], what: str) -> str:
     """The thought of a part, as Anthropic's and Mistral's messages have it: a text, or a list of texts."""
-    said = part.get(str(part["type"]), part.get("text"))
-    if isinstance(said, list) and said:
-        return "".join(_part(each, f"{what}[{index}]") for index, each in enumerate(said))
-    return text(said, f"{what} of type {part['type']}", "no thinking")
+    value = part.get(str(part["type"]), part.get("text"))
+    if isinstance(value, list) and value:
+        return "".join(_part(each, f"{what}[{index}]") for index, each in enumerate(value))
+    return text(value, f"{what} of type {part['type']}", "no thinking")
 
 
 def _part(value: object, what: str) -> str:

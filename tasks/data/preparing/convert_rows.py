@@ -159,10 +159,10 @@ def _stream_of(batch: pa.RecordBatch) -> pa.Buffer:
 
 def remarks(row: CanonicalRow) -> tuple[str, ...]:
     """Warnings on a row's texts, as categories for counts."""
-    said = "\n".join(_texts(row))
-    found = [words for words, odd in _ASCII.items() if any(map(said.__contains__, odd))]
-    if not said.isascii():
-        found += [words for words, odd in _BEYOND.items() if any(map(said.__contains__, odd))]
+    joined = "\n".join(_texts(row))
+    found = [words for words, odd in _ASCII.items() if any(map(joined.__contains__, odd))]
+    if not joined.isascii():
+        found += [words for words, odd in _BEYOND.items() if any(map(joined.__contains__, odd))]
     messages = row.get("messages")
     if isinstance(messages, list) and messages[-1]["role"] != "assistant":
         found.append("no answer to the last turn")
@@ -247,7 +247,7 @@ def detect_source(source: Source, template: str | None = None, kind: Kind | None
         return _of_trees(source, chain(looked_at, chunks), kind)
     detected = None
     if sample or not count:
-        detected = detect(sample, source.path, columns=source.columns, stated=source.format)
+        detected = detect(sample, source.path, columns=source.columns, configured=source.format)
     return Opened(source=source, detected=detected, chunks=chain(looked_at, chunks))
 
 
@@ -274,7 +274,7 @@ def _of_trees(source: Source, chunks: Iterable[Chunk], kind: Kind | None) -> Ope
             f"{source.path}: {count} messages of trees give no row of {into}; replies of the assistant to messages of "
             "users are accepted, and for pairs two of different rank to one message; correct parent_id, role and rank"
         )
-    detected = detect([row.fields for row in made[:SAMPLE]], source.path, columns=source.columns, stated=into)
+    detected = detect([row.fields for row in made[:SAMPLE]], source.path, columns=source.columns, configured=into)
     detected = replace(detected, evidence=f"trees of {count} messages (parent_id, role, text)")
     parts = [made[start : start + SAMPLE] for start in range(0, len(made), SAMPLE)]
     return Opened(

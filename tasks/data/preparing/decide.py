@@ -235,17 +235,17 @@ def _key(source: Source) -> str:
     return share if source.shuffle_buffer is None else f"place + {share} * {source.shuffle_buffer}"
 
 
-def read_old(connection: DuckDBPyConnection, given: Input | None) -> None:
+def read_old(connection: DuckDBPyConnection, old_data: Input | None) -> None:
     """Creates the table ``old`` of all rows that were ever trained on or held out, without their contents.
 
     The plan has checked that they have the same split settings.
 
     Args:
-        given: the data of the last model, which includes that of its predecessors; None: there is none.
+        old_data: the data of the last model, which includes that of its predecessors; None: there is none.
     """
     connection.execute("CREATE TABLE old (number BIGINT, row_id VARCHAR, held_out BOOLEAN)")
     first = 0
-    for side, path in _files(given):
+    for side, path in _files(old_data):
         connection.read_parquet(str(path), file_row_number=True).create_view("old_file", replace=True)
         connection.execute(
             f"INSERT INTO old SELECT {first} + file_row_number AS number, row_id, {side == HELD_OUT} FROM old_file "
@@ -254,28 +254,28 @@ def read_old(connection: DuckDBPyConnection, given: Input | None) -> None:
         first += pq.read_metadata(path).num_rows
 
 
-def draw_old(connection: DuckDBPyConnection, given: Input, share: float, seed: int, num_new: int) -> int:
+def draw_old(connection: DuckDBPyConnection, old_data: Input, share: float, seed: int, num_new: int) -> int:
     """Creates the table ``again`` (number) of the old rows to replay; returns their number.
 
     Their number makes them ``share`` of the training rows, limited by what there is; all if nothing is new.
 
     Args:
-        given: its fingerprint seeds the choice, so that each generation replays other rows.
+        old_data: its fingerprint seeds the choice, so that each generation replays other rows.
         num_new: number of new training rows.
     """
     trained = _number(connection, "SELECT count(*) FROM old WHERE NOT held_out")
     count = round(num_new * share / (1 - share)) if num_new else trained
     connection.execute(
         f"CREATE TABLE again AS SELECT number FROM old WHERE NOT held_out "
-        f"ORDER BY sha256('{seed}:{given.fingerprint}:' || row_id), number LIMIT {count}"
+        f"ORDER BY sha256('{seed}:{old_data.fingerprint}:' || row_id), number LIMIT {count}"
     )
     return min(count, trained)
 
 
-def old_rows(connection: DuckDBPyConnection, given: Input) -> Iterator[tuple[str, pa.RecordBatch]]:
+def old_rows(connection: DuckDBPyConnection, old_data: Input) -> Iterator[tuple[str, pa.RecordBatch]]:
     """The old rows with their current split: held out, replayed, or excluded (``RESTING``)."""
     first = 0
-    for side, path in _files(given):
+    for side, path in _files(old_data):
         for batch in row_batches(path, _ROWS_PER_READ):
             numbers = f"number >= {first} AND number < {first + len(batch)}"
             drawn = connection.sql(f"SELECT number - {first} AS n FROM again WHERE {numbers}").to_arrow_table()["n"]
@@ -286,11 +286,11 @@ def old_rows(connection: DuckDBPyConnection, given: Input) -> Iterator[tuple[str
             first += len(batch)
 
 
-def old_columns(given: Input) -> set[str]:
+def old_columns(old_data: Input) -> set[str]:
     """The columns of the old rows."""
-    return {name for _, path in _files(given) for name in pq.read_schema(path).names}
+    return {name for _, path in _files(old_data) for name in pq.read_schema(path).names}
 
 
-def _files(given: Input | None) -> list[tuple[str, Path]]:
-    found = [(side, given.path / side) for side in (TRAIN, HELD_OUT, RESTING)] if given else []
+def _files(old_data: Input | None) -> list[tuple[str, Path]]:
+    found = [(side, old_data.path / side) for side in (TRAIN, HELD_OUT, RESTING)] if old_data else []
     return [(side, path) for side, path in found if path.exists()]

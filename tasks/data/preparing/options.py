@@ -104,9 +104,9 @@ class Prepare(Method):
         shares = self.proportions or {}
         total = math.fsum(shares.values())
         if self.proportions is not None and (min(shares.values(), default=0) <= 0 or abs(total - 1) > _SUM_TOLERANCE):
-            stated = ", ".join(f"{slot}: {share:g}" for slot, share in shares.items())
+            configured = ", ".join(f"{slot}: {share:g}" for slot, share in shares.items())
             raise ConfigError(
-                f"proportions={{{stated}}}: the sum is {total:g}; shares above 0 with the sum 1 are accepted"
+                f"proportions={{{configured}}}: the sum is {total:g}; shares above 0 with the sum 1 are accepted"
             )
 
     def row_slots(self, filled: Collection[str]) -> list[str]:

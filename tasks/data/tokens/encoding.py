@@ -144,8 +144,8 @@ class FastEncoder:
     @cached_property
     def keeps_newlines(self) -> bool:
         """Whether no pattern parts newlines by what follows them."""
-        stated = self.backend.pre_tokenizer.__getstate__().decode() if self.backend.pre_tokenizer else ""
-        return '"use_regex":true' not in stated and ("(?!" not in stated or r"\\s*[\\r\\n]+" in stated)
+        parsed = self.backend.pre_tokenizer.__getstate__().decode() if self.backend.pre_tokenizer else ""
+        return '"use_regex":true' not in parsed and ("(?!" not in parsed or r"\\s*[\\r\\n]+" in parsed)
 
     def part(self, text: str, behind: Behind, literal: Sequence[str] = ()) -> "Placed":
         """The tokens of a part of a text.
@@ -175,10 +175,10 @@ class FastEncoder:
         if control not in self._literals:
             from tokenizers import Tokenizer
 
-            stated = json.loads(self.backend.to_str())
-            for token in stated["added_tokens"]:
+            parsed = json.loads(self.backend.to_str())
+            for token in parsed["added_tokens"]:
                 token["special"] = token["content"] in control
-            backend = Tokenizer.from_str(json.dumps(stated))
+            backend = Tokenizer.from_str(json.dumps(parsed))
             backend.encode_special_tokens = True
             self._literals[control] = backend
         return self._literals[control]
@@ -481,10 +481,10 @@ class QuickEncoder:
 def quick_encoder(backend: "Tokenizer") -> QuickEncoder | None:
     """A quick encoder with the same tokens; None: no test shows that they would be the same."""
     definition = backend.to_str()
-    stated = json.loads(definition)
-    model, normalizer = stated["model"], stated["normalizer"] or {"type": "NFC"}
+    parsed = json.loads(definition)
+    model, normalizer = parsed["model"], parsed["normalizer"] or {"type": "NFC"}
     known = model["type"] == "BPE" and not model["dropout"] and normalizer == {"type": "NFC"}
-    if not known or backend.encode_special_tokens or _patterns(stated["pre_tokenizer"]) not in PROVEN:
+    if not known or backend.encode_special_tokens or _patterns(parsed["pre_tokenizer"]) not in PROVEN:
         return None
     return QuickEncoder(definition)
 

@@ -465,11 +465,11 @@ class ControlTokens:
     @staticmethod
     def of(template: Template, stops: StopTokens) -> "ControlTokens":
         found = set(stops.special)
-        said: list[list[Message]] = [
+        conversations: list[list[Message]] = [
             [{"role": role, "content": _SLOT} for role in roles]
             for roles in (("system", "user", "assistant", "user"), ("user", "assistant", "user"))
         ]
-        for messages in said:
+        for messages in conversations:
             try:
                 (text,) = template.render([messages], None, "", prompt=True)
             except PipelineError:  # it takes no system message
@@ -518,8 +518,8 @@ class ControlTokens:
         self, messages: Sequence[Message], tools: Tools | None
     ) -> "tuple[list[Message], Tools | None, tuple[str, str]]":
         """Messages and tools with a mark before and behind each control token, and the two marks."""
-        said = json.dumps([messages, tools], ensure_ascii=False)
-        left, right = [mark for mark in _MARKS if mark not in said][:2]
+        joined = json.dumps([messages, tools], ensure_ascii=False)
+        left, right = [mark for mark in _MARKS if mark not in joined][:2]
         marked = [
             {
                 name: value if name == "role" else _replaced(value, self._pattern(message["role"]), left, right)

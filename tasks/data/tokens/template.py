@@ -82,8 +82,8 @@ def _calls(message: Message) -> list[dict[str, dict[str, object]]]:
 def _message(message: Message, marks: Marks) -> Message:
     marked, calls = dict(message), _calls(message)
     if message["content"] or not calls:
-        said = _SAID.get(str(message["role"]), f"what the {message['role']} says")
-        marked["content"] = marks.word(f"{said} beside a call" if calls else said)
+        phrase = _SAID.get(str(message["role"]), f"what the {message['role']} says")
+        marked["content"] = marks.word(f"{phrase} beside a call" if calls else phrase)
     if calls:
         marked["tool_calls"] = [{**call, "function": _function(call["function"], marks)} for call in calls]
     return marked

@@ -492,11 +492,11 @@ def read_prompts_once(model: "PreTrainedModel | PeftModel") -> None:
 
     @functools.wraps(whole)
     def forward(*args: object, **inputs: object) -> object:
-        given = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
+        tensors = {name: each for name, each in inputs.items() if isinstance(each, torch.Tensor)}
         recomputes = base.training and base.is_activation_checkpointing
-        if not inputs.get("fused_lm_head") or given.keys() != _FUSED or recomputes:
+        if not inputs.get("fused_lm_head") or tensors.keys() != _FUSED or recomputes:
             return whole(*args, **inputs)
-        ids_BT, mask_BT, labels_BT = given["input_ids"], given["attention_mask"], given["labels"]
+        ids_BT, mask_BT, labels_BT = tensors["input_ids"], tensors["attention_mask"], tensors["labels"]
         length = int((labels_BT == -100).all(0).long().cumprod(0).sum())  # no row trains a token of the prompts
         some = length < labels_BT.shape[1]  # else each completion is masked, and the end of the prompts is unknown
         cache = prompt_cache(base, ids_BT[:, :length], mask_BT[:, :length]) if some else None

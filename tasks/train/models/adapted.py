@@ -75,27 +75,27 @@ def peft_config(adapter: Adapter, model: "PreTrainedModel", num_steps: int) -> P
     row = ADAPTERS[adapter.type]
     is_reward_model = model.get_output_embeddings() is None
     saved = [*(["score"] if is_reward_model else []), *_saved(adapter, model)]
-    stated: dict[str, object] = {
+    configured: dict[str, object] = {
         "task_type": "SEQ_CLS" if is_reward_model else "CAUSAL_LM", "modules_to_save": saved or None, **row.fixed,
         **_own(adapter, model, num_steps),
     }  # fmt: skip
     config_class = getattr(peft, row.config)
     if is_plain(adapter):
         names = ALL_LINEAR if adapter.target_modules == ALL_LINEAR else _found(adapter, model)
-        layers = _layers_beside_experts(config_class(**stated, target_modules=names), model)
+        layers = _layers_beside_experts(config_class(**configured, target_modules=names), model)
         if layers is None:
             _warn_of_experts(adapter, model)
-            config: PeftConfig = config_class(**stated, target_modules=names)
+            config: PeftConfig = config_class(**configured, target_modules=names)
         elif is_quantized(model):
             logger.warning("quantization: the experts of a mixture are frozen; adapted: %s", layers)
-            config = config_class(**stated, target_modules=layers)
+            config = config_class(**configured, target_modules=layers)
         else:
             _require_on_experts(adapter, layers)
-            config = config_class(**stated, target_modules=names)
+            config = config_class(**configured, target_modules=names)
         return config
     _warn_of_experts(adapter, model)
     chosen = _targets(adapter, model)
-    whole: PeftConfig = config_class(**stated, target_modules=[name for name, _, _ in chosen])
+    whole: PeftConfig = config_class(**configured, target_modules=[name for name, _, _ in chosen])
     return whole
 
 
@@ -443,8 +443,8 @@ def add_noise(model: "PreTrainedModel | PeftModel", alpha: float) -> None:
     embeddings = plain(model).get_input_embeddings()
     embeddings.neftune_noise_alpha = alpha
 
-    def noisy(module: torch.nn.Module, given: object, output: "Tensor") -> "Tensor":
-        return output if _is_reference(model) else neftune_post_forward_hook(module, given, output)
+    def noisy(module: torch.nn.Module, inputs: object, output: "Tensor") -> "Tensor":
+        return output if _is_reference(model) else neftune_post_forward_hook(module, inputs, output)
 
     embeddings.register_forward_hook(noisy)
 

@@ -164,10 +164,12 @@ def repair_generation(model: "PreTrainedModel", policy: Input) -> None:
             *(_SAMPLING if config.do_sample is not True else ()),
             *(_BEAMS if config.num_beams in (None, 1) else ()),
         ]
-        stated = [name for name in unused if getattr(config, name, None) is not None]
-        for name in stated:
+        configured = [name for name in unused if getattr(config, name, None) is not None]
+        for name in configured:
             setattr(config, name, None)
-        logger.warning("model=%s generation_config: removed %s, unused by its decoding", policy.name, ", ".join(stated))
+        logger.warning(
+            "model=%s generation_config: removed %s, unused by its decoding", policy.name, ", ".join(configured)
+        )
         try:
             config.validate(strict=True)
         except ValueError as error:

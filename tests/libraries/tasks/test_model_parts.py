@@ -79,7 +79,7 @@ def test_each_option_is_identity(model, tmp_path):
     for each in found:
         assert pin("base", each.source, DigestCache(None)).fingerprint == each.fingerprint
     assert str(tmp_path / "a.jinja") in found[4].record.files
-    assert found[7].record.stated()["model_kwargs"] == {"rope_scaling": ROPE}
+    assert found[7].record.configured()["model_kwargs"] == {"rope_scaling": ROPE}
 
 
 def test_the_content_of_tokenizer_and_template_is_identity_their_place_is_not(model, tmp_path):

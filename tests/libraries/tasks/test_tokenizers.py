@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
-from tasks.model.fetch_model import split_as_stated
+from tasks.model.fetch_model import split_as_in_gguf
 from tasks.model.tokenizers import PROBE, read_otherwise, tokenizer_of
 from tests.tiny_gguf import write_gguf
 
@@ -161,7 +161,7 @@ def test_a_gguf_file_splits_as_it_states(tmp_path: Path, pre: str, expected: str
     write_gguf(tmp_path / "m.gguf", pre)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
     before = str(tokenizer.backend_tokenizer.pre_tokenizer)
-    split_as_stated(tokenizer, tmp_path / "m.gguf")
+    split_as_in_gguf(tokenizer, tmp_path / "m.gguf")
     splits = tokenizer.backend_tokenizer.pre_tokenizer
     if expected is None:
         assert str(splits) == before
@@ -175,4 +175,4 @@ def test_a_gguf_file_with_unknown_splits_is_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "deepseek-llm")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
     with pytest.raises(ConfigError, match=r"pre=deepseek-llm: it is unknown.*smollm.*tokenizer\.json"):
-        split_as_stated(tokenizer, tmp_path / "m.gguf")
+        split_as_in_gguf(tokenizer, tmp_path / "m.gguf")

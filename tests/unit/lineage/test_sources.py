@@ -99,7 +99,7 @@ def test_how_rows_are_read_is_identity_and_recorded(stated, tmp_path):
     path = str(tmp_path / "rows.jsonl")
     plain, other = pinned(Source(path=path)), pinned(Source(path=path, **stated))
     assert plain.fingerprint != other.fingerprint
-    assert {**plain.record.stated(), **stated} == other.record.stated()
+    assert {**plain.record.configured(), **stated} == other.record.configured()
 
 
 def test_sources_whose_columns_were_stated_the_other_way_round_keep_their_fingerprint(tmp_path):

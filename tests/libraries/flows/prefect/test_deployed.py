@@ -23,7 +23,7 @@ def test_an_error_that_is_not_foreseen_fails_the_run_and_notifies(tmp_path, monk
     monkeypatch.setattr(module, "load_pipeline", lambda *_: pipeline)
     monkeypatch.setattr(module, "notify_of", lambda *said: notified.append(said))
     monkeypatch.setattr(module, "_run_in_turn", fail)
-    state = module._run_deployed("toy", SimpleNamespace(words=lambda *_: []), [], any_code=True)
+    state = module._run_deployed("toy", SimpleNamespace(cli_args=lambda *_: []), [], any_code=True)
     assert (state.type.value, state.message) == ("FAILED", "ConnectError: the server is gone")
     assert notified == [(pipeline, "toy 11-21", "failed", "ConnectError: the server is gone")]
 

@@ -14,7 +14,7 @@ from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, Wor
 from flows.stages import launch
 from flows.stages.exit_reasons import asked, death, failed, left, memory_kills
 from flows.stages.job import Job
-from flows.stages.launch import ending
+from flows.stages.launch import failure_of
 from lineage.errors import DataError, LostError, StageError, StoppedError
 from lineage.store import Entry
 from tasks.context import Resources
@@ -60,29 +60,29 @@ def dead(text: str = "") -> Exception:
 )  # fmt: skip
 def test_a_worker_that_died_is_the_cause_and_is_lost(cluster_job, failures, cause, monkeypatch):
     monkeypatch.setattr("flows.stages.exit_reasons.memory_kills", lambda: None)
-    found = ending(cluster_job, WorkerGroupError("x", failures), None)
+    found = failure_of(cluster_job, WorkerGroupError("x", failures), None)
     assert isinstance(found, LostError)
     assert found.cause == cause
 
 
 def test_an_error_of_the_method_comes_before_what_followed_from_it_and_is_no_loss(cluster_job):
-    found = ending(cluster_job, WorkerGroupError("x", {0: GONE, 1: DataError("rows.jsonl line 7: empty")}), None)
+    found = failure_of(cluster_job, WorkerGroupError("x", {0: GONE, 1: DataError("rows.jsonl line 7: empty")}), None)
     assert type(found) is StageError
     assert (found.cause, found.exit_code) == (f"rank 1 on {HERE} at step 11: rows.jsonl line 7: empty", 2)
 
 
 def test_a_stop_is_a_stop(cluster_job):
     stopped = StoppedError("stopped at step 12 of 20")
-    assert ending(cluster_job, WorkerGroupError("x", {0: stopped, 1: GONE}), None) is stopped
+    assert failure_of(cluster_job, WorkerGroupError("x", {0: stopped, 1: GONE}), None) is stopped
     cause = f"its process on {HERE} was asked to end by SIGTERM, and saved: stopped at step 12 of 20"
     assert asked(cluster_job, stopped).cause == cause
 
 
 def test_the_loss_of_the_cluster_is_a_loss(cluster_job, monkeypatch):
     starts = ControllerError(WorkerGroupStartupFailedError("a node went down"))
-    assert isinstance(ending(cluster_job, starts, None), LostError)
-    assert type(ending(cluster_job, ControllerError(ValueError("no such option")), None)) is StageError
-    lost = ending(cluster_job, ActorDiedError(), None)
+    assert isinstance(failure_of(cluster_job, starts, None), LostError)
+    assert type(failure_of(cluster_job, ControllerError(ValueError("no such option")), None)) is StageError
+    lost = failure_of(cluster_job, ActorDiedError(), None)
     assert isinstance(lost, LostError) and f"its Ray cluster on {HERE} was lost at step 12: " in str(lost)
     assert isinstance(death(cluster_job, 1, None), LostError)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")

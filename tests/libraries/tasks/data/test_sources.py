@@ -124,7 +124,7 @@ def test_both_are_identity_and_recorded_and_nothing_else_moves(data_set: Path) -
     files = pinned(data_set, loader={"data_files": "german/*.jsonl"})
     assert len({each.fingerprint for each in (plain, english, german, files)}) == 4
     assert english.record.reading == {"subset": "english"}
-    assert files.record.stated()["loader"] == {"data_files": "german/*.jsonl"}
+    assert files.record.configured()["loader"] == {"data_files": "german/*.jsonl"}
     assert pin("rows", english.source, DigestCache(None)).fingerprint == english.fingerprint
     (data_set / "README.md").write_text(CARD.replace("german/*", "german/a*"))
     assert pinned(data_set, subset="english").fingerprint != english.fingerprint

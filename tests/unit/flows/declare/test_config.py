@@ -13,7 +13,7 @@ from flows.__main__ import main
 from flows.declare.config import CONF as SHIPPED
 from flows.declare.config import Composer, compose_tree, load_pipeline
 from flows.declare.store_root import store_root
-from flows.progress.declared import split_words
+from flows.progress.declared import split_cli_args
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 
@@ -406,13 +406,13 @@ def test_a_wrong_key_is_refused_as_everywhere():
 @pytest.mark.parametrize("stated", [["--config-dir", "ours"], ["--config-dir=ours"]])
 def test_the_directory_is_found_among_the_overrides_in_either_form(stated):
     words = ["pipeline=toy", *stated, "~stages.dpo", "+sources.x.path='a b'"]
-    assert split_words(words) == (["pipeline=toy", "~stages.dpo", "+sources.x.path='a b'"], Path("ours"))
-    assert split_words(["pipeline=toy"]) == (["pipeline=toy"], None)
+    assert split_cli_args(words) == (["pipeline=toy", "~stages.dpo", "+sources.x.path='a b'"], Path("ours"))
+    assert split_cli_args(["pipeline=toy"]) == (["pipeline=toy"], None)
 
 
 def test_a_directory_that_is_not_there_is_told():
     with pytest.raises(ConfigError, match="pipeline=toy --config-dir: argument --config-dir: expected one argument"):
-        split_words(["pipeline=toy", "--config-dir"])
+        split_cli_args(["pipeline=toy", "--config-dir"])
 
 
 def test_yaml_is_read_in_c_by_the_rules_of_omegaconf(tmp_path, monkeypatch):

@@ -19,9 +19,9 @@ NAMES = (
 )
 
 
-def refused(*sample: Row, columns: dict[str, str] | None = None, stated: str | None = None) -> str:
+def refused(*sample: Row, columns: dict[str, str] | None = None, configured: str | None = None) -> str:
     with pytest.raises((DataError, ConfigError)) as refusal:
-        detect(sample, "rows.jsonl", columns=columns, stated=stated)
+        detect(sample, "rows.jsonl", columns=columns, configured=configured)
     return str(refusal.value)
 
 
@@ -54,8 +54,8 @@ def test_a_format_that_explains_more_columns_wins(row: Row, name: str) -> None:
 def test_two_formats_that_explain_a_source_as_well_are_refused_and_either_can_be_set():
     row = {**ALPACA, "text": "t"}
     assert refused(row).startswith("rows.jsonl: 2 formats fit: text (has text: 1 rows from row 1 on), alpaca (has")
-    assert detect([row], "rows.jsonl", stated="text").convert(row) == {"text": "t"}
-    assert detect([row], "rows.jsonl", stated="alpaca").convert(row).keys() == {"messages"}
+    assert detect([row], "rows.jsonl", configured="text").convert(row) == {"text": "t"}
+    assert detect([row], "rows.jsonl", configured="alpaca").convert(row).keys() == {"messages"}
 
 
 def test_what_a_source_without_a_format_lacks_is_named():
@@ -81,11 +81,11 @@ def test_a_source_of_no_format_is_refused_with_what_the_nearest_ones_miss() -> N
 
 
 def test_a_stated_format_has_to_exist_and_to_be_that_of_a_row() -> None:
-    assert refused(ALPACA, stated="alpacca") == (
+    assert refused(ALPACA, configured="alpacca") == (
         f"format=alpacca: no such format; accepted: {NAMES}; did you mean alpaca?"
     )
-    assert "columns instruction, input, output (text: no field 'text' (fields: " in refused(ALPACA, stated="text")
-    assert detect([{"odd": 1}] * 9 + [ALPACA], "rows.jsonl", stated="alpaca").name == "alpaca"
+    assert "columns instruction, input, output (text: no field 'text' (fields: " in refused(ALPACA, configured="text")
+    assert detect([{"odd": 1}] * 9 + [ALPACA], "rows.jsonl", configured="alpaca").name == "alpaca"
 
 
 def test_columns_are_renamed_before_anything_is_told():
@@ -184,8 +184,8 @@ def test_a_value_of_the_wrong_type_hides_no_format(name: str) -> None:
 def test_a_prompt_with_an_answer_that_is_null_throughout_is_no_prompt_alone(name: str) -> None:
     row: Row = {"prompt": "q", name: None}
     assert f"no format fits the columns prompt, {name} (" in refused(row, row)
-    assert detect([row], "rows.jsonl", stated="prompts").convert(row)["prompt"] == [Q]
-    assert detect([{**row, name: "a"}], "r", stated="prompts").convert({**row, name: "a"})["columns"]
+    assert detect([row], "rows.jsonl", configured="prompts").convert(row)["prompt"] == [Q]
+    assert detect([{**row, name: "a"}], "r", configured="prompts").convert({**row, name: "a"})["columns"]
     later = detect([{"prompt": "q"}], "rows.jsonl")
     with pytest.raises(
         BadRowError, match=f"^the row has {name}, which prompts does not read; accepted: rows of prompts"
@@ -210,7 +210,7 @@ def test_a_label_beyond_the_rows_looked_at_makes_a_bad_row(row: Row) -> None:
         detected.convert({**row, "label": False})
     assert refusal.value.found == f"the row has label, which {detected.name} does not read"
     assert detected.convert({**row, "label": None}) == detected.convert(row)
-    stated = detect([{**row, "label": 0}], "rows.jsonl", stated=detected.name)
+    stated = detect([{**row, "label": 0}], "rows.jsonl", configured=detected.name)
     assert stated.convert({**row, "label": 0}) == detected.convert(row)
 
 
@@ -285,7 +285,7 @@ def test_every_turn_is_a_message_of_its_role_and_the_answers_stand_alone():
         assert detect([row] * 3, "hh.jsonl").convert(row) == made
     answers = {"prompt": transcript(3, ""), "chosen": " 3, surely.", "rejected": "No idea of 3"}
     assert detect([answers] * 3, "hh.jsonl").convert(answers) == made
-    as_one_text = detect(hh(2), "hh.jsonl", stated="implicit_preference").convert(hh(2)[1])
+    as_one_text = detect(hh(2), "hh.jsonl", configured="implicit_preference").convert(hh(2)[1])
     assert len(as_one_text["prompt"]) == 1
 
 

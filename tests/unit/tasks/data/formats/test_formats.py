@@ -164,7 +164,7 @@ def test_a_row_is_told_and_brought_into_the_form_of_its_kind(name: str, row: Row
     assert detected.evidence.endswith(": 1 of 1 rows looked at")
     assert detected.convert(row) == made
     assert json.dumps(row) == before, "the user's row is left as it is"
-    assert detect([row], "rows.jsonl", stated=name).convert(row) == made
+    assert detect([row], "rows.jsonl", configured=name).convert(row) == made
     copied: Detected = pickle.loads(pickle.dumps(detected))
     assert copied == detected
     assert copied.convert(row) == made
@@ -208,7 +208,7 @@ def test_two_system_prompts_in_one_row_are_refused() -> None:
 def test_the_columns_of_dolly_are_those_of_alpaca(row: Row, made: list[Row]) -> None:
     detected = detect([row], "rows.jsonl")
     assert detected.name == "alpaca" and detected.convert(row) == {"messages": made}
-    assert detect([{**row, "prompt": "q"}], "rows.jsonl", stated="alpaca").convert(row) == {"messages": made}
+    assert detect([{**row, "prompt": "q"}], "rows.jsonl", configured="alpaca").convert(row) == {"messages": made}
     assert detect([{"prompt": "q", **row, "context": None}], "rows.jsonl").name == "prompt_completion"
 
 
@@ -231,7 +231,7 @@ def test_an_unread_column_that_changes_what_is_trained_is_refused(name: str, col
         detected.convert({**row, column: value})
     if column != "images":
         assert f"format={name}" in str(refusal.value)
-        assert detect([row], "rows.jsonl", stated=name).convert({**row, column: value}) == CASES[name][0][1]
+        assert detect([row], "rows.jsonl", configured=name).convert({**row, column: value}) == CASES[name][0][1]
     for nothing in (None, "", [], {}):
         assert detected.convert({**row, column: nothing}) == CASES[name][0][1]
 
