@@ -19,7 +19,7 @@ from lineage.filesystem.files import append_jsonl, read_jsonl
 from lineage.filesystem.lock import LOCK, Lock, owner
 from lineage.graph.places import node_key
 from lineage.promotions import locked
-from lineage.store import CACHE, MODELS, REFERENCE_LOGPS, REHEARSALS, Entry, Store
+from lineage.store import CACHE, COMPILED, MODELS, REFERENCE_LOGPS, REHEARSALS, Entry, Store
 
 # Records the deleted finished outputs, so that `verify` does not report their mirrors as orphans.
 DELETED = "freed.jsonl"
@@ -29,7 +29,9 @@ AGE_SECONDS = 7 * 86400.0
 _GUARD = "gc.lock"
 _TRASH = "deleted"  # in the cache: what was renamed, to be deleted
 # Folder of the cache -> name of an entry.
-_CACHES = {"tokens": "tokens", MODELS: "model", REFERENCE_LOGPS: REFERENCE_LOGPS, _TRASH: "deleted"}
+_CACHES = {
+    "tokens": "tokens", MODELS: "model", REFERENCE_LOGPS: REFERENCE_LOGPS, COMPILED: COMPILED, _TRASH: "deleted"
+}  # fmt: skip
 _LEFT = ("work", "*.gone", "*.tmp", f"{LOCK}.*")  # what a kill may leave beside a finished output
 
 

@@ -34,6 +34,7 @@ METRICS = "metrics.json"  # the final metrics, for `dvc metrics`
 PLOTS = "plots.json"  # the reports of every step, for `dvc plots`
 CACHE = "cache"  # what stages share and can rebuild, such as tokens
 MODELS = "models"  # in the cache: models converted from wheels
+COMPILED = "compiled"  # in the cache: what torch and Triton compile
 REFERENCE_LOGPS = "reference_logps"  # in the cache: see tasks.train.losses.reference_logps
 REHEARSALS = "rehearsals"  # stores of rehearsals, a directory each, with a lock
 # Directories of the store that belong to no stage.

@@ -48,6 +48,7 @@ from lineage.errors import ArtifactError, ConfigError, LostError, PipelineError,
 from lineage.filesystem.disk import explain_full_disk
 from lineage.filesystem.files import append_jsonl
 from lineage.filesystem.remote_files import private_folder
+from lineage.store import COMPILED
 from tasks.context import Launcher, Metrics, Resources, TrainContext
 from tasks.judgement.check_rows import POLICY
 from tasks.judgement.disk_need import require_disk
@@ -383,7 +384,7 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
             "give a `store` that every node mounts"
         )
     pin_threads(job.resources.cpus_per_worker)
-    keep_compiled(job.cache / "compiled")
+    keep_compiled(job.cache / COMPILED)
     start = time.perf_counter()
     with explain_full_disk(job.directory), contextlib.ExitStack() as stack:
         heartbeat = None
@@ -409,6 +410,8 @@ def keep_compiled(folder: Path) -> None:
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR", ours) == ours:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+    for each in folder.glob("*"):
+        os.utime(each)  # `gc` reads it as the time of last use
 
 
 def context_of(job: Job, rank: int = 0, world_size: int = 1, heartbeat: HeartbeatFile | None = None) -> TrainContext:

@@ -89,7 +89,13 @@ def test_bytes_that_another_link_keeps_are_not_freed(written, made, tmp_path):
 
 @pytest.mark.parametrize(
     ("what", "name"),
-    [("tokens", "tokens"), ("reference_logps", "reference_logps"), ("models", "model"), ("deleted", "deleted")],
+    [
+        ("tokens", "tokens"),
+        ("reference_logps", "reference_logps"),
+        ("models", "model"),
+        ("compiled", "compiled"),
+        ("deleted", "deleted"),
+    ],
 )
 def test_a_cache_goes_unless_a_run_is_under_way(written, what, name):
     for entry in ("1" * 16, "3" * 16 + ".draft"):

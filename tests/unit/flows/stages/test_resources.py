@@ -124,7 +124,10 @@ def test_caches_that_libraries_unpickle_lie_in_it(place, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{place}/torchinductor")
     monkeypatch.setenv("TRITON_CACHE_DIR", "")  # restored at the end
     monkeypatch.delenv("TRITON_CACHE_DIR")
+    (tmp_path / "store" / "inductor").mkdir(parents=True)
+    os.utime(tmp_path / "store" / "inductor", (0, 0))
     keep_compiled(tmp_path / "store")  # a stage's process
+    assert (tmp_path / "store" / "inductor").stat().st_mtime > 0  # what `gc` reads as its last use
     names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     assert [os.environ[name] for name in names] == [f"{tmp_path}/store/inductor", f"{tmp_path}/store/triton"]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "of the user")
