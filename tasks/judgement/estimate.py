@@ -317,13 +317,15 @@ def uses_fused_layers(method: TrainingRecipe, resources: Resources) -> bool:
 
 
 def kernels_in_use(method: TrainingRecipe, resources: Resources) -> dict[str, str]:
-    """What a training on a GPU computes its layers with, and samples its completions with, each with the reason.
+    """What a training on a GPU computes its layers and samples its completions with; what steps weights in bf16.
 
     The log says it of the model, whose architecture must be known to them.
     """
+    kept = f"{method.optimizer.name}, which keeps the lower 16 bits of weights in bf16 (optimizer.weights=bf16)"
+    steps = {"steps": kept} if method.optimizer.weights else {}
     if not resources.gpus_per_worker:
-        return {}
-    return {"layers": _layers_in_use(method, resources), **_sampler_in_use(method)}
+        return steps
+    return {"layers": _layers_in_use(method, resources), **_sampler_in_use(method), **steps}
 
 
 def _layers_in_use(method: TrainingRecipe, resources: Resources) -> str:

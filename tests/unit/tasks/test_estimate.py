@@ -65,6 +65,9 @@ def test_the_layers_of_a_gpu_are_named_with_their_reason(installed, fields, reso
     assert estimate.kernels_in_use(method, gpu) == {"layers": expected}
     assert estimate.uses_fused_layers(method, gpu) == expected.startswith("Liger")
     assert estimate.kernels_in_use(method, CPU) == {}
+    split = replace(method, optimizer=Optimizer(weights="bf16"))
+    steps = "adamw_torch_fused, which keeps the lower 16 bits of weights in bf16 (optimizer.weights=bf16)"
+    assert [estimate.kernels_in_use(split, each).get("steps") for each in (gpu, CPU)] == [steps, steps]
 
 
 @pytest.mark.parametrize(
