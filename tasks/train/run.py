@@ -3,12 +3,15 @@
 1. Models: the policy with its adapter, and the models that the method names beside it (``models/``).
 2. Rows: their tokens, the order of training, and the collator.
 3. The trainer and its optimizer, with what all trainings share: ``trl``, ``trainer_args`` (``optim/``, ``losses/``).
-4. The loop: ``fit`` takes the steps, with callbacks that measure, report, save and end it.
+   ``trl`` is what a method calls; it reads 1 and 2.
+4. The loop: ``fit`` takes the steps, with callbacks that measure, report, save and end it. A step itself is that of
+   transformers' ``Trainer``, its loss that of TRL's.
 5. The output: ``save``.
 
 What happens inside a step is in three more files: ``kernels/padding_free.py`` (the batch and its forward),
-``loop/callbacks.py`` (metrics) and ``loop/checkpointing.py`` (checkpoints, stops). Evaluation beside the steps is
-``loop/evaluation.py``, the division over workers ``sharding.py``, a loop of a method's own ``loop/own_loop.py``.
+``loop/token_batches.py`` (its micro batches with ``micro_batch_size=auto``) and ``loop/callbacks.py`` (metrics).
+Between steps are ``loop/checkpointing.py`` (saves, stops) and ``loop/evaluation.py``. The division over workers is
+``sharding.py``, a loop of a method's own ``loop/own_loop.py``.
 """
 
 import difflib
