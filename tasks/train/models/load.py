@@ -516,14 +516,9 @@ def _misfit(model: "PreTrainedModel", adapter: Path, cause: str) -> ConfigError:
 
 
 def save_output(
-    method: TrainingRecipe,
-    model: "PreTrainedModel | PeftModel",
-    policy: Input,
-    ctx: "TrainContext",
-    kept: Kept,
-    start: "Mapping[str, Tensor] | None" = None,
-    prompts: Golden = (),
-) -> Metrics:
+    method: TrainingRecipe, model: "PreTrainedModel | PeftModel", policy: Input, ctx: "TrainContext", kept: Kept,
+    start: "Mapping[str, Tensor] | None" = None, prompts: Golden = (),
+) -> Metrics:  # fmt: skip
     """Writes the trained model, with the tokenizer and chat template of its input; rank 0 only.
 
     A LoRA is merged into the weights, and also saved alone in ``adapter/``; with ``save=adapter`` only the adapter is
@@ -549,37 +544,34 @@ def save_output(
 
     if ctx.rank != 0:
         return {}
-    metrics: Metrics = {}
-    if not isinstance(model, PeftModel):
-        if method.optimizer.weights:
-            hold_in(model, method.optimizer.weights)
-        directory = base_and_adapters(policy.path)[0]
-        metrics = save_whole(model, directory, ctx.output_dir, kept.weights, partial(require_base, ctx))
-        kept.write(ctx.output_dir)
-        require_output_loads(method.produces, model, ctx.output_dir, prompts, may_run=trusts(policy.path))
-        return metrics
-    base = intake(method, policy).beneath or Base.of(policy)
-    if method.save == "adapter":
-        base = replace(base, rounding=method.quantization.rounding() if method.quantization else None)
-        save_adapter(model, ctx.output_dir, base, start)
-        base.write(ctx.output_dir)
-        whole = model.get_base_model()
-        plain_config(whole).save_pretrained(ctx.output_dir)
-        if whole.can_generate():
-            whole.generation_config.save_pretrained(ctx.output_dir)
-        require_adapter_loads(method, model, policy, ctx, ctx.output_dir, prompts)
+    merged = None
+    if isinstance(model, PeftModel):
+        base, alone = intake(method, policy).beneath or Base.of(policy), method.save == "adapter"
+        directory = ctx.output_dir if alone else ctx.output_dir / ADAPTER_DIR
+        if alone:
+            base = replace(base, rounding=method.quantization.rounding() if method.quantization else None)
+        save_adapter(model, directory, base, start)
+        if alone:
+            base.write(directory)
+            whole = model.get_base_model()
+            plain_config(whole).save_pretrained(directory)
+            if whole.can_generate():
+                whole.generation_config.save_pretrained(directory)
+        require_adapter_loads(method, model, policy, ctx, directory, prompts)
+        if alone:
+            kept.write(directory)
+            return {}
+        merged = _merge(method, model, policy, ctx, prompts)
+        saved = merged.model
     else:
-        save_adapter(model, ctx.output_dir / ADAPTER_DIR, base, start)
-        require_adapter_loads(method, model, policy, ctx, ctx.output_dir / ADAPTER_DIR, prompts)
-        found = _merge(method, model, policy, ctx, prompts)
-        directory = base_and_adapters(policy.path)[0]
-        metrics = save_whole(found.model, directory, ctx.output_dir, kept.weights, partial(require_base, ctx))
-        require_output_loads(method.produces, found.model, ctx.output_dir, prompts, may_run=trusts(policy.path))
-        metrics = {
-            **metrics,
-            **compared(found.before, found.after, is_reward_model=method.produces == Kind.REWARD_MODEL),
-        }
+        saved = hold_in(model, method.optimizer.weights) if method.optimizer.weights else model
+    trained_from = base_and_adapters(policy.path)[0]
+    metrics = save_whole(saved, trained_from, ctx.output_dir, kept.weights, partial(require_base, ctx))
     kept.write(ctx.output_dir)
+    require_output_loads(method.produces, saved, ctx.output_dir, prompts, may_run=trusts(policy.path))
+    if merged:
+        is_reward_model = method.produces == Kind.REWARD_MODEL
+        metrics |= compared(merged.before, merged.after, is_reward_model=is_reward_model)
     return metrics
 
 
