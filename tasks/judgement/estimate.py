@@ -458,14 +458,12 @@ class Work:
     Args:
         tokens: over all steps and workers.
         flops: the same.
-        updates: weights that are changed, summed over all steps.
         passes: forward and backward passes of one worker.
         moved: numbers that layers and the head write, over all steps and workers.
     """
 
     tokens: int
     flops: float
-    updates: int
     passes: int
     moved: int
 
@@ -491,7 +489,6 @@ def work(
         _, passes = _at_once(method, resources, found, shapes, tokens, capacity)
     return Work(
         tokens=total, flops=total * flops_per_token(found, method, resources, round(each), slots),
-        updates=num_steps * trained_weights(method, shapes).trained,
         passes=num_steps * passes,
         moved=total * (found.layers * _kept(found) + head),
     )  # fmt: skip
