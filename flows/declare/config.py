@@ -44,10 +44,8 @@ from tasks.recipe import SHORT_FORMS
 from tasks.train.compatibility import check_compatible
 
 CONF = Path(__file__).parents[2] / "conf"
-
 _VALUE = re.compile(r"\w+(\.\w+)+=")  # a key that cannot be a group
 _NO_SCHEDULE = "schedule=null"  # the pipeline's key, which is also the name of a group
-
 _MISSING = "???"  # a mandatory value that is not set
 _TAGS = {f"tag:yaml.org,2002:{name}" for name in ("set", "binary", "omap", "pairs", "timestamp")}  # not in JSON
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
