@@ -362,7 +362,8 @@ class TrainingRun:
         data, workers = self.inputs[reads.slot], self.ctx.resources.cpus_per_worker
         rows = load_or_make(tokenization, data, self.inputs[_POLICY].path, self.ctx.cache_dir, workers)
         show(rows, data, self.method.max_length)
-        models.require_embeddings(rows, self._start.model, self._start.tokenizer)
+        spelled = rows.stats.spelled if tokenization.control_tokens is None else ()
+        models.require_embeddings(rows, self._start.model, self._start.tokenizer, spelled)
         if self.ctx.rank == 0 and (other := read_otherwise(self.inputs[_POLICY].path)):
             logger.warning(
                 "tokenizer=tokenizer.json auto_tokenizer=%s: transformers' AutoTokenizer, and programs that load the "

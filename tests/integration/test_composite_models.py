@@ -203,3 +203,8 @@ def test_a_row_with_a_token_that_has_no_embedding_is_refused_before_a_step(root:
     tokenizer.save_pretrained(policy)
     with pytest.raises(DataError, match=r"has the token 'list' \(id \d+\), and the model has 300 embeddings"):
         training.train(sft(num_steps=1), root, tmp_path / "refused", policy=policy)
+    tokenizer.add_special_tokens({"additional_special_tokens": [word]})
+    tokenizer.save_pretrained(policy)
+    with pytest.raises(DataError, match=r"rows spell the token 'list' \(id \d+\), and the model has 300 embeddings"):
+        training.train(sft(num_steps=1), root, tmp_path / "spelled", policy=policy)
+    assert training.train(sft(num_steps=1, control_tokens="text"), root, tmp_path / "as_text", policy=policy).losses

@@ -742,9 +742,12 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def require_embeddings(
-    rows: "TokenizedRows", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
-) -> None:  # fmt: skip
+    rows: "TokenizedRows", model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", spelled: Sequence[str] = ()
+) -> None:
     """Requires that the model has an embedding for each token of the rows.
+
+    Args:
+        spelled: control tokens that the rows' texts spell, and that nobody said to encode as text.
 
     Raises:
         DataError: names a token that it has none for.
@@ -752,6 +755,14 @@ def require_embeddings(
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) <= num_embeddings:
         return
+    for token in spelled:
+        if tokenizer.convert_tokens_to_ids(token) >= num_embeddings:
+            raise DataError(
+                f"rows spell the token {token!r} (id {tokenizer.convert_tokens_to_ids(token)}), and the model has "
+                f"{num_embeddings} embeddings; tokens that it has embeddings for are accepted; resize them "
+                "(model.resize_token_embeddings) and train them first, leave the token out of the rows, or set "
+                "method.control_tokens=text, which trains its characters"
+            )
     for number, row in enumerate(rows.examples):
         highest = max(tokens_of(row), default=0)
         if highest >= num_embeddings:
