@@ -246,7 +246,7 @@ FAULTS = (
     # --- flows
     Fault(
         what="a stage with changed inputs is reused",
-        text="identity = fingerprint(recipe, {slot: given.fingerprint for slot, given in inputs.items()})",
+        text="identity = fingerprint(recipe, {slot: input_.fingerprint for slot, input_ in inputs.items()})",
         wrong="identity = fingerprint(recipe, {})",
         tests=("planning/test_plan",),
     ),

@@ -16,8 +16,6 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.filesystem.files import append_jsonl
 from lineage.store import Manifest, Provenance
-from tasks.judgement.estimate import architecture, work
-from tasks.method import Adapter
 from tasks.train.loop.speed import peak_key, peaks_file
 from tests.command import Command
 
@@ -176,15 +174,6 @@ def test_a_training_by_epochs_is_remembered_though_its_steps_were_unknown_when_i
     assert (run.memory, run.seconds, run.other_seconds, run.features.num_steps) == (3 * 2**29, 8.0, 2.0, 20)
     assert run.predicted_memory and run.predicted_seconds is None
     assert estimates(demo())["cpt"].memory == 3 * 2**29
-
-
-def test_the_weights_of_the_files_count_and_not_names_of_the_llama_family():
-    method, resources = load_pipeline([]).stages["sft"].method, load_pipeline([]).stages["sft"].resources
-    found = architecture({"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16})
-    assert found
-    shapes = {"wte.weight": (16, 8), "h.0.attn.c_attn.weight": (8, 24), "h.0.mlp.c_fc.weight": (8, 32)}
-    adapted = replace(method, adapter=Adapter(type="lora", rank=2, target_modules="c_attn"))
-    assert work(adapted, resources, found, shapes, num_steps=1, tokens=4).updates == 2 * (8 + 24)
 
 
 def test_rows_that_were_never_cut_do_not_grow_with_the_limit(demo):
