@@ -364,7 +364,7 @@ def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) 
 def _check_schema(uri: str) -> Finding:
     """Compares the schema of an MLflow database with that of the installed MLflow.
 
-    MLflow migrates a database that lacks tables when it opens it, whoever else writes to it, and refuses other schemas.
+    When MLflow opens a database that lacks tables, it migrates it, even while others write. It refuses other schemas.
     """
     from alembic.migration import MigrationContext
     from alembic.script import ScriptDirectory

@@ -25,7 +25,7 @@ Columns = Mapping[str, Sequence[object]]
 Score = Callable[[Sequence[Sequence[Message]], Sequence[str], Columns], object]
 # Rewards of TRL, ms-swift and Open R1 -> ours.
 PEERS: Mapping[str, str] = {
-    **dict.fromkeys(("accuracy", "accuracy_reward", "math"), "numeric, or exact for an answer that is no number"),
+    **dict.fromkeys(("accuracy", "accuracy_reward", "math"), "numeric, or exact for an answer that is not a number"),
     **dict.fromkeys(("reasoning_accuracy_reward",), "numeric with answer_tag"),
     **dict.fromkeys(("think_format_reward", "format_reward", "tag_count", "tag_count_reward"), "format with tags"),
     **dict.fromkeys(("react_format",), "tool_call, or regex"),

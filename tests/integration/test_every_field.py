@@ -194,7 +194,7 @@ def test_every_field_changes_the_run(
         run = training.train(training.method(name, **shorter, too_long=value), root, tmp_path / "output")
         assert not same(weights(run.output), weights(cut.output))
         return
-    if field in ("thinking", "control_tokens"):  # of no effect where nobody thinks, or no text spells a token
+    if field in ("thinking", "control_tokens"):  # no effect: these rows have no thinking, and spell no token
         rows = (write_thinking if field == "thinking" else write_spelling)(tmp_path / "rows", root)
         if (name, field) == ("cpt", "control_tokens"):  # documents keep them where the field is not set
             value = "text"

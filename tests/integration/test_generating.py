@@ -863,13 +863,14 @@ def test_a_prompt_is_read_once_for_its_completions_with_the_numbers_of_whole_row
         if name == "whole":
             monkeypatch.setattr("tasks.train.generation.rollouts.prompt_cache", lambda *_: None)
         run = training.train(training.method("grpo", **fields), root, tmp_path / name)
-        samples = pq.read_table(run.output / "samples.parquet").drop_columns(
-            "weights"
-        )  # they differ in their last bits
+        samples = pq.read_table(run.output / "samples.parquet").drop_columns("weights")  # digests; compared below
         runs[name] = run.losses, samples.to_pylist(), sum(tokens_read)
         tokens_read.clear()
     (losses, samples, tokens), (expected, whole_samples, all_tokens) = runs.values()
     assert losses == pytest.approx(expected, rel=1e-4) and samples == whole_samples
+    torch.testing.assert_close(
+        training.weights(tmp_path / "once"), training.weights(tmp_path / "whole"), rtol=0, atol=2e-5
+    )
     assert tokens < 0.5 * all_tokens
 
 

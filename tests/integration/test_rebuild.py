@@ -129,7 +129,7 @@ def test_a_finished_output_that_was_deleted_by_hand_is_named_until_a_rebuild_rec
 
 
 def test_an_open_run_whose_folder_was_deleted_is_named_and_closed(uri, store):
-    """Also where the process that opened it goes on, and of a pipeline of which the store has nothing."""
+    """Also while the process that opened it still runs, and for a pipeline without outputs in the store."""
     base = store.chain()["base"]
     refill(uri, store.root)
     client, runs = connect(uri), Executions(connect(uri), store.root)

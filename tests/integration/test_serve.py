@@ -234,7 +234,7 @@ def test_a_gpu_pool_is_drawn_on_and_one_that_is_not_there_refused(served, api):
     run, processes = running(api, served, *wants)
     wait_until(lambda: api.get("/v2/concurrency_limits/a100")["active_slots"] == 1, "it holds a slot")
     wait_until(lambda: 0 < api.artifacts(run).get("toy-left-progress", {"data": 0})["data"] < 100, "its bar moves")
-    wait_until(lambda: "toy-mlflow" in api.artifacts(run), "MLflow has the run")  # while it goes on
+    wait_until(lambda: "toy-mlflow" in api.artifacts(run), "MLflow has the run")  # before it ends
     assert "| this run | `" in api.artifacts(run)["toy-mlflow"]["data"]
     api.set_state(run, "CANCELLING")
     assert api.end(run)["type"] == "CANCELLED"

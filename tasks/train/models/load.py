@@ -747,7 +747,7 @@ def require_embeddings(
     """Requires that the model has an embedding for each token of the rows.
 
     Args:
-        spelled: control tokens that the rows' texts spell, and that nobody said to encode as text.
+        spelled: control tokens in the rows' texts; empty where ``control_tokens`` is set.
 
     Raises:
         DataError: names a token that it has none for.

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from lineage.errors import ConfigError
 from tasks.context import Resources
 from tasks.distill import Distillation
 from tasks.dpo import DPO
@@ -257,3 +258,11 @@ def test_memory_on_an_h100_is_foretold(monkeypatch, fields, resources, peak_gib)
     found = architecture(config)
     total = memory(method, where, found, found.shapes(), 2048, mean=527, capacity=H100).total
     assert total / 2**30 == pytest.approx(peak_gib, rel=0.1)
+
+
+def test_the_weights_of_the_files_count_and_not_names_of_the_llama_family() -> None:
+    shapes = {"wte.weight": (16, 8), "h.0.attn.c_attn.weight": (8, 24), "h.0.mlp.c_fc.weight": (8, 32)}
+    adapted = SFT(**STAGE, adapter=Adapter(type="lora", rank=2, target_modules="c_attn"))
+    assert trained_weights(adapted, shapes).trained == 2 * (8 + 24)
+    with pytest.raises(ConfigError, match="no linear layer c_attn"):
+        trained_weights(adapted, of(GPT2).shapes())  # the names of the Llama family
