@@ -236,6 +236,10 @@ class Mirror:
             {Tag.FINGERPRINT: manifest.fingerprint, Tag.STAGE: manifest.stage, Tag.DIGEST: manifest.output_digest}
         )
         run = next(self.runs.search(manifest.pipeline, f"attributes.status = 'FINISHED' and {these}"), None)
+        own = manifest.mlflow_run_id
+        if run and own and own != run.info.run_id and (open_run := self.runs.find(own)):
+            # The stage ran again, since its folder was deleted, and gave the same bytes: its new run is still open.
+            return open_run if open_run.info.status == "FINISHED" else None
         return self.client.get_run(run.info.run_id) if run else None
 
     def _whole(self, manifest: Manifest, run: Run) -> Recorded | None:

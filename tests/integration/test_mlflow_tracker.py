@@ -361,3 +361,10 @@ def test_the_findings_on_its_curves_are_a_tag_while_it_runs_and_after(uri, clien
         stage.finish(manifest)
     found = "flat: loss 3 at the start, 3 at step 100, noise 0"
     assert client.get_run(run_id).data.tags[Tag.DIAGNOSIS] == found
+
+
+def test_a_stage_that_ran_again_with_the_same_bytes_ends_its_own_run(uri, client, store):
+    """As after its folder was deleted by hand: the first run of these bytes is finished, and remains so."""
+    manifest = store.stage("a", {})
+    ids = [record(uri, store, manifest)[1].stage for _ in range(2)]
+    assert ids[0] != ids[1] and [client.get_run(each).info.status for each in ids] == ["FINISHED"] * 2

@@ -85,7 +85,7 @@ def test_a_step_without_memory_is_repeated_with_fewer_tokens(
 
 
 def without_memory(trainer: Trainer, rank: int) -> Trainer:
-    """Runs out of memory once in each of the first steps, each time on another worker, while the other one continues."""
+    """Runs out of memory once in each of the first steps, each time on another worker, while the other continues."""
     plain, left = trainer.compute_loss, {0: 1, 1: 0}  # step -> rank
 
     def compute_loss(model: torch.nn.Module, *args: object, **kwargs: object) -> object:
