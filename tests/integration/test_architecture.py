@@ -15,6 +15,7 @@ import pyarrow as pa
 import torch
 from datasets import Dataset
 
+from flows.__main__ import main
 from lineage.artifact import Kind, Source
 from tasks.context import Resources, TrainContext
 from tasks.method import Input
@@ -23,7 +24,9 @@ from tests import tiny, training
 
 ROOT = Path(__file__).parents[2]
 MARK = "qzxvqzxv"  # in every answer
+BETA = 0.2345678
 MOST = 10
+OURS = tuple(f"{ROOT}/{package}/" for package in ("flows", "tasks", "lineage"))
 _FILE = re.compile(r"^\| `(tasks/[\w/]+\.py)`", re.MULTILINE)
 
 
@@ -55,6 +58,10 @@ class Followed:
 
     def holds(self, value: object) -> bool:
         """Whether a value contains the mark, as text, bytes or tokens, at any depth."""
+        if isinstance(value, float):
+            return value == BETA
+        if isinstance(value, str) and str(BETA) in value:
+            return True
         if isinstance(value, str | bytes):
             return (MARK if isinstance(value, str) else MARK.encode()) in value  # type: ignore[operator]
         if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
@@ -86,7 +93,7 @@ def _parts(value: object) -> Iterable[object]:
 @cache
 def _ours(name: str) -> str | None:
     """A file of ours, relative to the checkout."""
-    return name.removeprefix(f"{ROOT}/") if name.startswith((f"{ROOT}/tasks/", f"{ROOT}/lineage/")) else None
+    return name.removeprefix(f"{ROOT}/") if name.startswith(OURS) else None
 
 
 @contextmanager
@@ -128,3 +135,17 @@ def test_a_row_passes_the_files_that_the_page_names(tmp_path: Path) -> None:
     assert followed.handed_on == set(named)
     assert len(named) <= MOST
     assert followed.taken <= {*named, *_FILE.findall(beside)}
+
+
+def test_beta_is_handed_on_by_files_that_the_page_names_alone(root: Path, tmp_path: Path) -> None:
+    """In the plan and in the training. Processes are between them, whose files ``tests/unit`` follows by their text."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walk, beside = page.split("## `beta`: ")[1].split("\n## ")[0].split("Beside the way")
+    numbered = set(re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE))
+    stage, followed = training.method("dpo", num_steps=1, beta=BETA), Followed([])
+    with following(followed):
+        assert main(["plan", f"stages.dpo.method.beta={BETA}", "tracking=none", f"store={tmp_path}/store"]) == 0
+    assert followed.handed_on & numbered == {"flows/declare/config.py", "flows/planning/plan.py", "tasks/method.py"}
+    with following(followed), training.one_thread():
+        training.fitted(stage, training.inputs(root, stage), tmp_path / "output")
+    assert followed.handed_on <= numbered | set(re.findall(r"`([\w/]+\.py)`", beside))
