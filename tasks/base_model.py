@@ -28,6 +28,7 @@ class BaseModel(Method):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
+    metrics: ClassVar[tuple[str, ...]] = ("parameters", "vocab_size")
 
     vocab_size: Annotated[int, Ge(_BYTES + 3)] = 4096  # maximum; a small corpus yields fewer tokens
     hidden_size: Annotated[int, Gt(0)] = 192  # width of the layers

@@ -48,6 +48,7 @@ from tasks.model.merging import (
 )
 from tasks.model.remote_code import trust, trusts
 from tasks.recipe import Input, Inputs, Method
+from tasks.train.best import MERGES
 from tasks.train.models.quantization import torch_dtype
 
 if TYPE_CHECKING:
@@ -123,6 +124,7 @@ class Merge(Method):
     consumes: ClassVar[Mapping[str, Kind]] = {POLICY: Kind.CHECKPOINT, BASE: Kind.CHECKPOINT, "*": Kind.CHECKPOINT}
     optional: ClassVar[frozenset[str]] = frozenset({BASE, "*"})
     produces: ClassVar[Kind] = Kind.CHECKPOINT
+    metrics: ClassVar[tuple[str, ...]] = ("merge/models", "parameters")
 
     combination: Name | None = None
     space: Literal["weights", "adapters"] | None = None
@@ -208,6 +210,13 @@ class Merge(Method):
                 f"weights sum to {total:g}: {self.combination} averages models, and would scale all of their weights; "
                 "set weights that sum to 1, or combination=task_arithmetic with a base"
             )
+
+    def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
+        found = super().measured_metrics(slots, of_steps=of_steps)
+        of_values = "merge/scores_" if self.produces == Kind.REWARD_MODEL else "merge/logps_"
+        whole = self.combination is not None and self.space != "adapters"
+        merges = ["merge/golden"] if whole else [each for each in MERGES if each.startswith(of_values)]
+        return found and (*found, *merges, *(f"weights/{slot}" for slot in slots))
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.model.adapter_files import base_and_adapters

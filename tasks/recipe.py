@@ -4,7 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from fractions import Fraction
@@ -22,7 +22,17 @@ from tasks.context import Metrics, Precision, TrainContext
 from tasks.data.kinds import RowKind
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.reward_functions import Rewards, code_of_rewards, identity_of
-from tasks.train.best import HELD_OUT_LOSS, ONLY_REPORTED, OUTPUT, STEPS, VAL_LOSS, Best, Validation, steps_of_epochs
+from tasks.train.best import (
+    BY_OPTION,
+    HELD_OUT_LOSS,
+    ONLY_REPORTED,
+    OUTPUT,
+    STEPS,
+    VAL_LOSS,
+    Best,
+    Validation,
+    steps_of_epochs,
+)
 from tasks.train.models.adapters import STACKED, Adapter
 from tasks.train.models.freeze import Freeze
 from tasks.train.models.quantization import Quantization
@@ -74,6 +84,8 @@ class Method(Setting, ABC):
         uses_gpu: whether it runs a model, and so requests the GPUs of its resources.
         preload: the heavy modules that ``run`` imports: loaded once, for all stages of a run. Empty: the stage starts
             in a fresh interpreter, unless it trains.
+        metrics: that it returns, so that the plan can check names of metrics; of a training those of its steps, besides
+            those of all trainings. None, as for a class outside ``tasks`` that sets none: unknown.
         chat_slot: the slot whose model must have a chat template; None: none must.
     """
 
@@ -84,7 +96,13 @@ class Method(Setting, ABC):
     trains: ClassVar[bool] = False
     uses_gpu: ClassVar[bool] = False
     preload: ClassVar[tuple[str, ...]] = _HEAVY
+    metrics: ClassVar[tuple[str, ...] | None] = None
     chat_slot: ClassVar[str | None] = None
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "metrics" not in cls.__dict__ and not _is_ours(cls):
+            cls.metrics = None  # it may return others than the class that it extends
 
     def check_slots(self, filled: frozenset[str]) -> None:
         """Refuses optional slots that are filled, or empty, against the fields.
@@ -92,6 +110,16 @@ class Method(Setting, ABC):
         Args:
             filled: the slots that have an input.
         """
+
+    def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
+        """The metrics of its output, or those that it reports while it runs; None: unknown.
+
+        A name that ends in ``*`` stands for all that begin like it.
+
+        Args:
+            slots: those with an input.
+        """
+        return () if of_steps and self.metrics is not None else self.metrics
 
     @abstractmethod
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
@@ -120,8 +148,11 @@ class Method(Setting, ABC):
     @classmethod
     def name(cls) -> str:
         """The class's name; outside ``tasks`` with its module, so that a user's ``DPO`` is not ours."""
-        ours = cls.__module__.partition(".")[0] == "tasks"
-        return cls.__qualname__ if ours else f"{cls.__module__}.{cls.__qualname__}"
+        return cls.__qualname__ if _is_ours(cls) else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] == "tasks"
 
 
 def _rewards_of(method: Method) -> Rewards:
@@ -172,7 +203,6 @@ class TrainingRecipe(Method):
         models: name -> role of every model that it uses; ``policy`` is trained and becomes the output.
         progress: the metric that says how well a training does: its loss; its reward, where the loss is 0 by
             construction; None: none does, as where the loss is to a target that moves.
-        metrics: of its steps, besides those of all trainings; None, or inherited: unknown, and names are not checked.
         has_own_loop: whether it trains without a trainer of transformers (``tasks.method.Training.loop``).
         default_learning_rate: used where ``learning_rate`` is not set, for a training of all weights.
         option_versions: option -> (entry of the recipe, amount by which it is higher where the option is set), for
@@ -185,7 +215,6 @@ class TrainingRecipe(Method):
     models: ClassVar[Mapping[str, Role]] = {"policy": POLICY}
     progress: ClassVar[Literal["loss", "reward"] | None] = "loss"
     has_own_loop: ClassVar[bool] = False
-    metrics: ClassVar[tuple[str, ...] | None] = None
     # The first version of quantization left the experts of a mixture in fp32.
     option_versions: ClassVar[Mapping[str, tuple[str, int]]] = {"adapter.quantization": ("quantization_version", 1)}
     trains: ClassVar[bool] = True
@@ -276,16 +305,15 @@ class TrainingRecipe(Method):
         why = of_own if self.progress else "is to a target that moves, so that it may rise"
         return f"the loss of {type(self).__name__} {why}"
 
-    def measured_metrics(self, *, of_steps: bool = False) -> tuple[str, ...] | None:
-        """The metrics of its output, or those that its steps report; None: unknown, as of a user's method."""
-        own = vars(type(self)).get("metrics")
-        if own is None:
+    def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
+        """As of every method; names by options are there whether they are set or not."""
+        if self.metrics is None:
             return None
         rewards = [*(getattr(self, "rewards", None) or ()), "reward_model", "missing_eos"]
-        named = [each.replace("NAME", name) for each in own for name in (rewards if "NAME" in each else [""])]
+        named = [each.replace("NAME", name) for each in self.metrics for name in (rewards if "NAME" in each else [""])]
         held_out = [HELD_OUT_LOSS] * self.measures_held_out + [VAL_LOSS] * (self.validation is not None)
         steps = [each for each in STEPS if of_steps or each not in ONLY_REPORTED]
-        return (*named, *held_out, *steps, *([] if of_steps else OUTPUT))
+        return (*named, *held_out, *steps, *BY_OPTION, *([] if of_steps else OUTPUT))
 
     @property
     def measures_held_out(self) -> bool:

@@ -53,6 +53,9 @@ class TeacherAnswers(Method):
     }
     optional: ClassVar[frozenset[str]] = frozenset({"prompts", "rows"})
     produces: ClassVar[Kind] = Kind.CONVERSATIONS
+    metrics: ClassVar[tuple[str, ...]] = (
+        "train_rows", "held_out_rows", "prompts_cut", "answers", "unfinished", "empty", "dropped", "weights/teacher",
+    )  # fmt: skip
     uses_gpu: ClassVar[bool] = True
     chat_slot: ClassVar[str | None] = "teacher"
 
@@ -113,7 +116,7 @@ class TeacherAnswers(Method):
         ctx.loaded("teacher")
         require_positions(model.config, self.max_length)
         prompts = inputs["prompts" if "prompts" in inputs else "rows"]
-        counts = Counter[str]()
+        counts = Counter[str](dropped=0)
         for side in (TRAIN, HELD_OUT):
             asked = [_asked(row) for row in pq.read_table(prompts.path / side).to_pylist()]
             answered = list(self._answered(asked, model, tokenizer, ctx, counts))

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from flows.declare.pipeline import Stage
+from flows.planning.checks import require_metric
 from lineage.artifact import Kind, Source
-from tasks.context import Resources, TrainContext
-from tasks.method import Input, Method
+from tasks.context import Metrics, Resources, TrainContext
+from tasks.method import Input, Inputs, Method
 
 Fields = Mapping[str, object]
 Rows = list[dict[str, object]]
@@ -43,7 +45,15 @@ def prepare_slots(
         inputs[slot] = Input(name=slot, kind=Kind.ROWS, fingerprint="", path=file, source=source)
     resources = Resources(cpus_per_worker=cpus)
     context = TrainContext(output_dir=directory / out, work_dir=directory, resources=resources)
-    return dict(method.run(inputs, context))
+    return named(method, inputs, method.run(inputs, context))
+
+
+def named(method: Method, inputs: Inputs, metrics: Metrics) -> dict[str, float]:
+    """The metrics of a stage, of which its method knows each name before it runs."""
+    stage = Stage(method=method, inputs=dict.fromkeys(inputs, ""), resources=Resources())
+    for metric in metrics:
+        require_metric(f"{type(method).__name__}.metrics", "stage", stage, metric)
+    return dict(metrics)
 
 
 def side(directory: Path, name: str, out: str = "out") -> Rows:

@@ -218,8 +218,9 @@ def _evaluated(plan: Plan, name: str, metric: str, cli_args: Sequence[str]) -> P
     """The report of the evaluation, which runs unless it is finished."""
     planned = plan.stage(name)
     method = planned.stage.method
-    if isinstance(method, Evaluate) and metric not in method.measured_metrics():
-        measured = listed(metric, method.measured_metrics())
+    known = method.policy_metrics(planned.stage.inputs) if isinstance(method, Evaluate) else (metric,)
+    if metric not in known:
+        measured = listed(metric, known)
         raise ConfigError(f"--metric {metric}: {name} does not measure it; it measures {measured}")
     for upstream in planned.upstream:
         found = plan.stage(upstream)

@@ -33,7 +33,7 @@ from tasks.gate.rule import CANDIDATE, PARENT, Rule
 from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Training
 from tasks.model.positions import learned_positions, too_few_positions
 from tasks.model.tokenizers import differing_tokens
-from tasks.train.best import FAMILIES, HELD_OUT_LOSS, VAL_LOSS
+from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS
 from tasks.train.models.quantization import compiles
 from tasks.train.optim.optimizers import OPTIMIZERS
 
@@ -407,32 +407,39 @@ _NAMED_BY_SLOT = (CANDIDATE, PARENT, CHAMPION)
 
 
 def check_metrics(pipeline: Pipeline) -> None:
-    """Checks that the checkpoints of a training are ranked by a metric that its steps report.
+    """Checks that checkpoints are of a training, and ranked by a metric that its steps report.
 
     Raises:
         ConfigError: it reports none of that name.
     """
+    of_trainings = [stage.resources.keep_best for stage in pipeline.stages.values() if stage.method.trains]
     for name, stage in pipeline.stages.items():
-        if isinstance(stage.method, Training):
-            best, keep_best = getattr(stage.method, "best", None), stage.resources.keep_best
-            for where, ranking in (("method.best", best), ("resources.keep_best", keep_best)):
-                if ranking:
-                    path = f"stages.{name}.{where}.metric={ranking.metric}"
-                    require_metric(path, name, stage.method, ranking.metric, of_steps=True)
+        best, keep_best = getattr(stage.method, "best", None), stage.resources.keep_best
+        for where, ranking in (("method.best", best), ("resources.keep_best", keep_best)):
+            path = f"stages.{name}.{where}.metric={ranking.metric}" if ranking else ""
+            if ranking and stage.method.trains:
+                require_metric(path, name, stage, ranking.metric, of_steps=True)
+            elif ranking and ranking not in of_trainings:  # else it is the pipeline's default, meant for these
+                raise ConfigError(f"{path}: {name} trains nothing, so it has no checkpoints; set {where}=null")
 
 
-def require_metric(where: str, stage: str, method: Training, metric: str, *, of_steps: bool = False) -> None:
-    """Raises ConfigError where a training's output, or its steps, lack a metric of that name, or it ranks nothing."""
-    known, by_reward = method.measured_metrics(of_steps=of_steps), method.progress == "reward"
-    if metric == "loss" and by_reward:
+def require_metric(where: str, name: str, stage: Stage, metric: str, *, of_steps: bool = False) -> None:
+    """Raises ConfigError where a stage does not measure a metric, or does not report it while it runs."""
+    method, known = stage.method, stage.method.measured_metrics(stage.inputs, of_steps=of_steps)
+    by_reward = isinstance(method, Training) and method.progress == "reward"
+    if metric == "loss" and isinstance(method, Training) and by_reward:
         raise ConfigError(f"{where}: {method.loss_says_nothing}, so it ranks no models; name reward, to be maximized")
-    if known is not None and metric not in known and not metric.startswith(FAMILIES):
-        lacks = "; set validation.every_steps" if metric in (HELD_OUT_LOSS, VAL_LOSS) and not by_reward else ""
-        raise ConfigError(f"{where}: {stage} does not measure it{lacks}; it measures {listed(metric, sorted(known))}")
+    if known is None or any(metric == each or (each[-1] == "*" and metric.startswith(each[:-1])) for each in known):
+        return
+    if not known:
+        raise ConfigError(f"{where}: {name} reports nothing while it runs; name a stage that trains")
+    validated = metric in (HELD_OUT_LOSS, VAL_LOSS) and isinstance(method, Training) and not by_reward
+    lacks = "; set validation.every_steps" if validated else ""
+    raise ConfigError(f"{where}: {name} does not measure it{lacks}; it measures {listed(metric, sorted(known))}")
 
 
 def check_gates(pipeline: Pipeline) -> None:
-    """Checks that the report of each gate will have the metrics and policies of its rules.
+    """Checks that the reports of each gate will have the metrics and policies of its rules.
 
     Raises:
         ConfigError: names the rule and the alternatives.
@@ -448,20 +455,21 @@ def _check_rule(pipeline: Pipeline, gate: str, where: str, rule: Rule) -> None:
     if rule.against in (PARENT, CHAMPION) and rule.against not in inputs:
         slot = f"stages.{gate}.inputs.{rule.against}"
         raise ConfigError(f"{where}.against={rule.against}: nothing fills {slot}; set it, or compare with a policy")
-    report = pipeline.stages.get(inputs["report"])
-    if report is None or not isinstance(report.method, Evaluate):
-        return  # the metrics of a user's method are unknown
-    metrics = report.method.measured_metrics()
-    if rule.metric not in metrics:
-        raise ConfigError(
-            f"{where}.metric={rule.metric}: the report does not measure it; it measures {listed(rule.metric, metrics)}"
-        )
-    policies = [slot for slot in report.inputs if slot not in Evaluate.consumes]
-    for field, policy in (("policy", rule.policy), ("against", rule.against)):
-        if policy is not None and policy not in (*_NAMED_BY_SLOT, *policies, "reward_model"):
+    for name in (ref for slot, ref in inputs.items() if slot not in _NAMED_BY_SLOT and ref in pipeline.stages):
+        report = pipeline.stages[name]
+        if not isinstance(report.method, Evaluate) or report.method.metrics is None:
+            continue  # the metrics of a user's method are unknown
+        metrics = [*report.method.policy_metrics(report.inputs), *["accuracy"] * ("reward_model" in report.inputs)]
+        if rule.metric not in metrics:
             raise ConfigError(
-                f"{where}.{field}={policy}: the report measures no such policy; there are: {listed(policy, policies)}"
+                f"{where}.metric={rule.metric}: {name} does not measure it; it measures {listed(rule.metric, metrics)}"
             )
+        policies = [slot for slot in report.inputs if slot not in Evaluate.consumes]
+        for field, policy in (("policy", rule.policy), ("against", rule.against)):
+            if policy is not None and policy not in (*_NAMED_BY_SLOT, *policies, "reward_model"):
+                raise ConfigError(
+                    f"{where}.{field}={policy}: {name} measures no such policy; there are: {listed(policy, policies)}"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

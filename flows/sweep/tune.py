@@ -10,6 +10,7 @@ from typing import NamedTuple
 from flows.declare.config import load_pipeline
 from flows.declare.pipeline import listed
 from flows.declare.sweep import Objective, Sweep
+from flows.planning.checks import require_metric
 from flows.planning.estimates import Estimator, History
 from flows.planning.plan import PlannedStage
 from flows.reports.diagnosis import overrides_of
@@ -109,6 +110,8 @@ def read_tuning(asked: Tuning, cli_overrides: Sequence[str], config_dir: Path | 
             f"--metric {metric}: {until} does not read {asked.stage}, so no trial changes it; "
             f"name a metric of: {', '.join(name for name in pipeline.order() if name in own)}"
         )
+    if asked.metric is not None:
+        require_metric(f"--metric {metric}", until, pipeline.stages[until], metric.partition("/")[2])
     small = lower_is_better(metric.rpartition("/")[2]) and f"/{REWARD}" not in metric
     sweep = Sweep(
         name=None, params={}, fixed={}, until=until, sampler=None, pruning=None, num_trials=None, parallel=1,

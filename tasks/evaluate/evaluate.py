@@ -1,7 +1,7 @@
 """Measures policies on held-out rows: perplexity, preferences, single answers, exact match, rewards of answers."""
 
 import filecmp
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -28,7 +28,7 @@ from tasks.evaluate.measured import (
     reward_scores,
     win,
 )
-from tasks.evaluate.report import POLICY_METRICS, write_report
+from tasks.evaluate.report import LOST, POLICY_METRICS, write_report
 from tasks.evaluate.row_scores import KL, REWARD, RowScores, write_scores
 from tasks.evaluate.scoring import Scored, logps, rewards
 from tasks.recipe import Input, Inputs, Method
@@ -82,7 +82,7 @@ class Evaluate(Method):
         {"text", "conversations", "pairs", "unpaired", "prompts", "reward_model"}
     )
     produces: ClassVar[Kind] = Kind.REPORT
-    metrics: ClassVar[tuple[str, ...]] = (*POLICY_METRICS, "accuracy")  # a gate's rules may use them
+    metrics: ClassVar[tuple[str, ...] | None] = ("max_length", "asked/prompts_cut")
     uses_gpu: ClassVar[bool] = True
     chat_slot: ClassVar[str | None] = "reference"
 
@@ -125,9 +125,27 @@ class Evaluate(Method):
             if is_needed and not filled.intersection(slots):
                 raise ConfigError(f"evaluate: {why}, and no input {' or '.join(slots)} is set; set one")
 
-    def measured_metrics(self) -> tuple[str, ...]:
-        """The metrics of a policy that a gate's rules may name."""
-        return (*self.metrics, *(f"{REWARD}{name}" for name in self.rewards or {}), *([KL] if self.kl_samples else []))
+    def policy_metrics(self, slots: Collection[str]) -> tuple[str, ...]:
+        """The metrics of a policy, which a gate's rules may name.
+
+        Args:
+            slots: those with an input.
+        """
+        slots = {*slots, *(["answer_form"] if self.answer_form else [])}
+        found = [name for name, needs in POLICY_METRICS.items() if slots.intersection(needs)]
+        return (*found, *(f"{REWARD}{name}" for name in self.rewards or {}), *([KL] if self.kl_samples else []))
+
+    def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
+        """As of every method; after each policy it reports that policy's perplexities, and all metrics at the end."""
+        if self.metrics is None:
+            return None
+        of_policies = self.policy_metrics(slots)
+        named = [f"{slot}/{name}" for slot in slots if slot not in self.consumes for name in of_policies]
+        if "reward_model" in slots:
+            named += ["reward_model/accuracy", "reward_model/accuracy/*"]
+        named += [f"{slot}/{what}" for slot in ("text", "conversations", "pairs", "unpaired") for what in LOST]
+        of_models = [f"weights/{slot}" for slot in slots if self.consumes.get(slot, Kind.CHECKPOINT) in MODELS]
+        return (*self.metrics, *named, *of_models)
 
     def lengths(self, max_length: int) -> held_out.Lengths:
         """The limits for rows.

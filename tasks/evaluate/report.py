@@ -29,7 +29,15 @@ _COLUMNS = {
     "answer_tokens": ("tokens per answer ↓", 1),
     KL: ("KL to the reference, nats per answer ↓", 2),
 }
-POLICY_METRICS = tuple(name for name in _COLUMNS if name != KL)  # which is measured where it is asked for
+_PAIRS, _UNPAIRED, _SCORED, _FORM = ("pairs",), ("unpaired",), ("reward_model",), ("answer_form",)
+# Metric of a policy -> slots, or the field, of which one must be set; ``kl`` is measured where it is asked for.
+POLICY_METRICS: Mapping[str, tuple[str, ...]] = {
+    "text_perplexity": ("text",), "answer_perplexity": ("conversations",), "exact_match": ("conversations",),
+    "preference_accuracy": _PAIRS, "logp_accuracy": _PAIRS, "mean_logp_accuracy": _PAIRS,
+    "unpaired_accuracy": _UNPAIRED, "unpaired_auc": _UNPAIRED, "reward_score": _SCORED, "win_rate": _SCORED,
+    "unfinished_share": ("prompts", "pairs", "unpaired", "conversations"), "one_sentence_share": _FORM,
+    "answer_tokens": _FORM,
+}  # fmt: skip
 
 
 def write_report(

@@ -1,8 +1,8 @@
 """Judges a model by its reports: better, worse or inconclusive, with the evidence. It reads no weights."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from annotated_types import Ge, Gt, Lt, MinLen
 
@@ -15,6 +15,7 @@ from lineage.record.verdict import (
     VERDICT_TABLE,
     Approval,
     Judged,
+    Outcome,
     Result,
     RuleResult,
     Verdict,
@@ -27,6 +28,7 @@ from tasks.gate.bootstrap import Bootstrap
 from tasks.gate.rule import PARENT, Evidence, Rule
 from tasks.recipe import Input, Inputs, Method
 
+_OF_RULES = ("estimate", "low", "high")  # metrics of each rule
 _TITLES = ("rule", "demand", "outcome", "candidate", "baseline", "estimate")
 
 
@@ -49,6 +51,7 @@ class Gate(Method):
     produces: ClassVar[Kind] = Kind.VERDICT
     preload: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[int] = 2  # 2: no interval of an accuracy is of zero width
+    metrics: ClassVar[tuple[str, ...]] = ("passed", *(f"rules_{outcome}" for outcome in get_args(Outcome)))
 
     rules: Annotated[Mapping[str, Rule], MinLen(1)]  # name -> what a candidate must reach
     inconclusive: Literal["refuse", "promote"] = "refuse"  # the effect of a rule that the rows cannot decide
@@ -57,6 +60,10 @@ class Gate(Method):
     num_resamples: Annotated[int, Ge(100)] = 10_000  # of the bootstrap over rows
     min_rows: Annotated[int, Ge(2)] = 20  # fewer are too few for the bootstrap: inconclusive
     seed: Annotated[int, Ge(0)] = 0  # of the resamples
+
+    def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
+        found = super().measured_metrics(slots, of_steps=of_steps)
+        return found and (*found, *(f"{rule}/{key}" for rule in self.rules for key in _OF_RULES))
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         names = _names(inputs)
@@ -139,12 +146,12 @@ def _judged(model: Input) -> Judged:
 def _metrics(verdict: Verdict) -> dict[str, float]:
     """Number of rules by outcome, and the estimate of each rule."""
     outcomes = [rule.outcome for rule in verdict.rules]
-    counts = {f"rules_{name}": float(outcomes.count(name)) for name in ("better", "worse", "inconclusive")}
+    counts = {f"rules_{name}": float(outcomes.count(name)) for name in get_args(Outcome)}
     measured = {
         f"{rule.rule}/{key}": value
         for rule in verdict.rules
-        for key, value in (("estimate", rule.estimate), ("low", rule.low), ("high", rule.high))
-        if value is not None
+        for key in _OF_RULES
+        if (value := getattr(rule, key)) is not None
     }
     return {"passed": float(verdict.result == "pass"), **counts, **measured}
 

@@ -15,7 +15,8 @@ from lineage.fingerprint import Setting
 
 VAL_LOSS = "val/loss"
 HELD_OUT_LOSS = "held_out_loss"  # the mean loss on the held-out rows of the stage's own data
-# Metrics: of the steps of every training, of its output besides, and of kinds of methods. NAME is that of a reward.
+# Metrics: of the steps of every training, of its output besides, and of kinds of methods. NAME is that of a reward; a
+# name that ends in * stands for all that begin like it.
 STEPS = (
     "loss", "grad_norm", "learning_rate", "num_tokens", "memory_gib", "tokens_per_second",
     "tokens_per_second_per_worker", "mfu", "aux_loss",
@@ -26,7 +27,12 @@ OUTPUT = (
     "prompt_tokens", "parameters", "trained_parameters", "percent_trained", "best_step", "ended_early_at_step",
     "diverged_at_step", "weights_left_out",
 )  # fmt: skip
-FAMILIES = ("adaptive/", "weights/", "sampling/", "merge/")  # whose names depend on what happens
+MERGES = tuple(f"merge/{of}_{when}" for of in ("logps", "scores") for when in ("before", "after", "difference"))
+BY_OPTION = (
+    *MERGES, "adaptive/*", "weights/reward_model", "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/max",
+)  # fmt: skip
 PAIRS = (
     "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected",
     "mean_token_accuracy",

@@ -19,6 +19,7 @@ from tasks.merge import Merge, MergeRewardModels
 from tasks.method import Adapter, Input
 from tasks.train.models.load import load_model
 from tests import tiny, training
+from tests.prepared import named
 from tests.tiny_models import write_model
 from tests.trained_store import LORA, Made
 from tests.training import same, weights
@@ -52,7 +53,8 @@ def given(path: Path, kind: Kind = Kind.CHECKPOINT) -> Input:
 
 
 def merge(output: Path, method: Merge, **inputs: Input) -> Metrics:
-    return method.run(inputs, TrainContext(output_dir=output, work_dir=output.parent / f"{output.name}-work"))
+    context = TrainContext(output_dir=output, work_dir=output.parent / f"{output.name}-work")
+    return named(method, inputs, method.run(inputs, context))
 
 
 def arch(made: Made, architecture: str, **fields: object) -> Input:

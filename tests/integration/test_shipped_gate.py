@@ -153,7 +153,7 @@ def check(*overrides: str) -> None:
         (f"{RULES}.beats_sft.max_regresion=0.1", "unknown key; accepted: metric.*did you mean max_regression"),
         ("gate.approval=maybe", r"gate\.approval"),
         ("aliases.production.comercial=true", "unknown key.*did you mean commercial"),
-        (f"+{RULES}.right={{metric: reward/exact, at_least: 0.5}}", "metric=reward/exact: the report does not measure"),
+        (f"+{RULES}.right={{metric: reward/exact, at_least: 0.5}}", "metric=reward/exact: evaluate does not measure"),
     ],
 )
 def test_a_rule_that_no_report_could_satisfy_is_refused_with_the_plan(override: str, message: str) -> None:

@@ -21,6 +21,7 @@ from tasks.train.generation.generating import Sampling
 from tests import tiny, training
 from tests.command import Command
 from tests.miniature import overrides_of
+from tests.prepared import named
 
 Rows = list[dict[str, object]]
 FIELDS: dict[str, object] = {"max_new_tokens": 6, "max_length": 64}
@@ -53,7 +54,7 @@ def answered(
         output_dir=output, work_dir=output, resources=Resources(micro_batch_size=batch_size), loaded=loaded
     )
     stage = TeacherAnswers(**{**FIELDS, **fields})  # type: ignore[arg-type]
-    metrics = stage.run(inputs, ctx)
+    metrics = named(stage, inputs, stage.run(inputs, ctx))
     return pq.read_table(output / "train.parquet").to_pylist(), metrics
 
 

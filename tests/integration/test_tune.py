@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from flows.sweep.tune import Tuning, read_tuning
+from lineage.errors import ConfigError
 from tests.command import TOY, Command, call
 from tests.miniature import MODEL, STEPS, write_own_rows
 
@@ -40,6 +41,12 @@ def test_it_tunes_by_what_the_method_reports_of_its_progress(pipeline, stage, me
     [objective] = plan.sweep.objectives.values()
     assert (objective.metric, objective.direction) == (metric, direction)
     assert any("validation" in each for each in plan.overrides) == (stage == "sft")
+
+
+@pytest.mark.parametrize("metric", ["rewards/chosn", "evaluate/dpo/preference_acuracy", "held_out_loss"])
+def test_a_metric_that_is_not_measured_is_refused_before_any_trial(metric):
+    with pytest.raises(ConfigError, match=rf"--metric (dpo/)?{metric}: \w+ does not measure it"):
+        read_tuning(Tuning(stage="dpo", metric=metric), ["tracking=none"], None)
 
 
 def settings(found: dict) -> list[dict[str, str]]:

@@ -12,6 +12,7 @@ from lineage.errors import ConfigError
 from tasks.base_model import BaseModel
 from tasks.context import TrainContext
 from tasks.method import Input
+from tests.prepared import named
 from tests.tiny import text_rows, write_rows
 
 SMALL = BaseModel(vocab_size=300, hidden_size=16, intermediate_size=32, num_layers=1, num_heads=2, max_positions=64)
@@ -20,7 +21,8 @@ SMALL = BaseModel(vocab_size=300, hidden_size=16, intermediate_size=32, num_laye
 def build(directory: Path, method: BaseModel = SMALL, out: str = "base") -> dict[str, bytes]:
     rows = write_rows(directory / "rows", text_rows(40), text_rows(1))
     given = Input(name="corpus", kind=Kind.TEXT, fingerprint="", path=rows)
-    method.run({"rows": given}, TrainContext(output_dir=directory / out, work_dir=directory))
+    context = TrainContext(output_dir=directory / out, work_dir=directory)
+    named(method, {"rows": given}, method.run({"rows": given}, context))
     return {file.name: file.read_bytes() for file in sorted((directory / out).iterdir())}
 
 

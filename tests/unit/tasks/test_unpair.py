@@ -14,6 +14,7 @@ from tasks.data.preparing.convert_rows import detect_source
 from tasks.recipe import Input
 from tasks.unpair import Unpair
 from tests import tiny
+from tests.prepared import named
 
 TOOLS = '[{"type": "function"}]'
 ADDED = ("+stage@stages.unpaired.method=unpair", "stages.unpaired.inputs.pairs=preferences")
@@ -28,7 +29,8 @@ def run(tmp_path: Path, train: list[dict[str, object]], held_out: list[dict[str,
     for side, rows in (("train", train), ("held_out", held_out)):
         pq.write_table(pa.Table.from_pylist(rows, schema=PREFERENCES.schema), source / f"{side}.parquet")
     given = Input(name="pairs", kind=Kind.PREFERENCES, fingerprint="f", path=source)
-    return dict(Unpair().run({"pairs": given}, TrainContext(output_dir=tmp_path / "out", work_dir=tmp_path)))
+    context = TrainContext(output_dir=tmp_path / "out", work_dir=tmp_path)
+    return named(Unpair(), {"pairs": given}, Unpair().run({"pairs": given}, context))
 
 
 def test_each_pair_is_two_rows_that_follow_each_other(tmp_path: Path) -> None:

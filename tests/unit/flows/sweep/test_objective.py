@@ -107,9 +107,23 @@ def test_an_objective_is_either_a_metric_or_a_function(stated):
 @pytest.mark.parametrize(
     ("metric", "why"),
     [
-        ("evaluate/dpo/preference_acuracy", r"does not measure it; .*did you mean preference_accuracy\?"),
-        ("evaluate/dop/preference_accuracy", r"measures no policy dop; .*did you mean dpo\?"),
+        ("evaluate/dpo/preference_acuracy", r"does not measure it; .*did you mean dpo/preference_accuracy\?"),
+        ("evaluate/dop/preference_accuracy", r"does not measure it; .*did you mean dpo/preference_accuracy\?"),
+        ("evaluate/reward_model/acuracy", r"does not measure it; .*did you mean reward_model/accuracy\?"),
+        ("evaluate/dpo/unpaired_accuracy", "evaluate does not measure it"),
         ("evaluate/dpo/preference_accuracy", None),
+        ("evaluate/weights/dpo", None),
+        ("evaluate/reward_model/accuracy/wrong_topic", None),
+        ("corpus/train_row", r"corpus does not measure it; .*did you mean train_rows\?"),
+        ("corpus/train_rows", None),
+        ("base/parameter", r"base does not measure it; it measures parameters, vocab_size; did you mean parameters\?"),
+        ("merge/merge/modles", r"merge does not measure it; .*did you mean merge/models\?"),
+        ("merge/merge/golden", None),
+        ("gate/rule_worse", r"gate does not measure it; .*did you mean rules_worse\?"),
+        ("gate/good/lo", r"gate does not measure it; .*did you mean good/low\?"),
+        ("gate/good/low", None),
+        ("dpo/weights/reward_model", None),
+        ("dpo/merge/logps_diference", r"did you mean merge/logps_difference\?"),
         ("dpo/rewards/margin", r"dpo does not measure it; .*did you mean rewards/margins\?"),
         ("dpo/rewards/margins", None),
         ("cpt/held_out_loss", r"cpt does not measure it; set validation.every_steps; it measures"),
@@ -118,6 +132,10 @@ def test_an_objective_is_either_a_metric_or_a_function(stated):
 )
 def test_a_metric_that_a_stage_will_not_measure_is_refused_by_the_plan(metric, why):
     words = [f"sweep.objectives.best={{metric: {metric}, direction: maximize}}", "stages.dpo.method.beta=0.1,0.2"]
+    words += ["+stage@stages.merge.method=merge", "stages.merge.method.combination=linear"]
+    words += ["stages.merge.inputs={policy: sft, other: dpo}", "+stage@stages.gate.method=gate"]
+    words += ["stages.gate.inputs={report: evaluate, candidate: dpo}"]
+    words += ["stages.gate.method.rules.good={metric: text_perplexity, at_most: 9}"]
     if why is None:
         assert read_sweep(words).num_trials == 2
         return
@@ -145,6 +163,7 @@ def test_a_loss_that_says_nothing_ranks_no_trials(words):
             r"pruning.metric=los: sft .*mean loss\?",
         ),
         (["sweep.until=sft", "sweep.by_step=los"], r"sweep.by_step=los: sft does not measure it.*mean loss\?"),
+        (["sweep.until=corpus", "sweep.by_step=rows"], r"by_step=rows: corpus reports nothing while it runs; name a"),
     ],
 )
 def test_a_metric_that_no_step_reports_is_refused_by_the_plan(words, why):
@@ -156,18 +175,19 @@ def test_a_metric_that_no_step_reports_is_refused_by_the_plan(words, why):
     ("field", "why"),
     [
         (
-            "method.best={metric: los, mode: min, every_steps: 5}",
+            "dpo.method.best={metric: los, mode: min, every_steps: 5}",
             r"stages.dpo.method.best.metric=los: dpo .*did you mean loss\?",
         ),
         (
-            "resources.keep_best={metric: rewards/margin, mode: max}",
+            "dpo.resources.keep_best={metric: rewards/margin, mode: max}",
             r"keep_best.metric=.*did you mean rewards/margins\?",
         ),
-        ("resources.keep_best={metric: rewards/margins}", None),
+        ("dpo.resources.keep_best={metric: rewards/margins}", None),
+        ("corpus.resources.keep_best={metric: loss}", r"keep_best.metric=loss: corpus trains nothing, so it has no"),
     ],
 )
 def test_checkpoints_are_ranked_by_a_metric_that_their_training_reports(field, why):
-    pipeline = load_pipeline(["tracking=none", f"stages.dpo.{field}"])
+    pipeline = load_pipeline(["tracking=none", f"stages.{field}"])
     if why is None:
         check_metrics(pipeline)
         return

@@ -18,6 +18,7 @@ from tasks.gate import Gate
 from tasks.gate.bootstrap import Bootstrap
 from tasks.gate.rule import Evidence, Rule
 from tasks.method import Input
+from tests.prepared import named
 
 
 def report(
@@ -54,7 +55,7 @@ def judge(tmp_path: Path, inputs: dict[str, Input], method: Gate | None = None, 
     method = method or Gate(rules={"rule": Rule(**rule)})
     output = tmp_path / "output"
     output.mkdir(exist_ok=True)
-    metrics = method.run(inputs, TrainContext(output_dir=output, work_dir=output))
+    metrics = named(method, inputs, method.run(inputs, TrainContext(output_dir=output, work_dir=output)))
     verdict = read_verdict(output)
     assert metrics["passed"] == (verdict.result == "pass")
     assert Verdict.from_json(verdict.to_json()) == verdict
