@@ -101,7 +101,7 @@ def test_an_alias_says_which_model_is_the_predecessor(toy):
 
 
 def test_a_metric_that_the_evaluation_does_not_measure_is_refused_before_it_runs():
-    planned = SimpleNamespace(stage=SimpleNamespace(method=Evaluate()), upstream=[], state="run")
+    planned = SimpleNamespace(stage=SimpleNamespace(method=Evaluate(), inputs={}), upstream=[], state="run")
     with pytest.raises(ConfigError, match=r"--metric answer_perplexty: exam does not measure it"):
         _evaluated(SimpleNamespace(stage=lambda name: planned), "exam", "answer_perplexty", [])
 
