@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError
 from tasks.context import TrainContext
+from tasks.data.formats.detect import WITHOUT_LOSS
 from tasks.data.kinds import messages_of
 from tasks.method import Input, Method
 from tasks.prepare_data import PrepareConversations, PreparePreferences, PreparePrompts, PrepareText, PrepareUnpaired
@@ -194,6 +195,18 @@ def test_turns_without_loss_are_a_column_of_files_that_have_some(tmp_path: Path)
         row["row_id"]: "[0]" for row in rows if len(messages_of(row["messages"])) == 4
     }
     assert {row["row_id"] for row in before} < {row["row_id"] for row in rows}, "other rows keep their ids"
+
+
+def test_rows_without_loss_are_left_out_and_counted_and_are_no_bad_rows(tmp_path: Path) -> None:
+    rows = [{**row, "weight": int(index % 3 > 0)} for index, row in enumerate(numbered(30))]
+    metrics = prepare(tmp_path, METHOD, rows)
+    kept = [str(row["text"]) for row in rows if row["weight"]]
+    assert sorted(text for name in SIDES for text in texts(tmp_path, name)) == sorted(kept)
+    assert (metrics["rows"], metrics["dropped"]) == (20, 10) and not (tmp_path / "out" / "rejects.jsonl").exists()
+    assert of_rows(tmp_path)["dropped"] == {WITHOUT_LOSS: 10} and of_rows(tmp_path)["ignored_columns"] == {}
+    with pytest.raises(DataError, match=r"^1 of 31 rows cannot be used"):
+        prepare(tmp_path, METHOD, [*rows, {"text": 1}])
+    assert report(tmp_path)["dropped"] == 11
 
 
 def test_prompts_keep_the_columns_that_a_reward_is_computed_from(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.turns import (
     SYSTEM,
+    THOUGHTS,
     BadRowError,
     CanonicalRow,
     Fields,
@@ -40,7 +41,7 @@ from tasks.data.formats.turns import (
     text_of,
     whole_characters,
     with_system_column,
-    with_thought,
+    with_thought_column,
     without_marks,
 )
 from tasks.data.kinds import RESERVED_COLUMNS
@@ -50,17 +51,18 @@ _COMPLETION = ("completion", "response")
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # of Alpaca, and as Dolly calls them
 _OTHER_PROMPTS = frozenset({"prompt", "text", "messages", "conversations"})
 _PROMPTS = ("question", "instruction", "query", "problem")  # other common names of a prompt
-_THOUGHT_COLUMNS = ("reasoning_content", "thinking")
 # Columns that change what is trained, in any case and with or without ``_``: a row with one that its format does not
-# read is refused.
+# read is refused. A row whose weight is 0, or whose switch is off, is left out.
 _WEIGHTS = frozenset({"weight", "weights", "sampleweight", "lossweight"})
+_SWITCHES = frozenset({"loss", "train", "training"})
 _OF_SYSTEM = frozenset({"system", "systemprompt", "systemmessage", "systeminstruction", "sysprompt"})
 _OF_TEXT = _OF_SYSTEM | {"role"}  # a message of a tree, or of a conversation in rows, is no document
 _OF_CHAT = _OF_SYSTEM | {
-    "tools", "functions", "label", "reasoningcontent", "thinking", "image", "images", "imageurl", "imagepath",
+    "tools", "functions", "label", "reasoningcontent", "thinking", "reasoning", "image", "images", "imageurl",
+    "imagepath",
 }  # fmt: skip
 _JUDGED = frozenset({"label", "chosen", "rejected"})  # columns with a judgement of answers
-_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+_TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # role names in transcripts
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant|System):")
 _TRANSCRIPT = re.compile(r"\s*(?:Human:.*?\n\nAssistant:|System:.*?\n\nHuman:.*?\n\nAssistant:)", re.DOTALL)
@@ -75,7 +77,7 @@ def _text(fields: Fields) -> CanonicalRow:
 
 
 def _messages(fields: Fields) -> CanonicalRow:
-    messages = conversation(listed(fields, "messages"), "messages")
+    messages = with_thought_column(conversation(listed(fields, "messages"), "messages"), fields)
     return add_tools({"messages": messages}, fields, one_of(fields, ("tools", "functions")))
 
 
@@ -90,16 +92,7 @@ def _asked(fields: Fields) -> list[Message]:
 
 def _asked_and_answered(fields: Fields) -> tuple[list[Message], list[Message]]:
     name = one_of(fields, _COMPLETION)
-    return _asked(fields), _thought_over(answer(required(fields, name, "no answer"), name), fields)
-
-
-def _thought_over(answered: list[Message], fields: Fields) -> list[Message]:
-    """An answer with the thought of the user's column, if one is set."""
-    name = one_of(fields, _THOUGHT_COLUMNS)
-    if is_nothing(fields.get(name)):
-        return answered
-    turn = answered[0]
-    return [{**turn, "content": with_thought(str(turn["content"]), fields[name], name)}, *answered[1:]]
+    return _asked(fields), with_thought_column(answer(required(fields, name, "no answer"), name), fields)
 
 
 def _alpaca(fields: Fields) -> CanonicalRow:
@@ -113,8 +106,8 @@ def _alpaca(fields: Fields) -> CanonicalRow:
         if instruction != "":  # some data sets put the whole question in ``input``
             asked = f"{text(instruction, 'instruction', 'empty prompt')}\n{asked}"
     given = one_of(fields, _OUTPUTS)
-    output = _thought_over(answer(text(required(fields, given, "no answer"), given, "no answer"), given), fields)
-    return add_tools({"messages": [*messages, _user(asked), *output]}, fields)
+    answered = answer(text(required(fields, given, "no answer"), given, "no answer"), given)
+    return add_tools({"messages": [*messages, _user(asked), *with_thought_column(answered, fields)]}, fields)
 
 
 def _recognize_instructions(fields: Fields) -> tuple[str, ...]:
@@ -142,24 +135,24 @@ def _history(value: object) -> list[Message]:
 
 def _sharegpt(fields: Fields) -> CanonicalRow:
     turns = listed(fields, "conversations")
-    return add_tools({"messages": conversation(turns, "conversations", spelling_of(turns))}, fields)
+    messages = with_thought_column(conversation(turns, "conversations", spelling_of(turns)), fields)
+    return add_tools({"messages": messages}, fields)
 
 
 def _reasoning(fields: Fields) -> CanonicalRow:
     problem = text_of(fields, "empty prompt", "problem", "question")
-    thinking = text_of(fields, "no thinking", "thinking", "reasoning")
-    solution = text_of(fields, "no answer", "solution", "answer")
-    if "</think>" in thinking or "<think>" in solution:
-        raise BadRowError("the thinking or the solution has a <think> of its own")
-    answered = answer(f"<think>\n{thinking}\n</think>\n\n{solution}", "solution")
-    return {"messages": [_user(problem), *answered]}
+    solution = answer(text_of(fields, "no answer", "solution", "answer"), "solution")
+    if all(is_nothing(fields.get(name)) for name in THOUGHTS):
+        text_of(fields, "no thinking", *THOUGHTS)
+    return {"messages": [_user(problem), *with_thought_column(solution, fields)]}
 
 
 def _function_calling(fields: Fields) -> CanonicalRow:
     query = text_of(fields, "empty prompt", "query")
     calls = calls_json(required(fields, "answers", "no answer"), "answers")
     required(fields, "tools")
-    return add_tools({"messages": [_user(query), {"role": "assistant", "content": "", "tool_calls": calls}]}, fields)
+    called = with_thought_column([{"role": "assistant", "content": "", "tool_calls": calls}], fields)
+    return add_tools({"messages": [_user(query), *called]}, fields)
 
 
 def _unpaired(fields: Fields) -> CanonicalRow:
@@ -170,11 +163,16 @@ def _unpaired(fields: Fields) -> CanonicalRow:
 
 def _label(value: object, unjudged: str) -> bool:
     """Whether an answer is desirable; ``unjudged`` names the format without labels, for the message."""
-    known = _LABELS.get(str(value).lower()) if isinstance(value, bool | int | float | str) else None
+    known = _truth(value)
     if known is None:
         remedy = f"correct it, or, if it is no judgement of the answer, set format={unjudged}"
         raise BadRowError(f"label is {named(value)}", "no label", "true or false, 1 or 0", remedy)
     return known
+
+
+def _truth(value: object) -> bool | None:
+    """None: it is neither true nor false."""
+    return _TRUTHS.get(str(value).lower()) if isinstance(value, bool | int | float | str) else None
 
 
 def _messages_label(fields: Fields) -> CanonicalRow:
@@ -186,7 +184,8 @@ def _messages_label(fields: Fields) -> CanonicalRow:
     turns = conversation(messages, "messages")
     if turns[-1]["role"] != "assistant":
         raise BadRowError(f"messages ends with the role {turns[-1]['role']!r}, not with an answer", "no answer")
-    row: CanonicalRow = {"prompt": turns[:-1], "completion": turns[-1:], "label": _label(judged, "messages")}
+    answered = with_thought_column(turns[-1:], fields)
+    row: CanonicalRow = {"prompt": turns[:-1], "completion": answered, "label": _label(judged, "messages")}
     return add_tools(row, fields)
 
 
@@ -435,9 +434,23 @@ class Format:
         """The columns of a row that change what is trained and that this format does not read."""
         if REST in self.mapping:
             return []
-        names = _changing(tuple(fields), _OF_TEXT if self.kind == Kind.TEXT else _OF_CHAT)
-        values = {name: fields[name] for name in names if name not in self.mapping and not is_nothing(fields[name])}
-        return sorted(name for name, value in values.items() if not (_bare(name) in _WEIGHTS and value == 1))
+        found = self._set(fields, _OF_TEXT if self.kind == Kind.TEXT else _OF_CHAT)
+        marks = self._set(fields, _WEIGHTS | _SWITCHES).items()
+        odd = [name for name, value in marks if _truth(value) is None]
+        texts = [name for name, value in marks if _bare(name) in _SWITCHES and isinstance(value, str)]  # of any meaning
+        return sorted({*found, *odd} - {*texts})
+
+    def switched_off(self, fields: Fields) -> list[str]:
+        """The columns that say that a row is not trained; where all columns are read, only booleans do."""
+        marks = self._set(fields, _WEIGHTS | _SWITCHES).items()
+        return [
+            name for name, value in marks if value is False or (REST not in self.mapping and _truth(value) is False)
+        ]
+
+    def _set(self, fields: Fields, names: frozenset[str]) -> dict[str, object]:
+        """The values of such columns that this format does not read."""
+        found = {name: fields[name] for name in _named(tuple(fields), names) if name not in self.mapping}
+        return {name: value for name, value in found.items() if not is_nothing(value)}
 
 
 def _bare(name: str) -> str:
@@ -445,16 +458,17 @@ def _bare(name: str) -> str:
 
 
 @lru_cache(maxsize=64)  # most rows have the columns of the row before
-def _changing(columns: tuple[str, ...], others: frozenset[str]) -> list[str]:
-    """The columns whose name says that they change what is trained: weights, and others."""
-    return [name for name in columns if _bare(str(name)) in _WEIGHTS | others]
+def _named(columns: tuple[str, ...], names: frozenset[str]) -> list[str]:
+    """The columns with one of these names, however they are written."""
+    return [name for name in columns if _bare(str(name)) in names]
 
 
 _CHAT = '"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
 _ANSWER = '{"role": "assistant", "content": "..."}'
 _SYSTEM = dict.fromkeys(SYSTEM, "the first turn of the prompt")
+_THOUGHT = dict.fromkeys(THOUGHTS, "the assistant's turn, within <think>")
 _TOOLS = {"tools": "tools", **_SYSTEM}
-_THOUGHT = dict.fromkeys(_THOUGHT_COLUMNS, "the assistant's turn, within <think>")
+_ONE_ANSWER = {**_TOOLS, **_THOUGHT}
 _PAIR = {"chosen": "chosen", "rejected": "rejected", "kind": "kind", **_TOOLS}
 
 FORMATS: tuple[Format, ...] = (
@@ -465,14 +479,13 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="messages", kind=Kind.CONVERSATIONS, needs=("messages",), read=_messages, losing=_JUDGED,
         accepted=f"{{{_CHAT}}}",
-        mapping={"messages": "the conversation", **_TOOLS, "functions": "tools, as they were called before"},
+        mapping={"messages": "the conversation", "functions": "tools, as they were called before", **_ONE_ANSWER},
     ),
     Format(
         name="prompt_completion", kind=Kind.CONVERSATIONS, needs=("prompt", _COMPLETION), read=_prompt_completion,
         accepted='{"prompt": "...", "completion": "..."}, each a string or a list of messages',
         mapping={
-            "prompt": "messages, the user's", **dict.fromkeys(_COMPLETION, "messages, the assistant's"), **_TOOLS,
-            **_THOUGHT,
+            "prompt": "messages, the user's", **dict.fromkeys(_COMPLETION, "messages, the assistant's"), **_ONE_ANSWER,
         },
         losing=frozenset({"label"}),
     ),
@@ -482,21 +495,21 @@ FORMATS: tuple[Format, ...] = (
         accepted='{"instruction": "...", "input": "...", "output": "..."}',
         mapping={
             "instruction": "the user's turn", **dict.fromkeys(_INPUTS, "the user's turn, below the instruction"),
-            **dict.fromkeys(_OUTPUTS, "the assistant's turn"), "history": "earlier turns", **_TOOLS, **_THOUGHT,
+            **dict.fromkeys(_OUTPUTS, "the assistant's turn"), "history": "earlier turns", **_ONE_ANSWER,
         },
     ),
     Format(
         name="sharegpt", kind=Kind.CONVERSATIONS, needs=("conversations",), read=_sharegpt, losing=_JUDGED,
         accepted='{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
-        mapping={"conversations": "the conversation", **_TOOLS},
+        mapping={"conversations": "the conversation", **_ONE_ANSWER},
     ),
     Format(
         name="reasoning", kind=Kind.CONVERSATIONS, read=_reasoning,
-        needs=(("problem", "question"), ("thinking", "reasoning"), ("solution", "answer")),
+        needs=(("problem", "question"), ("thinking", "reasoning", "reasoning_content"), ("solution", "answer")),
         accepted='{"problem": "...", "thinking": "...", "solution": "..."}',
         mapping={
             **dict.fromkeys(("problem", "question"), "the user's turn"),
-            **dict.fromkeys(("thinking", "reasoning"), "the assistant's turn, within <think>"),
+            **_THOUGHT,
             **dict.fromkeys(("solution", "answer"), "the assistant's turn, below its thinking"),
             **_SYSTEM,
         },
@@ -504,7 +517,7 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="function_calling", kind=Kind.CONVERSATIONS, needs=("query", "tools", "answers"), read=_function_calling,
         accepted='{"query": "...", "tools": [{"name": ...}], "answers": [{"name": ..., "arguments": {...}}]}',
-        mapping={"query": "the user's turn", "answers": "the assistant's tool calls", **_TOOLS},
+        mapping={"query": "the user's turn", "answers": "the assistant's tool calls", **_ONE_ANSWER},
     ),
     Format(
         name="preference", kind=Kind.PREFERENCES, needs=("prompt", "chosen", "rejected"), read=_preference,
@@ -557,13 +570,13 @@ FORMATS: tuple[Format, ...] = (
         name="unpaired", kind=Kind.UNPAIRED, needs=("prompt", _COMPLETION, "label"), read=_unpaired,
         accepted='{"prompt": "...", "completion": "...", "label": true}, the texts strings or lists of messages',
         mapping={
-            "prompt": "prompt", **dict.fromkeys(_COMPLETION, "completion"), "label": "label", **_TOOLS, **_THOUGHT,
+            "prompt": "prompt", **dict.fromkeys(_COMPLETION, "completion"), "label": "label", **_ONE_ANSWER,
         },
     ),
     Format(
         name="messages_label", kind=Kind.UNPAIRED, by_value=_recognize_judged, read=_messages_label,
         accepted=f'{{{_CHAT}, "label": true}}', losing=_JUDGED - {"label"},
-        mapping={"messages": "prompt, and the last turn as completion", "label": "label", **_TOOLS},
+        mapping={"messages": "prompt, and the last turn as completion", "label": "label", **_ONE_ANSWER},
     ),
     Format(
         name="prompts", kind=Kind.PROMPTS, needs=("prompt",), read=_prompts,
@@ -576,6 +589,7 @@ FORMATS: tuple[Format, ...] = (
 BY_NAME = {each.name: each for each in FORMATS}
 
 
+WITHOUT_LOSS = "without loss by a column of theirs"  # reason why rows that are not bad are left out
 _NEAR = 3  # number of formats whose mismatch a message explains
 _MEDIA = frozenset({"images", "image", "videos", "video", "audios", "audio"})
 # Columns that formats read, and the column that groups rows for the split.
@@ -631,7 +645,9 @@ class Detected:
 
     def read_columns(self, fields: Fields) -> set[str]:
         """The columns of a row that are read; others are ignored."""
-        return set(fields) if REST in self.format.mapping else fields.keys() & self._read
+        if REST in self.format.mapping:
+            return set(fields)
+        return (fields.keys() & self._read) | {*_named(tuple(fields), _WEIGHTS | _SWITCHES)}
 
     @cached_property
     def _read(self) -> frozenset[str]:
@@ -646,6 +662,9 @@ class Detected:
         """
         if self.columns:
             fields = _renamed(fields, self.columns)
+        if off := self.format.switched_off(fields):
+            found = f"{off[0]} is {named(fields[off[0]])}"
+            raise BadRowError(found, WITHOUT_LOSS, "rows that are trained", f"remove {off[0]} to train the row")
         if not _MEDIA.isdisjoint(fields) and self.name != "text":
             for name in sorted(_MEDIA & fields.keys()):
                 if not is_nothing(fields[name]):

@@ -241,9 +241,10 @@ _CALL_ROLE = "function_call"  # ShareGPT's role whose content is the JSON text o
 _EMPTY = {"assistant": "no answer", "user": "empty prompt", "system": "empty prompt", "tool": "no tool result"}
 _MEDIA = ("image", "audio", "video", "file")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of what the assistant thinks, as vLLM and TRL have it
-# Keys that say whether a turn is trained: of OpenAI, LLaMA-Factory, ms-swift and axolotl.
+# Keys that say whether a turn, or as columns a row, is trained: of OpenAI, LLaMA-Factory, ms-swift and axolotl.
 _WEIGHTS, _SWITCHES = ("weight", "loss_weight"), ("loss", "train", "training")
 _NO_LOSS = "no loss"  # key of a turn of the assistant that is not trained, until ``without_marks``
+_NO_THOUGHTS = frozenset({"on", "off", "true", "false", "yes", "no", "0", "1"})  # whether there was thinking, not what
 _THINK, _THOUGHT_ENDS = "<think>", "</think>"
 _CALLS = ("tool_calls", "function_call")  # the second is OpenAI's former name
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -386,9 +387,7 @@ def _message(value: object, what: str, spelling: Spelling) -> Message:
         found = f"{what} has the role {named(found).removeprefix('the text ')}"
         raise BadRowError(f"{found}, none of {', '.join(_ROLES)}", "unknown role")
     where = f"{what} {spelling.content}"
-    name = (
-        next((key for key in THOUGHTS if not is_nothing(value.get(key))), None) if role in _WRITTEN_BY_MODEL else None
-    )
+    thought = thought_of(value, what) if role in _WRITTEN_BY_MODEL and len(value) > 2 else None
     calls = next((key for key in _CALLS if not is_nothing(value.get(key))), None) if role == "assistant" else None
     if role == _CALL_ROLE:
         content = value.get(spelling.content)
@@ -399,16 +398,57 @@ def _message(value: object, what: str, spelling: Spelling) -> Message:
         made = {"role": role, "content": written, "tool_calls": calls_json(value[calls], f"{what} {calls}")}
     else:
         made = {"role": role, "content": _content(_key(value, spelling.content, what, _EMPTY[role]), where, role)}
-    if name:
-        made["content"] = with_thought(str(made["content"]), value[name], f"{what} {name}")
+    if thought:
+        made["content"] = with_thought(str(made["content"]), thought.text, f"{what} {thought.key}")
     if len(value) > 2:
-        _add_rest(made, value, what, {spelling.role, spelling.content, calls, name})
+        _add_rest(made, value, what, {spelling.role, spelling.content, calls, *(THOUGHTS if thought else ())})
     return made
 
 
-def with_thought(content: str, thought: object, what: str) -> str:
+class Thought(NamedTuple):
+    """What the assistant thinks, and the key or column that has it."""
+
+    key: str
+    text: str
+
+
+def thought_of(fields: Fields, what: str) -> Thought | None:
+    """The thought of a message or row; under several keys it must be the same.
+
+    Raises:
+        BadRowError: there are two, or a word that says whether there was thinking instead of it.
+    """
+    there = [key for key in THOUGHTS if not is_nothing(fields.get(key))]
+    found = [Thought(key, text(fields[key], f"{what} {key}".lstrip(), "no thinking")) for key in there]
+    if len({each.text.strip() for each in found}) > 1:
+        keys = " and ".join(each.key for each in found)
+        raise BadRowError(f"{what or 'the row'} has {keys}, which differ", "two thoughts", "the same thought in both")
+    if found and found[0].text.strip().lower() in _NO_THOUGHTS:
+        said = f"{what} {found[0].key}".lstrip()
+        raise BadRowError(f"{said} is {named(found[0].text)}, which is no thought", "no thinking", "what was thought")
+    return found[0] if found else None
+
+
+def with_thought_column(turns: list[Message], fields: Fields) -> list[Message]:
+    """Turns with the thought of the user's column, if one is set, in their only answer."""
+    thought = thought_of(fields, "")
+    if thought is None:
+        return turns
+    first = next(place for place, turn in enumerate(turns) if turn["role"] == "assistant")
+    if any(turn["role"] == "user" for turn in turns[first:]):
+        remedy = f"put it into the turns, each with a {thought.key} of its own"
+        raise BadRowError(f"the row has {thought.key}, and several answers", "thought of several answers",
+                          "a thought of one answer in a column", remedy)  # fmt: skip
+    turn = turns[first]
+    content = with_thought(str(turn["content"]), thought.text, thought.key)
+    return [*turns[:first], {**turn, "content": content}, *turns[first + 1 :]]
+
+
+def with_thought(content: str, thinking: str, what: str) -> str:
     """What the assistant says, with a thought from a field of its own before it, as chat templates take it."""
-    thinking = text(thought, what, "no thinking")
+    own, ended, _ = content.partition(_THOUGHT_ENDS)
+    if ended and own.strip().removeprefix(_THINK).strip() == thinking.strip():
+        return content  # it has the same thought
     if _THOUGHT_ENDS in thinking or _THINK in content or _THOUGHT_ENDS in content:
         found = f"{what} has a thought, and there is a {_THINK} in it or in the content"
         raise BadRowError(found, "two thoughts", f"one thought, in the field or within {_THINK} in the content")
@@ -425,8 +465,8 @@ def _content(value: object, what: str, role: str) -> str:
     if isinstance(value, list) and value:
         if role == "assistant" and (thoughts := [part for part in value if _is_thought(part)]):
             rest = [part for part in value if not _is_thought(part)]
-            thought = "\n".join(_thought_part(part, what) for part in thoughts)
-            return with_thought(_content(rest, what, role) if rest else "", thought, f"{what} of type thinking")
+            thinking = "\n".join(_thought_part(part, what) for part in thoughts)
+            return with_thought(_content(rest, what, role) if rest else "", thinking, f"{what} of type thinking")
         value = "".join(_part(part, f"{what}[{index}]") for index, part in enumerate(value))
     if role == "tool" and value == "":
         return ""  # a tool may return nothing

@@ -17,7 +17,7 @@ from duckdb import DuckDBPyConnection
 
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
-from tasks.data.formats.detect import Detected, detect, with_prompt, with_system
+from tasks.data.formats.detect import WITHOUT_LOSS, Detected, detect, with_prompt, with_system
 from tasks.data.formats.trees import Into, is_tree, rows_of_trees
 from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, canonical, optional_name
 from tasks.data.kinds import HELD_OUT, ROW_KINDS, TRAIN, ordered_map, texts_of
@@ -437,6 +437,8 @@ def _staged_keys(staging: Staging, staged: StagedSource, keys: pa.RecordBatch) -
 def settle_rejects(staging: Staging, file: Path) -> list[str]:
     """Writes and counts the bad rows inside the slices; returns the first ones as ``where: problem``.
 
+    Rows that their columns leave out are only counted.
+
     They stay in the stage's ``output/`` after a failure, until the stage runs again.
     """
     shown: list[str] = []
@@ -444,9 +446,11 @@ def settle_rejects(staging: Staging, file: Path) -> list[str]:
         for line in bad:
             fields = json.loads(line)
             staged = staging.sources[fields.pop("slot")]
-            if staged.start <= fields.pop("place") < staged.stop:
+            if not staged.start <= fields.pop("place") < staged.stop:
+                continue
+            staged.report.drop({fields["reason"]: 1})
+            if fields["reason"] != WITHOUT_LOSS:
                 rejects.write(json.dumps(fields) + "\n")
-                staged.report.drop({fields["reason"]: 1})
                 shown += [f"{fields['where']}: {fields['problem']}"] if len(shown) < MAX_SHOWN else []
     if not shown:
         file.unlink()

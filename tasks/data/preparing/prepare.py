@@ -16,6 +16,7 @@ from duckdb import DuckDBPyConnection
 from lineage.artifact import Source
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
+from tasks.data.formats.detect import WITHOUT_LOSS
 from tasks.data.kinds import (
     HELD_OUT,
     LABEL_NAMES,
@@ -101,11 +102,11 @@ def _settle_bad_rows(staging: Staging, report: DataReport, options: Prepare, dir
     """Writes and counts the bad rows; the error if there are more than ``max_bad_rows``."""
     shown = settle_rejects(staging, directory / REJECTS)
     report.rejects = REJECTS if shown else None
-    count = report.num_dropped
+    count = report.num_dropped - sum(source.dropped.get(WITHOUT_LOSS, 0) for source in report.sources.values())
     if count <= options.max_bad_rows:
         return None
     num_rows = sum(staged.stop - staged.start for staged in staging.sources.values())
-    report.counts |= {"rows": num_rows - count, "dropped": count}
+    report.counts |= {"rows": num_rows - report.num_dropped, "dropped": report.num_dropped}
     more = [f"and {count - MAX_SHOWN} more"] if count > MAX_SHOWN else []
     listed = "\n  ".join([f"{count} of {num_rows} rows cannot be used:", *shown, *more])
     where = f"all of them are in {directory / REJECTS}"

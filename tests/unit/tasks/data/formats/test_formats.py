@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lineage.artifact import Kind
-from tasks.data.formats.detect import BY_NAME, FORMATS, Detected, detect
-from tasks.data.formats.turns import BadRowError
+from tasks.data.formats.detect import BY_NAME, FORMATS, WITHOUT_LOSS, Detected, detect
+from tasks.data.formats.turns import THOUGHTS, BadRowError
 from tasks.data.kinds import messages_of, tools_of
 
 Row = dict[str, object]
@@ -216,8 +216,9 @@ def test_the_columns_of_dolly_are_those_of_alpaca(row: Row, made: list[Row]) -> 
     ("name", "column", "value"),
     [
         ("preference", "label", 1), ("preference", "weight", 0.5),
-        ("alpaca", "label", False), ("messages", "weights", [1, 0]), ("messages", "sample_weight", 0),
-        ("messages", "reasoning_content", "t"), ("preference", "thinking", "t"), ("reasoning", "tools", [WEATHER]),
+        ("alpaca", "label", False), ("messages", "weights", [1, 0]), ("messages", "sample_weight", 0.1),
+        ("preference", "reasoning", "t"), ("oumi_preference", "thinking", "t"), ("alpaca", "loss", 2.3),
+        ("text", "train", 2), ("reasoning", "tools", [WEATHER]),
         ("openai_preference", "tools", [WEATHER]), ("sharegpt", "functions", [WEATHER]), ("text", "system", "s"),
         ("text", "weight", 0.1), ("preference", "images", ["a.png"]), ("unpaired", "weight", 2),
         ("preference", "system_message", "s"), ("alpaca", "System", "s"), ("text", "systemPrompt", "s"),
@@ -236,9 +237,28 @@ def test_an_unread_column_that_changes_what_is_trained_is_refused(name: str, col
         assert detected.convert({**row, column: nothing}) == CASES[name][0][1]
 
 
-def test_a_weight_of_one_is_the_default() -> None:
-    row = CASES["preference"][0][0]
-    assert detect([row], "rows.jsonl").convert({**row, "weight": 1.0}) == CASES["preference"][0][1]
+@pytest.mark.parametrize("name", [name for name in CASES if name != "prompts"])
+@pytest.mark.parametrize("configured", [None, "set"])
+def test_a_row_is_left_out_where_a_column_says_that_it_has_no_loss(name: str, configured: str | None) -> None:
+    row, made = CASES[name][0]
+    detected = detect([row], "rows.jsonl", configured=configured and name)
+    for column, off, on in (
+        ("weight", 0, 1.0), ("loss_weight", 0.0, 1), ("loss", False, True), ("train", "false", "true"),
+        ("Training", 0, 1), ("train", False, "London to Paris"),
+    ):  # fmt: skip
+        with pytest.raises(BadRowError, match=rf"{column} is .*; remove {column} to train the row") as refusal:
+            detected.convert({**row, column: off})
+        assert refusal.value.reason == WITHOUT_LOSS
+        assert detected.convert({**row, column: on}) == made
+        assert column in detected.read_columns({**row, column: on})
+
+
+def test_a_prompt_is_left_out_by_a_boolean_alone() -> None:
+    row = {"prompt": "q"}
+    detected = detect([row], "rows.jsonl")
+    with pytest.raises(BadRowError, match="train is the boolean false"):
+        detected.convert({**row, "train": False})
+    assert detected.convert({**row, "weight": 0})["columns"] == '{"weight": 0}'  # of what is asked
 
 
 def thought(content: str) -> Row:
@@ -255,13 +275,17 @@ def test_thinking_in_a_field_of_its_own_is_that_at_the_beginning_of_the_content(
         ({"messages": [Q, calling, RESULT, own]}, {"messages": [Q, called, RESULT, thought("a")]}),
         ({"conversations": [said("human", "q"), {**said("gpt", "a"), key: "t"}]}, {"messages": [Q, thought("a")]}),
         ({"prompt": "q", "chosen": [own], "rejected": "b"}, {**PAIR, "chosen": [thought("a")]}),
+        ({"messages": [Q, {**A, **dict.fromkeys(THOUGHTS, "t")}]}, {"messages": [Q, thought("a")]}),
+        ({"messages": [Q, {**thought("a"), key: " t"}]}, {"messages": [Q, thought("a")]}),
         ({"prompt": "q", "completion": own, "label": 1}, {"prompt": [Q], "completion": [thought("a")], "label": True}),
     ]
     for row, made in rows:
         assert detect([row], "rows.jsonl").convert(row) == made
     refused: list[tuple[list[Row], str]] = [
+        ([Q, {**A, key: "off"}], rf"messages\[1\] {key} is the text 'off', which is no thought"),
+        ([Q, {**A, **dict.fromkeys(THOUGHTS, "t"), key: "u"}], r"messages\[1\] has reasoning_content and thinking and"),
         ([Q, {**A, key: "a </think> b"}], rf"messages\[1\] {key} has a thought, and there is a <think> in it"),
-        ([Q, {**thought("a"), key: "t"}], rf"messages\[1\] {key} has a thought, and there is a <think> in it or in"),
+        ([Q, {**thought("a"), key: "u"}], rf"messages\[1\] {key} has a thought, and there is a <think> in it or in"),
         ([Q, {**A, key: 1}], rf"messages\[1\] {key} is the number 1"),
         ([Q, {**A, "content": "", key: "t"}], r"messages\[1\] content is empty"),
         ([{**Q, key: "t"}, A], rf"messages\[0\] has {key}"),
@@ -284,15 +308,29 @@ def test_thinking_as_a_part_of_the_content(parts: list[Row]) -> None:
     assert detect([row], "rows.jsonl").convert(row) == {"messages": [Q, thought("a")]}
 
 
-@pytest.mark.parametrize("column", ["reasoning_content", "thinking"])
+@pytest.mark.parametrize("column", THOUGHTS)
 def test_a_column_of_thinking_is_that_of_the_answer(column: str) -> None:
-    rows: list[Row] = [{"prompt": "q", "completion": "a"}, {"instruction": "q", "output": "a"}]
+    rows: list[Row] = [
+        {"prompt": "q", "completion": "a"}, {"instruction": "q", "output": "a"}, {"messages": [Q, A]},
+        {"conversations": [said("human", "q"), said("gpt", "a")]},
+    ]  # fmt: skip
     for row in rows:
         detected = detect([{**row, column: "t"}], "rows.jsonl")
         assert detected.convert({**row, column: "t"}) == {"messages": [Q, thought("a")]}
         assert detected.convert({**row, column: None}) == {"messages": [Q, A]}
-    row = {"prompt": "q", "completion": "a", "label": 0, column: "t"}
-    assert detect([row], "rows.jsonl").convert(row)["completion"] == [thought("a")]
+        assert detected.convert({**row, **dict.fromkeys(THOUGHTS, "t")}) == {"messages": [Q, thought("a")]}
+        with pytest.raises(BadRowError, match=r"the row has .* and .*, which differ"):
+            detected.convert({**row, **dict.fromkeys(THOUGHTS, "t"), column: "u"})
+        with pytest.raises(BadRowError, match=f"{column} is the text 'on', which is no thought"):
+            detected.convert({**row, column: "on"})
+    for row in ({"prompt": "q", "completion": "a", "label": 0}, {"messages": [Q, A], "label": 0}):
+        row = {**row, column: "t"}
+        assert detect([row], "rows.jsonl").convert(row)["completion"] == [thought("a")]
+    row = {"query": "q", "tools": [WEATHER], "answers": [CALL], column: "t"}
+    assert detect([row], "rows.jsonl").convert(row)["messages"][1]["content"] == thought("")["content"]
+    row = {"messages": [Q, A, Q, A], column: "t"}
+    with pytest.raises(BadRowError, match=f"the row has {column}, and several answers; .*each with a {column} of its"):
+        detect([row], "rows.jsonl").convert(row)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ CASES = [  # format, row, how what is found begins, reason
      "conversations[1] value[0] names no function", UNREADABLE),
     ("reasoning", {"problem": "q", "thinking": " ", "solution": "a"}, "thinking is empty", "no thinking"),
     ("reasoning", {"problem": "q", "thinking": "<think>t</think>", "solution": "a"},
-     "the thinking or the solution has a <think> of its own", "not of the format"),
+     "thinking has a thought, and there is a <think> in it or in the content", "two thoughts"),
     ("function_calling", {"query": "q", "tools": "[]", "answers": "[]"}, "answers is empty", "no answer"),
     ("function_calling", xlam('{"city": "Paris", "city": "Rome"}'), "answers is not JSON: the key 'city' is there twi",
      UNCLOSED),
