@@ -1,6 +1,6 @@
 """The command line ``posttrain``, also ``python -m flows``: the commands, and errors as exit codes.
 
-``plan``, ``run``, ``stage`` and ``export`` are defined here, the other commands in ``flows.commands``.
+``plan``, ``run`` and ``stage`` are defined here, the other commands in ``flows.commands`` and ``flows.serving``.
 """
 
 import argparse
@@ -16,16 +16,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_json, add_overrides, add_sweep, read_overrides, recorded_cli_args
 from flows.reports.wording import PrintableFormatter, printable, printable_text
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.files import local_path
-
-if TYPE_CHECKING:
-    from flows.declare.pipeline import Pipeline
 
 UNFINISHED = 4  # exit code of plan --exit-code if a run would do something
 STOPPED = 130
@@ -46,7 +41,8 @@ COMMANDS = {
     "rehearse": "run every stage for two steps, in minutes; keep nothing",
     "certify": "kill, resume and reshard a short run of every training; report whether it gives the same model",
     "data": "read rows as a data stage would, and report on them; run nothing",
-    "export": "write a stage of GRPO, RLOO or PPO for verl: rows, settings, rewards",
+    "chat": "talk with a model, or with two side by side",
+    "export": "write a model as whole weights, GGUF or for Ollama, or push it; or a stage for verl",
     "stage": "run one stage without Prefect: what dvc.yaml calls",
     "lineage": "show all that an artifact was made from",
     "impact": "show all that a source, a file, a row, a label or a model went into",
@@ -69,13 +65,14 @@ COMMANDS = {
 }
 _OWN_ARGUMENTS = ("data", "diagnose", "tune")  # add all their arguments themselves
 _WITHOUT_JSON = ("stage", "serve", "status", "logs", "cancel")  # a command's --json prints one object
-_HERE = ("plan", "run", "stage", "export")
-# The module of flows.commands that defines run_NAME(options) and add_NAME(parser), unless it is called NAME.
+_HERE = ("plan", "run", "stage")
+# The module that defines run_NAME(options) and add_NAME(parser), unless it is flows.commands.NAME.
 _MODULES = {
     "certify": "rehearse", "impact": "lineage", "diff": "lineage",
     "blame": "lineage", "diagnose": "lineage",
     "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "logs": "status", "cancel": "status",
     "compat": "doctor",
+    "chat": "flows.serving.chat", "export": "flows.serving.export",
 }  # fmt: skip
 
 
@@ -166,7 +163,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     for name, help_text in COMMANDS.items():
         sub = commands.add_parser(name, help=help_text, description=help_text)
         if name in arguments[:1]:
-            own = f"flows.commands.{_MODULES.get(name, name)}"
+            own = _MODULES.get(name, name)
+            own = own if "." in own else f"flows.commands.{own}"
             module = sys.modules[__name__] if name in _HERE else importlib.import_module(own)
             add = getattr(module, f"add_{name}", None)
             if add:
@@ -283,6 +281,7 @@ def add_stage(parser: argparse.ArgumentParser) -> None:
 
 def run_stage(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
+    from flows.declare.pipeline import require_stage
     from flows.planning.plan import make_plan
     from flows.planning.verdicts import require_passed
     from flows.progress.declared import adopt_view, show_declared
@@ -291,7 +290,7 @@ def run_stage(options: argparse.Namespace) -> int:
     from lineage.store import create_store
 
     pipeline, name = load_pipeline(options.overrides, options.config_dir), options.name
-    _require_stage(pipeline, name)
+    require_stage(pipeline, name)
     create_store(pipeline.store)
     adopt_view(pipeline)
     plan = make_plan(pipeline)
@@ -312,46 +311,6 @@ def run_stage(options: argparse.Namespace) -> int:
         print(plan.entry(planned).output)
     show_declared(plan, recorded_cli_args(options), [name])
     require_passed(replace(plan, stages=[planned]))
-    return 0
-
-
-def _require_stage(pipeline: "Pipeline", name: str) -> None:
-    from flows.declare.pipeline import listed
-
-    if name not in pipeline.stages:
-        raise ConfigError(f"{name}: no such stage; there are: {listed(name, pipeline.stages)}")
-
-
-def add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", choices=["verl"], help="the program that is to run the stage")
-    parser.add_argument("name", metavar="STAGE", help="a stage of GRPO, RLOO or PPO, whose inputs are finished")
-    parser.add_argument("--out", type=local_path, metavar="DIR", help="where to write; default: verl/STAGE")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of verl, which wins; repeat it"
-    )
-    parser.add_argument("--ability", default="general", help="the column ability of the rows, such as math")
-
-
-def run_export(options: argparse.Namespace) -> int:
-    from flows.declare.config import load_pipeline
-    from flows.planning.plan import make_plan
-    from flows.verl.export import COMMAND, NOTES, export_verl
-
-    pipeline, name = load_pipeline(options.overrides, options.config_dir), options.name
-    _require_stage(pipeline, name)
-    out = options.out or Path("verl") / name
-    found = export_verl(make_plan(pipeline), name, out, options.set, options.ability)
-    if options.json:
-        values = {
-            "folder": str(found.folder), "rows": found.num_rows, "config": found.config, "overrides": found.overrides,
-            "not_exported": found.notes,
-        }  # fmt: skip
-        print(json.dumps(values, indent=2))
-        return 0
-    print(f"{found.folder / COMMAND} trains {name} by verl on {found.num_rows['train']} prompts")
-    print(f"not carried over ({found.folder / NOTES}):")
-    for note in found.notes:
-        print(f"  {note}")
     return 0
 
 

@@ -28,6 +28,7 @@ from tasks.model.merging import (
     POLICY,
     Places,
     adapters_on_one_base,
+    cast_weights,
     compared,
     drawn,
     golden_texts_for,
@@ -53,7 +54,7 @@ from tasks.train.models.quantization import torch_dtype
 
 if TYPE_CHECKING:
     from peft import PeftModel
-    from torch import Tensor, dtype
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 _MAX_DIFFERENCE = 0.05  # nats per token
@@ -235,7 +236,7 @@ class Merge(Method):
         if self.combination is None or self.space == "adapters":
             model = self._with_adapters(inputs, ctx, lambda adapted: before.extend(_golden(adapted, kept.directory)))
             ctx.loaded()
-            _cast(model, torch_dtype(self.dtype or "fp32"))
+            cast_weights(model, torch_dtype(self.dtype or "fp32"))
             save_whole(model, base, ctx.output_dir, kept.weights, partial(require_base, ctx))
         else:
             self._combine_weights(inputs, ctx)
@@ -391,13 +392,6 @@ class Merge(Method):
             return ties(deltas, weights, self.density, self.majority_sign or "total")
 
 
-def _cast(model: "PreTrainedModel", dtype: "dtype") -> None:
-    """Casts what a model's files hold; not its further buffers, such as those of rotary positions."""
-    for each in model.state_dict(keep_vars=True).values():
-        if each.is_floating_point():
-            each.data = each.data.to(dtype)
-
-
 def _loaded_again(
     kind: Kind, model: "PreTrainedModel", directory: Path, tokenizer: Path, *, may_run: bool
 ) -> list[float]:
@@ -413,14 +407,14 @@ def _loaded_again(
 
     config, prompts = read_json(directory, "config.json"), golden_texts_for(model, [tokenizer])
     assert isinstance(config, dict)
-    _cast(model, torch.float32)
+    cast_weights(model, torch.float32)
     found = golden_values(model, prompts)
     if not all(map(math.isfinite, found)):
         raise DataError(
             f"the merged model gives non-finite log-probabilities ({', '.join(map(str, found))}); a model with "
             "finite weights is accepted; set dtype=fp32 or dtype=bf16, or other weights"
         )
-    _cast(model, getattr(torch, str(config["dtype"])))  # as it was written, which loses nothing
+    cast_weights(model, getattr(torch, str(config["dtype"])))  # as it was written, which loses nothing
     require_output_loads(kind, model, directory, prompts, may_run=may_run)
     return found
 

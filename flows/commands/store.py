@@ -69,6 +69,7 @@ def _all_findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iter
     from lineage.filesystem.digest import DigestCache
     from lineage.verify.store import (
         check_certificates,
+        check_exports,
         check_links,
         check_lock,
         check_outputs,
@@ -82,6 +83,7 @@ def _all_findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iter
     yield from check_links(checked)
     yield from check_sources(checked, cache)
     yield from check_certificates(store, checked)
+    yield from check_exports(store, checked)
     yield from check_view(store, checked)
     if checked.is_whole:
         yield from check_promotions(store, checked)

@@ -284,6 +284,12 @@ def listed(word: object, names: Iterable[str]) -> str:
     return f"{', '.join(there)}; did you mean {close[0]}?" if close else ", ".join(there)
 
 
+def require_stage(pipeline: Pipeline, name: str) -> None:
+    """Refuses a name that is no stage of a pipeline."""
+    if name not in pipeline.stages:
+        raise ConfigError(f"{name}: no such stage; there are: {listed(name, pipeline.stages)}")
+
+
 @strict
 class StageNode:
     """A stage as in YAML, before its method's class is known."""

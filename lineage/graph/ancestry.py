@@ -9,6 +9,7 @@ from functools import cached_property
 from lineage.artifact import SOURCE, Kind
 from lineage.graph.index import ARTIFACT, Index, newest_where, reached
 from lineage.graph.places import Indexed, artifact_at, node_key
+from lineage.record.exports import Export
 from lineage.store import Entry, InputRecord, Manifest, Store, rows_read
 
 
@@ -59,6 +60,7 @@ class Node:
         record: for a source: its record in the newest manifest that reads it.
         labels: licence and consent labels of the node and all its ancestors.
         rows: for a source: number of rows that a data stage counted.
+        exports: forms in which it left the store.
     """
 
     id: str
@@ -69,6 +71,7 @@ class Node:
     labels: set[str] = field(default_factory=set)
     aliases: list[str] = field(default_factory=list)
     rows: int | None = None
+    exports: list[Export] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -82,7 +85,10 @@ class Node:
         return {**common, **(self._stage(self.entry) if self.entry else self._source())}
 
     def _stage(self, entry: Entry) -> dict[str, object]:
-        place = {"stage": self.name, "path": str(entry.path), "state": "present" if self.manifest else "missing"}
+        place = {
+            "stage": self.name, "path": str(entry.path), "state": "present" if self.manifest else "missing",
+            "exports": [asdict(each) for each in self.exports],
+        }  # fmt: skip
         if self.manifest is None:
             return {**place, "artifact_kind": None}
         shown = (
@@ -199,7 +205,8 @@ def _node(index: Index, node: str, record: InputRecord | None = None) -> Node:
     manifest = entry.readable_manifest()
     fingerprint = manifest.fingerprint if manifest else record.fingerprint if record else digits
     aliases = sorted(alias for alias, model in index.aliases.items() if model == node)
-    return Node(id=node, fingerprint=fingerprint, entry=entry, manifest=manifest, aliases=aliases)
+    exports = [each for each in index.exports if each.node == node]
+    return Node(id=node, fingerprint=fingerprint, entry=entry, manifest=manifest, aliases=aliases, exports=exports)
 
 
 def _pass_labels_down(graph: Graph) -> None:

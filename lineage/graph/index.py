@@ -22,6 +22,7 @@ from lineage.errors import ArtifactError
 from lineage.fingerprint import canonical_json, short
 from lineage.graph.places import Indexed, artifact_at, node_key
 from lineage.promotions import Event, read_events, stacks
+from lineage.record.exports import Export, read_exports
 from lineage.record.labels import recorded_labels
 from lineage.secrets import redacted
 from lineage.store import ENTRY_NAME, MANIFEST, RESERVED, Entry, InputRecord, Manifest, SourceRecord, Store
@@ -352,6 +353,11 @@ class Index:
         """Alias -> the artifacts that it has pointed to, the current one last."""
         found = stacks(read_events(self.store))
         return {alias: [self._promoted_node(event) for event in events] for alias, events in found.items() if events}
+
+    @cached_property
+    def exports(self) -> list[Export]:
+        """The models that left the store, oldest first."""
+        return read_exports(self.store)
 
     def _promoted_node(self, event: Event) -> str:
         """The promoted artifact; the event names the stage, because two stages may share a fingerprint."""

@@ -9,12 +9,13 @@ import yaml
 
 from lineage.dvc import dvc_hash
 from lineage.errors import ArtifactError, PipelineError
-from lineage.filesystem.digest import DigestCache, digest_of
+from lineage.filesystem.digest import DigestCache, damage_of, digest_file, digest_of
 from lineage.filesystem.lock import owner
 from lineage.fingerprint import fingerprint, short
 from lineage.graph.places import node_key
 from lineage.promotions import PROMOTIONS, Event, read_events, stacks
 from lineage.record.certificate import certificate_path, read_certificate
+from lineage.record.exports import EXPORTS, read_exports
 from lineage.store import MANIFEST, Entry, InputRecord, Manifest, Store
 
 
@@ -201,6 +202,28 @@ def check_certificates(root: Path, checked: Checked) -> Iterator[Finding]:
                 fault = Fault.MISSING if lost else Fault.CHANGED
                 remedy = "restore it; a new one, by posttrain certify, holds for what is made after it"
                 yield Finding(fault, node, str(error), remedy)
+
+
+def check_exports(root: Path, checked: Checked) -> Iterator[Finding]:
+    """Compares what was exported, where it still exists, with its digests; notes what does not."""
+    try:
+        exports = [each for each in read_exports(root) if each.node in checked.chosen or checked.is_whole]
+    except PipelineError as error:
+        yield Finding(Fault.CHANGED, EXPORTS, str(error), "correct the line")
+        return
+    newest = {each.place: each for each in exports}  # a later one has replaced an earlier one there
+    for export in newest.values():
+        what = f"{export.form} of {export.node}"
+        if not Path(export.place).exists():
+            yield Finding(Fault.NOTE, what, f"{export.place} is gone since it was exported", "nothing, if it was meant")
+            continue
+        present = {name: export.folder / name for name in export.files if (export.folder / name).is_file()}
+        found = {name: digest_file(path) for name, path in present.items()}
+        for phrase in damage_of(export.files, found):
+            yield Finding(Fault.CHANGED, what, f"{export.place}: {phrase}", "export it again, or delete it")
+        if export.node not in checked.all:
+            why = f"its model is no longer in the store, and {export.place} is still there"
+            yield Finding(Fault.NOTE, what, why, "nothing, if it was meant; its record is kept")
 
 
 def check_view(store: Path, checked: Checked) -> Iterator[Finding]:

@@ -47,7 +47,7 @@ def greedy_answers(
     Args:
         num_beams: of a beam search, which looks for the most likely answer.
     """
-    stops = _stop_tokens(model, tokenizer)
+    stops = stop_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id or 0  # masked
 
     def generate(batch: Sequence[int]) -> list[list[int]]:
@@ -78,7 +78,7 @@ def sampled_tokens(
     """
     from tasks.train.generation.rollouts import sample
 
-    stops, pad = sorted(_stop_tokens(model, tokenizer)), tokenizer.pad_token_id or 0
+    stops, pad = sorted(stop_tokens(model, tokenizer)), tokenizer.pad_token_id or 0
 
     def generate(batch: Sequence[int]) -> list[list[int]]:
         return sample(
@@ -93,7 +93,7 @@ def answers_of(
     model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[Sequence[int]]
 ) -> list[Answer]:
     """The answers that generated tokens are."""
-    stops, found = _stop_tokens(model, tokenizer), list[Answer]()
+    stops, found = stop_tokens(model, tokenizer), list[Answer]()
     texts = tokenizer.batch_decode([*tokens], skip_special_tokens=True) if tokens else []  # else one, of nothing
     for text, ids in zip(texts, tokens, strict=True):
         length = next((at for at, token in enumerate(ids) if token in stops), None)
@@ -101,7 +101,8 @@ def answers_of(
     return found
 
 
-def _stop_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+def stop_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """The tokens that end an answer: of the generation config, of the tokenizer, and of the chat template's turns."""
     ends = model.generation_config.eos_token_id
     found = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends]), *turn_ends(tokenizer)}
     return {token for token in found if token is not None}

@@ -227,14 +227,18 @@ def _artifacts(adapter: Path, base: Base, stores: Sequence[Path]) -> Iterator[En
 
 def _sources(adapter: Path, base: Base) -> Iterator[Source]:
     """The source of the base, from the manifest beside the adapter, or from the adapter itself."""
-    for source in _recorded(adapter, base):
-        if not _is_alias(source):
-            kind = Kind(source.kind)
-            plain = Source(path=source.path, kind=kind, revision=source.revision, split=source.split)
-            yield _with_options(plain, source.reading)
+    yield from (recorded_source(source) for source in _recorded(adapter, base) if not _is_alias(source))
     for path in filter(None, (base.hub_id, base.wheel)):
         plain = Source(path=path, kind=Kind.CHECKPOINT, revision=base.revision)
         yield _with_options(plain, base.options or {})
+
+
+def recorded_source(record: SourceRecord) -> Source:
+    """The source of a model as a manifest records it."""
+    kind = Kind(record.kind)
+    return _with_options(
+        Source(path=record.path, kind=kind, revision=record.revision, split=record.split), record.reading
+    )
 
 
 def _with_options(source: Source, recorded: Mapping[str, object]) -> Source:

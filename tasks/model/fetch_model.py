@@ -40,7 +40,7 @@ from tasks.model.tokenizers import copy_tokenizer_files
 from tasks.train.sharding import leave_out_deepspeed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -141,19 +141,11 @@ def _convert(gguf: Path, directory: Path) -> None:
         PipelineError: another model or tokenizer is loaded.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils.logging import disable_progress_bar
+    from transformers import AutoModelForCausalLM
 
     from tasks.model.tokenizers import PROBE, tokenizer_of
 
-    disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    split_as_in_gguf(tokenizer, gguf)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32,
-        # Otherwise the model counts as quantized, and can be neither saved nor trained.
-        quantization_config=GgufConfig(dequantize=True),
-    )  # fmt: skip
+    model, tokenizer = load_gguf(gguf)
     leave_out_deepspeed()
     tokenizer.save_pretrained(directory)
     model.save_pretrained(directory)
@@ -168,6 +160,23 @@ def _convert(gguf: Path, directory: Path) -> None:
                 f"{gguf.name}: its weights were written to {directory} and are another model from there; equal logits "
                 "are accepted; report its config.json"
             )
+
+
+def load_gguf(gguf: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model of a GGUF file in fp32, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    split_as_in_gguf(tokenizer, gguf)
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32,
+        # Otherwise the model counts as quantized, and can be neither saved nor trained.
+        quantization_config=GgufConfig(dequantize=True),
+    )  # fmt: skip
+    return model, tokenizer
 
 
 # How tokenizers split text that transformers reads as GPT-2's, by their names in `tokenizer.ggml.pre`.
@@ -215,7 +224,7 @@ def split_as_in_gguf(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:
     name = metadata.get("tokenizer.ggml.pre")
     if metadata.get("tokenizer.ggml.model") != "gpt2" or name is None or name in GGUF_PRE_TOKENIZER_SPLITS:
         return
-    patterns = dict(_PATTERNS) | {name: (GGUF_PRE_TOKENIZER_SPLITS[other],) for name, other in _AS_ANOTHER.items()}
+    patterns = named_splits()
     if name in _DIGITS_ALONE:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
             pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False),
@@ -226,11 +235,19 @@ def split_as_in_gguf(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ])  # fmt: skip
     elif name not in _AS_GPT_2:
-        known = sorted({*GGUF_PRE_TOKENIZER_SPLITS, *_DIGITS_ALONE, *_AS_GPT_2, *patterns})
+        known = sorted({*_DIGITS_ALONE, *_AS_GPT_2, *patterns})
         raise ConfigError(
             f"{gguf.name}: tokenizer.ggml.pre={name}: it is unknown how its tokenizer splits text; accepted: "
             f"{', '.join(known)}; take the model with its tokenizer.json instead"
         )
+
+
+def named_splits() -> dict[str, tuple[str, ...]]:
+    """Name in GGUF -> the patterns by which such a byte-level tokenizer splits text, one after the other."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    own = {name: (pattern,) for name, pattern in GGUF_PRE_TOKENIZER_SPLITS.items()}
+    return own | {name: own[other] for name, other in _AS_ANOTHER.items()} | dict(_PATTERNS)
 
 
 PARTS_FILE = "model_parts.json"  # of a directory without weights: where those are

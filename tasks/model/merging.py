@@ -421,6 +421,21 @@ def compared(before: Sequence[float], after: Sequence[float], *, is_reward_model
     }
 
 
+def cast_weights(model: "PreTrainedModel", dtype: "dtype") -> None:
+    """Casts what a model's files hold; not its further buffers, such as those of rotary positions."""
+    for each in model.state_dict(keep_vars=True).values():
+        if each.is_floating_point():
+            each.data = each.data.to(dtype)
+
+
+def golden_summary(before: Sequence[float], after: Sequence[float]) -> dict[str, float]:
+    """Means of golden values before and after a hand-over, and the largest difference of one."""
+    return {
+        "before": sum(before) / len(before), "after": sum(after) / len(after),
+        "difference": largest_difference(before, after),
+    }  # fmt: skip
+
+
 def _shown(values: Sequence[float]) -> str:
     return ",".join(f"{value:.4f}" for value in values)
 

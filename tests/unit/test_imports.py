@@ -34,6 +34,7 @@ def test_no_module_imports_itself_through_others():
 ALONE = {
     "flows.__main__": "the command line",
     "flows.commands.*": "imported by name, when its command is called",
+    "flows.serving.*": "imported by name, when its command is called",
     "flows.dvc_yaml": "python -m: `make dvc-yaml`",
     "flows.prefect.*": "Prefect: what starts fast does not import it",
     "flows.reports.pages": "python -m: `make settings-page`",
@@ -69,6 +70,7 @@ ALONE = {
     "tasks.train.loop.token_batches": "one story: how a step is divided by tokens, and repeated when memory runs out",
     "tasks.train.model_rules": "a part of the table of what works with what",
     "tasks.train.light_imports": "imported by name, by the fork server",
+    "tasks.model.gguf_file": "one format of files, which is written and read back",
     "tasks.model.weight_differences": "torch: certify.py starts without it",
 }
 

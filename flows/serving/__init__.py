@@ -1,0 +1,1 @@
+"""What is done with a finished model: chat with it, export it, serve it."""

@@ -1,0 +1,338 @@
+"""``posttrain export``: what is written is loaded again by public programs and is the same model; its record stays."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import jinja2
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from flows.serving.ollama import _go, _texts
+from lineage.errors import ConfigError
+from lineage.store import Store
+from tasks.model.adapter_files import Base
+from tasks.model.chat_template import CHATML
+from tasks.model.fetch_model import named_splits
+from tasks.model.gguf_file import BOUNDS, _splits
+from tests import tiny
+from tests.command import call
+from tests.model_directories import edit, write_adapter
+from tests.tiny_models import write_model
+from tests.written_store import WrittenStore
+
+pytest.importorskip("gguf")
+TEXT = "the list returns a new sorted copy of items in order"
+WIDE = {"initializer_range": 0.3}  # so that a wrong weight moves a text by more than rounding does
+# Families with settings of their own that GGUF carries, or that transformers assumes where it reads one.
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {"sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 128},
+    "gemma2": {"query_pre_attn_scalar": 256, "sliding_window": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 256, "sliding_window": 16},
+}
+
+
+def export(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return call(["export", *words], folder, {})
+
+
+def exported(folder: Path, *words: str) -> dict:
+    ran = export(folder, *words, "--json")
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def logits(model) -> torch.Tensor:
+    ids = torch.arange(3, 40)[None]
+    with torch.inference_mode():
+        return model(ids).logits.float()
+
+
+def loaded(directory: Path, **options: object):
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WrittenStore:
+    """A base, and an adapter on it (save=adapter)."""
+    store = WrittenStore(tmp_path / "artifacts")
+    rows = {"rows": store.source("chats", labels=["cc-by-4.0"])}
+    recipe = {"recipe": {"learning_rate": 0.1}, "metrics": {"loss": 1.5}}
+    target = Store(store.root).entry("base", store.stage("base", rows).fingerprint).output
+    tiny.write_policy(target, initializer_range=0.3)
+    made = store.stage("base", rows)
+    place = Store(store.root).entry("sft", store.stage("sft", {"policy": made}, **recipe).fingerprint).output
+    write_adapter(place, target)
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(target / name, place / name)
+    Base(name="base", fingerprint=made.fingerprint, digest=made.output_digest).write(place)
+    store.stage("sft", {"policy": made}, **recipe)
+    store.base, store.sft = target, place
+    return store
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_merged_export_holds_every_adapter_in_16_bits_and_loads_alone(store, tmp_path, dtype):
+    from peft import PeftModel
+
+    found = exported(tmp_path, "merged", "p/sft", "--dtype", dtype, "--out", "out")
+    out = tmp_path / "out"
+    assert (found["form"], found["place"], found["recorded"]) == ("merged", str(out), True)
+    assert {each.dtype for each in AutoModelForCausalLM.from_pretrained(out).parameters()} == {
+        {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+    }
+    adapted = PeftModel.from_pretrained(loaded(store.base), store.sft).merge_and_unload()
+    for parameter in adapted.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16 if dtype == "bf16" else torch.float16).float()
+    assert torch.allclose(logits(loaded(out)), logits(adapted), atol=1e-4)
+    assert 0 < found["golden"]["difference"] < 0.05
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        assert (out / name).read_bytes() == (store.base / name).read_bytes()
+    again = export(tmp_path, "merged", "p/sft", "--out", "out")
+    assert again.returncode == 2 and "is there already" in again.stderr
+
+
+def test_an_export_is_in_the_lineage_and_verified_as_long_as_it_is_there(store, tmp_path):
+    words = ("store=artifacts", "tracking=none")
+    exported(tmp_path, "merged", "p/base", "--out", "out")
+    exported(tmp_path, "gguf", "p/base", "--out", "base.gguf")
+    shown = call(["lineage", "p/sft"], tmp_path, {}).stdout
+    assert f"exported merged bf16 to {tmp_path / 'out'}" in shown and "exported gguf f16" in shown
+    nodes = json.loads(call(["lineage", "p/sft", "--json"], tmp_path, {}).stdout)["nodes"]
+    assert [len(each.get("exports", ())) for each in nodes if each["name"] in ("sft", "base")] == [0, 2]
+
+    def findings() -> dict[str, str]:
+        ran = call(["verify", "--json", *words], tmp_path, {})
+        found = json.loads(ran.stdout)["findings"]
+        return {each["what"].partition("@")[0]: each["fault"] for each in found if " of base@" in each["what"]}
+
+    assert findings() == {}
+    (tmp_path / "base.gguf").unlink()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    assert findings() == {"merged of base": "changed", "gguf of base": "note"}
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_a_gguf_file_back_as_the_same_model(tmp_path, family, kind):
+    settings = {**WIDE, **FAMILIES[family]}
+    write_model(tmp_path / "model", family, **settings)
+    found = exported(tmp_path, "gguf", "model", "--type", kind, "--out", "m.gguf")
+    assert found["golden"]["difference"] <= BOUNDS[kind] and not found["recorded"]
+    options = {"gguf_file": "m.gguf", "quantization_config": GgufConfig(dequantize=True)}
+    model, back = loaded(tmp_path / "model"), loaded(tmp_path, **options)
+    if kind == "f16":  # rounded to 16 bits, and nothing else
+        for parameter in model.parameters():
+            parameter.data = parameter.data.half().float() if parameter.ndim > 1 else parameter.data
+        assert torch.allclose(logits(back), logits(model), atol=1e-4)
+    assert not torch.equal(logits(back), logits(loaded(tmp_path / "model")))
+    ours, theirs = (
+        AutoTokenizer.from_pretrained(tmp_path / "model"),
+        AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf"),
+    )
+    chat = [{"role": "user", "content": TEXT}]
+    assert ours.apply_chat_template(chat, add_generation_prompt=True) == theirs.apply_chat_template(
+        chat, add_generation_prompt=True
+    )
+    assert (ours.eos_token, ours.pad_token) == (theirs.eos_token, theirs.pad_token)
+
+
+def test_a_gguf_file_keeps_bos_unused_rows_and_a_second_stop_token(tmp_path):
+    from gguf import GGUFReader
+    from tokenizers import Tokenizer, normalizers
+    from tokenizers.processors import TemplateProcessing
+
+    tiny.write_policy(tmp_path / "model", initializer_range=0.3)
+    document = tmp_path / "model" / "tokenizer.json"
+    backend = Tokenizer.from_file(str(document))
+    backend.normalizer = normalizers.NFC()
+    backend.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)])
+    backend.save(str(document))
+    edit(tmp_path / "model" / "tokenizer_config.json", bos_token="<|im_start|>", eos_token="<|endoftext|>")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    model.resize_token_embeddings(304)
+    model.save_pretrained(tmp_path / "model")
+    exported(tmp_path, "gguf", "model", "--out", "m.gguf")
+    fields = GGUFReader(tmp_path / "m.gguf").fields
+    contents = {
+        name: fields[f"tokenizer.ggml.{name}"].contents()
+        for name in ("add_bos_token", "eos_token_id", "eot_token_id", "tokens")
+    }
+    assert contents.pop("tokens")[-1] == "[PAD303]"
+    assert contents == {"add_bos_token": True, "eos_token_id": 0, "eot_token_id": 2}
+
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "file", "change", "told"),
+    [
+        ("gpt2", CONFIG, {}, "of type gpt2 is not exported"),
+        ("mistral", CONFIG, {"sliding_window": 8}, "sliding_window=8 is lost"),
+        ("llama", CONFIG, {"rope_parameters": LINEAR}, "rope_parameters="),
+        ("qwen3", CONFIG, {}, "head_dim=8 is lost"),
+        ("llama", TOKENIZER, {"normalizer": {"type": "Lowercase"}}, "changes text first (Lowercase)"),
+        ("llama", TOKENIZER, {"pre_tokenizer": {"type": "Whitespace"}}, "without byte-level splits"),
+    ],
+)
+def test_what_cannot_be_exported_to_gguf_is_refused_before_anything_is_written(tmp_path, family, file, change, told):
+    write_model(tmp_path / "model", family)
+    edit(tmp_path / "model" / file, **change)
+    before = sorted(tmp_path.iterdir())
+    ran = export(tmp_path, "gguf", "model", "--out", "deep/m.gguf")
+    assert ran.returncode == 2 and told in ran.stderr, ran.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen2", "tekken", "gpt-4o", "falcon", "smollm", "gpt-2"])
+def test_the_splits_of_a_tokenizer_have_the_name_that_llama_cpp_knows(tmp_path, name):
+    tiny.write_tokenizer(tmp_path)
+    splits = [
+        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
+        for each in named_splits().get(name, ())
+    ]
+    digits = [{"type": "Digits", "individual_digits": True}] if name == "smollm" else []
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": not splits}
+    edit(tmp_path / "tokenizer.json", pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, *digits, bytes_]})
+    assert _splits("model", AutoTokenizer.from_pretrained(tmp_path)) == name
+
+
+def jinja(go: str, messages: list[dict[str, str]]) -> str:
+    """Renders what we use of Go's template language, as Ollama does, after a translation to Jinja."""
+    open_, out = [], []
+    for part in re.split(r"(\{\{.*?\}\})", go):
+        word = part.strip("{} ")
+        if not part.startswith("{{"):
+            out.append("{% raw %}" + part + "{% endraw %}" if part else "")
+        elif word == '$before := ""':
+            out.append('{% set at = namespace(before="") %}')
+        elif word == "range .Messages":
+            open_.append("endfor")
+            out.append("{% for m in messages %}")
+        elif word == "end":
+            out.append("{% " + open_.pop() + " %}")
+        elif word == ".Content":
+            out.append("{{ m.content }}")
+        elif word == "$before = .Role":
+            out.append("{% set at.before = m.role %}")
+        elif both := re.fullmatch(r'(else if|if) and \(eq \$before "(\w*)"\) \(eq \.Role "(\w+)"\)', word):
+            open_ += ["endif"] if both[1] == "if" else []
+            out.append(
+                f'{{% {"if" if both[1] == "if" else "elif"} at.before == "{both[2]}" and m.role == "{both[3]}" %}}'
+            )
+        else:
+            assert word == 'if eq $before "user"', word
+            open_.append("endif")
+            out.append('{% if at.before == "user" %}')
+    assert not open_
+    return jinja2.Environment(keep_trailing_newline=True).from_string("".join(out)).render(messages=messages)
+
+
+BY_DEFAULT = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, BY_DEFAULT])
+def test_a_modelfile_has_the_chat_template_in_ollamas_language_and_its_stop_tokens(tmp_path, template):
+    tiny.write_policy(tmp_path / "model", chat_template=template)
+    edit(
+        tmp_path / "model" / "generation_config.json", do_sample=True, temperature=0.6, top_k=20, repetition_penalty=1.1
+    )
+    exported(tmp_path, "ollama", "model", "--type", "q8_0", "--out", "out")
+    text = (tmp_path / "out" / "Modelfile").read_text()
+    go = re.search(r'TEMPLATE """(.*?)"""', text, re.DOTALL)[1]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    for roles in ("user", "system user", "user assistant user", "system user assistant user assistant user"):
+        messages = [{"role": role, "content": f" {at} {{% x"} for at, role in enumerate(roles.split())]
+        assert jinja(go, messages) == tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+    settings = dict(line.split(maxsplit=2)[1:] for line in text.splitlines() if line.startswith("PARAMETER"))
+    assert settings == {
+        "stop": '"<|im_end|>"',
+        "temperature": "0.6",
+        "top_p": "1.0",
+        "top_k": "20",
+        "min_p": "0.0",
+        "repeat_penalty": "1.1",
+    }
+    assert text.startswith("FROM ./model.gguf\n") and (tmp_path / "out" / "model.gguf").exists()
+
+
+WITHOUT_SYSTEM = "{% for m in messages if m['role'] != 'system' %}{{ m['role'] + m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (CHATML.replace("message['content'] +", "(message['content'] | trim) +"), "changes contents"),
+        (CHATML.replace("message['role'] +", "message['role'] + (loop.index | string) +"), "depends on more than"),
+        (CHATML + "{{ strftime_now('%Y') }}", "the date of the day"),
+        (CHATML.replace("'\\n'", "'{{'", 1), "reads as its own"),
+        (WITHOUT_SYSTEM, "leaves out a message of system"),
+        (None, "there is none"),
+    ],
+)
+def test_a_chat_template_that_ollama_cannot_render_exactly_is_refused(tmp_path, template, told):
+    tiny.write_tokenizer(tmp_path, chat_template=template)
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        _go("model", _texts("model", AutoTokenizer.from_pretrained(tmp_path)))
+
+
+def test_a_push_to_the_hub_has_a_card_and_is_recorded_with_its_commit(store, tmp_path, monkeypatch):
+    calls: list[tuple[str, dict]] = []
+
+    class Api:
+        def create_repo(self, repository: str, **words: object) -> None:
+            calls.append((repository, words))
+
+        def upload_folder(self, **words: object) -> SimpleNamespace:
+            calls.append((words["repo_id"], words))
+            if not (Path(words["folder_path"]) / "model.safetensors").exists() or words["repo_id"] == "us/none":
+                raise OSError("no such host")
+            return SimpleNamespace(oid="c" * 40)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    dry = exported(tmp_path, "hub", "p/sft", "--repo", "us/chat", "--dry-run", "--out", "dry")
+    assert not calls and dry["address"] is None
+    from huggingface_hub import ModelCard
+
+    card = ModelCard.load(tmp_path / "dry" / "README.md")
+    assert card.data.pipeline_tag == "text-generation"
+    for told in ("# chat", "learning_rate", "1.5", "chats", "cc-by-4.0", 'model="us/chat"'):
+        assert told in card.text, told
+    assert str(tmp_path) not in card.text
+    pushed = exported(tmp_path, "hub", "p/sft", "--repo", "us/chat", "--private", "--out", "out")
+    assert pushed["address"] == f"https://huggingface.co/us/chat@{'c' * 40}"
+    assert [name for name, _ in calls] == ["us/chat"] * 2 and calls[0][1]["private"] is True
+    assert "pushed to https://huggingface.co/us/chat@" in call(["lineage", "p/sft"], tmp_path, {}).stdout
+    failed = export(tmp_path, "hub", "p/sft", "--repo", "us/none", "--out", "kept")
+    assert failed.returncode == 1 and "no such host" in failed.stderr and (tmp_path / "kept" / "README.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("merged", "model", "--type", "q8_0"), "--type is for gguf and ollama"),
+        (("gguf", "model", "--out", "m.bin"), "ends in .gguf"),
+        (("hub", "model"), "--repo OWNER/NAME"),
+        (("hub", "model", "--repo", "a b/c"), "--repo a b/c"),
+        (("merged", "nowhere"), "nowhere"),
+        (("verl", "model", "--dtype", "bf16"), "--dtype is for merged and hub"),
+    ],
+)
+def test_wrong_words_end_with_2(tmp_path, words, told):
+    ran = export(tmp_path, *words)
+    assert ran.returncode == 2 and told in ran.stderr, ran.stderr
