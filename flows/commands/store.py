@@ -14,7 +14,7 @@ from flows.reports.wording import printable_text
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flows.declare.operation import Tracking
+    from flows.declare.pipeline import Pipeline
     from lineage.gc import Garbage, Size
     from lineage.verify.store import Checked, Finding
 
@@ -39,7 +39,7 @@ def run_verify(options: argparse.Namespace) -> int:
     checked = Checked(all=everything, chosen=sorted(chosen & everything.keys()))
     if options.ref:
         findings = [finding for finding in findings if finding.what in chosen]
-    findings += _all_findings(pipeline.store, pipeline.tracking, checked)
+    findings += _all_findings(pipeline, checked)
     faults = [finding for finding in findings if finding.fault != Fault.NOTE]
     if options.json:
         shown = [asdict(each) for each in findings]
@@ -65,7 +65,8 @@ def _chosen(ref: str, store: Path) -> set[str]:
         return set(ancestry(index, found.node).nodes)
 
 
-def _all_findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iterator["Finding"]:
+def _all_findings(pipeline: "Pipeline", checked: "Checked") -> Iterator["Finding"]:
+    from flows.progress.tracking import recorded_uri
     from lineage.filesystem.digest import DigestCache
     from lineage.verify.store import (
         check_certificates,
@@ -78,6 +79,7 @@ def _all_findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iter
         check_view,
     )
 
+    store, tracking = pipeline.store, pipeline.tracking
     cache = DigestCache(store / "digests.json")
     yield from check_outputs(checked)
     yield from check_links(checked)
@@ -90,7 +92,7 @@ def _all_findings(store: Path, tracking: "Tracking", checked: "Checked") -> Iter
     if tracking.mlflow:
         from lineage.verify.mlflow import check_mlflow
 
-        yield from check_mlflow(tracking.uri, store, checked)
+        yield from check_mlflow(recorded_uri(pipeline), store, checked)
     if checked.is_whole and tracking.dvc:
         yield from check_lock(Path.cwd(), store, cache)
 
@@ -185,7 +187,7 @@ def _seconds(word: str) -> float:
 
 def run_rebuild(options: argparse.Namespace) -> int:
     from flows.declare.config import load_pipeline
-    from flows.progress.tracking import rebuild
+    from flows.progress.tracking import rebuild, recorded_uri
     from lineage.store import require_store
 
     pipeline = load_pipeline(options.overrides, options.config_dir)
@@ -194,7 +196,7 @@ def run_rebuild(options: argparse.Namespace) -> int:
             "tracking.mlflow=false: there is no MLflow to refill; leave tracking as it is, or set tracking.uri"
         )
     require_store(pipeline.store)
-    rebuilt = rebuild(pipeline)
+    rebuilt = rebuild(pipeline, recorded_uri(pipeline))
     if options.json:
         print(json.dumps({"added": rebuilt.added, "present": rebuilt.present, "lost": rebuilt.lost}))
         return 0

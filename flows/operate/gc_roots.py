@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from flows.declare.operation import Tracking
 from flows.declare.pipeline import Pipeline
 from flows.planning.plan import make_plan
 from flows.planning.reads import reads
 from flows.progress.run_record import latest
+from flows.progress.tracking import recorded_uri
 from flows.sweep.folder import FOLDER, read_best, trial_results
 from lineage.dvc import VIEWS
 from lineage.errors import ArtifactError
@@ -44,7 +44,7 @@ def find_roots(store: Path, pipeline: Pipeline, keep: Sequence[str]) -> dict[str
             if {f"{field}={value}" for field, value in trial.params.items()} <= best:
                 nodes = (node_key(*each) for each in trial.fingerprints.items())
                 found |= dict.fromkeys(nodes, f"the best of sweep {path.parent.name}")
-    return add_present(store, found | _mlflow(pipeline.tracking, pipelines))
+    return add_present(store, found | _mlflow(pipeline, pipelines))
 
 
 def add_present(store: Path, before: dict[str, str]) -> dict[str, str]:
@@ -86,11 +86,11 @@ def _promoted(index: Index) -> dict[str, str]:
     return found
 
 
-def _mlflow(tracking: Tracking, pipelines: Sequence[str]) -> dict[str, str]:
+def _mlflow(pipeline: Pipeline, pipelines: Sequence[str]) -> dict[str, str]:
     """Models with an alias in MLflow's registry, where people may set aliases by hand."""
-    uri = tracking_uri(tracking.uri) if tracking.mlflow else None
-    file = sqlite_file(uri) if uri else None
-    if uri is None or (file and not file.exists()):  # nothing was recorded yet
+    uri = recorded_uri(pipeline)
+    file = sqlite_file(tracking_uri(uri)) if pipeline.tracking.mlflow else None
+    if not pipeline.tracking.mlflow or (file and not file.exists()):  # nothing was recorded yet
         return {}
     from lineage.mlflow.registry import aliases  # imports mlflow, which takes a second
 

@@ -133,7 +133,7 @@ class RunPage:
         runs = {"this run": execution_id}
         runs |= {name: each.mlflow_run_id for name, each in found.items() if each and each.mlflow_run_id}
         links = {name: f"`{run}`" for name, run in runs.items()}
-        after = f"`mlflow ui --backend-store-uri {uri}` shows them."
+        after = f"`mlflow ui --backend-store-uri {shown(uri)}` shows them."
         if is_server(uri):
             page = f"{shown(uri).rstrip('/')}/#/runs"  # MLflow finds the experiment of a run by itself
             links, after = {name: f"[{run}]({page}/{run})" for name, run in runs.items()}, ""

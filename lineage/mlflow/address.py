@@ -40,7 +40,8 @@ def tracking_uri(configured: str | None) -> str:
             "plain files links no models); accepted: sqlite:///FILE, http://HOST:PORT, postgresql://, mysql://; "
             "or leave it unset for mlflow.db in this folder"
         )
-    return uri
+    file = sqlite_file(uri)
+    return f"{_SQLITE}{file.absolute()}" if file else uri  # so that it is the same file from another folder
 
 
 def require_reachable(uri: str, configured: str | None) -> None:

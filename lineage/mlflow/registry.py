@@ -21,6 +21,7 @@ from lineage.mlflow.entities import Key, Recorded, Tag, is_model, recorded_of
 from lineage.mlflow.executions import Executions, experiments, is_dead, pages, pipeline_of, where
 from lineage.mlflow.sync import Mirror
 from lineage.promotions import read_events, stacks
+from lineage.record.run_file import RunFile
 from lineage.secrets import redacted
 from lineage.store import Entry, Manifest, Store
 
@@ -178,6 +179,25 @@ def refill(uri: str | None, store: Path, silent: Collection[Owner] = ()) -> Rebu
     counted = {**runs.added, "aliases": moved}
     present = len(manifests) - counted.get("runs", 0)
     return Rebuilt(added={name: counted.get(name, 0) for name in _COUNTED}, present=present, lost=len(lost))
+
+
+def close_left(uri: str | None, store: Path, directories: Collection[str], silent: Collection[Owner] = ()) -> None:
+    """Ends what a killed command left open, as its stages ended. Raises as ``_client``.
+
+    Args:
+        directories: of its stages.
+        silent: as in ``refill``.
+    """
+    with _client(uri, "is not completed") as client:
+        runs = Executions(client, store, silent=silent)
+        mirror = Mirror(runs)
+        for path in map(Path, directories):
+            note = RunFile.read(path)
+            if note and note.uri == runs.uri:
+                mirror.sync(Entry(path))
+        runs.close_rebuilt()
+        for experiment in _experiments_of(client, store):
+            runs.close_dead(experiment)
 
 
 def _experiments_of(client: MlflowClient, store: Path) -> list[str]:

@@ -110,12 +110,12 @@ class Mirror:
 
     def _sync_finished(self, entry: Entry, manifest: Manifest, note: RunFile | None) -> Recorded:
         """Completes a finished stage: the remaining reports, final metrics, sources with their rows, the model."""
-        key = Key.of(manifest)
-        if key in self.finished:
+        key, opened = Key.of(manifest), self._open.get(entry.path)
+        if key in self.finished and (opened is None or opened[1].info.run_id == self.finished[key].run_id):
             return self.finished[key]
         for parent in self.parents(manifest).values():
             self.recorded(parent)
-        found = self._finished_run(manifest)
+        found = self._finished_run(entry, manifest, note)
         recorded = self._whole(manifest, found) if found else None
         if recorded is None:
             recorded = self._complete(entry, manifest, note, found)
@@ -231,15 +231,20 @@ class Mirror:
             self.client.set_terminated(run.info.run_id, "KILLED")
         return None
 
-    def _finished_run(self, manifest: Manifest) -> Run | None:
+    def _finished_run(self, entry: Entry, manifest: Manifest, note: RunFile | None) -> Run | None:
         these = where(
             {Tag.FINGERPRINT: manifest.fingerprint, Tag.STAGE: manifest.stage, Tag.DIGEST: manifest.output_digest}
         )
         run = next(self.runs.search(manifest.pipeline, f"attributes.status = 'FINISHED' and {these}"), None)
-        own = manifest.mlflow_run_id
-        if run and own and own != run.info.run_id and (open_run := self.runs.find(own)):
-            # The stage ran again, since its folder was deleted, and gave the same bytes: its new run is still open.
-            return open_run if open_run.info.status == "FINISHED" else None
+        opened = self._open.get(entry.path)
+        ids = [
+            opened[1].info.run_id if opened else None, note.run_id if note and note.uri == self.runs.uri else None,
+            manifest.mlflow_run_id,  # None: MLflow did not answer in time
+        ]  # fmt: skip
+        own = next((found for found in map(self.runs.find, filter(None, ids)) if found), None)
+        if run and own and own.info.run_id != run.info.run_id:
+            # The stage ran again, since its folder was deleted, and gave the same bytes: its new run may be open.
+            return own if own.info.status == "FINISHED" else None
         return self.client.get_run(run.info.run_id) if run else None
 
     def _whole(self, manifest: Manifest, run: Run) -> Recorded | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lineage.errors import PipelineError
 from lineage.graph.places import node_key
-from lineage.mlflow.address import sqlite_file, tracking_uri
+from lineage.mlflow.address import shown, sqlite_file, tracking_uri
 from lineage.mlflow.registry import Links, links, lost_outputs
 from lineage.promotions import PROMOTIONS, read_events, stacks
 from lineage.verify.store import Checked, Fault, Finding
@@ -38,7 +38,7 @@ def check_mlflow(uri: str | None, store: Path, checked: Checked, *, is_over: boo
             continue
         node = node_key(manifest.stage, manifest.fingerprint)
         for what in found.lacking(manifest):
-            yield _finding(Fault.MISSING, node, f"MLflow at {address} has no {what} of it")
+            yield _finding(Fault.MISSING, node, f"MLflow at {shown(address)} has no {what} of it")
     if checked.is_whole:
         yield from _orphans(found, store, checked)
         yield from _aliases(found, store, checked)

@@ -1,6 +1,7 @@
 """The tracker against a real SQLite database: live, resumed, killed and failed stages, and an MLflow that is away."""
 
 import json
+import shutil
 import socket
 import time
 from dataclasses import replace
@@ -18,7 +19,7 @@ from lineage.mlflow.registry import refill
 from lineage.mlflow.sync import Mirror
 from lineage.mlflow.tracker import MlflowTracker
 from lineage.record.run_file import RunFile
-from lineage.record.tracker import end_event
+from lineage.record.tracker import Event, end_event
 from lineage.store import Entry
 from tests.command import wait_until
 from tests.tracked_stage import Tracked, attempt, commit, execution, record, report, start_of
@@ -363,8 +364,21 @@ def test_the_findings_on_its_curves_are_a_tag_while_it_runs_and_after(uri, clien
     assert client.get_run(run_id).data.tags[Tag.DIAGNOSIS] == found
 
 
-def test_a_stage_that_ran_again_with_the_same_bytes_ends_its_own_run(uri, client, store):
+@pytest.mark.parametrize("noted", [True, False], ids=["its manifest has its run", "MLflow was slow"])
+@pytest.mark.parametrize("runs", [1, 2], ids=["one execution", "two executions"])
+def test_a_stage_that_ran_again_with_the_same_bytes_ends_its_own_run(uri, client, store, noted, runs):
     """As after its folder was deleted by hand: the first run of these bytes is finished, and remains so."""
-    manifest = store.stage("a", {})
-    ids = [record(uri, store, manifest)[1].stage for _ in range(2)]
-    assert ids[0] != ids[1] and [client.get_run(each).info.status for each in ids] == ["FINISHED"] * 2
+    manifest, ids = store.stage("a", {}), []
+    for count in [2 // runs] * runs:
+        tracker = MlflowTracker(uri)
+        with tracker.execution(execution(store)):
+            for _ in range(count):
+                start = start_of(store, manifest)
+                shutil.rmtree(start.directory)
+                start.directory.mkdir()
+                stage = Tracked(tracker, start)
+                ids.append(stage.run_ids().stage)
+                commit(start, manifest, stage.run_ids() if noted else None)
+                tracker.on(Event(title="a", state="done", manifest=manifest))
+                wait_until(lambda: client.get_run(ids[-1]).info.status == "FINISHED", "its run is ended")
+    assert len({*ids}) == 2 and [client.get_run(each).info.status for each in ids] == ["FINISHED"] * 2

@@ -6,13 +6,16 @@ import sys
 from dataclasses import replace
 
 import pytest
+from mlflow import MlflowClient
 
 from lineage.errors import ArtifactError
 from lineage.filesystem.owner import Owner
 from lineage.mlflow.address import connect
 from lineage.mlflow.entities import Key, Tag, process_tags
 from lineage.mlflow.executions import Executions
-from lineage.mlflow.registry import aliases, links, refill, set_alias
+from lineage.mlflow.registry import aliases, close_left, links, refill, set_alias
+from lineage.record.run_file import RunFile
+from lineage.store import Store
 from lineage.verify.mlflow import check_mlflow
 from lineage.verify.store import Checked, Fault, read_store
 from tests.command import TOY, Command
@@ -194,8 +197,6 @@ def faults(toy: Command, *arguments: str) -> str:
 
 @pytest.fixture
 def client(toy):
-    from mlflow import MlflowClient
-
     return MlflowClient(f"sqlite:///{toy.folder / 'mlflow.db'}")
 
 
@@ -234,6 +235,43 @@ def test_what_was_deleted_or_moved_by_hand_is_named_and_rebuild_mends_it(toy, cl
         assert found[0] in faults(toy, "toy/left") and toy("verify", "toy/right").returncode == 0
     assert toy("rebuild").returncode == 0
     assert toy("verify").returncode == 0
+
+
+def test_commands_read_the_record_where_the_last_run_wrote_it(tmp_path, prefect_url, migrated):
+    """Without the ``tracking.uri`` of the run."""
+    (tmp_path / "rows.txt").write_text("rows")
+    (tmp_path / "elsewhere").mkdir()
+    shutil.copy(migrated, tmp_path / "elsewhere" / "mlflow.db")
+    toy = Command(tmp_path, *TOY, environment={"PREFECT_API_URL": prefect_url}, tracked=True)
+    toy.run("tracking.uri=sqlite:///elsewhere/mlflow.db")
+    assert toy("promote", "toy/left", "--alias", "champion", "--force", "--why", "test").returncode == 0
+    assert toy("verify").returncode == 0
+    other = MlflowClient(f"sqlite:///{tmp_path}/elsewhere/mlflow.db")
+    assert other.get_model_version_by_alias("toy", "champion").tags["posttrain.stage"] == "left"
+    delete_run(other)
+    assert f"MLflow at sqlite:///{tmp_path}/elsewhere/mlflow.db has no finished run of it" in faults(toy)
+    assert toy("rebuild").returncode == 0 and toy("verify").returncode == 0
+    [base] = other.search_model_versions("name='toy' and tags.`posttrain.stage`='model'")
+    other.set_registered_model_alias("toy", "mine", base.version)
+    assert "alias mine of MLflow" in toy("gc", "--dry-run", "--json").stdout
+    assert not (tmp_path / "mlflow.db").exists()
+
+
+def test_a_killed_runs_record_is_ended_where_it_is(uri, store, tmp_path, migrated):
+    """In the MLflow that it used, while another one is used now."""
+    shutil.copy(migrated, tmp_path / "former.db")
+    client, gone = connect(f"sqlite:///{tmp_path}/former.db"), replace(Owner.here(), started=0.0)
+    manifest = store.stage("base", {})
+    entry = Store(store.root).entry("base", manifest.fingerprint)
+    runs = Executions(client, store.root)
+    run = runs.create("p", "base", process_tags(gone), 1.0)
+    execution = runs.create("p", "execution", process_tags(gone), 1.0)
+    note = RunFile(uri=runs.uri, run_id=run.info.run_id, execution_id=execution.info.run_id, words=[], writer=gone)
+    note.write(entry.path)
+    runs.tag(run.info.run_id, {Tag.STAGE: "base", Tag.FINGERPRINT: manifest.fingerprint})
+    close_left(client.tracking_uri, store.root, [str(entry.path), str(tmp_path / "never")])
+    ended = [client.get_run(each.info.run_id).info.status for each in (run, execution)]
+    assert ended == ["FINISHED", "KILLED"]  # its stage was committed
 
 
 def test_a_run_of_what_the_store_lost_is_an_orphan(recorded):

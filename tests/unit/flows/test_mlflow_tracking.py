@@ -5,14 +5,15 @@ import os
 import sys
 from dataclasses import asdict, replace
 from datetime import datetime
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from flows.declare.operation import Tracking
 from flows.progress import tracking as module
-from flows.progress.run_record import RunRecord, run_record_path
-from flows.progress.tracking import make_tracker
+from flows.progress.run_record import Links, RunRecord, StageRecord, run_record_path
+from flows.progress.tracking import make_tracker, recorded_uri
 from lineage.errors import ConfigError
 from lineage.filesystem.owner import Owner
 from lineage.mlflow.address import require_reachable, shown, sqlite_file, tracking_uri
@@ -110,7 +111,10 @@ def test_names_that_mlflow_would_refuse_are_refused_by_the_plan(toy, word, refus
 def told(monkeypatch):
     """The silent processes of each refill."""
     found = []
-    registry = SimpleNamespace(refill=lambda uri, store, silent: found.append(list(silent)))
+    registry = SimpleNamespace(
+        refill=lambda uri, store, silent: found.append(list(silent)),
+        close_left=lambda uri, store, directories, silent: found.append((uri, directories)),
+    )  # fmt: skip
     monkeypatch.setitem(sys.modules, "lineage.mlflow.registry", registry)  # which imports mlflow
     return found
 
@@ -135,6 +139,42 @@ def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_sile
     assert told == [[elsewhere]]
 
 
+def recorded(store, uri, place="left"):
+    stages = {"left": StageRecord(state="done", since=0.0, directory=str(store / place))}
+    run = RunRecord(
+        id="20260101-000000-aaaa", pipeline="toy", words=[], driver=DEAD, started=0.0, stages=stages, open_mlflow=True,
+        links=Links(mlflow=uri),
+    )  # fmt: skip
+    run.write(store)
+
+
+@pytest.mark.parametrize(
+    ("uri", "place", "found"),
+    [
+        ("sqlite:////elsewhere/mlflow.db", "left", "sqlite:////elsewhere/mlflow.db"),
+        ("sqlite:////elsewhere/mlflow.db", "/another/store/left", None),  # the store was copied
+        ("http://mlflow:5000", "/another/store/left", "http://mlflow:5000"),
+        (None, "left", None),
+    ],
+)
+def test_a_record_is_read_where_the_last_run_wrote_it(pipeline, tmp_path, monkeypatch, uri, place, found):
+    recorded(tmp_path, uri, place)
+    assert recorded_uri(pipeline) == found
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://another:5000")
+    assert recorded_uri(pipeline) is None  # which is the variable
+    assert recorded_uri(replace(pipeline, tracking=replace(pipeline.tracking, uri="http://own:1"))) == "http://own:1"
+
+
+def test_what_a_killed_run_left_open_in_another_mlflow_is_ended_there(pipeline, told, tmp_path):
+    recorded(tmp_path, "http://mlflow:5000")
+    module.complete_record(pipeline)
+    assert told == [[], ("http://mlflow:5000", [str(tmp_path / "left")])]
+    told.clear()
+    recorded(tmp_path, f"sqlite:///{tmp_path}/mlflow.db")
+    module.complete_record(pipeline)
+    assert told == [[]]
+
+
 def test_what_an_earlier_version_left_open_is_completed_once(pipeline, told, tmp_path):
     path = tmp_path / "logs" / "mlflow-open" / f"{DEAD.host}-1-abc.json"
     path.parent.mkdir(parents=True)
@@ -147,4 +187,5 @@ def test_what_an_earlier_version_left_open_is_completed_once(pipeline, told, tmp
 def test_the_variable_wins_over_the_default_and_the_configuration_over_the_variable(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mlflow.example:5000")
     assert tracking_uri(None) == "http://mlflow.example:5000"
-    assert tracking_uri("sqlite:///other.db") == "sqlite:///other.db"
+    assert tracking_uri("sqlite:///other.db") == f"sqlite:///{Path.cwd()}/other.db"  # also from another folder
+    assert tracking_uri("sqlite:////here/other.db") == "sqlite:////here/other.db"
