@@ -68,7 +68,10 @@ class Source:
         loader: further arguments of ``datasets.load_dataset`` (``lineage.source.source_checks.LOADER``), such as
             ``data_files``.
         tokenizer: replaces a model's own: a directory, or a hub id with an optional ``@REVISION``.
-        pad_token: a token of the tokenizer's vocabulary.
+        added_tokens: new tokens of the tokenizer, found in any text; embedding and head get rows for them.
+        special_tokens: the same, but written by chat templates alone, and left out of decoded text.
+        pad_token, eos_token, bos_token: a token of the tokenizer's vocabulary, or one of the two above.
+        add_bos: whether the tokenizer puts its bos_token before each text; None: as ``tokenizer.json`` has it.
         chat_template: replaces the tokenizer's own: a name (``lineage.source.model_source``), or a file.
         model_kwargs: settings of its ``config.json`` (``lineage.source.model_source.KWARGS``): ``rope_scaling``.
         base_model: of a PEFT adapter: the model that it is put on, a directory or a hub id with an optional
@@ -96,7 +99,12 @@ class Source:
     subset: str | None = None
     loader: Mapping[str, object] = field(default_factory=dict, hash=False)
     tokenizer: str | None = None
+    added_tokens: tuple[str, ...] = ()
+    special_tokens: tuple[str, ...] = ()
     pad_token: str | None = None
+    eos_token: str | None = None
+    bos_token: str | None = None
+    add_bos: bool | None = None
     chat_template: str | None = None
     model_kwargs: Mapping[str, object] = field(default_factory=dict, hash=False)
     base_model: str | None = None
@@ -104,3 +112,8 @@ class Source:
 
     def __post_init__(self) -> None:
         refuse_secrets(self.path)
+
+    @property
+    def has_new_tokens(self) -> bool:
+        """Whether it gives a model tokens that it did not have."""
+        return bool(self.added_tokens or self.special_tokens)

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,17 @@ TEMPLATE = (
 )
 
 
-def write_gguf(path: Path, pre: str | None = None) -> None:
-    """A Llama with random weights, a byte-level tokenizer and a chat template."""
+def write_gguf(path: Path, pre: str | None = None, tokens: Sequence[str] = ()) -> None:
+    """A Llama with random weights, a byte-level tokenizer and a chat template.
+
+    Args:
+        tokens: further ones, which no merge makes.
+    """
     from gguf import GGUFWriter, TokenType
     from tokenizers import pre_tokenizers
 
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he"]
+    tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), "he", *tokens]
     writer = GGUFWriter(str(path), "llama")
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)

@@ -14,6 +14,7 @@ from lineage.source.model_source import OWN_TEMPLATES, has_tokenizer, tokens_bey
 from lineage.source.peft_adapter import ADAPTER_CONFIG, base_source, is_peft
 from lineage.source.sources import local_paths
 from lineage.store import CACHE, Entry
+from tasks.judgement.estimate import architecture
 from tasks.merge import Merge
 from tasks.method import Training
 from tasks.model.adapter_files import ADAPTER_DIR
@@ -21,8 +22,9 @@ from tasks.model.chat_template import template_text
 from tasks.model.fetch_model import CONFIG, checked_config, fetched_model, model_json
 from tasks.model.merging import BASE, require_same_config, require_same_template, require_same_vocabulary, template_of
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
+from tasks.recipe import REWARD_HEAD
 from tasks.train.compatibility import check_compatible
-from tasks.train.models.adapters import STACKED, why_not_stacked
+from tasks.train.models.adapters import STACKED, why_not_stacked, why_rows_stay
 from tasks.train.models.quantization import require_available, why_not_on_quantized
 
 POLICY = "policy"
@@ -94,6 +96,7 @@ def check_models(pipeline: Pipeline) -> None:
         stage = pipeline.stages[name]
         installs = bool(getattr(stage.method, "chat_template", None))
         config = _policy_config(pipeline, name)
+        _check_new_rows(pipeline, name, config)
         if config:
             check_compatible(f"stages.{name}", stage.method, stage.resources, config)
         check_quantization(name, pipeline, config)
@@ -146,9 +149,33 @@ def _check_embeddings(name: str, source: Source, cache: Path) -> None:
     if used:
         raise ConfigError(
             f"sources.{name}.path={source.path}: its rows have the token {used[0]!r}, and the model has no embedding "
-            "for it; a tokenizer with the model's tokens is accepted; resize the embeddings and train them first "
-            "(model.resize_token_embeddings), or give the tokenizer that the model was trained with"
+            "for it; a tokenizer with the model's tokens is accepted; give it a row "
+            f"(sources.{name}.added_tokens=[{used[0]!r}]), or give the tokenizer that the model was trained with"
         )
+
+
+def _check_new_rows(pipeline: Pipeline, name: str, config: Mapping[str, object]) -> None:
+    """Checks that the rows of tokens which a source adds are trained: by this stage, or by one before it."""
+    root, found = root_of(pipeline, name), architecture(config)
+    if not pipeline.is_source(root):
+        return
+    source = pipeline.sources[root.removeprefix(SOURCE)]
+    new = (*source.added_tokens, *source.special_tokens)
+    known = vocabulary_of(root_json(pipeline, name, "tokenizer.json")) if new else None
+    why, at = None, name
+    while known and found and not pipeline.is_source(at):
+        method = pipeline.stages[at].method
+        if isinstance(method, Training):
+            if method.adapter is None:
+                return
+            scores = method.models.get(POLICY) == REWARD_HEAD
+            own = why_rows_stay(method.adapter, [known[each] for each in new], tied=found.tied, scores=scores)
+            if own is None:
+                return
+            why = why or (own if at == name else None)
+        at = pipeline.stages[at].inputs.get(POLICY, root)
+    if why:
+        raise ConfigError(f"stages.{name}: {why.replace('adapter', f'stages.{name}.method.adapter')}")
 
 
 def _check_adapter_in(name: str, pipeline: Pipeline) -> None:

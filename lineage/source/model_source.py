@@ -11,7 +11,10 @@ from lineage.artifact import ALIAS, WHEEL, Kind, Source
 from lineage.errors import ConfigError
 from lineage.source.model_files import TOKENIZER_FILES, read_json
 
-MODEL_OPTIONS = ("tokenizer", "pad_token", "chat_template", "model_kwargs", "base_model", "trust_remote_code")
+NAMED_TOKENS = ("pad_token", "eos_token", "bos_token")
+# Options whose value is the identity.
+BY_VALUE = ("added_tokens", "special_tokens", *NAMED_TOKENS, "add_bos", "model_kwargs", "trust_remote_code")
+MODEL_OPTIONS = ("tokenizer", "chat_template", "base_model", *BY_VALUE)
 OWN_TEMPLATES = ("chatml", "hermes")  # those of tasks.model.chat_template
 TEMPLATE_TOKENS = "<|im_start|> <|im_end|>"  # written by each of them
 _TEMPLATE_SUFFIX = ".jinja"
@@ -70,7 +73,14 @@ _KEEPS_ORIGINAL = ("yarn", "longrope", "llama3")
 def model_options(source: Source) -> dict[str, object]:
     """The options that a model source sets."""
     options: dict[str, object] = {name: getattr(source, name) for name in MODEL_OPTIONS}
-    return {name: value for name, value in options.items() if value is not None and value is not False and value != {}}
+    options["trust_remote_code"] = source.trust_remote_code or None
+    return {name: value for name, value in options.items() if value not in (None, {}, ())}
+
+
+def sets_tokens(source: Source) -> bool:
+    """Whether a source adds tokens, or names any."""
+    named = (getattr(source, name) for name in NAMED_TOKENS)
+    return source.has_new_tokens or any(each is not None for each in named)
 
 
 def check_model_options(name: str, source: Source, *, is_hub: bool) -> None:
@@ -255,6 +265,31 @@ def vocabulary_of(document: object) -> dict[str, int] | None:
         return None
 
 
+def with_new_tokens(known: Mapping[str, int] | None, source: Source) -> dict[str, int] | None:
+    """A vocabulary with a source's new tokens, under the ids that ``tokenizers`` gives them: those behind the last."""
+    if known is None:
+        return None
+    new = [token for token in (*source.added_tokens, *source.special_tokens) if token not in known]
+    return {**known, **{token: index for index, token in enumerate(new, start=max(known.values(), default=-1) + 1)}}
+
+
+def resized(config: Mapping[str, object], known: Mapping[str, int] | None) -> dict[str, object]:
+    """A ``config.json`` whose model has a row of the embedding for each token."""
+    text, size = config.get("text_config"), embeddings_of(config)
+    if not known or size is None:
+        return dict(config)
+    if isinstance(text, Mapping):
+        return {**config, "text_config": resized(text, known)}
+    return {**config, "vocab_size": max(size, max(known.values()) + 1)}
+
+
+def embeddings_of(config: object) -> int | None:
+    """How many tokens a model has embeddings for, from its ``config.json``; None: unknown."""
+    text = config.get("text_config", config) if isinstance(config, Mapping) else {}
+    size = text.get("vocab_size") if isinstance(text, Mapping) else None
+    return size if isinstance(size, int) else None
+
+
 def tokenizer_files(directory: Path) -> list[Path]:
     """The files of the tokenizer in a directory."""
     found = (directory / name for name in TOKENIZER_FILES)
@@ -285,49 +320,69 @@ def tokens_in_rows(tokenizer: Path | None, template: str | None) -> frozenset[st
 
 def tokens_beyond(known: Mapping[str, int] | None, config: object) -> list[str]:
     """The tokens that the model has no embedding for, by id: a few models have such, and no row uses them."""
-    text = config.get("text_config", config) if isinstance(config, Mapping) else {}
-    size = text.get("vocab_size") if isinstance(text, Mapping) else None
-    if not known or not isinstance(size, int):
+    size = embeddings_of(config)
+    if not known or size is None:
         return []
     return sorted((token for token, index in known.items() if index >= size), key=lambda token: known[token])
 
 
 def check_tokens(
-    where: str, known: Mapping[str, int] | None, pad_token: str | None, in_rows: frozenset[str], config: object
-) -> None:
-    """Checks that the model has an embedding for each token, and that the tokenizer has the pad token.
+    where: str, source: Source, before: Mapping[str, int] | None, in_rows: frozenset[str], config: object
+) -> dict[str, int] | None:  # fmt: skip
+    """Checks the tokens that a source adds or names, and that the model has an embedding for each token.
 
     Args:
         where: the source, as ``sources.NAME``.
-        known: token -> index.
+        before: token -> index, of the tokenizer's files; None: unknown yet.
         in_rows: ``tokens_in_rows``.
         config: of the model; not a mapping: unknown yet.
+
+    Returns:
+        Token -> index, with the new ones; None: unknown yet.
 
     Raises:
         ConfigError: training would fail at the first row with such a token.
     """
-    if known is None:
-        return
-    if pad_token is not None and pad_token in in_rows:
+    known = with_new_tokens(before, source)
+    if known is None or before is None:
+        return None
+    _check_new_tokens(where, source, before, embeddings_of(config))
+    for name in NAMED_TOKENS:
+        token = getattr(source, name)
+        if token is not None and token not in known:
+            raise ConfigError(
+                f"{where}.{name}={token!r}: the tokenizer has no such token; a token of its vocabulary is accepted, or "
+                f"a new one with a new row of the embedding: set {where}.special_tokens=[{token!r}] too"
+            )
+    pad = source.pad_token
+    if pad is not None and pad in {*in_rows, source.eos_token, source.bos_token}:
         raise ConfigError(
-            f"{where}.pad_token={pad_token!r}: rows have it, as the token that ends or begins a text or a turn, and "
+            f"{where}.pad_token={pad!r}: rows have it, as the token that ends or begins a text or a turn, and "
             "transformers never trains the embedding of the pad token; a token that no row has is accepted; name a "
             "reserved one, or remove pad_token: padding is masked in any case"
         )
-    if pad_token is not None and pad_token not in known:
+    size, token = embeddings_of(config), max(known, key=known.__getitem__, default="")
+    if size is not None and known and known[token] >= size and not source.has_new_tokens:
         raise ConfigError(
-            f"{where}.pad_token={pad_token!r}: the tokenizer has no such token, and a new one would need a new row of "
-            "the embedding; a token of its vocabulary is accepted, such as its end-of-text token"
+            f"{where}.tokenizer: its token {token!r} has the id {known[token]}, and the model has {size} embeddings; a "
+            "tokenizer with the model's ids is accepted; give the one that the model was trained with, or set "
+            f"{where}.added_tokens=[{token!r}], which gives each of its tokens a row"
         )
-    text = config.get("text_config", config) if isinstance(config, Mapping) else {}
-    size = text.get("vocab_size") if isinstance(text, Mapping) else None
-    highest = max(known.values(), default=0)
-    if isinstance(size, int) and highest >= size:
-        token = next(token for token, index in known.items() if index == highest)
-        raise ConfigError(
-            f"{where}.tokenizer: its token {token!r} has the id {highest}, and the model has {size} embeddings; a "
-            "tokenizer with the model's ids is accepted; give the one that the model was trained with"
-        )
+    return known
+
+
+def _check_new_tokens(where: str, source: Source, known: Mapping[str, int], size: int | None) -> None:
+    new = [*source.added_tokens, *source.special_tokens]
+    for index, token in enumerate(new):
+        field = "added_tokens" if index < len(source.added_tokens) else "special_tokens"
+        if not token.strip() or token in new[:index]:
+            why = "is listed twice" if token in new[:index] else "is blank"
+            raise ConfigError(f"{where}.{field}: {token!r} {why}; texts that differ are accepted; remove it")
+        if token in known and (size is None or known[token] < size):
+            raise ConfigError(
+                f"{where}.{field}: the tokenizer has {token!r} already (id {known[token]}), with a row of the "
+                "embedding; new tokens are accepted; remove it from the list"
+            )
 
 
 def check_code(name: str, path: str, config: object) -> None:

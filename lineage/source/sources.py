@@ -18,12 +18,14 @@ from lineage.filesystem.remote_files import is_url, open_remote, place_of, remot
 from lineage.fingerprint import digest_json
 from lineage.source.model_files import read_json, require_own_files, require_sound
 from lineage.source.model_source import (
+    BY_VALUE,
     TEMPLATE_TOKENS,
     check_code,
     check_template,
     check_tokens,
     has_tokenizer,
     model_options,
+    sets_tokens,
     split_reference,
     template_families,
     template_file,
@@ -31,6 +33,7 @@ from lineage.source.model_source import (
     tokenizer_files,
     tokens_in_rows,
     vocabulary,
+    with_new_tokens,
 )
 from lineage.source.peft_adapter import base_source, check_base, is_peft, not_an_adapter
 from lineage.source.source_checks import (
@@ -59,7 +62,6 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 _SHA256 = re.compile("[0-9a-f]{64}")
 _REQUIREMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*==[A-Za-z0-9.!+]+")
 
-_BY_VALUE = ("pad_token", "model_kwargs", "trust_remote_code")  # model options whose value is the identity
 # Raise it when tasks/quickstart produces other rows with the same interpreter; else old stages would be reused.
 _QUICKSTART_VERSION = 3
 
@@ -129,7 +131,7 @@ def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCac
     path = _pinned_path(name, source, matches, cache)
     directory = matches[0] if matches else None
     tokenizer, template, base_model = source.tokenizer, source.chat_template, source.base_model
-    identity: dict[str, object] = {key: value for key, value in model_options(source).items() if key in _BY_VALUE}
+    identity: dict[str, object] = {key: value for key, value in model_options(source).items() if key in BY_VALUE}
     files, digest, tokens, config_of = dict(path.record.files), path.digest, directory, directory
     if source.base_model is not None and (directory and not is_peft(directory)):
         raise not_an_adapter(name, source)
@@ -141,6 +143,11 @@ def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCac
         digest = digest_of({"adapter": digest, "base": base.digest or base.fingerprint}) if digest else None
         config_of = next(iter(local_paths(base.source.path)), None)
         tokens = directory if directory and has_tokenizer(directory) else config_of
+        if source.has_new_tokens:
+            raise ConfigError(
+                f"sources.{name}.path={source.path}: is an adapter, whose matrices fit the tokens of its base; a whole "
+                "model takes added_tokens and special_tokens; merge the adapter first (a stage merge), or remove them"
+            )
         check_base(name, source.path, base.source.path, read_json(config_of, "config.json"))
     if source.tokenizer is not None:
         identity["tokenizer"], tokenizer, tokens, more = _pinned_tokenizer(name, source.tokenizer, cache)
@@ -149,11 +156,17 @@ def _with_parts(name: str, source: Source, matches: list[Path], cache: DigestCac
     text: str | None = None
     if source.chat_template is not None:
         text, identity["chat_template"], template, more = _pinned_template(name, source.chat_template)
-        check_template(name, source.chat_template, text or TEMPLATE_TOKENS, known)
+        check_template(name, source.chat_template, text or TEMPLATE_TOKENS, with_new_tokens(known, source))
         files |= more
-    if source.tokenizer is not None or source.pad_token is not None or tokens != config_of:
+    if source.tokenizer is not None or sets_tokens(source) or tokens != config_of:
         in_rows = tokens_in_rows(tokens, text if text is not None else TEMPLATE_TOKENS if template else None)
-        check_tokens(f"sources.{name}", known, source.pad_token, in_rows, config)
+        check_tokens(f"sources.{name}", source, known, in_rows, config)
+    named = read_json(tokens, "tokenizer_config.json")
+    if source.add_bos is not None and not source.bos_token and isinstance(named, dict) and not named.get("bos_token"):
+        raise ConfigError(
+            f"sources.{name}.add_bos={str(source.add_bos).lower()}: the tokenizer has no bos_token; set "
+            f"sources.{name}.bos_token to one of its tokens, or remove add_bos"
+        )
     if source.trust_remote_code:
         check_code(name, source.path, config)
     pinned = replace(path.source, tokenizer=tokenizer, chat_template=template, base_model=base_model)

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import logging
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,18 +19,32 @@ from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.cached import cached
 from lineage.filesystem.digest import digest_all, digest_file
 from lineage.fingerprint import digest_json, short
-from lineage.source.model_files import PROCESSOR_FILES, TOKENIZER_FILES, read_json, require_own_files, require_sound
+from lineage.source.model_files import (
+    INDEX,
+    PROCESSOR_FILES,
+    TOKENIZER_FILES,
+    read_json,
+    require_own_files,
+    require_sound,
+    weight_places,
+)
 from lineage.source.model_source import (
+    NAMED_TOKENS,
     check_code,
     check_tokens,
+    embeddings_of,
     has_tokenizer,
     model_options,
+    resized,
+    sets_tokens,
     split_reference,
     template_file,
     tokenizer_files,
     tokens_in_rows,
     vocabulary,
+    vocabulary_of,
     with_kwargs,
+    with_new_tokens,
 )
 from lineage.source.peft_adapter import base_reference, base_source, check_base, is_peft, not_an_adapter
 from lineage.source.source_checks import is_hub_id
@@ -44,7 +60,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CONVERSION = 3  # raise it when the same wheel now becomes other files
+_CONVERSION = 4  # raise it when the same wheel now becomes other files
 _GGUF = "model.gguf"
 
 
@@ -192,6 +208,32 @@ _AS_ANOTHER = {
 _GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
 _WORDS_OF_BLOOM = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+_CASED = (  # letters with a case, as DeepSeek's first tokenizer lists them
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
+    "\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-\u052f\u0531-\u0556"
+    "\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a"
+    "\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4"
+    "\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc"
+    "\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f"
+    "\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b"
+    "\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a"
+    "\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2"
+    "\U000118a0-\U000118df\U0001e900-\U0001e943"
+)
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+
+
+def _by_case(numbers: str, others: str, without: str = "") -> str:
+    """Words by case, as GPT-4o's tokenizer splits them."""
+    upper, lower, end = f"[{_UPPER}{without}]", f"[{_LOWER}{without}]", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    begin = r"[^\r\n\p{L}\p{N}]?"
+    return f"{begin}{upper}*{lower}+{end}|{begin}{upper}+{lower}*{end}|{numbers}|{others}|{_SPACES}"
+
+
+_SIGNS, _SIGNS_OF_PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_TINY_AYA = (r"\d{1,3}(?=(?:\d{3})*\b)", _by_case(r"\p{N}{1,3}", _SIGNS_OF_PATHS))
+_BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 _DEEPSEEK_3 = (
     r"\p{N}{1,3}",
     r"[\u4e00-\u9fa5\u3040-\u30ff]+",
@@ -200,18 +242,50 @@ _DEEPSEEK_3 = (
 _PATTERNS = {  # each splits what the one before it left
     "default": (r"[\p{P}$+<=>^~|]+", _GPT_2, r"\p{N}+", "[0-9]{3}"),
     "falcon": (r"[\p{P}$+<=>^~|`]+", _GPT_2, "[0-9]{3}"),
+    "deepseek-llm": (  # the third has ASCII letters in ":-~", so that " caf\u00e9" loses its last one
+        r"[\r\n]", rf"\s?[{_CASED}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+", r"\s+$",
+        r"[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}+",
+    ),
     "deepseek-coder": (
         r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[\u0800-\u9fa5\uac00-\ud7ff]+", r"\p{N}",
     ),
     **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), _DEEPSEEK_3),
     **dict.fromkeys(("bloom", "poro-chat", "gpt3-finnish"), (_WORDS_OF_BLOOM,)),
     "viking": (_WORDS_OF_BLOOM, r"\p{N}"),
-    "seed-coder": (_CONTRACTED + r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",),
+    "seed-coder": (_CONTRACTED + rf"| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_SPACES}",),
+    "kimi-k2": (r"\p{Han}+|" + _by_case(r"\p{N}{1,3}", _SIGNS, without=r"&&[^\p{Han}]"),),
+    "youtu": (
+        r"[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f"
+        r"\ufe30-\ufe4f]+|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u30ff]+",
+        _by_case(r"\p{N}", _SIGNS_OF_PATHS),
+    ),
+    **dict.fromkeys(("tiny_aya", "cohere2moe"), _TINY_AYA),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (_BAILING,)),
+    "exaone-moe": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+    ),
+    "laguna": (r"[^\n]+|[\n]+", rf"{_CONTRACTED}|{_SIGNS}|{_SPACES}"),
+    "minicpm5": (r"\p{N}{1,3}", rf"{_CONTRACTED}+|{_SIGNS}|{_SPACES}"),
+    "jais-2": (
+        rf"{_CONTRACTED}{{1,3}}|{_SIGNS}|\s*[\r\n]+|"
+        + "|".join(rf"\s{{{number}}}(?!\S)" for number in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
+        + r"|\s",
+    ),
 }  # fmt: skip
+
+
+# Where llama.cpp takes a word of the vocabulary as one token, whatever its merges make of it.
+_WHOLE_WORDS = (
+    "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",
+    "youtu", "minicpm5",
+)  # fmt: skip
 
 
 def split_as_in_gguf(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:
     """Sets the splits of a byte-level tokenizer that a GGUF file names, where transformers has only GPT-2's for them.
+
+    It also takes words as tokens where llama.cpp does.
 
     Raises:
         ConfigError: the file names splits that are unknown here.
@@ -222,7 +296,11 @@ def split_as_in_gguf(tokenizer: "PreTrainedTokenizerBase", gguf: Path) -> None:
 
     metadata, _ = read_gguf_metadata(str(gguf))
     name = metadata.get("tokenizer.ggml.pre")
-    if metadata.get("tokenizer.ggml.model") != "gpt2" or name is None or name in GGUF_PRE_TOKENIZER_SPLITS:
+    if metadata.get("tokenizer.ggml.model") != "gpt2" or name is None:
+        return
+    if name in _WHOLE_WORDS:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+    if name in GGUF_PRE_TOKENIZER_SPLITS:
         return
     patterns = named_splits()
     if name in _DIGITS_ALONE:
@@ -255,7 +333,7 @@ CONFIG = "config.json"
 _MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]  # nothing that must be unpickled
 _CODE = "*.py"
 _GENERATION = "generation_config.json"
-_TOKENIZER_CONFIG, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_TOKENIZER, _TOKENIZER_CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 _ROPE = ("rope_scaling", "rope_theta")
 _VERSION = 1  # raise it when the same parts now give other files
 _BASE = "base"  # how messages name a source: that of `model=`
@@ -391,6 +469,9 @@ def _key(source: Source, parts: _Parts) -> str:
         "weights": str(parts.weights.absolute()), "adapter": str(parts.adapter.absolute()) if parts.adapter else None,
         "template": _template(source), "options": {**model_options(source), "base_model": None, "tokenizer": None},
     }  # fmt: skip
+    if source.has_new_tokens:  # weights are copied
+        states = {path.name: path.stat() for path in sorted(parts.weights.glob("*.safetensors"))}
+        decides["copied"] = {name: [state.st_size, state.st_mtime_ns] for name, state in states.items()}
     return short(digest_json(decides))
 
 
@@ -418,28 +499,46 @@ def _assemble(source: Source, parts: _Parts, draft: Path) -> None:
         for path in sorted(parts.code.glob(_CODE)):
             shutil.copyfile(path, draft / path.name)
         trust(draft)
-    known = vocabulary(draft) or _loaded_vocabulary(source, draft)
-    if parts.tokenizer != parts.config or source.pad_token is not None:
-        in_rows = tokens_in_rows(draft, _template(source))
-        check_tokens(f"sources.{_BASE}", known, source.pad_token, in_rows, config)
-    if source.pad_token is not None:
-        _set_pad_token(draft, source.pad_token)
-        assert known  # the token is one of it
-        index = known[source.pad_token]
-        config = _with_pad(config, index)
-        generation = _with_pad(generation, index) if isinstance(generation, dict) else generation
+    known = _set_tokens(source, parts, draft, config)
+    if source.has_new_tokens:
+        config = resized(config, known)
+    ids = {f"{name}_id": known[token] for name in NAMED_TOKENS if (token := getattr(source, name)) is not None}
+    config = _with_ids(config, ids)
     if (template := _template(source)) is not None:
         _set_template(draft, template)
     _write(draft / CONFIG, config)
     if isinstance(generation, dict):
-        _write(draft / _GENERATION, generation)
+        _write(draft / _GENERATION, _with_ids(generation, ids))
+    if source.has_new_tokens:
+        _write_with_rows(parts, draft, known)
+        return
     adapter = str(parts.adapter.absolute()) if parts.adapter else None
     _write(draft / PARTS_FILE, {"weights": str(parts.weights.absolute()), "adapter": adapter})
 
 
+def _set_tokens(source: Source, parts: _Parts, draft: Path, config: object) -> Mapping[str, int]:
+    """Adds and names the tokens of a source in the files of the tokenizer; returns token -> index, where it is needed.
+
+    Raises:
+        ConfigError: a token cannot be what the source sets.
+    """
+    known = vocabulary(draft) or _loaded_vocabulary(source, draft)
+    if parts.tokenizer != parts.config or sets_tokens(source):
+        in_rows = tokens_in_rows(draft, _template(source))
+        known = check_tokens(f"sources.{_BASE}", source, known, in_rows, config)
+    if source.has_new_tokens:
+        assert known
+        _add_tokens(source, known, draft)
+    named = {name: token for name in NAMED_TOKENS if (token := getattr(source, name)) is not None}
+    if named:
+        _name_tokens(draft, named)
+    _set_bos(source, parts.tokenizer, draft)
+    return known or {}
+
+
 def _loaded_vocabulary(source: Source, directory: Path) -> dict[str, int] | None:
     """Token -> index of a tokenizer without a ``tokenizer.json``, where the source sets what has to fit it."""
-    if source.tokenizer is None and source.pad_token is None:
+    if source.tokenizer is None and not sets_tokens(source):
         return None
     from tasks.model.tokenizers import tokenizer_of
 
@@ -447,18 +546,145 @@ def _loaded_vocabulary(source: Source, directory: Path) -> dict[str, int] | None
     return found
 
 
-def _set_pad_token(directory: Path, token: str) -> None:
-    """In both files that may name it."""
+def _add_tokens(source: Source, known: Mapping[str, int], directory: Path) -> None:
+    """Writes a source's new tokens into ``tokenizer.json``.
+
+    Raises:
+        ConfigError: there is no such file.
+        PipelineError: the tokenizer has them under other ids.
+    """
+    from tasks.model.tokenizers import tokenizer_of
+
+    document = read_json(directory, _TOKENIZER)
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"model {source.path}: added_tokens and special_tokens are written into {_TOKENIZER}, which it lacks; a "
+            "tokenizer with that file is accepted; load it with the class it was trained with, and save_pretrained"
+        )
+    _write(directory / _TOKENIZER, _with_tokens(document, source))
+    found = tokenizer_of(directory).get_vocab()
+    if apart := [token for token, index in known.items() if found.get(token) != index]:
+        raise PipelineError(
+            f"model {source.path}: its tokenizer gives the token {apart[0]!r} the id {found.get(apart[0])}, and "
+            f"{known[apart[0]]} was expected; report its {_TOKENIZER}"
+        )
+
+
+def _with_tokens(document: dict[str, object], source: Source) -> dict[str, object]:
+    """The content of a ``tokenizer.json`` with a source's new tokens."""
+    before = vocabulary_of(document)
+    known, listed = with_new_tokens(before, source), document.get("added_tokens")
+    if not known or not before or not isinstance(listed, list):
+        return document
+    flags = {"single_word": False, "lstrip": False, "rstrip": False}
+    new = [
+        {"id": index, "content": token, **flags, "normalized": not special, "special": special}
+        for token, index in known.items() if token not in before for special in [token in source.special_tokens]
+    ]  # fmt: skip
+    return {**document, "added_tokens": [*listed, *new]}
+
+
+def _name_tokens(directory: Path, named: Mapping[str, str]) -> None:
+    """In both files that may name them."""
     for name in (_TOKENIZER_CONFIG, "special_tokens_map.json"):
         found = read_json(directory, name)
         if isinstance(found, dict) or name == _TOKENIZER_CONFIG:
-            _write(directory / name, {**(found if isinstance(found, dict) else {}), "pad_token": token})
+            _write(directory / name, {**(found if isinstance(found, dict) else {}), **named})
 
 
-def _with_pad(config: Mapping[str, object], index: int) -> dict[str, object]:
+def _with_ids(config: Mapping[str, object], ids: Mapping[str, int]) -> dict[str, object]:
+    """A config with the ids of tokens; generation goes on stopping at the ends that it had."""
     text = config.get("text_config")
-    nested = {"text_config": _with_pad(text, index)} if isinstance(text, Mapping) else {}
-    return {**config, **nested, "pad_token_id": index}
+    nested = {"text_config": _with_ids(text, ids)} if isinstance(text, Mapping) else {}
+    ends, end = config.get("eos_token_id"), ids.get("eos_token_id")
+    others = [each for each in (ends if isinstance(ends, list) else [ends]) if each not in (None, end)]
+    stops = {"eos_token_id": [end, *others]} if end is not None and "model_type" not in config and others else {}
+    return {**config, **nested, **ids, **stops}
+
+
+def _set_bos(source: Source, tokenizer: Path, directory: Path) -> None:
+    """Has the tokenizer put the source's BOS before a text, or none, as transformers' ``add_bos_token`` does.
+
+    Raises:
+        ConfigError: the tokenizer has no BOS, or no ``tokenizer.json``.
+    """
+    from tasks.model.tokenizers import adds_bos, tokenizer_of
+
+    if source.add_bos is None and source.bos_token is None:
+        return
+    adds = adds_bos(tokenizer_of(tokenizer)) if source.add_bos is None else source.add_bos
+    found, document = tokenizer_of(directory), read_json(directory, _TOKENIZER)
+    if found.bos_token is None or not isinstance(document, dict):
+        lacks = "bos_token" if found.bos_token is None else _TOKENIZER
+        raise ConfigError(
+            f"model {source.path}: add_bos={str(adds).lower()} and its tokenizer has no {lacks}; set "
+            "sources.base.bos_token to one of its tokens, or remove add_bos"
+        )
+    ends = found("a")["input_ids"][-1:] == [found.eos_token_id]
+    found._add_eos_token, found.add_bos_token = ends, adds
+    document["post_processor"] = json.loads(found.backend_tokenizer.to_str())["post_processor"]
+    _write(directory / _TOKENIZER, document)
+    configured = read_json(directory, _TOKENIZER_CONFIG)
+    frame = {"add_bos_token": adds, "add_eos_token": ends}
+    _write(directory / _TOKENIZER_CONFIG, {**(configured if isinstance(configured, dict) else {}), **frame})
+
+
+# The last names of the matrices with a row for each token, and of their biases.
+_ROWS = re.compile(
+    r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|embeddings|lm_head|embed_out)\.(weight|bias)$"
+)
+
+
+def _write_with_rows(parts: _Parts, target: Path, known: Mapping[str, int]) -> None:
+    """Copies a model's weights with rows for new tokens: each is the mean of those of the tokens that were there.
+
+    Args:
+        known: token -> index, with the new ones.
+
+    Raises:
+        ConfigError: the embedding is not known.
+    """
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    size, before = embeddings_of(read_json(parts.config, CONFIG)), vocabulary(parts.tokenizer)
+    assert size and before
+    num_rows = max(size, max(known.values()) + 1)
+
+    def extended(tensor: torch.Tensor) -> torch.Tensor:
+        old = tensor[: min(size, max(before.values()) + 1)]  # behind them are rows of no token, in some models
+        mean = old.float().mean(0, keepdim=True).to(tensor.dtype)
+        return torch.cat([old, mean.expand(num_rows - len(old), *mean.shape[1:])])
+
+    weights, found = parts.weights, 0
+    places = weight_places(weights)
+    for file in sorted(set(places.values())):
+        with safe_open(file, framework="pt") as opened:
+            shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118 - no mapping
+            of_tokens = {name for name, shape in shapes.items() if shape and shape[0] == size and _ROWS.search(name)}
+            found += len(of_tokens)
+            if not of_tokens:
+                _link(file, target / file.name)
+                continue
+            tensors = {name: opened.get_tensor(name) for name in shapes}
+            tensors |= {name: extended(tensors[name]) for name in of_tokens}
+            save_file(tensors, target / file.name, metadata={"format": "pt"})
+    if not found:
+        raise ConfigError(
+            f"{weights}: no weights of it are known as its embedding of {size} tokens, so that no rows can be added; "
+            "model.resize_token_embeddings does it for any class; save that model with its tokenizer"
+        )
+    if (weights / INDEX).exists():
+        shutil.copyfile(weights / INDEX, target / INDEX)
+
+
+def _link(file: Path, target: Path) -> None:
+    """A second name of a file where both are on one disk, else a copy."""
+    try:
+        os.link(file.resolve(), target)
+    except OSError:
+        shutil.copyfile(file, target)
 
 
 def _set_template(directory: Path, template: str) -> None:
@@ -568,11 +794,13 @@ def model_json(source: Source, cache: Path, name: str) -> object:
     directory = fetched_model(source, cache)
     if name != CONFIG and source.tokenizer is not None:
         matches = local_paths(source.tokenizer)
-        return read_json(matches[0] if matches else _cached(*split_reference(source.tokenizer), name), name)
-    if directory and is_peft(directory) and (name == CONFIG or not has_tokenizer(directory)):
+        found = read_json(matches[0] if matches else _cached(*split_reference(source.tokenizer), name), name)
+    elif directory and is_peft(directory) and (name == CONFIG or not has_tokenizer(directory)):
         found = model_json(base_source(_BASE, source, directory), cache, name)
     else:
         found = read_json(directory, name)
     if name == CONFIG and isinstance(found, dict):
+        if source.has_new_tokens:
+            found = resized(found, vocabulary_of(model_json(source, cache, _TOKENIZER)))
         return with_kwargs(found, source.model_kwargs)
-    return found
+    return _with_tokens(found, source) if name == _TOKENIZER and isinstance(found, dict) else found

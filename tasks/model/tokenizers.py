@@ -138,6 +138,11 @@ def _of_class(directory: Path) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
+def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Whether a tokenizer puts its BOS before a text, as those of Gemma, Llama and Mistral do."""
+    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+
+
 def read_otherwise(directory: Path) -> str | None:
     """The class with which ``AutoTokenizer`` reads other tokens than ``tokenizer.json`` has; None: it reads the same.
 

@@ -24,7 +24,8 @@ from tasks.method import Adapter
 from tasks.model import remote_code
 from tasks.model.fetch_model import fetch_model
 from tasks.model.tokenizers import tokenizer_of
-from tasks.train.models.load import whole_model
+from tasks.recipe import Input
+from tasks.train.models.load import require_trainable, whole_model
 from tests import miniature, tiny, training
 from tests.command import Command
 from tests.integration.test_resume import stop_and_go_on
@@ -134,6 +135,78 @@ def test_the_plan_refuses_an_adapter_that_a_stage_cannot_keep(tmp_path, words, m
         check_models(pipeline)
     with pytest.raises(ConfigError, match="has no adapter that could be kept"):
         check_models(load_pipeline([f"store={tmp_path / 'store'}", *given, f"model={base}"]))
+
+
+NEW = ("sources.base.special_tokens=['<a>','<b>']",)
+ROWS = r"stages\.sft: the rows of its new tokens \(300, 301\) .*"
+
+
+@pytest.mark.parametrize(
+    ("tied", "words", "message"),
+    [
+        (True, (), None),
+        (True, ("adapter=lora",), ROWS + r"set stages\.sft\.method\.adapter\.trainable_token_indices=\[300,301\]"),
+        (True, ("adapter=lora", "stages.sft.method.adapter.trainable_token_indices=[300]"), ROWS),
+        (True, ("adapter=lora", "stages.sft.method.adapter.trainable_token_indices=[300,301]"), None),
+        (
+            False,
+            ("adapter=lora", "stages.sft.method.adapter.trainable_token_indices=[300,301]"),
+            ROWS + "embed_tokens,",
+        ),
+        (False, ("adapter=lora", "stages.sft.method.adapter.modules_to_save='embed_tokens,lm_head'"), None),
+    ],
+)
+def test_the_plan_refuses_new_tokens_whose_rows_nothing_trains(tmp_path, tied, words, message):
+    base = write_model(tmp_path / "base", "llama", tie_word_embeddings=tied)
+    given = (f"store={tmp_path / 'store'}", *ONLY_SFT, f"model={base}", "stages.sft.inputs.policy=base", *NEW, *words)
+    if message is None:
+        make_plan(load_pipeline([*given]))
+        return
+    with pytest.raises(ConfigError, match=message):
+        make_plan(load_pipeline([*given]))
+    directory = fetch_model(checkpoint(base, special_tokens=("<a>", "<b>")), tmp_path / "cache")
+    policy = Input(
+        name="base", kind=Kind.CHECKPOINT, fingerprint="f" * 64, path=directory,
+        source=checkpoint(base, special_tokens=("<a>", "<b>")),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="the rows of its new tokens"):  # where the plan does not know the tokenizer
+        require_trainable(training.method("sft", adapter=Adapter(rank=2)), policy, SimpleNamespace())
+
+
+def test_a_later_stage_may_leave_new_rows_that_an_earlier_one_trained(tmp_path):
+    given = (f"store={tmp_path / 'store'}", f"model={write_model(tmp_path / 'base', 'llama')}", *NEW)
+    make_plan(load_pipeline([*given, "stages.dpo.method.adapter.type=lora"]))
+    with pytest.raises(ConfigError, match=r"stages\.cpt: the rows"):
+        make_plan(load_pipeline([*given, "adapter=lora"]))
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def test_new_tokens_are_trained_and_travel_with_the_output(root, tmp_path, name):
+    base = write_model(tmp_path / "base", "llama", tie_word_embeddings=True)
+    directory = fetch_model(checkpoint(base, added_tokens=("<a>",), special_tokens=("<b>",)), tmp_path / "cache")
+    adapter = Adapter(rank=2, trainable_token_indices=(300, 301))
+    for each in (None, adapter):
+        output = tmp_path / str(bool(each)) / "output"
+        run = training.train(training.method(name, adapter=each, learning_rate=1e-2), root, output, policy=directory)
+        assert run.losses and (output / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+        rows = training.weights(output)["model.embed_tokens.weight"]
+        assert rows.shape[0] == 302
+        if name != "reward":  # no row has the tokens: the softmax of the head moves them
+            before = training.weights(directory)["model.embed_tokens.weight"]
+            moved = (rows != before).any(1).nonzero().flatten().tolist()
+            assert {300, 301} <= set(moved) and (each is None or set(moved) == {300, 301})
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo"])
+def test_the_side_that_a_tokenizer_pads_changes_no_loss(root, tmp_path, name):
+    """Rows are laid in one line or padded by the collators, with a mask; prompts are padded on the left."""
+    losses = []
+    for side in ("left", "right"):
+        policy = Path(shutil.copytree(root / "policy", tmp_path / side))
+        edit(policy / "tokenizer_config.json", padding_side=side)
+        run = training.train(training.method(name), root, tmp_path / f"of-{side}" / "output", policy=policy)
+        losses.append(run.losses)
+    assert losses[0] == losses[1]
 
 
 def test_the_disk_needs_room_for_the_merged_base(tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ from tasks.data.tokens.encoding import Encoded, Encoder, Rendered, Span, common_
 from tasks.data.tokens.rendering import ControlTokens, Renderer, StopTokens, Turns
 from tasks.data.tokens.tokenization import FILLS_NO_CHUNK, Tokenization, TokenPart, chunked, pack
 from tasks.model.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
-from tasks.model.tokenizers import tokenizer_of
+from tasks.model.tokenizers import adds_bos, tokenizer_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -398,11 +398,6 @@ def joined(outcomes: Sequence[RowOutcome]) -> RowOutcome:
         merged=max(outcome.merged for outcome in outcomes),
         spelled=first.spelled,
     )
-
-
-def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
-    """Whether a tokenizer puts its BOS before a text, as those of Gemma, Llama and Mistral do."""
-    return tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
 
 
 def end_of_document(tokenizer: "PreTrainedTokenizerBase") -> str | None:

@@ -46,7 +46,8 @@ from tasks.model.merging import (
 from tasks.model.positions import scale_by_row
 from tasks.model.remote_code import local_options, trusts
 from tasks.model.tokenizers import copy_tokenizer_files, tokenizer_of
-from tasks.recipe import Input, TrainingRecipe
+from tasks.recipe import REWARD_HEAD, Input, TrainingRecipe
+from tasks.train.models.adapters import why_rows_stay
 from tasks.train.models.freeze import unread_by_text
 from tasks.train.models.quantization import FORMATS, options_quantized_before, torch_dtype, why_not_on_quantized
 from tasks.train.models.quantized_base import (
@@ -222,6 +223,12 @@ def require_trainable(method: TrainingRecipe, policy: Input, ctx: "TrainContext"
         ConfigError: it cannot.
     """
     base, adapters = base_and_adapters(policy.path)
+    new = (*policy.source.added_tokens, *policy.source.special_tokens) if policy.source else ()
+    if new and method.adapter:  # of a hub id the plan may not know the tokenizer
+        ids, config = tokenizer_of(policy.path).convert_tokens_to_ids(new), load_config(policy.path)
+        tied = bool(config.get_text_config().tie_word_embeddings)
+        if why := why_rows_stay(method.adapter, ids, tied=tied, scores=method.models["policy"] == REWARD_HEAD):
+            raise ConfigError(why)
     found = quantization_format(read_json(base, _CONFIG))
     if found is None or adapters:  # they are merged into the dequantized base
         return
@@ -759,15 +766,16 @@ def require_embeddings(
         if tokenizer.convert_tokens_to_ids(token) >= num_embeddings:
             raise DataError(
                 f"rows spell the token {token!r} (id {tokenizer.convert_tokens_to_ids(token)}), and the model has "
-                f"{num_embeddings} embeddings; tokens that it has embeddings for are accepted; resize them "
-                "(model.resize_token_embeddings) and train them first, leave the token out of the rows, or set "
+                f"{num_embeddings} embeddings; tokens that it has embeddings for are accepted; give it "
+                f"one (sources.base.special_tokens=[{token!r}]), leave the token out of the rows, or set "
                 "method.control_tokens=text, which trains its characters"
             )
     for number, row in enumerate(rows.examples):
         highest = max(tokens_of(row), default=0)
         if highest >= num_embeddings:
+            token = str(tokenizer.convert_ids_to_tokens(highest))
             raise DataError(
-                f"row {number} has the token {tokenizer.convert_ids_to_tokens(highest)!r} (id {highest}), and the "
-                f"model has {num_embeddings} embeddings; tokens that it has embeddings for are accepted; resize them "
-                "(model.resize_token_embeddings) and train them first, or leave the token out of the rows"
+                f"row {number} has the token {token!r} (id {highest}), and the model has {num_embeddings} embeddings; "
+                f"tokens that it has embeddings for are accepted; give it one (sources.base.added_tokens=[{token!r}]), "
+                "or leave the token out of the rows"
             )

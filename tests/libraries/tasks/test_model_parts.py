@@ -73,6 +73,8 @@ def test_each_option_is_identity(model, tmp_path):
         {}, {"tokenizer": str(other)}, {"pad_token": PAD}, {"chat_template": "chatml"},
         {"chat_template": str(tmp_path / "a.jinja")}, {"chat_template": "qwen2_5"},
         {"model_kwargs": {"rope_theta": 5e5}}, {"model_kwargs": {"rope_scaling": ROPE}},
+        {"added_tokens": ("<a>",)}, {"special_tokens": ("<a>",)}, {"eos_token": PAD}, {"bos_token": PAD},
+        {"bos_token": PAD, "add_bos": True}, {"bos_token": PAD, "add_bos": False},
     ]  # fmt: skip
     found = [pinned(model, **each) for each in options]
     assert len({each.fingerprint for each in found}) == len(options)
@@ -169,6 +171,103 @@ def test_a_pad_token_that_rows_have_is_refused_because_its_embedding_is_never_tr
         fields = {"chat_template": str(model / "own.jinja")}
     with pytest.raises(ConfigError, match=r"pad_token=.*never trains the embedding of the pad token"):
         pinned(model, pad_token=token, **fields)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields"),
+    [
+        ("llama", {"tie_word_embeddings": False}), ("llama", {"tie_word_embeddings": True}), ("gpt2", {}),
+        ("gemma3", {}), ("qwen3_moe", {}), ("llama", {"vocab_size": 400}),
+    ],
+)  # fmt: skip
+def test_new_tokens_have_rows_that_are_the_mean_of_the_old_ones(tmp_path, architecture, fields):
+    model = write_model(tmp_path / "model", architecture, **fields)
+    before, size = whole_model(Kind.CHECKPOINT, model), len(tokenizer_of(model))
+    source = checkpoint(model, added_tokens=("<think>", "zzz"), special_tokens=("<|tool|>",))
+    directory = fetch_model(source, tmp_path / "cache")
+    after, tokenizer = whole_model(Kind.CHECKPOINT, directory), tokenizer_of(directory)
+    plain = tokenizer_of(model)
+    plain.add_tokens(["<think>", "zzz"])
+    plain.add_special_tokens({"additional_special_tokens": ["<|tool|>"]})
+    assert tokenizer.get_vocab() == plain.get_vocab() == AutoTokenizer.from_pretrained(directory).get_vocab()
+    text = "a<think>sum</think>zzz<|tool|>"
+    ids = tokenizer(text)["input_ids"]
+    assert ids == plain(text)["input_ids"] and {size, size + 1, size + 2} <= set(ids)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<think>sum</think>zzz"
+    for of in ("get_input_embeddings", "get_output_embeddings"):
+        old, new = (getattr(each, of)().weight for each in (before, after))
+        assert torch.equal(new[:size], old[:size]) and len(new) == max(len(old), size + 3)
+        assert torch.equal(new[size : size + 3], old[:size].mean(0).expand(3, -1))
+    assert torch.allclose(logits(directory)[..., :size], logits(model)[..., :size], atol=1e-5)
+    judge = whole_model(Kind.REWARD_MODEL, directory, AutoConfig.from_pretrained(directory, num_labels=1))
+    assert torch.equal(judge.get_input_embeddings().weight, after.get_input_embeddings().weight)
+    known = model_json(source, tmp_path / "cache", "config.json")
+    assert known == json.loads((directory / "config.json").read_text())
+
+
+def test_files_without_rows_of_tokens_are_not_copied(model, fetched):
+    whole_model(Kind.CHECKPOINT, model).save_pretrained(model, max_shard_size="20KB")
+    (model / "model.safetensors").unlink(missing_ok=True)
+    directory = fetched(added_tokens=("<a>",))
+    shared = [path.name for path in model.glob("*.safetensors") if path.samefile(directory / path.name)]
+    assert 0 < len(shared) < len(list(model.glob("*.safetensors")))
+    assert torch.equal(logits(directory)[..., :300], logits(model))
+    assert fetched(added_tokens=("<a>",)) == directory
+    whole_model(Kind.CHECKPOINT, model).save_pretrained(model, max_shard_size="20KB")  # may be another model
+    assert fetched(added_tokens=("<a>",)) != directory
+
+
+def test_a_token_without_a_row_gets_one(tmp_path, model):
+    small = write_model(tmp_path / "small", "llama", vocab_size=299)
+    last = tokenizer_of(small).convert_ids_to_tokens(299)
+    with pytest.raises(ConfigError, match=rf"has the id 299.*299 embeddings.*added_tokens=\['{last}'\]"):
+        pinned(small, pad_token=PAD)
+    pinned(small, added_tokens=(last,))
+    directory = fetch_model(checkpoint(small, added_tokens=(last,)), tmp_path / "cache")
+    assert (directory / "tokenizer.json").read_bytes() != b"" and logits(directory).shape[-1] == 300
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"added_tokens": ("<|im_end|>",)}, r"added_tokens: the tokenizer has '<\|im_end\|>' already \(id 2\)"),
+        ({"special_tokens": ("<a>", "<a>")}, r"special_tokens: '<a>' is listed twice"),
+        ({"added_tokens": (" ",)}, r"added_tokens: ' ' is blank"),
+        ({"eos_token": "<end>"}, r"eos_token='<end>': the tokenizer has no such token.*special_tokens=\['<end>'\]"),
+        ({"eos_token": PAD, "pad_token": PAD}, r"pad_token=.*rows have it"),
+        ({"add_bos": True}, r"add_bos=true: the tokenizer has no bos_token; set sources\.base\.bos_token"),
+    ],
+)
+def test_tokens_that_cannot_be_are_refused_by_the_plan(model, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        pinned(model, **fields)
+
+
+def test_an_end_token_is_that_of_tokenizer_and_configs_and_old_ends_still_stop(model, fetched):
+    edit(model / "generation_config.json", eos_token_id=[2, 5])
+    directory = fetched(special_tokens=("<end>",), eos_token="<end>")
+    assert (tokenizer_of(directory).eos_token, tokenizer_of(directory).eos_token_id) == ("<end>", 300)
+    assert AutoConfig.from_pretrained(directory).eos_token_id == 300
+    assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == [300, 2, 5]
+
+
+def test_a_begin_token_is_put_before_a_text_or_not(model, fetched):
+    plain = tokenizer_of(model)("sum")["input_ids"]
+    begin = tokenizer_of(model).convert_tokens_to_ids(PAD)
+    for directory, expected in (
+        (fetched(bos_token=PAD), plain), (fetched(bos_token=PAD, add_bos=True), [begin, *plain]),
+    ):  # fmt: skip
+        assert AutoConfig.from_pretrained(directory).bos_token_id == begin
+        for load in (tokenizer_of, AutoTokenizer.from_pretrained):
+            assert load(directory)("sum")["input_ids"] == expected
+    adds = fetched(bos_token=PAD, add_bos=True)
+    again = checkpoint(adds, bos_token="<|endoftext|>")
+    (adds / "model_parts.json").unlink()
+    shutil.copyfile(model / "model.safetensors", adds / "model.safetensors")
+    assert tokenizer_of(fetch_model(again, model.parent / "cache"))("sum")["input_ids"] == [0, *plain]
+    assert (
+        tokenizer_of(fetch_model(checkpoint(adds, add_bos=False), model.parent / "cache"))("sum")["input_ids"] == plain
+    )
 
 
 def test_our_templates_are_those_of_the_tasks():

@@ -151,6 +151,22 @@ GGUF_SPLITS = {  # by the patterns that llama.cpp has for each name, applied one
     "bloom": "f|(|x|)|:|\n\n | x+1| `a`| <=| 12345| café| 你好12|。| IT'S|  \n",
     "viking": "f|(|x|)|:|\n\n | x+|1| `a`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT'S|  \n",
     "seed-coder": "f|(x|):|\n\n| | x|+|1| `|a|`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT|'S|  \n",
+    "deepseek-llm": "f|(|x|):|\n|\n| | x|+|1| `|a|`| <=| |12345| caf|é| |你好|12|。| IT|'|S|  |\n",
+    "kimi-k2": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |123|45| café| |你好|12|。| IT'S|  \n",
+    "youtu": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |1|2|3|4|5| café| |你好|1|2|。| IT'S|  \n",
+    "tiny_aya": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |12|345| café| 你好|12|。| IT'S|  \n",
+    "cohere2moe": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |12|345| café| 你好|12|。| IT'S|  \n",
+    "bailingmoe": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT|'S|  \n",
+    "exaone-moe": "f|(x|):\n|\n| | x|+|1| `|a|`| <=| |1|2|3|4|5| café 你好|1|2|。| IT|'S|  \n",
+    "laguna": "f|(x|):|\n\n| | x|+|1| `|a|`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT|'S|  |\n",
+    "minicpm5": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |123|45| café| 你好|12|。| IT|'S|  \n",
+    "jais-2": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |123|45| café| 你好|12|。| IT|'S|  \n",
+    "gpt-4o": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |123|45| café| 你好|12|。| IT'S|  \n",
+    "llama4": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |123|45| café| 你好|12|。| IT'S|  \n",
+    "dbrx": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |123|45| café| 你好|12|。| IT|'S|  \n",
+    "qwen35": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT|'S|  \n",
+    "hunyuan": "f|(x|):\n\n| | x|+|1| `|a|`| <=| |1|2|3|4|5| café| 你好|1|2|。| IT|'S|  \n",
+    "mpt": "f|(|x|):|\n\n | x|+|1| `|a|`| <=| 12345| café| 你好|12|。| IT|'|S|  \n",
     "llama-bpe": None,  # as transformers reads it
 }  # fmt: skip
 
@@ -170,9 +186,23 @@ def test_a_gguf_file_splits_as_it_states(tmp_path: Path, pre: str, expected: str
     assert found == expected.split("|")
 
 
+@pytest.mark.parametrize(
+    ("pre", "expected"), [("llama-bpe", True), ("tekken", True), ("youtu", True), ("qwen2", False)]
+)
+def test_a_word_of_the_vocabulary_is_a_token_where_llama_cpp_takes_it_as_one(
+    tmp_path: Path, pre: str, expected: bool
+) -> None:
+    """Llama 3 has words that its merges do not reach."""
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "m.gguf", pre, tokens=("xyz",))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
+    split_as_in_gguf(tokenizer, tmp_path / "m.gguf")
+    assert (len(tokenizer("xyz", add_special_tokens=False)["input_ids"]) == 1) is expected
+
+
 def test_a_gguf_file_with_unknown_splits_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
-    write_gguf(tmp_path / "m.gguf", "deepseek-llm")
+    write_gguf(tmp_path / "m.gguf", "superbpe")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
-    with pytest.raises(ConfigError, match=r"pre=deepseek-llm: it is unknown.*smollm.*tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"pre=superbpe: it is unknown.*smollm.*tokenizer\.json"):
         split_as_in_gguf(tokenizer, tmp_path / "m.gguf")
