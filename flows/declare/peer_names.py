@@ -20,7 +20,6 @@ def _each(ours: str, hf: str = "", peers: str = "", others: str = "") -> dict[st
     return dict.fromkeys(f"{hf} {peers} {others}".split(), ours)
 
 
-_FILES = f"{_S}.tokenizer=DIRECTORY with changed files: tokens are those of tokenizer.json, which travels with a model"
 FIELDS: Mapping[str, str] = {
     **_each(f"{_M}.num_epochs", "num_train_epochs", "max_epochs", "epochs n_epochs"),
     **_each(f"{_M}.num_steps", "max_steps", "train_iters", "total_training_steps"),
@@ -87,10 +86,7 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_M}.adapter.init", "init_lora_weights", "init_weights peft_init_lora_weights pissa_init",
             "lora_A_init_method lora_a_init_method column_init_method"),
     **_each(f"{_M}.adapter.layers", "layers_to_transform", "peft_layers_to_transform"),
-    **_each(
-        "nothing: PEFT drops inputs of an adapter, before its weights",
-        "", "", "dropout_position lora_dropout_position",
-    ),
+    **_each(f"{_M}.adapter.dropout_position", "", "", "dropout_position lora_dropout_position"),
     **_each(f"{_M}.quantization.format=nf4, or adapter=qlora", "load_in_4bit", "quantization_bit quant_bits"),
     **_each(f"{_M}.quantization.format=int8", "load_in_8bit"),
     **_each(f"{_M}.quantization.format", "bnb_4bit_quant_type", "quantization_type quant_method quantization_method"),
@@ -161,15 +157,27 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_S}.model_kwargs", "model_init_kwargs", "overrides_of_model_kwargs"),
     **_each(f"{_S}.trust_remote_code of a pinned revision", "trust_remote_code"),
     **_each(f"{_S}.tokenizer", "", "tokenizer_config", "tokenizer_name tokenizer_name_or_path"),
-    **_each(
-        _FILES, "eos_token",
-        "bos_token unk_token special_tokens additional_special_tokens add_special_tokens new_special_tokens add_tokens "
-        "resize_vocab use_fast_tokenizer tokenizer_use_fast split_special_tokens",
-        "add_bos_token add_eos_token add_prefix_space use_fast tokenizer_kwargs truncation_side",
-    ),
+    **_each(f"{_S}.added_tokens", "", "add_tokens tokens"),
+    **_each(f"{_S}.special_tokens", "", "special_tokens additional_special_tokens add_special_tokens "
+            "new_special_tokens", "extra_special_tokens"),
+    **_each(f"{_S}.added_tokens or .special_tokens, which give new tokens rows of the embedding", "",
+            "resize_vocab resize_token_embeddings_to_32x", "resize_token_embeddings"),
     **_each(f"{_S}.pad_token", "pad_token"),
+    **_each(f"{_S}.eos_token", "eos_token"),
+    **_each(f"{_S}.bos_token", "", "bos_token"),
+    **_each(f"{_S}.add_bos", "", "", "add_bos_token"),
+    **_each(f"{_M}.control_tokens", "", "split_special_tokens"),
     **_each(
-        "nothing: rows are not padded, or are masked where they are",
+        "nothing: tokens are those of tokenizer.json, which the library tokenizers reads; without that file, those of "
+        "its class", "", "use_fast_tokenizer tokenizer_use_fast", "use_fast",
+    ),
+    **_each(
+        f"{_S}.tokenizer=DIRECTORY with changed files: tokens are those of tokenizer.json, which travels with a model",
+        "", "unk_token", "add_eos_token add_prefix_space tokenizer_kwargs",
+    ),
+    **_each(f"{_M}.too_long", "", "", "truncation_side"),
+    **_each(
+        "nothing: rows are not padded, or are masked where they are, and prompts of generation are padded on the left",
         "pad_to_multiple_of length_column_name", "padding_side group_by_length",
     ),
     **_each(f"{_S}.path", "dataset_name", "dataset datasets dataset_dir data_files", "train_file data_path"),

@@ -84,6 +84,7 @@ from tasks.train.models.adapted import (
     add_reference,
     complete_head,
     continued,
+    finish_adapter,
     new_adapter,
     peft_config,
     reference_of,
@@ -203,6 +204,7 @@ class TrainingRun:
         complete_head(model)
         freeze_unread(plain(model))
         if self.method.adapter:
+            finish_adapter(model, self.method.adapter, self.method.seed)
             step_in_fp32(model)
         self._count(model)
         if self._is_reward_model:
@@ -554,6 +556,8 @@ class TrainingRun:
         Args:
             frozen: further models that the trainer reads rows with, such as a teacher.
         """
+        if self.method.adapter:
+            finish_adapter(trainer.model, self.method.adapter, self.method.seed)
         if self._is_reward_model:
             install_scores(trainer.model)
         if self.method.has_reference and not self._precomputes and reference_of(self.method) == "copy":

@@ -27,7 +27,18 @@ SIZES: dict[str, dict[str, object]] = {
 TYPES = {name: Adapter(type=name, **SIZES.get(name, {"rank": 4})) for name in ADAPTERS}  # type: ignore[arg-type]
 INITS = {
     name: Adapter(init=name, rank=4)
-    for name in ("gaussian", "pissa", "pissa_niter_4", "olora", "orthogonal", "mica", "eva", "lora_ga")
+    for name in (
+        "gaussian",
+        "xavier",
+        "xavier_uniform",
+        "pissa",
+        "pissa_niter_4",
+        "olora",
+        "orthogonal",
+        "mica",
+        "eva",
+        "lora_ga",
+    )
 }
 CHOICES = {
     "rslora": Adapter(rank=4, rslora=True),
@@ -39,6 +50,8 @@ CHOICES = {
     "layers": Adapter(rank=4, layers=(1,)),
     "vera_mlp": Adapter(type="vera", rank=4, target_modules="mlp"),
     "ln_layers": Adapter(type="ln_tuning", layers=(0,)),
+    "dropout": Adapter(rank=4, dropout=0.3),
+    "dropout_post": Adapter(rank=4, dropout=0.3, dropout_position="post"),
     "modules_to_save": Adapter(rank=4, modules_to_save="norm"),
     "ln_modules_to_save": Adapter(type="ln_tuning", modules_to_save="v_proj"),
     "tokens": Adapter(rank=4, trainable_token_indices=(5, 6)),
@@ -94,7 +107,8 @@ def test_an_adapter_trains_its_own_weights_and_is_saved_as_it_was_trained(
         pytest.param(name, field, marks=SLOW if name != "lora" and field in ("rank", "alpha", "dropout") else [])
         for name, row in ADAPTERS.items()
         for field in row.reads
-        if field != "bias" and (name, field) != ("dora", "init")  # biases: below; DoRA refuses it
+        # Biases: below; DoRA refuses it; the position of dropout: above.
+        if field not in ("bias", "dropout_position") and (name, field) != ("dora", "init")
     ],
 )
 def test_every_field_that_a_type_reads_changes_its_training(

@@ -1,13 +1,19 @@
 """LoRA layers of our own compute what PEFT's do, and leave to PEFT what they do not know."""
 
+import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.nn.functional import dropout
+from torch.nn.init import xavier_normal_, xavier_uniform_
 from transformers import AutoModelForCausalLM
 
+from tasks.method import Adapter
 from tasks.train.kernels.fast_lora import speed_up
+from tasks.train.models.adapted import finish_adapter, peft_config
 from tests import tiny
 
 
@@ -61,6 +67,41 @@ def test_losses_and_gradients_are_those_of_peft(policy: Path) -> None:
 @pytest.mark.parametrize("fields", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])
 def test_other_adapters_keep_the_layers_of_peft(policy: Path, fields: dict[str, object]) -> None:
     assert speed_up(adapted(policy, **fields), on_cpu=True) == 0
+
+
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_dropout_is_of_the_input_or_of_what_is_added(policy: Path, position: str) -> None:
+    """Against a LoRA written down by hand, with the same draws; merged and without training it drops nothing."""
+    model = adapted(policy, lora_dropout=0.5)
+    if position == "post":
+        finish_adapter(model, Adapter(dropout=0.5, dropout_position="post"), seed=0)
+        assert speed_up(model, on_cpu=True) == 0, "the layers stay PEFT's"
+    layer = model.get_base_model().model.layers[0].mlp.up_proj
+    base, a, b = layer.get_base_layer(), layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    x = torch.randn(2, 6, 32)
+    for training in (True, False):
+        model.train(training)
+        torch.manual_seed(7)
+        found = layer(x)
+        torch.manual_seed(7)
+        low = dropout(x, 0.5, training and position == "pre") @ a.T @ b.T
+        expected = base(x) + 2 * dropout(low, 0.5, training and position == "post")
+        torch.testing.assert_close(found, expected)
+    merged = copy.deepcopy(model).merge_and_unload().model.layers[0].mlp.up_proj
+    torch.testing.assert_close(merged(x), found)
+
+
+@pytest.mark.parametrize(("init", "draw"), [("xavier", xavier_normal_), ("xavier_uniform", xavier_uniform_)])
+def test_xavier_draws_a_and_leaves_b_zero(policy: Path, init: str, draw: Callable[..., torch.Tensor]) -> None:
+    model, adapter = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32), Adapter(rank=4, init=init)
+    found = get_peft_model(model, peft_config(adapter, model, 1))
+    state = torch.get_rng_state()
+    finish_adapter(found, adapter, seed=3)
+    assert torch.equal(torch.get_rng_state(), state), "rows, dropout and sampling draw as before"
+    torch.manual_seed(3)
+    of_a = [each for name, each in found.named_parameters() if ".lora_A." in name]
+    assert len(of_a) == 2 * 7 and all(torch.equal(each, draw(torch.empty_like(each))) for each in of_a)
+    assert not any(each.any() for name, each in found.named_parameters() if ".lora_B." in name)
 
 
 def test_without_bf16_layers_compute_as_peft_does_to_the_bit(policy: Path) -> None:

@@ -11,6 +11,7 @@ import peft
 import torch
 from datasets import Dataset
 from peft import PeftConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -30,6 +31,7 @@ from tasks.train.models.adapters import (
     ALL_LINEAR,
     FROM_DATA,
     ON_HEAD,
+    XAVIER,
     Adapter,
     is_plain,
     osf_rank,
@@ -105,7 +107,7 @@ def _own(adapter: Adapter, model: "PreTrainedModel", num_steps: int) -> dict[str
     found: dict[str, object] = {}
     for name, argument in row.reads.items():
         value = adapter.value(name) if name in row.defaults or name == "target_rank" else getattr(adapter, name)
-        if value is not None:
+        if value is not None and argument and value not in XAVIER:
             found[argument] = list(value) if isinstance(value, tuple) else value
     _require_fit(adapter, model)
     if adapter.init == "eva":
@@ -271,6 +273,34 @@ def new_adapter(
     return adapted
 
 
+XAVIER_DRAWS = dict(zip(XAVIER, (torch.nn.init.xavier_normal_, torch.nn.init.xavier_uniform_), strict=True))
+
+
+class _OnOutput(torch.nn.Dropout):
+    """Dropout of what a LoRA adds: PEFT calls it on the input, which it leaves, and B's hook on the output."""
+
+    def forward(self, input: "Tensor") -> "Tensor":
+        return input
+
+    def drop(self, _module: torch.nn.Module, _inputs: object, output: "Tensor") -> "Tensor":
+        return torch.nn.functional.dropout(output, self.p, self.training)
+
+
+def finish_adapter(model: torch.nn.Module, adapter: Adapter, seed: int) -> None:
+    """Does what PEFT cannot for a new LoRA: an initialization of A, and dropout of its output."""
+    layers = [each for each in model.modules() if isinstance(each, LoraLayer) and DEFAULT in each.lora_A]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for layer in layers if adapter.init in XAVIER else ():
+            weight = torch.empty(layer.lora_A[DEFAULT].weight.shape)  # on the CPU, so that devices draw the same
+            drawn = XAVIER_DRAWS[adapter.init](weight)
+            layer.lora_A[DEFAULT].weight.data.copy_(drawn)
+    for layer in layers if adapter.dropout_position == "post" else ():
+        moved = _OnOutput(layer.lora_dropout[DEFAULT].p)
+        layer.lora_dropout[DEFAULT] = moved
+        layer.lora_B[DEFAULT].register_forward_hook(moved.drop)
+
+
 def _accumulate(model: "PreTrainedModel", batches: "Batches") -> None:
     for batch in batches:
         labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -310,7 +340,7 @@ def require_same(adapter: Adapter, wanted: PeftConfig, saved: PeftConfig, model:
         ConfigError: names a field that differs.
     """
     reads = ADAPTERS[adapter.type].reads
-    compared = {name: argument for name, argument in reads.items() if name not in ("dropout", "init")}
+    compared = {name: argument for name, argument in reads.items() if argument and name not in ("dropout", "init")}
     pairs: dict[str, tuple[object, object]] = {"type": (wanted.peft_type.value.lower(), saved.peft_type.value.lower())}
     if wanted.peft_type == saved.peft_type:
         pairs |= {name: (getattr(wanted, each), getattr(saved, each)) for name, each in compared.items()}

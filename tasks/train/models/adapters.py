@@ -30,6 +30,7 @@ Type = Literal[
 ]  # fmt: skip
 DEFAULT: Type = "lora"
 HEADS = ("lm_head", "embed_out", "score")  # linear, and left out of all-linear
+EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 # These change the base, so that base + adapter is the input model.
 CHANGE_THE_BASE = ("pissa", "olora", "lora_ga")
 ADALORA_STEPS = 8  # at the least: to move weights and score ranks, to prune, and to train afterwards
@@ -37,8 +38,13 @@ ON_QUANTIZED = ("lora", "dora", "oft")  # the types that PEFT trains on a quanti
 NOT_ON_CONV1D = ("oft", "boft", "loha", "lokr", "hra", "miss", "osf")  # the types that PEFT puts only on linear layers
 STACKED = ("lora",)  # the types that add up whatever their order: DoRA scales what is below it
 FROM_DATA = ("eva", "lora_ga")  # need rows of the training
-_INITS = ("gaussian", "pissa", "olora", "orthogonal", "mica", "eva", "lora_ga")
-_ADDED_LATER = {"type": DEFAULT, "rslora": False}  # defaults other than None that stay out of the fingerprint
+XAVIER = ("xavier", "xavier_uniform")  # of A, which PEFT lacks; B is zero
+_INITS = ("gaussian", *XAVIER, "pissa", "olora", "orthogonal", "mica", "eva", "lora_ga")
+_ADDED_LATER = {
+    "type": DEFAULT,
+    "rslora": False,
+    "dropout_position": "pre",
+}  # defaults other than None that stay out of the fingerprint
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -51,6 +57,7 @@ class Adapter(Setting):
     Args:
         type: an entry of ``ADAPTERS``; ``lora``: Hu et al. 2021, arXiv:2106.09685.
         dropout: of the adapter's input, or of its ranks.
+        dropout_position: ``post``: of what the adapter adds to the layer, as in NeMo; None or ``pre``: of its input.
         target_modules: separated by commas: ``all-linear`` (all except the head), ``attention``, ``mlp``, names of
             linear layers, or globs over their full names, such as ``*.layers.1.*``.
         exclude_modules: names or globs of layers among them that get none.
@@ -61,7 +68,8 @@ class Adapter(Setting):
         rslora: scale by alpha / sqrt(rank): Kalajdzievski 2023, arXiv:2312.03732.
         init: of the weights; None: PEFT's, with which the adapter starts as zero. ``pissa`` (and ``pissa_niter_N``, a
             faster SVD of N iterations) arXiv:2404.02948, ``olora`` arXiv:2406.01775, ``eva`` arXiv:2410.07170,
-            ``lora_ga`` arXiv:2407.05000. Under ``mica`` only half of the weights are trained.
+            ``lora_ga`` arXiv:2407.05000. ``xavier`` is NeMo's: normal, of variance 2 / (inputs + rank);
+            ``xavier_uniform`` has that variance too. Under ``mica`` only half of the weights are trained.
         block_size: of the orthogonal blocks.
         num_frequencies: coefficients per layer.
         target_rank: the mean rank at the end of a training that prunes ranks; None: half of ``rank``.
@@ -72,6 +80,7 @@ class Adapter(Setting):
     rank: Annotated[int, Gt(0)] = 16  # of the update of a weight matrix
     alpha: Annotated[int, Gt(0)] = 32  # the update is scaled by alpha / rank
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    dropout_position: Literal["pre", "post"] | None = None
     target_modules: str = ALL_LINEAR
     exclude_modules: str | None = None
     layers: tuple[Annotated[int, Ge(0)], ...] | None = None
@@ -91,6 +100,11 @@ class Adapter(Setting):
         self._check_head()
         refuse_unread("adapter", self, "type", {name: row.reads for name, row in ADAPTERS.items()})
         self._check_init()
+        if self.dropout_position == "post" and not self.dropout:
+            raise ConfigError(
+                "adapter.dropout_position=post with adapter.dropout=0: nothing is dropped; set adapter.dropout=0.1, or "
+                "adapter.dropout_position=null"
+            )
         if self.target_rank is not None and self.target_rank >= self.rank:
             raise ConfigError(
                 f"adapter.target_rank={self.target_rank} and adapter.rank={self.rank}: {self.type} starts at rank and "
@@ -142,9 +156,8 @@ class Adapter(Setting):
         if self.init is None:
             return
         if self.init not in _INITS and not re.fullmatch(r"pissa_niter_[1-9]\d*", self.init):
-            found = f"{self.init} (NeMo's, which PEFT has not)" if self.init.startswith("xavier") else self.init
             raise ConfigError(
-                f"adapter.init={found}: accepted are {', '.join(_INITS)} and pissa_niter_N; set one of them, or "
+                f"adapter.init={self.init}: accepted are {', '.join(_INITS)} and pissa_niter_N; set one of them, or "
                 "null for PEFT's own"
             )
         if self.type == "dora":
@@ -165,7 +178,7 @@ class AdapterType:
     Args:
         config: the class of PEFT.
         paper: the paper that introduced it.
-        reads: field of ``Adapter`` -> argument of the class.
+        reads: field of ``Adapter`` -> argument of the class; empty: it has none, and ``adapted`` does it.
         trained: counts a layer's weights that are trained.
         frozen: counts a layer's weights that are saved beside them.
         fixed: further arguments of the class.
@@ -226,7 +239,8 @@ _LORA_FIELDS = {
 }  # fmt: skip
 ADAPTERS: Mapping[str, AdapterType] = {
     "lora": AdapterType(
-        config="LoraConfig", paper="Hu et al. 2021, arXiv:2106.09685", reads=_LORA_FIELDS, trained=_lora, frozen=_mica,
+        config="LoraConfig", paper="Hu et al. 2021, arXiv:2106.09685", trained=_lora, frozen=_mica,
+        reads={**_LORA_FIELDS, "dropout_position": ""},
     ),
     "dora": AdapterType(
         config="LoraConfig", paper="Liu et al. 2024, arXiv:2402.09353", reads=_LORA_FIELDS,
@@ -327,6 +341,26 @@ def why_not_stacked(config: Mapping[str, object]) -> str | None:
     targets_of = config.get("target_modules")
     names = targets_of if isinstance(targets_of, list | set | tuple) else [targets_of]
     return ON_HEAD if any(str(name).rpartition(".")[2] in HEADS for name in names) else None
+
+
+def why_rows_stay(adapter: Adapter, ids: Sequence[int], *, tied: bool, scores: bool) -> str | None:
+    """Why an adapter leaves the rows of new tokens as they were made; None: it trains them.
+
+    Args:
+        ids: of the tokens that the source of the model adds.
+        tied: whether the head has the weights of the embedding.
+        scores: whether the model has no head over the vocabulary.
+    """
+    saved = {name.rpartition(".")[2] for name in adapter.saved_names}
+    in_rows = set(ids) <= set(adapter.trainable_token_indices or ())
+    if (in_rows and (tied or scores)) or (saved & {*EMBEDDINGS} and (scores or saved & {*HEADS})):
+        return None
+    rows = f"adapter.trainable_token_indices=[{','.join(map(str, sorted(ids)))}] (of type lora or dora)"
+    whole = "adapter.modules_to_save with the names of embedding and head, such as 'embed_tokens,lm_head'"
+    return (
+        f"the rows of its new tokens ({', '.join(map(str, sorted(ids)))}) would stay the mean of the others, since the "
+        f"base is frozen; set {rows if tied or scores else whole}, or adapter=null for the first training"
+    )
 
 
 def is_plain(adapter: Adapter) -> bool:
