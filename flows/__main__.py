@@ -16,11 +16,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 
 from flows.commands.arguments import add_json, add_overrides, add_sweep, read_overrides, recorded_cli_args
+from flows.commands.examples import EXAMPLES, no_command, no_option, overview
 from flows.reports.wording import PrintableFormatter, printable, printable_text
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.files import local_path
+from posttrain import first
 
 UNFINISHED = 4  # exit code of plan --exit-code if a run would do something
 STOPPED = 130
@@ -63,6 +66,7 @@ COMMANDS = {
     "advise": "print a recipe for this data, model and machine, with the reason and source of every value",
     "doctor": "check that this machine is fit to run",
 }
+_COMPLETION = "--print-completion"
 _OWN_ARGUMENTS = ("data", "diagnose", "tune")  # add all their arguments themselves
 _WITHOUT_JSON = ("stage", "serve", "status", "logs", "cancel")  # a command's --json prints one object
 _HERE = ("plan", "run", "stage")
@@ -110,14 +114,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    sys.path.append(os.getcwd())  # for the user's own methods
+    first()
     if logging.lastResort:  # it prints the warnings
         logging.lastResort.setFormatter(PrintableFormatter())
-    parser = _parser(arguments)
-    options, rest = parser.parse_known_args(arguments)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        raise no_command(arguments[0], arguments, list(COMMANDS))
+    options, rest = _parser(arguments).parse_known_args(arguments)
     unknown = [word for word in rest if word.startswith("-") or "overrides" not in options]
     if unknown:
-        raise ConfigError(f"unknown option {unknown[0]}; see posttrain COMMAND --help")
+        following = [*arguments, "--"][list(arguments).index(unknown[0]) + 1] if unknown[0] in arguments else "--"
+        raise no_option(unknown[0], None if following.startswith("-") or "=" in following else following, arguments[0])
     if rest:
         options.overrides += rest  # argparse stops collecting overrides at the first option
     if "data" not in arguments[:1]:  # which accepts files called year=2024/rows.jsonl, and checks its keys itself
@@ -156,13 +162,24 @@ def _end_soon() -> None:
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """A parser with the arguments of the called command, and only the names of the others, which are not imported."""
+    is_whole = arguments[:1] == [_COMPLETION]
+    raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="posttrain", description="Trains language models after pretraining, as one graph."
-    )
+        prog="posttrain", description="Trains language models after pretraining, as one graph.", formatter_class=raw,
+        epilog=overview() if arguments[:1] in (["--help"], ["-h"], []) else None, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"posttrain {version('posttrain')}")
+    if is_whole:
+        import shtab
+
+        shtab.add_argument_to(parser, [_COMPLETION])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, help_text in COMMANDS.items():
-        sub = commands.add_parser(name, help=help_text, description=help_text)
-        if name in arguments[:1]:
+        examples = f"examples:{EXAMPLES.get(name, '').replace(chr(10), chr(10) + '  ')}"
+        sub = commands.add_parser(
+            name, help=help_text, description=help_text, epilog=examples, formatter_class=raw, allow_abbrev=False
+        )
+        if is_whole or name in arguments[:1]:
             own = _MODULES.get(name, name)
             own = own if "." in own else f"flows.commands.{own}"
             module = sys.modules[__name__] if name in _HERE else importlib.import_module(own)

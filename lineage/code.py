@@ -185,7 +185,10 @@ def dotted(path: str, where: str) -> object:
     """
     module, _, name = path.rpartition(".")
     try:
-        found: object = getattr(import_module(module), name)
+        imported = import_module(module)
+        if module in ("flows", *OURS) and name not in vars(imported):
+            raise ImportError(f"{module} is a package of posttrain's; name a module of yours otherwise")
+        found: object = getattr(imported, name)
     except Exception as error:  # importing a user's module may raise anything
         raise _not_importable(path, where, error) from error
     return found

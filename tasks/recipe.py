@@ -121,6 +121,10 @@ class Method(Setting, ABC):
         """
         return () if of_steps and self.metrics is not None else self.metrics
 
+    def needs_template(self, filled: Collection[str]) -> str | None:
+        """The slot whose model must have a chat template, where these slots are filled; None: none must."""
+        return self.chat_slot
+
     @abstractmethod
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         """Reads ``inputs``, writes ``ctx.output_dir``, returns final metrics (flat name -> number)."""

@@ -80,7 +80,9 @@ class Recipe:
 
 
 def add_advise(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "A first word without = is a STAGE; without one, all stages that train are advised."
+    parser.epilog = (
+        f"A first word without = is a STAGE; without one, all stages that train are advised.\n\n{parser.epilog}"
+    )
     parser.add_argument(
         "--out", type=local_path, metavar="FILE.yaml", help="write the overrides, for --overrides-from FILE"
     )

@@ -56,7 +56,7 @@ A file with the name of an override is called ./format=x.jsonl.
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
-    parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.epilog = f"{_EPILOG}\n{parser.epilog}"
     parser.add_argument("overrides", nargs="+", metavar="SOURCE|OVERRIDE", help="rows, and how they are read")
     parser.add_argument(
         "--against", action="append", default=[], metavar="SOURCE",

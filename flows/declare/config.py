@@ -33,6 +33,7 @@ from pydantic import TypeAdapter, ValidationError
 from flows.declare.operation import Operation
 from flows.declare.peer_names import FIELDS, value_of
 from flows.declare.pipeline import Pipeline, Root, Stage, StageNode, TrainingDefaults, listed
+from flows.declare.project import DATA_KEY, data_key
 from lineage.artifact import SOURCE, Source
 from lineage.code import target_class
 from lineage.errors import ConfigError, MissingValueError
@@ -335,6 +336,8 @@ def _mapping(now: object, root: Tree, *at: str) -> Tree:
 def _apply(tree: Tree, override: Override) -> None:
     """Sets or deletes a value; mappings are merged into those that are there, and missing parents are added."""
     key, value = override.key_or_group, override.value()
+    if key.partition(".")[0] == DATA_KEY:
+        key = data_key(tree, key)
     *parents, last = split_key(key)
     node: object = tree
     for part in parents:
@@ -396,8 +399,7 @@ def _is_plain(node: object) -> bool:
 
 
 def _resolved(config: DictConfig) -> dict[str, object]:
-    tree = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(tree, dict)
+    tree = cast(Tree, OmegaConf.to_container(config, resolve=True))
     return {str(key): value for key, value in tree.items()}
 
 
@@ -732,10 +734,8 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     for key in defaults.keys() & taken:
         if defaults[key] is not None:
             recipe[key] = _merged(defaults[key], recipe[key]) if key in recipe else defaults[key]
-    shared = tree["resources"]
-    assert isinstance(shared, dict)
     # The root's resources are the defaults of all stages.
-    resources = typed(Resources, {**shared, **parts.resources}, f"{where}.resources")
+    resources = typed(Resources, {**_nodes(tree, "resources"), **parts.resources}, f"{where}.resources")
     if "adapter" not in taken or recipe.get("adapter") != AUTO:
         return _built(where, cls, recipe, resources, parts, root, tree["quantization"])
     choices, refused = dict[str, Stage](), list[ConfigError]()

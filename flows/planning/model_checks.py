@@ -101,7 +101,7 @@ def check_models(pipeline: Pipeline) -> None:
             check_compatible(f"stages.{name}", stage.method, stage.resources, config)
         check_quantization(name, pipeline, config)
         _check_adapter_in(name, pipeline)
-        slot = stage.method.chat_slot
+        slot = stage.method.needs_template(stage.inputs)
         if slot and not _given(pipeline, stage.inputs, slot, has_template) and not installs:
             root = root_of(pipeline, stage.inputs[slot]).replace(SOURCE, "sources.", 1)
             fields = [root, *([f"stages.{name}.method"] if hasattr(stage.method, "chat_template") else [])]

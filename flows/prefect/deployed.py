@@ -8,7 +8,6 @@ import logging
 import os
 import shlex
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,8 +109,6 @@ def serve(runner: Runner) -> None:
 
 def flow_of(option: str) -> Flow[..., None] | None:
     """The flow of the pipeline in ``pipeline/<option>.yaml``, for a process of Prefect's; None: no such file."""
-    if os.getcwd() not in sys.path:  # the user's own methods may be there; their code is part of the digest
-        sys.path.append(os.getcwd())
     preset = Preset.of_environment()
     if option not in preset.files():
         return None

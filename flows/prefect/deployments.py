@@ -22,7 +22,7 @@ from lineage.errors import ConfigError, MissingValueError
 
 FILE = "prefect.yaml"
 POOL = "posttrain"
-ENTRY = "flows.prefect.entry"  # the module whose attributes are the flows
+ENTRY = "posttrain.entry"  # the module whose attributes are the flows
 VARIABLE = "POSTTRAIN_WORDS"  # passes the arguments of `serve` to a process that Prefect starts
 _ALLOW_CODE = "--allow-code"
 # Parts of an override that can run code or hide it: an interpolation joins words, a dash begins an option.

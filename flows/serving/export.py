@@ -44,7 +44,7 @@ CARD = "README.md"
 
 def add_export(parser: argparse.ArgumentParser) -> None:
     what = "; ".join(f"{name}: {text}" for name, text in TARGETS.items())
-    parser.add_argument("target", choices=TARGETS, help=what)
+    parser.add_argument("target", choices=list(TARGETS), help=what)
     parser.add_argument("name", metavar="REF", help="a model, such as sft or alias:champion; of verl a stage")
     parser.add_argument("--out", type=local_path, metavar="PATH", help="where to write; default: exports/, verl/STAGE")
     parser.add_argument("--dtype", choices=["bf16", "fp16"], help="merged, hub: of the weights; default bf16")

@@ -49,6 +49,7 @@ from lineage.filesystem.disk import explain_full_disk
 from lineage.filesystem.files import append_jsonl
 from lineage.filesystem.remote_files import private_folder
 from lineage.store import COMPILED
+from posttrain import PACKAGES, hold
 from tasks.context import Launcher, Metrics, Resources, TrainContext
 from tasks.judgement.check_rows import POLICY
 from tasks.judgement.disk_need import require_disk
@@ -162,12 +163,15 @@ class StageProcesses:
         set_environment()
         # A signal to our process group is for us: without the fork server its stages could not be waited for. It
         # starts with these blocked, and ignores them from its first import on; one that comes now waits for us.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_US)
+        before, is_safe = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_US), "PYTHONSAFEPATH" in os.environ
         try:
             ensure_tracker()  # which unblocks what it has blocked
             signal.pthread_sigmask(signal.SIG_BLOCK, FOR_US)
+            os.environ["PYTHONSAFEPATH"] = "1"  # it imports by name, and the current folder would come first
             ensure_running()
         finally:
+            if not is_safe:
+                os.environ.pop("PYTHONSAFEPATH", None)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         atexit.unregister(end_fork_server)
         atexit.register(end_fork_server)  # until then the next run of this process finds its imports done
@@ -300,6 +304,7 @@ def stage_main(job: Job, connection: Connection, environment: dict[str, str]) ->
     Args:
         environment: of the run; a process that a fork server started has that of an earlier one.
     """
+    hold()
     gc.freeze()  # a collection would touch, and so copy, everything that the fork server imported
     gc.enable()
     os.environ.clear()
@@ -539,6 +544,7 @@ def _connect(job: Job) -> None:
     resources = job.resources
     environment = {
         "py_modules": _packages(job),
+        "worker_process_setup_hook": "posttrain.hold",  # Ray puts the current folder before all others
         "env_vars": {**WORKER_ENVIRONMENT, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
     }
     if os.environ.get("RAY_ADDRESS"):
@@ -573,7 +579,7 @@ def _packages(job: Job) -> list[str]:
         ConfigError: the method is a single file, which does not travel.
     """
     own = type(job.method).__module__.partition(".")[0]
-    modules = [importlib.import_module(name) for name in sorted({"lineage", "tasks", "flows", own})]
+    modules = [importlib.import_module(name) for name in sorted({"posttrain", *PACKAGES, own})]
     if not all(hasattr(module, "__path__") for module in modules):
         raise ConfigError(
             f"stages.{job.stage}.method: {own}.py is a single file and code travels to a cluster as packages; "

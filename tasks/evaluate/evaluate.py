@@ -147,6 +147,10 @@ class Evaluate(Method):
         of_models = [f"weights/{slot}" for slot in slots if self.consumes.get(slot, Kind.CHECKPOINT) in MODELS]
         return (*self.metrics, *named, *of_models)
 
+    def needs_template(self, filled: Collection[str]) -> str | None:
+        of_chats = {"conversations", "pairs", "unpaired", "prompts"}
+        return None if of_chats.isdisjoint(filled) else self.chat_slot
+
     def lengths(self, max_length: int) -> held_out.Lengths:
         """The limits for rows.
 
@@ -173,9 +177,10 @@ class Evaluate(Method):
         self.check_slots(frozenset(inputs))
         weights = digests_of_weights({slot: each for slot, each in inputs.items() if each.kind in MODELS})
         # One tokenizer and template for all policies: a base may have no template, and only numbers on equal tokens
-        # can be compared.
+        # can be compared. Text alone needs no template.
         tokenizer = tokenizer_of(inputs["reference"].path)
-        require_chat_template(tokenizer, inputs["reference"])
+        if self.needs_template(inputs):
+            require_chat_template(tokenizer, inputs["reference"])
         models = {**policies, **{slot: inputs[slot] for slot in ("reward_model",) if slot in inputs}}
         require_same_tokens(models, inputs["reference"], tokenizer)
         trained = [*models.values(), inputs["reference"]]

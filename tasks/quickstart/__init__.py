@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from lineage.errors import ConfigError
 from tasks.quickstart.documentation import documents
 from tasks.quickstart.instructions import instructions
-from tasks.quickstart.preferences import preferences
+from tasks.quickstart.preferences import preferences, unpaired
 from tasks.quickstart.questions import asked, draw, facts, usages
 from tasks.quickstart.sentences import sentences
 
@@ -48,6 +48,7 @@ ROWS: Mapping[str, Callable[[], Iterator[QuickstartRow]]] = {
     "few_instructions": few_instructions,
     "preferences": preferences,
     "sentences": sentences,
+    "unpaired": unpaired,
 }
 
 

@@ -53,3 +53,10 @@ def preferences() -> Iterator[dict[str, object]]:
             "kind": kind,
             "group": usage.group,
         }
+
+
+def unpaired() -> Iterator[dict[str, object]]:
+    """Rows {prompt, completion, label, group}: the answers of the pairs, one by one."""
+    for row in preferences():
+        for answer, is_right in (("chosen", True), ("rejected", False)):
+            yield {"prompt": row["prompt"], "completion": row[answer], "label": is_right, "group": row["group"]}

@@ -141,7 +141,7 @@ def test_the_committed_file_deploys_every_shipped_pipeline():
     text = (REPOSITORY / "prefect.yaml").read_text()
     assert text == render(Preset()), "write it again: make prefect-yaml"
     entries = [each["entrypoint"] for each in yaml.safe_load(text)["deployments"]]
-    assert entries == [f"flows.prefect.entry.{path.stem}" for path in sorted((REPOSITORY / "conf/pipeline").glob("*"))]
+    assert entries == [f"posttrain.entry.{path.stem}" for path in sorted((REPOSITORY / "conf/pipeline").glob("*"))]
 
 
 def test_a_deployment_states_how_its_pipeline_operates():

@@ -1,8 +1,11 @@
-"""The flows as Prefect looks them up: ``flows.prefect.entry.<pipeline>``. This module has no other public name."""
+"""The flows as Prefect looks them up: ``posttrain.entry.<pipeline>``. This module has no other public name."""
 
 from typing import TYPE_CHECKING
 
-from flows.prefect.deployed import flow_of as _flow_of
+from posttrain import first as _first
+
+_first()
+from flows.prefect.deployed import flow_of as _flow_of  # noqa: E402
 
 if TYPE_CHECKING:
     from prefect import Flow as _Flow

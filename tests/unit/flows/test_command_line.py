@@ -1,0 +1,79 @@
+"""What the command line answers: help with examples, words and options of other tools."""
+
+import shlex
+
+import pytest
+
+from flows.__main__ import COMMANDS, main
+from flows.__main__ import _parser as parser_of
+from flows.commands.examples import EXAMPLES, HABITS
+from flows.declare.config import CONF, load_pipeline
+
+PIPELINES = [path.stem for path in (CONF / "pipeline").glob("*.yaml")]
+
+
+def test_help_lists_pipelines_with_their_purpose_and_groups_with_their_options(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.split()}
+    assert all(lines[name] for name in PIPELINES)
+    assert {"adapter=", "model=", "optimizer=", "preset=", "resources=", "schedule=", "tracking="} <= lines.keys()
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("posttrain 0.")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_three_examples_of_each_command_are_in_its_help_and_compose(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
+    examples = EXAMPLES[command].strip().splitlines()
+    assert len(examples) == 3
+    for line in examples:
+        assert line in shown
+        program, *words = shlex.split(line)
+        options = parser_of(words).parse_args(words)
+        assert (program, words[0]) == ("posttrain", command)
+        overrides = [word for word in options.overrides if "=" in word]
+        if command != "data" and not getattr(options, "multirun", False):
+            load_pipeline(overrides)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("train --config x", "train: no command of posttrain; here it is: posttrain run pipeline=sft model=owner/name"),
+        ("grpo", "here it is: posttrain run pipeline=grpo model=owner/name data=FILE"),
+        ("plna", "plna: no such command; did you mean plan? there are: plan, run"),
+        ("pipeline=sft model=x/y", "the command is missing; write: posttrain plan pipeline=sft model=x/y"),
+        ("my.yaml", "the command is missing; write: posttrain plan my.yaml"),
+        ("run --config my.yaml", "unknown option --config; here it is my.yaml"),
+        ("run --pipeline sft", "unknown option --pipeline; here it is pipeline=sft"),
+        ("plan --adapter=lora", "unknown option --adapter=lora; here it is adapter=lora"),
+        ("run --learning-rate 1e-5", "here it is stages.STAGE.method.learning_rate=1e-5"),
+        ("run --num_workers=4", "here it is stages.STAGE.resources.num_workers=4"),
+        ("run --per_device_train_batch_size 4", "here it is stages.STAGE.method.global_batch_size"),
+        ("run --wat", "a setting is written as key=value, without dashes; see posttrain run --help"),
+    ],
+)  # fmt: skip
+def test_words_and_options_of_other_tools_get_what_is_meant(words, answer, capsys):
+    assert main(words.split()) == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_habits_name_commands_that_exist():
+    for word, answer in HABITS.items():
+        assert word not in COMMANDS
+        program, command, *_ = answer.replace(",", " ").split()
+        assert program != "posttrain" or command in COMMANDS, word
+
+
+def test_a_shell_completes_commands(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--print-completion", "bash"])
+    shown = capsys.readouterr().out
+    assert all(f'"{command}"' in shown or f"'{command}'" in shown for command in COMMANDS)
