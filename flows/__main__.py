@@ -45,6 +45,7 @@ COMMANDS = {
     "certify": "kill, resume and reshard a short run of every training; report whether it gives the same model",
     "data": "read rows as a data stage would, and report on them; run nothing",
     "chat": "talk with a model, or with two side by side",
+    "serve-model": "serve a model by the OpenAI protocol",
     "export": "write a model as whole weights, GGUF or for Ollama, or push it; or a stage for verl",
     "stage": "run one stage without Prefect: what dvc.yaml calls",
     "lineage": "show all that an artifact was made from",
@@ -68,7 +69,7 @@ COMMANDS = {
 }
 _COMPLETION = "--print-completion"
 _OWN_ARGUMENTS = ("data", "diagnose", "tune")  # add all their arguments themselves
-_WITHOUT_JSON = ("stage", "serve", "status", "logs", "cancel")  # a command's --json prints one object
+_WITHOUT_JSON = ("stage", "serve", "serve-model", "status", "logs", "cancel")  # a command's --json prints one object
 _HERE = ("plan", "run", "stage")
 # The module that defines run_NAME(options) and add_NAME(parser), unless it is flows.commands.NAME.
 _MODULES = {
@@ -76,7 +77,7 @@ _MODULES = {
     "blame": "lineage", "diagnose": "lineage",
     "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "logs": "status", "cancel": "status",
     "compat": "doctor",
-    "chat": "flows.serving.chat", "export": "flows.serving.export",
+    "chat": "flows.serving.chat", "export": "flows.serving.export", "serve-model": "flows.serving.serve_model",
 }  # fmt: skip
 
 
@@ -183,14 +184,14 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             own = _MODULES.get(name, name)
             own = own if "." in own else f"flows.commands.{own}"
             module = sys.modules[__name__] if name in _HERE else importlib.import_module(own)
-            add = getattr(module, f"add_{name}", None)
+            add = getattr(module, f"add_{name.replace('-', '_')}", None)
             if add:
                 add(sub)
             if name not in _OWN_ARGUMENTS:
                 add_overrides(sub)
             if name not in (*_OWN_ARGUMENTS, *_WITHOUT_JSON):
                 add_json(sub)
-            sub.set_defaults(command=getattr(module, f"run_{name}"))
+            sub.set_defaults(command=getattr(module, f"run_{name.replace('-', '_')}"))
     return parser
 
 

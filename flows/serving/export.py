@@ -113,7 +113,7 @@ def _export(found: Found, out: Path, options: argparse.Namespace) -> Export:
     manifest = None
     if found.store:
         manifest = Entry(found.path.parent).require_intact(DigestCache(found.store / "digests.json"))
-    loaded = _Loaded.of(found)
+    loaded = Loaded.of(found)
     is_gguf = options.target in ("gguf", "ollama")
     kind, dtype = options.type or "f16", options.dtype or "bf16"
     write = loaded.gguf_writer(kind, with_modelfile=options.target == "ollama") if is_gguf else None
@@ -146,7 +146,7 @@ def _export(found: Found, out: Path, options: argparse.Namespace) -> Export:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Loaded:
+class Loaded:
     """A model in fp32 with its adapters merged, and golden texts."""
 
     found: Found
@@ -155,7 +155,7 @@ class _Loaded:
     prompts: "Golden"
 
     @staticmethod
-    def of(found: Found) -> "_Loaded":
+    def of(found: Found) -> "Loaded":
         """Loads a model.
 
         Raises:
@@ -172,7 +172,7 @@ class _Loaded:
                 "16 or 32 bits is accepted; export the model that it was quantized from"
             )
         model, tokenizer = found.load("fp32")
-        return _Loaded(found=found, model=model, tokenizer=tokenizer, prompts=golden_texts_for(model, [found.path]))
+        return Loaded(found=found, model=model, tokenizer=tokenizer, prompts=golden_texts_for(model, [found.path]))
 
     def write_merged(self, directory: Path, dtype: str) -> dict[str, float]:
         """Writes whole weights, loads them again as a user would, and compares.
