@@ -66,6 +66,7 @@ class Gate(Method):
         return found and (*found, *(f"{rule}/{key}" for rule in self.rules for key in _OF_RULES))
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        ctx.loaded()  # what it reads of the models is their names
         names = _names(inputs)
         reports = [read_scores(each.path) for each in inputs.values() if each.kind == Kind.REPORT]
         _require_measured(inputs)

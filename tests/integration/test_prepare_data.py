@@ -308,7 +308,12 @@ def test_rows_are_measured_in_the_tokens_of_a_model_that_is_given(tmp_path: Path
         "rows": Input(name="rows", kind=Kind.ROWS, fingerprint="", path=file, source=Source(path=str(file))),
         "tokenizer": Input(name="base", kind=Kind.CHECKPOINT, fingerprint="", path=model),
     }
-    METHOD.run(inputs, TrainContext(output_dir=tmp_path / "tokens", work_dir=tmp_path))
+    seen: list[tuple[str, ...]] = []
+    METHOD.run(
+        inputs,
+        TrainContext(output_dir=tmp_path / "tokens", work_dir=tmp_path, loaded=lambda *slots: seen.append(slots)),
+    )
+    assert seen == [("tokenizer",)]  # which may change then
     in_bytes, in_tokens = (report(tmp_path, out)["lengths"] for out in ("bytes", "tokens"))
     assert (in_bytes["unit"], in_tokens["unit"], in_tokens["tokenizer"]) == ("bytes", "tokens", "base")  # type: ignore[index]
     assert side(tmp_path, "train", "bytes") == side(tmp_path, "train", "tokens")

@@ -90,6 +90,8 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
                     **({"rows_with_role_marks": sum(marked)} if marked else {}),
                 }
                 _check_rows(connection, report, inputs.get(TOKENIZER), ctx.output_dir)
+                if TOKENIZER in inputs:
+                    ctx.loaded(TOKENIZER)
             refusal = _empty_side(report.counts, options, decided)
     write_reports(report, ctx.output_dir)
     _log_report(report)

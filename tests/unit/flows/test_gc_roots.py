@@ -99,12 +99,13 @@ def test_an_alias_of_mlflow_is_a_root(toy, written, monkeypatch):
     named = {("cpt", made["cpt"].fingerprint): "mine"}
     registry = SimpleNamespace(aliases=lambda uri, pipelines: named if "p" in pipelines else {})
     monkeypatch.setitem(sys.modules, "lineage.mlflow.registry", registry)  # which imports mlflow
-    assert gc_roots._mlflow(Tracking(mlflow=True, uri="http://x", dvc=False), ["p"]) == {
-        node(made["cpt"]): "alias mine of MLflow"
-    }
-    assert gc_roots._mlflow(Tracking(mlflow=False, uri=None, dvc=False), ["p"]) == {}
-    nowhere = Tracking(mlflow=True, uri=f"sqlite:///{written.root}/none.db", dvc=False)
-    assert gc_roots._mlflow(nowhere, ["p"]) == {}
+    for tracking, found in (
+        (Tracking(mlflow=True, uri="http://x", dvc=False), {node(made["cpt"]): "alias mine of MLflow"}),
+        (Tracking(mlflow=False, uri=None, dvc=False), {}),
+        (Tracking(mlflow=True, uri=f"sqlite:///{written.root}/none.db", dvc=False), {}),
+    ):
+        pipeline = SimpleNamespace(tracking=tracking, store=written.root)
+        assert gc_roots._mlflow(pipeline, ["p"]) == found
 
 
 def test_the_best_trial_of_a_sweep_is_a_root(roots, written):

@@ -90,6 +90,13 @@ def test_the_outcome_is_the_side_of_the_bound_on_which_the_interval_lies(tmp_pat
     assert bool(verdict.complaints()) == (outcome != "better")
 
 
+def test_a_model_that_changes_while_the_gate_runs_changes_nothing(tmp_path, inputs):
+    seen = []
+    method = Gate(rules={"rule": Rule(metric="accuracy", at_least=0.5)})
+    method.run(inputs, TrainContext(output_dir=tmp_path, work_dir=tmp_path, loaded=lambda *slots: seen.append(slots)))
+    assert seen == [()]  # all of them: it reads no weights
+
+
 def test_the_evidence_is_in_the_verdict(tmp_path, inputs):
     verdict = judge(tmp_path, inputs, metric="accuracy", against="parent", min_gain=0.0)
     [result] = verdict.rules
