@@ -38,6 +38,10 @@ posttrain export verl grpo pipeline=sft-grpo --ability math""",
 posttrain chat cpt-sft-dpo/dpo
 posttrain chat cpt-sft-dpo/sft cpt-sft-dpo/dpo
 posttrain chat alias:champion --once 'Is pathlib.Path a class?'""",
+    "serve-model": """
+posttrain serve-model cpt-sft-dpo/dpo
+posttrain serve-model alias:champion --port 8001
+posttrain serve-model models/ours --engine transformers""",
     "stage": """
 posttrain stage corpus
 posttrain stage sft pipeline=sft data=chats.jsonl
