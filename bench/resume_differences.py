@@ -65,8 +65,8 @@ def lost_moments(stage: Training, root: Path, folder: Path) -> Path:
         trained(stage, root, folder, should_stop=lambda: next(asked))
     except StoppedError:
         [checkpoint] = (folder / "checkpoints").iterdir()
-    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
-    torch.save({**state, "state": {}}, checkpoint / "optimizer.pt")
+    state = torch.load(checkpoint / "state.pt", weights_only=True)
+    torch.save({**state, "optimizer": {**state["optimizer"], "state": {}}}, checkpoint / "state.pt")
     return trained(stage, root, folder, resume_from=checkpoint)
 
 

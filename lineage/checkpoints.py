@@ -30,6 +30,7 @@ class Checkpoint:
         train_seconds: of all attempts so far.
         num_workers, zero_stage, micro_batch_size, cpus_per_worker: of the attempt that wrote it; None: unknown.
         metrics: means of the last steps' reports.
+        can_move: whether another number of workers or another sharding can resume from it.
         files: path below the checkpoint -> SHA-256.
     """
 
@@ -41,6 +42,7 @@ class Checkpoint:
     metrics: Mapping[str, float]
     micro_batch_size: int | None = None
     cpus_per_worker: int | None = None
+    can_move: bool = True
     files: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -154,7 +156,7 @@ class Checkpoints:
             damaged += damage
         return None, damaged
 
-    def commit(self, draft: Path, checkpoint: Checkpoint) -> Path:
+    def commit(self, draft: Path, checkpoint: Checkpoint, digests: Mapping[str, str] | None = None) -> Path:
         """Renames a written directory to the checkpoint of its step, after flushing it to the disk.
 
         A suspended former owner harms no successor: ``Entry.fence`` of the successor removes the draft, at its first
@@ -165,13 +167,14 @@ class Checkpoints:
         Args:
             draft: a directory on the file system of the store; it is moved.
             checkpoint: its record, without ``files``.
+            digests: path below the draft -> SHA-256, as far as they were computed while the files were written.
 
         Raises:
             FileNotFoundError: the new owner of the lock has removed the draft.
             OSError: the step has a checkpoint already; or the disk is full or not reachable.
             PipelineError: as ``require`` raises it.
         """
-        files = digest_files(draft)
+        files = digest_files(draft, known=digests)
         write_record(draft, replace(checkpoint, files=files))
         readable_as(draft, draft / RECORD)
         flush_tree(draft)

@@ -48,6 +48,7 @@ class Resources:
     save_steps: Annotated[int, Gt(0)] | None = None  # optimizer steps between checkpoints
     save_epochs: Annotated[float, Gt(0)] | None = None  # epochs between checkpoints
     save_minutes: Annotated[float, Gt(0)] | None = 10.0  # minutes between checkpoints; all three may be set
+    save_async: Literal["auto"] | bool = "auto"  # train on while a copy is written; auto: where memory holds a copy
     keep_last: Annotated[int, Gt(0)] = 2  # newest checkpoints to keep
     keep_best: KeepBest | None = None  # best checkpoints to keep, also after the stage is finished
     max_failures: Annotated[int, Ge(0)] = 2  # retries after a lost worker, counted since the last checkpoint

@@ -44,6 +44,7 @@ _INSTEAD = {  # field -> what verl does instead
     "adapter.dropout": "has no dropout in a LoRA",
     "save_minutes": "saves by steps alone",
     "keep_best": "keeps the newest checkpoints alone",
+    "save_async": "waits for its saves",
     "max_failures": "restarts nothing itself: run it again, and it resumes from its last checkpoint",
     "hang_minutes": "waits for a worker that hangs",
     "deterministic": "has kernels that are not deterministic",

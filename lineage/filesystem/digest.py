@@ -5,7 +5,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +15,7 @@ from lineage.fingerprint import digest_json, short
 
 # Smaller files are read each time: that is cheap, and misses no change.
 _CACHED_BYTES = 16 * 2**20
+_PIECE_BYTES = 8 * 2**20
 _TICK_NANOSECONDS = 2 * 10**9  # coarsest time stamp of a file system
 
 
@@ -79,6 +80,25 @@ def digest_file(path: Path, algorithm: str = "sha256") -> str:
         return hashlib.file_digest(file, algorithm).hexdigest()
 
 
+def write_digested(path: Path, parts: Iterable[bytes | memoryview]) -> str:
+    """Writes a new file, flushes it to the disk, and returns the digest of its bytes, which are read once.
+
+    Raises:
+        OSError: the disk is full or not reachable.
+    """
+    digest = hashlib.sha256()
+    with path.open("wb", buffering=0) as file:
+        for part in parts:
+            whole = memoryview(part).cast("B")
+            for start in range(0, len(whole), _PIECE_BYTES):
+                piece = whole[start : start + _PIECE_BYTES]
+                digest.update(piece)  # hashlib and the write release the GIL
+                while piece:
+                    piece = piece[file.write(piece) :]
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
 def _key(file: Path, status: os.stat_result) -> str:
     return f"{file.absolute()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
 
@@ -93,14 +113,19 @@ def digest_all(files: Sequence[Path], cache: DigestCache | None = None) -> list[
         return list(pool.map(cache.digest if cache else digest_file, files))
 
 
-def digest_files(directory: Path, cache: DigestCache | None = None) -> dict[str, str]:
+def digest_files(
+    directory: Path, cache: DigestCache | None = None, known: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Relative POSIX path -> SHA-256, of every file below a directory, in order of path.
 
     Args:
         cache: as in ``digest_all``.
+        known: digests of files that are not read again.
     """
-    names = file_names(directory)
-    return dict(zip(names, digest_all([directory / name for name in names], cache), strict=True))
+    names, known = file_names(directory), known or {}
+    unread = [name for name in names if name not in known]
+    found = dict(zip(unread, digest_all([directory / name for name in unread], cache), strict=True))
+    return {name: known[name] if name in known else found[name] for name in names}
 
 
 def damage_of(recorded: Mapping[str, str], found: Mapping[str, str], directory: str = "") -> list[str]:

@@ -69,8 +69,8 @@ from tasks.train.loop.callbacks import (
     require_agreement,
     summary,
 )
-from tasks.train.loop.checkpointing import Checkpointing, Divergence, Saver, discard_drafts, seconds_before
-from tasks.train.loop.evaluation import AdaptiveRate, BestModel, Validating, held_out_rows
+from tasks.train.loop.checkpointing import Checkpointing, Saver, discard_drafts, seconds_before
+from tasks.train.loop.evaluation import AdaptiveRate, BestModel, Divergence, Validating, held_out_rows
 from tasks.train.loop.speed import Speed
 from tasks.train.loop.token_batches import Budget, by_tokens
 from tasks.train.loop.token_batches import start as start_by_tokens
@@ -127,8 +127,13 @@ def train(
         loop: of the method: ``run.fit(run.trl(...))``, or steps of its own on ``run.policy.model``.
     """
     run = TrainingRun(method, inputs, ctx)
-    with run.resuming_without_memory():
-        metrics = loop(run)
+    try:
+        with run.resuming_without_memory():
+            metrics = loop(run)
+    except Exception:
+        if run.saver:
+            run.saver.settle()
+        raise
     saved = run.save()
     epochs = metrics["steps"] * float(method.rows_per_step) / len(run.rows) if "steps" in metrics else None
     length = {} if epochs is None else {"epochs": epochs}
@@ -142,6 +147,7 @@ class TrainingRun:
         method, inputs, ctx: of the stage.
         trained: the model to save; None: that of ``policy``.
         share: metrics of the number of trained parameters, where not all are trained.
+        saver: of a loop of the method's own.
         writers: functions that write further files into the output directory, beside the model.
         device: where a method's own loop trains; trainers of transformers place models and batches themselves.
     """
@@ -156,6 +162,7 @@ class TrainingRun:
         self._adapter_start: dict[str, Tensor] | None = None
         self._held_out: Dataset | None = None  # where they have precomputed log-probabilities
         self.device = torch.device(ctx.resources.device)
+        self.saver: Saver | None = None
 
     # --- 1. models
 
@@ -528,7 +535,7 @@ class TrainingRun:
         frozen = [each for each in own.values() if isinstance(each, PreTrainedModel)]
         self._prepare(trainer, reference, frozen, is_line)
         if self.method.adapter and self.method.adapter.type == "adalora":
-            trainer.add_callback(RankBudget(trainer.model, self.ctx))
+            trainer.add_callback(RankBudget(trainer.model))
         if self.method.has_reference:
             self._watch_reference(trainer, reference, proves="proof" not in own)
         self._count(trainer.model)
@@ -820,22 +827,25 @@ def fit(
     validation = None
     if method.measures_held_out:
         validation = Validating(trainer, method, ctx, held_out or held_out_rows(method, inputs, ctx), num_rows)
-    best = BestModel(trainer, method.best, ctx) if method.best else None
+    saver = Saver(ctx, method, before, num_rows)
+    checkpointing = Checkpointing(trainer, ctx, method, saver)
+    best = BestModel(trainer, method.best, ctx, checkpointing) if method.best else None
     adaptive = method.schedule.adaptive
     rate = AdaptiveRate(trainer, method, ctx, best if adaptive.divergence_z else None) if adaptive else None
-    divergence = Divergence(ctx.checkpoints, best if method.on_divergence == "best" else None)
+    divergence = Divergence(saver, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
-            checkpointing = Checkpointing(trainer, ctx, method, Saver(ctx, method, before, num_rows))
             watching = [*filter(None, (rate, validation, best)), divergence, Recorder(ctx, speed)]
             on_gpu = ctx.resources.gpus_per_worker > 0
             fast, collecting = fast_products(method.precision, on_gpu=on_gpu), collecting_between_steps(enabled=on_gpu)
             with deterministic_kernels(ctx.resources.is_deterministic), fast, collecting as collect:
                 _take_steps(trainer, ctx, watching, checkpointing, collect)
+            saver.wait()
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
-            if ctx.rank == 0:  # rank 0 writes checkpoints; another rank's failure must not delete its draft
+            saver.settle()
+            if ctx.rank == 0:  # rank 0 publishes checkpoints; another rank's failure must not delete its draft
                 discard_drafts(ctx.work_dir)
             raise
     else:
@@ -871,6 +881,7 @@ def _take_steps(
         trainer.add_callback(callback)
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
+    checkpointing.install()
     trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
     if callable(getattr(trainer.optimizer, "eval", None)):
         trainer.optimizer.eval()  # switches an averaging optimizer to the average, which is the output

@@ -111,7 +111,7 @@ def test_a_save_that_fails_at_any_place_leaves_the_last_good_checkpoint(
     whole = train(tmp_path / "whole")
     need = disk_need(stage, SAVING, model_shapes(root / "policy"))
     files = {path.name: path.stat().st_size for path in whole.path(4).iterdir()}
-    assert need.checkpoint == pytest.approx(files["model.safetensors"] + files["optimizer.pt"], rel=0.15)
+    assert need.checkpoint == pytest.approx(files["model.safetensors"] + files["state.safetensors"], rel=0.15)
     assert need.fewest == need.most - 1 == len(whole.steps()) == 2  # or one more, of a stop
     assert need.output == pytest.approx((tmp_path / "whole" / "output" / "model.safetensors").stat().st_size, rel=0.1)
 
@@ -123,7 +123,7 @@ def test_a_save_that_fails_at_any_place_leaves_the_last_good_checkpoint(
 
         return at_step_4
 
-    model, optimizer = files["model.safetensors"], files["optimizer.pt"]
+    model, optimizer = files["model.safetensors"], files["state.safetensors"]
     step = None
     for left in (0, model // 2, model + optimizer // 2, model + optimizer + 60_000):
         with pytest.raises(PipelineError, match=r"disk of .* is full .* its checkpoint of step 2 is kept"):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tasks.context import Resources
 from tasks.method import Optimizer, Schedule, Training
 from tasks.train.best import Validation
+from tasks.train.loop.saved_state import read_state
 from tasks.train.optim.optimizers import OPTIMIZERS
 from tests import tiny, training
 from tests.stage_folder import StageFolder
@@ -105,7 +106,7 @@ def test_checkpoints_and_the_output_of_a_schedule_free_optimizer_hold_its_averag
     whole(method)
     short(replace(method, num_steps=2))
     assert same(load_file(whole.store.path(2) / "model.safetensors"), weights(short.output))
-    state = torch.load(whole.store.path(2) / "optimizer.pt", weights_only=True)["state"]
+    state = read_state(whole.store.path(2), rank=0)["optimizer"]["state"]
     assert all({"z", "trained"} <= each.keys() for each in state.values())
 
 

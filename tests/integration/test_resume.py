@@ -1,14 +1,18 @@
 """A training that ended early and went on gives the weights of one that did not, to the bit."""
 
 import json
+import multiprocessing
+import os
 import random
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import PipelineError, StoppedError
@@ -16,6 +20,7 @@ from lineage.filesystem.digest import digest_files
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.method import Adapter, Training
 from tasks.train.best import KeepBest
+from tasks.train.loop import saved_state
 from tasks.train.losses.dpo_losses import ReferenceSync
 from tests import training
 from tests.training import same, weights
@@ -129,12 +134,42 @@ def test_a_checkpoint_holds_all_that_a_resume_needs(root: Path, tmp_path: Path) 
     reports: list[tuple[int, Metrics]] = []
     run(training.method("sft", num_steps=3), root, context(tmp_path, reports))
     found = Checkpoints(tmp_path / "checkpoints").read(2)
-    needed = {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+    needed = {"model.safetensors", "state.safetensors", "state.pt", "rank-0.pt", "trainer_state.json", "config.json"}
     assert needed <= found.files.keys()
     assert not any(name.endswith(".bin") for name in found.files)
     state = json.loads((tmp_path / "checkpoints" / "step-2" / "trainer_state.json").read_text())
     assert state["global_step"] == 2
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / "step-2")
+    assert same(dict(loaded.named_parameters()), weights(tmp_path / "checkpoints" / "step-2"))
     assert found.metrics["loss"] == pytest.approx(sum(metrics["loss"] for _, metrics in reports[:2]) / 2)
+
+
+def _killed_in_a_write(stage: Training, root: Path, folder: Path) -> None:
+    """Trains, and is killed while the checkpoint of step 4 is written."""
+    write = saved_state.write_tensors
+
+    def half(path: Path, *args: object, **kwargs: object) -> str:
+        if path.parent.name == "checkpoint-4" and path.name == "state.safetensors":
+            path.write_bytes(b"half of it")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(path, *args, **kwargs)
+
+    saved_state.write_tensors = half
+    with training.one_thread():
+        run(stage, root, context(folder, []))
+
+
+def test_killed_while_a_checkpoint_is_written_it_resumes_from_the_one_before(root: Path, tmp_path: Path) -> None:
+    stage, broken = training.method("sft", num_steps=6), tmp_path / "broken"
+    run(stage, root, context(tmp_path / "whole", []))
+    process = multiprocessing.get_context("forkserver").Process(target=_killed_in_a_write, args=(stage, root, broken))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    newest, damaged = Checkpoints(broken / "checkpoints").newest_intact()
+    assert newest and newest.step == 2 and not damaged
+    run(stage, root, context(broken, [], resume_from=broken / "checkpoints" / "step-2"))
+    assert digest_files(broken / "output") == digest_files(tmp_path / "whole" / "output")
 
 
 def test_saving_changes_no_bit_and_none_falls_on_the_last_step(root: Path, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ ALONE = {
     "tasks.reward_functions.scorer": "what calls reward functions; the package's own file only names it",
     "tasks.train.generation.decoding": "CUDA graphs; with its importer it would have more than 700 lines",
     "tasks.train.kernels.fast_lora": "an option's own business: what an adapter's layers compute on a GPU",
+    "tasks.train.loop.evaluation": "what is measured beside the steps; with its importer it would have 1,200 lines",
     "tasks.train.loop.token_batches": "one story: how a step is divided by tokens, and repeated when memory runs out",
     "tasks.train.model_rules": "a part of the table of what works with what",
     "tasks.train.light_imports": "imported by name, by the fork server",

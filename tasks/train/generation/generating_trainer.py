@@ -11,19 +11,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 from unittest import mock
 
 import torch
-from accelerate.utils import DistributedType
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from accelerate.utils import DistributedType, send_to_device
 from trl import DistillationConfig, DistillationTrainer, GRPOTrainer, RLOOTrainer
 from trl.generation import vllm_generation
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import add_fused_lm_head, nanstd, split_tensor_dict, use_adapter
 
-from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
 from tasks.train.generation.generating import Generating, Sampling
 from tasks.train.generation.one_policy import (
@@ -64,7 +61,6 @@ logger = logging.getLogger(__name__)
 
 SAMPLER_LOGPS = "sampler_logps"  # of a batch: (B, C)
 _COMPARED_TOKENS = 64  # whose logits are there at once
-_STATE = "rollouts-{rank}.pt"
 _EPSILON = 1e-4  # of a standard deviation, as in TRL
 # Metrics of TRL that are means over the tokens of a micro batch; the latter where ratios are of tokens.
 _OF_TOKENS = ("kl", "entropy")
@@ -317,32 +313,23 @@ class WithRollouts(_BaseTrainer):
             values[:] = [0.0 if math.isnan(value) else value for value in values]
         super().log(logs, *args, **kwargs)
 
-    def _save_checkpoint(self, *args: object, **kwargs: object) -> None:
-        super()._save_checkpoint(*args, **kwargs)
+    def own_state(self) -> "Mapping[str, object]":
+        """For checkpoints: what this worker generated and has not used."""
         reused = self.state.global_step % self.num_iterations != 0
-        state = {
+        return {
             "rollouts": self.rollouts.state_dict(),
             "buffered": self._buffered if reused else [],
             "of_generation": self._of_generation if reused else {},
             "has_signal": self.has_signal,
             "has_moved": self.has_moved,
         }
-        draft = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        torch.save(state, draft / _STATE.format(rank=self.args.process_index))
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        same = Checkpoints.at(Path(checkpoint)).num_workers == self.args.world_size
-        rank = self.args.process_index if same else 0
-        state = torch.load(
-            Path(checkpoint) / _STATE.format(rank=rank), map_location=self.args.device, weights_only=True
-        )
-        self.rollouts.load_state_dict(state["rollouts"])
+    def load_own_state(self, state: "Mapping[str, object]", *, same: bool) -> None:
+        self.rollouts.load_state_dict(cast("Mapping[str, object]", state["rollouts"]))
         if same:
-            self._buffered, self._of_generation = state["buffered"], state["of_generation"]
-        self.has_signal, self.has_moved = state.get("has_signal", True), state.get("has_moved", True)
+            self._buffered = send_to_device(state["buffered"], self.args.device)
+            self._of_generation = cast("dict[str, list[float]]", state["of_generation"])
+        self.has_signal, self.has_moved = bool(state["has_signal"]), bool(state["has_moved"])
 
 
 def _whole(batch: "Mapping[str, Tensor]") -> "tuple[Tensor, Tensor, int]":

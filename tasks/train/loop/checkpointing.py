@@ -1,24 +1,64 @@
-"""When a training saves and stops, at the same step on all workers, and when it has diverged."""
+"""When a training saves and stops, at the same step on all workers, and who writes its checkpoints.
 
+A save copies the state to host memory; the training continues, and a thread writes the copy, digests it, waits for the
+disk and publishes it.
+"""
+
+import json
 import logging
+import os
 import shutil
+import sys
+import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, replace
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
+import peft
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
+from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lineage.checkpoints import Checkpoint, Checkpoints
 from lineage.errors import ConfigError, PipelineError
+from lineage.filesystem.files import atomic_write
 from tasks.context import Metrics, TrainContext
 from tasks.train.best import HELD_OUT_LOSS, completes_epochs, kept_steps
-from tasks.train.loop.callbacks import has_diverged, step_metrics
+from tasks.train.loop.callbacks import step_metrics
 from tasks.train.loop.heartbeat import Phase
+from tasks.train.loop.saved_state import (
+    OWN,
+    STATE,
+    Chunk,
+    Divided,
+    Draft,
+    HasOwnState,
+    HasState,
+    RandomState,
+    Staging,
+    TrainingState,
+    held_here,
+    is_ours,
+    load_named_state,
+    named_state,
+    own_file,
+    random_state,
+    read_own,
+    read_state,
+    read_tensors,
+    set_random_state,
+)
 from tasks.train.optim.own_optimizers import averaged
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import Trainer
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State
@@ -27,15 +67,19 @@ if TYPE_CHECKING:
     from tasks.recipe import TrainingRecipe
 
     Logs = dict[str, float]
-    from tasks.train.loop.evaluation import BestModel
 
 logger = logging.getLogger(__name__)
-# Files that are never read: their content is in the recipe and the manifest.
+# Files that DeepSpeed's saves leave and nobody reads: their content is in the recipe and the manifest.
 _UNREAD = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
+_WRITTEN = ".written-{rank}"  # in a draft: what a worker has written, with digests
+_POLL_SECONDS, _GRACE_SECONDS = 0.05, 5.0
+_NICENESS = 10  # of the thread that writes: the training comes first
 
 
 class Saver:
-    """Decides when a training saves and stops, and which checkpoints are kept; for any loop.
+    """Decides when a training saves and stops, writes its checkpoints, and decides which are kept; for any loop.
+
+    One checkpoint is written at a time: the next save waits for it.
 
     Args:
         method: its ``best`` says which models compete for the output; the best of them is kept.
@@ -47,6 +91,10 @@ class Saver:
         self.ctx, self.method, self.seconds_before, self.num_rows = ctx, method, seconds_before, num_rows
         self.store = ctx.checkpoints
         self.start = self.last_save = time.monotonic()
+        self._staging = Staging()
+        self._writer: threading.Thread | None = None
+        self._failed: tuple[int, BaseException] | None = None  # step and cause
+        self._gives_up = threading.Event()
 
     def begin(self, step: int) -> None:
         """Starts the clock, and deletes checkpoints after the step: a resume from an earlier one means damage."""
@@ -55,7 +103,12 @@ class Saver:
             self.store.keep(each for each in self.store.steps() if each <= step)
 
     def agreed(self, step: int, device: torch.device) -> tuple[bool, bool]:
-        """Whether to save and to stop after this step; rank 0 decides, so that all workers do it at the same step."""
+        """Whether to save and to stop after this step; rank 0 decides, so that all workers do it at the same step.
+
+        Raises:
+            PipelineError, OSError: the checkpoint before could not be written.
+        """
+        self._require_written()
         stop = self.ctx.rank == 0 and self.ctx.should_stop()
         flags = torch.tensor([self._is_due(step), stop], dtype=torch.int32, device=device)
         if self.ctx.world_size > 1:
@@ -70,23 +123,192 @@ class Saver:
             torch.distributed.broadcast(changed, src=0)
         return bool(changed) and self.store is not None
 
-    def commit(self, draft: Path, step: int, metrics: Metrics) -> None:
-        """Commits a draft as the checkpoint of its step; rank 0 calls it after every worker has written its part."""
-        assert self.store is not None
-        start, resources = time.monotonic(), self.ctx.resources
-        checkpoint = Checkpoint(
-            step=step, time=time.time(), train_seconds=self.seconds_before + start - self.start,
-            num_workers=self.ctx.world_size, zero_stage=resources.zero_stage,
+    def save(self, step: int, state: TrainingState, metrics: Metrics, *, waits: bool = False) -> None:
+        """Copies the state, and has it written while the training continues.
+
+        Args:
+            waits: returns when the checkpoint is published; nothing is copied then.
+
+        Raises:
+            PipelineError, OSError: this checkpoint or the one before could not be written.
+        """
+        self.wait()
+        start = time.monotonic()
+        folder = self.new_draft(step)
+        divided = Divided(state.parameters)
+        trees: dict[str, object] = {} if self.ctx.rank else {STATE: divided.divide(state.shared)}
+        if self.ctx.rank:
+            divided.divide(state.shared)
+        own = Divided({}, in_one=True).divide({**state.own, **({"divided": divided.own} if divided.own else {})})
+        tensors = {state.model_file: state.model, "state": divided.tensors}
+        is_divided = any(isinstance(each, DTensor) for group in tensors.values() for each in group.values())
+        held = {name: self._held_here(each) for name, each in tensors.items()}
+        num_bytes = sum(each.tensor.nbytes for group in held.values() for each in group.values())
+        copies = not waits and self._copies(num_bytes)
+        draft = Draft(
+            folder=folder, record=self.record(step, metrics, can_move=not divided.own),
+            tensors={
+                self._file_of(name, is_divided): self._copied(name, group) if copies else group
+                for name, group in held.items() if group
+            },
+            trees={**trees, OWN.format(rank=self.ctx.rank): own},
+            texts={} if self.ctx.rank else state.texts, described=None if self.ctx.rank else state.described,
+            is_divided=is_divided,
+        )  # fmt: skip
+        if not copies:
+            self._publish(draft, start)
+            return
+        if any(each.tensor.is_cuda for group in held.values() for each in group.values()):
+            torch.cuda.synchronize()
+        logger.info("step=%d state=staged bytes=%d seconds=%.2f", step, num_bytes, time.monotonic() - start)
+        self._writer = threading.Thread(target=self._write, args=(draft, start), name="checkpoint", daemon=True)
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Waits until the checkpoint that is being written is published.
+
+        Raises:
+            PipelineError, OSError: it could not be written.
+        """
+        if self._writer:
+            start = time.monotonic()
+            self._writer.join()
+            if time.monotonic() - start > 1:
+                logger.info("waited_seconds=%.1f for the checkpoint before", time.monotonic() - start)
+            self._writer = None
+        self._require_written()
+
+    def settle(self) -> None:
+        """After a failure of the training: publishes what is being written, unless another worker does not write."""
+        self._gives_up.set()
+        if self._writer:
+            self._writer.join()
+
+    def last_good(self) -> str:
+        """The checkpoint that a diverged training would resume from, for messages."""
+        with suppress(PipelineError, OSError):
+            self.wait()
+        last = self.store.newest() if self.store else None
+        if last is None:
+            return "nothing was saved"
+        loss = f" (loss={last.metrics['loss']:.4g})" if "loss" in last.metrics else ""
+        return (
+            f"its last good checkpoint is that of step {last.step}{loss}, and the same recipe would diverge from there"
+        )
+
+    def new_draft(self, step: int) -> Path:
+        """An empty directory in which all workers write."""
+        folder = self.ctx.work_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        if self.ctx.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed while it saved
+            folder.mkdir(parents=True)
+        if self.ctx.world_size > 1:
+            torch.distributed.barrier()
+        return folder
+
+    def record(self, step: int, metrics: Metrics, *, can_move: bool = True) -> Checkpoint:
+        """What is recorded of a checkpoint at this moment."""
+        resources = self.ctx.resources
+        return Checkpoint(
+            step=step, time=time.time(), train_seconds=self.seconds_before + time.monotonic() - self.start,
+            num_workers=self.ctx.world_size, zero_stage=resources.zero_stage, can_move=can_move,
             micro_batch_size=None if resources.micro_batch_size == "auto" else resources.micro_batch_size,
             cpus_per_worker=resources.cpus_per_worker, metrics=metrics,
         )  # fmt: skip
-        path = self.store.commit(draft, checkpoint)
+
+    def commit(self, draft: Path, record: Checkpoint, digests: Mapping[str, str] | None = None) -> None:
+        """Publishes a draft that all workers have written; rank 0 calls it."""
+        assert self.store is not None
+        resources = self.ctx.resources
+        path = self.store.commit(draft, replace(record, time=time.time()), digests)
         self.store.keep(kept_steps(self.store.records(), resources.keep_last, resources.keep_best, self.method.best))
-        logger.info("checkpoint=%s state=committed seconds=%.1f", path, time.monotonic() - start)
+        logger.info("checkpoint=%s state=committed", path)
 
     def saved(self) -> None:
         """Restarts the clock for the next checkpoint."""
         self.last_save = time.monotonic()
+
+    def _held_here(self, tensors: "Mapping[str, Tensor]") -> dict[str, Chunk]:
+        found = {key: held_here(each, self.ctx.rank) for key, each in tensors.items()}
+        return {key: each for key, each in found.items() if each}
+
+    def _copied(self, name: str, chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
+        copy = self._staging.copy
+        return {key: replace(each, tensor=copy(f"{name}/{key}", each.tensor)) for key, each in chunks.items()}
+
+    def _file_of(self, name: str, is_divided: bool) -> str:
+        part = f"-{self.ctx.rank + 1:05}-of-{self.ctx.world_size:05}" if is_divided else ""
+        return f"{name}{part}.safetensors"
+
+    def _copies(self, num_bytes: int) -> bool:
+        wanted = self.ctx.resources.save_async
+        if wanted != "auto":
+            return wanted
+        fits = self._staging.fits(num_bytes)
+        if not fits:
+            logger.warning("save_async=auto: no memory for a copy of %d bytes; the training waits for it", num_bytes)
+        return fits
+
+    def _write(self, draft: Draft, start: float) -> None:
+        """Runs in the thread."""
+        if sys.platform == "linux":  # elsewhere it would be the whole process
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        try:
+            self._publish(draft, start)
+        except BaseException as error:
+            self._failed = (draft.record.step, error)
+            logger.error("step=%d state=not written: %s: %s", draft.record.step, type(error).__name__, error)
+
+    def _publish(self, draft: Draft, start: float) -> None:
+        marker = draft.folder / _WRITTEN.format(rank=self.ctx.rank)
+        try:
+            digests = draft.write()
+        except OSError as error:
+            if self.ctx.world_size > 1:
+                with suppress(OSError):
+                    atomic_write(marker, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            raise
+        if self.ctx.world_size > 1:
+            atomic_write(marker, json.dumps(digests))
+        if self.ctx.rank == 0:
+            self.commit(draft.folder, draft.record, digests | self._of_others(draft))
+            logger.info("step=%d state=written seconds=%.1f", draft.record.step, time.monotonic() - start)
+
+    def _of_others(self, draft: Draft) -> dict[str, str]:
+        """What the workers have written, once all have."""
+        digests: dict[str, str] = {}
+        for rank in range(self.ctx.world_size if self.ctx.world_size > 1 else 0):
+            marker = draft.folder / _WRITTEN.format(rank=rank)
+            waited = 0.0
+            while not marker.exists():
+                waited += _POLL_SECONDS if self._gives_up.wait(_POLL_SECONDS) else 0.0
+                if waited:
+                    time.sleep(_POLL_SECONDS)
+                if waited > _GRACE_SECONDS:
+                    raise PipelineError(f"worker {rank} did not write its part of step {draft.record.step}")
+            digests |= json.loads(marker.read_text())
+            marker.unlink()
+        if "error" in digests:
+            raise PipelineError(
+                f"a worker could not write its part of step {draft.record.step} ({digests['error']}); {self._kept()}"
+            )
+        return digests
+
+    def _kept(self) -> str:
+        last = self.store.newest() if self.store else None
+        return f"its checkpoint of step {last.step} is kept" if last else "it has no checkpoint"
+
+    def _require_written(self) -> None:
+        if self._failed is None:
+            return
+        step, error = self._failed
+        if isinstance(error, OSError) and error.errno not in (ENOSPC, EDQUOT):  # those are explained further up
+            raise PipelineError(
+                f"the checkpoint of step {step} could not be written ({type(error).__name__}: {error}); "
+                f"{self._kept()}; see that {self.ctx.work_dir} can be written, and run again, which resumes from there"
+            ) from error
+        raise error
 
     def _is_due(self, step: int) -> bool:
         resources = self.ctx.resources
@@ -98,8 +320,14 @@ class Saver:
         return by_step or by_epoch or (resources.save_minutes is not None and waited >= 60 * resources.save_minutes)
 
 
+# What a checkpoint of a trainer replaces of transformers' methods.
+_REPLACED = (
+    "_save_checkpoint", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state",
+)  # fmt: skip
+
+
 class Checkpointing(TrainerCallback):
-    """Lets transformers write a draft, and commits it after every worker has written its part.
+    """Saves and loads the state of a trainer of transformers; under DeepSpeed in DeepSpeed's own files.
 
     Attributes:
         stopped_at: the step after which a stop request ended the training; None: there was none.
@@ -109,8 +337,14 @@ class Checkpointing(TrainerCallback):
         self.trainer, self.ctx, self.method, self.saver = trainer, ctx, method, saver
         self.stopped_at: int | None = None
         self.metrics_known = False
-        self._save = trainer._save_checkpoint
-        trainer._save_checkpoint = self._save_averaged
+        self._of_transformers: dict[str, Callable[..., None]] = {}
+        self._described: Path | None = None
+
+    def install(self) -> None:
+        """Replaces the trainer's own saves and loads."""
+        for name in _REPLACED:
+            self._of_transformers[name] = getattr(self.trainer, name)
+            setattr(self.trainer, name, getattr(self, name))
 
     def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         self.saver.begin(state.global_step)
@@ -142,58 +376,182 @@ class Checkpointing(TrainerCallback):
             logger.warning("%s.metric=%s: %s; no checkpoint is kept for it", keep_best.key, keep_best.metric, known)
         self.metrics_known = True
 
-    def _save_averaged(self, *args: object, **kwargs: object) -> None:
-        """Replaces the trainer's ``_save_checkpoint``: saves the model that would be the output now."""
-        with averaged(self.trainer.optimizer):
-            self._save(*args, **kwargs)
-
     def on_save(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        self.trainer.accelerator.wait_for_everyone()
-        if self.ctx.rank == 0:
-            draft = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            for name in _UNREAD:
-                (draft / name).unlink(missing_ok=True)
-            self.saver.commit(draft, state.global_step, step_metrics(state.log_history, state.global_step))
-        self.trainer.accelerator.wait_for_everyone()
         self.ctx.mark(state.global_step, Phase.BETWEEN)
         self.saver.saved()
+
+    def _save_checkpoint(self, *args: object, **kwargs: object) -> None:
+        """Saves the model that would be the output now."""
+        state = self.trainer.state
+        step, metrics = state.global_step, step_metrics(state.log_history, state.global_step)
+        with averaged(self.trainer.optimizer):
+            if self.trainer.is_deepspeed_enabled:
+                self._save_of_deepspeed(step, metrics, *args, **kwargs)
+                return
+            waits = self.stopped_at is not None or step >= state.max_steps
+            self.saver.save(step, self._state(), metrics, waits=waits)
+
+    def _save_of_deepspeed(self, step: int, metrics: Metrics, *args: object, **kwargs: object) -> None:
+        """As transformers does; the training waits for it."""
+        draft = self.saver.new_draft(step)
+        self._of_transformers["_save_checkpoint"](*args, **kwargs)
+        if own := self._own_states():
+            torch.save(own, own_file(draft, self.ctx.rank))
+        self.trainer.accelerator.wait_for_everyone()
+        if self.ctx.rank == 0:
+            for name in _UNREAD:
+                (draft / name).unlink(missing_ok=True)
+            self.saver.commit(draft, self.saver.record(step, metrics))
+        self.trainer.accelerator.wait_for_everyone()
+
+    def _state(self) -> TrainingState:
+        trainer, parameters = self.trainer, dict(self.trainer.model.named_parameters())
+        scaler = trainer.accelerator.scaler
+        shared: dict[str, object] = {
+            "optimizer": named_state(trainer.optimizer, {id(each): name for name, each in parameters.items()}),
+            "schedule": trainer.lr_scheduler.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else None,
+            **{name: cast(HasState, each).saved_state() for name, each in self._holders(HasState)},
+        }
+        is_adapter = isinstance(trainer.model, peft.PeftModel)
+        return TrainingState(
+            shared=shared, own={"random": random_state(), **self._own_states()}, parameters=parameters,
+            model=self._model_tensors(), model_file="adapter_model" if is_adapter else "model",
+            texts={TRAINER_STATE_NAME: self._trainer_state()}, described=None if self.ctx.rank else self._describe(),
+        )  # fmt: skip
+
+    def _holders(self, protocol: type) -> Iterator[tuple[str, object]]:
+        for each in (self.trainer, *self.trainer.callback_handler.callbacks):
+            if isinstance(each, protocol):
+                yield type(each).__name__, each
+
+    def _own_states(self) -> dict[str, object]:
+        return {name: cast(HasOwnState, each).own_state() for name, each in self._holders(HasOwnState)}
+
+    def _model_tensors(self) -> "dict[str, Tensor]":
+        """The weights of the model, of an adapter only its own, as in their file; the memory is the model's."""
+        model = self.trainer.model
+        if isinstance(model, peft.PeftModel):
+            return dict(peft.get_peft_model_state_dict(model, adapter_name="default"))
+        found: dict[str, torch.Tensor] = {}
+        paths: dict[tuple[object, ...], str] = {}
+        for name, each in model.state_dict().items():
+            local = each.to_local() if isinstance(each, DTensor) else each
+            place = (local.data_ptr(), each.shape, local.stride(), each.dtype) if local.numel() else (name,)
+            if paths.setdefault(place, name) == name:  # tied weights are one tensor
+                found[name] = each
+        return found
+
+    def _trainer_state(self) -> Callable[[], str]:
+        """Renders the state of the trainer as it is now, which transformers reads when it resumes."""
+        state = self.trainer.state
+        for each in (*self.trainer.callback_handler.callbacks, self.trainer.control):
+            if isinstance(each, ExportableState):
+                name, own = type(each).__name__, each.state()
+                kept = state.stateful_callbacks[name]
+                if isinstance(kept, list):
+                    kept.append(own)
+                else:
+                    state.stateful_callbacks[name] = own
+        now = {each.name: getattr(state, each.name) for each in fields(state)}
+        # Of the log, entries before the last one do not change.
+        now["log_history"] = [dict(each) for each in state.log_history]
+        callbacks = json.dumps(now.pop("stateful_callbacks"))
+        return lambda: json.dumps({**now, "stateful_callbacks": json.loads(callbacks)}) + "\n"
+
+    def _describe(self) -> Path:
+        """Config and tokenizer, so that a checkpoint loads as a model; they stay the same."""
+        if self._described:
+            return self._described
+        folder, model = self.ctx.work_dir / "described", self.trainer.model
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if isinstance(model, peft.PeftModel):
+            config = replace(model.peft_config["default"], inference_mode=True)
+            config.save_pretrained(str(folder))
+        else:
+            model.config.save_pretrained(folder)
+            if model.can_generate():
+                model.generation_config.save_pretrained(folder)
+        if self.trainer.processing_class is not None:
+            self.trainer.processing_class.save_pretrained(folder)
+        self._described = folder
+        return folder
+
+    # --- loads, which take the place of transformers'
+
+    def load_model(self, folder: Path) -> None:
+        """Loads the weights of a checkpoint."""
+        if not is_ours(folder):
+            self.trainer.state.best_model_checkpoint = str(folder)
+            self.trainer._load_best_model()
+            return
+        tensors = self._model_tensors()
+        read_tensors(folder, tensors)
+        if isinstance(self.trainer.model, peft.PeftModel):  # some adapters are saved in another form
+            peft.set_peft_model_state_dict(self.trainer.model, tensors, adapter_name="default")
+
+    def restore(self, folder: Path) -> None:
+        """Loads weights and optimizer of a checkpoint into a training that goes on, and a reference that moves."""
+        if not is_ours(folder):
+            self._of_transformers["_load_from_checkpoint"](str(folder))
+            state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
+            self.trainer.optimizer.load_state_dict(state)
+            return
+        self.load_model(folder)
+        self._load_shared(folder, self.trainer)
+
+    def _load_shared(self, folder: Path, *holders: object) -> dict[str, object]:
+        parameters = dict(self.trainer.model.named_parameters())
+        state = read_state(folder, self.ctx.rank, parameters)
+        names = {id(each): name for name, each in parameters.items()}
+        load_named_state(self.trainer.optimizer, names, cast("Mapping[str, object]", state["optimizer"]))
+        for name, each in self._holders(HasState):
+            if each in holders:
+                cast(HasState, each).load_saved_state(cast("Mapping[str, object]", state[name]))
+        return state
+
+    def _load_from_checkpoint(self, checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        if is_ours(Path(checkpoint)):
+            self.load_model(Path(checkpoint))
+        else:
+            self._of_transformers["_load_from_checkpoint"](checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if is_ours(folder):
+            state = self._load_shared(folder, *(each for _, each in self._holders(HasState)))
+            self.trainer.lr_scheduler.load_state_dict(state["schedule"])
+            if state["scaler"] is not None and self.trainer.accelerator.scaler is not None:
+                self.trainer.accelerator.scaler.load_state_dict(state["scaler"])
+        else:
+            self._of_transformers["_load_optimizer_and_scheduler"](checkpoint)
+            for _ in self._holders(HasState):  # which an earlier version kept in a file of its own
+                read_state(folder, self.ctx.rank)
+        same = Checkpoints.at(folder).num_workers == self.ctx.world_size
+        for name, each in self._holders(HasOwnState):
+            own = read_own(folder, self.ctx.rank if same else 0)
+            cast(HasOwnState, each).load_own_state(cast("Mapping[str, object]", own[name]), same=same)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if checkpoint and not is_ours(Path(checkpoint)):
+            self._of_transformers["_load_scaler"](checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not is_ours(Path(checkpoint)):
+            self._of_transformers["_load_rng_state"](checkpoint)
+        elif Checkpoints.at(Path(checkpoint)).num_workers == self.ctx.world_size:  # else `NewRandomState` seeds
+            set_random_state(cast(RandomState, read_own(Path(checkpoint), self.ctx.rank)["random"]))
 
 
 def discard_drafts(work_dir: Path) -> None:
     """Deletes drafts of an attempt that was killed while it saved."""
     for draft in work_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
         shutil.rmtree(draft, ignore_errors=True)
-
-
-class Divergence(TrainerCallback):
-    """Stops a training whose loss or gradient norm is non-finite: it fails, or its best model becomes the output.
-
-    Args:
-        checkpoints: of the stage; None: it has none.
-        go_back_to: the best model, which becomes the output; None: the training fails.
-
-    Attributes:
-        step: the step that diverged; None: none did.
-    """
-
-    def __init__(self, checkpoints: Checkpoints | None, go_back_to: "BestModel | None") -> None:
-        self.checkpoints, self.go_back_to = checkpoints, go_back_to
-        self.step: int | None = None
-
-    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
-        if "loss" not in logs or not has_diverged(logs):
-            return
-        found, remedy = divergence(
-            state.global_step, logs["loss"], logs["grad_norm"], args.learning_rate, args.max_grad_norm
-        )
-        if self.go_back_to is None or self.go_back_to.step is None:
-            competed = "" if self.go_back_to is None else "; on_divergence=best: no model has competed yet"
-            raise PipelineError(f"{found}; {last_saved(self.checkpoints)}{competed}; {remedy}")
-        logger.error("%s; on_divergence=best: the output is the model of step %d", found, self.go_back_to.step)
-        logger.error("to train past it: %s", remedy)
-        self.step = state.global_step
-        control.should_training_stop = True
-        control.should_save = False  # these weights are non-finite
 
 
 def divergence(step: int, loss: float, grad_norm: float, learning_rate: float, max_grad_norm: float) -> tuple[str, str]:
@@ -203,15 +561,6 @@ def divergence(step: int, loss: float, grad_norm: float, learning_rate: float, m
         f"lower learning_rate (now {learning_rate:g}) or max_grad_norm (now {max_grad_norm:g}), raise warmup_ratio, or "
         "train in precision=fp32",
     )
-
-
-def last_saved(checkpoints: Checkpoints | None) -> str:
-    """The checkpoint that a diverged training would resume from, for messages."""
-    last = checkpoints.newest() if checkpoints else None
-    if last is None:
-        return "nothing was saved"
-    loss = f" (loss={last.metrics['loss']:.4g})" if "loss" in last.metrics else ""
-    return f"its last good checkpoint is that of step {last.step}{loss}, and the same recipe would diverge from there"
 
 
 def seconds_before(ctx: "TrainContext") -> float:

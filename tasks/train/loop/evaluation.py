@@ -11,7 +11,6 @@ import torch
 from accelerate.utils import broadcast, broadcast_object_list
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback
-from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_callback import ExportableState
 
 from lineage.checkpoints import Checkpoints
@@ -22,6 +21,7 @@ from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS, Best, Patience
 from tasks.train.loop.callbacks import has_diverged, step_metrics
+from tasks.train.loop.checkpointing import Checkpointing, Saver, divergence
 from tasks.train.loop.heartbeat import Phase
 from tasks.train.optim.own_optimizers import averaged, count_measured
 from tasks.train.optim.schedules import Event, LossWatch
@@ -199,13 +199,16 @@ class Validating(TrainerCallback):
 class BestModel(TrainerCallback):
     """Saves each model that is better than all earlier candidates.
 
+    Args:
+        checkpointing: of the trainer.
+
     Attributes:
         step: step of the best model so far; None: there was no candidate.
     """
 
-    def __init__(self, trainer: "Trainer", best: Best, ctx: TrainContext) -> None:
+    def __init__(self, trainer: "Trainer", best: Best, ctx: TrainContext, checkpointing: Checkpointing) -> None:
         assert ctx.checkpoint_dir, "the best model is kept as a checkpoint"
-        self.trainer, self.best, self.ctx = trainer, best, ctx
+        self.trainer, self.best, self.ctx, self.checkpointing = trainer, best, ctx, checkpointing
         self.store = Checkpoints(ctx.checkpoint_dir)
         self.step: int | None = None
         self.value: float | None = None
@@ -252,8 +255,7 @@ class BestModel(TrainerCallback):
             )
         if self.step != self.trainer.state.global_step:
             self._require_intact(self.step)
-            self.trainer.state.best_model_checkpoint = str(self.store.path(self.step))
-            self.trainer._load_best_model()
+            self.checkpointing.load_model(self.store.path(self.step))
         logger.info("output=best best_step=%d %s=%g", self.step, self.best.metric, self.value)
         return self.step
 
@@ -265,10 +267,7 @@ class BestModel(TrainerCallback):
         """
         assert self.step is not None
         self._require_intact(self.step)
-        path = self.store.path(self.step)
-        self.trainer._load_from_checkpoint(str(path))
-        state = torch.load(path / OPTIMIZER_NAME, map_location="cpu", weights_only=True)
-        self.trainer.optimizer.load_state_dict(state)
+        self.checkpointing.restore(self.store.path(self.step))
         self.trainer.model.train()
 
     def _require_intact(self, step: int) -> None:
@@ -277,6 +276,7 @@ class BestModel(TrainerCallback):
         Raises:
             ArtifactError: it is not what was committed.
         """
+        self.checkpointing.saver.wait()  # it may be the one that is being written
         damage = [self.store.damage(step) if self.ctx.rank == 0 else []]
         for found in filter(None, broadcast_object_list(damage)):
             stage = self.store.directory.parents[1].name
@@ -284,6 +284,37 @@ class BestModel(TrainerCallback):
                 f"the best model is that of step {step}, and its checkpoint is not what was committed: "
                 f"{'; '.join(found[:3])}; restore the files, or restart the stage with restart=[{stage}]"
             )
+
+
+class Divergence(TrainerCallback):
+    """Stops a training whose loss or gradient norm is non-finite: it fails, or its best model becomes the output.
+
+    Args:
+        saver: knows the last good checkpoint.
+        go_back_to: the best model, which becomes the output; None: the training fails.
+
+    Attributes:
+        step: the step that diverged; None: none did.
+    """
+
+    def __init__(self, saver: Saver, go_back_to: BestModel | None) -> None:
+        self.saver, self.go_back_to = saver, go_back_to
+        self.step: int | None = None
+
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
+        if "loss" not in logs or not has_diverged(logs):
+            return
+        found, remedy = divergence(
+            state.global_step, logs["loss"], logs["grad_norm"], args.learning_rate, args.max_grad_norm
+        )
+        if self.go_back_to is None or self.go_back_to.step is None:
+            competed = "" if self.go_back_to is None else "; on_divergence=best: no model has competed yet"
+            raise PipelineError(f"{found}; {self.saver.last_good()}{competed}; {remedy}")
+        logger.error("%s; on_divergence=best: the output is the model of step %d", found, self.go_back_to.step)
+        logger.error("to train past it: %s", remedy)
+        self.step = state.global_step
+        control.should_training_stop = True
+        control.should_save = False  # these weights are non-finite
 
 
 class AdaptiveRate(TrainerCallback, ExportableState):

@@ -11,17 +11,13 @@ return loop.metrics()
 """
 
 import math
-import random
-import shutil
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, cast
 
-import numpy as np
 import torch
 from transformers import Trainer, TrainingArguments
 
@@ -29,35 +25,23 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import PipelineError, StoppedError
 from tasks.train.kernels.machine import collecting_between_steps, deterministic_kernels, fast_products
 from tasks.train.loop.callbacks import WINDOW_STEPS, Recorder, seed_worker, step_metrics, summary
-from tasks.train.loop.checkpointing import Saver, divergence, last_saved, seconds_before
+from tasks.train.loop.checkpointing import Saver, divergence, seconds_before
 from tasks.train.loop.heartbeat import Phase
+from tasks.train.loop.saved_state import (
+    RandomState,
+    Stateful,
+    TrainingState,
+    random_state,
+    read_own,
+    read_state,
+    set_random_state,
+)
 from tasks.train.optim.optimizers import install_optimizer
 from tasks.train.optim.schedules import schedule_args
 from tasks.train.run import trainer_args
 
 if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
-
-_STATE, _RANDOM = "state.pt", "random-{rank}.pt"
-
-
-class _RandomState(TypedDict):
-    """State of all random generators, in types that ``torch.load`` reads without unpickling others."""
-
-    python: tuple[int, tuple[int, ...], float | None]
-    keys: list[int]  # of numpy's MT19937
-    position: int
-    has_gauss: int
-    gauss: float
-    torch: "torch.Tensor"
-    cuda: "list[torch.Tensor]"
-
-
-class Stateful(Protocol):
-    """What is saved and loaded: a model, an optimizer, a schedule."""
-
-    def state_dict(self) -> Mapping[str, object]: ...
-    def load_state_dict(self, state: Mapping[str, object]) -> object: ...
 
 
 class Optimization:
@@ -136,7 +120,7 @@ class OwnLoop:
         self._recorder = Recorder(run.ctx, self._speed)
         self._log: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS)
         self._seconds_before = seconds_before(run.ctx)
-        self._saver = Saver(run.ctx, run.method, self._seconds_before, len(run.rows))
+        self._saver = run.saver = Saver(run.ctx, run.method, self._seconds_before, len(run.rows))
         self._start = time.perf_counter()
 
     def steps(self) -> Iterator[int]:
@@ -168,7 +152,8 @@ class OwnLoop:
                 if self.step < num_steps:  # the last one is saved as the output
                     self._save_or_stop()
                 elif self._saver.saves_last(self.run.device):
-                    self._save()
+                    self._save(waits=True)
+            self._saver.wait()
         self.ctx.mark(self.step, Phase.DONE)
 
     def report(self, *, loss: float, num_tokens: int, grad_norm: float, **metrics: float) -> None:
@@ -184,7 +169,7 @@ class OwnLoop:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             method = self.run.method
             found, remedy = divergence(self.step + 1, loss, grad_norm, method.learning_rate, method.max_grad_norm)
-            raise PipelineError(f"{found}; {last_saved(self.ctx.checkpoints)}; {remedy}")
+            raise PipelineError(f"{found}; {self._saver.last_good()}; {remedy}")
         self.num_tokens += num_tokens
         logs = {**metrics, "loss": loss, "grad_norm": grad_norm, "num_tokens": float(self.num_tokens)}
         self._log.append({**logs, "step": self.step + 1})
@@ -198,67 +183,31 @@ class OwnLoop:
     def _save_or_stop(self) -> None:
         save, stop = self._saver.agreed(self.step, self.run.device)
         if save:
-            self.ctx.mark(self.step, Phase.SAVING)
-            self._save()
-            self.ctx.mark(self.step, Phase.BETWEEN)
-            self._saver.saved()
+            self._save(waits=stop)
         if stop:
             raise StoppedError(f"stopped at step {self.step} of {self.run.num_steps}")
 
-    def _save(self) -> None:
-        draft = self.ctx.work_dir / f"own-loop-{self.step}"
-        if self.ctx.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)  # of an attempt that was killed while it saved
-            draft.mkdir(parents=True)
-            states = {name: each.state_dict() for name, each in self.state.items()}
-            done = {"step": self.step, "num_tokens": self.num_tokens, "log": list(self._log), "states": states}
-            torch.save(done, draft / _STATE)
-        self._wait()
-        torch.save(_random_state(), draft / _RANDOM.format(rank=self.ctx.rank))
-        self._wait()
-        if self.ctx.rank == 0:
-            self._saver.commit(draft, self.step, step_metrics(self._log, self.step))
-        self._wait()
+    def _save(self, *, waits: bool) -> None:
+        self.ctx.mark(self.step, Phase.SAVING)
+        states = {name: each.state_dict() for name, each in self.state.items()}
+        done = {"step": self.step, "num_tokens": self.num_tokens, "log": list(self._log), "states": states}
+        state = TrainingState(shared=done, own={"random": random_state()})
+        self._saver.save(self.step, state, step_metrics(self._log, self.step), waits=waits)
+        self.ctx.mark(self.step, Phase.BETWEEN)
+        self._saver.saved()
 
     def _resume(self) -> None:
-        if self.ctx.resume_from is None:
+        folder = self.ctx.resume_from
+        if folder is None:
             seed_worker(self.run.method.seed, self.step, self.ctx.rank)
             return
-        done = torch.load(self.ctx.resume_from / _STATE, map_location=self.run.device, weights_only=True)
+        done = read_state(folder, self.ctx.rank)
+        states = cast("Mapping[str, Mapping[str, object]]", done["states"])
         for name, each in self.state.items():
-            each.load_state_dict(done["states"][name])
-        self.step, self.num_tokens = done["step"], done["num_tokens"]
-        self._log.extend(done["log"])
-        own = Path(self.ctx.resume_from, _RANDOM.format(rank=self.ctx.rank))
-        if Checkpoints.at(self.ctx.resume_from).num_workers == self.ctx.world_size:
-            _set_random_state(torch.load(own, weights_only=True))
+            each.load_state_dict(states[name])
+        self.step, self.num_tokens = cast(int, done["step"]), cast(int, done["num_tokens"])
+        self._log.extend(cast("list[dict[str, float]]", done["log"]))
+        if Checkpoints.at(folder).num_workers == self.ctx.world_size:
+            set_random_state(cast(RandomState, read_own(folder, self.ctx.rank)["random"]))
         else:  # a saved state is valid only for its rank and number of workers
             seed_worker(self.run.method.seed, self.step, self.ctx.rank)
-
-    def _wait(self) -> None:
-        if self.ctx.world_size > 1:
-            torch.distributed.barrier()
-
-
-def _random_state() -> _RandomState:
-    version, numbers, following = random.getstate()
-    numpy = np.random.get_state(legacy=False)
-    return {
-        "python": (version, numbers, following),
-        "keys": numpy["state"]["key"].tolist(),
-        "position": int(numpy["state"]["pos"]),
-        "has_gauss": int(numpy["has_gauss"]),
-        "gauss": float(numpy["gauss"]),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def _set_random_state(state: _RandomState) -> None:
-    version, numbers, following = state["python"]
-    random.setstate((version, tuple(numbers), following))
-    keys = np.array(state["keys"], dtype=np.uint32)
-    np.random.set_state(("MT19937", keys, state["position"], state["has_gauss"], state["gauss"]))
-    torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])

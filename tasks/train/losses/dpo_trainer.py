@@ -6,12 +6,9 @@ S pairs of a step, of all workers.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import DPOTrainer
 
 from tasks.train.losses.dpo_losses import LOSSES, LossType, Pairs, aot_loss, aot_unpaired_loss, kto_pair_loss
@@ -129,16 +126,10 @@ class OwnLossesTrainer(DPOTrainer):
 class MovingReferenceTrainer(OwnLossesTrainer):
     """Saves the reference with each checkpoint, for TR-DPO, whose reference is no longer the stage's input."""
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
-        super()._save_checkpoint(model, trial)
-        if self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            weights = {name: each.detach().cpu().contiguous() for name, each in self.ref_model.named_parameters()}
-            save_file(weights, folder / _REFERENCE_FILE)
+    def saved_state(self) -> "Mapping[str, object]":
+        return dict(self.ref_model.named_parameters())
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        weights = load_file(Path(resume_from_checkpoint) / _REFERENCE_FILE)
+    def load_saved_state(self, state: "Mapping[str, Tensor]") -> None:
         with torch.no_grad():
             for name, each in self.ref_model.named_parameters():
-                each.copy_(weights[name])
+                each.copy_(state[name])

@@ -2,10 +2,10 @@
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import peft
 import torch
@@ -15,11 +15,9 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.pytorch_utils import Conv1D
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lineage.errors import ConfigError
 from tasks.data.kinds import tokens_of
@@ -50,7 +48,6 @@ if TYPE_CHECKING:
     from transformers import TrainerState as State
     from transformers import TrainingArguments as Args
 
-    from tasks.context import TrainContext
     from tasks.recipe import TrainingRecipe
 
     Logs = dict[str, float]
@@ -524,7 +521,6 @@ def share_trained(model: torch.nn.Module) -> dict[str, float]:
     return {"trained_parameters": float(trained), "parameters": float(total), "percent_trained": percent}
 
 
-_RANKS_FILE = "rank_budget.safetensors"
 _KEPT_SCORES = ("exp_avg_ipt", "exp_avg_unc")  # of PEFT's allocator: means over the steps
 
 
@@ -535,22 +531,20 @@ class RankBudget(TrainerCallback):
     scores. A pruned rank adds nothing to the output.
     """
 
-    def __init__(self, model: "PeftModel", ctx: "TrainContext") -> None:
-        self.model, self.ctx = model, ctx
+    def __init__(self, model: "PeftModel") -> None:
+        self.model = model
         self.allocator = model.base_model.rankallocator
         self.pattern: dict[str, list[bool]] | None = None
 
-    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        if self.ctx.resume_from is None:
-            return
-        saved = load_file(self.ctx.resume_from / _RANKS_FILE)
+    def saved_state(self) -> "Mapping[str, object]":
+        return {"pattern": self.pattern, **{kept: dict(getattr(self.allocator, kept)) for kept in _KEPT_SCORES}}
+
+    def load_saved_state(self, state: "Mapping[str, object]") -> None:
         for kept in _KEPT_SCORES:
-            found = {name.removeprefix(f"{kept}:"): each for name, each in saved.items() if name.startswith(f"{kept}:")}
-            device = self.model.device
-            setattr(self.allocator, kept, {name: each.to(device) for name, each in found.items()})
+            found = cast("Mapping[str, Tensor]", state[kept])
+            setattr(self.allocator, kept, {name: each.to(self.model.device) for name, each in found.items()})
         self.allocator.ipt = dict.fromkeys(self.allocator.exp_avg_ipt)
-        pattern = {name: each.tolist() for name, each in saved.items() if ":" not in name}
-        self.pattern = pattern or None
+        self.pattern = cast("dict[str, list[bool]] | None", state["pattern"])
 
     def on_optimizer_step(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         """Gradients are still there; a step without a signal has none, and scores ranks by zeros."""
@@ -561,13 +555,3 @@ class RankBudget(TrainerCallback):
         config.rank_pattern = self.pattern
         self.model.base_model.update_and_allocate(state.global_step + 1)
         self.pattern, config.rank_pattern = config.rank_pattern, None
-
-    def on_save(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        if self.ctx.rank != 0:
-            return
-        draft = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        scores = {
-            f"{kept}:{name}": each for kept in _KEPT_SCORES for name, each in getattr(self.allocator, kept).items()
-        }
-        pattern = {name: torch.tensor(each) for name, each in (self.pattern or {}).items()}
-        save_file({name: each.contiguous() for name, each in {**scores, **pattern}.items()}, draft / _RANKS_FILE)

@@ -1,0 +1,399 @@
+"""What a checkpoint holds, in memory and in files.
+
+Tensors are in the safetensors form of ``torch.distributed.checkpoint``: each worker writes what it alone holds, and a
+reader of another division takes its slices of all files. The rest of the state is in ``state.pt`` with a place for each
+tensor, and what differs between workers in ``rank-R.pt``.
+"""
+
+import io
+import json
+import random
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypedDict, cast, runtime_checkable
+
+import numpy as np
+import psutil
+import torch
+from torch.distributed.tensor import DTensor
+
+from lineage.checkpoints import Checkpoint
+from lineage.errors import ArtifactError
+from lineage.filesystem.digest import file_names, write_digested
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STATE, OWN = "state.pt", "rank-{rank}.pt"
+_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")  # of a container
+
+
+# --- the state of a training, divided into tensors and the rest
+
+_PLACE, _OWN_PLACE = "__tensor__", "__own_tensor__"
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+@runtime_checkable
+class HasState(Protocol):
+    """A trainer or callback with state of its own in each checkpoint, equal on all workers."""
+
+    def saved_state(self) -> Mapping[str, object]: ...
+    def load_saved_state(self, state: Mapping[str, object]) -> None: ...
+
+
+@runtime_checkable
+class HasOwnState(Protocol):
+    """A trainer with state in each checkpoint that differs between workers.
+
+    Where other workers resume, ``same`` is false, and the state is that of the first worker.
+    """
+
+    def own_state(self) -> Mapping[str, object]: ...
+    def load_own_state(self, state: Mapping[str, object], *, same: bool) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """What a checkpoint holds.
+
+    Args:
+        shared: nested dictionaries and lists, equal on all workers; divided tensors are ``DTensor``.
+        own: of this worker alone.
+        model: tensors that get a file of their own, under their own names.
+        model_file: its name.
+        parameters: name -> weight, by which a divided state of the optimizer is divided again.
+        texts: file -> what renders it; called while the training continues.
+        described: a directory of further files, which are copied.
+    """
+
+    shared: Mapping[str, object]
+    own: Mapping[str, object]
+    model: "Mapping[str, Tensor]" = field(default_factory=dict)
+    model_file: str = "model"
+    parameters: "Mapping[str, Tensor]" = field(default_factory=dict)
+    texts: Mapping[str, Callable[[], str]] = field(default_factory=dict)
+    described: Path | None = None
+
+
+@dataclass
+class Divided:
+    """A state without its large tensors, and these by their paths.
+
+    Args:
+        in_one: leaves all tensors in the state, as copies.
+
+    Attributes:
+        tensors: equal on all workers, or divided.
+        own: parts of a divided state in no form that could be divided in another way.
+    """
+
+    parameters: "Mapping[str, Tensor]"
+    tensors: "dict[str, Tensor]" = field(default_factory=dict)
+    own: "dict[str, Tensor]" = field(default_factory=dict)
+    in_one: bool = False
+    _paths: dict[tuple[object, ...], str] = field(default_factory=dict)
+
+    def divide(self, state: object, *path: str) -> object:
+        """The state with a place instead of each large tensor; small ones are copied."""
+        if isinstance(state, torch.Tensor):
+            return self._place(state, path)
+        if isinstance(state, Mapping):
+            return {key: self.divide(value, *path, str(key)) for key, value in state.items()}
+        if type(state) in (list, tuple):
+            items = [self.divide(value, *path, str(at)) for at, value in enumerate(cast(Sequence[object], state))]
+            return items if isinstance(state, list) else tuple(items)
+        return state
+
+    def _place(self, tensor: "Tensor", path: tuple[str, ...]) -> object:
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        is_large = not self.in_one and tensor.ndim and tensor.numel() and tensor.dtype in _DTYPES
+        if not (is_large and (is_plain or isinstance(tensor, DTensor))):
+            return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone().cpu()
+        like = next((each for each in path if each in self.parameters), None)
+        key = "/".join(path)
+        if like and isinstance(self.parameters[like], DTensor) and not isinstance(tensor, DTensor):
+            self.own[key] = tensor.detach().clone().cpu()
+            return {_OWN_PLACE: key}
+        if is_plain:  # tied weights are one tensor
+            key = self._paths.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype), key)
+        self.tensors[key] = tensor.detach()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return {_PLACE: key, "shape": list(tensor.shape), "dtype": dtype}
+
+
+def joined(
+    state: object, parameters: "Mapping[str, Tensor]", own: "Mapping[str, Tensor]", found: "dict[str, Tensor]"
+) -> object:
+    """The state that ``divide`` took apart, with empty tensors, which ``found`` gets too, by path.
+
+    Args:
+        parameters: the weights in training: the state of one that is divided is divided in the same way.
+    """
+    if isinstance(state, Mapping) and _PLACE in state:
+        place = cast("Mapping[str, object]", state)
+        key, shape, dtype = str(place[_PLACE]), cast(list[int], place["shape"]), getattr(torch, str(place["dtype"]))
+        if key not in found:
+            like = next((parameters[each] for each in key.split("/") if each in parameters), None)
+            is_divided = isinstance(like, DTensor) and list(like.shape) == shape
+            found[key] = torch.zeros_like(cast(DTensor, like), dtype=dtype) if is_divided else _empty(shape, dtype)
+        return found[key]
+    if isinstance(state, Mapping) and _OWN_PLACE in state:
+        return own[state[_OWN_PLACE]]
+    if isinstance(state, Mapping):
+        return {key: joined(value, parameters, own, found) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        items = [joined(value, parameters, own, found) for value in cast(Sequence[object], state)]
+        return items if isinstance(state, list) else tuple(items)
+    return state
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> "Tensor":
+    return torch.empty(tuple(shape), dtype=dtype)
+
+
+def read_tensors(folder: Path, wanted: "Mapping[str, Tensor]") -> None:
+    """Fills tensors by name from a checkpoint; of one that is divided over the workers, the part of this one.
+
+    Each worker reads by itself: the workers need not meet.
+    """
+    from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader, load
+
+    if not wanted:
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(folder)), planner=planner, no_dist=True)
+
+
+def read_state(folder: Path, rank: int, parameters: "Mapping[str, Tensor] | None" = None) -> dict[str, object]:
+    """The shared state of a checkpoint, with its tensors on the CPU or, if divided, where the weights are.
+
+    Raises:
+        ArtifactError: an earlier version wrote the checkpoint.
+    """
+    if not is_ours(folder):
+        raise ArtifactError(
+            f"{folder} was written by an earlier version of posttrain, and holds a state that this one reads in "
+            "another form; finish the stage with that version, or start again with restart=[STAGE]"
+        )
+    divided = torch.load(folder / STATE, map_location="cpu", weights_only=True)
+    own = read_own(folder, rank).get("divided", {}) if own_file(folder, rank).exists() else {}
+    found: dict[str, torch.Tensor] = {}
+    state = joined(divided, parameters or {}, cast("dict[str, Tensor]", own), found)
+    read_tensors(folder, found)
+    return cast(dict[str, object], state)
+
+
+def read_own(folder: Path, rank: int) -> dict[str, object]:
+    """The state of one worker."""
+    found: dict[str, object] = torch.load(own_file(folder, rank), map_location="cpu", weights_only=True)
+    return found
+
+
+def own_file(folder: Path, rank: int) -> Path:
+    """What differs between workers, of one of them."""
+    return folder / OWN.format(rank=rank)
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether a checkpoint is in this form, not that of transformers or DeepSpeed."""
+    return (folder / STATE).exists()
+
+
+class RandomState(TypedDict):
+    """State of all random generators, in types that ``torch.load`` reads without unpickling others."""
+
+    python: tuple[int, tuple[int, ...], float | None]
+    keys: list[int]  # of numpy's MT19937
+    position: int
+    has_gauss: int
+    gauss: float
+    torch: "torch.Tensor"
+    cuda: "list[torch.Tensor]"
+
+
+def random_state() -> RandomState:
+    """The state of this process's random generators."""
+    version, numbers, following = random.getstate()
+    numpy = np.random.get_state(legacy=False)
+    return {
+        "python": (version, numbers, following),
+        "keys": numpy["state"]["key"].tolist(),
+        "position": int(numpy["state"]["pos"]),
+        "has_gauss": int(numpy["has_gauss"]),
+        "gauss": float(numpy["gauss"]),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def set_random_state(state: RandomState) -> None:
+    """Sets all random generators of this process."""
+    version, numbers, following = state["python"]
+    random.setstate((version, tuple(numbers), following))
+    keys = np.array(state["keys"], dtype=np.uint32)
+    np.random.set_state(("MT19937", keys, state["position"], state["has_gauss"], state["gauss"]))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+class Stateful(Protocol):
+    """What is saved and loaded: a model, an optimizer, a schedule."""
+
+    def state_dict(self) -> Mapping[str, object]: ...
+    def load_state_dict(self, state: Mapping[str, object]) -> object: ...
+
+
+def named_state(optimizer: "torch.optim.Optimizer", names: Mapping[int, str]) -> dict[str, object]:
+    """The state of an optimizer by the names of the weights: their numbers depend on the division.
+
+    Args:
+        names: ``id`` of a weight -> its name.
+    """
+    state = dict(optimizer.state_dict())
+    if isinstance(state.get("state"), Mapping):
+        order = _order(optimizer, names)
+        state["state"] = {order.get(key, key): value for key, value in state["state"].items()}
+    return state
+
+
+def load_named_state(optimizer: "torch.optim.Optimizer", names: Mapping[int, str], state: Mapping[str, object]) -> None:
+    """Loads what ``named_state`` returned.
+
+    Raises:
+        ArtifactError: it has the state of a weight that the optimizer does not update.
+    """
+    state, numbers = dict(state), {name: number for number, name in _order(optimizer, names).items()}
+    of_weights = state.get("state")
+    if isinstance(of_weights, Mapping):
+        for name in of_weights:
+            if isinstance(name, str) and name not in numbers:
+                raise ArtifactError(
+                    f"its checkpoint has the optimizer's state of {name}, which is not trained now; resume with the "
+                    "code that wrote it, or start again with restart=[STAGE]"
+                )
+        state["state"] = {numbers.get(name, name): value for name, value in of_weights.items()}
+        now = cast("list[dict[str, object]]", optimizer.state_dict()["param_groups"])
+        saved = cast("list[dict[str, object]]", state["param_groups"])
+        state["param_groups"] = [{**each, "params": mine["params"]} for each, mine in zip(saved, now, strict=True)]
+    optimizer.load_state_dict(state)
+
+
+def _order(optimizer: "torch.optim.Optimizer", names: Mapping[int, str]) -> dict[object, str]:
+    """Number of each weight of the model in the optimizer -> its name."""
+    weights = [each for group in optimizer.param_groups for each in group["params"]]
+    return {number: names[id(each)] for number, each in enumerate(weights) if id(each) in names}
+
+
+# --- the copy, and its files
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """This worker's part of a tensor, in host memory, and where it begins in the whole."""
+
+    tensor: "Tensor"
+    offsets: tuple[int, ...]
+
+
+class Staging:
+    """Copies of tensors in host memory, which the next checkpoint uses again."""
+
+    def __init__(self) -> None:
+        self.memory: dict[str, torch.Tensor] = {}
+
+    def copy(self, key: str, tensor: "Tensor") -> "Tensor":
+        held = self.memory.get(key)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self.memory[key] = held
+        return held.copy_(tensor, non_blocking=tensor.is_cuda)
+
+    def fits(self, num_bytes: int) -> bool:
+        """Whether copies of that size are there, or fit into the memory that is free."""
+        held = sum(each.nbytes for each in self.memory.values())
+        return bool(num_bytes - held <= _free_memory() // 2)
+
+
+def _free_memory() -> int:
+    free = int(psutil.virtual_memory().available)
+    with suppress(OSError, ValueError):  # no container, or one without a limit
+        free = min(free, int(_LIMIT.read_text()) - int(_USED.read_text()))
+    return free
+
+
+def held_here(tensor: "Tensor", rank: int) -> Chunk | None:
+    """The part of a tensor that this worker writes; None: another one writes it."""
+    if not isinstance(tensor, DTensor):
+        return None if rank else Chunk(tensor=tensor, offsets=(0,) * tensor.ndim)
+    place = tensor.device_mesh.get_coordinate()
+    if place is None or any(at and each.is_replicate() for at, each in zip(place, tensor.placements, strict=True)):
+        return None
+    [chunk] = tensor.__create_chunk_list__()
+    local = tensor.to_local()
+    return Chunk(tensor=local, offsets=tuple(chunk.offsets)) if local.numel() else None
+
+
+def write_tensors(path: Path, chunks: Mapping[str, Chunk], *, is_part: bool) -> str:
+    """Writes a safetensors file, and returns its SHA-256.
+
+    Args:
+        is_part: whether other files hold other parts of the tensors.
+    """
+    # The widest first, so that each begins at a multiple of its width.
+    ordered = sorted(chunks.items(), key=lambda each: -each[1].tensor.element_size())
+    offsets = {key: {"saved_offsets": list(each.offsets)} for key, each in ordered}
+    about = {"format": "pt", **({"DCP_SHARDING_INFO": json.dumps(offsets)} if is_part else {})}
+    header: dict[str, object] = {"__metadata__": about}
+    end = 0
+    for key, each in ordered:
+        start, end = end, end + each.tensor.nbytes
+        shape, dtype = list(each.tensor.shape), _DTYPES[each.tensor.dtype]
+        header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    parts = (_bytes(each.tensor) for _, each in ordered)
+    return write_digested(path, (part for some in ([len(text).to_bytes(8, "little"), text], parts) for part in some))
+
+
+def _bytes(tensor: "Tensor") -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """The files of a checkpoint that one worker writes."""
+
+    folder: Path
+    record: Checkpoint
+    tensors: Mapping[str, Mapping[str, Chunk]]
+    trees: Mapping[str, object]
+    texts: Mapping[str, Callable[[], str]]
+    described: Path | None
+    is_divided: bool
+
+    def write(self) -> dict[str, str]:
+        """Writes them to the disk; file -> SHA-256."""
+        digests = {}
+        for name, chunks in self.tensors.items():
+            digests[name] = write_tensors(self.folder / name, chunks, is_part=self.is_divided)
+        for name, tree in self.trees.items():
+            buffer = io.BytesIO()
+            torch.save(tree, buffer)
+            digests[name] = write_digested(self.folder / name, [buffer.getbuffer()])
+        for name, render in self.texts.items():
+            digests[name] = write_digested(self.folder / name, [render().encode()])
+        for name in file_names(self.described) if self.described else ():
+            (self.folder / name).parent.mkdir(exist_ok=True)
+            digests[name] = write_digested(self.folder / name, [Path(self.described or "", name).read_bytes()])
+        return digests
