@@ -28,7 +28,7 @@ from flows.promotion.retrain import follow_up, has_work
 from flows.reports.run import plan_table, run_dict, summary
 from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses, modules_of, shares_imports
-from flows.stages.resources import require_gpus, require_pools
+from flows.stages.resources import Cluster, ask_cluster, require_cluster, require_gpus, require_pools
 from flows.stages.run import Run
 from flows.stages.stops import stoppable
 from lineage.artifact import SOURCE
@@ -274,20 +274,30 @@ def _execution(plan: Plan, cli_args: Sequence[str], trials: Trials | None) -> Ex
     )  # fmt: skip
 
 
-def check_machine(stages: Sequence[PlannedStage]) -> None:
-    """Refuses stages that need GPUs or nodes which this machine lacks.
+def check_machine(stages: Sequence[PlannedStage]) -> Cluster | None:
+    """Refuses stages that need GPUs or nodes which this machine, or the cluster at RAY_ADDRESS, lacks.
+
+    Returns:
+        That cluster, where a stage runs on it.
 
     Raises:
         ConfigError: names the stage.
     """
     for planned in stages:
-        require_gpus(planned.name, planned.needs[1])
-        nodes = planned.stage.resources.num_nodes
-        if planned.stage.method.trains and nodes > 1 and not os.environ.get("RAY_ADDRESS"):
+        resources = planned.resources
+        require_gpus(planned.name, planned.needs[1], resources.gpu)
+        if resources.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
             raise ConfigError(
-                f"stages.{planned.name}.resources.num_nodes={nodes}: a cluster started here has one node; "
-                "set RAY_ADDRESS to the address of your Ray cluster, or num_nodes=1"
+                f"stages.{planned.name}.resources.num_nodes={resources.num_nodes}: a cluster started here has one "
+                "node; set RAY_ADDRESS to the address of your Ray cluster, or num_nodes=1"
             )
+    remote = [planned for planned in stages if planned.runs_elsewhere]
+    cluster = ask_cluster() if remote else None
+    for planned in remote:
+        assert cluster
+        batch = getattr(planned.stage.method, "global_batch_size", None)
+        require_cluster(planned.name, planned.resources, batch, cluster)
+    return cluster
 
 
 def _shared_modules(stages: Sequence[PlannedStage]) -> list[str]:

@@ -149,6 +149,7 @@ class Provenance:
     changed_at: list[int] = field(default_factory=list)  # those of resumed_at where the environment signature changed
     hardware: dict[str, str] = field(default_factory=dict)  # of its workers: names of cpu and gpu; empty: unknown
     kernels: dict[str, str] = field(default_factory=dict)  # on a GPU: its layers, and what sampled; with the reasons
+    nodes: list[dict[str, object]] = field(default_factory=list)  # of its last attempt: host, node, workers, gpu
     because: str = ""  # why its settings were changed: RULE:STAGE@FINGERPRINT of `posttrain diagnose`
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
@@ -29,6 +29,7 @@ class BaseModel(Method):
     consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
     metrics: ClassVar[tuple[str, ...]] = ("parameters", "vocab_size")
+    cluster_workers: ClassVar[Literal["all", "one", "none"]] = "one"
 
     vocab_size: Annotated[int, Ge(_BYTES + 3)] = 4096  # maximum; a small corpus yields fewer tokens
     hidden_size: Annotated[int, Gt(0)] = 192  # width of the layers

@@ -37,8 +37,11 @@ class Resources:
 
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True}
 
-    num_nodes: Annotated[int, Gt(0)] = 1  # machines of a Ray cluster
-    num_workers: Annotated[int, Gt(0)] = 1  # over all nodes
+    num_nodes: Annotated[int, Gt(0)] = 1  # machines of a Ray cluster that the workers run on
+    num_workers: Annotated[int, Gt(0)] = 1  # over all nodes, each of which has an equal share
+    min_workers: Annotated[int, Gt(0)] | None = None  # of a cluster that lost nodes; null: all workers are required
+    gpu: str | None = None  # Ray's accelerator type that a worker's GPU must be of, such as H100; null: any
+    wait_minutes: Annotated[float, Gt(0)] = 30.0  # minutes that a stage waits for the nodes of a cluster
     cpus_per_worker: Annotated[int, Gt(0)] = 2  # also the threads that torch may use, pinned
     gpus_per_worker: Annotated[int, Ge(0), Le(1)] = 0  # more would be DataParallel, with another global batch
     micro_batch_size: Annotated[int, Gt(0)] | Literal["auto"] = 8  # rows per worker in a forward pass; auto: by tokens
@@ -137,6 +140,13 @@ class Resources:
                 "change micro_batch_size or num_workers: neither is part of the recipe"
             )
         return global_batch_size // rows if self.micro_batch_size != "auto" else 1
+
+    def divides(self, global_batch_size: int) -> bool:
+        """Whether the workers' rows divide the global batch."""
+        try:
+            return self.accumulation_steps(global_batch_size) > 0
+        except ConfigError:
+            return False
 
     def of_rows(self, per_worker: int, most: int, multiple: int = 1) -> "Resources":
         """The same with a number of rows for ``auto``: the most that divide a worker's rows of a step.

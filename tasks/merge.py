@@ -126,6 +126,7 @@ class Merge(Method):
     optional: ClassVar[frozenset[str]] = frozenset({BASE, "*"})
     produces: ClassVar[Kind] = Kind.CHECKPOINT
     metrics: ClassVar[tuple[str, ...]] = ("merge/models", "parameters")
+    cluster_workers: ClassVar[Literal["all", "one", "none"]] = "one"
 
     combination: Name | None = None
     space: Literal["weights", "adapters"] | None = None

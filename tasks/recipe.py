@@ -81,6 +81,8 @@ class Method(Setting, ABC):
         optional: the slots that may stay empty; with ``*`` among them, further slots are optional.
         produces: kind of the output.
         trains: whether it takes optimizer steps, and so runs under Ray Train.
+        cluster_workers: the workers of a cluster that it runs on: all of its resources, which divide its work; one, on
+            a cluster that is joined; none, but this machine.
         uses_gpu: whether it runs a model, and so requests the GPUs of its resources.
         preload: the heavy modules that ``run`` imports: loaded once, for all stages of a run. Empty: the stage starts
             in a fresh interpreter, unless it trains.
@@ -94,6 +96,7 @@ class Method(Setting, ABC):
     optional: ClassVar[frozenset[str]] = frozenset()
     produces: ClassVar[Kind]
     trains: ClassVar[bool] = False
+    cluster_workers: ClassVar[Literal["all", "one", "none"]] = "none"
     uses_gpu: ClassVar[bool] = False
     preload: ClassVar[tuple[str, ...]] = _HEAVY
     metrics: ClassVar[tuple[str, ...] | None] = None
@@ -222,6 +225,7 @@ class TrainingRecipe(Method):
     # The first version of quantization left the experts of a mixture in fp32.
     option_versions: ClassVar[Mapping[str, tuple[str, int]]] = {"adapter.quantization": ("quantization_version", 1)}
     trains: ClassVar[bool] = True
+    cluster_workers: ClassVar[Literal["all", "one", "none"]] = "all"
     uses_gpu: ClassVar[bool] = True
 
     default_learning_rate: ClassVar[float | None] = None

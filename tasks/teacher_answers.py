@@ -57,6 +57,7 @@ class TeacherAnswers(Method):
         "train_rows", "held_out_rows", "prompts_cut", "answers", "unfinished", "empty", "dropped", "weights/teacher",
     )  # fmt: skip
     uses_gpu: ClassVar[bool] = True
+    cluster_workers: ClassVar[Literal["all", "one", "none"]] = "all"
     chat_slot: ClassVar[str | None] = "teacher"
 
     max_new_tokens: Annotated[int, Gt(0)] = 256  # tokens of an answer
@@ -122,7 +123,9 @@ class TeacherAnswers(Method):
             answered = list(self._answered(asked, model, tokenizer, ctx, counts))
             counts[f"{side.partition('.')[0]}_rows"] = len(answered)
             schema = CONVERSATIONS.schema_with([UNTRAINED] if any(row.get(UNTRAINED) for row in answered) else [])
-            pq.write_table(pa.Table.from_pylist(answered, schema=schema.with_metadata(weights)), ctx.output_dir / side)
+            table = pa.Table.from_pylist(answered, schema=schema.with_metadata(weights))
+            if ctx.rank == 0:
+                pq.write_table(table, ctx.output_dir / side)
         logger.info("rows_of=%s %s", prompts.name, " ".join(f"{name}={count}" for name, count in counts.items()))
         if not counts["train_rows"]:
             raise DataError(
@@ -161,8 +164,9 @@ class TeacherAnswers(Method):
         tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext,
     ) -> "list[Answer]":  # fmt: skip
         from tasks.evaluate.answers import answers_of, greedy_answers, sampled_tokens
+        from tasks.evaluate.scoring import Batches
 
-        size = ctx.resources.rows_at_once
+        size = Batches.of(ctx)
         if self.sampling is None:
             return greedy_answers(model, tokenizer, prompts, self.max_new_tokens, size, self.num_beams)
         seeds = [random.Random(f"{self.seed} {row[ROW_ID]} {number}").getrandbits(63) for row in rows]

@@ -30,7 +30,6 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from flows.prefect.address import ask_prefect, authorization, is_loopback, prefect_settings, status_of
-from flows.reports.wording import counted
 from lineage.errors import ConfigError
 from lineage.filesystem.remote_files import request
 from lineage.mlflow.address import is_server, shown, sqlite_file, tracking_uri
@@ -423,13 +422,13 @@ def check_ray(address: str) -> Finding:
         place = urlsplit(address if "://" in address else f"ray://{address}")
         if place.hostname and place.port:  # "auto" has neither
             socket.create_connection((place.hostname, place.port), timeout=_TIMEOUT_SECONDS).close()
-        cpus, gpus = ask_cluster(_CLUSTER_SECONDS)
+        cluster = ask_cluster(_CLUSTER_SECONDS)
     except (OSError, ValueError) as error:
         return _answer("ray", named, str(error), "", remedy)
     except ConfigError as error:
         cause, _, own = str(error).removeprefix(f"{named}: ").rpartition("; ")
         return Finding("ray", "error", f"{named}: {cause or own}", own if cause else remedy)
-    return Finding("ray", "ok", f"{named} answers: {counted(round(cpus), 'CPU')}, {counted(round(gpus), 'GPU')}")
+    return Finding("ray", "ok", f"{named} answers: {cluster}")
 
 
 def _answer(check: str, named: str, reply: int | str, admit: str, start: str) -> Finding:

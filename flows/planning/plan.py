@@ -38,9 +38,20 @@ from lineage.filesystem.digest import DigestCache
 from lineage.fingerprint import fingerprint
 from lineage.source.sources import pin
 from lineage.store import Entry, Store, is_store
+from tasks.context import Launcher, Resources
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.judgement.estimate import kernels_in_use
 from tasks.method import Method, Training
+
+
+def used_resources(method: Method, resources: Resources) -> Resources:
+    """The resources of a stage as its method uses them."""
+    if method.cluster_workers == "all":
+        return resources
+    moves = method.cluster_workers == "one" and resources.on_cluster and os.environ.get("RAY_ADDRESS")
+    here = Launcher.FOREGROUND if resources.launcher == Launcher.FOREGROUND else Launcher.PROCESS
+    launcher = Launcher.CLUSTER if moves else here
+    return replace(resources, num_workers=1, num_nodes=1, min_workers=None, launcher=launcher)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +77,17 @@ class PlannedStage:
         return kernels_in_use(method, self.stage.resources) if isinstance(method, Training) else {}
 
     @property
+    def resources(self) -> Resources:
+        """Its resources as it uses them: a method that does not divide its work has one worker."""
+        return used_resources(self.stage.method, self.stage.resources)
+
+    @property
     def asks(self) -> tuple[int, int]:
         """CPUs and GPUs of all its workers."""
-        method, resources = self.stage.method, self.stage.resources
-        workers = resources.num_workers if method.trains else 1
-        return workers * resources.cpus_per_worker, workers * resources.gpus_per_worker if method.uses_gpu else 0
+        resources = self.resources
+        workers = resources.num_workers
+        gpus = workers * resources.gpus_per_worker if self.stage.method.uses_gpu else 0
+        return workers * resources.cpus_per_worker, gpus
 
     @property
     def needs(self) -> tuple[int, int]:
@@ -80,7 +97,7 @@ class PlannedStage:
     @property
     def runs_elsewhere(self) -> bool:
         """Whether its workers run on a cluster that is not started here."""
-        return self.stage.method.trains and self.stage.resources.on_cluster and bool(os.environ.get("RAY_ADDRESS"))
+        return self.resources.on_cluster and bool(os.environ.get("RAY_ADDRESS"))
 
     @property
     def pool(self) -> tuple[str, int] | None:

@@ -153,7 +153,7 @@ class RunRecorder:
         for planned in plan.stages:
             if planned.name == name:
                 cpus, gpus = planned.asks
-                workers = planned.stage.resources.num_workers if planned.stage.method.trains else 1
+                workers = planned.resources.num_workers
                 directory = str(plan.entry(planned).path) if title == name else ""
                 return StageRecord(
                     state="pending", since=time.time(), workers=workers, cpus=cpus, gpus=gpus, directory=directory

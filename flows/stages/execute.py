@@ -17,10 +17,10 @@ from flows.progress.run_record import kill_left, runs_of
 from flows.reports.wording import counted
 from flows.stages.job import Job
 from flows.stages.launch import saving_first
-from flows.stages.resources import admitted, count_cpus, pool_slots
+from flows.stages.resources import admitted, ask_cluster, count_cpus, pool_slots
 from flows.stages.run import Run, input_records, inputs_as_planned, job_inputs, require_unchanged
 from lineage.checkpoints import Checkpoint
-from lineage.errors import AskedError, LostError, ShortError, StageError
+from lineage.errors import AskedError, ConfigError, LostError, ShortError, StageError
 from lineage.filesystem.digest import digest_files, digest_of
 from lineage.filesystem.disk import explain_full_disk
 from lineage.filesystem.lock import Lock, acquire_or, owner
@@ -37,9 +37,11 @@ from lineage.record.environment import current_signature, hardware, provenance_h
 from lineage.record.metrics_file import last_step
 from lineage.record.tracker import Event, StageStart, end_event
 from lineage.store import Entry, Manifest, Provenance
-from tasks.context import Metrics
+from tasks.context import Metrics, Resources
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.report import REPORT, DataReport
+from tasks.method import Training
+from tasks.train.loop.heartbeat import heartbeats
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +98,10 @@ def _execute(run: Run, planned: PlannedStage, entry: Entry) -> Result:
         with _admitted(run, planned, predicted) as visible_gpus:
             require_unchanged(run.plan, planned)  # the wait may have been long
             checkpoint = None if planned.restart else last_intact(planned, entry)
-            begin(planned, entry, checkpoint, lock.require, cause)
+            resources = fitting(planned, planned.resources, run.announce)
+            begin(planned, entry, checkpoint, lock.require, cause, resources)
             job = Job(
-                stage=planned.name, method=method, resources=planned.stage.resources, directory=entry.path,
+                stage=planned.name, method=method, resources=resources, directory=entry.path,
                 inputs=job_inputs(run.plan, planned, parents), visible_gpus=visible_gpus, token=lock.token,
             )  # fmt: skip
             with saving_first(job):
@@ -201,6 +204,7 @@ def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoi
     tried = attempts(entry.path)
     made_by = replace(
         provenance_here(start.manifest.provenance.start), end=time.time(), code_digest=planned.code_digest,
+        nodes=nodes_used(entry),
         seed=asdict(job.method).get("seed"), resources=asdict(job.resources), hardware=workers_hardware(planned),
         kernels=planned.kernels, resumed_at=resumed_at(tried), changed_at=changed_at(tried),
         earlier_code_digests=other_code_digests(tried, None, planned.code_digest),
@@ -236,11 +240,12 @@ def _require_known_inputs(run: Run, planned: PlannedStage, job: Job) -> None:
 
 def begin(
     planned: PlannedStage, entry: Entry, checkpoint: Checkpoint | None, require_lease: Callable[[], None],
-    cause: str = "",
+    cause: str = "", resources: Resources | None = None,
 ) -> None:  # fmt: skip
     """Prepares a stage's directory for an attempt; what was written after its checkpoint goes.
 
     Args:
+        resources: of the attempt; None: those of the plan.
         checkpoint: that it resumes from; None: from step 0.
         require_lease: raises where the directory is another run's by now: the wait before may have been long.
         cause: what ended the attempt before, where that is known.
@@ -251,7 +256,7 @@ def begin(
     require_lease()
     reached, step = last_step(entry.metrics), checkpoint.step if checkpoint else 0
     entry.begin(step)
-    signature = current_signature(asdict(planned.stage.resources), workers_hardware(planned))
+    signature = current_signature(asdict(resources or planned.resources), workers_hardware(planned))
     record_attempt(entry.path, step, planned.code_digest, cause, signature, reached)
     if restart := describe_last_attempt(attempts(entry.path)):
         with entry.log.open("a") as log:
@@ -261,6 +266,49 @@ def begin(
 def workers_hardware(planned: PlannedStage) -> dict[str, str]:
     """The processors that a stage's workers run on; empty: unknown, on the hosts of a cluster."""
     return {} if planned.runs_elsewhere else dict(hardware())
+
+
+def nodes_used(entry: Entry) -> list[dict[str, object]]:
+    """The nodes that the workers of the last attempt ran on, by their heartbeats."""
+    beats = sorted(heartbeats(entry.work).values(), key=lambda beat: beat.rank)
+    nodes = {(beat.host, beat.node): beat.gpu for beat in beats}
+    return [
+        {
+            "host": host,
+            "node": node,
+            "workers": sum((each.host, each.node) == (host, node) for each in beats),
+            "gpu": gpu,
+        }
+        for (host, node), gpu in nodes.items()
+    ]
+
+
+def fitting(planned: PlannedStage, resources: Resources, announce: Callable[[str], None]) -> Resources:
+    """The resources of the next attempt: with ``min_workers`` as many workers as the nodes of its cluster hold.
+
+    Args:
+        resources: of the attempt before; a step without memory has made its forward passes smaller.
+    """
+    asked, method = planned.resources, planned.stage.method
+    if not (planned.runs_elsewhere and asked.min_workers):
+        return resources
+    wanted = replace(resources, num_workers=asked.num_workers, num_nodes=asked.num_nodes, launcher=asked.launcher)
+    try:
+        cluster = ask_cluster()
+    except ConfigError as error:  # the attempt says it too, and is tried again
+        logger.warning("stage=%s cluster=unknown: %s", planned.name, error)
+        return wanted
+    batch = method.global_batch_size if isinstance(method, Training) else None
+    found = cluster.reduced(wanted, batch)
+    if found is None or (found.num_workers, found.num_nodes) == (wanted.num_workers, wanted.num_nodes):
+        return wanted
+    divides = f" and divide global_batch_size={batch}, which stays" if batch else ""
+    divides += f" (accumulation {found.accumulation_steps(batch)})" if batch else ""
+    announce(
+        f"{planned.name}: runs with {found.num_workers} of {wanted.num_workers} workers, on "
+        f"{counted(found.num_nodes, 'node')}, the most that fit{divides}: the cluster has {cluster}"
+    )
+    return found
 
 
 def run_attempts(
@@ -295,12 +343,15 @@ def run_attempts(
             failures = (0 if has_resumed else failures) + (not is_expected)
             if failures > job.resources.max_failures:
                 raise
-            begin(planned, entry, checkpoint, job.require_lease, lost.cause)
+            notes: list[str] = []
+            job = replace(job, resources=fitting(planned, job.resources, notes.append))
+            begin(planned, entry, checkpoint, job.require_lease, lost.cause, job.resources)
             how = f"resumes from its checkpoint of step {checkpoint.step}" if checkpoint else "starts again from step 0"
             if isinstance(lost, ShortError):
                 job = replace(job, resources=replace(job.resources, micro_batch_size=lost.rows))
                 how += f" with micro_batch_size={lost.rows}"
-            announce(f"{lost}; it {how}")
+            for line in (f"{lost}; it {how}", *notes):
+                announce(line)
 
 
 def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:

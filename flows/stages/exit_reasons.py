@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows.stages.job import Job
+from flows.stages.resources import Cluster, describe_workers
 from lineage.errors import AskedError, LostError, NoMemoryError, PipelineError, ShortError, StageError, StoppedError
 from tasks.context import Launcher
 from tasks.judgement.check_rows import RowCheck
@@ -83,10 +84,10 @@ def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> S
         memory_kills_before: when it started.
     """
     here = f"on {socket.gethostname()}"
-    if not job.method.trains:
-        who, when = f"its process {here}", ""
-    elif job.resources.on_cluster:
+    if job.resources.on_cluster:
         who, when = f"the process that leads its workers, {here},", f" {_when(job, 0)}"
+    elif not job.method.trains:
+        who, when = f"its process {here}", ""
     else:
         who, when = _who(job, [0]), f" {_when(job, 0)}"
     if exit_code is not None and exit_code < 0:
@@ -99,7 +100,7 @@ def death(job: Job, exit_code: int | None, memory_kills_before: int | None) -> S
     cause = f"{who} ended{when} with exit code {exit_code} and no answer"
     if exit_code == _UNKNOWN:
         return _lost(job, f"{cause}: so does one whose fork server was killed")
-    if job.method.trains and job.resources.on_cluster:
+    if job.resources.on_cluster:
         return cluster_lost(job, f"the process that leads its workers ended with exit code {exit_code} and no answer")
     return StageError(job.stage, cause, str(job.entry.log))  # its own code exited, and would do so again
 
@@ -118,6 +119,19 @@ def cluster_lost(job: Job, cause: str) -> LostError:
     return _lost(job, f"its Ray cluster {where} was lost {_when(job, 0)}: {cause}{hint}")
 
 
+def no_capacity(job: Job, cluster: Cluster) -> StageError:
+    """The error of a stage that has waited too long for the nodes of its cluster."""
+    steps = job.entry.checkpoints.steps()
+    kept = f"its checkpoint of step {steps[-1]} is kept: " if steps else ""
+    return StageError(
+        job.stage,
+        f"it waited {job.resources.wait_minutes:g} minutes (resources.wait_minutes) for "
+        f"{describe_workers(job.resources)}, and the cluster has {cluster}, with what others use; {kept}add nodes and "
+        "run again, ask for fewer workers, or set resources.min_workers to resume with fewer after a lost node",
+        str(job.entry.log),
+    )
+
+
 def _lost(job: Job, cause: str) -> LostError:
     return LostError(job.stage, cause, str(job.entry.log))
 
@@ -127,7 +141,7 @@ def _who(job: Job, ranks: Sequence[int]) -> str:
     word = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     if job.resources.on_cluster and not all(rank in known for rank in ranks):
         return word  # a worker that has not started has not reported its host; without a cluster it is this one
-    hosts = {known[rank].host if rank in known else socket.gethostname() for rank in ranks}
+    hosts = {known[rank].where if rank in known else socket.gethostname() for rank in ranks}
     return f"{word} on {', '.join(sorted(hosts))}"
 
 

@@ -12,6 +12,7 @@ import math
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import cast
+from typing import TypedDict, cast
 
 import psutil
 
@@ -38,16 +39,26 @@ from flows.stages.exit_reasons import (
     lost,
     memory_hint,
     memory_kills,
+    no_capacity,
     one_line,
 )
 from flows.stages.job import Job
 from flows.stages.process_settings import WORKER_ENVIRONMENT, set_environment, stage_environment
-from flows.stages.resources import join
+from flows.stages.resources import describe_workers, join, joined_cluster, node_label
 from flows.stages.stops import ended, hurried
-from lineage.errors import ArtifactError, ConfigError, LostError, PipelineError, StageError, StoppedError
+from lineage.errors import (
+    ArtifactError,
+    ConfigError,
+    LostError,
+    PipelineError,
+    StageError,
+    StoppedError,
+    TakenOverError,
+)
 from lineage.filesystem.disk import explain_full_disk
 from lineage.filesystem.files import append_jsonl
 from lineage.filesystem.remote_files import private_folder
+from lineage.record.environment import hardware
 from lineage.store import COMPILED
 from posttrain import PACKAGES, hold
 from tasks.context import Launcher, Metrics, Resources, TrainContext
@@ -55,10 +66,10 @@ from tasks.judgement.check_rows import POLICY
 from tasks.judgement.disk_need import require_disk
 from tasks.method import Method, Training
 from tasks.model.adapter_files import base_and_adapters
-from tasks.train.loop.heartbeat import HeartbeatFile, Phase
+from tasks.train.loop.heartbeat import HeartbeatFile, Phase, heartbeats
 
 Answer = Metrics | StageError | StoppedError
-Work = Callable[[int, int], Metrics]  # of one worker: its rank, and the number of workers
+Work = Callable[[int, int, str], Metrics]  # of one worker: its rank, the number of workers, and its node
 
 _RAY = ("ray.train.torch", "ray.train.v2._internal.exceptions")  # what `train` and the functions below it import
 FOR_US = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -327,7 +338,7 @@ def stage_main(job: Job, connection: Connection, environment: dict[str, str]) ->
 def answer(job: Job) -> Answer:
     """Runs a job; every way to fail becomes one error that names the stage, the cause and the log."""
     try:
-        if job.method.trains:
+        if job.method.trains or job.resources.on_cluster:
             return finite(train(job, partial(run_worker, job)))
         return finite(run_worker(job))
     except StoppedError as error:
@@ -376,26 +387,26 @@ def _log_to(job: Job) -> None:
     )
 
 
-def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
+def run_worker(job: Job, rank: int = 0, world_size: int = 1, node: str = "") -> Metrics:
     """Runs a job's method as one of ``world_size`` workers.
+
+    Args:
+        node: as in ``Heartbeat``.
 
     Raises:
         ArtifactError: this worker does not see the store.
         PipelineError: the method's own, or the disk is full.
     """
-    if not job.directory.is_dir():
-        raise ArtifactError(
-            f"rank {rank} does not see {job.directory}: the workers of a cluster write to the store themselves; "
-            "give a `store` that every node mounts"
-        )
+    require_store(job, node)
     pin_threads(job.resources.cpus_per_worker)
     keep_compiled(job.cache / COMPILED)
     start = time.perf_counter()
     with explain_full_disk(job.directory), contextlib.ExitStack() as stack:
         heartbeat = None
-        if job.method.trains:
-            minutes = job.resources.hang_minutes
-            heartbeat = HeartbeatFile(job.entry.work, rank, 60 * minutes if minutes else None)
+        if job.method.trains or job.resources.on_cluster:
+            minutes = job.resources.hang_minutes if job.method.trains else None
+            gpu = hardware().get("gpu", "") if job.resources.gpus_per_worker else ""
+            heartbeat = HeartbeatFile(job.entry.work, rank, 60 * minutes if minutes else None, node, gpu)
             stack.callback(heartbeat.end)
         context = context_of(job, rank, world_size, heartbeat)
         context.mark(None, Phase.FETCHING)
@@ -407,6 +418,23 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1) -> Metrics:
         metrics = job.method.run(inputs, context)
     logger.info("stage=%s rank=%s state=done seconds=%.1f", job.stage, rank, time.perf_counter() - start)
     return metrics
+
+
+def require_store(job: Job, node: str) -> None:
+    """Requires that a worker sees the store: a directory of the same name on a disk of its own lacks the stage's lock.
+
+    Raises:
+        ArtifactError: it does not.
+    """
+    with contextlib.suppress(TakenOverError):
+        if job.directory.is_dir():
+            job.require_lease()
+            return
+    where = f"{socket.gethostname()} ({node})" if node else socket.gethostname()
+    raise ArtifactError(
+        f"{where} does not see {job.directory} as the driver does: the workers of a cluster write to the store "
+        "themselves; give a `store` that every node mounts"
+    )
 
 
 def keep_compiled(folder: Path) -> None:
@@ -456,6 +484,9 @@ def pin_threads(count: int) -> None:
 # --- Ray Train around a training
 
 _PEER_SECONDS = 5.0
+_NODE_SECONDS = 3.0  # from the death of a node's first process to that of its raylet
+_NODE_GONE = ": its node is gone"
+_POLL_NODES_SECONDS = 1.0
 # Torch's own limit of a wait for others comes last: `HangWatch` finds who hangs, and a save takes as long as it takes.
 _WAIT_SECONDS = 7 * 24 * 3600
 _LONGEST_PARENT = 38  # of the 107 characters of a socket's path; the rest is /ray/SESSION/sockets/plasma_store
@@ -469,7 +500,7 @@ def train(job: Job, work: Work) -> Metrics:
     if job.resources.on_cluster:
         return _train_on_cluster(job, work)
     # Ray Train's local mode: in this process, without a cluster or actors.
-    trainer = TorchTrainer(lambda: work(0, 1), scaling_config=ScalingConfig(num_workers=0))
+    trainer = TorchTrainer(lambda: work(0, 1, ""), scaling_config=ScalingConfig(num_workers=0))
     return cast(Metrics, trainer.fit().return_value)
 
 
@@ -480,19 +511,24 @@ def _train_on_cluster(job: Job, work: Work) -> Metrics:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     resources, kills = job.resources, memory_kills()
-    gpus = {"GPU": float(resources.gpus_per_worker)} if resources.gpus_per_worker else {}
+    joins = bool(os.environ.get("RAY_ADDRESS"))
+    # Of a wait for the nodes of a cluster, which has ended before unless another stage was faster.
+    os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(60 * resources.wait_minutes)
     try:
         with _own_sigterm():
             _connect(job)
+        nodes = _reserve(job) if joins else []
         trainer = TorchTrainer(
             _worker_loop,
-            train_loop_config={"work": work},
+            train_loop_config={"work": work, "joins": joins},
             torch_config=TorchConfig(timeout_s=_WAIT_SECONDS),
             scaling_config=ScalingConfig(
                 num_workers=resources.num_workers,
                 use_gpu=resources.gpus_per_worker > 0,
-                resources_per_worker={"CPU": float(resources.cpus_per_worker), **gpus},
-                placement_strategy="SPREAD" if resources.num_nodes > 1 else "PACK",
+                accelerator_type=resources.gpu,
+                resources_per_worker=_needs(resources),
+                label_selector=[{"ray.io/node-id": node} for node in nodes] or None,
+                placement_strategy="PACK",
             ),
             # The store is the only place of checkpoints; what Ray keeps of its own is scratch.
             # It retries nothing: the driver does, which knows the newest checkpoint.
@@ -507,6 +543,41 @@ def _train_on_cluster(job: Job, work: Work) -> Metrics:
         raise failure_of(job, error, kills) from error
     finally:
         ray.shutdown()
+
+
+def _needs(resources: Resources, workers: int = 1) -> dict[str, float]:
+    """What workers take of a node, by Ray's names."""
+    needs = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
+    return {name: float(workers * each) for name, each in needs.items() if each}
+
+
+def _reserve(job: Job) -> list[str]:
+    """Waits until ``num_nodes`` nodes have capacity for equal shares of the workers; returns each worker's node id.
+
+    Ray's strategies place workers as they fit, or each on a node of its own. A group with a bundle for each node is
+    placed as asked, and an autoscaler sees it. It is given back at once, and the workers take its place by label.
+
+    Raises:
+        StageError: there are no such nodes within ``wait_minutes``; says what the cluster has.
+        StoppedError: the stage is asked to stop.
+    """
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    resources = job.resources
+    share = resources.num_workers // resources.num_nodes
+    gpu = {f"accelerator_type:{resources.gpu}": 0.001} if resources.gpu else {}
+    group = placement_group([{**_needs(resources, share), **gpu}] * resources.num_nodes, strategy="STRICT_SPREAD")
+    deadline = time.monotonic() + 60 * resources.wait_minutes
+    try:
+        while not group.wait(_POLL_NODES_SECONDS):
+            if job.is_asked_to_stop():
+                raise StoppedError(f"stopped while it waited for {describe_workers(resources)}")
+            if time.monotonic() > deadline:
+                raise no_capacity(job, joined_cluster())
+        placed = placement_group_table(group)["bundles_to_node_id"]
+        return [placed[index] for index in sorted(placed) for _ in range(share)]
+    finally:
+        remove_placement_group(group)
 
 
 @contextlib.contextmanager
@@ -525,12 +596,30 @@ def _own_sigterm() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def _worker_loop(config: dict[str, Work]) -> dict[str, float]:
+class _Config(TypedDict):
+    """The settings of a worker.
+
+    Args:
+        joins: it is on a cluster of others, where a host alone may not name a node.
+    """
+
+    work: Work
+    joins: bool
+
+
+def _worker_loop(config: _Config) -> dict[str, float]:
+    from ray import get_runtime_context
     from ray.train import get_context
+    from ray.train.torch import get_device
+    from ray.util import get_node_ip_address
+    from torch import cuda
 
     context = get_context()
+    if (device := get_device()).type == "cuda":  # a worker sees all GPUs of its node's workers
+        cuda.set_device(device)
+    node = node_label(get_node_ip_address(), get_runtime_context().get_node_id()) if config["joins"] else ""
     try:
-        return dict(config["work"](context.get_world_rank(), context.get_world_size()))
+        return dict(config["work"](context.get_world_rank(), context.get_world_size(), node))
     except Exception as error:
         if lost_its_peer(error):
             time.sleep(_PEER_SECONDS)  # Ray reports the first failure that it sees: that should be the peer's
@@ -610,12 +699,14 @@ def failure_of(job: Job, error: Exception, memory_kills_before: int | None) -> P
         memory_kills_before: on this host, when the workers started.
     """
     from ray.train import ControllerError, WorkerGroupError
-    from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError
+    from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 
     if isinstance(error, WorkerGroupError):
         return _of_workers(job, error.worker_failures, memory_kills_before)
     if not isinstance(error, ControllerError):
         return cluster_lost(job, _text(error))
+    if isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
+        return no_capacity(job, joined_cluster())
     if isinstance(error.controller_failure, WorkerGroupStartupFailedError):
         return LostError(job.stage, f"a worker was lost while it started: {_text(error)}", str(job.entry.log))
     return StageError(job.stage, f"Ray Train: {_text(error)}", str(job.entry.log))
@@ -626,6 +717,8 @@ def _of_workers(job: Job, failures: Mapping[int, Exception], memory_kills_before
     dead = {rank: why for rank in raised if (why := _death(failures[rank])) is not None}
     if dead:
         why = next(iter(dead.values()))
+        if not why and (gone := ranks_of_lost_nodes(job)):
+            return lost(job, gone, "died", _NODE_GONE)
         ranks = [rank for rank in dead if dead[rank] == why]
         return lost(job, ranks, "died", f": {why}" if why else memory_hint(memory_kills_before))
     for rank, error in raised.items():
@@ -634,8 +727,26 @@ def _of_workers(job: Job, failures: Mapping[int, Exception], memory_kills_before
     for error in raised.values():
         if isinstance(error, StoppedError):
             return error
+    if gone := ranks_of_lost_nodes(job):
+        return lost(job, gone, "died", _NODE_GONE)
     rank, error = next(iter(raised.items()))
     return lost(job, [rank], "lost its connection to another worker", f": {one_line(error)}")
+
+
+def ranks_of_lost_nodes(job: Job) -> list[int]:
+    """The ranks whose node has left the cluster: Ray reports their workers, or what others miss, before the node."""
+    import ray
+
+    beats = heartbeats(job.entry.work)
+    if not ray.is_initialized() or len({beat.node for beat in beats.values()}) < 2:
+        return []
+    deadline = time.monotonic() + _NODE_SECONDS
+    while True:
+        alive = {each.node for each in joined_cluster().nodes}
+        gone = sorted(rank for rank, beat in beats.items() if beat.node not in alive)
+        if gone or time.monotonic() > deadline:
+            return gone
+        time.sleep(_POLL_NODES_SECONDS)
 
 
 def _death(error: Exception) -> str | None:

@@ -10,22 +10,32 @@ import contextlib
 import json
 import logging
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from traceback import format_exception
+from typing import cast
 
 from filelock import FileLock, Timeout
 
 from flows.prefect.address import configured_api_url
+from flows.reports.wording import counted
 from flows.stages.process_settings import stage_environment
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.remote_files import private_folder
 from lineage.record.environment import list_gpus
+from tasks.context import Launcher, Resources
 
 _LEASE_SECONDS = 60.0  # the shortest that Prefect accepts
+_GPU_NAME = re.compile(r"\w+\s+((?:[A-Z]+\s+)*[A-Z0-9]*\d[A-Z0-9]*)")  # as Ray reads it
+_PROBE_SECONDS = 2.0
+_ASK_SECONDS = 120.0  # joining a cluster takes seconds
+_ACCELERATOR = "accelerator_type:"  # prefix of a node's resource in Ray
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +58,32 @@ def admitted(cpus: int, gpus: int, waiting: Waiting) -> Iterator[tuple[str, ...]
         yield devices
 
 
-def require_gpus(stage: str, gpus: int) -> None:
+def require_gpus(stage: str, gpus: int, model: str | None = None) -> None:
     """Refuses, before anything starts, a stage that would wait forever.
 
+    Args:
+        model: accelerator type that the GPUs must be of; None: any.
+
     Raises:
-        ConfigError: there are fewer GPUs than asked.
+        ConfigError: there are fewer GPUs than asked, or they are of another type.
     """
+    elsewhere = "or launcher=cluster and RAY_ADDRESS for a cluster that has them"
     if gpus and gpus > len(visible_gpus()):
         raise ConfigError(
             f"stages.{stage}.resources asks for {gpus} GPUs, this machine shows {len(visible_gpus())}; "
-            "use resources=local for a run without, or launcher=cluster and RAY_ADDRESS for a cluster that has them"
+            f"use resources=local for a run without, {elsewhere}"
         )
+    if gpus and model and (other := {accelerator_type(name) for name in list_gpus("name")} - {model}):
+        raise ConfigError(
+            f"stages.{stage}.resources.gpu={model}: this machine has {', '.join(sorted(other))}; set gpu=null for any "
+            f"type, {elsewhere}"
+        )
+
+
+def accelerator_type(name: str) -> str:
+    """The accelerator type that Ray gives to a GPU of this name: H100 to NVIDIA H100 80GB HBM3."""
+    found = _GPU_NAME.match(name)
+    return (found[1] if found else name.removeprefix("NVIDIA").strip()).replace(" ", "-")
 
 
 def count_cpus() -> int:
@@ -181,8 +206,105 @@ def pool_slots(pool: str, slots: int, waiting: Waiting) -> Iterator[None]:
 # --- the Ray cluster at RAY_ADDRESS, asked in a process that leaves it again
 
 
-def ask_cluster(seconds: float) -> tuple[float, float]:
-    """CPUs and GPUs of the cluster.
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A machine of a Ray cluster: all that it has, in use or not.
+
+    Args:
+        node: its address and id, as ``node_label`` has them.
+        gpu_types: accelerator types, as Ray names them.
+    """
+
+    host: str
+    node: str
+    cpus: float = 0.0
+    gpus: float = 0.0
+    gpu_types: tuple[str, ...] = ()
+
+    def capacity(self, resources: Resources) -> int:
+        """How many workers it holds."""
+        if resources.gpu and resources.gpu not in self.gpu_types:
+            return 0
+        gpus = [self.gpus // resources.gpus_per_worker] if resources.gpus_per_worker else []
+        return int(min([self.cpus // resources.cpus_per_worker, *gpus]))
+
+    def __str__(self) -> str:
+        gpus = f", {counted(round(self.gpus), 'GPU')} {', '.join(self.gpu_types)}".rstrip() if self.gpus else ""
+        return f"{self.host} ({self.node}) with {counted(round(self.cpus), 'CPU')}{gpus}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The nodes of a Ray cluster that are alive.
+
+    Args:
+        grows: an autoscaler may add nodes.
+    """
+
+    nodes: tuple[Node, ...]
+    grows: bool = False
+
+    def holds(self, resources: Resources) -> bool:
+        """Whether as many nodes as asked hold their share of the workers, once nothing else uses them."""
+        share = resources.num_workers // resources.num_nodes
+        return sum(node.capacity(resources) >= share for node in self.nodes) >= resources.num_nodes
+
+    def reduced(self, resources: Resources, global_batch_size: int | None) -> Resources | None:
+        """The same with the most workers, not below ``min_workers``, that it holds and that divide the global batch.
+
+        Args:
+            global_batch_size: None: of a stage without steps.
+
+        Returns:
+            None: there are none.
+        """
+        least = resources.min_workers or resources.num_workers
+        fewest = 1 if resources.min_workers else resources.num_nodes
+        for workers in range(resources.num_workers, least - 1, -1):
+            for nodes in range(min(workers, resources.num_nodes), fewest - 1, -1):
+                fewer = replace(resources, num_workers=workers, num_nodes=nodes, launcher=Launcher.CLUSTER)
+                divides = global_batch_size is None or fewer.divides(global_batch_size)
+                if workers % nodes == 0 and divides and self.holds(fewer):
+                    return fewer
+        return None
+
+    def __str__(self) -> str:
+        return f"{counted(len(self.nodes), 'node')}: {'; '.join(map(str, self.nodes))}"
+
+
+def describe_workers(resources: Resources) -> str:
+    """What a stage asks of a cluster: ``4 workers with 1 CPU and 1 H100 each, on 2 nodes``."""
+    gpus = f" and {resources.gpus_per_worker} {resources.gpu or 'GPU'}" if resources.gpus_per_worker else ""
+    each = f"{counted(resources.cpus_per_worker, 'CPU')}{gpus} each"
+    return f"{counted(resources.num_workers, 'worker')} with {each}, on {counted(resources.num_nodes, 'node')}"
+
+
+def require_cluster(stage: str, resources: Resources, global_batch_size: int | None, cluster: Cluster) -> None:
+    """Refuses, before anything starts, a stage for which the cluster has too little also when it is idle.
+
+    Raises:
+        ConfigError: names what is missing, and what the cluster has.
+    """
+    if cluster.grows or cluster.reduced(resources, global_batch_size):
+        return
+    has, setting = f"the cluster has {cluster}", f"stages.{stage}.resources"
+    if resources.gpu and not any(resources.gpu in node.gpu_types for node in cluster.nodes):
+        raise ConfigError(
+            f"{setting}.gpu={resources.gpu}: no node has one; {has}; set gpu to a type that it has, or null"
+        )
+    if resources.num_nodes > len(cluster.nodes):
+        raise ConfigError(
+            f"{setting}.num_nodes={resources.num_nodes}: {has}; call `ray start --address=...` on more machines, or "
+            f"set num_nodes={len(cluster.nodes)}"
+        )
+    raise ConfigError(
+        f"{setting} asks for {describe_workers(resources)}, in equal shares, and they do not fit: {has}; change "
+        "num_workers or num_nodes, which do not change the model, or add nodes"
+    )
+
+
+def ask_cluster(seconds: float = _ASK_SECONDS) -> Cluster:
+    """The nodes of the cluster at RAY_ADDRESS.
 
     Args:
         seconds: to wait for its answer.
@@ -196,26 +318,59 @@ def ask_cluster(seconds: float) -> tuple[float, float]:
         answer = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=seconds, check=True
         ).stdout
-        held = json.loads(answer.splitlines()[-1])
-        return float(held["CPU"]), float(held["GPU"])
+        found = json.loads(answer.splitlines()[-1])
+        nodes = [Node(**{**each, "gpu_types": tuple(each["gpu_types"])}) for each in found["nodes"]]
+        return Cluster(nodes=tuple(nodes), grows=found["grows"])
     except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"no answer within {seconds:g} s") from error
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError) as error:
+        address = os.environ.get("RAY_ADDRESS")
+        raise ConfigError(f"RAY_ADDRESS={address}: no answer within {seconds:g} s; is it reachable?") from error
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError, TypeError) as error:
         output = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
         raise ConfigError([type(error).__name__, *(output or "").strip().splitlines()][-1]) from error
 
 
+def joined_cluster() -> Cluster:
+    """The nodes of the cluster that this process has joined; Ray notices only after many seconds that one is gone."""
+    import ray
+    from ray._private.state import state
+
+    nodes = [
+        each for each in ray.nodes()
+        if each["Alive"] and _accepts(each["NodeManagerAddress"], each["NodeManagerPort"])
+    ]  # fmt: skip
+    return Cluster(nodes=tuple(map(_node, nodes)), grows=bool(state.get_max_resources_from_cluster_config()))
+
+
+def _accepts(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=_PROBE_SECONDS):
+        return True
+    return False
+
+
+def _node(found: Mapping[str, object]) -> Node:
+    """A node of ``ray.nodes()``."""
+    held = cast(Mapping[str, float], found["Resources"])
+    return Node(
+        host=str(found["NodeManagerHostname"]),
+        node=node_label(str(found["NodeManagerAddress"]), str(found["NodeID"])),
+        cpus=held.get("CPU", 0.0), gpus=held.get("GPU", 0.0),
+        gpu_types=tuple(sorted(name.removeprefix(_ACCELERATOR) for name in held if name.startswith(_ACCELERATOR))),
+    )  # fmt: skip
+
+
+def node_label(address: str, node_id: str) -> str:
+    """What names a node: several may share a host, and an address."""
+    return f"{address}, node {node_id[:8]}"
+
+
 def main() -> int:
     """Prints what the cluster has as one JSON object, or on stderr what is wrong."""
-    import ray
-
     try:
         join(log_to_driver=False, configure_logging=False)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    held = ray.cluster_resources()
-    print(json.dumps({"CPU": held.get("CPU", 0.0), "GPU": held.get("GPU", 0.0)}))
+    print(json.dumps(asdict(joined_cluster())))
     return 0
 
 

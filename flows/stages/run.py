@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from flows.planning.plan import Plan, PlannedStage
+from flows.planning.plan import Plan, PlannedStage, used_resources
 from flows.planning.reads import claim
 from flows.planning.staleness import PlannedInput, write_examples
 from flows.progress.recorder import RunRecorder
@@ -244,7 +244,8 @@ def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> Job | None:
         slot: job_input(plan, rows, method.consumes[slot], parents),
         POLICY: job_input(plan, tokenizer, method.consumes[POLICY], parents),
     }
-    return Job(stage=planned.name, method=check, resources=planned.stage.resources, directory=directory, inputs=inputs)
+    resources = used_resources(check, planned.stage.resources)
+    return Job(stage=planned.name, method=check, resources=resources, directory=directory, inputs=inputs)
 
 
 def _tokenizer(plan: Plan, planned: PlannedStage) -> tuple[PlannedInput, str | None]:

@@ -20,7 +20,7 @@ from flows.reports.sweep import sweep_dict, sweep_summary, union_text
 from flows.run import Trials, check_machine, open_run, prepare_run
 from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses
-from flows.stages.resources import ask_cluster, count_cpus, visible_gpus
+from flows.stages.resources import Cluster, count_cpus, visible_gpus
 from flows.stages.run import Run
 from flows.stages.stops import stoppable
 from flows.sweep.files import SweepFiles
@@ -31,7 +31,6 @@ from lineage.record.metrics_file import ReportFile, StageReport
 from lineage.record.tracker import Tracker, TrialEnd
 from lineage.store import Manifest, create_store
 
-_ASK_SECONDS = 120.0  # timeout for a cluster's answer
 _POLL_SECONDS = 0.2  # interval of reading reports for pruning
 _KEPT = (".csv", ".yaml", ".html", ".md")  # of the sweep's folder: artifacts of its run in MLflow
 
@@ -93,8 +92,7 @@ def conduct(
         accepts_failures: failed trials do not fail the sweep if another trial is complete.
     """
     start, plan = time.perf_counter(), sweep.plan
-    check_machine(sweep.stale)
-    num_workers = _num_workers(sweep)
+    num_workers = _num_workers(sweep, check_machine(sweep.stale))
     create_store(plan.pipeline.store)
     prepare_run(plan)
     folder = sweep_folder(plan.pipeline.store, plan.pipeline.name, sweep.sweep, sweep.params, union(sweep.samples))
@@ -112,24 +110,15 @@ def conduct(
     return done
 
 
-def _num_workers(sweep: SweepPlan) -> int:
-    """Number of concurrent trials: ``sweep.parallel``, or as many as CPUs and GPUs allow.
-
-    Raises:
-        ConfigError: there is no cluster at ``RAY_ADDRESS``.
-    """
+def _num_workers(sweep: SweepPlan, cluster: Cluster | None) -> int:
+    """Number of concurrent trials: ``sweep.parallel``, or as many as CPUs and GPUs allow."""
     if sweep.sweep.parallel is not None:
         return sweep.sweep.parallel
     own = [planned for planned in sweep.plan.stages if planned.name in sweep.own]
-    remote = [planned for planned in own if planned.runs_elsewhere]
-    if not remote:
+    remote = [planned for planned in own if planned.runs_elsewhere] if cluster else []
+    if not remote or not cluster:
         return max((_num_fitting(planned, (count_cpus(), len(visible_gpus()))) for planned in own), default=1)
-    try:
-        there = ask_cluster(_ASK_SECONDS)
-    except ConfigError as error:
-        raise ConfigError(
-            f"the cluster does not report its capacity ({error}); or set sweep.parallel, the number of trials at once"
-        ) from error
+    there = sum(node.cpus for node in cluster.nodes), sum(node.gpus for node in cluster.nodes)
     return min(_num_fitting(planned, there) for planned in remote)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tasks.data.tokens.rendering import turn_ends
-from tasks.evaluate.scoring import generating, in_batches, padded
+from tasks.evaluate.scoring import Batches, generating, in_batches, padded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ def greedy_answers(
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    batch_size: int,
+    batch_size: int | Batches,
     num_beams: int = 1,
 ) -> list[Answer]:
     """Greedy answers, in order of the prompts: the most likely next token until a stop token.
@@ -59,7 +59,8 @@ def greedy_answers(
         model, do_sample=False, num_beams=num_beams, max_new_tokens=max_new_tokens,
         eos_token_id=sorted(stops) or None, pad_token_id=pad,
     ):  # fmt: skip
-        return answers_of(model, tokenizer, in_batches(generate, list(map(len, prompts)), batch_size))
+        lengths = [len(prompt) + max_new_tokens for prompt in prompts]
+        return answers_of(model, tokenizer, in_batches(generate, lengths, batch_size))
 
 
 def sampled_tokens(
@@ -67,7 +68,7 @@ def sampled_tokens(
     tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    batch_size: int,
+    batch_size: int | Batches,
     sampling: "Sampling",
     seeds: Sequence[int],
 ) -> list[list[int]]:
@@ -86,7 +87,7 @@ def sampled_tokens(
             max_new_tokens=max_new_tokens, pad_token_id=pad, stop_tokens=stops,
         )  # fmt: skip
 
-    return in_batches(generate, list(map(len, prompts)), batch_size)
+    return in_batches(generate, [len(prompt) + max_new_tokens for prompt in prompts], batch_size)
 
 
 def answers_of(

@@ -30,7 +30,7 @@ from tasks.evaluate.measured import (
 )
 from tasks.evaluate.report import LOST, POLICY_METRICS, write_report
 from tasks.evaluate.row_scores import KL, REWARD, RowScores, write_scores
-from tasks.evaluate.scoring import Scored, logps, rewards
+from tasks.evaluate.scoring import Batches, Scored, logps, rewards
 from tasks.recipe import Input, Inputs, Method
 from tasks.reward_functions import Rewards, check_columns, check_rewards, scorers
 
@@ -84,6 +84,7 @@ class Evaluate(Method):
     produces: ClassVar[Kind] = Kind.REPORT
     metrics: ClassVar[tuple[str, ...] | None] = ("max_length", "asked/prompts_cut")
     uses_gpu: ClassVar[bool] = True
+    cluster_workers: ClassVar[Literal["all", "one", "none"]] = "all"
     chat_slot: ClassVar[str | None] = "reference"
 
     num_rows: Annotated[int, Gt(0)] = 200
@@ -198,9 +199,7 @@ class Evaluate(Method):
         functions = scorers(self.rewards or {}, tokenizer)
         check_columns(functions, columns_of(rows))
         reference, measured, ratios = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
-        scores = policy_scores(rows, measured, reference, self.answer_form)
-        scores += function_scores(rows, measured, functions)
-        by_kind: dict[str, float] = {}
+        of_rewards, by_kind = list[RowScores](), dict[str, float]()
         if "reward_model" in inputs:
             reward_model = inputs["reward_model"]
             read = partial(
@@ -208,7 +207,10 @@ class Evaluate(Method):
                 control_tokens=control_tokens,
             )  # fmt: skip
             of_rewards, by_kind = self._rewards(reward_model, rows, read, measured, reference, ctx)
-            scores += of_rewards
+        if ctx.rank:  # the first worker calls the reward functions and writes the report
+            return {}
+        scores = policy_scores(rows, measured, reference, self.answer_form)
+        scores += function_scores(rows, measured, functions) + of_rewards
         if self.kl_samples:
             names = [prompt.name for prompt in rows.prompts for _ in range(self.kl_samples)]
             ids, weights_of_rows = [f"{name}/{index}" for index, name in enumerate(names)], [1.0] * len(names)
@@ -249,7 +251,7 @@ class Evaluate(Method):
             slots.setdefault(policy.fingerprint, []).append(name)
         slots[reference.fingerprint] = [*slots.pop(reference.fingerprint, []), "reference"]
         known, sampled = dict[str, Measured](), dict[str, tuple[list[Scored], list[float]]]()
-        ratios, step, batch_size = dict[str, list[float]](), 0, ctx.resources.rows_at_once
+        ratios, step, batch_size = dict[str, list[float]](), 0, Batches.of(ctx)
         for fingerprint, names in slots.items():
             model = load_on_device(policies.get(names[0], reference), ctx)
             ctx.loaded(*names)
@@ -269,7 +271,7 @@ class Evaluate(Method):
         return known[reference.fingerprint], in_order, {name: ratios[name] for name in policies if ratios}
 
     def _measure(
-        self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: int
+        self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: Batches
     ) -> Measured:
         return Measured(
             text=logps(model, rows.text, batch_size),
@@ -282,7 +284,7 @@ class Evaluate(Method):
         )
 
     def _sampled(
-        self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: int
+        self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: Batches
     ) -> tuple[list[Scored], list[float]]:
         """``kl_samples`` answers to each prompt, and their log-probabilities."""
         from tasks.train.generation.generating import Sampling
@@ -309,7 +311,7 @@ class Evaluate(Method):
         """
         from tasks.train.models.load import load_on_device
 
-        model, batch_size = load_on_device(reward_model, ctx), ctx.resources.rows_at_once
+        model, batch_size = load_on_device(reward_model, ctx), Batches.of(ctx)
         ctx.loaded("reward_model")
 
         def of_answers(policy: Measured) -> list[float]:

@@ -13,9 +13,41 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from tasks.context import TrainContext
+
 Result = TypeVar("Result")
 
+_AUTO_TOKENS = 2**14  # of a batch including padding, where no number of rows is set
 _MAX_LOGITS = 2**28  # of a batch: 1 GiB in fp32; rows of 2,048 tokens with 150,000 logits each are scored one by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """How rows are divided into batches, and the batches over workers: those of one worker are those of several.
+
+    Args:
+        rows, tokens: of a batch, at most; tokens include padding; None: any number.
+        rank, world_size: of this worker; each computes its own batches, and all get all results.
+    """
+
+    rows: int | None = None
+    tokens: int | None = None
+    rank: int = 0
+    world_size: int = 1
+
+    @staticmethod
+    def of(ctx: "TrainContext") -> "Batches":
+        """Those of a stage: ``micro_batch_size`` rows, or by tokens where it is ``auto``."""
+        rows = ctx.resources.micro_batch_size
+        return Batches(
+            rows=None if rows == "auto" else rows, tokens=_AUTO_TOKENS if rows == "auto" else None,
+            rank=ctx.rank, world_size=ctx.world_size,
+        )  # fmt: skip
+
+    def size(self, longest: int, max_tokens: int | None) -> int:
+        """Rows of the batch of a row and others that are no longer."""
+        limits = [limit // longest for limit in (self.tokens, max_tokens) if limit]
+        return max(1, min([*limits, *([self.rows] if self.rows else [])]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +84,7 @@ class Scored:
         return next((index for index, counts in enumerate(self.mask) if index and counts), len(self.mask) - 1)
 
 
-def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int) -> list[float]:
+def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int | Batches) -> list[float]:
     """Log-probability of each row's masked tokens given all before them, summed, in nats; in order of the rows."""
     import torch
 
@@ -86,7 +118,7 @@ def _batch_logps(model: "PreTrainedModel", rows: Sequence[Scored]) -> list[float
     return [float(total) for total in (logps_BK.double() * mask_BK).sum(1)]
 
 
-def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size: int) -> list[float]:
+def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size: int | Batches) -> list[float]:
     """The reward model's score of each tokenized conversation, in order."""
     import torch
 
@@ -138,23 +170,38 @@ def generating(model: "PreTrainedModel", **settings: object) -> Iterator[None]:
 def in_batches(
     compute: Callable[[Sequence[int]], Sequence[Result]],
     lengths: Sequence[int],
-    batch_size: int,
+    batch_size: int | Batches,
     max_tokens: int | None = None,
 ) -> list[Result]:
     """The result of each row, in order; computed in batches, the longest rows first, so that there is little padding.
 
+    Several workers take the batches in turn, so that each result has the bits that one worker would compute.
+
     Args:
         compute: the results of the rows of these indices.
+        batch_size: rows of a batch at most, computed by this process alone; or how workers divide them.
         max_tokens: of a batch including padding; a longer row is a batch of its own.
     """
+    batches = Batches(rows=batch_size) if isinstance(batch_size, int) else batch_size
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
-    found, start = dict[int, Result](), 0
+    found, start, number = dict[int, Result](), 0, 0
     while start < len(order):
-        size = batch_size if max_tokens is None else min(batch_size, max(1, max_tokens // lengths[order[start]]))
-        batch = order[start : start + size]
-        found.update(zip(batch, compute(batch), strict=True))
-        start += size
+        batch = order[start : start + batches.size(lengths[order[start]], max_tokens)]
+        if number % batches.world_size == batches.rank:
+            found.update(zip(batch, compute(batch), strict=True))
+        start, number = start + len(batch), number + 1
+    found = _of_all_workers(found, batches)
     return [found[index] for index in range(len(lengths))]
+
+
+def _of_all_workers(own: dict[int, Result], batches: Batches) -> dict[int, Result]:
+    if batches.world_size == 1:
+        return own
+    import torch
+
+    parts: list[dict[int, Result]] = [own] * batches.world_size
+    torch.distributed.all_gather_object(parts, own)
+    return {index: result for part in parts for index, result in part.items()}
 
 
 def padded(

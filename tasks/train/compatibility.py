@@ -393,6 +393,26 @@ RULES: tuple[Rule, ...] = (
         also={"resources.num_workers": 2, "resources.launcher": "process"},
     ),
     Rule(
+        id="min-workers",
+        when={
+            "resources.min_workers": lambda case: (case.resources.min_workers or 0) > case.resources.num_workers,
+            "resources.num_workers": shown,
+        },
+        reason="it is the least of num_workers that a training goes on with after a lost node",
+        nearest=lambda case: {"resources.min_workers": case.resources.num_workers},
+        also={"resources.min_workers": 3, "resources.num_workers": 2},
+    ),
+    Rule(
+        id="min-workers-zero", when={"resources.min_workers": SET, "resources.zero_stage": SET},
+        reason="ZeRO's optimizer state is read by as many workers as wrote it, so that fewer cannot resume",
+        nearest={"resources.min_workers": None}, also={**ZERO, "resources.min_workers": 2},
+    ),
+    Rule(
+        id="gpu-type", when={"resources.gpu": SET, "resources.gpus_per_worker": 0},
+        reason="it is the type of a worker's GPU, and there is none",
+        nearest={"resources.gpus_per_worker": 1}, also={"resources.gpu": "H100"},
+    ),
+    Rule(
         id="zero-one-worker", when={"resources.zero_stage": SET, "resources.num_workers": 1},
         reason="ZeRO divides gradients and optimizer state over the workers, and there is one",
         nearest={"resources.zero_stage": 0}, also={"resources.zero_stage": 2},

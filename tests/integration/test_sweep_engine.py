@@ -1,11 +1,13 @@
 """Worker threads and shared stages, without processes and without Prefect."""
 
+import json
 import subprocess
 import threading
 from types import SimpleNamespace
 
 import pytest
 
+from flows.stages.resources import Cluster, Node, ask_cluster
 from flows.stages.run import Run
 from flows.sweep import run as module
 from flows.sweep.files import SweepFiles
@@ -182,20 +184,26 @@ def test_the_machine_or_sweep_parallel_decides_how_many_trials_run_at_once(read,
         ([f"{cpus}=8"], 1),
         (["sweep.parallel=9"], 9),
     ):
-        assert module._num_workers(read(f"{RATE}=0.1,0.2", *words)) == count
+        assert module._num_workers(read(f"{RATE}=0.1,0.2", *words), None) == count
 
 
-def test_a_cluster_is_asked_for_its_capacity_unless_parallel_is_set(read, monkeypatch):
+def test_as_many_trials_run_at_once_as_fit_on_the_cluster(read, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     words = [f"{RATE}=0.1,0.2", "stages.left.resources.launcher=cluster", "stages.left.resources.cpus_per_worker=2"]
-    answer = subprocess.CompletedProcess([], 0, 'noise\n{"CPU": 6.0, "GPU": 0.0}\n', "")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answer)
-    assert module._num_workers(read(*words)) == 3
+    cluster = Cluster(nodes=tuple(Node(host="a", node=str(index), cpus=3.0) for index in range(2)))
+    assert module._num_workers(read(*words), cluster) == 3
+    assert module._num_workers(read(*words, "sweep.parallel=2"), cluster) == 2
+
+
+def test_an_answer_of_a_cluster_is_read_and_its_silence_named(monkeypatch):
+    node = {"host": "a", "node": "10.0.0.1, node 1", "cpus": 6.0, "gpus": 1.0, "gpu_types": ["H100"]}
+    text = f"noise\n{json.dumps({'nodes': [node], 'grows': False})}\n"
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, text, ""))
+    assert ask_cluster() == Cluster(nodes=(Node(**{**node, "gpu_types": ("H100",)}),))
 
     def refuse(*_, **__):
-        raise subprocess.CalledProcessError(1, "ask")
+        raise subprocess.CalledProcessError(1, "ask", stderr="noise\nRAY_ADDRESS=x: cannot be joined")
 
     monkeypatch.setattr(subprocess, "run", refuse)
-    with pytest.raises(ConfigError, match=r"the cluster does not report its capacity .* sweep.parallel"):
-        module._num_workers(read(*words))
-    assert module._num_workers(read(*words, "sweep.parallel=2")) == 2
+    with pytest.raises(ConfigError, match="RAY_ADDRESS=x: cannot be joined"):
+        ask_cluster()

@@ -36,6 +36,8 @@ class Heartbeat:
         time: in seconds since the epoch, by the clock of its host.
         step: optimizer steps that are done; None: training has not begun.
         doing: its phase, under the name that the file has for it.
+        node: address and id of its node, where it is on a cluster that was joined.
+        gpu: the model of its GPU; empty: it has none.
     """
 
     rank: int
@@ -43,6 +45,13 @@ class Heartbeat:
     time: float
     step: int | None
     doing: Phase
+    node: str = ""
+    gpu: str = ""
+
+    @property
+    def where(self) -> str:
+        """Its host and node, for messages."""
+        return f"{self.host} ({self.node})" if self.node else self.host
 
 
 class HeartbeatFile:
@@ -50,10 +59,12 @@ class HeartbeatFile:
 
     Args:
         seconds: without progress, after which it counts as hung; None: never.
+        node, gpu: as in ``Heartbeat``.
     """
 
-    def __init__(self, work_dir: Path, rank: int, seconds: float | None) -> None:
+    def __init__(self, work_dir: Path, rank: int, seconds: float | None, node: str = "", gpu: str = "") -> None:
         self._path, self._rank, self._seconds = work_dir / "alive" / f"rank-{rank}.json", rank, seconds
+        self._node, self._gpu = node, gpu
         self._step: int | None = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = self._path.with_suffix(".stack").open("w")
@@ -61,7 +72,10 @@ class HeartbeatFile:
     def mark(self, step: int | None, phase: Phase) -> None:
         """Sends a heartbeat: one small file, replaced."""
         self._step = step
-        beat = Heartbeat(rank=self._rank, host=socket.gethostname(), time=time.time(), step=step, doing=phase)
+        beat = Heartbeat(
+            rank=self._rank, host=socket.gethostname(), time=time.time(), step=step, doing=phase, node=self._node,
+            gpu=self._gpu,
+        )  # fmt: skip
         atomic_write(self._path, json.dumps(asdict(beat)))
         faulthandler.cancel_dump_traceback_later()
         if self._seconds and phase not in UNWATCHED:

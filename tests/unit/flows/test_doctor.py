@@ -19,6 +19,7 @@ import pytest
 from flows.commands import doctor as command
 from flows.operate import doctor
 from flows.operate.doctor import Finding
+from flows.stages.resources import Cluster, Node
 from lineage.errors import ConfigError
 
 VERSIONS = {"python": "3.11.7", "prefect": "3.9.1", "fastapi": "0.150.0", "mlflow": "3.17.2", "ray": "2.60.0",
@@ -257,11 +258,13 @@ def test_a_service_that_does_not_answer_is_an_error(monkeypatch):
 
 
 def test_a_cluster_is_asked_what_it_holds_however_it_is_named(monkeypatch):
-    monkeypatch.setattr("flows.stages.resources.ask_cluster", lambda seconds: (6.0, 1.0))
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        for address in ("auto", f"127.0.0.1:{there.getsockname()[1]}"):
+    there = Cluster(nodes=(Node(host="a", node="10.0.0.1, node 1", cpus=6.0, gpus=1.0, gpu_types=("H100",)),))
+    monkeypatch.setattr("flows.stages.resources.ask_cluster", lambda seconds: there)
+    has = "1 node: a (10.0.0.1, node 1) with 6 CPUs, 1 GPU H100"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for address in ("auto", f"127.0.0.1:{server.getsockname()[1]}"):
             found = doctor.check_ray(address)
-            assert (found.level, found.found) == ("ok", f"RAY_ADDRESS={address} answers: 6 CPUs, 1 GPU")
+            assert (found.level, found.found) == ("ok", f"RAY_ADDRESS={address} answers: {has}")
 
 
 @pytest.mark.parametrize(

@@ -213,6 +213,7 @@ OTHER_RESOURCES = {
     "empty_cache_steps": 3, "dataloader_workers": 2, "prefetch_factor": 4,
     "vllm_gpu_memory_utilization": 0.5, "vllm_enforce_eager": True, "check_memory": False, "hang_minutes": 4.0,
     "save_async": False,
+    "min_workers": 1, "gpu": "H100", "wait_minutes": 5.0,
 }  # fmt: skip
 
 

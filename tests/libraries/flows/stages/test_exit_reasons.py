@@ -9,12 +9,17 @@ import pytest
 import ray
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 from ray.train import ControllerError, WorkerGroupError
-from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
 
 from flows.stages import launch
 from flows.stages.exit_reasons import asked, death, failed, left, memory_kills
 from flows.stages.job import Job
 from flows.stages.launch import failure_of
+from flows.stages.resources import Cluster, Node
 from lineage.errors import DataError, LostError, StageError, StoppedError
 from lineage.store import Entry
 from tasks.context import Resources
@@ -63,6 +68,34 @@ def test_a_worker_that_died_is_the_cause_and_is_lost(cluster_job, failures, caus
     found = failure_of(cluster_job, WorkerGroupError("x", failures), None)
     assert isinstance(found, LostError)
     assert found.cause == cause
+
+
+@pytest.mark.parametrize("failures", [{0: GONE}, {0: GONE, 1: dead()}])
+def test_a_node_that_is_gone_is_the_cause_of_a_lost_connection(cluster_job, monkeypatch, failures):
+    for rank in (0, 1, 2):
+        beat = HeartbeatFile(cluster_job.entry.work, rank, None, node=f"10.0.0.{rank and 2}, node {rank and 2}")
+        beat.mark(7 + rank, Phase.STEPPING)
+    there = Node(host=HERE, node="10.0.0.0, node 0", cpus=2.0)
+    polls = iter([Cluster(nodes=(there, Node(host=HERE, node="10.0.0.2, node 2"))), Cluster(nodes=(there,))])
+    monkeypatch.setattr(launch, "joined_cluster", lambda: next(polls))
+    monkeypatch.setattr(launch, "_POLL_NODES_SECONDS", 0.0)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    found = failure_of(cluster_job, WorkerGroupError("x", failures), None)
+    assert isinstance(found, LostError)
+    assert found.cause == f"ranks 1, 2 on {HERE} (10.0.0.2, node 2) died at step 8: its node is gone"
+
+
+def test_a_wait_for_nodes_ends_with_what_is_missing_and_what_is_kept(cluster_job, monkeypatch):
+    save(cluster_job.entry, 4)
+    there = Cluster(nodes=(Node(host="a", node="10.0.0.1, node 1", cpus=2.0),))
+    monkeypatch.setattr(launch, "joined_cluster", lambda: there)
+    found = failure_of(cluster_job, ControllerError(WorkerGroupStartupTimeoutError(2)), None)
+    assert type(found) is StageError
+    assert found.cause == (
+        "it waited 30 minutes (resources.wait_minutes) for 2 workers with 2 CPUs each, on 1 node, and the cluster has "
+        "1 node: a (10.0.0.1, node 1) with 2 CPUs, with what others use; its checkpoint of step 4 is kept: add nodes "
+        "and run again, ask for fewer workers, or set resources.min_workers to resume with fewer after a lost node"
+    )
 
 
 def test_an_error_of_the_method_comes_before_what_followed_from_it_and_is_no_loss(cluster_job):

@@ -1,12 +1,14 @@
 """Scores of a batch are those of each row by itself, computed the long way."""
 
+import contextlib
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tasks.evaluate import scoring
 from tasks.evaluate.answers import greedy_answers
-from tasks.evaluate.scoring import Scored, logps, rewards
+from tasks.evaluate.scoring import Batches, Scored, in_batches, logps, rewards
 from tests.tiny import sentence, write_policy
 from tests.tiny_models import ARCHITECTURES, tiny_config
 
@@ -50,6 +52,27 @@ def test_log_probabilities_are_those_of_each_row_alone(model, rows, batch_size):
         assert row.num_tokens == len(places)
     assert logps(model, scored, batch_size) == pytest.approx(by_hand, abs=1e-4)
     assert by_hand[-1] == 0.0  # the first token has nothing before it
+
+
+@pytest.mark.parametrize("fields", [{"rows": 2}, {"tokens": 20}])
+def test_several_workers_compute_the_batches_of_one_in_turn(fields, monkeypatch):
+    lengths, seen, parts = [9, 3, 17, 5, 12, 30, 2], [], []
+    alone = in_batches(lambda batch: [(index, batch) for index in batch], lengths, Batches(**fields))
+
+    def gather(found, own):
+        parts.append(own)
+        found[:] = parts + found[len(parts) :]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    for rank in range(3):
+        batches = Batches(rank=rank, world_size=3, **fields)
+        with contextlib.suppress(KeyError):  # until the last one has given its part
+            together = in_batches(lambda batch: seen.append(batch) or [(i, batch) for i in batch], lengths, batches)
+    assert together == alone
+    assert sorted(seen, key=str) == sorted({tuple(batch): batch for _, batch in alone}.values(), key=str)
+    assert all(len(part) for part in parts) and sum(map(len, parts)) == len(lengths)
+    if "tokens" in fields:
+        assert all(len(batch) * max(lengths[index] for index in batch) <= 20 or len(batch) == 1 for batch in seen)
 
 
 def test_a_batch_holds_no_more_logits_than_fit(model, rows, monkeypatch):

@@ -9,10 +9,12 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.planning.checks import check_row_kinds, column_notes
 from flows.planning.model_checks import check_models
-from flows.planning.plan import make_plan
+from flows.planning.plan import make_plan, used_resources
 from flows.run import check_machine
-from flows.stages.resources import require_gpus
+from flows.stages.resources import Cluster, Node, require_gpus
 from lineage.errors import ConfigError
+from tasks.context import Launcher, Resources
+from tasks.merge import Merge
 
 
 def test_a_store_whose_locks_other_hosts_do_not_see_is_refused(tmp_path, monkeypatch):
@@ -79,6 +81,10 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(monkeypatch)
     require_gpus("dpo", 1)
     with pytest.raises(ConfigError, match="asks for 2 GPUs, this machine shows 1"):
         require_gpus("dpo", 2)
+    monkeypatch.setattr("flows.stages.resources.list_gpus", lambda name: ["NVIDIA A100-SXM4-40GB"])
+    require_gpus("dpo", 1, "A100")
+    with pytest.raises(ConfigError, match=r"stages.dpo.resources.gpu=H100: this machine has A100; set gpu=null"):
+        require_gpus("dpo", 1, "H100")
 
 
 def test_a_cluster_elsewhere_takes_nothing_of_this_machine(monkeypatch):
@@ -86,6 +92,20 @@ def test_a_cluster_elsewhere_takes_nothing_of_this_machine(monkeypatch):
     assert plan.stage("sft").needs == (2, 2)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert plan.stage("sft").needs == (0, 0)
+
+
+def test_models_are_evaluated_by_all_workers_and_merged_by_one_where_a_cluster_is_joined(monkeypatch):
+    plan = make_plan(load_pipeline(["resources=cluster"]))
+    stages = {name: plan.stage(name) for name in ("corpus", "base", "sft", "evaluate")}
+    workers = {name: (each.resources.num_workers, each.resources.on_cluster) for name, each in stages.items()}
+    assert workers == {"corpus": (1, False), "base": (1, False), "sft": (2, True), "evaluate": (2, True)}
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    elsewhere = {name for name, each in stages.items() if each.runs_elsewhere}
+    assert elsewhere == {"base", "sft", "evaluate"}
+    assert used_resources(Merge(), Resources(num_workers=4, num_nodes=2, min_workers=2)) == Resources(
+        num_workers=1, launcher=Launcher.CLUSTER
+    )
+    assert used_resources(Merge(), Resources(launcher=Launcher.FOREGROUND)).launcher == Launcher.FOREGROUND
 
 
 def test_quickstart_rows_that_do_not_exist_are_refused_by_the_plan():
@@ -144,6 +164,13 @@ def test_several_nodes_need_a_cluster_elsewhere(monkeypatch):
     plan = make_plan(load_pipeline(["resources=cluster", "resources.num_nodes=2"]))
     with pytest.raises(ConfigError, match="num_nodes=2: a cluster started here has one node; set RAY_ADDRESS"):
         check_machine(plan.stale)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    one = Node(host="a", node="10.0.0.1, node 1", cpus=8.0)
+    monkeypatch.setattr("flows.run.ask_cluster", lambda: Cluster(nodes=(one,)))
+    with pytest.raises(ConfigError, match=r"cpt.resources.num_nodes=2: the cluster has 1 node: a \(10.0.0.1, node 1\)"):
+        check_machine(plan.stale)
+    monkeypatch.setattr("flows.run.ask_cluster", lambda: Cluster(nodes=(one, one)))
+    assert check_machine(plan.stale) == Cluster(nodes=(one, one))
 
 
 @pytest.mark.parametrize(("model_type", "is_refused"), [("llama", False), ("gemma2", False), ("bloom", True)])

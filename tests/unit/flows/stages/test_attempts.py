@@ -1,6 +1,7 @@
 """How often a stage is tried, and what it goes on from, with runs that end as they are told."""
 
 import json
+import socket
 from dataclasses import replace
 from uuid import uuid4
 
@@ -8,13 +9,15 @@ import psutil
 import pytest
 
 from flows.progress.run_record import RunRecord, StageRecord
-from flows.stages.execute import begin, last_intact, run_attempts, settle_last_run
+from flows.stages.execute import begin, fitting, last_intact, nodes_used, run_attempts, settle_last_run
 from flows.stages.exit_reasons import failed
 from flows.stages.job import Job
+from flows.stages.resources import Cluster, Node
 from lineage.errors import AskedError, LostError, NoMemoryError, ShortError, StageError
 from lineage.filesystem.owner import Owner, host
 from lineage.record.attempts import Attempt, attempts, record_attempt, resumed_at
 from lineage.store import Store
+from tasks.train.loop.heartbeat import HeartbeatFile, Phase
 from tests.command import sleeper_of
 from tests.finished import save
 
@@ -96,6 +99,53 @@ def test_one_without_memory_resumes_with_fewer_rows_and_does_not_fail(toy):
     assert run_attempts(stage.planned, stage.entry, stage.job, None, attempt, run.append) == {"loss": 1.0}
     assert rows == [stage.job.resources.micro_batch_size, 4, 2]
     assert run[0].endswith("it starts again from step 0 with micro_batch_size=4")
+
+
+def test_a_lost_node_leaves_fewer_workers_and_a_new_one_brings_them_back(toy, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    nodes = tuple(Node(host=name, node=f"node {name}", cpus=2.0) for name in "abc")
+    setting = "stages.left.resources"
+    words = {"launcher": "cluster", "num_workers": 4, "num_nodes": 2, "min_workers": 1, "micro_batch_size": 1,
+             "cpus_per_worker": 1, "max_failures": 9}  # fmt: skip
+    planned = toy(*(f"{setting}.{name}={value}" for name, value in words.items())).stage("left")
+    said, seen = [], []
+    for held in (nodes[:2], nodes[:1], nodes, ()):
+        monkeypatch.setattr("flows.stages.execute.ask_cluster", lambda held=held: Cluster(nodes=held))
+        found = fitting(planned, replace(planned.stage.resources, micro_batch_size=2), said.append)
+        seen.append((found.num_workers, found.num_nodes, found.micro_batch_size))
+    assert seen == [(4, 2, 2), (2, 1, 2), (4, 2, 2), (4, 2, 2)]  # where none fit, all are waited for
+    assert said == [
+        "left: runs with 2 of 4 workers, on 1 node, the most that fit and divide global_batch_size=8, which stays "
+        "(accumulation 2): the cluster has 1 node: a (node a) with 2 CPUs"
+    ]
+
+
+@pytest.mark.parametrize("least", ["null", "1"])
+def test_an_attempt_has_the_workers_that_fit_and_they_are_recorded(toy, monkeypatch, least):
+    stage = Stage(toy)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    cluster = Cluster(nodes=(Node(host="a", node="1", cpus=1.0),))
+    monkeypatch.setattr("flows.stages.execute.ask_cluster", lambda: cluster)
+    words = {"launcher": "cluster", "num_workers": 2, "min_workers": least, "micro_batch_size": 1, "cpus_per_worker": 1}
+    stage.planned = toy(*(f"stages.left.resources.{name}={value}" for name, value in words.items())).stage("left")
+    stage.job = replace(stage.job, resources=stage.planned.stage.resources)
+    workers = []
+
+    def attempt(job):
+        workers.append(job.resources.num_workers)
+        for rank in range(job.resources.num_workers):
+            HeartbeatFile(stage.entry.work, rank, None, node="10.0.0.1, node 1").mark(1, Phase.STEPPING)
+        if len(workers) < 2:
+            raise KILLED
+        return {"loss": 1.0}
+
+    begin(stage.planned, stage.entry, None, lambda: None)
+    run_attempts(stage.planned, stage.entry, stage.job, None, attempt, lambda line: None)
+    assert workers == ([2, 2] if least == "null" else [2, 1])
+    assert len({each.kind for each in attempts(stage.entry.path)}) == len(set(workers))
+    assert nodes_used(stage.entry) == [
+        {"host": socket.gethostname(), "node": "10.0.0.1, node 1", "workers": workers[-1], "gpu": ""}
+    ]
 
 
 def test_checkpoints_that_are_all_damaged_are_not_passed_over(toy, caplog):

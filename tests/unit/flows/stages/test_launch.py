@@ -4,6 +4,7 @@ import multiprocessing.context
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from flows.stages.job import Job
 from flows.stages.launch import StageProcesses, context_of, saving_first
 from flows.stages.process_settings import set_environment, stage_environment
 from flows.stages.stops import stoppable
-from lineage.errors import PrunedError, StageError
+from lineage.errors import ArtifactError, PrunedError, StageError
+from lineage.filesystem.lock import Lock, acquire_or
 from tasks.context import Launcher, Resources
 from tasks.method import Method
 from tests.toy_methods import ToyModel, ToyTraining
@@ -147,6 +149,24 @@ def test_what_the_user_has_set_takes_precedence(monkeypatch):
     set_environment()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_a_store_that_a_worker_does_not_see_is_refused_also_where_its_own_has_the_directory(tmp_path):
+    lock = Lock(tmp_path / "shared" / "left" / "f00d")
+    assert acquire_or(lock, lambda: False, lambda: None)
+    with lock.holding():
+        seen = Job(
+            stage="left", method=ToyModel(), inputs={}, resources=HERE, directory=lock.directory, token=lock.token
+        )  # fmt: skip
+        (seen.directory / "output").mkdir()
+        assert launch.run_worker(seen, 2, 4, "10.0.0.2, node 2") == {}
+        own = tmp_path / "own" / "left" / "f00d"
+        for _ in range(2):
+            with pytest.raises(
+                ArtifactError, match=r" \(10.0.0.2, node 2\) does not see .*/own/left/f00d as the driver"
+            ):
+                launch.run_worker(replace(seen, directory=own), 2, 4, "10.0.0.2, node 2")
+            (own / "output").mkdir(parents=True, exist_ok=True)  # of an earlier run on that machine
 
 
 def test_a_request_to_stop_is_seen_where_the_host_remembers_that_there_was_none(tmp_path, monkeypatch):

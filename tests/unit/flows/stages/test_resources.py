@@ -10,10 +10,11 @@ import pytest
 from flows.stages import resources
 from flows.stages.launch import keep_compiled
 from flows.stages.process_settings import stage_environment
-from flows.stages.resources import admitted
+from flows.stages.resources import Cluster, Node, admitted, require_cluster
 from lineage.dvc import DvcProject
-from lineage.errors import StoppedError
+from lineage.errors import ConfigError, StoppedError
 from lineage.filesystem.remote_files import private_folder
+from tasks.context import Launcher, Resources
 
 
 def go_on() -> None:
@@ -144,3 +145,69 @@ def test_a_request_for_more_than_there_is_gets_all(monkeypatch, tmp_path):
     monkeypatch.setattr(resources, "count_cpus", lambda: 2)
     with resources.admitted(64, 0, go_on) as gpus:
         assert gpus == ()
+
+
+ONE = Cluster(nodes=(Node(host="a", node="10.0.0.1, node 1", cpus=4.0, gpus=2.0, gpu_types=("A100",)),))
+TWO = Cluster(nodes=(*ONE.nodes, Node(host="b", node="10.0.0.2, node 2", cpus=2.0)))
+HAS_ONE = "the cluster has 1 node: a (10.0.0.1, node 1) with 4 CPUs, 2 GPUs A100"
+
+
+def on_cluster(**fields) -> Resources:
+    return Resources(**{"cpus_per_worker": 1, "micro_batch_size": 1, "launcher": Launcher.CLUSTER, **fields})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "fields", "refusal"),
+    [
+        (ONE, {"num_workers": 4}, ""),
+        (ONE, {"num_workers": 2, "num_nodes": 2},
+         f"resources.num_nodes=2: {HAS_ONE}; call `ray start --address=...` on more machines, or set num_nodes=1"),
+        (TWO, {"num_workers": 4, "num_nodes": 2}, ""),
+        (TWO, {"num_workers": 6, "num_nodes": 2},
+         "asks for 6 workers with 1 CPU each, on 2 nodes, in equal shares, and they do not fit: the cluster has 2 "
+         "nodes: a (10.0.0.1, node 1) with 4 CPUs, 2 GPUs A100; b (10.0.0.2, node 2) with 2 CPUs"),
+        (TWO, {"num_workers": 6}, "6 workers with 1 CPU each, on 1 node, in equal shares, and they do not fit"),
+        (TWO, {"num_workers": 6, "min_workers": 4}, ""),
+        (ONE, {"num_workers": 4, "num_nodes": 2, "min_workers": 4}, ""),
+        (ONE, {"gpus_per_worker": 1, "gpu": "A100", "num_workers": 2}, ""),
+        (ONE, {"gpus_per_worker": 1, "gpu": "H100"},
+         f"resources.gpu=H100: no node has one; {HAS_ONE}; set gpu to a type that it has, or null"),
+        (ONE, {"gpus_per_worker": 1, "num_workers": 3}, "asks for 3 workers with 1 CPU and 1 GPU each, on 1 node"),
+        (Cluster(nodes=ONE.nodes, grows=True), {"num_workers": 2, "num_nodes": 2}, ""),
+    ],
+)  # fmt: skip
+def test_what_a_cluster_cannot_hold_is_refused_with_what_it_has(cluster, fields, refusal):
+    if not refusal:
+        require_cluster("sft", on_cluster(**fields), 12, cluster)
+        return
+    with pytest.raises(ConfigError) as caught:
+        require_cluster("sft", on_cluster(**fields), 12, cluster)
+    assert str(caught.value).startswith("stages.sft.resources") and refusal in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "batch", "found"),
+    [
+        ({"num_workers": 8, "num_nodes": 2, "min_workers": 2}, 8, (4, 2)),  # two nodes hold two each, one holds four
+        ({"num_workers": 8, "num_nodes": 2, "min_workers": 2}, 9, (3, 1)),  # four do not divide nine
+        ({"num_workers": 8, "num_nodes": 2, "min_workers": 2, "micro_batch_size": 4}, 8, (2, 2)),
+        ({"num_workers": 8, "num_nodes": 2, "min_workers": 4}, 9, None),
+        ({"num_workers": 8, "num_nodes": 2}, 8, None),
+        ({"num_workers": 4, "num_nodes": 2, "min_workers": 1}, 8, (4, 2)),
+    ],
+)
+def test_the_most_workers_that_fit_and_divide_the_batch_go_on(fields, batch, found):
+    reduced = TWO.reduced(on_cluster(**fields), batch)
+    assert (reduced and (reduced.num_workers, reduced.num_nodes)) == found
+    assert (
+        reduced is None or reduced.accumulation_steps(batch) * reduced.num_workers * reduced.micro_batch_size == batch
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [("NVIDIA H100 80GB HBM3", "H100"), ("Tesla V100-SXM2-16GB", "V100"), ("NVIDIA A100-SXM4-40GB", "A100"),
+     ("NVIDIA RTX PRO 6000 Blackwell", "RTX-PRO-6000"), ("NVIDIA GeForce RTX 4090", "GeForce-RTX-4090")],
+)  # fmt: skip
+def test_a_gpu_has_the_type_that_ray_gives_it(name, found):
+    assert resources.accelerator_type(name) == found
