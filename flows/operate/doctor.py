@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from http.client import HTTPException
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
@@ -32,7 +31,7 @@ from packaging.version import InvalidVersion, Version
 from flows.prefect.address import ask_prefect, authorization, is_loopback, prefect_settings, status_of
 from lineage.errors import ConfigError
 from lineage.filesystem.remote_files import request
-from lineage.mlflow.address import is_server, shown, sqlite_file, tracking_uri
+from lineage.mlflow.address import is_server, schema_fault, shown, sqlite_file, tracking_uri
 from lineage.secrets import redacted
 from lineage.store import Store
 
@@ -361,41 +360,20 @@ def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) 
 
 
 def _check_schema(uri: str) -> Finding:
-    """Compares the schema of an MLflow database with that of the installed MLflow.
-
-    When MLflow opens a database that lacks tables, it migrates it, even while others write. It refuses other schemas.
-    """
-    from alembic.migration import MigrationContext
-    from alembic.script import ScriptDirectory
-    from sqlalchemy import create_engine
+    """Compares the schema of an MLflow database with that of the installed MLflow."""
     from sqlalchemy.exc import SQLAlchemyError
 
-    file, package, named = sqlite_file(uri), find_spec("mlflow"), f"the database {shown(uri)}"
-    if package is None or package.origin is None or (file and not file.exists()):  # a check must not create it
+    file, named = sqlite_file(uri), f"the database {shown(uri)}"
+    if file and not file.exists():
         return Finding("mlflow", "ok", "no server is set, and no database is there yet")
-    scripts = ScriptDirectory(str(Path(package.origin).parent / "store" / "db_migrations"))
-    engine = create_engine(uri)
     try:
-        with engine.connect() as connection:
-            found = MigrationContext.configure(connection).get_current_revision()
+        fault = schema_fault(uri)
     except (SQLAlchemyError, ImportError) as error:
         cause = redacted(str(error).partition("\n")[0])
         return Finding("mlflow", "error", f"{named} cannot be read: {cause}", "start it, or correct tracking.uri")
-    finally:
-        engine.dispose()
-    head, installed_version = scripts.get_current_head(), metadata.version("mlflow")
-    if found in (head, None):
-        return Finding("mlflow", "ok", f"{named} has the schema of MLflow {installed_version}")
-    known = any(each.revision == found for each in scripts.walk_revisions())
-    if not known:
-        why = f"{named} has schema {found}, which MLflow {installed_version} does not know: a newer one wrote it"
-        return Finding("mlflow", "error", why, "install the MLflow that wrote it, or set another tracking.uri")
-    return Finding(
-        "mlflow", "error",
-        f"{named} has schema {found}, and MLflow {installed_version} needs {head}: it migrates the database when it "
-        "opens it, or refuses it",
-        f"stop every run and server that writes to it, back it up, then: mlflow db upgrade {shown(uri)}",
-    )  # fmt: skip
+    if fault:
+        return Finding("mlflow", "error", *fault)
+    return Finding("mlflow", "ok", f"{named} has the schema of MLflow {metadata.version('mlflow')}")
 
 
 def _older_server(uri: str, header: str) -> str | None:

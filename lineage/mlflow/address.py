@@ -3,6 +3,8 @@
 import logging
 import os
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -10,7 +12,7 @@ from uuid import uuid4
 
 from filelock import FileLock
 
-from lineage.errors import ConfigError
+from lineage.errors import ArtifactError, ConfigError
 from lineage.filesystem.remote_files import why_unreachable
 from lineage.secrets import redacted
 
@@ -73,8 +75,52 @@ def _setting(configured: str | None) -> str:
     return "tracking.uri" if configured else "MLFLOW_TRACKING_URI"
 
 
+def schema_fault(uri: str) -> tuple[str, str] | None:
+    """Why the installed MLflow must not open a database, and what to do; None: it may, or there is none yet.
+
+    When MLflow opens a database that lacks tables it migrates it, even while others write; it refuses other schemas.
+
+    Raises:
+        SQLAlchemyError, ImportError: the database cannot be read.
+    """
+    from alembic.migration import MigrationContext
+    from alembic.script import ScriptDirectory
+    from sqlalchemy import create_engine, inspect
+
+    file, package, named = sqlite_file(uri), find_spec("mlflow"), f"the database {shown(uri)}"
+    if package is None or package.origin is None or (file and not file.exists()):  # a check must not create it
+        return None
+    scripts = ScriptDirectory(str(Path(package.origin).parent / "store" / "db_migrations"))
+    engine = create_engine(uri, connect_args={"timeout": _LOCKED_SECONDS} if file else {})
+    try:
+        with engine.connect() as connection:
+            found = MigrationContext.configure(connection).get_current_revision()
+            tables = inspect(connection).get_table_names() if found is None else []
+    finally:
+        engine.dispose()
+    head, installed = scripts.get_current_head(), version("mlflow")
+    if found == head or (found is None and not tables):
+        return None
+    another = "set another tracking.uri"
+    if found is None:
+        return f"{named} has tables of another program ({', '.join(sorted(tables)[:3])})", another
+    if all(each.revision != found for each in scripts.walk_revisions()):
+        why = f"{named} has schema {found}, which MLflow {installed} does not know: a newer one wrote it"
+        return f"{why}, or another program", f"install the MLflow that wrote it, or {another}"
+    return (
+        f"{named} has schema {found}, and MLflow {installed} needs {head}: it is not migrated unasked",
+        f"stop every run and server that writes to it, back it up, then: mlflow db upgrade {shown(uri)}",
+    )
+
+
 def connect(uri: str) -> "MlflowClient":
-    """A client whose database exists and is migrated, and that waits while other processes lock it."""
+    """A client whose database exists, and that waits while other processes lock it.
+
+    Raises:
+        ArtifactError: the database has another schema than that of the installed MLflow.
+    """
+    if not is_server(uri) and (fault := schema_fault(uri)):
+        raise ArtifactError("; ".join(fault))
     client_class = _patient_client()
     for name in ("mlflow", "alembic", "urllib3.connectionpool"):  # tracebacks of what is retried; every migration
         logging.getLogger(name).setLevel(logging.CRITICAL)

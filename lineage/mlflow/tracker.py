@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lineage.errors import StoppedError, TakenOverError
+from lineage.errors import PipelineError, StoppedError, TakenOverError
 from lineage.filesystem.owner import Owner
 from lineage.mlflow.address import connect, shown
 from lineage.record.run_file import UNNAMED, RunFile, RunNames
@@ -246,7 +246,8 @@ class MlflowTracker(Tracker):
             write()
         except Exception as error:  # errors of MLflow, its HTTP library and its database have no common base
             cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            self._report(cause if len(cause) <= _CAUSE_LENGTH else f"{cause[:_CAUSE_LENGTH]} ...")
+            short = cause if len(cause) <= _CAUSE_LENGTH else f"{cause[:_CAUSE_LENGTH]} ..."
+            self._report(str(error) if isinstance(error, PipelineError) else short)  # ours says what to do
             return False
         return True
 

@@ -1,6 +1,7 @@
-"""What `doctor` says of an MLflow database."""
+"""What `doctor` says of an MLflow database, and what is not opened."""
 
 import contextlib
+import re
 import sqlite3
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,20 +10,37 @@ import pytest
 from alembic.script import ScriptDirectory
 
 from flows.operate import doctor
+from lineage.errors import ArtifactError
+from lineage.mlflow.address import connect
+from lineage.mlflow.tracker import MlflowTracker
+from lineage.record.tracker import Execution
 
 
 @pytest.mark.parametrize(
     ("revision", "level", "told"),
-    [("e1f2a3b4c5d6", "error", "migrates the database when it opens it, or refuses it; stop every run"),
-     ("0123456789ab", "error", "a newer one wrote it"),
+    [("e1f2a3b4c5d6", "error", "it is not migrated unasked; stop every run and server that writes to it, back it up, "
+                               "then: mlflow db upgrade sqlite:///"),
+     ("0123456789ab", "error", "a newer one wrote it, or another program"),
+     ("", "error", "has tables of another program (mine)"),
      (None, "ok", "has the schema of MLflow")],
 )  # fmt: skip
-def test_a_database_of_another_schema_is_named(tmp_path, revision, level, told):
+def test_a_database_of_another_schema_is_named_and_not_opened(tmp_path, revision, level, told, capsys):
     file = tmp_path / "mlflow.db"
     assert doctor.check_mlflow(f"sqlite:///{file}", "X", {}).level == "ok" and not file.exists()
     scripts = ScriptDirectory(str(Path(find_spec("mlflow").origin).parent / "store" / "db_migrations"))
     with contextlib.closing(sqlite3.connect(file)) as database, database:
-        database.execute("create table alembic_version (version_num varchar(32))")
-        database.execute("insert into alembic_version values (?)", [revision or scripts.get_current_head()])
+        database.execute("create table mine (x)")
+        if revision != "":
+            database.execute("create table alembic_version (version_num varchar(32))")
+            database.execute("insert into alembic_version values (?)", [revision or scripts.get_current_head()])
+    before = file.read_bytes()
     found = doctor.check_mlflow(f"sqlite:///{file}", "X", {})
     assert found.level == level and told in f"{found.found}; {found.remedy}"
+    if level == "ok":
+        return
+    with pytest.raises(ArtifactError, match=re.escape(told)):
+        connect(f"sqlite:///{file}")
+    tracker = MlflowTracker(f"sqlite:///{file}")
+    with tracker.execution(Execution(pipeline="p", store=tmp_path, words=[], reused={})):
+        pass
+    assert told in capsys.readouterr().err and file.read_bytes() == before  # the run goes on and says so
