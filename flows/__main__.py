@@ -20,6 +20,7 @@ from importlib.metadata import version
 
 from flows.commands.arguments import add_json, add_overrides, add_sweep, read_overrides, recorded_cli_args
 from flows.commands.examples import EXAMPLES, no_command, no_option, overview
+from flows.declare.project import with_project
 from flows.reports.wording import PrintableFormatter, printable, printable_text
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.files import local_path
@@ -41,6 +42,7 @@ _OF_INPUT = dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _OWN) | {
 COMMANDS = {
     "plan": "show what would run, what is reused, and why; run nothing",
     "run": "plan, then run what is not finished",
+    "init": "make a project of your own: settings, data looked at, a recipe",
     "rehearse": "run every stage for two steps, in minutes; keep nothing",
     "certify": "kill, resume and reshard a short run of every training; report whether it gives the same model",
     "data": "read rows as a data stage would, and report on them; run nothing",
@@ -68,7 +70,7 @@ COMMANDS = {
     "doctor": "check that this machine is fit to run",
 }
 _COMPLETION = "--print-completion"
-_OWN_ARGUMENTS = ("data", "diagnose", "tune")  # add all their arguments themselves
+_OWN_ARGUMENTS = ("init", "data", "diagnose", "tune")  # add all their arguments themselves
 _WITHOUT_JSON = ("stage", "serve", "serve-model", "status", "logs", "cancel")  # a command's --json prints one object
 _HERE = ("plan", "run", "stage")
 # The module that defines run_NAME(options) and add_NAME(parser), unless it is flows.commands.NAME.
@@ -128,6 +130,8 @@ def _run(arguments: Sequence[str]) -> int:
     if rest:
         options.overrides += rest  # argparse stops collecting overrides at the first option
     if "data" not in arguments[:1]:  # which accepts files called year=2024/rows.jsonl, and checks its keys itself
+        if "overrides" in options:
+            options.overrides = with_project(options.overrides)
         _warn_of_repeated([word for word in arguments if "=" in word and not word.startswith("-")])
     return int(options.command(options))
 

@@ -17,6 +17,7 @@ import yaml
 from flows.commands.arguments import add_overrides, recorded_cli_args, write_rendered
 from flows.declare.config import composed_files, load_pipeline
 from flows.declare.pipeline import Pipeline
+from flows.declare.project import PROJECT, with_project
 from flows.progress.declared import split_cli_args
 from lineage.dvc import FILE, View, read_stages
 from lineage.errors import ConfigError
@@ -46,13 +47,16 @@ def render(cli_args: Sequence[str], folder: Path) -> str:
         ConfigError: the arguments are wrong, or DVC cannot track such a pipeline.
     """
     overrides, config_dir = split_cli_args(cli_args)
+    overrides = with_project(overrides)
     pipeline = load_pipeline(overrides, config_dir)
     if _inside(pipeline.store, folder) is None:
         raise ConfigError(
             f"store={pipeline.store}: is outside {folder}, and DVC tracks only what is inside; move one of them"
         )
     files = composed_files(overrides, config_dir)
-    stages = {name: _stage(pipeline, name, cli_args, files, folder) for name in pipeline.order()}
+    projects = [*(word for word in cli_args if word.endswith((".yaml", ".yml"))), PROJECT]
+    project = next(([{each: None}] for each in projects if (folder / each).is_file()), [])
+    stages = {name: _stage(pipeline, name, cli_args, files, folder, project) for name in pipeline.order()}
     own = {name: stage for name, stage in read_stages(folder).items() if not str(stage.get("cmd")).startswith(_CALL)}
     clash = sorted(own.keys() & stages.keys())
     if clash:
@@ -64,7 +68,9 @@ def render(cli_args: Sequence[str], folder: Path) -> str:
     return head + str(yaml.safe_dump({"stages": {**stages, **own}}, sort_keys=False, width=1000))
 
 
-def _stage(pipeline: Pipeline, name: str, cli_args: Sequence[str], files: Composed, folder: Path) -> Rendered:
+def _stage(
+    pipeline: Pipeline, name: str, cli_args: Sequence[str], files: Composed, folder: Path, project: Sequence[Rendered]
+) -> Rendered:
     if not _STAGE_NAME.fullmatch(name):
         raise ConfigError(f"stages.{name}: DVC takes letters, digits, '-' and '_' in the name of a stage; rename it")
     view = View(pipeline.store, pipeline.name)
@@ -77,7 +83,7 @@ def _stage(pipeline: Pipeline, name: str, cli_args: Sequence[str], files: Compos
     deps = [shown(stage, file) for stage in upstream for file in ("output", MANIFEST)]
     stage: Rendered = {"cmd": _CALL + shlex.join([name, *cli_args])}
     stage["deps"] = [*_source_files(pipeline, name, folder), *deps]
-    stage["params"] = list(_parameters(_identity_keys(pipeline, name), files, folder))
+    stage["params"] = [*project, *_parameters(_identity_keys(pipeline, name), files, folder)]
     stage["outs"] = [shown(name, "output"), shown(name, MANIFEST)]
     stage["metrics"] = [shown(name, METRICS)]
     method = pipeline.stages[name].method
@@ -161,7 +167,7 @@ def main() -> int:
 
     def rendered(options: argparse.Namespace) -> str:
         text = render(recorded_cli_args(options), folder)
-        _ignore_in_git(load_pipeline(options.overrides, options.config_dir).store, folder)
+        _ignore_in_git(load_pipeline(with_project(options.overrides), options.config_dir).store, folder)
         return text
 
     return write_rendered(parser, folder / FILE, rendered)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _ASSUMED_ROWS = 20_000  # if they cannot be counted: a medium size
 _MOST_WORKERS = 9
 _PIPELINE = "the pipeline"
-_MACHINE = "this machine"
+MACHINE = "this machine"
 _BATCH = "method.global_batch_size"
 _SETTINGS = (
     "method.num_epochs", "method.global_batch_size", "resources.micro_batch_size", "method.learning_rate",
@@ -76,7 +76,7 @@ class Recipe:
     values: tuple[Advised, ...]
 
     def overrides(self) -> list[str]:
-        return [f"stages.{self.stage}.{each.field}={_text(each.value)}" for each in self.values]
+        return [f"stages.{self.stage}.{each.field}={text_of(each.value)}" for each in self.values]
 
 
 def add_advise(parser: argparse.ArgumentParser) -> None:
@@ -91,10 +91,10 @@ def add_advise(parser: argparse.ArgumentParser) -> None:
 def run_advise(options: argparse.Namespace) -> int:
     name = next((word for word in options.overrides if "=" not in word), None)
     options.overrides = [word for word in options.overrides if word != name]
-    recipes, plan = _recipes(name, options.overrides, options.config_dir)
+    recipes, plan = advised_recipes(name, options.overrides, options.config_dir)
     savings = _savings(plan, recipes)
     if adapted := [word for each in savings.values() for word in each if ".method." in word]:
-        recipes, plan = _recipes(name, [*options.overrides, *adapted], options.config_dir)
+        recipes, plan = advised_recipes(name, [*options.overrides, *adapted], options.config_dir)
         savings = _savings(plan, recipes)
     recipes = [_saving(each, [*adapted, *savings.get(each.stage, [])]) for each in recipes]
     overrides = [word for each in recipes for word in each.overrides()]
@@ -114,7 +114,7 @@ def run_advise(options: argparse.Namespace) -> int:
     return 0
 
 
-def _recipes(name: str | None, cli_args: list[str], config_dir: Path | None) -> tuple[list[Recipe], "Plan"]:
+def advised_recipes(name: str | None, cli_args: list[str], config_dir: Path | None) -> tuple[list[Recipe], "Plan"]:
     """The recipes of a stage or of all trainings, and the plan that follows them.
 
     Raises:
@@ -155,7 +155,7 @@ def _saving(found: Recipe, cli_args: Sequence[str]) -> Recipe:
         field, _, text = word.removeprefix(f"stages.{found.stage}.").partition("=")
         if not field.startswith("stages."):  # of another stage
             now, value = (values[field].now if field in values else None), int(text) if text.isdecimal() else text
-            values[field] = Advised(field=field, value=value, now=now, reason="to fit into memory", source=_MACHINE)
+            values[field] = Advised(field=field, value=value, now=now, reason="to fit into memory", source=MACHINE)
     return replace(found, values=tuple(sorted(values.values(), key=lambda each: each.field != "method.adapter")))
 
 
@@ -325,7 +325,7 @@ def _machine(planned: "PlannedStage") -> Iterator[Advised]:
         ("resources.num_workers", workers, now.num_workers),
         ("method.precision", "bf16" if gpus else precision, precision),
     ):
-        yield Advised(field=field, value=value, now=before, reason=seen, source=_MACHINE)
+        yield Advised(field=field, value=value, now=before, reason=seen, source=MACHINE)
 
 
 def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str]:
@@ -357,12 +357,12 @@ def _table(found: Recipe) -> str:
 
     table = empty_table("setting", "now", "advised", "reason", "source")
     for each in found.values:
-        now = "-" if each.now is None else _text(each.now)
-        table.add_row(each.field, now, _text(each.value), each.reason, each.source)
+        now = "-" if each.now is None else text_of(each.now)
+        table.add_row(each.field, now, text_of(each.value), each.reason, each.source)
     return f"{found.stage}: {found.rows}\n{plain_text(table)}"
 
 
-def _text(value: Value | None) -> str:
+def text_of(value: Value | None) -> str:
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return "null" if value is None else str(value)

@@ -81,7 +81,7 @@ def run_data(options: argparse.Namespace) -> int:
     found = None if options.against else _finished_data(options.overrides, options.config_dir)
     kept = options.out or (found.output if found else None)
     with TemporaryDirectory(prefix="posttrain-data-") as directory:
-        found = found or _examined(options, Path(directory))
+        found = found or examined(options.overrides, Path(directory), options.against, options.config_dir)
         if options.out:
             keep(found, options.out)
         _print(found, options, kept)
@@ -175,7 +175,9 @@ _OF_SOURCES, _OF_STAGES, _OF_MEASURE = (
 _TYPES = {**_OF_SOURCES, **_OF_STAGES, **_OF_MEASURE}
 
 
-def _examined(options: argparse.Namespace, directory: Path) -> Examined:
+def examined(
+    overrides: Sequence[str], directory: Path, against: Sequence[str] = (), config_dir: Path | None = None
+) -> Examined:
     """Reads sources and overrides, in any order, and examines the rows.
 
     Raises:
@@ -184,7 +186,7 @@ def _examined(options: argparse.Namespace, directory: Path) -> Examined:
     """
     from tasks.data.preparing.convert_rows import detect_source
 
-    paths, tree = _sources_and_settings(options.overrides)
+    paths, tree = _sources_and_settings(overrides)
     if not paths:
         raise ConfigError("no rows are named; give a file, a directory, a URL, a hub id, or quickstart:instructions")
     of_source, of_stage, of_measure = (
@@ -192,8 +194,8 @@ def _examined(options: argparse.Namespace, directory: Path) -> Examined:
         for types in (_OF_SOURCES, _OF_STAGES, _OF_MEASURE)
     )
     measure = typed(_Measure, of_measure, "")
-    sources = [_source(path, of_source, options.config_dir) for path in paths]
-    against = [_source(path, {}, options.config_dir) for path in options.against]
+    sources = [_source(path, of_source, config_dir) for path in paths]
+    others = [_source(path, {}, config_dir) for path in against]
     template = of_stage.get("prompt_template")
     rows = [detect_source(source, str(template) if template else None) for source in sources]
     kind, refusals = _kind_of(rows, measure, is_chat=bool(template or of_stage.get("system_prompt")))
@@ -204,16 +206,16 @@ def _examined(options: argparse.Namespace, directory: Path) -> Examined:
     found = examine(method, rows, directory / "rows", model)
     found.refusals += refusals
     if found.num_trained is None:
-        for what in [*(["labels are not counted"] if model else []), *(f"not compared with {s.path}" for s in against)]:
+        for what in [*(["labels are not counted"] if model else []), *(f"not compared with {s.path}" for s in others)]:
             _say(f"{what}: the rows are refused")
         return found
     if model:
         _say(f"tokenizing as {measure.model} does")
         add_labels(found, model, measure.max_length, measure.chat_template, measure.thinking, measure.control_tokens)
-    for source in against:
+    for source in others:
         _say(f"reading {source.path}")
-    if against:
-        add_overlaps(found, against, directory)
+    if others:
+        add_overlaps(found, others, directory)
     return found
 
 
@@ -312,7 +314,7 @@ def _print(found: Examined, options: argparse.Namespace, kept: Path | None) -> N
         print(json.dumps({**report.to_dict(), **more}, indent=2))
     else:
         others = [row for row in bad_rows if row not in refused]  # stderr has them
-        print("\n\n".join(map(_as_text, sections(report, kept, others, num_bad_rows))))
+        print("\n\n".join(map(as_text, sections(report, kept, others, num_bad_rows))))
     if options.html:
         try:
             shown = sections(report, kept, bad_rows, num_bad_rows)
@@ -321,7 +323,7 @@ def _print(found: Examined, options: argparse.Namespace, kept: Path | None) -> N
             raise _unwritable(options.html) from error
 
 
-def _as_text(section: Section) -> str:
+def as_text(section: Section) -> str:
     title, rows = section
     width = max((len(printable(row[0])) for row in rows if not isinstance(row, str)), default=0)
     lines = [

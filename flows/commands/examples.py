@@ -18,6 +18,10 @@ posttrain plan stages.dpo.method.beta=0.2 --json""",
 posttrain run
 posttrain run pipeline=sft model=owner/name data=chats.jsonl
 posttrain run --multirun stages.dpo.method.beta=0.05,0.1,0.3""",
+    "init": """
+posttrain init mine
+posttrain init mine --model owner/name --data chats.jsonl
+posttrain init mine --from qlora --model owner/name --data chats.jsonl""",
     "rehearse": """
 posttrain rehearse
 posttrain rehearse pipeline=sft model=owner/name data=chats.jsonl

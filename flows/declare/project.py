@@ -1,6 +1,11 @@
-"""Short forms for a user's own project: ``data=`` for the path of its rows."""
+"""A user's own project: a file of settings, ``posttrain.yaml``, and ``data=`` for the path of its rows."""
 
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import yaml
 
 from flows.declare.pipeline import listed
 from lineage.artifact import SOURCE, Kind
@@ -42,3 +47,82 @@ def data_sources(tree: Node) -> list[str]:
 
 def _node(value: object) -> Node:
     return value if isinstance(value, Mapping) else {}
+
+
+PROJECT = "posttrain.yaml"
+_PLAIN = re.compile(r"[\w./@:+%*-]+")  # what needs no quotes in an override
+
+
+def with_project(words: Sequence[str]) -> list[str]:
+    """Overrides, those of a project file first: of ``FILE.yaml`` among them, else of ``posttrain.yaml`` in this folder.
+
+    The latter is left out where the overrides choose another pipeline than it does.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no settings.
+    """
+    files = [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
+    own = [word for word in words if word not in files]
+    keys = {_key(word) for word in own}
+    if not files and Path(PROJECT).is_file():
+        found = project_overrides(Path(PROJECT))
+        chosen = [word for word in own if word.startswith("pipeline=")]
+        if chosen and chosen[-1] not in found:
+            print(f"posttrain: {PROJECT} is left out, since {chosen[-1]} is another pipeline", file=sys.stderr)
+            return own
+    else:
+        found = [word for file in files for word in project_overrides(Path(file))]
+    return [*(word for word in found if _key(word) not in keys), *own]
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
+def project_overrides(file: Path) -> list[str]:
+    """The settings of a project file as overrides, in the order of the file.
+
+    Keys may have dots: ``stages.sft.method.learning_rate: 1e-5`` is what nested mappings say.
+
+    Raises:
+        ConfigError: it cannot be read, or is a file of a group.
+    """
+    try:
+        node = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        what = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise ConfigError(
+            f"{file}: cannot be read as a project ({what}); YAML lines KEY: VALUE are accepted"
+        ) from error
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{file}: holds no settings; YAML lines KEY: VALUE are accepted, such as model: owner/name")
+    if any(key.value == "defaults" for key, _ in node.value):
+        raise ConfigError(
+            f"{file}: has a defaults list, so it is a file of a group; put it into DIR/pipeline/ and give "
+            f"--config-dir DIR pipeline={file.stem}; a project file has none, but pipeline: NAME"
+        )
+    return list(_leaves(node, ""))
+
+
+def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[str]:
+    for key, value in node.value:
+        name = f"{prefix}{key.value}"
+        if isinstance(value, yaml.MappingNode) and value.value:
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield f"{name}={_text(value)}"
+
+
+def _text(node: yaml.Node) -> str:
+    """A value in the grammar of overrides."""
+    if isinstance(node, yaml.MappingNode):
+        return f"{{{', '.join(f'{key.value}: {_text(value)}' for key, value in node.value)}}}"
+    if isinstance(node, yaml.SequenceNode):
+        return f"[{', '.join(map(_text, node.value))}]"
+    if node.tag == "tag:yaml.org,2002:null":
+        return "null"
+    is_text = node.tag == "tag:yaml.org,2002:str"
+    is_clear = node.style is None or yaml.safe_load(node.value) == node.value  # quotes that change nothing
+    if not is_text or (is_clear and _PLAIN.fullmatch(node.value)) or node.value.startswith("${"):
+        return str(node.value)
+    return "'" + str(node.value).replace("\\", r"\\").replace("'", r"\'") + "'"

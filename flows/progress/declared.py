@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flows.declare.config import field_of, load_pipeline
 from flows.declare.pipeline import Pipeline
+from flows.declare.project import with_project
 from flows.planning.plan import Plan, make_plan
 from lineage.dvc import FILE, DvcProject, View
 from lineage.errors import ArtifactError, ConfigError, PipelineError
@@ -111,9 +112,9 @@ def _declaration(plan: Plan, cli_args: Sequence[str], project: DvcProject) -> li
     view = View(plan.pipeline.store, plan.pipeline.name)
     kept = [planned.name for planned in plan.stages if project.keeps(view, planned.name)]
     if kept:
-        return project.overrides(kept[0])
+        return with_project(project.overrides(kept[0]))
     overrides, config_dir = split_cli_args(cli_args)
-    chosen = [word for word in overrides if field_of(word) == "pipeline"]
+    chosen = with_project([word for word in overrides if field_of(word) == "pipeline"])
     return [*(["--config-dir", str(config_dir)] if config_dir else []), *chosen]
 
 

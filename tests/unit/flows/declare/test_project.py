@@ -2,7 +2,9 @@
 
 import pytest
 
+from flows.__main__ import main
 from flows.declare.config import load_pipeline
+from flows.declare.project import with_project
 from lineage.errors import ConfigError
 
 SOURCES = {
@@ -41,3 +43,62 @@ def test_both_read_the_rewards_of_grpo_from_one_place():
     found = load_pipeline(["pipeline=grpo", "model=owner/name", "stages.grpo.method.rewards.answer.function=numeric"])
     assert found.stages["evaluate"].method.rewards == found.stages["grpo"].method.rewards
     assert found.stages["grpo"].method.rewards["answer"].function == "numeric"
+
+
+PROJECT = """
+pipeline: sft
+model: owner/name # chosen here
+data: my chats.jsonl
+tags: [a, "b c"]
+stages:
+  sft:
+    method.learning_rate: 1e-5
+    method: {num_steps: 3, optimizer: {weight_decay: 0.05}}
+    resources: {micro_batch_size: auto}
+sources.instructions.revision: "6e53"
+because: {}
+"""
+
+
+def test_a_project_file_is_read_as_overrides_which_those_of_the_command_line_follow(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.yaml").write_text(PROJECT)
+    found = load_pipeline(with_project(["my.yaml", "stages.sft.method.num_steps=7"]))
+    method = found.stages["sft"].method.recipe()
+    assert (found.name, found.sources["base"].path, found.operation.tags) == (
+        "sft", "owner/name", ("a", "b c"),
+    )  # fmt: skip
+    assert (method["learning_rate"], method["num_steps"]) == (1e-5, 7)
+    assert found.stages["sft"].method.optimizer.weight_decay == 0.05
+    assert found.stages["sft"].resources.micro_batch_size == "auto"
+    rows = found.sources["instructions"]
+    assert (rows.path, rows.revision) == ("my chats.jsonl", "6e53")
+
+
+def test_the_project_of_this_folder_is_read_unless_another_pipeline_is_chosen(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert with_project(["a=1"]) == ["a=1"]
+    (tmp_path / "posttrain.yaml").write_text("pipeline: sft\nmodel: owner/name\n")
+    assert with_project([]) == ["pipeline=sft", "model=owner/name"]
+    assert with_project(["pipeline=sft", "x=1"])[-1] == "x=1"
+    assert with_project(["pipeline=dpo"]) == ["pipeline=dpo"]
+    assert "posttrain.yaml is left out, since pipeline=dpo is another" in capsys.readouterr().err
+    assert main(["plan", "model=tiny"]) == 0
+    assert "pipeline sft" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no.yaml: cannot be read as a project .No such file"),
+        ("- a\n", "holds no settings; YAML lines KEY: VALUE are accepted"),
+        ("a: [", "cannot be read as a project"),
+        ("defaults: [sft]\n", "is a file of a group; put it into DIR/pipeline/ and give --config-dir DIR pipeline=no"),
+    ],
+)
+def test_a_file_that_is_no_project_is_refused(tmp_path, monkeypatch, text, message):
+    monkeypatch.chdir(tmp_path)
+    if text:
+        (tmp_path / "no.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        with_project(["no.yaml"])

@@ -1,0 +1,281 @@
+"""``posttrain init``: a project of a user's own: settings that are likely to change, data looked at, a recipe."""
+
+import argparse
+import contextlib
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from flows.commands.advise import MACHINE, Recipe, advised_recipes, text_of
+from flows.commands.arguments import write_output
+from flows.commands.data import as_text, examined
+from flows.declare.config import Composer
+from flows.declare.pipeline import listed
+from flows.declare.project import PROJECT, data_sources
+from flows.declare.store_root import CONFIG
+from lineage.artifact import Kind
+from lineage.errors import ConfigError, DataError, PipelineError
+from lineage.filesystem.files import local_path
+from lineage.source.sources import local_paths
+from tasks.data.preparing.report import sections
+
+_PIPELINES = sorted(path.stem for path in (CONFIG.parent / "pipeline").glob("*.yaml"))
+_JOBS = {
+    Kind.CONVERSATIONS: "sft", Kind.TEXT: "cpt", Kind.PREFERENCES: "dpo", Kind.UNPAIRED: "kto", Kind.PROMPTS: "grpo",
+}  # fmt: skip
+_CARDS = {
+    "num_workers": "8",
+    "gpus_per_worker": "1",
+    "cpus_per_worker": "4",
+    "launcher": "cluster",
+    "micro_batch_size": "auto",
+}
+# Name -> what it sets, beside the pipelines: pipeline, model, and how it is trained.
+RECIPES: Mapping[str, Mapping[str, str]] = {
+    "qlora": {"pipeline": "sft", "preset": "one-gpu-qlora"},
+    "smollm2-sft": {"pipeline": "sft", "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "preset": "medium"},
+    "llama-8b": {
+        "pipeline": "sft", "model": "meta-llama/Llama-3.1-8B-Instruct", "preset": "large", "precision": "bf16",
+        **{f"resources.{name}": value for name, value in _CARDS.items()}, "resources.zero_stage": "2",
+        "resources.gradient_checkpointing": '"on"',
+    },
+    "llama-70b-lora": {
+        "pipeline": "sft", "model": "meta-llama/Llama-3.1-70B-Instruct", "preset": "one-gpu-qlora", "save": "adapter",
+        **{f"resources.{name}": value for name, value in _CARDS.items()},
+    },
+    "grpo-summaries": {
+        "pipeline": "grpo", "model": "HuggingFaceTB/SmolLM-135M-Instruct", "data": "mlabonne/smoltldr",
+        "adapter": "lora",
+        "stages.grpo.method.rewards.answer": "{function: length, target_tokens: 50}",
+        "stages.grpo.method.max_completion_length": "96", "stages.grpo.method.learning_rate": "2.0e-5",
+        "stages.grpo.method.global_batch_size": "16",
+    },
+}  # fmt: skip
+_IGNORED = "artifacts/\nexports/\nmlflow.db*\nmlruns/\n__pycache__/\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Looked:
+    """A data file of the user's.
+
+    Args:
+        path: as the project names it.
+        kind: None: unknown, as of a hub data set.
+        lines: what was found.
+    """
+
+    path: str
+    kind: Kind | None
+    lines: Sequence[str] = ()
+
+
+def add_init(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("dir", type=local_path, metavar="DIR", help="of the project; it is made if it does not exist")
+    names = ", ".join([*RECIPES, *_PIPELINES])
+    parser.add_argument("--from", dest="start", metavar="NAME", help=f"default: by the data; one of {names}")
+    parser.add_argument("--model", metavar="M", help="a directory, a hub id, or tiny (the default: made from scratch)")
+    parser.add_argument(
+        "--data", nargs="+", default=[], metavar="FILE", help="rows; of a pipeline with several sources also NAME=FILE"
+    )
+
+
+def run_init(options: argparse.Namespace) -> int:
+    folder: Path = options.dir
+    if (folder / PROJECT).exists():
+        raise ConfigError(f"{folder / PROJECT}: is there already; edit it, or give init another folder")
+    if options.start and options.start not in (*RECIPES, *_PIPELINES):
+        raise ConfigError(
+            f"--from {options.start}: no such start; there are: {listed(options.start, [*RECIPES, *_PIPELINES])}"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be made ({error.strerror}); name another folder") from error
+    looked = {name: _look(path, folder) for name, path in _named(options.data)}
+    settings = _settings(options.start, options.model and _from(options.model, folder), looked)
+    with contextlib.chdir(folder):
+        settings |= _data(settings, looked)
+        recipes, why = _recipes(settings)
+        _write(folder.name or "project", settings, looked, recipes, why)
+        tracked = _track()
+    print(f"{folder / PROJECT}: pipeline {settings['pipeline']}, model {settings['model']}{tracked}")
+    print(f"next: cd {shlex.quote(str(folder))} && posttrain plan, then posttrain run")
+    return 0
+
+
+def _named(data: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """``NAME=FILE`` or a file: its position."""
+    for position, word in enumerate(data):
+        name, is_named, path = word.partition("=")
+        yield (name, path) if is_named and name.isidentifier() and not local_paths(word) else (str(position), word)
+
+
+def _from(path: str, folder: Path) -> str:
+    """A path of this machine as the project's folder sees it."""
+    return os.path.relpath(path, folder) if local_paths(path) and not os.path.isabs(path) else path
+
+
+def _look(path: str, folder: Path) -> _Looked:
+    """Reads rows as a data stage would, and prints what is found; rows of the hub are read by the run alone."""
+    if not local_paths(path):
+        if "/" not in path and ":" not in path:
+            raise ConfigError(f"--data {path}: no such file; a file, a folder, a glob, a URL or a hub id is accepted")
+        return _Looked(path=path, kind=None)
+    with TemporaryDirectory(prefix="posttrain-init-") as directory:
+        found = examined([path], Path(directory))
+        rows, total = found.bad_rows()
+        print("\n\n".join(map(as_text, sections(found.report, None, rows, total))))
+        if found.num_trained is None:
+            raise DataError("\n".join(map(str, found.refusals)))
+    counts = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in found.report.counts.items() if value)
+    (source,) = found.report.sources.values()
+    columns = ", ".join(source.mapping)
+    return _Looked(
+        path=_from(path, folder), kind=found.kind,
+        lines=[f"{path}: {source.format} ({columns}), {counts}", *(str(each) for each in found.refusals)],
+    )  # fmt: skip
+
+
+def _settings(start: str | None, model: str | None, looked: Mapping[str, _Looked]) -> dict[str, str]:
+    kinds = {each.kind for each in looked.values() if each.kind}
+    if start is None:
+        is_both = kinds == {Kind.CONVERSATIONS, Kind.PREFERENCES}
+        start = "sft-dpo" if is_both else _JOBS[next(iter(kinds))] if len(kinds) == 1 else "sft"
+    found = dict(RECIPES.get(start, {"pipeline": start}))
+    return {"pipeline": found["pipeline"], "model": model or found.get("model", "tiny"), **{
+        name: value for name, value in found.items() if name not in ("pipeline", "model")
+    }}  # fmt: skip
+
+
+def _data(settings: Mapping[str, str], looked: Mapping[str, _Looked]) -> dict[str, str]:
+    """The keys of the data: by their names, by the kind that a source is prepared as, or the only one.
+
+    Raises:
+        ConfigError: the pipeline reads no such source, or several.
+    """
+    if not looked:
+        return {}
+    tree = Composer([f"pipeline={settings['pipeline']}", "model=unset"]).declared()
+    names = data_sources(tree)
+    if len(names) == len(looked) == 1:
+        return {"data": next(iter(looked.values())).path}
+    places, found = _kinds(tree, names), dict[str, str]()
+    for name, each in looked.items():
+        fitting = [name] if name in names else [place for place, kind in places.items() if kind == each.kind]
+        if len(fitting) != 1 or f"data.{fitting[0]}" in found:
+            raise ConfigError(
+                f"--data {each.path}: pipeline {settings['pipeline']} reads {', '.join(names) or 'no rows'}; "
+                f"say which, as --data {names[0] if names else 'NAME'}={each.path}, or choose another with --from"
+            )
+        found[f"data.{fitting[0]}"] = each.path
+    return found
+
+
+def _kinds(tree: Mapping[str, object], names: Sequence[str]) -> dict[str, str]:
+    """Source -> what the stage that reads it prepares."""
+    targets = {f"Prepare{kind.capitalize()}": kind for kind in _JOBS}
+    stages = tree["stages"]
+    assert isinstance(stages, dict)
+    found = {}
+    for stage in stages.values():
+        kind = targets.get(str(stage["method"]["_target_"]).rpartition(".")[2])
+        for name in names:
+            if kind and f"source:{name}" in stage["inputs"].values():
+                found[name] = kind
+    return found
+
+
+def _recipes(settings: Mapping[str, str]) -> tuple[list[Recipe], str]:
+    """What ``posttrain advise`` says for this data, model and machine; or why it says nothing."""
+    try:
+        return advised_recipes(None, [f"{name}={value}" for name, value in settings.items()], None)[0], ""
+    except PipelineError as error:
+        return [], str(error).partition("\n")[0]
+
+
+def _write(
+    name: str, settings: Mapping[str, str], looked: Mapping[str, _Looked], recipes: Sequence[Recipe], why: str
+) -> None:
+    cards = [key for key in settings if key.startswith("resources.")]  # of other machines than this one
+    lines = [
+        "# Settings of posttrain in this folder; a command line overrides them. posttrain plan shows what would run.",
+        f"pipeline: {settings['pipeline']} # others: posttrain --help",
+        f"model: {settings['model']} # a directory, a hub id, or tiny",
+        *(f"# {line}" for each in looked.values() for text in each.lines for line in text.splitlines()),
+        *(f"{key}: {value}" for key, value in settings.items() if key not in ("pipeline", "model")),
+        *(
+            []
+            if looked or "data" in settings
+            else ["# data: chats.jsonl # default: questions on Python's documentation"]
+        ),
+        *([] if cards else ["# resources: gpu # or cluster; default: the CPUs of this machine"]),
+        *([] if {"adapter", "preset"} & settings.keys() else ["# adapter: lora # or qlora; default: all weights"]),
+    ]
+    if recipes:
+        lines += ["# By posttrain advise, which has it for other data and machines: value # why (source)", "stages:"]
+    for each in recipes:
+        lines.append(f"  {each.stage}: # {each.rows}")
+        for value in each.values:
+            if cards and value.source == MACHINE:
+                continue
+            before = (
+                "" if value.now == value.value else f"default {'none' if value.now is None else text_of(value.now)}; "
+            )
+            why_this = value.reason.partition("; ")[0]
+            lines.append(f"    {value.field}: {text_of(value.value)} # {before}{why_this} ({value.source})")
+    if why:
+        lines.append(f"# posttrain advise gives no recipe yet: {why}")
+    write_output(Path(PROJECT), "\n".join(lines) + "\n")
+    if not Path(".gitignore").exists():
+        write_output(Path(".gitignore"), _IGNORED)
+    if not Path("README.md").exists():
+        write_output(Path("README.md"), _README.format(name=name, pipeline=settings["pipeline"]))
+
+
+_README = f"""# {{name}}
+
+`{PROJECT}` has the settings; its comments say where each value is from.
+
+    posttrain plan                        # what would run, and why
+    posttrain run                         # runs it; the same command resumes
+    posttrain status                      # the last runs
+    posttrain lineage {{pipeline}}/evaluate  # what a result was made from
+    mlflow ui                             # the curves of all runs
+"""
+
+
+def _track() -> str:
+    """Sets DVC up in this folder: its own files, and ``dvc.yaml``; returns what was done, for the message."""
+    from flows.dvc_yaml import render
+    from lineage.dvc import FILE
+
+    if Path(".dvc").exists():
+        return ""
+    in_git = subprocess.run(["git", "rev-parse", "--git-dir"], capture_output=True, check=False).returncode == 0
+    base = [sys.executable, "-P", "-m", "dvc"]
+    calls = [
+        [
+            *base,
+            "init",
+            "--quiet",
+            "--subdir" if in_git and not Path(".git").exists() else "--no-scm" if not in_git else "--force",
+        ],
+        [*base, "config", "cache.type", "reflink,hardlink,symlink,copy"],
+        [*base, "config", "core.analytics", "false"],
+    ]
+    for call in calls:
+        done = subprocess.run(
+            call, capture_output=True, text=True, check=False, env={**os.environ, "DVC_NO_ANALYTICS": "1"}
+        )
+        if done.returncode:
+            return f"; DVC is not set up: {done.stderr.strip().splitlines()[-1:]}"
+    try:
+        write_output(Path(FILE), render([], Path.cwd()))
+    except PipelineError as error:
+        return f"; no {FILE}: {str(error).partition(chr(10))[0]}"
+    return f"; DVC tracks it by {FILE}, MLflow by mlflow.db"

@@ -1,0 +1,118 @@
+"""A project of a user's own: what ``init`` writes plans and runs where it is."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from flows.commands.init import RECIPES
+from tests import tiny
+from tests.command import Command
+from tests.tiny_models import write_model
+
+
+def write_rows(folder, **files):
+    for name, rows in files.items():
+        kept = [{key: value for key, value in row.items() if key != "row_id"} for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+
+
+@pytest.fixture
+def command(tmp_path, prefect_url):
+    (tmp_path / "mine/.dvc").mkdir(parents=True)  # DVC is there already, whose set-up takes seconds
+    write_model(tmp_path / "model", "llama")
+    write_rows(tmp_path, chats=tiny.conversation_rows(60), pairs=tiny.preference_rows(60),
+               problems=[{"prompt": f"Say {n}.", "answer": str(n)} for n in range(60)])  # fmt: skip
+    return Command(tmp_path, environment={"PREFECT_API_URL": prefect_url})
+
+
+def project(command):
+    return yaml.safe_load((command.folder / "mine/posttrain.yaml").read_text())
+
+
+def inside(command):
+    """The command in the project's folder, which tracks nothing."""
+    found = Command(command.folder / "mine", environment=command.environment)
+    return lambda verb, *words: found(verb, *words)
+
+
+def planned(command, *words):
+    done = inside(command)("plan", "--json", *words)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_data_choose_the_pipeline_and_are_looked_at(command):
+    done = command("init", "mine", "--model", "model", "--data", "chats.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert "60 read" in done.stdout and "next: cd " in done.stdout
+    text = (command.folder / "mine/posttrain.yaml").read_text()
+    assert "# chats.jsonl: messages (messages), 60 rows" in text
+    found = project(command)
+    assert (found["pipeline"], found["model"], found["data"]) == ("sft", "../model", "../chats.jsonl")
+    rate = found["stages"]["sft"]["method.learning_rate"]
+    assert f"method.learning_rate: {rate} # default 2e-05; " in text
+    assert [row["stage"] for row in planned(command)["stages"]] == ["instructions", "sft", "evaluate"]
+    ignored = (command.folder / "mine/.gitignore").read_text().splitlines()
+    assert {"artifacts/", "mlflow.db*"} <= set(ignored)
+    assert len((command.folder / "mine/README.md").read_text().splitlines()) <= 10
+
+
+def test_two_kinds_of_rows_become_two_stages_and_names_say_which(command):
+    assert command("init", "mine", "--data", "pairs.jsonl", "chats.jsonl").returncode == 0
+    found = project(command)
+    assert found["pipeline"] == "sft-dpo"
+    assert (found["data.instructions"], found["data.preferences"]) == ("../chats.jsonl", "../pairs.jsonl")
+    refused = command("init", "other", "--from", "rlhf-ppo", "--data", "instructions=chats.jsonl", "problems.jsonl")
+    assert refused.returncode == 0, refused.stderr
+    again = command("init", "mine", "--data", "chats.jsonl")
+    assert again.returncode == 2 and "posttrain.yaml: is there already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--from", "stf"], "--from stf: no such start; there are: qlora"),
+        (["--data", "nothing.jsonl"], "--data nothing.jsonl: no such file"),
+        (["--from", "dpo", "--data", "chats.jsonl", "pairs.jsonl"], "pipeline dpo reads preferences; say which, as"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(command, words, message):
+    done = command("init", "mine", *words)
+    assert done.returncode == 2 and message in done.stderr
+    assert not (command.folder / "mine/posttrain.yaml").exists()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_named_recipe_plans(command, name):
+    rows = "problems.jsonl" if RECIPES[name]["pipeline"] == "grpo" else "chats.jsonl"
+    done = command("init", "mine", "--from", name, "--model", "model", "--data", rows)
+    assert done.returncode == 0, done.stderr
+    stage = RECIPES[name]["pipeline"]
+    assert stage in [row["stage"] for row in planned(command)["stages"]]
+
+
+@pytest.mark.slow
+def test_a_run_in_the_project_is_the_declared_one_for_dvc_and_mlflow(command):
+    (command.folder / "mine/.dvc").rmdir()
+    (command.folder / "mine").rmdir()
+    git = {"GIT_CONFIG_GLOBAL": os.devnull, "DVC_NO_ANALYTICS": "1", "DVC_SITE_CACHE_DIR": str(command.folder / "site")}
+    command.environment |= git
+    done = command("init", "mine", "--model", "model", "--data", "chats.jsonl")
+    assert done.returncode == 0 and "DVC tracks it by dvc.yaml" in done.stdout, done.stdout + done.stderr
+    own = Command(command.folder / "mine", environment=command.environment, tracked=True)
+    with (own.folder / "posttrain.yaml").open("a") as file:
+        file.write("stages.sft.method.num_epochs: null\nstages.sft.method.num_steps: 2\n")
+        file.write("stages.evaluate.method: {num_rows: 4, num_prompts: 2, max_new_tokens: 4}\n")
+    ran = own("run")
+    assert ran.returncode == 0, ran.stderr
+    assert (own.folder / "artifacts/pipelines/sft/sft/output/config.json").exists()
+    assert (own.folder / "mlflow.db").exists()
+    status = subprocess.run(
+        [sys.executable, "-P", "-m", "dvc", "status"], cwd=own.folder, env=own.environment, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert "up to date" in status.stdout, status.stdout + status.stderr + ran.stderr
