@@ -75,7 +75,7 @@ _WITHOUT_JSON = ("stage", "serve", "serve-model", "status", "logs", "cancel")  #
 _HERE = ("plan", "run", "stage")
 # The module that defines run_NAME(options) and add_NAME(parser), unless it is flows.commands.NAME.
 _MODULES = {
-    "certify": "rehearse", "impact": "lineage", "diff": "lineage",
+    "certify": "rehearse", "tune": "rehearse", "impact": "lineage", "diff": "lineage",
     "blame": "lineage", "diagnose": "lineage",
     "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "logs": "status", "cancel": "status",
     "compat": "doctor",

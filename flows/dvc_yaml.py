@@ -55,7 +55,7 @@ def render(cli_args: Sequence[str], folder: Path) -> str:
         )
     files = composed_files(overrides, config_dir)
     projects = [*(word for word in cli_args if word.endswith((".yaml", ".yml"))), PROJECT]
-    project = next(([{each: None}] for each in projects if (folder / each).is_file()), [])
+    project: list[Rendered] = next(([{each: None}] for each in projects if (folder / each).is_file()), [])
     stages = {name: _stage(pipeline, name, cli_args, files, folder, project) for name in pipeline.order()}
     own = {name: stage for name, stage in read_stages(folder).items() if not str(stage.get("cmd")).startswith(_CALL)}
     clash = sorted(own.keys() & stages.keys())

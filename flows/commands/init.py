@@ -176,12 +176,12 @@ def _data(settings: Mapping[str, str], looked: Mapping[str, _Looked]) -> dict[st
     return found
 
 
-def _kinds(tree: Mapping[str, object], names: Sequence[str]) -> dict[str, str]:
+def _kinds(tree: Mapping[str, object], names: Sequence[str]) -> dict[str, Kind]:
     """Source -> what the stage that reads it prepares."""
     targets = {f"Prepare{kind.capitalize()}": kind for kind in _JOBS}
     stages = tree["stages"]
     assert isinstance(stages, dict)
-    found = {}
+    found: dict[str, Kind] = {}
     for stage in stages.values():
         kind = targets.get(str(stage["method"]["_target_"]).rpartition(".")[2])
         for name in names:

@@ -58,7 +58,6 @@ ALONE = {
     "lineage.mlflow.tracker": "MLflow",
     "tasks.train.losses.*_trainer": "torch and TRL: a method's file imports neither",
     "tasks.train.losses.actor_critic": "torch: PPO's file does not import it",
-    "flows.declare.project": "short forms of a user's own project",
     "lineage.diagnosis.method_rules": "rules of single methods; loss_rules.py has those of every training",
     "tasks.data.reading.*": "one family of files each, and the reader that chooses among them",
     "tasks.data.examine": "prepares and compares rows; the command reads its words and prints what was found",

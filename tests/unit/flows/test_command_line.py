@@ -39,7 +39,7 @@ def test_three_examples_of_each_command_are_in_its_help_and_compose(command, cap
         program, *words = shlex.split(line)
         options = parser_of(words).parse_args(words)
         assert (program, words[0]) == ("posttrain", command)
-        overrides = [word for word in options.overrides if "=" in word]
+        overrides = [word for word in getattr(options, "overrides", []) if "=" in word]
         if command != "data" and not getattr(options, "multirun", False):
             load_pipeline(overrides)
 
