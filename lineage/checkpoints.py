@@ -28,7 +28,8 @@ class Checkpoint:
         step: completed optimizer steps; the position in the data is ``step`` global batches.
         time: when it was committed, in seconds since the epoch.
         train_seconds: of all attempts so far.
-        num_workers, zero_stage, micro_batch_size, cpus_per_worker: of the attempt that wrote it; None: unknown.
+        num_workers, zero_stage, micro_batch_size, cpus_per_worker, sharding: of the attempt that wrote it; None:
+            unknown.
         metrics: means of the last steps' reports.
         can_move: whether another number of workers or another sharding can resume from it.
         files: path below the checkpoint -> SHA-256.
@@ -42,6 +43,7 @@ class Checkpoint:
     metrics: Mapping[str, float]
     micro_batch_size: int | None = None
     cpus_per_worker: int | None = None
+    sharding: str | None = None
     can_move: bool = True
     files: Mapping[str, str] = field(default_factory=dict)
 

@@ -17,6 +17,9 @@ Metrics = Mapping[str, float]
 Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "eager"]
 Dtype = Literal["fp32", "bf16"]
 Precision = Literal["fp32", "bf16", "fp16", "fp8", "auto"]  # of a training; auto: see Resources.resolved_precision
+Sharding = Literal[
+    "none", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp", "fsdp_grad", "fsdp_hybrid"
+]
 Report = Callable[[int, Metrics], None]
 _MOST_LOADERS = 4
 AUTO_ROWS = 8  # rows of a forward pass under micro_batch_size=auto, where no tokens are counted
@@ -46,7 +49,13 @@ class Resources:
     gpus_per_worker: Annotated[int, Ge(0), Le(1)] = 0  # more would be DataParallel, with another global batch
     micro_batch_size: Annotated[int, Gt(0)] | Literal["auto"] = 8  # rows per worker in a forward pass; auto: by tokens
     launcher: Launcher = Launcher.AUTO  # auto: process for one worker, cluster (Ray) for more
-    zero_stage: Literal[0, 2] = 0  # 2: gradients and optimizer state are sharded over the workers
+    sharding: Sharding = "none"  # what the workers divide among them: docs/sharding.md
+    zero_stage: Literal[0, 2] = 0  # old name of sharding; 2: zero2
+    offload: bool = False  # fsdp: weights, gradients and optimizer state are in the CPU's memory between their uses
+    wrap: str | Annotated[int, Gt(0)] | None = None  # fsdp: classes or size of what is gathered at once; null: layers
+    reduce_dtype: Dtype = "fp32"  # sharding: dtype of gradients while workers add them up
+    prefetch: Annotated[int, Ge(0)] = 0  # sharding of weights: layers gathered ahead of their use
+    timeout_minutes: Annotated[float, Gt(0)] | None = None  # a worker's longest wait for others; null: hang_minutes
     gpu_pool: str | None = None  # a global concurrency limit of Prefect that counts GPUs over several machines
     save_steps: Annotated[int, Gt(0)] | None = None  # optimizer steps between checkpoints
     save_epochs: Annotated[float, Gt(0)] | None = None  # epochs between checkpoints
@@ -74,6 +83,20 @@ class Resources:
     max_logp_difference: Annotated[float, Gt(0)] | None = 0.02  # nats: see docs/lineage.md; null: measure only
     max_dropped: Annotated[float, Ge(0), Le(1)] = 0.9  # largest share of a training's rows that may be dropped; 1: any
     hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # minutes without a step after which a worker counts as hung
+
+    def __post_init__(self) -> None:
+        if not self.zero_stage:
+            return
+        if self.sharding not in ("none", "zero2"):
+            raise ConfigError(
+                f"zero_stage={self.zero_stage} is the old name of sharding=zero2, and sharding={self.sharding}: one of "
+                "them is accepted; set zero_stage=0"
+            )
+        object.__setattr__(self, "sharding", "zero2")
+
+    def sharded(self, sharding: Sharding, **changed: object) -> "Resources":
+        """The same with another sharding."""
+        return replace(self, sharding=sharding, zero_stage=0, **changed)  # type: ignore[arg-type]
 
     @property
     def on_cluster(self) -> bool:

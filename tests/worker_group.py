@@ -155,10 +155,11 @@ def _noted(batches: list[list[str]], storages: list[int]) -> Iterator[None]:
     from transformers import Trainer, TrainerCallback
 
     from tasks.train.run import fit
+    from tasks.train.sharding import local
 
     class Storages(TrainerCallback):
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            held = [each.grad for each in kwargs["model"].parameters() if each.grad is not None]
+            held = [local(each.grad) for each in kwargs["model"].parameters() if each.grad is not None]
             storages[:] = [each.untyped_storage().data_ptr() for each in held]
 
     def watched(*given: Any) -> Metrics:

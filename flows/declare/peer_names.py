@@ -144,7 +144,7 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_R}.prefetch_factor", "dataloader_prefetch_factor"),
     **_each("resources.cpus_per_worker of the stage that prepares the rows", "dataset_num_proc",
             "preprocessing_num_workers dataset_processes", "num_proc"),
-    **_each(f"{_R}.zero_stage", "deepspeed fsdp fsdp_config"),
+    **_each(f"{_R}.sharding", "deepspeed fsdp fsdp_config"),
     **_each(f"{_R}.empty_cache_steps", "torch_empty_cache_steps"),
     **_each(f"{_R}.num_workers and {_R}.gpus_per_worker", "", "world_size n_gpu",
             "nproc_per_node num_gpus n_gpus_per_node"),

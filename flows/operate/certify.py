@@ -180,8 +180,8 @@ def other_workers(planned: PlannedStage) -> Resources | str:
     """Resources of a resume with another number of workers, or why there are none."""
     method, resources = planned.stage.method, planned.stage.resources
     assert isinstance(method, Training)
-    if resources.zero_stage:
-        return f"zero_stage={resources.zero_stage}: resumes with {resources.num_workers} workers only"
+    if resources.sharding.startswith("zero"):
+        return f"sharding={resources.sharding}: resumes with {resources.num_workers} workers only"
     if method.adapter and method.adapter.dropout:
         return f"adapter.dropout={method.adapter.dropout}: drawn by each worker, so that other workers drop others"
     if method.neftune_alpha:

@@ -18,6 +18,7 @@ from tasks.train.compatibility import RULES, refusals
 from tasks.train.models.quantization import FORMATS
 from tasks.train.optim.optimizers import OPTIMIZERS
 from tasks.train.rule import Case, Fields, Refusal, Rule, assigned
+from tasks.train.sharding import STRATEGIES
 
 Works = Literal["yes", "on a GPU", "no"]
 
@@ -31,7 +32,16 @@ _SHARDING: Mapping[str, Fields] = {
     "none": {"resources.num_workers": 1, "resources.micro_batch_size": 8},
     "accumulation": {"resources.num_workers": 1, "resources.micro_batch_size": 4},
     "2-workers": {"resources.num_workers": 2, "resources.micro_batch_size": 4},
-    "zero2": {"resources.num_workers": 2, "resources.micro_batch_size": 4, "resources.zero_stage": 2},
+    **{
+        name: {
+            "resources.num_workers": 4 if name == "fsdp_hybrid" else 2,
+            "resources.micro_batch_size": 2 if name == "fsdp_hybrid" else 4,
+            "resources.sharding": name,
+            **({"resources.num_nodes": 2} if name == "fsdp_hybrid" else {}),
+        }
+        for name in STRATEGIES
+        if name != "none"
+    },
 }
 
 

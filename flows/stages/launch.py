@@ -521,7 +521,9 @@ def _train_on_cluster(job: Job, work: Work) -> Metrics:
         trainer = TorchTrainer(
             _worker_loop,
             train_loop_config={"work": work, "joins": joins},
-            torch_config=TorchConfig(timeout_s=_WAIT_SECONDS),
+            torch_config=TorchConfig(
+                timeout_s=round(60 * resources.timeout_minutes) if resources.timeout_minutes else _WAIT_SECONDS
+            ),
             scaling_config=ScalingConfig(
                 num_workers=resources.num_workers,
                 use_gpu=resources.gpus_per_worker > 0,

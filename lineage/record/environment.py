@@ -36,10 +36,12 @@ _LIBRARIES = (
 # Resources that can change the order of a sum, and with it the last bits.
 _RESOURCES = (
     "num_nodes", "num_workers", "cpus_per_worker", "gpus_per_worker", "micro_batch_size", "zero_stage",
+    "sharding", "offload", "reduce_dtype",
 )  # fmt: skip
 # Settings that were added later -> the value that earlier trainings had; only other values enter the signature.
 _ADDED_LATER = {
     "weights": "auto", "gradient_checkpointing": "off", "attention": "auto", "compile": False, "liger": False,
+    "sharding": "none", "offload": False, "reduce_dtype": "fp32",
 }  # fmt: skip
 
 

@@ -156,11 +156,15 @@ def generating(model: "PreTrainedModel", **settings: object) -> Iterator[None]:
     import torch
     from transformers import GenerationConfig
 
+    from tasks.train.sharding import is_divided
+
     own, was_training = model.generation_config, model.training
+    # Buffers of gathered layers would be tensors of inference, in which a training cannot gather them.
+    without_gradients = torch.no_grad() if is_divided(model) else torch.inference_mode()
     model.generation_config = GenerationConfig(**settings)
     model.eval()
     try:
-        with torch.inference_mode(), without_router_loss(model):
+        with without_gradients, without_router_loss(model):
             yield
     finally:
         model.generation_config = own

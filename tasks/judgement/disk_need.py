@@ -127,7 +127,7 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
     kept = resources.keep_last + keep_best + bool(method.best)
     return DiskNeed(
         checkpoint=saved * _WEIGHT_BYTES
-        + trained * (method.optimizer.state_bytes + (_ZERO_BYTES if resources.zero_stage else 0)),
+        + trained * (method.optimizer.state_bytes + (_ZERO_BYTES if resources.sharding.startswith("zero") else 0)),
         fewest=max(min(resources.keep_last + 1, by_steps), by_clock),
         most=min(kept + 1, saves),
         kept=min(kept, saves),

@@ -214,7 +214,7 @@ def memory(
     """
     weights, precision = trained_weights(method, shapes), method.precision
     dtype = 2 if resources.frozen_dtype(precision) == "bf16" else _FLOAT
-    divided = resources.num_workers if resources.zero_stage >= 2 else 1
+    divided = resources.num_workers if resources.sharding != "none" else 1
     copies = 2 if VALUE_MODEL in method.models.values() else 1  # policy and value model are trained
     linear = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name)
     rest = weights.base - linear
@@ -360,7 +360,7 @@ def _gradient_copies(method: TrainingRecipe, resources: Resources) -> int:
 
     Gradients are views of the buckets. Those of micro batches before a step's last are not exchanged, and lie beside.
     """
-    if resources.num_workers == 1 or resources.zero_stage or method.has_own_loop:
+    if resources.num_workers == 1 or resources.sharding != "none" or method.has_own_loop:
         return 1
     return 2 if resources.accumulation_steps(method.global_batch_size) > 1 else 1
 

@@ -21,7 +21,25 @@ from tasks.train.losses.dpo_losses import LOSSES
 from tasks.train.model_rules import MODEL_RULES
 from tasks.train.optim.optimizers import OPTIMIZERS
 from tasks.train.optim.schedules import PLATEAU, SCHEDULES
-from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Refusal, Rule, own_loop, shown
+from tasks.train.rule import (
+    FSDP,
+    GPU,
+    HAVE_B,
+    SET,
+    ZERO,
+    Case,
+    Fields,
+    Refusal,
+    Rule,
+    by_deepspeed,
+    by_fsdp,
+    divides_weights,
+    own_loop,
+    sharded,
+    shown,
+    unsharded,
+)
+from tasks.train.sharding import divided_over
 
 _NONE: Fields = {}
 _PRODIGY_RATE = 0.1
@@ -121,6 +139,20 @@ def _too_much_decay(case: Case) -> bool:
     return num_steps is not None and case.method.schedule.is_longer_than(num_steps)
 
 
+def _divides_unevenly(case: Case) -> bool:
+    num_minibatches, rows = case.get("method.num_minibatches"), case.method.global_batch_size
+    if not isinstance(num_minibatches, int) or rows % num_minibatches:
+        return False
+    return (rows // num_minibatches) % case.resources.num_workers > 0
+
+
+def _offloaded(case: Case) -> Fields:
+    """DeepSpeed's own name of it; none where no worker divides anything."""
+    found = case.resources.sharding
+    wanted = f"{found}_offload" if found in ("zero2", "zero3") else None
+    return {"resources.offload": False, **({"resources.sharding": wanted, "resources.zero_stage": 0} if wanted else {})}
+
+
 def _splits_pairs(case: Case) -> object:
     if not isinstance(case.method, Generating) or not case.method.whole_groups:
         return False
@@ -158,10 +190,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="step-losses-zero",
-        when={"method.loss_type": _compares_in_steps, "method.losses": shown, "resources.zero_stage": SET},
+        when={"method.loss_type": _compares_in_steps, "method.losses": shown, "resources.sharding": by_deepspeed},
         reason="a loss that compares the pairs of a step reads them before the step, which was not tried under "
         "DeepSpeed's engine",
-        nearest={"resources.zero_stage": 0},
+        nearest=unsharded,
         also={"method.loss_type": "kto_pair", "method.sft_weight": None, **ZERO}, stage="dpo",
     ),
     Rule(
@@ -175,9 +207,9 @@ RULES: tuple[Rule, ...] = (
         also={**_MOVING, "method.precision": "bf16", "resources.weights": "bf16"}, stage="dpo",
     ),
     Rule(
-        id="moving-reference-zero", when={"method.reference_sync.every_steps": SET, "resources.zero_stage": SET},
-        reason="DeepSpeed's engine holds the reference, which was not tried to follow the policy under it",
-        nearest={"resources.zero_stage": 0}, also={**_MOVING, **ZERO}, stage="dpo",
+        id="moving-reference-zero", when={"method.reference_sync.every_steps": SET, "resources.sharding": sharded},
+        reason="the reference is divided or in DeepSpeed's engine, and was not tried to follow the policy there",
+        nearest=unsharded, also={**_MOVING, **ZERO}, stage="dpo",
     ),
     # Rows.
     Rule(
@@ -239,8 +271,8 @@ RULES: tuple[Rule, ...] = (
         nearest={"method.precision": "bf16"}, also={"method.optimizer.weights": "bf16"},
     ),
     Rule(
-        id="bf16-weights-zero", when={"method.optimizer.weights": SET, "resources.zero_stage": SET},
-        reason="DeepSpeed lays out weights and optimizer state itself",
+        id="bf16-weights-zero", when={"method.optimizer.weights": SET, "resources.sharding": sharded},
+        reason="DeepSpeed and FSDP2 lay out weights and optimizer state themselves, in one dtype",
         nearest={"method.optimizer.weights": None},
         also={"method.precision": "bf16", "method.optimizer.weights": "bf16", **ZERO},
     ),
@@ -315,9 +347,9 @@ RULES: tuple[Rule, ...] = (
         also={"method.schedule.name": "warmup_stable_decay", "method.schedule.decay": 3},
     ),
     Rule(
-        id="adaptive-zero", when={"method.schedule.adaptive.smoothing": SET, "resources.zero_stage": SET},
-        reason="with ZeRO, DeepSpeed's engine holds the learning rate and the optimizer's state that it would change",
-        nearest={"resources.zero_stage": 0}, also={"method.schedule.adaptive.smoothing": 0.9, **ZERO},
+        id="adaptive-zero", when={"method.schedule.adaptive.smoothing": SET, "resources.sharding": by_deepspeed},
+        reason="DeepSpeed's engine holds the learning rate and the optimizer's state that it would change",
+        nearest=unsharded, also={"method.schedule.adaptive.smoothing": 0.9, **ZERO},
     ),
     Rule(
         id="adaptive-moving-target",
@@ -403,7 +435,7 @@ RULES: tuple[Rule, ...] = (
         also={"resources.min_workers": 3, "resources.num_workers": 2},
     ),
     Rule(
-        id="min-workers-zero", when={"resources.min_workers": SET, "resources.zero_stage": SET},
+        id="min-workers-zero", when={"resources.min_workers": SET, "resources.sharding": by_deepspeed},
         reason="ZeRO's optimizer state is read by as many workers as wrote it, so that fewer cannot resume",
         nearest={"resources.min_workers": None}, also={**ZERO, "resources.min_workers": 2},
     ),
@@ -413,23 +445,118 @@ RULES: tuple[Rule, ...] = (
         nearest={"resources.gpus_per_worker": 1}, also={"resources.gpu": "H100"},
     ),
     Rule(
-        id="zero-one-worker", when={"resources.zero_stage": SET, "resources.num_workers": 1},
-        reason="ZeRO divides gradients and optimizer state over the workers, and there is one",
-        nearest={"resources.zero_stage": 0}, also={"resources.zero_stage": 2},
+        id="sharding-one-worker", when={"resources.sharding": sharded, "resources.num_workers": 1},
+        reason="it divides the training over the workers, and there is one",
+        nearest=unsharded, also={"resources.sharding": "zero2"},
     ),
     Rule(
-        id="zero-own-loop", when={"resources.zero_stage": SET, "method": own_loop},
+        id="zero-own-loop", when={"resources.sharding": by_deepspeed, "method": own_loop},
         reason="ZeRO needs transformers' trainer, and this method has a loop of its own",
-        nearest={"resources.zero_stage": 0}, also=ZERO, stage="own_loop",
+        nearest={"resources.sharding": "fsdp", "resources.zero_stage": 0}, also=ZERO, stage="own_loop",
     ),
     Rule(
-        id="zero-optimizer",
+        id="sharding-optimizer",
         when={
-            "resources.zero_stage": SET,
+            "resources.sharding": sharded,
             "method.optimizer.name": tuple(name for name, row in OPTIMIZERS.items() if not row.optim),
         },
-        reason="ZeRO divides the state of AdamW, over weights laid out as vectors",
+        reason="the state of AdamW alone was tried in parts: others read whole matrices, or lay out their state",
         nearest={"method.optimizer.name": "adamw_torch_fused"}, also=ZERO,
+    ),
+    Rule(
+        id="hybrid-nodes",
+        when={
+            "resources.sharding": "fsdp_hybrid",
+            "resources.num_nodes": lambda case: divided_over(case.resources) in (1, case.resources.num_workers),
+            "resources.num_workers": shown,
+        },
+        reason="it divides over the workers of a machine and repeats across machines, and there is one machine, or one "
+        "worker on each",
+        nearest={"resources.sharding": "fsdp"}, also={**ZERO, "resources.sharding": "fsdp_hybrid"},
+    ),
+    *(
+        Rule(
+            id=f"{name.replace('_', '-')}-sharding",
+            when={f"resources.{name}": SET, "resources.sharding": lambda case, reads=reads: not reads(case)},
+            reason=reason, nearest=nearest, also={f"resources.{name}": value},
+        )
+        for name, value, reads, reason, nearest in (
+            ("offload", True, by_fsdp, "it is of FSDP2; DeepSpeed's is sharding=zero2_offload", _offloaded),
+            ("wrap", 1_000_000, by_fsdp, "it says what FSDP2 gathers at once", {"resources.wrap": None}),
+            ("prefetch", 2, divides_weights, "no weights are divided that could be gathered ahead",
+             {"resources.prefetch": 0}),
+        )
+    ),
+    Rule(
+        id="reduce-dtype-sharding", when={"resources.reduce_dtype": "bf16", "resources.sharding": "none"},
+        reason="it is of DeepSpeed and FSDP2: plain data parallelism adds gradients in their own dtype",
+        nearest={"resources.reduce_dtype": "fp32"},
+    ),
+    Rule(
+        id="sharding-precompute", when={**_PRECOMPUTE, "resources.sharding": divides_weights},
+        reason="one worker would compute the reference for the cache, and none has a whole one",
+        nearest={"resources.precompute_reference": False}, also=FSDP, stage="dpo",
+    ),
+    Rule(
+        id="sharding-minibatches",
+        when={
+            "method.num_minibatches": _divides_unevenly, "resources.sharding": divides_weights,
+            "resources.num_workers": shown,
+        },
+        reason="workers would take unequal numbers of forward passes, in which they gather each other's weights",
+        nearest={"method.num_minibatches": 1},
+        also={"method.num_minibatches": 8, "method.global_batch_size": 24, **FSDP, "resources.micro_batch_size": 1},
+        stage="ppo",
+    ),
+    Rule(
+        id="sharding-adapter",
+        when={
+            "method.adapter.type": lambda case: case.get("method.adapter.type") not in (None, "lora"),
+            "resources.sharding": divides_weights,
+        },
+        reason="this adapter reads or lays out the weights below it, which are divided; LoRA was tried",
+        nearest={"method.adapter.type": "lora"}, also={"method.adapter.type": "vera", **FSDP},
+    ),
+    Rule(
+        id="sharding-adapter-init",
+        when={
+            "method.adapter.init": lambda case: case.get("method.adapter.init") not in (None, "gaussian"),
+            "resources.sharding": divides_weights,
+        },
+        reason="this initialization reads whole weights or the base's answers, and no worker has them",
+        nearest={"method.adapter.init": None},
+        also={"method.adapter.type": "lora", "method.adapter.init": "pissa", **FSDP},
+    ),
+    *(
+        Rule(
+            id=f"sharding-{name.replace('_', '-')}",
+            when={f"method.adapter.{name}": SET, "resources.sharding": divides_weights},
+            reason="PEFT copies the module for it, and a copy of divided weights is not gathered",
+            nearest={f"method.adapter.{name}": None},
+            also={"method.adapter.type": "lora", f"method.adapter.{name}": value, **FSDP},
+        )
+        for name, value in (("modules_to_save", "embed_tokens"), ("trainable_token_indices", (1,)))
+    ),
+    Rule(
+        id="sharding-stack",
+        when={"method.adapter_in": "stack", "resources.sharding": divides_weights},
+        reason="a reference below stacked adapters was not tried in parts",
+        nearest={"method.adapter_in": None}, also={"method.adapter.type": "lora", **FSDP},
+    ),
+    Rule(
+        id="sharding-quantization", when={"method.quantization.format": SET, "resources.sharding": divides_weights},
+        reason="a base in few bits has blocks and scales that FSDP2 and ZeRO-3 would cut apart",
+        nearest={"method.quantization": None},
+        also={"method.adapter.type": "lora", "method.quantization.format": "nf4", **FSDP},
+    ),
+    Rule(
+        id="sharding-quantized-model", when={"config.quantization_config": SET, "resources.sharding": divides_weights},
+        reason="a base in few bits has blocks and scales that FSDP2 and ZeRO-3 would cut apart",
+        nearest=unsharded,
+        also={
+            "method.adapter.type": "lora", **FSDP,
+            "config.quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        },
     ),
     Rule(
         id="keep-best-unmeasured",
@@ -450,11 +577,16 @@ RULES: tuple[Rule, ...] = (
         id="vllm",
         when={
             "method.vllm": SET,
-            "resources.gpus_per_worker": lambda case: not case.on_gpu or find_spec("vllm") is None,
+            "resources.gpus_per_worker": lambda case: (
+                not case.on_gpu or find_spec("vllm") is None or divides_weights(case)
+            ),
+            "resources.sharding": shown,
         },
-        reason="vLLM generates on a GPU, and must be installed",
+        reason="vLLM generates on a GPU, must be installed, and is sent whole weights",
         detail=lambda case: (
-            "vLLM is not installed here (pip install vllm)"
+            "vLLM is sent whole weights, and no worker has them"
+            if divides_weights(case)
+            else "vLLM is not installed here (pip install vllm)"
             if case.on_gpu
             else "vLLM generates on a GPU, and there is none"
         ),

@@ -14,7 +14,7 @@ from tasks.train.models.adapters import (
 )
 from tasks.train.models.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.optim.optimizers import OPTIMIZERS
-from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Rule, own_loop, shown
+from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Rule, own_loop, sharded, shown, unsharded
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 _OF_MATRICES = tuple(name for name, row in OPTIMIZERS.items() if row.matrices)
@@ -106,9 +106,9 @@ MODEL_RULES: tuple[Rule, ...] = (
         also={"method.adapter.type": "lora", "method.adapter.init": "pissa", "method.quantization.format": "nf4"},
     ),
     Rule(
-        id="adalora-zero", when={"method.adapter.type": "adalora", "resources.zero_stage": SET},
-        reason="AdaLoRA scores ranks by their gradients, which ZeRO divides over the workers",
-        nearest={"resources.zero_stage": 0}, also={**ZERO, **_ADALORA},
+        id="adalora-zero", when={"method.adapter.type": "adalora", "resources.sharding": sharded},
+        reason="AdaLoRA scores ranks by their gradients, which are divided over the workers",
+        nearest=unsharded, also={**ZERO, **_ADALORA},
     ),
     Rule(
         id="adalora-backward",
@@ -286,8 +286,8 @@ MODEL_RULES: tuple[Rule, ...] = (
         nearest={"method.precision": "bf16"},
     ),
     Rule(
-        id="fp16-zero", when={"method.precision": "fp16", "resources.zero_stage": SET},
-        reason="fp16 needs a scaled loss, and with ZeRO it is not scaled",
+        id="fp16-zero", when={"method.precision": "fp16", "resources.sharding": sharded},
+        reason="fp16 needs a scaled loss, and over divided gradients it is not scaled",
         nearest={"method.precision": "bf16"}, also={**GPU, **ZERO},
     ),
     Rule(
@@ -307,8 +307,9 @@ MODEL_RULES: tuple[Rule, ...] = (
         nearest={"method.precision": "bf16"}, also={"method.adapter.type": "lora", **GPU},
     ),
     Rule(
-        id="fp8-zero", when={"method.precision": "fp8", "resources.zero_stage": SET, "resources.gpus_per_worker": SET},
-        reason="DeepSpeed casts the model itself, and fp8 was not tried under it",
+        id="fp8-zero",
+        when={"method.precision": "fp8", "resources.sharding": sharded, "resources.gpus_per_worker": SET},
+        reason="fp8 was not tried where workers divide the training",
         nearest={"method.precision": "bf16"}, also={**GPU, **ZERO},
     ),
     Rule(
@@ -321,8 +322,8 @@ MODEL_RULES: tuple[Rule, ...] = (
         nearest={"resources.empty_cache_steps": None}, also={"resources.empty_cache_steps": 10},
     ),
     Rule(
-        id="compile-zero", when={"resources.compile": True, "resources.zero_stage": SET},
-        reason="DeepSpeed's engine calls the model, and compiled layers were not tried under it",
+        id="compile-zero", when={"resources.compile": True, "resources.sharding": sharded},
+        reason="DeepSpeed and FSDP2 put hooks around layers, and compiled ones were not tried under them",
         nearest={"resources.compile": False}, also=ZERO,
     ),
     Rule(

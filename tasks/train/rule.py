@@ -7,6 +7,7 @@ from enum import Enum
 
 from tasks.context import Resources
 from tasks.method import Training
+from tasks.train.sharding import STRATEGIES, is_fsdp
 
 _CONFIG = "config."
 Fields = Mapping[str, object]  # field of a stage, such as method.adapter.type or resources.num_workers -> value
@@ -64,12 +65,38 @@ SET = bool  # any value except None, 0 and false
 HAVE_B = ("lora", "dora")  # adapters with two matrices, one of which starts at 0
 # Parts of examples.
 GPU: Fields = {"resources.gpus_per_worker": 1}
-ZERO: Fields = {"resources.num_workers": 2, "resources.zero_stage": 2}
+ZERO: Fields = {"resources.num_workers": 2, "resources.sharding": "zero2"}
+FSDP: Fields = {**ZERO, "resources.sharding": "fsdp"}
 
 
 def own_loop(case: Case) -> bool:
     """Condition of ``method``: it trains without a trainer of transformers."""
     return case.method.has_own_loop
+
+
+def sharded(case: Case) -> bool:
+    """Condition of ``resources.sharding``: workers divide something among them."""
+    return case.resources.sharding != "none"
+
+
+def by_deepspeed(case: Case) -> bool:
+    """Condition of ``resources.sharding``."""
+    return STRATEGIES[case.resources.sharding].engine == "deepspeed"
+
+
+def by_fsdp(case: Case) -> bool:
+    """Condition of ``resources.sharding``."""
+    return is_fsdp(case.resources)
+
+
+def divides_weights(case: Case) -> bool:
+    """Condition of ``resources.sharding``: no worker holds a whole model."""
+    return is_fsdp(case.resources) or "weights" in STRATEGIES[case.resources.sharding].divides
+
+
+def unsharded(case: Case) -> Fields:
+    """The fields that make a training whole on each worker."""
+    return {"resources.sharding": "none", **({"resources.zero_stage": 0} if case.resources.zero_stage else {})}
 
 
 def shown(_case: Case) -> bool:

@@ -97,7 +97,8 @@ from tasks.train.models.freeze import freeze, freeze_unread
 from tasks.train.models.quantized_base import step_in_fp32
 from tasks.train.optim.optimizers import install_optimizer, optimizer_args
 from tasks.train.optim.schedules import install_schedule, schedule_args
-from tasks.train.sharding import name_accumulation, zero_args
+from tasks.train.sharding import Shards, is_divided, name_accumulation, whole_on_first, zero_args, zero_stage
+from tasks.train.sharding import install as install_shards
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -220,7 +221,7 @@ class TrainingRun:
             start.model.set_attn_implementation(self._attention)
         prepare_layers(model, self.ctx.resources, own_loop=True)
         self._speed_up(model)
-        return replace(start, model=model.to(self.device).train())
+        return replace(start, model=(model if is_divided(model) else model.to(self.device)).train())
 
     def _adapted(self, model: "PreTrainedModel") -> "PeftModel":
         """The model with its adapter: the input's, a new one on top of the input's, or only a new one."""
@@ -264,7 +265,7 @@ class TrainingRun:
             return model
         if self._attention:
             model.set_attn_implementation(self._attention)
-        return model.to(self.device)
+        return model if is_divided(model) else model.to(self.device)
 
     def _load(self, name: str) -> "PreTrainedModel | None":
         role = self.method.models[name]
@@ -280,7 +281,7 @@ class TrainingRun:
             return model
         assert role in (Role.REWARD_MODEL, Role.TEACHER), f"{name} is the trained model: use run.policy"
         require_same_tokens(self.inputs[_POLICY], self.inputs[name])
-        model = models.load_model(self.inputs[name], self._frozen_dtype)
+        model = models.load_model(self.inputs[name], self._frozen_dtype, Shards.of(self.ctx.resources))
         require_positions(model.config, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
@@ -539,13 +540,14 @@ class TrainingRun:
         if self.method.has_reference:
             self._watch_reference(trainer, reference, proves="proof" not in own)
         self._count(trainer.model)
+        install_shards(trainer)
         return trainer
 
     @property
     def _divides_by_tokens(self) -> bool:
         """Whether micro batches have about equal tokens: those of rows, outside of DeepSpeed, which counts them."""
         resources = self.ctx.resources
-        return resources.micro_batch_size == "auto" and type(self.method).reads.trained and not resources.zero_stage
+        return resources.micro_batch_size == "auto" and type(self.method).reads.trained and not zero_stage(resources)
 
     def _start_by_tokens(self, trainer: Trainer, is_line: bool) -> None:
         reads = type(self.method).reads
@@ -580,7 +582,7 @@ class TrainingRun:
                 model.set_attn_implementation(self._attention)
         prepare_layers(trainer.model, self.ctx.resources, own_loop=False)
         self._speed_up(trainer.model)
-        if reference is not None and not self.ctx.resources.zero_stage:  # DeepSpeed's engine calls the forward it has
+        if reference is not None and not zero_stage(self.ctx.resources):  # DeepSpeed's engine calls the forward it has
             # Again, because the trainer's own preparation (autocast, device) wrapped the forward replaced above; the
             # policy computes under autocast, so the reference must.
             reference._is_accelerate_prepared = False
@@ -684,6 +686,8 @@ class TrainingRun:
             Where an adapter was merged: the golden prompts before and after, as metrics.
         """
         model = self.policy.model if self.trained is None else self.trained
+        if is_divided(model):
+            whole_on_first(model, first=self.ctx.rank == 0)
         prompts = golden_prompts(self.rows) if self.ctx.rank == 0 else []
         if self._is_reward_model:
             unset_pad(plain(model), self._start.tokenizer, self.rows.stats.stop_tokens)

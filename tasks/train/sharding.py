@@ -1,27 +1,446 @@
-"""ZeRO-2 through DeepSpeed: gradients and optimizer state are divided over the workers.
+"""The division of a training over its workers: of weights, gradients and optimizer state; and their gradients' mean.
 
-Rajbhandari et al. 2020, arXiv:1910.02054, section 5. Every worker holds the whole weights, in fp32 as under plain data
-parallelism, so ZeRO-2 trains the same model up to the order of additions.
+DeepSpeed's ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) puts an engine of its own around the model.
+FSDP2 (torch's ``fully_shard``; Zhao et al. 2023, arXiv:2304.11277) divides the weights themselves: each is a
+``DTensor``, of which a worker holds rows, and a layer is gathered while it computes. Both train the same model as plain
+data parallelism, up to the order of additions.
 """
 
 import contextlib
+import functools
 import os
 import pickle
 import re
 import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Literal
+from unittest import mock
 
 from lineage.checkpoints import Checkpoint, Checkpoints
 from lineage.errors import ArtifactError, ConfigError
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from typing import TypeVar
 
-    from tasks.context import Resources, TrainContext
+    import torch
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+    from tasks.context import Resources, Sharding, TrainContext
     from tasks.recipe import TrainingRecipe
 
+    T = TypeVar("T")
+    _State = dict[str, dict[int, dict[str, Tensor]]]
+
 _BUCKET_ELEMENTS = 50_000_000  # gradients in one all-reduce: 200 MB
+_EXCHANGED = 2**24  # gradients of weights that are not divided, which workers exchange at once
+
+Part = Literal["weights", "gradients", "optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """A value of ``resources.sharding``.
+
+    Args:
+        divides: what a worker holds a part of.
+        offloads: what of that is in the CPU's memory.
+        about: when to choose it.
+    """
+
+    engine: Literal["deepspeed", "fsdp"] | None
+    divides: tuple[Part, ...]
+    about: str
+    offloads: tuple[Part, ...] = ()
+    zero_stage: int = 0
+
+
+_ALL: tuple[Part, ...] = ("weights", "gradients", "optimizer")
+_STATE: tuple[Part, ...] = ("gradients", "optimizer")
+STRATEGIES: "Mapping[Sharding, Strategy]" = {
+    "none": Strategy(engine=None, divides=(), about="the training fits into a worker"),
+    "zero1": Strategy(
+        engine="deepspeed", divides=("optimizer",), zero_stage=1,
+        about="optimizer state alone does not fit; a step moves as much as without",
+    ),
+    "zero2": Strategy(
+        engine="deepspeed", divides=_STATE, zero_stage=2,
+        about="gradients do not fit either; a step moves as much as without",
+    ),
+    "zero2_offload": Strategy(
+        engine="deepspeed", divides=_STATE, offloads=("optimizer",), zero_stage=2,
+        about="as zero2, with few GPUs and much memory of the CPU",
+    ),
+    "zero3": Strategy(
+        engine="deepspeed", divides=_ALL, zero_stage=3, about="weights do not fit, and other tools expect DeepSpeed",
+    ),
+    "zero3_offload": Strategy(
+        engine="deepspeed", divides=_ALL, offloads=("weights", "optimizer"), zero_stage=3,
+        about="as zero3, with few GPUs and much memory of the CPU",
+    ),
+    "fsdp": Strategy(
+        engine="fsdp", divides=_ALL, about="weights do not fit; offload=true: nor does a worker's part of them",
+    ),
+    "fsdp_grad": Strategy(
+        engine="fsdp", divides=_STATE,
+        about="weights fit whole from the forward to the backward pass, which then gathers nothing",
+    ),
+    "fsdp_hybrid": Strategy(
+        engine="fsdp", divides=_ALL, about="several machines: within one they divide, across them they repeat",
+    ),
+}  # fmt: skip
+
+
+def divided_over(resources: "Resources") -> int:
+    """The number of workers that divide; the rest repeats what they hold."""
+    if resources.sharding == "none":
+        return 1
+    return resources.num_workers // (resources.num_nodes if resources.sharding == "fsdp_hybrid" else 1)
+
+
+def is_fsdp(resources: "Resources") -> bool:
+    """Whether FSDP2 divides the weights."""
+    return STRATEGIES[resources.sharding].engine == "fsdp"
+
+
+def zero_stage(resources: "Resources") -> int:
+    """The stage of DeepSpeed's ZeRO; 0: another sharding."""
+    return STRATEGIES[resources.sharding].zero_stage
+
+
+def require_readable(checkpoint: Checkpoint, resources: "Resources") -> None:
+    """Requires that the workers can resume from a checkpoint: each reads its own part of ZeRO's optimizer state.
+
+    Raises:
+        ConfigError: their number or ``sharding`` is not that of the workers that wrote it.
+    """
+    wrote = (checkpoint.num_workers, checkpoint.sharding or ("zero2" if checkpoint.zero_stage else "none"))
+    reads = (resources.num_workers, resources.sharding)
+    if wrote != reads and any(each.startswith("zero") for each in (wrote[1], reads[1])):
+        raise ConfigError(
+            f"its checkpoint of step {checkpoint.step} was written with num_workers={wrote[0]} and "
+            f"sharding={wrote[1]}, and num_workers={reads[0]} with sharding={reads[1]} cannot resume from it: "
+            "ZeRO's optimizer state is read in the parts that it was written in; "
+            f"set num_workers={wrote[0]} and sharding={wrote[1]}"
+        )
+
+
+# --- FSDP2: weights
+
+
+class Shards:
+    """The division of models by FSDP2.
+
+    A weight is divided before it is read, so that a worker reads its own rows alone, and no worker holds a whole model.
+    What must change whole weights first (an adapter that is merged, a rounded base) divides them afterwards.
+    """
+
+    def __init__(self, resources: "Resources") -> None:
+        self.resources = resources
+
+    @classmethod
+    def of(cls, resources: "Resources") -> "Shards | None":
+        return cls(resources) if is_fsdp(resources) else None
+
+    @property
+    def mesh(self) -> "DeviceMesh":
+        workers, inside = self.resources.num_workers, divided_over(self.resources)
+        return _mesh(self.resources.device, (inside,) if inside == workers else (workers // inside, inside))
+
+    @property
+    def device(self) -> "torch.device":
+        """Where a worker's part of the weights is."""
+        import torch
+
+        on_gpu = self.resources.gpus_per_worker and not self.resources.offload
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @contextlib.contextmanager
+    def reading(self) -> "Iterator[dict[str, object]]":
+        """Has ``from_pretrained`` read a worker's part of each weight: into a model that is divided while it has none.
+
+        Yields:
+            Further arguments of it.
+        """
+        from transformers import PreTrainedModel
+        from transformers.distributed import DistributedConfig
+
+        def prepared(config: object, device_map: object = None) -> "tuple[object, torch.device, SimpleNamespace]":
+            return config, self.device, SimpleNamespace(get_mesh=lambda _names: self.mesh)
+
+        def divided(model: "PreTrainedModel", *_: object) -> "PreTrainedModel":
+            return self.divide(model)
+
+        with (
+            mock.patch.object(PreTrainedModel, "prepare_distribute_model", staticmethod(prepared)),
+            mock.patch.object(PreTrainedModel, "maybe_distribute_model", staticmethod(divided)),
+        ):
+            yield {"distributed_config": DistributedConfig()}
+
+    def divide(self, model: "PreTrainedModel") -> "PreTrainedModel":
+        """Divides a model, with or without weights.
+
+        Its head for scores, if it has one, stays whole: it starts from random numbers, and has few.
+
+        Raises:
+            ConfigError: it has none of the layers that ``wrap`` names.
+        """
+        import torch
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        resources = self.resources
+        dtype = torch.bfloat16 if resources.reduce_dtype == "bf16" else None
+        shared = {
+            "mesh": self.mesh,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=dtype),
+            "offload_policy": CPUOffloadPolicy(pin_memory=resources.gpus_per_worker > 0)
+            if resources.offload
+            else OffloadPolicy(),
+        }
+        # PEFT would give an adapter the shape of a worker's rows, unless the mesh has one dimension, named fsdp.
+        vars(import_module("peft.tuners.tuners_utils"))["_torch_supports_distributed"] = False
+        layers = _layers(model, resources.wrap)
+        for each in reversed([*layers, *_apart(model)]):
+            fully_shard(each, reshard_after_forward=resources.sharding != "fsdp_grad", **shared)
+        head = getattr(model, "score", None)
+        # The root is not divided again after the forward: a head reads its weights outside of any layer.
+        fully_shard(
+            model, reshard_after_forward=False, ignored_params=set(head.parameters()) if head else None, **shared
+        )
+        for place, each in enumerate(layers if resources.prefetch else ()):
+            each.set_modules_to_forward_prefetch(layers[place + 1 : place + 1 + resources.prefetch])
+            each.set_modules_to_backward_prefetch(layers[max(0, place - resources.prefetch) : place][::-1])
+        model._is_distributed_loading_by_transformers = True  # transformers' trainer puts neither DDP nor FSDP on it
+        return model
+
+
+@functools.cache
+def _mesh(device: str, shape: tuple[int, ...]) -> "DeviceMesh":
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device, shape, mesh_dim_names=("repeated", "divided")[-len(shape) :])
+
+
+def _layers(model: "PreTrainedModel", wrap: str | int | None) -> "list[Module]":
+    """The modules that are gathered at once, in the order of the model."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if isinstance(wrap, int):
+        return list(_by_size(model, wrap))
+    names = [each.strip() for each in wrap.split(",")] if wrap else list(model._no_split_modules or ())
+    found = [each for each in model.modules() if type(each).__name__ in names]
+    if wrap is None:
+        return found or [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    missing = set(names) - {type(each).__name__ for each in found}
+    if missing:
+        known = ", ".join(sorted({type(each).__name__ for each in model.modules()}))
+        raise ConfigError(
+            f"wrap={wrap}: the model ({model.config.model_type}) has no layer of class {', '.join(sorted(missing))}; "
+            f"it has: {known}; set one of them, a number of weights, or null"
+        )
+    return found
+
+
+def _by_size(module: "Module", size: int) -> "Iterator[Module]":
+    """The smallest modules that have at least ``size`` weights; lists of modules compute nothing themselves."""
+    from torch.nn import ModuleDict, ModuleList
+
+    for child in module.children():
+        if sum(each.numel() for each in child.parameters()) >= size:
+            below = list(_by_size(child, size))
+            yield from below
+            if not below and not isinstance(child, ModuleDict | ModuleList):
+                yield child
+
+
+def _apart(model: "PreTrainedModel") -> "list[Module]":
+    """The embedding, unless the head reads it too: it is needed at both ends of a step alone."""
+    inputs, outputs, config = model.get_input_embeddings(), model.get_output_embeddings(), model.config
+    is_tied = outputs is not None and (outputs.weight is inputs.weight or config.get_text_config().tie_word_embeddings)
+    return [] if inputs is None or is_tied else [inputs]
+
+
+def is_divided(model: object) -> bool:
+    """Whether FSDP2 has divided a model, also one that now has an adapter."""
+    return bool(getattr(model, "_is_fsdp_managed_module", False))
+
+
+def local(tensor: "Tensor") -> "Tensor":
+    """This worker's part of a tensor."""
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found
+
+
+def gather_again(model: "Module") -> None:
+    """Drops gathered weights, so that each parameter is this worker's part, and the next forward gathers new values."""
+    for module in model.modules():
+        if callable(getattr(module, "reshard", None)):
+            module.reshard()
+
+
+def through(model: "PreTrainedModel", compute: "Callable[[], T]") -> "T":
+    """Calls a function of a model's submodules as the model's forward, in which FSDP2 gathers what they read."""
+    if not is_divided(model):
+        return compute()
+    own = vars(model).get("forward")
+
+    def forward() -> "T":
+        restore()
+        return compute()
+
+    def restore() -> None:
+        if own is not None:
+            vars(model)["forward"] = own
+        else:
+            vars(model).pop("forward", None)
+
+    vars(model)["forward"] = forward
+    try:
+        found: T = model()
+    finally:
+        restore()
+    return found
+
+
+# --- FSDP2: steps, checkpoints and the output
+
+
+def install(trainer: "Trainer") -> None:
+    """Has transformers' trainer take steps with a divided model: gradients of whole weights, such as an adapter's, are
+    exchanged once in a step, and those of divided ones in each micro batch, so that they stay divided."""
+    if not is_divided(trainer.model):
+        return
+    step = trainer.training_step
+
+    def stepped(*args: object, **kwargs: object) -> "Tensor":
+        loss: Tensor = step(*args, **kwargs)
+        if trainer.accelerator.sync_gradients:
+            exchange(each for each in trainer.model.parameters() if each.requires_grad)
+        return loss
+
+    trainer.training_step = stepped
+    trainer._defer_fsdp_gradient_reduction = contextlib.nullcontext
+    trainer._sync_replicated_trainable_parameters = lambda _model: None  # its all-reduce is none of gloo's
+
+
+def exchange(trained: "Iterable[Parameter]") -> None:
+    """Replaces each gradient by the mean over all workers, as DDP would; FSDP2 has done so for divided weights."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    whole, world_size = [each for each in trained if not isinstance(each, DTensor)], torch.distributed.get_world_size()
+    if not whole:
+        return
+    is_there = torch.tensor([each.grad is not None for each in whole], device=whole[0].device).int()
+    torch.distributed.all_reduce(is_there, torch.distributed.ReduceOp.MAX)
+    with_gradient = [each for each, found in zip(whole, is_there.tolist(), strict=True) if found]
+    parts, sizes = list[list[torch.nn.Parameter]](), list[int]()
+    for each in with_gradient:
+        if each.grad is None:
+            each.grad = torch.zeros_like(each)
+        if not parts or sizes[-1] + each.numel() > _EXCHANGED or parts[-1][0].grad.dtype != each.grad.dtype:
+            parts.append([])
+            sizes.append(0)
+        parts[-1].append(each)
+        sizes[-1] += each.numel()
+    for part in parts:
+        mean = torch.cat([each.grad.flatten() for each in part]) / world_size
+        torch.distributed.all_reduce(mean)
+        for each, own in zip(part, mean.split([each.numel() for each in part]), strict=True):
+            each.grad.copy_(own.view_as(each))
+
+
+def _whole(tensor: "Tensor", *, keeps: bool) -> "Tensor | None":
+    """A divided tensor on the CPU of the worker that keeps it; one that is not divided as it is."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    full: Tensor = tensor.full_tensor()
+    return full.detach().cpu() if keeps else None
+
+
+def in_parts(state: "Mapping[str, Tensor]", model: "Module") -> "dict[str, Tensor]":
+    """A worker's part of the whole weights of a model."""
+    like = model.state_dict()
+    return {name: _divided_as(each, like[name]) for name, each in state.items()}
+
+
+def optimizer_in_parts(state: "_State", optimizer: "Optimizer") -> "_State":
+    """A worker's part of the whole state of an optimizer, for each weight that is divided."""
+    trained = [each for group in optimizer.param_groups for each in group["params"]]
+    if not any(hasattr(each, "placements") for each in trained):
+        return state
+    for place, values in state["state"].items():
+        for name, value in values.items():
+            if getattr(value, "shape", None) == trained[place].shape:
+                values[name] = _divided_as(value, trained[place])
+    return state
+
+
+def _divided_as(whole: "Tensor", like: "Tensor") -> "Tensor":
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(like, DTensor):
+        return whole
+    part = _part_of(whole, like).to(like.to_local().device, copy=True).contiguous()
+    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+
+
+def _part_of(weights: "Tensor", like: "Tensor") -> "Tensor":
+    """A worker's rows of a tensor, which may be in a file."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not hasattr(like, "placements"):
+        return weights[...] if like.dim() else weights[:]
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return weights[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+
+
+def whole_on_first(model: "Module", *, first: bool) -> None:
+    """Makes a divided model whole on rank 0, on the CPU, weight by weight; it can be trained no further."""
+    import torch
+
+    gather_again(model)
+    known = dict[int, torch.nn.Parameter | None]()  # tied weights are one
+    for module in model.modules():
+        for name, each in [*module._parameters.items()]:
+            if each is None or not hasattr(each, "full_tensor"):
+                continue
+            if id(each) not in known:
+                full = _whole(each, keeps=first)
+                known[id(each)] = torch.nn.Parameter(full, requires_grad=each.requires_grad) if first else None
+            if first:
+                module._parameters[name] = known[id(each)]
+    if first:
+        for module in model.modules():
+            _forget_fsdp(module)
+        model.to("cpu")
+
+
+def _forget_fsdp(module: "Module") -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    vars(module).pop("_is_fsdp_managed_module", None)
+    vars(module).pop("_is_distributed_loading_by_transformers", None)
+    if not isinstance(module, FSDPModule):
+        return
+    state = module._get_fsdp_state()
+    handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+    for group in state._fsdp_param_groups:
+        handles += group._module_to_pre_save_state_dict_hook_handle.values()
+        handles += group._module_to_pre_load_state_dict_hook_handle.values()
+    for handle in handles:
+        handle.remove()
+    module.__class__ = type(module).__mro__[type(module)._orig_cls_mro_index]
+
+
+# --- DeepSpeed
 
 
 def zero_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, object]:
@@ -33,7 +452,7 @@ def zero_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, object
     resources = ctx.resources
     if ctx.resume_from:
         require_readable(Checkpoints.at(ctx.resume_from), resources)
-    if not resources.zero_stage:
+    if not zero_stage(resources):
         leave_out_deepspeed()
         return {}
     _bring_in(on_gpu=resources.gpus_per_worker > 0)
@@ -43,6 +462,13 @@ def zero_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, object
 
 def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, object]:
     """DeepSpeed's configuration. Nothing is "auto": transformers compares each number with the trainer's."""
+    strategy = STRATEGIES[resources.sharding]
+    offloads = {f"offload_{'param' if part == 'weights' else part}": {"device": "cpu"} for part in strategy.offloads}
+    of_weights = {
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_prefetch_bucket_size": resources.prefetch * _BUCKET_ELEMENTS,
+        "stage3_param_persistence_threshold": 0,
+    }  # fmt: skip
     return {
         "train_batch_size": method.global_batch_size,
         "train_micro_batch_size_per_gpu": resources.micro_batch_size,
@@ -50,33 +476,21 @@ def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
         "gradient_clipping": method.max_grad_norm,
         "fp16": {"enabled": False},
         "bf16": {"enabled": False},
+        "communication_data_type": resources.reduce_dtype,
+        "zero_force_ds_cpu_optimizer": False,  # its own must be compiled
         # Autocast over fp32 weights, as without ZeRO; all-reduces stay in fp32 (no module is listed).
         "torch_autocast": {
             "enabled": method.precision == "bf16", "dtype": "bfloat16", "lower_precision_safe_modules": [],
         },
         "zero_optimization": {
-            "stage": resources.zero_stage,
+            "stage": strategy.zero_stage,
+            **offloads,
+            **(of_weights if strategy.zero_stage == 3 else {}),
             "overlap_comm": False,  # deterministic
             "reduce_bucket_size": _BUCKET_ELEMENTS,
             "allgather_bucket_size": _BUCKET_ELEMENTS,
         },
     }  # fmt: skip
-
-
-def require_readable(checkpoint: Checkpoint, resources: "Resources") -> None:
-    """Requires that the workers can resume from a checkpoint: each reads its own part of ZeRO's optimizer state.
-
-    Raises:
-        ConfigError: their number or ``zero_stage`` is not that of the workers that wrote it.
-    """
-    wrote, reads = ((each.num_workers, each.zero_stage) for each in (checkpoint, resources))
-    if wrote != reads and (checkpoint.zero_stage or resources.zero_stage):
-        raise ConfigError(
-            f"its checkpoint of step {checkpoint.step} was written with num_workers={wrote[0]} and "
-            f"zero_stage={wrote[1]}, and num_workers={reads[0]} with zero_stage={reads[1]} cannot resume from it: "
-            "ZeRO's optimizer state is read in the parts that it was written in; "
-            f"set num_workers={wrote[0]} and zero_stage={wrote[1]}"
-        )
 
 
 def autocast(args: "TrainingArguments") -> AbstractContextManager[None]:

@@ -227,6 +227,6 @@ def test_a_loop_finds_its_models_and_rows_on_its_device(root: Path, tmp_path: Pa
 def test_zero_is_refused_with_the_plan() -> None:
     resources = Resources(num_workers=2, zero_stage=2, micro_batch_size=4)
     with pytest.raises(
-        ConfigError, match=r"zero_stage=2, method=PlainLoop: ZeRO needs.*set stages.plain.resources.zero_stage=0"
+        ConfigError, match=r"sharding=zero2, method=PlainLoop: ZeRO needs.*set stages.plain.resources.sharding=fsdp"
     ):
         check_compatible("stages.plain", method(), resources)

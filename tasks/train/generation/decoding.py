@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from tasks.train.generation.one_policy import token_logps
 from tasks.train.kernels.padding_free import is_padding_free
 from tasks.train.models.quantized_base import is_quantized
+from tasks.train.sharding import is_divided
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,8 +35,8 @@ Draw = Callable[["Tensor"], None]  # fills (B, V) with the noise of the next tok
 
 
 def decodes(model: "PreTrainedModel") -> bool:
-    """Whether its layers are known to be plain causal attention, on a GPU and not in few bits."""
-    return model.device.type == "cuda" and is_padding_free(model) and not is_quantized(model)
+    """Whether its layers are known to be plain causal attention, on one GPU as a whole, and not in few bits."""
+    return model.device.type == "cuda" and is_padding_free(model) and not is_quantized(model) and not is_divided(model)
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ from tasks.train.generation.rollouts import (
 from tasks.train.kernels.machine import plain
 from tasks.train.losses.distill_trainer import logits
 from tasks.train.models.adapted import REFERENCE
-from tasks.train.sharding import autocast
+from tasks.train.sharding import autocast, is_divided, through
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -227,6 +227,8 @@ class WithRollouts(_BaseTrainer):
             for group in self.optimizer.param_groups:
                 group["lr"] = 0.0
             self._plain_backward(loss * 0.0, **kwargs)
+        elif is_divided(self.model):
+            plain(self.model).reset_iter_state()  # its forward has no backward
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: object, **kwargs: object) -> object:
         step, rollouts = self.state.global_step, self.rollouts
@@ -529,6 +531,10 @@ class OnPolicyTrainer(DistillationTrainer):
         super().__init__(*args, **kwargs)
         self.method = method
         self._check = SamplerCheck(self, method, ctx, self.temperature)
+        if is_divided(self.model):
+            self._forward_redirection = lambda _wrapper, model, compute, *args, **kwargs: through(
+                plain(model), lambda: compute(*args, **kwargs)
+            )
 
     def _generate_single_turn(self, prompt_ids: Sequence[Sequence[int]], *args: object) -> list[list[int]]:
         first = self.args.process_index * len(prompt_ids)
@@ -590,7 +596,8 @@ class OnPolicyTrainer(DistillationTrainer):
         """As of ``WithRollouts``."""
         self._completion_ids_BC = batch["completion_ids"]
         with self.accelerator.autocast():
-            self._get_last_hidden_state(self.accelerator.unwrap_model(self.model), *_whole(batch))
+            model = self.accelerator.unwrap_model(self.model)
+            through(plain(model), lambda: self._get_last_hidden_state(model, *_whole(batch)))
 
     def log(self, logs: dict[str, float], *args: object) -> None:
         """Omits a duration, which a resume could not reproduce."""

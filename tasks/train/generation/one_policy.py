@@ -25,6 +25,7 @@ from lineage.filesystem.digest import digest_of as digest_of_files
 from lineage.fingerprint import short
 from tasks.train.kernels.machine import plain
 from tasks.train.models.adapted import DEFAULT
+from tasks.train.sharding import gather_again, local
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,6 +68,7 @@ def weights_of(model: "PreTrainedModel | PeftModel") -> Weights:
 
     It reads the trained weights once. Sums of whole numbers are exact, so that every device and thread gives the same.
     """
+    gather_again(model)
     trained = {name: each for name, each in plain(model).named_parameters() if each.requires_grad}
     return Weights(digest=digest_of(trained, active_adapters(model)))
 
@@ -80,7 +82,7 @@ def digest_of(tensors: "Mapping[str, Tensor]", also: Iterable[str] = ()) -> str:
 
 
 def _bits(tensor: "Tensor") -> "Tensor":
-    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    tensor = local(tensor)
     return tensor.contiguous().flatten().view(_INTEGERS[tensor.element_size()])
 
 
@@ -128,7 +130,8 @@ def shares_weights(one: "PreTrainedModel | PeftModel", other: "PreTrainedModel |
 
 
 def _trained_places(model: "PreTrainedModel | PeftModel") -> set[int]:
-    return {each.data_ptr() for each in plain(model).parameters() if each.requires_grad and each.numel()}
+    own = (local(each) for each in plain(model).parameters() if each.requires_grad)
+    return {each.data_ptr() for each in own if each.numel()}
 
 
 class Sampled:
@@ -299,7 +302,8 @@ class FixedReference(TrainerCallback):
         if self._is_proven:
             return
         weights, trained = self._weights(), _trained_places(self._policy)
-        shared = [name for name, each in weights.items() if each.numel() and each.data_ptr() in trained]
+        own = {name: local(each) for name, each in weights.items()}
+        shared = [name for name, each in own.items() if each.numel() and each.data_ptr() in trained]
         if shared:
             self._refuse(
                 step, f"{len(shared)} of its {len(weights)} weights are the policy's, in one place of memory, such as "
@@ -315,7 +319,9 @@ class FixedReference(TrainerCallback):
         self._last, self._is_proven = (step, digest), policy != self._policy_start
 
     def _weights(self) -> "dict[str, Tensor]":
+        gather_again(self._policy)
         if self._reference is not None:
+            gather_again(self._reference)
             return dict(self._reference.named_parameters())
         named = plain(self._policy).named_parameters()
         return {name: each for name, each in named if DEFAULT not in name.split(".")}

@@ -55,6 +55,7 @@ from tasks.train.generation.one_policy import (
 from tasks.train.kernels.machine import plain
 from tasks.train.kernels.padding_free import is_padding_free
 from tasks.train.losses.rewards import sequence_scores
+from tasks.train.sharding import gather_again, is_divided
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -117,7 +118,8 @@ class Rollouts:
             return None
         model = self.run.model(REWARD_MODEL_NAME)
         assert model is not None
-        model = model.to(self.run.device)
+        if not is_divided(model):
+            model = model.to(self.run.device)
         self._loaded = digest_of(dict(model.named_parameters()))
         return model
 
@@ -354,6 +356,7 @@ class Rollouts:
     ) -> "Tensor":
         """The reward model reads the tokens that the policy read and wrote; it must be the one that was loaded."""
         assert self.reward_model is not None
+        gather_again(self.reward_model)
         found = digest_of(dict(self.reward_model.named_parameters()))
         if found != self._loaded:
             raise PipelineError(
@@ -465,9 +468,10 @@ def prompt_cache(
         position_ids_BP: None: those that the model counts, padding included.
 
     Returns:
-        None: prompts have no such groups of one size, or the layers are not known to be plain causal attention.
+        None: prompts have no such groups of one size, or the layers are not known to be plain causal attention; or
+            they are divided over workers, whose prompts differ in this.
     """
-    if ids_BP.shape[1] < 2 or not is_padding_free(model):
+    if ids_BP.shape[1] < 2 or not is_padding_free(model) or is_divided(model):
         return None
     prompts = itertools.groupby(ids_BP.masked_fill(mask_BP == 0, -1).tolist())
     size = math.gcd(*(len(list(equal)) for _, equal in prompts))

@@ -56,6 +56,7 @@ from tasks.train.loop.saved_state import (
     set_random_state,
 )
 from tasks.train.optim.own_optimizers import averaged
+from tasks.train.sharding import gather_again, zero_stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -211,7 +212,8 @@ class Saver:
         resources = self.ctx.resources
         return Checkpoint(
             step=step, time=time.time(), train_seconds=self.seconds_before + time.monotonic() - self.start,
-            num_workers=self.ctx.world_size, zero_stage=resources.zero_stage, can_move=can_move,
+            num_workers=self.ctx.world_size, zero_stage=zero_stage(resources), sharding=resources.sharding,
+            can_move=can_move,
             micro_batch_size=None if resources.micro_batch_size == "auto" else resources.micro_batch_size,
             cpus_per_worker=resources.cpus_per_worker, metrics=metrics,
         )  # fmt: skip
@@ -405,6 +407,7 @@ class Checkpointing(TrainerCallback):
         self.trainer.accelerator.wait_for_everyone()
 
     def _state(self) -> TrainingState:
+        gather_again(self.trainer.model)
         trainer, parameters = self.trainer, dict(self.trainer.model.named_parameters())
         scaler = trainer.accelerator.scaler
         shared: dict[str, object] = {
@@ -486,6 +489,7 @@ class Checkpointing(TrainerCallback):
             self.trainer.state.best_model_checkpoint = str(folder)
             self.trainer._load_best_model()
             return
+        gather_again(self.trainer.model)
         tensors = self._model_tensors()
         read_tensors(folder, tensors)
         if isinstance(self.trainer.model, peft.PeftModel):  # some adapters are saved in another form

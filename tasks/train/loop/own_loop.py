@@ -39,6 +39,7 @@ from tasks.train.loop.saved_state import (
 from tasks.train.optim.optimizers import install_optimizer
 from tasks.train.optim.schedules import schedule_args
 from tasks.train.run import trainer_args
+from tasks.train.sharding import exchange, in_parts, optimizer_in_parts
 
 if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
@@ -83,12 +84,9 @@ class Optimization:
             The norm of the gradients before clipping.
         """
         trainer = self._trainer
-        parameters = [each for each in trainer.model.parameters() if each.grad is not None]
         if self.world_size > 1:
-            for parameter in parameters:
-                torch.distributed.all_reduce(parameter.grad)
-                parameter.grad /= self.world_size
-        grad_norm = torch.nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
+            exchange(each for each in trainer.model.parameters() if each.requires_grad)
+        grad_norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
         trainer.lr_scheduler.step()
         trainer.optimizer.zero_grad()
@@ -98,7 +96,8 @@ class Optimization:
         return {"optimizer": self._trainer.optimizer.state_dict(), "schedule": self._trainer.lr_scheduler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        self._trainer.optimizer.load_state_dict(state["optimizer"])
+        optimizer = self._trainer.optimizer
+        optimizer.load_state_dict(optimizer_in_parts(state["optimizer"], optimizer))
         self._trainer.lr_scheduler.load_state_dict(state["schedule"])
 
 
@@ -204,7 +203,8 @@ class OwnLoop:
         done = read_state(folder, self.ctx.rank)
         states = cast("Mapping[str, Mapping[str, object]]", done["states"])
         for name, each in self.state.items():
-            each.load_state_dict(states[name])
+            state = states[name]
+            each.load_state_dict(in_parts(state, each) if isinstance(each, torch.nn.Module) else state)
         self.step, self.num_tokens = cast(int, done["step"]), cast(int, done["num_tokens"])
         self._log.extend(cast("list[dict[str, float]]", done["log"]))
         if Checkpoints.at(folder).num_workers == self.ctx.world_size:

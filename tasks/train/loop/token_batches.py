@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lineage.errors import PipelineError
 from tasks.data.kinds import IGNORED
+from tasks.train.sharding import exchange, is_divided, local
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 _STEP = "micro_batches"  # the only key of the inputs that the trainer's loop passes on
 _ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
 _OF_TOKENS = ("mean_token_accuracy", "entropy")  # TRL's means over the trained tokens of a micro batch
-_EXCHANGED = 2**24  # gradients that workers exchange at once
 _FILL = 0.92  # share of a GPU's free memory to use: the allocator leaves gaps
 
 Division = list[list[list[int]]]  # micro batch -> worker -> indices of rows
@@ -190,7 +190,7 @@ class _ByTokens(_Base):
         while True:
             before, reason = _State.of(self), ""
             largest = max(each.tokens for each in micro_batches)
-            agrees = self.args.world_size > 1 and (is_exact or largest > self._proven)
+            agrees = self.args.world_size > 1 and (is_exact or largest > self._proven) and not is_divided(model)
             try:
                 with _agreeing(self.accelerator) if agrees else contextlib.nullcontext():
                     loss = self._all_micro_batches(model, micro_batches, agrees=agrees)
@@ -205,7 +205,7 @@ class _ByTokens(_Base):
             # Outside of the handlers, whose traceback holds the activations.
             if not reason:
                 if agrees:
-                    _exchange(self.model)
+                    exchange(each for each in self.model.parameters() if each.requires_grad)
                 self._proven = max(self._proven, largest)
                 return loss
             micro_batches = self._smaller(model, micro_batches, before, reason)
@@ -289,7 +289,7 @@ class _ByTokens(_Base):
         self.budget.measured = False
         device, tokens = self.args.device, max(each.tokens for each in self._divided_step)
         trained = [each for each in self.model.parameters() if each.requires_grad]
-        gradients = sum(each.numel() * each.element_size() for each in trained)
+        gradients = sum(local(each).numel() * each.element_size() for each in trained)
         held = torch.cuda.memory_allocated(device) + gradients
         per_token = max(1.0, (torch.cuda.max_memory_allocated(device) - held) / tokens)
         room = _FILL * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) - held
@@ -335,31 +335,6 @@ def _agreeing(accelerator: "Accelerator") -> Iterator[None]:
     finally:
         for name in names:
             delattr(accelerator, name)
-
-
-def _exchange(model: torch.nn.Module) -> None:
-    """Replaces each gradient by the mean over all workers, as DDP would."""
-    trained, world_size = (
-        [each for each in model.parameters() if each.requires_grad],
-        torch.distributed.get_world_size(),
-    )
-    is_there = torch.tensor([each.grad is not None for each in trained], device=trained[0].device).int()
-    torch.distributed.all_reduce(is_there, torch.distributed.ReduceOp.MAX)
-    with_gradient = [each for each, found in zip(trained, is_there.tolist(), strict=True) if found]
-    parts, sizes = list[list[torch.nn.Parameter]](), list[int]()
-    for each in with_gradient:
-        if each.grad is None:
-            each.grad = torch.zeros_like(each)
-        if not parts or sizes[-1] + each.numel() > _EXCHANGED or parts[-1][0].grad.dtype != each.grad.dtype:
-            parts.append([])
-            sizes.append(0)
-        parts[-1].append(each)
-        sizes[-1] += each.numel()
-    for part in parts:
-        whole = torch.cat([each.grad.flatten() for each in part]) / world_size
-        torch.distributed.all_reduce(whole)
-        for each, mean in zip(part, whole.split([each.numel() for each in part]), strict=True):
-            each.grad.copy_(mean.view_as(each))
 
 
 @dataclass(frozen=True, kw_only=True)

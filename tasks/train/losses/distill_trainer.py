@@ -21,6 +21,7 @@ from tasks.data.kinds import IGNORED
 from tasks.data.tokens.tokenization import why_not_packable
 from tasks.train.kernels.machine import plain
 from tasks.train.kernels.padding_free import MAX_LOGITS, backbone, before_trained, is_padding_free
+from tasks.train.sharding import is_divided, through
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -170,7 +171,10 @@ class DistillTrainer(Trainer):
         num_items_in_batch: "Tensor | None" = None,
     ) -> "Tensor":
         student = self.accelerator.unwrap_model(model)
-        sums, aux_loss, count = self._redirect(model, student, self._measured, student, inputs)
+        if is_divided(student):
+            sums, aux_loss, count = through(plain(student), lambda: self._measured(student, inputs))
+        else:
+            sums, aux_loss, count = self._redirect(model, student, self._measured, student, inputs)
         (apart, entropy), one = sums, torch.ones_like(count)
         loss = (1 - self.cross_entropy_weight) * apart + self.cross_entropy_weight * entropy
         if num_items_in_batch is None:
@@ -192,7 +196,8 @@ class DistillTrainer(Trainer):
         with self.accelerator.autocast():
             student_NH, aux_loss = self._states(student, batch, trained_RL, self.router_aux_loss_coef > 0)
             with torch.no_grad():
-                teacher_NH, _ = self._states(self.teacher_model, batch, trained_RL, False)
+                teacher = plain(self.teacher_model)  # its head stays gathered
+                teacher_NH, _ = through(teacher, lambda: self._states(teacher, batch, trained_RL, False))
             measure = _Heads(student, self.teacher_model, self._apart, self.cross_entropy_weight > 0)
             found = measure(student_NH, teacher_NH, labels_RL[:, 1:][trained_RL])
         return found, aux_loss, trained_RL.sum()

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from tasks.train.kernels.machine import plain
 from tasks.train.kernels.padding_free import backbone
+from tasks.train.sharding import through
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -31,11 +32,15 @@ def sequence_scores(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_
     Args:
         attention_mask_BT: 1 on the row's own tokens; padding is on the right.
     """
-    hidden_BTH = model.base_model(
-        input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False
-    ).last_hidden_state
-    rows_B = torch.arange(len(input_ids_BT), device=hidden_BTH.device)
-    return _score(model, hidden_BTH[rows_B, last_tokens(attention_mask_BT)])
+
+    def scores() -> "Tensor":
+        hidden_BTH = model.base_model(
+            input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False
+        ).last_hidden_state
+        rows_B = torch.arange(len(input_ids_BT), device=hidden_BTH.device)
+        return _score(model, hidden_BTH[rows_B, last_tokens(attention_mask_BT)])
+
+    return through(model, scores)
 
 
 def token_values(model: "PreTrainedModel", input_ids_BT: "Tensor") -> "Tensor":
@@ -43,7 +48,9 @@ def token_values(model: "PreTrainedModel", input_ids_BT: "Tensor") -> "Tensor":
 
     Padding is on the right, and attention is causal, so that no mask is needed.
     """
-    return _score(model, model.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state)
+    return through(
+        model, lambda: _score(model, model.base_model(input_ids=input_ids_BT, use_cache=False).last_hidden_state)
+    )
 
 
 def last_tokens(attention_mask_BT: "Tensor") -> "Tensor":

@@ -7,7 +7,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,7 @@ from tasks.train.models.quantized_base import (
     keep_layout,
     require_gradient,
 )
+from tasks.train.sharding import Shards, is_divided
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -119,7 +120,9 @@ def load_policy(
     """
     require_trainable(method, policy, ctx)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
-    model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, held=held)
+    model = whole_model(
+        Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, held=held, shards=Shards.of(ctx.resources)
+    )
     return Policy(model=model, tokenizer=tokenizer_of(policy.path))
 
 
@@ -134,7 +137,8 @@ def load_reward_model(
     config = load_config(policy.path, num_labels=1)
     set_seed(method.seed)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
-    model = whole_model(Kind.REWARD_MODEL, policy.path, config, quantizer=quantizer, held=held)
+    shards = Shards.of(ctx.resources)
+    model = whole_model(Kind.REWARD_MODEL, policy.path, config, quantizer=quantizer, held=held, shards=shards)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return Policy(model=model, tokenizer=tokenizer)
 
@@ -142,7 +146,7 @@ def load_reward_model(
 def load_value_model(method: TrainingRecipe, start: Input, ctx: "TrainContext") -> "PreTrainedModel":
     """A model for ``losses.rewards.token_values``: starts as the reward model, or the policy under a new head."""
     if start.kind == Kind.REWARD_MODEL:
-        return whole_model(Kind.REWARD_MODEL, start.path)
+        return whole_model(Kind.REWARD_MODEL, start.path, shards=Shards.of(ctx.resources))
     return load_reward_model(method, start, ctx).model
 
 
@@ -200,15 +204,16 @@ def disable_dropout(model: "PreTrainedModel") -> None:
                 setattr(module, name, 0.0)
 
 
-def load_model(model: Input, held: "Held" = "fp32") -> "PreTrainedModel":
+def load_model(model: Input, held: "Held" = "fp32", shards: Shards | None = None) -> "PreTrainedModel":
     """A finished policy or reward model, for inference.
 
     Args:
         held: see ``kernels.names_in_bf16``.
+        shards: see ``whole_model``.
     """
     from tasks.train.kernels.machine import hold_in
 
-    return hold_in(whole_model(model.kind, model.path, held=held), held)
+    return hold_in(whole_model(model.kind, model.path, held=held, shards=shards), held)
 
 
 def load_on_device(model: Input, ctx: "TrainContext") -> "PreTrainedModel":
@@ -251,6 +256,7 @@ def whole_model(
     taken: Intake | None = None,
     held: "Held" = "fp32",
     watch: "Callable[[PeftModel], None] | None" = None,
+    shards: Shards | None = None,
 ) -> "PreTrainedModel":
     """A model in fp32, with every adapter merged; one without adapters that was quantized before stays so.
 
@@ -264,6 +270,7 @@ def whole_model(
         held: weights are read into bf16 one by one, so that there is no copy in fp32: what ``kernels.hold_in`` would
             make of them. Adapters are merged in fp32 all the same, and weights are rounded from fp32.
         watch: called with the model before its last adapter is merged.
+        shards: how workers divide it; None: each has all of it.
 
     Raises:
         ArtifactError: the base of an adapter is missing, or another model now.
@@ -280,8 +287,9 @@ def whole_model(
         config = load_config(directory, num_labels=1)  # where the head is of an adapter, the base's says nothing of it
     config = config or load_config(directory)
     local = local_options(directory)
-    with _read_as("fp32" if merges or quantizer else held):
-        model = _full_model(kind, base, config, quantizer if not merges else None, local)
+    in_parts = shards.reading() if shards and not (merges or quantizer) else nullcontext(dict[str, object]())
+    with _read_as("fp32" if merges or quantizer else held), in_parts as options:
+        model = _full_model(kind, base, config, quantizer if not merges else None, {**local, **options})
     if merges and is_quantized(model):  # before; no format can hold the sum of its weights and an adapter's
         model = _dequantized(model)
     for number, (adapter, rounded) in enumerate(merges, start=1):
@@ -297,7 +305,7 @@ def whole_model(
         model.generation_config = GenerationConfig.from_pretrained(directory)
     if quantizer:
         model = quantizer.finish(quantizer.applied(model) if merges else model)
-    return model
+    return shards.divide(model) if shards and not is_divided(model) else model
 
 
 @contextmanager
@@ -450,7 +458,7 @@ def _forget_heads(output: Path, dropped: "set[str]") -> None:
 
 
 def _full_model(
-    kind: Kind, directory: Path, config: "PreTrainedConfig", quantizer: Quantizer | None, local: Mapping[str, bool]
+    kind: Kind, directory: Path, config: "PreTrainedConfig", quantizer: Quantizer | None, local: Mapping[str, object]
 ) -> "PreTrainedModel":
     import torch
     from trl.trainer.reward_trainer import suppress_seqcls_warning
@@ -470,6 +478,9 @@ def _full_model(
         model: PreTrainedModel = auto.from_pretrained(
             directory, config=config, dtype=torch.float32, use_safetensors=True, **local, **options
         )
+    for name in ("distributed_config", "hf_device_map"):  # transformers' own sharding, which is not ours
+        vars(model).pop(name, None)
+        vars(model.config).pop(name, None)
     if found:
         keep_layout(model)
         require_gradient(model)

@@ -111,9 +111,9 @@ def test_with_overrides_it_says_of_every_stage_all_that_does_not_work_and_ends_w
     assert found.returncode == 2
     assert "dpo     works\n" in found.stdout and "sft     does not work\n" in found.stdout
     assert "-> stages.sft.method.precision=bf16\n" in found.stdout
-    assert "-> stages.sft.resources.zero_stage=0\n" in found.stdout
+    assert "-> stages.sft.resources.sharding=none stages.sft.resources.zero_stage=0\n" in found.stdout
     stages = {each["stage"]: each for each in json.loads(command("compat", "--json", *words).stdout)["stages"]}
-    assert [each["rule"] for each in stages["sft"]["refusals"]] == ["fp16-cpu", "fp16-zero", "zero-one-worker"]
+    assert [each["rule"] for each in stages["sft"]["refusals"]] == ["fp16-cpu", "fp16-zero", "sharding-one-worker"]
     assert stages["cpt"] == {"stage": "cpt", "works": True, "refusals": []}
 
 

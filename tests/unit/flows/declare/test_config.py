@@ -236,7 +236,7 @@ def test_a_mistake_says_what_is_accepted(override, message):
         (["resources.keep_best={metric: held_out_loss}"], "left: resources.keep_best.metric=held_out_loss, "
          "method.best=null, method.validation=null: held_out_loss "
          "is measured only .* set stages.left.resources.keep_best.metric=loss"),
-        (["resources=zero2", "resources.num_workers=1"], "num_workers=1: ZeRO divides .* set stages.*zero_stage=0"),
+        (["resources=zero2", "resources.num_workers=1"], "num_workers=1: it divides the .* set stages.*sharding=none"),
         (["resources.num_workers=3", "resources.num_nodes=2", "resources.micro_batch_size=1",
           "stages.left.method.global_batch_size=9", "stages.right.method.global_batch_size=9"], "does not divide over"),
     ],

@@ -53,7 +53,7 @@ def test_auto_becomes_what_the_resources_have_and_the_plan_says_so():
         ),
         (
             ["precision=fp16", "resources.gpus_per_worker=1", "resources=zero2"],
-            r"precision=fp16, resources.zero_stage=2: .* set stages.cpt.method.precision=bf16",
+            r"precision=fp16, resources.sharding=zero2: .* set stages.cpt.method.precision=bf16",
         ),
         (["resources.gradient_checkpointing=0"], r"gradient_checkpointing.*greater than 0"),
         (["resources.gradient_checkpointing=some"], r"gradient_checkpointing"),

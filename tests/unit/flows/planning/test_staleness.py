@@ -158,6 +158,7 @@ def test_who_cannot_read_it_is_refused(toy, num_workers, zero_stage, overrides):
     with pytest.raises(ConfigError, match="cannot resume from it") as refused:
         toy(*overrides)
     assert str(refused.value).startswith("stages.left.resources: its checkpoint of step 7 was written with ")
-    remedy = f"set num_workers={num_workers} and zero_stage={zero_stage}, or start again with restart=[left]"
+    sharding = "zero2" if zero_stage else "none"
+    remedy = f"set num_workers={num_workers} and sharding={sharding}, or start again with restart=[left]"
     assert str(refused.value).endswith(remedy)
     assert toy(*overrides, "restart=[left]").stage("left").state == "run"

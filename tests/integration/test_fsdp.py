@@ -1,0 +1,183 @@
+"""FSDP2 on gloo workers: the trajectory of one process, whole files, and a resume with any number of workers."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lineage.checkpoints import Checkpoints
+from lineage.errors import ConfigError
+from tasks.context import Resources, Sharding
+from tasks.method import Adapter
+from tasks.reward_functions import RewardFunction
+from tasks.train.best import Best
+from tests import training
+from tests.training import METHODS, same, trajectory, weights
+from tests.worker_group import Asked, WorkerGroup, rows_of_steps, train
+
+PLAIN = Resources(micro_batch_size=2, cpus_per_worker=1, save_minutes=None)
+LORA = Adapter(rank=4, alpha=8)
+# Adam's first steps are about sign(gradient): one of 1e-9 that rounds to another sign moves a weight by the rate.
+TOLERANCE = 1e-4
+
+
+def divided(num_workers: int, sharding: Sharding = "fsdp", **fields: object) -> Resources:
+    return replace(PLAIN, sharding=sharding, num_workers=num_workers, **fields)  # type: ignore[arg-type]
+
+
+def require_same_trajectory(asked: Asked, group: WorkerGroup, resources: Resources) -> Asked:
+    """Trains in one process and in the group; every loss, norm of gradients and row is the same."""
+    one = train(replace(asked, folder=asked.folder / "one", resources=replace(asked.resources, num_workers=1)))
+    other = replace(asked, folder=asked.folder / resources.sharding, resources=resources)
+    found = group.train(other)
+    assert len(one.reports) == len(found[0].reports) == asked.stage.num_steps
+    for metric in (trajectory, lambda each: each["grad_norm"], lambda each: each["num_tokens"]):
+        expected = [metric(each) for _, each in one.reports]
+        assert [metric(each) for _, each in found[0].reports] == pytest.approx(expected, rel=TOLERANCE, abs=1e-6)
+    expected, written = weights(asked.folder / "one" / "output"), weights(other.folder / "output")
+    assert {name: each.dtype for name, each in written.items()} == {name: each.dtype for name, each in expected.items()}
+    for name, each in written.items():
+        assert torch.allclose(each, expected[name], atol=TOLERANCE)
+    return other
+
+
+@pytest.fixture(scope="module")
+def four_workers() -> Iterator[WorkerGroup]:
+    group = WorkerGroup(4)
+    yield group
+    group.close()
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_two_steps_of_two_workers_are_those_of_one(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, adapter
+) -> None:
+    stage = training.method("sft", num_steps=2, max_grad_norm=0.1, adapter=adapter)  # clips at every step
+    asked = Asked(stage=stage, root=root, folder=tmp_path, resources=PLAIN)
+    written = require_same_trajectory(asked, two_workers, divided(2))
+    config = AutoConfig.from_pretrained(written.folder / "output")
+    assert not hasattr(config, "distributed_config")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fields", "sharding", "more"),
+    [
+        *((name, {}, "fsdp", {}) for name in METHODS),
+        *((name, {"adapter": LORA}, "fsdp", {})
+          for name in ("dpo", "distill", "on_policy_distill", "grpo", "ppo", "reward")),
+        ("sft", {}, "fsdp_grad", {}),
+        ("dpo", {"adapter": LORA}, "fsdp_grad", {}),
+        ("dpo", {"loss_type": "kto_pair"}, "fsdp", {}),
+        ("sft", {}, "fsdp", {"micro_batch_size": "auto"}),
+        ("dpo", {}, "fsdp", {"micro_batch_size": "auto"}),
+        ("sft", {}, "fsdp", {"gradient_checkpointing": "on"}),
+        ("sft", {}, "fsdp", {"wrap": 2000, "prefetch": 1}),
+        ("sft", {}, "fsdp", {"offload": True}),
+        ("sft", {"precision": "bf16"}, "fsdp", {}),
+        ("sft", {"packing": "best_fit"}, "fsdp", {}),
+    ],
+)  # fmt: skip
+def test_the_trajectory_of_twenty_steps_is_that_of_one_process(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str, fields, sharding, more
+) -> None:
+    stage = training.method(name, num_steps=20 if name in ("sft", "dpo", "cpt") else 4, max_grad_norm=0.1, **fields)
+    micro = more.get("micro_batch_size", PLAIN.micro_batch_size)
+    asked = Asked(stage=stage, root=root, folder=tmp_path, resources=replace(PLAIN, micro_batch_size=micro))
+    require_same_trajectory(asked, two_workers, divided(2, sharding, **more))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["fsdp", "fsdp_grad", "fsdp_hybrid"])
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_four_workers_take_the_steps_of_one(
+    root: Path, tmp_path: Path, four_workers: WorkerGroup, sharding, adapter
+) -> None:
+    stage = training.method("sft", num_steps=20, max_grad_norm=0.1, adapter=adapter)
+    asked = Asked(stage=stage, root=root, folder=tmp_path, resources=PLAIN)
+    require_same_trajectory(asked, four_workers, divided(4, sharding, num_nodes=2 if sharding == "fsdp_hybrid" else 1))
+
+
+@pytest.mark.slow
+def test_gradients_are_added_in_bf16_where_that_is_set(root: Path, tmp_path: Path, two_workers: WorkerGroup) -> None:
+    stage = training.method("sft", num_steps=3)
+    asked = Asked(stage=stage, root=root, folder=tmp_path / "fp32", resources=divided(2))
+    rounded = replace(asked, folder=tmp_path / "bf16", resources=divided(2, reduce_dtype="bf16"))
+    exact, found = (two_workers.train(each)[0].metric("grad_norm") for each in (asked, rounded))
+    assert found != exact and found == pytest.approx(exact, rel=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_a_checkpoint_resumes_to_the_same_bits_and_with_other_workers(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, four_workers: WorkerGroup, adapter
+) -> None:
+    stage = training.method("sft", num_steps=5, adapter=adapter, lr_schedule="cosine")
+    whole = Asked(stage=stage, root=root, folder=tmp_path / "whole", resources=divided(2, save_steps=1))
+    unbroken = two_workers.train(whole)
+    broken = replace(whole, folder=tmp_path / "broken")
+    first = two_workers.train(replace(broken, stop_after=3))
+    checkpoint = tmp_path / "broken" / "checkpoints" / "step-3"
+    assert Checkpoints.at(checkpoint).sharding == "fsdp"
+    rest = two_workers.train(replace(broken, resume_step=3))
+    assert first[0].metric("loss") + rest[0].metric("loss") == unbroken[0].metric("loss")
+    assert same(weights(broken.folder / "output"), weights(whole.folder / "output"))
+    assert rows_of_steps(first) + rows_of_steps(rest) == rows_of_steps(unbroken)
+    for group, resources in ((four_workers, divided(4)), (None, PLAIN)):
+        other = replace(broken, resources=resources, resume_step=3)
+        found = group.train(other)[0] if group else train(other)
+        assert found.metric("loss") == pytest.approx(rest[0].metric("loss"), rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_fsdp_goes_on_with_the_checkpoint_of_one_process(root: Path, tmp_path: Path, two_workers: WorkerGroup) -> None:
+    stage = training.method("sft", num_steps=5, lr_schedule="cosine")
+    asked = Asked(stage=stage, root=root, folder=tmp_path / "one", resources=replace(PLAIN, save_steps=1))
+    unbroken = train(asked)
+    broken = replace(asked, folder=tmp_path / "two")
+    train(replace(broken, stop_after=3))
+    rest = two_workers.train(replace(broken, resources=divided(2), resume_step=3))
+    assert rest[0].metric("loss") == pytest.approx(unbroken.metric("loss")[3:], rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_the_best_model_is_measured_and_written(root: Path, tmp_path: Path, two_workers: WorkerGroup) -> None:
+    best = Best(mode="max", every_steps=1)  # the loss falls: the first is the best
+    stage = training.method("sft", num_steps=4, warmup_ratio=0.5, best=best, output="best")
+    asked = Asked(stage=stage, root=root, folder=tmp_path, resources=divided(2, save_steps=1))
+    found = two_workers.train(asked)
+    assert found[0].reports[0][1]["held_out_loss"] > found[0].reports[-1][1]["held_out_loss"]
+    kept = load_file(tmp_path / "checkpoints" / "step-1" / "model.safetensors")
+    written = weights(tmp_path / "output")
+    assert all(bool((each == kept[name]).all()) for name, each in written.items() if name in kept)
+    assert len(written.keys() & kept.keys()) > 10
+
+
+@pytest.mark.slow
+def test_steps_without_a_signal_change_no_weight(root: Path, tmp_path: Path, two_workers: WorkerGroup) -> None:
+    rewards = {"constant": RewardFunction(function="python:tests.completion_scores.constant")}
+    stage = training.method("grpo", rewards=rewards, num_steps=3, weight_decay=0.1, learning_rate=1e-2)
+    two_workers.train(Asked(stage=stage, root=root, folder=tmp_path, resources=divided(2)))
+    assert same(weights(tmp_path / "output"), weights(root / "policy"))
+
+
+@pytest.mark.slow
+def test_a_layer_that_the_model_lacks_is_refused(root: Path, tmp_path: Path, two_workers: WorkerGroup) -> None:
+    stage = training.method("sft", num_steps=1)
+    asked = Asked(stage=stage, root=root, folder=tmp_path, resources=divided(2, wrap="GPT2Block"))
+    with pytest.raises(
+        ConfigError, match=r"wrap=GPT2Block: the model \(llama\) has no layer of class GPT2Block; it has"
+    ):
+        two_workers.train(asked)
+
+
+@pytest.mark.slow
+def test_the_output_loads_as_any_model(root: Path, tmp_path: Path, two_workers: WorkerGroup) -> None:
+    stage = training.method("dpo", num_steps=2, adapter=LORA)
+    two_workers.train(Asked(stage=stage, root=root, folder=tmp_path, resources=divided(2)))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "output").dtype == torch.float32
+    assert (tmp_path / "output" / "adapter" / "adapter_model.safetensors").exists()
