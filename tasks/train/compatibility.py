@@ -464,6 +464,17 @@ RULES: tuple[Rule, ...] = (
         nearest={"method.optimizer.name": "adamw_torch_fused"}, also=ZERO,
     ),
     Rule(
+        id="zero3-forward",
+        when={"resources.sharding": ("zero3", "zero3_offload"), "resources.num_workers": _several_workers},
+        reason="ZeRO-3 gathers a weight in the forward of its own module, and losses here read that of the head "
+        "outside of it; FSDP2 divides the same",
+        nearest=lambda case: {
+            "resources.sharding": "fsdp",
+            **({"resources.offload": True} if "offload" in case.resources.sharding else {}),
+        },
+        also={"resources.num_workers": 2},
+    ),
+    Rule(
         id="hybrid-nodes",
         when={
             "resources.sharding": "fsdp_hybrid",
