@@ -4,11 +4,13 @@
 
 Sides take turns, so that other work on the machine falls on all of them. Seconds are those of the training loop, saves
 included; steps are short (8 rows of 64 tokens), or the saves would not show. posttrain digests every file and waits for
-the disk (fsync); the script does neither.
+the disk (fsync), beside the training; the script does neither, and the training waits for it. The stall is the time in
+which the training waits for a save: for the checkpoint before, and for the copy of the state.
 """
 
 import argparse
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -69,6 +71,19 @@ def report(seconds: dict[str, list[float]], steps: int, saves: int, megabytes: f
     print(f"a checkpoint of posttrain takes {costs['posttrain'] / costs['plain']:.2f}x the time of a plain one")
 
 
+def stalls(log: str) -> None:
+    """Prints how long the training waited for each save, and how long the writes took."""
+    waited, wrote = (
+        [float(each) for each in re.findall(rf"state={state} .*?seconds=([\d.]+)", log)]
+        for state in ("staged", "written")
+    )
+    share = statistics.fmean(waited) / statistics.fmean(wrote)
+    print(
+        f"stalls: {' '.join(f'{each:.2f}' for each in waited)} s; writes: {' '.join(f'{each:.2f}' for each in wrote)} s"
+    )
+    print(f"the training waits for {share:.0%} of a write, {min(waited) / statistics.fmean(wrote):.0%} at least")
+
+
 def main() -> None:
     """Times the four sides in turns and prints them."""
     args = arguments()
@@ -87,6 +102,7 @@ def main() -> None:
             seconds["plain saving"].append(theirs(folder / "plain", args, made, "--save-steps", str(args.every)))
         [checkpoint] = (Path(made["cpt"]["output"]).parent / "checkpoints").glob("step-*")
         report(seconds, args.steps, saves, size(checkpoint) / 1e6)
+        stalls((checkpoint.parents[1] / "logs" / "stage.log").read_text())
 
 
 if __name__ == "__main__":

@@ -1,22 +1,27 @@
 """Checkpoints of a stage: committed atomically with a record of step, metrics and digests; read only when whole."""
 
 import contextlib
+import hashlib
 import json
 import math
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from lineage.errors import ArtifactError
+from lineage.errors import ArtifactError, ConfigError
 from lineage.filesystem.digest import damage_of, digest_files
 from lineage.filesystem.files import flush, flush_tree
+from lineage.filesystem.remote_files import file_system, is_url
 from lineage.fingerprint import digest_json, short
+from lineage.secrets import redacted, refuse_secrets, without_secrets
 from lineage.source.source_checks import readable_as
 
 RECORD = "checkpoint.json"
+_PIECE_BYTES = 8 * 2**20
 _DIGEST = "digest"  # SHA-256 of all else in the record
 
 
@@ -188,6 +193,25 @@ class Checkpoints:
         flush([self.directory])
         return self.path(checkpoint.step)
 
+    def adopt(self, mirror: "Mirror", step: int) -> Checkpoint:
+        """Copies a checkpoint from its mirror, in place of a damaged one.
+
+        Raises:
+            ArtifactError: the mirror has other bytes than were committed.
+        """
+        fresh = self.directory / f".step-{step}.{uuid.uuid4().hex[:8]}"
+        fresh.mkdir(parents=True)
+        try:
+            record = mirror.pull(step, fresh)
+            flush_tree(fresh)
+            self._require()
+            self._remove(step)
+            fresh.replace(self.path(step))
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+        flush([self.directory])
+        return record
+
     def keep(self, steps: Iterable[int]) -> None:
         """Removes all other checkpoints, oldest first.
 
@@ -234,3 +258,120 @@ class Checkpoints:
         shutil.rmtree(gone, ignore_errors=True)
         self.path(step).replace(gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+class Mirror:
+    """Copies of a stage's checkpoints in object storage, ``URL/STAGE/FINGERPRINT/step-N/``.
+
+    The record of a checkpoint is written last and deleted first: a step with one is whole.
+
+    Args:
+        url: as ``resources.checkpoint_mirror`` has it; credentials are those of the environment.
+        directory: of the stage in the store.
+
+    Raises:
+        ConfigError: it is no URL, or holds a secret.
+    """
+
+    def __init__(self, url: str, directory: Path) -> None:
+        if not is_url(url):
+            raise ConfigError(
+                f"resources.checkpoint_mirror={url}: is no URL; s3://BUCKET/PREFIX and others that fsspec writes are "
+                "accepted, and file:///PATH for a disk of this machine"
+            )
+        refuse_secrets(url)
+        self.url = f"{url.rstrip('/')}/{directory.parent.name}/{directory.name}"
+        self._configured = url
+
+    def require_writable(self) -> None:
+        """Requires that files can be written and deleted there.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        try:
+            with file_system(f"{self.url}/.probe") as (files, path):
+                files.pipe_file(path, b"posttrain")
+                files.rm_file(path)
+        except Exception as error:  # of a file system's own library: no common base
+            raise ConfigError(
+                f"resources.checkpoint_mirror={redacted(self._configured)}: cannot be written "
+                f"({without_secrets(error, {})}); give a URL that fsspec writes, such as s3://BUCKET/PREFIX, with its "
+                "package installed (s3fs, gcsfs, adlfs) and credentials in the environment; or set it to null"
+            ) from error
+
+    def steps(self) -> list[int]:
+        """Steps of its whole checkpoints, ascending.
+
+        Raises:
+            ConfigError: it cannot be listed.
+        """
+        try:
+            with file_system(self.url) as (files, path):
+                files.invalidate_cache()
+                found = files.glob(f"{path}/step-*/{RECORD}")
+        except Exception as error:
+            raise ConfigError(
+                f"resources.checkpoint_mirror={redacted(self._configured)}: cannot be listed "
+                f"({without_secrets(error, {})}); see that it can be reached, or set it to null"
+            ) from error
+        return sorted(int(match[1]) for each in found if (match := _NAME.fullmatch(PurePosixPath(each).parent.name)))
+
+    def read(self, step: int) -> Checkpoint:
+        """The record of a checkpoint.
+
+        Raises:
+            ArtifactError: it is unreadable or modified.
+        """
+        with tempfile.TemporaryDirectory() as folder, file_system(f"{self.url}/step-{step}") as (files, path):
+            (Path(folder) / RECORD).write_bytes(files.cat_file(f"{path}/{RECORD}"))
+            return read_record(Path(folder))
+
+    def push(self, folder: Path, record: Checkpoint, is_cancelled: Callable[[], bool] = lambda: False) -> bool:
+        """Copies a committed checkpoint there, and digests what it sends; false: it was cancelled.
+
+        Raises:
+            ArtifactError: a file is not what was committed, or the copy has another size.
+        """
+        with file_system(f"{self.url}/step-{record.step}") as (files, path):
+            for name in (*record.files, RECORD):
+                digest, size = hashlib.sha256(), 0
+                with (folder / name).open("rb") as source, files.open(f"{path}/{name}", "wb") as target:
+                    while piece := source.read(_PIECE_BYTES):
+                        if is_cancelled():
+                            return False
+                        digest.update(piece)
+                        target.write(piece)
+                        size += len(piece)
+                if digest.hexdigest() != record.files.get(name, digest.hexdigest()):
+                    raise ArtifactError(f"{folder / name} is not what was committed")
+                files.invalidate_cache()
+                if files.size(f"{path}/{name}") != size:
+                    raise ArtifactError(f"{self.url}/step-{record.step}/{name} has not the size that was sent")
+        return True
+
+    def pull(self, step: int, folder: Path) -> Checkpoint:
+        """Copies a checkpoint from there into an empty directory.
+
+        Raises:
+            ArtifactError: it is not what was committed.
+        """
+        with file_system(f"{self.url}/step-{step}") as (files, path):
+            (folder / RECORD).write_bytes(files.cat_file(f"{path}/{RECORD}"))
+            record = read_record(folder)
+            for name in record.files:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                files.get_file(f"{path}/{name}", str(folder / name))
+        found = digest_files(folder)
+        found.pop(RECORD)
+        if damage := damage_of(record.files, found, f"{self.url}/step-{step}/"):
+            raise ArtifactError("; ".join(damage[:3]))
+        return record
+
+    def keep(self, steps: Collection[int]) -> None:
+        """Deletes all other checkpoints, oldest first."""
+        with file_system(self.url) as (files, path):
+            for step in self.steps():
+                if step not in steps:
+                    files.rm_file(f"{path}/step-{step}/{RECORD}")
+                    files.rm(f"{path}/step-{step}", recursive=True)

@@ -321,6 +321,7 @@ def _short(stage: Stage, num_steps: int, save_steps: int, *, one_micro_batch: bo
     return replace(
         stage, method=replace(method, num_steps=num_steps, num_epochs=None, best=best, validation=validation),
         resources=replace(
-            resources, launcher=launcher, save_steps=save_steps, save_epochs=None, save_minutes=None, max_failures=1
+            resources, launcher=launcher, save_steps=save_steps, save_epochs=None, save_minutes=None, max_failures=1,
+            checkpoint_mirror=None,
         ),
     )  # fmt: skip

@@ -50,6 +50,8 @@ def _is_there(planned: PlannedStage, entry: Entry) -> bool:
     is_resumed = planned.state == "resume"
     if is_resumed and (entry.checkpoints.steps() or (entry.work.is_dir() and owner(entry.path) is not None)):
         return True  # or another run has restarted it, for which this one will wait
+    if is_resumed and planned.stage.resources.checkpoint_mirror and entry.manifest() is None:
+        return True  # the run reads the mirror again
     return entry.manifest() is not None and entry.output.is_dir()
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from flows.declare.pipeline import Pipeline, Stage
 from lineage.artifact import Kind, Source
-from lineage.checkpoints import Checkpoint
+from lineage.checkpoints import Checkpoint, Mirror
 from lineage.errors import ConfigError
 from lineage.filesystem.files import atomic_write
 from lineage.filesystem.lock import owner
@@ -244,7 +244,8 @@ def state_of(
                 return "run", f"{changed}; {_reached(entry)}"
             reason += "; its code changed since (code_drift=warn)"
         return state, reason + _of_workers(name, stage, entry)
-    return state, reason
+    mirrored = "" if is_restarted else _mirrored(name, stage, entry)
+    return ("resume", mirrored) if mirrored else (state, reason)
 
 
 def _stored_state(
@@ -328,17 +329,42 @@ def _of_workers(name: str, stage: Stage, entry: Entry) -> str:
         ConfigError: a run would refuse: no checkpoint is intact, or the workers cannot read the last one.
     """
     checkpoint = entry.checkpoints.newest()
+    if checkpoint is None and (mirrored := _mirrored(name, stage, entry)):
+        return f"; {mirrored}"
     if checkpoint is None:
         raise ConfigError(
             f"stages.{name}: each of its checkpoints in {entry.checkpoints.directory} lacks a file or a readable "
             f"record; restore the files, or lose their steps and start again with restart=[{name}]"
         )
+    return _of_checkpoint(name, stage, checkpoint)
+
+
+def _of_checkpoint(name: str, stage: Stage, checkpoint: Checkpoint) -> str:
     try:
         require_readable(checkpoint, stage.resources)
     except ConfigError as error:
         raise ConfigError(f"stages.{name}.resources: {error}, or start again with restart=[{name}]") from error
     changes = ", ".join(_worker_changes(checkpoint, stage.resources))
     return f"; with {changes}: within tolerance, not to the bit" if changes else ""
+
+
+def _mirrored(name: str, stage: Stage, entry: Entry) -> str:
+    """Where the mirror has what the store lost, why the stage resumes; empty: it does not.
+
+    Raises:
+        ConfigError: the mirror cannot be reached, or the workers cannot read its last checkpoint.
+    """
+    url = stage.resources.checkpoint_mirror
+    if not url or not isinstance(stage.method, TrainingRecipe) or owner(entry.path):
+        return ""
+    mirror = Mirror(url, entry.path)
+    steps = mirror.steps()
+    if not steps:
+        return ""
+    checkpoint = mirror.read(steps[-1])
+    when = datetime.fromtimestamp(checkpoint.time).strftime("%Y-%m-%d %H:%M")
+    found = f"resumes from step {checkpoint.step} of its mirror {mirror.url}, saved {when}"
+    return found + _of_checkpoint(name, stage, checkpoint)
 
 
 def _worker_changes(before: Checkpoint, now: Resources) -> Iterator[str]:

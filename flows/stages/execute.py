@@ -4,7 +4,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,8 @@ from flows.stages.job import Job
 from flows.stages.launch import saving_first
 from flows.stages.resources import admitted, ask_cluster, count_cpus, pool_slots
 from flows.stages.run import Run, input_records, inputs_as_planned, job_inputs, require_unchanged
-from lineage.checkpoints import Checkpoint
-from lineage.errors import AskedError, ConfigError, LostError, ShortError, StageError
+from lineage.checkpoints import Checkpoint, Mirror
+from lineage.errors import ArtifactError, AskedError, ConfigError, LostError, ShortError, StageError
 from lineage.filesystem.digest import digest_files, digest_of
 from lineage.filesystem.disk import explain_full_disk
 from lineage.filesystem.lock import Lock, acquire_or, owner
@@ -36,6 +36,7 @@ from lineage.record.certificate import certified
 from lineage.record.environment import current_signature, hardware, provenance_here
 from lineage.record.metrics_file import last_step
 from lineage.record.tracker import Event, StageStart, end_event
+from lineage.secrets import without_secrets
 from lineage.store import Entry, Manifest, Provenance
 from tasks.context import Metrics, Resources
 from tasks.data.preparing.options import Prepare
@@ -97,6 +98,11 @@ def _execute(run: Run, planned: PlannedStage, entry: Entry) -> Result:
         predicted = estimator.estimate(planned)
         with _admitted(run, planned, predicted) as visible_gpus:
             require_unchanged(run.plan, planned)  # the wait may have been long
+            mirror = mirror_of(planned, entry)
+            if mirror:
+                mirror.require_writable()
+                if planned.restart:
+                    mirror.keep(())
             checkpoint = None if planned.restart else last_intact(planned, entry)
             resources = fitting(planned, planned.resources, run.announce)
             begin(planned, entry, checkpoint, lock.require, cause, resources)
@@ -114,6 +120,8 @@ def _execute(run: Run, planned: PlannedStage, entry: Entry) -> Result:
                 best = planned.stage.resources.keep_best
                 kept = [each.step for each in best.best(entry.checkpoints.records(), best.n)] if best else []
                 entry.commit(manifest, lock, kept)
+                if mirror:
+                    clear_mirror(mirror, kept)
                 return _report_end(run, planned, "done", manifest)
 
 
@@ -361,6 +369,9 @@ def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
         StageError: there are checkpoints and all are damaged: to start again loses their steps, which must be said.
     """
     found, damaged = entry.checkpoints.newest_intact()
+    if (mirror := mirror_of(planned, entry)) and (mirrored := adopted(mirror, entry, found.step if found else 0)):
+        logger.warning("stage=%s checkpoint=step-%d from=%s", planned.name, mirrored.step, mirror.url)
+        return mirrored
     if found is None and damaged:
         with entry.log.open("a") as log:
             log.writelines(f"--- checkpoint damaged: {damage}\n" for damage in damaged)
@@ -374,6 +385,32 @@ def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
     for damage in damaged:
         logger.warning("stage=%s checkpoint damaged: %s", planned.name, damage)
     return found
+
+
+def mirror_of(planned: PlannedStage, entry: Entry) -> Mirror | None:
+    """The mirror of a training's checkpoints; None: it has none."""
+    url = planned.stage.resources.checkpoint_mirror
+    return Mirror(url, entry.path) if url and isinstance(planned.stage.method, Training) else None
+
+
+def adopted(mirror: Mirror, entry: Entry, after: int) -> Checkpoint | None:
+    """Copies the newest intact checkpoint of a mirror after a step; None: it has none."""
+    for step in reversed(mirror.steps()):
+        if step <= after:
+            return None
+        try:
+            return entry.checkpoints.adopt(mirror, step)
+        except (ArtifactError, OSError) as error:
+            logger.warning("mirror=%s step=%d state=not used: %s", mirror.url, step, error)
+    return None
+
+
+def clear_mirror(mirror: Mirror, kept: Collection[int]) -> None:
+    """Deletes the checkpoints of a finished stage; what cannot be deleted is logged."""
+    try:
+        mirror.keep(kept)
+    except Exception as error:  # of a file system's own library: no common base
+        logger.warning("mirror=%s state=not cleared: %s; delete it there", mirror.url, without_secrets(error, {}))
 
 
 def settle_last_run(store: Path, entry: Entry) -> str:

@@ -103,7 +103,7 @@ def remote_versions(name: str, url: str, credentials: Credentials = _NONE) -> di
             variable of ``credentials`` is not set.
     """
     try:
-        with _file_system(url, credentials) as (files, path):
+        with file_system(url, credentials) as (files, path):
             files.invalidate_cache()
             found = _listed(files, path)
             attributes = {place: _attributes(files, place, found[place]) for place in sorted(found)}
@@ -140,18 +140,21 @@ def place_of(url: str) -> PurePosixPath:
 @contextlib.contextmanager
 def open_remote(url: str, credentials: Credentials = _NONE) -> Iterator[IO[bytes]]:
     """Opens a remote file for reading."""
-    with _file_system(url, credentials) as (files, path), files.open(path, "rb") as file:
+    with file_system(url, credentials) as (files, path), files.open(path, "rb") as file:
         yield file
 
 
 @contextlib.contextmanager
-def _file_system(url: str, credentials: Credentials) -> Iterator[tuple["AbstractFileSystem", str]]:
+def file_system(url: str, credentials: Credentials = _NONE) -> Iterator[tuple["AbstractFileSystem", str]]:
+    """The file system of a URL, and the path in it."""
     from fsspec.core import get_filesystem_class, url_to_fs
 
     if credentials:
         _require_options(get_filesystem_class(url.partition("://")[0]), credentials)
     # Reads the committed version, not the working tree, which has no version.
-    configured = {"rev": "HEAD"} if url.startswith(_DVC) else {}
+    configured: dict[str, object] = {"rev": "HEAD"} if url.startswith(_DVC) else {}
+    if url.startswith("file://"):
+        configured["auto_mkdir"] = True  # as in a bucket
     secrets: dict[str, object] = dict(secrets_of(credentials))
     if REGION in secrets:  # s3fs passes it on to botocore alone
         secrets["client_kwargs"] = {"region_name": secrets.pop(REGION)}

@@ -844,7 +844,7 @@ def fit(
             fast, collecting = fast_products(method.precision, on_gpu=on_gpu), collecting_between_steps(enabled=on_gpu)
             with deterministic_kernels(ctx.resources.is_deterministic), fast, collecting as collect:
                 _take_steps(trainer, ctx, watching, checkpointing, collect)
-            saver.wait()
+            saver.finish()
             if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:

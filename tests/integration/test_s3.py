@@ -2,19 +2,24 @@
 
 import gzip
 import multiprocessing
+import shutil
 
 import pytest
 
+from flows.stages.execute import adopted
 from lineage.artifact import Source
-from lineage.errors import ConfigError, DataError
-from lineage.filesystem.digest import DigestCache
+from lineage.checkpoints import Mirror
+from lineage.errors import ConfigError, DataError, StoppedError
+from lineage.filesystem.digest import DigestCache, digest_files
 from lineage.filesystem.remote_files import open_remote
 from lineage.source.sources import pin
-from lineage.store import Manifest
+from lineage.store import Entry, Manifest
 from tasks.data.reading.chunk import Row
 from tasks.data.reading.read import read_chunks
+from tests import training
 from tests.command import CONF, Command
 from tests.s3 import CREDENTIALS, bucket
+from tests.stage_folder import StageFolder
 
 pytestmark = pytest.mark.integration
 
@@ -81,6 +86,31 @@ def test_wrong_credentials_are_one_line_without_them(rows, monkeypatch, tmp_path
     with pytest.raises(ConfigError, match=r"cannot be listed \(PermissionError: ") as error:
         fingerprint("s3://rows/set/b.jsonl", tmp_path)
     assert "\n" not in str(error.value) and "hunter2" not in str(error.value)
+
+
+def test_a_training_whose_machine_is_lost_resumes_from_the_bucket_to_the_bit(rows, root, tmp_path, monkeypatch, caplog):
+    keys = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_ENDPOINT_URL": rows.address}
+    for name, value in {**keys, "AWS_DEFAULT_REGION": "us-east-1"}.items():
+        monkeypatch.setenv(name, value)
+    stage, whole = training.method("sft", num_steps=4), StageFolder(tmp_path / "whole", root)
+    whole(stage)
+    lost = StageFolder(tmp_path / "sft" / "f00d", root, save_steps=1, checkpoint_mirror="s3://rows/kept")
+    with pytest.raises(StoppedError):
+        lost(stage, should_stop=lambda: len(lost.reports) == 2)
+    mirror, entry = Mirror("s3://rows/kept", lost.folder), Entry(lost.folder)
+    mirror.require_writable()
+    assert lost.store.steps() == [1, 2, 3] and mirror.steps()[-1] == 3
+    mirror.push(lost.store.path(2), lost.store.read(2))
+    shutil.rmtree(lost.folder)
+    rows.put("kept/sft/f00d/step-3/model.safetensors", b"other bytes")
+    assert adopted(mirror, entry, 0).step == 2
+    assert "step-3/model.safetensors has SHA-256" in caplog.text
+    lost(stage, resume=2)
+    assert digest_files(lost.output) == digest_files(whole.output)
+    mirror.keep(())
+    assert mirror.steps() == []
+    with pytest.raises(ConfigError, match=r"checkpoint_mirror=s3://nowhere/x: cannot be written \(FileNotFoundError: "):
+        Mirror("s3://nowhere/x", lost.folder).require_writable()
 
 
 def _read_into(results: "multiprocessing.Queue[bytes]") -> None:

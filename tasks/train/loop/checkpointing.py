@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from errno import EDQUOT, ENOSPC
@@ -26,9 +26,10 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from lineage.checkpoints import Checkpoint, Checkpoints
+from lineage.checkpoints import Checkpoint, Checkpoints, Mirror
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.files import atomic_write
+from lineage.secrets import without_secrets
 from tasks.context import Metrics, TrainContext
 from tasks.train.best import HELD_OUT_LOSS, completes_epochs, kept_steps
 from tasks.train.loop.callbacks import step_metrics
@@ -77,6 +78,72 @@ _POLL_SECONDS, _GRACE_SECONDS = 0.05, 5.0
 _NICENESS = 10  # of the thread that writes: the training comes first
 
 
+class Uploads:
+    """Copies checkpoints to their mirror beside the training, one at a time; of those that wait, only the newest."""
+
+    def __init__(self, mirror: Mirror, store: Checkpoints) -> None:
+        self.mirror, self.store = mirror, store
+        self._lock = threading.Lock()
+        self._waiting: tuple[Checkpoint, Sequence[int]] | None = None
+        self._sending: int | None = None
+        self._thread: threading.Thread | None = None
+        self._cancelled = threading.Event()
+        self._last: int | None = None
+
+    def add(self, record: Checkpoint, kept: Sequence[int]) -> None:
+        """Has a committed checkpoint sent; the mirror then keeps the same steps as the store."""
+        with self._lock:
+            self._waiting = (record, kept)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._send, name="checkpoint mirror", daemon=True)
+                self._thread.start()
+
+    @property
+    def reads(self) -> list[int]:
+        """Steps whose files must stay."""
+        with self._lock:
+            waiting = [self._waiting[0].step] if self._waiting else []
+            return [*waiting, *([] if self._sending is None else [self._sending])]
+
+    def wait(self, *, cancel: bool = False) -> None:
+        """Waits until all are sent; ``cancel`` sends no further byte."""
+        if cancel:
+            self._cancelled.set()
+        if self._thread:
+            self._thread.join()
+
+    def _send(self) -> None:
+        yield_to_training()
+        while True:
+            with self._lock:
+                self._sending = None
+                if self._waiting is None or self._cancelled.is_set():
+                    self._thread = None
+                    return
+                (record, kept), self._waiting = self._waiting, None
+                self._sending = record.step
+            start = time.monotonic()
+            try:
+                if self.mirror.push(self.store.path(record.step), record, self._cancelled.is_set):
+                    self._last = record.step
+                    self.mirror.keep(kept)
+                    seconds = time.monotonic() - start
+                    logger.info("step=%d mirror=%s state=sent seconds=%.1f", record.step, self.mirror.url, seconds)
+            except Exception as error:  # of a file system's own library: no common base
+                logger.warning(
+                    "step=%d mirror=%s state=not sent (%s): %s; the next checkpoint is tried again",
+                    record.step, self.mirror.url, without_secrets(error, {}),
+                    "it has none of this run" if self._last is None else f"its last good one is of step {self._last}",
+                )  # fmt: skip
+
+
+def yield_to_training() -> None:
+    """Gives this thread less of the CPUs than the training has."""
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
 class Saver:
     """Decides when a training saves and stops, writes its checkpoints, and decides which are kept; for any loop.
 
@@ -96,6 +163,10 @@ class Saver:
         self._writer: threading.Thread | None = None
         self._failed: tuple[int, BaseException] | None = None  # step and cause
         self._gives_up = threading.Event()
+        mirror = ctx.resources.checkpoint_mirror
+        self._uploads: Uploads | None = None
+        if mirror and self.store and ctx.rank == 0:
+            self._uploads = Uploads(Mirror(mirror, self.store.directory.parent), self.store)
 
     def begin(self, step: int) -> None:
         """Starts the clock, and deletes checkpoints after the step: a resume from an earlier one means damage."""
@@ -133,8 +204,8 @@ class Saver:
         Raises:
             PipelineError, OSError: this checkpoint or the one before could not be written.
         """
-        self.wait()
         start = time.monotonic()
+        self.wait()
         folder = self.new_draft(step)
         divided = Divided(state.parameters)
         trees: dict[str, object] = {} if self.ctx.rank else {STATE: divided.divide(state.shared)}
@@ -157,12 +228,14 @@ class Saver:
             is_divided=is_divided,
         )  # fmt: skip
         if not copies:
-            self._publish(draft, start)
+            self._publish(draft)
+            if waits and self._uploads:
+                self._uploads.wait()
             return
         if any(each.tensor.is_cuda for group in held.values() for each in group.values()):
             torch.cuda.synchronize()
         logger.info("step=%d state=staged bytes=%d seconds=%.2f", step, num_bytes, time.monotonic() - start)
-        self._writer = threading.Thread(target=self._write, args=(draft, start), name="checkpoint", daemon=True)
+        self._writer = threading.Thread(target=self._write, args=(draft,), name="checkpoint", daemon=True)
         self._writer.start()
 
     def wait(self) -> None:
@@ -179,11 +252,23 @@ class Saver:
             self._writer = None
         self._require_written()
 
+    def finish(self) -> None:
+        """After the last step: waits for the checkpoint that is being written, and sends no more to the mirror.
+
+        Raises:
+            PipelineError, OSError: it could not be written.
+        """
+        self.wait()
+        if self._uploads:
+            self._uploads.wait(cancel=True)
+
     def settle(self) -> None:
         """After a failure of the training: publishes what is being written, unless another worker does not write."""
         self._gives_up.set()
         if self._writer:
             self._writer.join()
+        if self._uploads:
+            self._uploads.wait()
 
     def last_good(self) -> str:
         """The checkpoint that a diverged training would resume from, for messages."""
@@ -223,7 +308,10 @@ class Saver:
         assert self.store is not None
         resources = self.ctx.resources
         path = self.store.commit(draft, replace(record, time=time.time()), digests)
-        self.store.keep(kept_steps(self.store.records(), resources.keep_last, resources.keep_best, self.method.best))
+        kept = kept_steps(self.store.records(), resources.keep_last, resources.keep_best, self.method.best)
+        if self._uploads:
+            self._uploads.add(self.store.read(record.step), sorted(kept))
+        self.store.keep([*kept, *(self._uploads.reads if self._uploads else ())])
         logger.info("checkpoint=%s state=committed", path)
 
     def saved(self) -> None:
@@ -251,18 +339,17 @@ class Saver:
             logger.warning("save_async=auto: no memory for a copy of %d bytes; the training waits for it", num_bytes)
         return fits
 
-    def _write(self, draft: Draft, start: float) -> None:
+    def _write(self, draft: Draft) -> None:
         """Runs in the thread."""
-        if sys.platform == "linux":  # elsewhere it would be the whole process
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        yield_to_training()
         try:
-            self._publish(draft, start)
+            self._publish(draft)
         except BaseException as error:
             self._failed = (draft.record.step, error)
             logger.error("step=%d state=not written: %s: %s", draft.record.step, type(error).__name__, error)
 
-    def _publish(self, draft: Draft, start: float) -> None:
+    def _publish(self, draft: Draft) -> None:
+        start = time.monotonic()
         marker = draft.folder / _WRITTEN.format(rank=self.ctx.rank)
         try:
             digests = draft.write()

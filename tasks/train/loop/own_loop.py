@@ -152,7 +152,7 @@ class OwnLoop:
                     self._save_or_stop()
                 elif self._saver.saves_last(self.run.device):
                     self._save(waits=True)
-            self._saver.wait()
+            self._saver.finish()
         self.ctx.mark(self.step, Phase.DONE)
 
     def report(self, *, loss: float, num_tokens: int, grad_norm: float, **metrics: float) -> None:

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lineage.checkpoints import Checkpoints
-from lineage.errors import ArtifactError, PipelineError
+from lineage.checkpoints import Checkpoints, Mirror
+from lineage.errors import ArtifactError, ConfigError, PipelineError
+from lineage.filesystem.digest import digest_files
 from lineage.filesystem.disk import explain_full_disk
 from tasks.context import Resources, TrainContext
 from tasks.sft import SFT
@@ -152,6 +153,44 @@ def test_a_checkpoint_is_published_when_all_workers_have_written(
     first.save(4, state(4.0), {})  # the other worker dies
     first.settle()
     assert saved(tmp_path).steps() == [2]
+
+
+def test_the_mirror_gets_each_checkpoint_and_keeps_what_the_store_keeps(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/mirror"
+    writer = saver(tmp_path, keep_last=2, checkpoint_mirror=url)
+    for step in (2, 4, 6):
+        writer.save(step, state(step), {}, waits=True)
+    mirror = Mirror(url, tmp_path)
+    assert mirror.steps() == saved(tmp_path).steps() == [4, 6]
+    [copy] = (tmp_path / "mirror").glob("*/*/step-6")
+    assert digest_files(copy) == digest_files(saved(tmp_path).path(6))
+
+
+def test_a_mirror_that_refuses_a_checkpoint_is_a_warning_with_the_last_good_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = saver(tmp_path, checkpoint_mirror=f"file://{tmp_path}/mirror")
+    writer.save(2, state(2.0), {}, waits=True)
+    (tmp_path / "mirror").rename(tmp_path / "gone")
+    (tmp_path / "mirror").write_text("no directory")
+    writer.save(4, state(4.0), {}, waits=True)
+    assert "state=not sent (" in caplog.text and "its last good one is of step 2" in caplog.text
+    assert writer.agreed(5, CPU) == (False, False)
+    with pytest.raises(ConfigError, match=r"resources.checkpoint_mirror=file://.*: cannot be written \("):
+        Mirror(f"file://{tmp_path}/mirror", tmp_path).require_writable()
+
+
+def test_a_slow_mirror_holds_up_no_save_and_loses_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, push = threading.Event(), Mirror.push
+    monkeypatch.setattr(Mirror, "push", lambda *args: (slow.wait(10), push(*args))[1])
+    writer = saver(tmp_path, keep_last=1, checkpoint_mirror=f"file://{tmp_path}/mirror")
+    for step in (2, 4, 6):
+        writer.save(step, state(step), {})
+    writer.wait()
+    assert saved(tmp_path).steps() == [2, 6], "what is being sent stays, and what waits was replaced"
+    slow.set()
+    writer._uploads.wait()
+    assert Mirror(f"file://{tmp_path}/mirror", tmp_path).steps() == [6]
 
 
 def test_a_checkpoint_of_an_earlier_version_says_so(tmp_path: Path) -> None:

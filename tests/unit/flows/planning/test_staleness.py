@@ -1,10 +1,13 @@
 """Why a stage is stale, where what changed is how a source is read; and what is said of one that is half done."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 
 from flows.planning.plan import Plan
+from flows.planning.reads import claim
+from lineage.checkpoints import Mirror
 from lineage.errors import ConfigError
 from lineage.record.attempts import record_attempt
 from lineage.store import Manifest
@@ -59,6 +62,26 @@ def test_credentials_are_not_identity_and_are_not_recorded(toy, monkeypatch):
     assert {planned.state for planned in toy(path).stages} == {"reuse"}
     said = (plan.entry(plan.stage("data")).path / "manifest.json").read_text()
     assert "hunter2" not in said and "ROWS_USER" not in said
+
+
+def test_a_plan_resumes_from_the_mirror_what_this_machine_lost(toy, tmp_path):
+    words = (f"stages.left.resources.checkpoint_mirror=file://{tmp_path}/mirror",)
+    entry = toy(*words).entry(toy(*words).stage("left"))
+    assert toy(*words).stage("left").state == "run"
+    save(entry, 4)
+    Mirror(f"file://{tmp_path}/mirror", entry.path).push(entry.checkpoints.path(4), entry.checkpoints.read(4))
+    assert toy(*words).stage("left").reason.startswith("resumes from step 4, ")
+    shutil.rmtree(entry.path)
+    plan = toy(*words)
+    assert plan.stage("left").state == "resume"
+    assert plan.stage("left").reason.startswith(f"resumes from step 4 of its mirror file://{tmp_path}/mirror/left/")
+    claim([plan])
+    assert toy(*words, "restart=[left]").stage("left").state == "run"
+    with pytest.raises(ConfigError, match="num_workers=2 with zero_stage=2 cannot resume from it"):
+        toy(*words, "stages.left.resources.num_workers=2", "stages.left.resources.zero_stage=2",
+            "stages.left.resources.micro_batch_size=4")  # fmt: skip
+    with pytest.raises(ConfigError, match=r"checkpoint_mirror=/mnt/x: is no URL; s3://BUCKET/PREFIX"):
+        toy("stages.left.resources.checkpoint_mirror=/mnt/x")
 
 
 @pytest.mark.parametrize("lost", ["checkpoint.json", "state.txt"])

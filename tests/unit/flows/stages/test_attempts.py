@@ -1,6 +1,7 @@
 """How often a stage is tried, and what it goes on from, with runs that end as they are told."""
 
 import json
+import shutil
 import socket
 from dataclasses import replace
 from uuid import uuid4
@@ -9,7 +10,7 @@ import psutil
 import pytest
 
 from flows.progress.run_record import RunRecord, StageRecord
-from flows.stages.execute import begin, fitting, last_intact, nodes_used, run_attempts, settle_last_run
+from flows.stages.execute import begin, fitting, last_intact, mirror_of, nodes_used, run_attempts, settle_last_run
 from flows.stages.exit_reasons import failed
 from flows.stages.job import Job
 from flows.stages.resources import Cluster, Node
@@ -56,6 +57,29 @@ class Stage:
         checkpoint = last_intact(self.planned, self.entry)
         begin(self.planned, self.entry, checkpoint, lambda: None)
         return run_attempts(self.planned, self.entry, self.job, checkpoint, attempt, lambda line: None)
+
+
+@pytest.mark.parametrize("harm", ["nothing is there", "the newest is damaged here", "the newest is damaged there"])
+def test_what_this_machine_lost_comes_from_the_mirror_once_its_digests_are_checked(toy, tmp_path, caplog, harm):
+    stage = Stage(lambda *words: toy(*words, f"stages.left.resources.checkpoint_mirror=file://{tmp_path}/mirror"))
+    checkpoints, mirror = stage.entry.checkpoints, mirror_of(stage.planned, stage.entry)
+    mirror.require_writable()
+    for step in (4, 6):
+        save(stage.entry, step)
+        mirror.push(checkpoints.path(step), checkpoints.read(step))
+    if harm == "the newest is damaged here":
+        (checkpoints.path(6) / "state.txt").write_text("flipped")
+    else:
+        shutil.rmtree(stage.entry.path)
+    if harm == "the newest is damaged there":
+        [file] = (tmp_path / "mirror").glob("left/*/step-6/state.txt")
+        file.write_text("flipped")
+    step = 4 if harm == "the newest is damaged there" else 6
+    assert last_intact(stage.planned, stage.entry).step == step
+    assert checkpoints.damage(step) == []
+    assert ("state.txt has SHA-256" in caplog.text) == (step == 4)
+    mirror.keep([4])
+    assert mirror.steps() == [4]
 
 
 def test_a_stage_that_gets_on_is_tried_for_as_long_as_it_takes(toy):
