@@ -47,6 +47,7 @@ COMMANDS = {
     "certify": "kill, resume and reshard a short run of every training; report whether it gives the same model",
     "data": "read rows as a data stage would, and report on them; run nothing",
     "chat": "talk with a model, or with two side by side",
+    "import": "make a pipeline of a configuration of LLaMA-Factory, axolotl, TRL or Oumi",
     "serve-model": "serve a model by the OpenAI protocol",
     "export": "write a model as whole weights, GGUF or for Ollama, or push it; or a stage for verl",
     "stage": "run one stage without Prefect: what dvc.yaml calls",
@@ -79,7 +80,8 @@ _MODULES = {
     "blame": "lineage", "diagnose": "lineage",
     "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "logs": "status", "cancel": "status",
     "compat": "doctor",
-    "chat": "flows.serving.chat", "export": "flows.serving.export", "serve-model": "flows.serving.serve_model",
+    "chat": "flows.serving.chat", "export": "flows.serving.export",
+    "serve-model": "flows.serving.serve_model", "import": "flows.peers.importing",
 }  # fmt: skip
 
 

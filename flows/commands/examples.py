@@ -42,6 +42,10 @@ posttrain export verl grpo pipeline=sft-grpo --ability math""",
 posttrain chat cpt-sft-dpo/dpo
 posttrain chat cpt-sft-dpo/sft cpt-sft-dpo/dpo
 posttrain chat alias:champion --once 'Is pathlib.Path a class?'""",
+    "import": """
+posttrain import llamafactory llama3_lora_sft.yaml
+posttrain import axolotl config.yml --num-workers 4 --out conf/pipeline/ours.yaml
+posttrain import trl train.sh --training dpo --leave-out push_to_hub""",
     "serve-model": """
 posttrain serve-model cpt-sft-dpo/dpo
 posttrain serve-model alias:champion --port 8001

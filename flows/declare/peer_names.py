@@ -197,6 +197,29 @@ FIELDS: Mapping[str, str] = {
         "nothing: the answers alone get loss (docs/data.md)", "assistant_only_loss completion_only_loss",
         "train_on_inputs train_on_prompt roles_to_train", "mask_prompt",
     ),
+    **_each(
+        "nothing: what is prepared is kept by what it is made from", "", "overwrite_cache shuffle_merged_datasets "
+        "dataset_shard_num dataset_shard_idx tokenized_path",
+    ),
+    **_each("nothing: posttrain diagnose REF --html FILE draws the curves", "", "plot_loss"),
+    **_each(
+        "nothing: an output is a whole model, and checkpoints hold all that resumes", "save_only_model",
+        "save_safetensors", "save_final_model load_pretrained_weights try_resume_from_last_checkpoint",
+    ),
+    **_each(
+        "nothing: the record has speeds, counts and messages",
+        "include_num_input_tokens_seen log_level logging_first_step logging_nan_inf_filter", "loss_watchdog_threshold "
+        "loss_watchdog_patience include_tokens_per_second include_effective_tokens_per_second debug",
+        "include_performance_metrics include_alternative_mfu_metrics log_model_summary dep_log_level telemetry "
+        "profiler",
+    ),
+    **_each(
+        "nothing: it changes no model",
+        "dataloader_pin_memory dataloader_persistent_workers ddp_timeout ddp_find_unused_parameters",
+        "low_cpu_mem_usage local_rank lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm "
+        "liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy",
+        "dataloader_main_process_only nccl_default_timeout_minutes num_processes",
+    ),
 }  # fmt: skip
 
 # Values of optimizer.name, schedule.name, quantization.format and loss_type: the same thing under another name.

@@ -75,7 +75,7 @@ def _render(label: str, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[Tu
     """A conversation up to where the answer begins, without the BOS that llama.cpp writes."""
     from jinja2.exceptions import TemplateError
 
-    from tasks.data.tokens.tokenize_rows import adds_bos
+    from tasks.model.tokenizers import adds_bos
 
     if not isinstance(tokenizer.chat_template, str):
         raise _refused(label, "there is none, or there are several")

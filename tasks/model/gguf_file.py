@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 from lineage.errors import ConfigError, PipelineError
 from tasks.data.tokens.encoding import common_prefix
 from tasks.data.tokens.rendering import turn_ends
-from tasks.data.tokens.tokenize_rows import adds_bos
 from tasks.model.fetch_model import load_gguf, named_splits
 from tasks.model.merging import Golden, golden_summary, golden_values, require_same_values
-from tasks.model.tokenizers import PROBE
+from tasks.model.tokenizers import PROBE, adds_bos
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter

@@ -1,0 +1,195 @@
+"""The rows that a peer's configuration names, as sources; and the draft of a pipeline that they are put into."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lineage.errors import ConfigError
+
+Values = dict[str, object]
+
+
+def section(value: object, name: str) -> Values:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name}: is no mapping; KEY: VALUE lines are accepted; correct the file")
+    return dict(value)
+
+
+@dataclass(kw_only=True)
+class Draft:
+    """A pipeline that is being put together.
+
+    Args:
+        mapped: key -> what it is here.
+        not_needed, refused: key -> why.
+    """
+
+    peer: str
+    stage: str
+    workers: int
+    base: Values = field(default_factory=dict)
+    rows: list[Values] = field(default_factory=list)
+    data: Values = field(default_factory=dict)
+    method: Values = field(default_factory=dict)
+    resources: Values = field(default_factory=dict)
+    mapped: dict[str, str] = field(default_factory=dict)
+    not_needed: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    seen: Values = field(default_factory=dict)  # what several keys decide together
+
+    def set(self, key: str, path: str, value: object) -> None:
+        """Sets ``method.optimizer.name`` and the like."""
+        part, *parents, last = path.split(".")
+        node = getattr(self, part)
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+        self.mapped[key] = f"{path}={json.dumps(value)}"
+
+    def skip(self, key: str, why: str) -> None:
+        self.not_needed[key] = why
+
+    def refuse(self, key: str, value: object, why: str) -> None:
+        self.refused[key] = f"{key}={json.dumps(value)}: {why}"
+
+
+def as_list(value: object) -> list[object]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _of_factory(draft: Draft, flat: Values, folder: Path) -> None:
+    """The files of LLaMA-Factory's named data, by its ``dataset_info.json``."""
+    names = [
+        name.strip() for each in as_list(flat.pop("dataset", None)) for name in str(each).split(",") if name.strip()
+    ]
+    given = str(flat.pop("dataset_dir", "data"))
+    places = [Path(given), folder / given]
+    file = next((place / "dataset_info.json" for place in places if (place / "dataset_info.json").is_file()), None)
+    infos = json.loads(file.read_text(encoding="utf-8")) if file else {}
+    for name in names:
+        info = infos.get(name)
+        if file is None or not isinstance(info, dict):
+            where = f"{file} has no such name" if file else f"no dataset_info.json in {' or '.join(map(str, places))}"
+            draft.refuse(f"dataset.{name}", name, f"{where}; set sources.{slug(name)}.path by hand")
+            continue
+        hub = info.get("hf_hub_url")
+        source: Values = {"path": str(hub or file.parent / str(info.get("file_name", "")))}
+        source |= {ours: info[theirs] for ours, theirs in (("subset", "subset"), ("split", "split")) if theirs in info}
+        columns = {str(key): str(value) for key, value in section(info.get("columns"), "columns").items()}
+        ours = {"prompt": "instruction", "query": "input", "response": "output"}
+        renamed = {ours.get(key, key): value for key, value in columns.items() if ours.get(key, key) != value}
+        known = {key: value for key, value in renamed.items() if key not in ("messages", "chosen", "rejected", "tools")}
+        if known and info.get("formatting", "alpaca") == "alpaca" and not info.get("ranking"):
+            source["columns"] = known
+        draft.rows.append({"name": name, **source})
+        draft.mapped[f"dataset.{name}"] = f"sources.{slug(name)}.path={source['path']}"
+    for key in ("eval_dataset", "tokenized_path", "interleave_probs", "mix_strategy"):
+        if flat.get(key) is not None:
+            draft.refuse(
+                key, flat.pop(key), "val_size sets rows aside here; mixtures are proportions of the data stage"
+            )
+
+
+def _of_axolotl(draft: Draft, flat: Values, folder: Path) -> None:
+    known = (
+        "alpaca", "chat_template", "completion", "sharegpt", "alpaca_chat", "chat_template.default", "chatml.intel",
+        "chatml.ultra", "chatml.argilla", "llama3.intel", "llama3.ultra", "llama3.argilla", "chatml.prompt_pairs",
+        "llama3.prompt_pairs", "bradley_terry.chat_template",
+    )  # fmt: skip
+    for key in ("datasets", "pretraining_dataset"):
+        for at, each in enumerate(as_list(flat.pop(key, None))):
+            where = f"{key}[{at}]"
+            node = dict(each) if isinstance(each, dict) else {"path": each}
+            kind = node.pop("type", None)
+            if kind is not None and kind not in known and not str(kind).startswith("chat_template"):
+                draft.refuse(f"{where}.type", kind, f"{', '.join(known)} are read; name columns: sources.NAME.columns")
+            files = node.pop("data_files", None)
+            built_in = node.get("path") in ("json", "csv", "parquet", "text")
+            source: Values = {"path": as_list(files)[0] if built_in and files else node["path"]}
+            if files and not built_in:
+                source["loader"] = {"data_files": files}
+            source |= {"split": node.pop("split")} if node.get("split") else {}
+            source |= {"subset": node.pop("name")} if node.get("name") else {}
+            columns = {"field": "text", "field_messages": "messages"}
+            found = {ours: str(node.pop(theirs)) for theirs, ours in columns.items() if node.get(theirs)}
+            source |= {"columns": {ours: value for ours, value in found.items() if ours != value}} if found else {}
+            source = {name: value for name, value in source.items() if value != {}}
+            for name in ("ds_type", "train_on_split", "shards", "message_property_mappings", "roles", "roles_to_train",
+                         "message_field_role", "message_field_content", "chat_template", "train_on_eos"):  # fmt: skip
+                if node.pop(name, None) is not None:
+                    draft.skip(f"{where}.{name}", "formats of rows are recognised; all answers are trained")
+            for name, value in node.items():
+                if name != "path":
+                    draft.refuse(f"{where}.{name}", value, "it is no setting of a source that is mapped")
+            draft.rows.append({"name": Path(str(source["path"])).stem, **source})
+            draft.mapped[where] = f"sources.*.path={source['path']}"
+    if flat.get("test_datasets") is not None:
+        draft.refuse("test_datasets", flat.pop("test_datasets"), "val_set_size sets rows aside here")
+
+
+def _of_trl(draft: Draft, flat: Values, folder: Path) -> None:
+    mixed = flat.pop("datasets", None)
+    nodes = [dict(each) for each in as_list(mixed) if isinstance(each, dict)]
+    if "dataset_name" in flat:
+        nodes = [{"path": flat.pop("dataset_name")}]
+    for at, node in enumerate(nodes):
+        source: Values = {"path": node.pop("path")}
+        if split := node.pop("split", None) or flat.pop("dataset_train_split", None):
+            source["split"] = split
+        if subset := node.pop("name", None) or flat.pop("dataset_config", None):
+            source["subset"] = subset
+        if files := node.pop("data_files", None):
+            source["loader"] = {"data_files": files}
+        for name, value in node.items():
+            draft.refuse(f"datasets[{at}].{name}", value, "it is no setting of a source that is mapped")
+        draft.rows.append({"name": Path(str(source["path"])).stem, **source})
+        draft.mapped["dataset_name" if mixed is None else f"datasets[{at}]"] = f"sources.*.path={source['path']}"
+    if flat.pop("dataset_test_split", None) is not None:
+        draft.skip("dataset_test_split", "rows of the training split are held out (held_out)")
+    if flat.pop("dataset_streaming", None):
+        draft.skip("dataset_streaming", "rows are prepared once, and read from the store")
+
+
+def _of_oumi(draft: Draft, flat: Values, folder: Path) -> None:
+    shares: dict[str, float] = {}
+    for at, each in enumerate(as_list(flat.pop("datasets", None))):
+        node, where = section(each, f"datasets[{at}]"), f"datasets[{at}]"
+        name, path = str(node.pop("dataset_name", "")), node.pop("dataset_path", None)
+        source: Values = {"path": str(path or name)}
+        source |= {key: node.pop(key) for key in ("subset", "split", "sample_count") if node.get(key) is not None}
+        if node.pop("shuffle", False):
+            source["shuffle_seed"] = node.pop("seed", None) or 0
+        if (share := node.pop("mixture_proportion", None)) is not None:
+            shares[slug(Path(str(source["path"])).stem)] = float(str(share))
+        for key in ("shuffle_buffer_size", "seed", "transform_num_workers", "trust_remote_code"):
+            if key in node:
+                draft.skip(f"{where}.{key}", "rows are read once, in an order of their own")
+                del node[key]
+        for key, value in node.items():
+            draft.refuse(f"{where}.{key}", value, "it is no setting of a source that is mapped")
+        draft.rows.append({"name": Path(str(source["path"])).stem, **source})
+        draft.mapped[where] = f"sources.*.path={source['path']}"
+    _mixture(draft, flat, shares)
+
+
+def _mixture(draft: Draft, flat: Values, shares: Mapping[str, float]) -> None:
+    if shares:
+        draft.data["proportions"] = {
+            "rows" if at == 0 else name: share for at, (name, share) in enumerate(shares.items())
+        }
+    if (strategy := flat.pop("mixture_strategy", None)) and len(draft.rows) > 1:
+        draft.set("mixture_strategy", "data.stopping", strategy)
+    for key in ("collator_name", "collator_kwargs", "target_col", "stream", "use_torchdata", "use_async_dataset"):
+        if flat.pop(key, None) is not None:
+            draft.skip(key, "rows are batched without padding; the answers alone get loss")
+
+
+READERS = {"llamafactory": _of_factory, "axolotl": _of_axolotl, "trl": _of_trl, "oumi": _of_oumi}
+
+
+def slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "rows"

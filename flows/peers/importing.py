@@ -1,0 +1,768 @@
+"""``posttrain import``: a configuration of LLaMA-Factory, axolotl, TRL or Oumi becomes a pipeline file.
+
+Each key is mapped, named as not needed, or refused. ``flows.declare.peer_names`` says what most keys are here;
+``RULES`` has those that need more than another name. What a peer assumes where its file is silent is stated too.
+"""
+
+import argparse
+import json
+import re
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import yaml
+
+from flows.declare.peer_names import FIELDS, VALUES
+from flows.peers.datasets import READERS, Draft, Values, as_list, section, slug
+from lineage.errors import ConfigError
+from lineage.filesystem.files import local_path
+
+PEERS = ("llamafactory", "axolotl", "trl", "oumi")
+# Training -> the stage that prepares its rows, and the slot that reads them.
+STAGES = {
+    "sft": ("conversations", "rows"), "cpt": ("text", "rows"), "dpo": ("preferences", "pairs"),
+    "orpo": ("preferences", "pairs"), "simpo": ("preferences", "pairs"), "cpo": ("preferences", "pairs"),
+    "reward": ("preferences", "pairs"), "kto": ("unpaired", "rows"), "grpo": ("prompts", "prompts"),
+    "rloo": ("prompts", "prompts"),
+}  # fmt: skip
+_SAMPLES = ("grpo", "rloo")
+_HUGGING_FACE: Values = {
+    "learning_rate": 5e-5, "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
+    "lr_scheduler_type": "linear", "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1.0, "seed": 42,
+    "optim": "adamw_torch_fused",
+}  # fmt: skip
+# What each peer assumes, by its own names.
+DEFAULTS: Mapping[str, Values] = {
+    "llamafactory": {**_HUGGING_FACE, "cutoff_len": 2048, "lora_rank": 8, "lora_dropout": 0.0},
+    "axolotl": {
+        "num_epochs": 1.0, "micro_batch_size": 1, "gradient_accumulation_steps": 1, "lr_scheduler": "cosine",
+        "optimizer": "adamw_torch_fused", "weight_decay": 0.0, "max_grad_norm": 1.0, "seed": 42, "sequence_len": 512,
+        "warmup_ratio": 0.03,
+    },
+    "trl": {**_HUGGING_FACE, "bf16": "auto", "lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
+    "oumi": {**_HUGGING_FACE, "optim": "adamw_torch", "lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
+}  # fmt: skip
+TRL_DEFAULTS: Mapping[str, Values] = {
+    "sft": {"learning_rate": 2e-5, "max_length": 1024},
+    "dpo": {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
+    "kto": {"learning_rate": 1e-6, "max_length": 1024, "beta": 0.1},
+    "reward": {"learning_rate": 1e-4, "max_length": 1024},
+    "grpo": {
+        "learning_rate": 1e-6, "beta": 0.0, "num_generations": 8, "max_completion_length": 512, "loss_type": "dapo",
+    },
+    "rloo": {"learning_rate": 1e-6, "beta": 0.05, "num_generations": 2, "max_completion_length": 512},
+}  # fmt: skip
+# Names that replace each other: where a file has one, the defaults of the others do not apply.
+_INSTEAD = (
+    ("num_train_epochs", "num_epochs", "max_steps"), ("warmup_steps", "warmup_ratio", "warmup"),
+    ("bf16", "fp16", "mixed_precision_dtype"), ("optim", "optimizer"), ("lr_scheduler", "lr_scheduler_type"),
+)  # fmt: skip
+_OURS = (  # the same name here
+    "num_epochs", "learning_rate", "seed", "max_length", "beta", "label_smoothing", "neftune_alpha", "num_generations",
+    "num_iterations", "max_completion_length", "max_prompt_length", "epsilon", "epsilon_high", "desirable_weight",
+    "undesirable_weight", "ld_alpha", "discopop_tau", "gamma", "max_grad_norm",
+)  # fmt: skip
+_OF_BASE = (
+    "revision", "model_kwargs", "tokenizer", "pad_token", "eos_token", "bos_token", "add_bos", "added_tokens",
+    "special_tokens", "chat_template",
+)  # fmt: skip
+_FIELD = re.compile(r"(stages\.STAGE\.method|stages\.STAGE\.resources|sources\.NAME)\.([\w.]+)(?:=(\w+))?")
+_PREFIXES = (
+    "wandb_", "mlflow_", "comet_", "swanlab_", "trackio_", "hub_", "ddp_", "dataset_prepared", "hf_", "enable_wandb",
+    "enable_mlflow", "enable_tensorboard", "use_swanlab", "push_to_hub",
+)  # fmt: skip
+
+
+Rule = Callable[[Draft, str, object], None]
+
+
+def _to(path: str) -> Rule:
+    return lambda draft, key, value: draft.set(key, path, value)
+
+
+def _note(why: str) -> Rule:
+    return lambda draft, key, value: draft.skip(key, why)
+
+
+def _only(accepted: object, why: str, otherwise: str) -> Rule:
+    """A key that is not needed with one value, and refused with others."""
+
+    def rule(draft: Draft, key: str, value: object) -> None:
+        if value == accepted:
+            draft.skip(key, why)
+        else:
+            draft.refuse(key, value, otherwise)
+
+    return rule
+
+
+def _together(name: str, shown: str) -> Rule:
+    """A value that ``_finish`` reads beside others."""
+
+    def rule(draft: Draft, key: str, value: object) -> None:
+        draft.seen[name] = value
+        draft.mapped[key] = shown
+
+    return rule
+
+
+def _named(path: str) -> Rule:
+    return lambda draft, key, value: draft.set(key, path, VALUES.get(str(value), str(value)))
+
+
+def _joined(path: str) -> Rule:
+    """A list of names, which is a text here."""
+
+    def rule(draft: Draft, key: str, value: object) -> None:
+        names = [str(each) for each in value] if isinstance(value, list) else [str(value)]
+        text = ",".join(names)
+        draft.set(key, path, "all-linear" if text in ("all", "all-linear", "all_linear") else text)
+
+    return rule
+
+
+def _steps(draft: Draft, key: str, value: object) -> None:
+    if isinstance(value, int | float) and value > 0:
+        draft.set(key, "method.num_steps", int(value))
+    else:
+        draft.skip(key, "epochs are counted")
+
+
+def _precision(draft: Draft, key: str, value: object) -> None:
+    text = str(value).lower()
+    if text in ("false", "none"):
+        draft.skip(key, "precision is fp32 unless another key sets one")
+        return
+    if key == "mixed_precision_dtype":
+        key_value = text
+    else:
+        key_value = "auto" if text in ("auto", "full") else "fp16" if key in ("fp16", "float16") else "bf16"
+    draft.set(key, "method.precision", key_value)
+
+
+def _adapter(draft: Draft, key: str, value: object) -> None:
+    name = {True: "lora", False: "full"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+    if name == "full":
+        draft.skip(key, "all weights are trained")
+    elif name in ("lora", "qlora", "oft", "dora"):
+        draft.set(key, "method.adapter.type", "lora" if name == "qlora" else name)
+        draft.seen["adapter"] = True
+        if name == "qlora":
+            draft.set(key, "method.quantization.format", "nf4")
+    else:
+        draft.refuse(
+            key, value, "full, lora, qlora and oft are mapped; freeze is stages.STAGE.method.freeze: set it by hand"
+        )
+
+
+def _all_linear(draft: Draft, key: str, value: object) -> None:
+    if value:
+        draft.set(key, "method.adapter.target_modules", "all-linear")
+    else:
+        draft.skip(key, "the modules are named")
+
+
+def _quantized(draft: Draft, key: str, value: object) -> None:
+    forms = {4: "nf4", 8: "int8"}
+    if value is False:
+        draft.skip(key, "the base is not quantized")
+    elif key == "load_in_8bit":
+        draft.set(key, "method.quantization.format", "int8")
+    elif value is True or value in forms:
+        draft.set(key, "method.quantization.format", "nf4" if value is True else forms[int(str(value))])
+    else:
+        draft.refuse(key, value, "4 and 8 bits are mapped")
+
+
+def _warmup(draft: Draft, key: str, value: object) -> None:
+    if not value and draft.method.get("schedule", {}).get("warmup"):  # type: ignore[attr-defined]
+        draft.skip(key, "another key sets the warm-up")
+    else:
+        draft.set(key, "method.schedule.warmup", value)
+
+
+def _held_out(draft: Draft, key: str, value: object) -> None:
+    if value:
+        share = float(str(value))
+        draft.set(key, "data.held_out", share if share < 1 else int(share))
+    else:
+        draft.skip(key, "one row is held out (held_out: 1)")
+
+
+def _strategy(draft: Draft, key: str, value: object) -> None:
+    draft.seen["eval_strategy"] = str(value)
+    draft.mapped[key] = "method.validation"
+
+
+def _saves(draft: Draft, key: str, value: object) -> None:
+    if value == "epoch":
+        draft.set(key, "resources.save_epochs", 1.0)
+    else:
+        draft.skip(key, "the other keys of saves are mapped; save_minutes saves too")
+
+
+def _per_epoch(path: str) -> Rule:
+    def rule(draft: Draft, key: str, value: object) -> None:
+        if value:
+            draft.set(key, path, 1 / float(str(value)))
+        else:
+            draft.skip(key, "none is made")
+
+    return rule
+
+
+def _checkpointed(draft: Draft, key: str, value: object) -> None:
+    if value:
+        draft.set(key, "resources.gradient_checkpointing", "on")
+    else:
+        draft.skip(key, "off is the default")
+
+
+def _packing(draft: Draft, key: str, value: object) -> None:
+    if not value:
+        draft.skip(key, "off is the default")
+    elif draft.stage == "cpt":
+        draft.skip(key, "documents are always packed")
+    elif draft.stage == "sft":
+        draft.set(key, "method.packing", "best_fit")
+    else:
+        draft.refuse(key, value, f"{draft.stage} reads batches without padding, and has no packs")
+
+
+def _sharding(draft: Draft, key: str, value: object) -> None:
+    text = json.dumps(value).lower()
+    found = re.search(r"(?:zero|_z|stage\W*)[_-]?([0-3])", text)
+    if not value or (found and found[1] == "0"):
+        draft.skip(key, "one copy on each worker is the default")
+    elif found and found[1] == "2" and draft.workers == 1:
+        draft.skip(key, "one worker has nothing to divide; more: --num-workers N")
+    elif found and found[1] == "2":
+        draft.set(key, "resources.zero_stage", 2)
+    else:
+        draft.refuse(key, value, "ZeRO-2 is mapped (resources.zero_stage=2); choose how to shard by hand")
+
+
+def _attention(draft: Draft, key: str, value: object) -> None:
+    name = {"fa2": "flash_attention_2", "disabled": "eager"}.get(str(value), str(value))
+    if name in ("eager", "sdpa"):
+        draft.set(key, "resources.attention", name)
+    else:
+        draft.skip(key, "attention=auto takes the fastest that is installed; the model is the same")
+
+
+def _loss(draft: Draft, key: str, value: object) -> None:
+    if draft.stage in ("orpo", "simpo", "reward", "sft", "cpt"):
+        nll = draft.stage in ("sft", "cpt") and value not in ("nll", None)
+        draft.refuse(key, value, "the loss of SFT is nll") if nll else draft.skip(key, f"the stage is {draft.stage}")
+        return
+    losses = [value] if isinstance(value, str) else [str(each) for each in value] if isinstance(value, list) else []
+    if len(losses) != 1:
+        draft.refuse(key, value, "several losses are stages.STAGE.method.losses with weights: set it by hand")
+        return
+    path = "method.loss" if draft.stage in _SAMPLES else "method.loss_type"
+    draft.set(key, path, VALUES.get(losses[0], losses[0]))
+
+
+def _sampling(draft: Draft, key: str, value: object) -> None:
+    if draft.stage in _SAMPLES:
+        draft.set(key, f"method.sampling.{key}", value)
+    else:
+        draft.refuse(key, value, f"{draft.stage} samples nothing")
+
+
+def _rewards(draft: Draft, key: str, value: object) -> None:
+    rewards: Values = {}
+    for each in value if isinstance(value, list) else [value]:
+        name = str(each)
+        rewards[name.rpartition(".")[2]] = {"function": f"python:{name}"} if "." in name else {"function": name}
+    draft.set(key, "method.rewards", rewards)
+
+
+def _scaled(draft: Draft, key: str, value: object) -> None:
+    draft.set(key, "method.scale_rewards", {True: "group", False: "none"}.get(value, value))  # type: ignore[call-overload]
+
+
+def _vllm(draft: Draft, key: str, value: object) -> None:
+    if value:
+        draft.set(key, "method.vllm", value if isinstance(value, str) else draft.seen.get("vllm_mode", "colocate"))
+    else:
+        draft.skip(key, "transformers generates")
+
+
+def _special(draft: Draft, key: str, value: object) -> None:
+    for name, token in value.items() if isinstance(value, dict) else ():
+        if name in ("pad_token", "eos_token", "bos_token"):
+            draft.set(f"{key}.{name}", f"base.{name}", token)
+        else:
+            draft.refuse(f"{key}.{name}", token, "pad_token, eos_token and bos_token are mapped")
+
+
+def _weights_of(draft: Draft, key: str, value: object) -> None:
+    """A base, or an adapter on it."""
+    draft.set(key, "base.base_model" if "path" in draft.base else "base.path", value)
+
+
+def _adapter_path(draft: Draft, key: str, value: object) -> None:
+    if "path" in draft.base:
+        draft.base["base_model"] = draft.base["path"]
+    draft.set(key, "base.path", value)
+
+
+def _kwargs(draft: Draft, key: str, value: object) -> None:
+    for name, each in value.items() if isinstance(value, dict) else ():
+        path = {"min_lr": "min_learning_rate", "num_cycles": "num_cycles", "power": "power"}.get(name)
+        if path:
+            draft.set(f"{key}.{name}", f"method.schedule.{path}", each)
+        elif name == "min_lr_rate":
+            _together("min_share", "method.schedule.min_learning_rate")(draft, f"{key}.{name}", each)
+        else:
+            draft.refuse(f"{key}.{name}", each, "min_lr, min_lr_rate, num_cycles and power are mapped")
+
+
+def _plugins(draft: Draft, key: str, value: object) -> None:
+    for each in value if isinstance(value, list) else [value]:
+        name = str(each).rpartition(".")[2]
+        if name == "LigerPlugin":
+            draft.skip(f"{key}:{name}", _LIGER)
+        elif name == "CutCrossEntropyPlugin":
+            draft.skip(f"{key}:{name}", "it saves memory, and changes no model; resources.liger has a fused loss")
+        else:
+            draft.refuse(f"{key}:{name}", each, "LigerPlugin and CutCrossEntropyPlugin are known")
+
+
+_LIGER = "resources.liger=auto takes its layers on a GPU where they are installed"
+_EXECUTION = _note("it changes no model")
+_RULES: Mapping[tuple[str, ...], Rule] = {
+    ("per_device_train_batch_size", "micro_batch_size"): _together("micro", "resources.micro_batch_size"),
+    ("gradient_accumulation_steps",): _together("accumulation", "method.global_batch_size"),
+    ("per_device_eval_batch_size", "eval_batch_size", "eval_accumulation_steps"): _note("micro_batch_size is read"),
+    ("max_steps",): _steps,
+    ("bf16", "fp16", "pure_bf16", "bfloat16", "float16", "mixed_precision_dtype"): _precision,
+    ("tf32", "dtype", "torch_dtype", "torch_dtype_str", "model_dtype", "upcast_layernorm"): _note(
+        "weights are held in fp32, and precision says what computes"
+    ),
+    ("finetuning_type", "adapter", "use_peft"): _adapter,
+    ("lora_target", "lora_target_modules"): _joined("method.adapter.target_modules"),
+    ("lora_modules_to_save", "additional_target"): _joined("method.adapter.modules_to_save"),
+    ("lora_target_linear",): _all_linear,
+    ("load_in_4bit", "load_in_8bit", "quantization_bit", "q_lora", "q_lora_bits"): _quantized,
+    ("bnb_4bit_quant_type",): _together("format", "method.quantization.format"),
+    ("bnb_4bit_compute_dtype",): _together("compute", "method.quantization.compute_dtype"),
+    ("bnb_4bit_quant_storage", "quantization_method", "quantization_device_map"): _EXECUTION,
+    ("warmup_ratio", "warmup_steps", "warmup"): _warmup,
+    ("weight_decay",): _to("method.optimizer.weight_decay"),
+    ("optim", "optimizer"): _named("method.optimizer.name"),
+    ("lr_scheduler", "lr_scheduler_type"): _named("method.schedule.name"),
+    ("lr_scheduler_kwargs",): _kwargs,
+    ("cosine_min_lr_ratio",): _together("min_share", "method.schedule.min_learning_rate"),
+    ("adam_beta1", "beta1"): _together("beta1", "method.optimizer.betas"),
+    ("adam_beta2", "beta2"): _together("beta2", "method.optimizer.betas"),
+    ("val_size", "val_set_size", "test_size"): _held_out,
+    ("eval_strategy", "evaluation_strategy"): _strategy,
+    ("eval_steps",): _together("eval_steps", "method.validation.every_steps"),
+    ("evals_per_epoch",): _per_epoch("method.validation.every_epochs"),
+    ("do_eval", "do_train", "do_predict"): _note("held-out rows are measured where validation is set"),
+    ("save_strategy",): _saves,
+    ("saves_per_epoch",): _per_epoch("resources.save_epochs"),
+    ("save_steps",): lambda draft, key, value: (
+        draft.set(key, "resources.save_steps", value) if value else draft.skip(key, "none is made")
+    ),
+    ("save_epoch",): lambda draft, key, value: _saves(draft, key, "epoch" if value else "no"),
+    ("model_name_or_path", "base_model", "model_name"): _weights_of,
+    ("adapter_name_or_path", "lora_model_dir", "adapter_model"): _adapter_path,
+    ("trust_remote_code", "trust_remote_code_model"): _note(
+        "Python files of a model run only where its source pins a commit: sources.base.revision and .trust_remote_code"
+    ),
+    ("model_revision", "revision_of_model"): lambda draft, key, value: (
+        draft.skip(key, "main is the default") if value == "main" else draft.set(key, "base.revision", value)
+    ),
+    ("special_tokens",): _special,
+    ("template", "chat_template"): _note(
+        "the model's own chat template is rendered; another one: sources.base.chat_template"
+    ),
+    ("default_system", "default_system_message"): _to("data.system_prompt"),
+    ("deepspeed", "fsdp", "fsdp_config"): _sharding,
+    ("flash_attn", "flash_attention", "attn_implementation", "sdp_attention", "xformers_attention"): _attention,
+    ("gradient_checkpointing", "enable_gradient_checkpointing"): _checkpointed,
+    ("disable_gradient_checkpointing",): lambda draft, key, value: _checkpointed(draft, key, not value),
+    ("gradient_checkpointing_kwargs", "torch_empty_cache_steps"): _EXECUTION,
+    ("packing", "sample_packing", "neat_packing", "pack"): _packing,
+    ("eval_sample_packing", "eval_packing", "pad_to_sequence_len"): _EXECUTION,
+    ("train_on_inputs", "train_on_prompt"): _only(
+        False, "the answers alone get loss", "the answers alone get loss here (docs/data.md)"
+    ),
+    ("assistant_only_loss", "completion_only_loss"): _only(
+        True, "the answers alone get loss", "prompts get no loss here (docs/data.md)"
+    ),
+    ("pref_loss", "rl", "loss_type"): _loss,
+    ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"): _sampling,
+    ("reward_funcs", "reward_functions"): _rewards,
+    ("scale_rewards",): _scaled,
+    ("use_vllm", "vllm_mode"): _vllm,
+    ("load_best_model_at_end",): lambda draft, key, value: (
+        draft.set(key, "method.output", "best") if value else draft.skip(key, "the last step is the default")
+    ),
+    ("metric_for_best_model",): _only("eval_loss", "it is what validation measures", "set method.best.metric by hand"),
+    ("greater_is_better",): _note("method.best.mode follows from the metric"),
+    ("plugins",): _plugins,
+    ("use_liger_kernel", "enable_liger_kernel"): _note(_LIGER),
+    ("dataset_num_proc", "preprocessing_num_workers", "dataset_processes"): _note("all CPUs of the stage read rows"),
+    ("strict", "model_type", "tokenizer_type", "is_mistral_derived_model", "is_llama_derived_model"): _note(
+        "transformers finds the classes by config.json"
+    ),
+    ("pref_ftx", "rpo_alpha", "sft_alpha"): lambda draft, key, value: (
+        draft.set(key, "method.sft_weight", value) if value else draft.skip(key, "0 is the default")
+    ),
+}
+RULES = {name: rule for names, rule in _RULES.items() for name in names}
+
+
+def convert(peer: str, values: Mapping[str, object], workers: int, training: str | None, folder: Path) -> Draft:
+    """The draft of a peer's settings.
+
+    Args:
+        values: its file, as it is nested.
+        workers: GPUs that the peer's run has, by which a step's rows are multiplied.
+        training: a key of ``STAGES``; None: as the file says.
+        folder: of the file, from which LLaMA-Factory's ``dataset_dir`` may be.
+
+    Raises:
+        ConfigError: the file does not say what is trained.
+    """
+    flat = _oumi(values) if peer == "oumi" else dict(values)
+    stage = _training(peer, flat, training)
+    draft = Draft(peer=peer, stage=stage, workers=workers)
+    READERS[peer](draft, flat, folder)
+    assumed = {**DEFAULTS[peer], **(TRL_DEFAULTS.get(stage, {}) if peer == "trl" else {})}
+    for names in _INSTEAD:
+        if any(flat.get(name) is not None for name in names):
+            assumed = {key: value for key, value in assumed.items() if key not in names}
+    if peer == "trl" and stage not in _SAMPLES:
+        assumed.setdefault("max_length", 1024)
+    for key, value in {**assumed, **{key: each for key, each in flat.items() if each is not None}}.items():
+        _one(draft, key, value)
+    for key in (key for key, value in flat.items() if value is None):
+        draft.skip(key, "it has no value")
+    _finish(draft)
+    return draft
+
+
+def _one(draft: Draft, key: str, value: object) -> None:
+    """One key: by its rule, by the table of names, or refused."""
+    value = _number(value)
+    if key in RULES:
+        RULES[key](draft, key, value)
+        return
+    ours = FIELDS.get(key, "")
+    found = _FIELD.fullmatch(ours)
+    if key in _OURS:
+        draft.set(key, f"method.{key}", value)
+    elif ours.startswith("nothing") or key.startswith(_PREFIXES):
+        draft.skip(key, ours.removeprefix("nothing: ") or "the record has what was trained, and where")
+    elif ours.startswith(("store=", "tracking", "restart=")):
+        draft.skip(key, f"it is said in the command: {ours}")
+    elif found and found[3]:
+        if value:
+            draft.set(key, f"{found[1].rpartition('.')[2]}.{found[2]}", found[3])
+        else:
+            draft.skip(key, "off is the default")
+    elif found:
+        part = found[1].rpartition(".")[2]
+        part = part if part != "NAME" else "base" if found[2] in _OF_BASE else "rows"
+        if part == "rows":
+            for each in draft.rows:
+                each[found[2]] = value
+            draft.mapped[key] = f"sources.*.{found[2]}={json.dumps(value)}"
+        else:
+            draft.set(key, f"{part}.{found[2]}", value)
+    else:
+        close = get_close_matches(key, [*RULES, *FIELDS], n=1, cutoff=0.8)
+        hint = (
+            f"here it is {ours}: set it by hand"
+            if ours
+            else f"it is unknown{f'; did you mean {close[0]}?' if close else ''}"
+        )
+        draft.refuse(key, value, hint)
+
+
+def _number(value: object) -> object:
+    """``1e-4``, which YAML reads as a text, is a number to all peers."""
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", value):
+        return float(value) if re.search(r"[.eE]", value) else int(value)
+    return value
+
+
+def _oumi(values: Mapping[str, object]) -> Values:
+    """Oumi's sections as one level; its names are Hugging Face's but for a few."""
+    renamed = {
+        "optimizer": "optim", "model_max_length": "max_length", "compile": "torch_compile",
+        "empty_device_cache_steps": "torch_empty_cache_steps", "adapter_model": "adapter_name_or_path",
+        "lora_init_weights": "init_lora_weights",
+    }  # fmt: skip
+    flat: Values = {}
+    for title, inside in values.items():
+        if title == "data":
+            flat |= section(section(inside, "data").get("train"), "data.train")
+            flat |= {f"data.{name}": each for name, each in section(inside, "data").items() if name != "train"}
+        elif title in ("model", "training", "peft"):
+            part = section(inside, title)
+            for nested in ("grpo", "trainer_kwargs"):
+                flat |= section(part.pop(nested, {}), nested)
+            flat |= {renamed.get(name, name): each for name, each in part.items()}
+        elif title == "fsdp":
+            flat["fsdp"] = "fsdp" if section(inside, title).get("enable_fsdp") else None
+        elif title == "deepspeed":
+            found = section(inside, title)
+            flat["deepspeed"] = found.get("zero_stage", "zero") if found.get("enable_deepspeed") else None
+        else:
+            flat[title] = inside
+    return flat
+
+
+_OUMI = {"trl_sft": "sft", "trl_dpo": "dpo", "trl_kto": "kto", "trl_grpo": "grpo", "hf": "sft", "oumi": "sft"}
+_AXOLOTL = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "grpo": "grpo"}
+_FACTORY = {"pt": "cpt", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
+
+
+def _training(peer: str, flat: Values, named: str | None) -> str:
+    """The training that a file is of; the keys that only say so are taken out of it."""
+    key = {"llamafactory": "stage", "axolotl": "rl", "trl": "trainer", "oumi": "trainer_type"}[peer]
+    found = str(flat.pop(key) if key != "rl" else flat.get(key, None)).lower() if key in flat else ""
+    if peer == "llamafactory":
+        stage = _FACTORY.get(found)
+        loss = str(flat.get("pref_loss", ""))
+        if stage == "dpo" and loss in ("orpo", "simpo"):
+            stage = loss
+            flat.pop("pref_loss")
+    elif peer == "axolotl":
+        kinds = [str(each.get("type")) for each in as_list(flat.get("datasets")) if isinstance(each, dict)]
+        stage = _AXOLOTL.get(found) if found not in ("", "none") else "cpt" if "completion" in kinds else "sft"
+        stage = "cpt" if flat.get("pretraining_dataset") else stage
+        if flat.pop("reward_model", None):
+            stage = "reward"
+        if stage and found != "ipo":
+            flat.pop("rl", None)
+    else:
+        stage = _OUMI.get(found) if peer == "oumi" else found or None
+    stage = named or stage
+    if stage not in STAGES:
+        raise ConfigError(
+            f"{key}={found or 'null'}: the training is unknown; accepted: {', '.join(STAGES)}; say which: "
+            "--training sft"
+        )
+    return stage
+
+
+def _finish(draft: Draft) -> None:
+    """What several keys decide together."""
+    seen, method = draft.seen, draft.method
+    micro, accumulation = (int(str(seen.get(name, 1))) for name in ("micro", "accumulation"))
+    method["global_batch_size"] = micro * accumulation * draft.workers
+    draft.resources |= {"micro_batch_size": micro, **({"num_workers": draft.workers} if draft.workers > 1 else {})}
+    if "num_steps" in method:
+        method.pop("num_epochs", None)
+    _finish_adapter(draft)
+    if {"beta1", "beta2"} & seen.keys():
+        method.setdefault("optimizer", {})
+        _part(method, "optimizer")["betas"] = [seen.get("beta1", 0.9), seen.get("beta2", 0.999)]
+    if "min_share" in seen:
+        least = float(str(seen["min_share"])) * float(str(method["learning_rate"]))
+        _part(method, "schedule")["min_learning_rate"] = least
+    _finish_validation(draft)
+    if draft.stage in _SAMPLES and "max_length" not in method:
+        prompt = int(str(method.get("max_prompt_length", 512)))
+        method["max_length"] = prompt + int(str(method.get("max_completion_length", 256)))
+    draft.data.setdefault("held_out", 1)
+    if "path" not in draft.base:
+        draft.refuse("model", None, "the file names no model; add one to it")
+    if not draft.rows:
+        draft.refuse("dataset", None, "the file names no rows; add them to it")
+
+
+def _finish_adapter(draft: Draft) -> None:
+    seen, method = draft.seen, draft.method
+    if not seen.get("adapter"):
+        method.pop("adapter", None)
+        for key in [key for key, ours in draft.mapped.items() if ours.startswith("method.adapter")]:
+            draft.mapped.pop(key)
+            draft.skip(key, "no adapter is trained")
+    elif draft.peer == "llamafactory" and "alpha" not in _part(method, "adapter"):
+        _part(method, "adapter")["alpha"] = 2 * int(str(_part(method, "adapter")["rank"]))
+    quantization = _part(method, "quantization") if "quantization" in method else {}
+    if "format" not in quantization:
+        method.pop("quantization", None)
+        return
+    if quantization["format"] == "nf4":
+        quantization["format"] = seen.get("format", "nf4")
+    if "compute" in seen:
+        dtypes = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+        quantization["compute_dtype"] = dtypes.get(str(seen["compute"]), seen["compute"])
+
+
+def _finish_validation(draft: Draft) -> None:
+    seen, method = draft.seen, draft.method
+    strategy = str(seen.get("eval_strategy", "steps" if "eval_steps" in seen else "no"))
+    measured: Values = {"every_steps": seen.get("eval_steps", 500)} if strategy == "steps" else {}
+    measured |= {"every_epochs": 1.0} if strategy == "epoch" else {}
+    if draft.stage in _SAMPLES:
+        for key in [key for key, ours in draft.mapped.items() if ours.startswith("method.validation")]:
+            draft.mapped.pop(key)
+            draft.skip(key, "prompts have no loss; rewards are reported at each step")
+        method.pop("validation", None)
+    elif measured or "validation" in method:
+        found = method.setdefault("validation", {})
+        assert isinstance(found, dict)
+        if not {"every_steps", "every_epochs"} & found.keys():
+            found.update(measured or {"every_epochs": 1.0})
+
+
+def _part(node: Values, key: str) -> Values:
+    found = node[key]
+    assert isinstance(found, dict)
+    return found
+
+
+def pipeline_of(draft: Draft, name: str, comments: Sequence[str]) -> str:
+    """The pipeline file: one stage that prepares the rows, and the training."""
+    kind, slot = STAGES[draft.stage]
+    names = list[str]()
+    for each in draft.rows:
+        wished = slug(str(each["name"]))
+        names.append(wished if wished not in (*names, "base") else f"{wished}-{len(names) + 1}")
+    rows = {
+        own: {key: value for key, value in each.items() if key != "name"}
+        for own, each in zip(names, draft.rows, strict=True)
+    }
+    inputs = {"rows" if at == 0 else own: f"source:{own}" for at, own in enumerate(names)}
+    training: Values = {
+        "inputs": {"policy": "base", slot: "data"},
+        "method": draft.method,
+        "resources": draft.resources,
+    }
+    tree = {
+        "defaults": [
+            {"/stage@stages.data.method": kind},
+            {f"/stage@stages.{draft.stage}.method": draft.stage},
+            "_self_",
+        ],
+        "name": name,
+        "sources": {"base": {"kind": "checkpoint", **draft.base}, **rows},
+        "stages": {"data": {"inputs": inputs, "method": draft.data}, draft.stage: training},
+    }
+    head = "".join(f"# {line}\n" for line in ("@package _global_", *comments))
+    return head + str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120))
+
+
+def read_values(peer: str, file: Path) -> Values:
+    """A YAML or JSON file, or a shell script with the arguments of a command."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); name a file that exists") from error
+    if file.suffix in (".yaml", ".yml", ".json"):
+        try:
+            return section(yaml.safe_load(text), str(file))
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{file}: is not YAML ({str(error).partition(chr(10))[0]}); correct it") from error
+    return _arguments(peer, text)
+
+
+def _arguments(peer: str, text: str) -> Values:
+    """``--key value`` pairs of a command; of ``trl sft`` and ``.../dpo.py`` the trainer too."""
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    found: Values = {}
+    for at, word in enumerate(words):
+        if peer == "trl" and "trainer" not in found:
+            script = re.fullmatch(r"(?:.*/)?(\w+)\.py", word)
+            name = script[1] if script else word if at and words[at - 1] == "trl" else ""
+            if name.removesuffix("_trainer") in (*STAGES, "reward_modeling"):
+                found["trainer"] = "reward" if name == "reward_modeling" else name
+        if not word.startswith("--"):
+            continue
+        key, equals, value = word.removeprefix("--").partition("=")
+        following = []
+        for each in words[at + 1 :] if not equals else ():
+            if each.startswith("--"):
+                break
+            following.append(each)
+        values = [yaml.safe_load(each) for each in ([value] if equals else following)]
+        found[key.replace("-", "_")] = values[0] if len(values) == 1 else values or True
+    return found
+
+
+def add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("peer", choices=PEERS, help="whose configuration it is")
+    parser.add_argument("file", type=local_path, metavar="FILE", help="YAML, JSON, or a script with the arguments")
+    parser.add_argument("--out", type=local_path, metavar="FILE", help="default: conf/pipeline/NAME.yaml")
+    parser.add_argument("--training", choices=STAGES, help="where the file does not say what is trained")
+    parser.add_argument(
+        "--num-workers", type=int, default=1, metavar="N", help="GPUs of the peer's run, which multiply its batch"
+    )
+    parser.add_argument(
+        "--leave-out",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key that is refused, and may be lost; repeat it",
+    )
+
+
+def run_import(options: argparse.Namespace) -> int:
+    file = options.file
+    values = read_values(options.peer, file)
+    left_out = [key for key in options.leave_out if values.pop(key, None) is not None]
+    draft = convert(options.peer, values, options.num_workers, options.training, file.parent)
+    refused = {key: why for key, why in draft.refused.items() if key not in options.leave_out}
+    if refused:
+        lines = "".join(f"\n  {why}" for why in refused.values())
+        raise ConfigError(
+            f"{file}: {len(refused)} keys have no place here:{lines}\n  change them in the file, or accept that "
+            f"they are lost: {' '.join(f'--leave-out {key}' for key in refused)}"
+        )
+    out = options.out or Path("conf") / "pipeline" / f"{slug(file.stem)}.yaml"
+    name = slug(out.stem)
+    lost = [f"not carried over: {', '.join(sorted({*left_out, *draft.refused}))}"] if left_out or draft.refused else []
+    text = pipeline_of(draft, name, [f"Imported from {file.name} of {options.peer}.", *lost])
+    more = _require_loads(text, name, file)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+    if options.json:
+        shown = {
+            "pipeline": name, "file": str(out), "add": more, "mapped": draft.mapped, "not_needed": draft.not_needed,
+            "left_out": left_out,
+        }  # fmt: skip
+        print(json.dumps(shown, indent=2))
+        return 0
+    for title, found in (("mapped", draft.mapped), ("not needed", draft.not_needed)):
+        print(f"{title}:")
+        width = max(map(len, found), default=0)
+        for key, what in found.items():
+            print(f"  {key:<{width}}  {what}")
+    print(f"wrote {out}")
+    where = f"--config-dir {out.parent.parent} pipeline={name}" if out.parent.name == "pipeline" else str(out)
+    print(" ".join(["next: posttrain plan", where, *more]))
+    return 0
+
+
+def _require_loads(text: str, name: str, file: Path) -> list[str]:
+    """Requires that the pipeline is one of ours; returns the overrides with which it is, where it needs a GPU.
+
+    Raises:
+        ConfigError: a value is not accepted here.
+    """
+    from flows.declare.config import load_pipeline
+
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "pipeline" / f"{name}.yaml"
+        place.parent.mkdir()
+        place.write_text(text, encoding="utf-8")
+        for more in ([], ["resources=gpu"]):
+            try:
+                load_pipeline([f"pipeline={name}", *more], Path(folder))
+                return more
+            except ConfigError as error:
+                cause = error
+    raise ConfigError(f"{file}: as a pipeline: {cause}") from cause

@@ -1,0 +1,312 @@
+"""``posttrain import``: configurations in the forms of other trainers' examples become pipelines that plan."""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.peers.importing import DEFAULTS, RULES, TRL_DEFAULTS
+from tests import tiny
+from tests.command import call
+
+# In the shape of each project's examples: keys and their combinations, with small local models and rows.
+FACTORY = """\
+model_name_or_path: models/chat
+trust_remote_code: true
+do_train: true
+dataset_dir: data
+template: qwen
+overwrite_cache: true
+preprocessing_num_workers: 16
+dataloader_num_workers: 4
+output_dir: saves/run
+logging_steps: 10
+save_steps: 500
+plot_loss: true
+overwrite_output_dir: true
+save_only_model: false
+report_to: none
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+ddp_timeout: 180000000
+resume_from_checkpoint: null
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+"""
+AXOLOTL = """\
+base_model: models/chat
+model_type: LlamaForCausalLM
+tokenizer_type: AutoTokenizer
+dataset_prepared_path: last_run_prepared
+output_dir: ./outputs/out
+wandb_project:
+wandb_entity:
+wandb_watch:
+wandb_name:
+wandb_log_model:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+lr_scheduler: cosine
+learning_rate: 2e-4
+tf32: false
+gradient_checkpointing: true
+resume_from_checkpoint:
+logging_steps: 1
+flash_attention: true
+evals_per_epoch: 4
+saves_per_epoch: 1
+weight_decay: 0.0
+special_tokens:
+  pad_token: <|endoftext|>
+"""
+OUMI = """\
+model:
+  model_name: models/chat
+  model_max_length: 512
+  torch_dtype_str: bfloat16
+  attn_implementation: sdpa
+  trust_remote_code: true
+data:
+  train:
+    datasets: [{dataset_name: text_sft_jsonl, dataset_path: data/chats.jsonl, shuffle: true, seed: 42}]
+    collator_name: text_completions_only_with_padding
+training:
+  save_steps: 0
+  per_device_train_batch_size: 2
+  gradient_accumulation_steps: 16
+  enable_gradient_checkpointing: true
+  gradient_checkpointing_kwargs: {use_reentrant: false}
+  ddp_find_unused_parameters: false
+  dataloader_num_workers: auto
+  dataloader_prefetch_factor: 32
+  logging_steps: 100
+  empty_device_cache_steps: 50
+  output_dir: output/run
+  include_performance_metrics: true
+  enable_wandb: true
+"""
+TRL = """\
+model_name_or_path: models/chat
+output_dir: out
+logging_steps: 25
+eval_strategy: steps
+eval_steps: 100
+"""
+SFT, PAIRS = "dataset: chats\nstage: sft\n", "dataset: pairs\nstage: dpo\n"
+LORA = "finetuning_type: lora\nlora_rank: 8\nlora_target: all\n"
+CHATS = "datasets: [{path: data/chats.jsonl, type: chat_template, field_messages: messages}]\n"
+
+# name -> peer, the file, the training, and settings of ours that it must have.
+EXAMPLES: dict[str, tuple[str, str, str, dict[str, object]]] = {
+    "factory_lora_sft": (
+        "llamafactory", FACTORY + SFT + LORA + "cutoff_len: 512\nlearning_rate: 1.0e-4\nbf16: true\nmax_samples: 8\n",
+        "sft",
+        {"adapter.rank": 8, "adapter.alpha": 16, "max_length": 512, "global_batch_size": 8, "precision": "bf16",
+         "schedule.warmup": 0.1, "learning_rate": 1e-4, "num_epochs": 3.0},
+    ),
+    "factory_full_sft": (
+        "llamafactory", FACTORY + SFT + "finetuning_type: full\ndeepspeed: examples/deepspeed/ds_z2_config.json\n"
+        "pure_bf16: true\nval_size: 0.1\nper_device_eval_batch_size: 1\neval_strategy: steps\neval_steps: 50\n", "sft",
+        {"adapter": None, "validation.every_steps": 50, "learning_rate": 5e-5, "max_length": 2048},
+    ),
+    "factory_qlora_sft": (
+        "llamafactory", FACTORY + SFT + LORA + "quantization_bit: 4\nquantization_method: bnb\n"
+        "double_quantization: true\n",
+        "sft", {"quantization.format": "nf4", "quantization.double": True},
+    ),
+    "factory_pretrain": (
+        "llamafactory", FACTORY + LORA + "stage: pt\ndataset: books\npacking: true\nmax_steps: 20\n", "cpt",
+        {"num_steps": 20, "num_epochs": None},
+    ),
+    "factory_dpo": (
+        "llamafactory", FACTORY + PAIRS + LORA + "pref_beta: 0.2\npref_loss: hinge\nlearning_rate: 5.0e-6\n", "dpo",
+        {"beta": 0.2, "loss_type": "hinge", "learning_rate": 5e-6},
+    ),
+    "factory_orpo": (
+        "llamafactory", FACTORY + PAIRS + LORA + "pref_loss: orpo\npref_beta: 0.1\n", "orpo", {"beta": 0.1},
+    ),
+    "factory_simpo": (
+        "llamafactory", FACTORY + PAIRS + LORA + "pref_loss: simpo\npref_beta: 2.0\nsimpo_gamma: 1.0\n", "simpo",
+        {"beta": 2.0, "gamma": 1.0},
+    ),
+    "factory_reward": (
+        "llamafactory", FACTORY + LORA + "stage: rm\ndataset: pairs\nneftune_noise_alpha: 5\n", "reward",
+        {"neftune_alpha": 5},
+    ),
+    "axolotl_lora": (
+        "axolotl", AXOLOTL + CHATS + "adapter: lora\nlora_r: 32\nlora_alpha: 16\nlora_dropout: 0.05\n"
+        "lora_target_linear: true\nsequence_len: 1024\nsample_packing: true\npad_to_sequence_len: true\nnum_epochs: 2\n"
+        "optimizer: adamw_bnb_8bit\nval_set_size: 0.05\nwarmup_steps: 10\nbf16: auto\neval_sample_packing: false\n",
+        "sft",
+        {"adapter.rank": 32, "packing": "best_fit", "optimizer.name": "adamw_8bit", "schedule.warmup": 10,
+         "validation.every_epochs": 0.25, "global_batch_size": 8, "learning_rate": 2e-4},
+    ),
+    "axolotl_qlora": (
+        "axolotl", AXOLOTL + "datasets: [{path: data/alpaca.jsonl, type: alpaca}]\nadapter: qlora\nload_in_4bit: true\n"
+        "load_in_8bit: false\nlora_r: 16\nlora_alpha: 32\nlora_target_modules: [q_proj, v_proj]\nnum_epochs: 1\n"
+        "optimizer: paged_adamw_32bit\nwarmup_ratio: 0.1\nearly_stopping_patience: 3\n", "sft",
+        {"quantization.format": "nf4", "adapter.target_modules": "q_proj,v_proj", "validation.patience": 3},
+    ),
+    "axolotl_full": (
+        "axolotl", AXOLOTL + CHATS + "chat_template: chatml\nplugins: [axolotl.integrations.liger.LigerPlugin, "
+        "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin]\nnum_epochs: 3\noptimizer: adamw_torch_fused\n"
+        "adam_beta2: 0.95\nmax_grad_norm: 0.5\ncosine_min_lr_ratio: 0.1\nstrict: false\n", "sft",
+        {"optimizer.betas": (0.9, 0.95), "max_grad_norm": 0.5, "schedule.min_learning_rate": 2e-5},
+    ),
+    "axolotl_completion": (
+        "axolotl", AXOLOTL + "datasets: [{path: data/books.jsonl, type: completion, field: text}]\nnum_epochs: 4\n",
+        "cpt", {"num_epochs": 4, "max_length": 512},
+    ),
+    "axolotl_dpo": (
+        "axolotl", AXOLOTL + "rl: dpo\nrl_beta: 0.05\n"
+        "datasets: [{path: data/pairs.jsonl, type: chatml.intel, split: train}]\n"
+        "adapter: lora\nlora_r: 8\nlora_alpha: 16\nlora_target_linear: true\nnum_epochs: 1\n", "dpo", {"beta": 0.05},
+    ),
+    "axolotl_ipo": (
+        "axolotl", AXOLOTL + "rl: ipo\ndatasets: [{path: data/pairs.jsonl}]\nnum_epochs: 1\n", "dpo",
+        {"loss_type": "ipo"},
+    ),
+    "trl_sft": (
+        "trl", TRL + "trainer: sft\ndataset_name: data/chats.jsonl\nlearning_rate: 2.0e-5\nnum_train_epochs: 1\n"
+        "packing: true\nper_device_train_batch_size: 2\ngradient_accumulation_steps: 8\nuse_peft: true\nlora_r: 32\n"
+        "push_to_hub: true\n", "sft",
+        {"adapter.rank": 32, "adapter.alpha": 32, "adapter.dropout": 0.05, "precision": "auto", "max_length": 1024},
+    ),
+    "trl_kto": (
+        "trl", TRL + "trainer: kto\ndataset_name: data/unpaired.jsonl\nbf16: true\nwarmup_ratio: 0.1\n"
+        "desirable_weight: 1.0\nundesirable_weight: 1.5\n", "kto", {"undesirable_weight": 1.5, "beta": 0.1},
+    ),
+    "trl_grpo": (
+        "trl", TRL + "trainer: grpo\ndataset_name: data/prompts.jsonl\nreward_funcs: [exact]\nnum_generations: 4\n"
+        "max_completion_length: 64\nmax_prompt_length: 128\ntemperature: 0.9\nscale_rewards: false\n", "grpo",
+        {"loss": "dapo", "num_generations": 4, "max_length": 192, "sampling.temperature": 0.9, "scale_rewards": "none"},
+    ),
+    "oumi_lora": (
+        "oumi", OUMI + "  trainer_type: TRL_SFT\n  use_peft: true\n  num_train_epochs: 1\n"
+        "  optimizer: adamw_torch_fused\n"
+        "  learning_rate: 3.0e-4\n  lr_scheduler_type: cosine\n  warmup_ratio: 0.1\n  weight_decay: 0.01\n"
+        "  compile: false\npeft: {lora_r: 16, lora_alpha: 32, lora_target_modules: [q_proj, k_proj]}\n", "sft",
+        {"adapter.rank": 16, "adapter.target_modules": "q_proj,k_proj", "global_batch_size": 32, "max_length": 512},
+    ),
+    "oumi_qlora": (
+        "oumi", OUMI + "  trainer_type: TRL_SFT\n  use_peft: true\n  max_steps: 30\n  mixed_precision_dtype: BF16\n"
+        "peft: {q_lora: true, q_lora_bits: 4, bnb_4bit_quant_type: nf4, use_bnb_nested_quant: true, "
+        "bnb_4bit_compute_dtype: bfloat16}\n", "sft",
+        {"quantization.format": "nf4", "quantization.compute_dtype": "bf16", "precision": "bf16", "num_steps": 30},
+    ),
+    "oumi_full": (
+        "oumi", OUMI.replace("  trust_remote_code: true", "  trust_remote_code: false") + "  trainer_type: OUMI\n"
+        "  num_train_epochs: 2\n  max_grad_norm: 0.7\nfsdp: {enable_fsdp: false}\n", "sft", {"max_grad_norm": 0.7},
+    ),
+}  # fmt: skip
+DPO_SCRIPT = """\
+#!/bin/sh
+accelerate launch --num_processes 1 examples/scripts/dpo.py \\
+    --model_name_or_path models/chat \\
+    --dataset_name data/pairs.jsonl --dataset_train_split train \\
+    --learning_rate 5.0e-6 --num_train_epochs 1 --per_device_train_batch_size 2 \\
+    --gradient_accumulation_steps=4 --beta 0.3 --loss_type sigmoid --use_peft --lora_r 32 --no_such_key 3
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and rows of every kind, as the examples name them."""
+    folder = tmp_path_factory.mktemp("peers")
+    tiny.write_policy(folder / "models" / "chat")
+    alpaca = [{"instruction": f"sort {i}", "input": "", "output": str(i)} for i in range(20)]
+    rows = {
+        "chats": tiny.conversation_rows(20), "books": tiny.text_rows(20), "pairs": tiny.preference_rows(20),
+        "unpaired": tiny.unpaired_rows(20), "alpaca": alpaca,
+        "prompts": [{"prompt": f"{i} + 1", "answer": str(i + 1)} for i in range(20)],
+    }  # fmt: skip
+    (folder / "data").mkdir()
+    for name, each in rows.items():
+        kept = [{key: value for key, value in row.items() if key not in ("row_id", "kind")} for row in each]
+        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    infos = {name: {"file_name": f"{name}.jsonl", "formatting": "sharegpt"} for name in rows}
+    (folder / "data" / "dataset_info.json").write_text(json.dumps(infos))
+    return folder
+
+
+def imported(folder: Path, peer: str, file: str, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    (folder / file).write_text(text)
+    return call(["import", peer, file, *words], folder, {})
+
+
+def setting(method: dict, path: str) -> object:
+    for part in path.split("."):
+        method = method.get(part) if isinstance(method, dict) else None
+    return tuple(method) if isinstance(method, list) else method
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_of_a_peer_becomes_a_pipeline_that_plans(folder, name):
+    peer, text, training, settings = EXAMPLES[name]
+    ran = imported(folder, peer, f"{name}.yaml", text, "--json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    keys = {*yaml.safe_load(text)} - {"model", "data", "training", "peft", "fsdp", "stage", "rl", "trainer", "datasets"}
+    told = {re.split(r"[.:\[]", key)[0] for key in (*found["mapped"], *found["not_needed"])}
+    assert not keys - told - {"dataset_dir", "dataset_name", "dataset", "pref_loss"}  # every key is answered
+    plan = call(["plan", "--json", "--config-dir", "conf", f"pipeline={found['pipeline']}", *found["add"]], folder, {})
+    assert plan.returncode == 0, plan.stderr
+    assert [each["stage"] for each in json.loads(plan.stdout)["stages"]] == ["data", training]
+    method = yaml.safe_load(Path(folder, found["file"]).read_text())["stages"][training]["method"]
+    assert {path: setting(method, path) for path in settings} == settings
+
+
+def test_the_arguments_of_a_script_are_read_and_what_has_no_place_is_refused_by_name(folder):
+    ran = imported(folder, "trl", "train.sh", DPO_SCRIPT, "--num-workers", "2")
+    assert ran.returncode == 2
+    assert "no_such_key=3: it is unknown" in ran.stderr and "--leave-out no_such_key" in ran.stderr
+    assert not (folder / "conf" / "pipeline" / "train.yaml").exists()
+    ran = imported(
+        folder, "trl", "train.sh", DPO_SCRIPT, "--num-workers", "2", "--leave-out", "no_such_key", "--leave-out",
+        "num_processes", "--out", "ours.yaml",
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    text = (folder / "ours.yaml").read_text()
+    assert "# not carried over: no_such_key, num_processes" in text
+    tree = yaml.safe_load(text)
+    assert tree["stages"]["dpo"]["method"]["global_batch_size"] == 16
+    assert tree["stages"]["dpo"]["resources"] == {"micro_batch_size": 2, "num_workers": 2}
+
+
+@pytest.mark.parametrize(
+    ("peer", "change", "told"),
+    [
+        ("llamafactory", "stage: ppo\n", "stage=ppo: the training is unknown"),
+        ("llamafactory", "stage: sft\ndataset: nowhere\n", "dataset_info.json has no such name"),
+        ("llamafactory", SFT + "train_on_prompt: true\n", "train_on_prompt=true: the answers alone get loss here"),
+        ("llamafactory", SFT + "deepspeed: ds_z3_config.json\n", "ZeRO-2 is mapped"),
+        ("llamafactory", SFT + "use_badam: true\n", "use_badam=true: it is unknown"),
+        ("llamafactory", SFT + "optim: adamw_of_mine\n", "as a pipeline: stages.sft.method.optimizer.name"),
+        ("axolotl", "datasets: [{path: data/chats.jsonl, type: own_format}]\n", "datasets[0].type=\"own_format\""),
+        ("trl", "dataset_name: data/chats.jsonl\n", "--training sft"),
+        ("trl", "trainer: sft\n", "the file names no rows"),
+        ("oumi", "[1, 2]", "KEY: VALUE lines"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_imported_ends_with_2(folder, peer, change, told):
+    start = {"llamafactory": FACTORY, "axolotl": AXOLOTL, "trl": TRL, "oumi": ""}[peer]
+    ran = imported(folder, peer, "wrong.yaml", start + change)
+    assert ran.returncode == 2 and told in ran.stderr, ran.stderr
+    assert not (folder / "conf" / "pipeline" / "wrong.yaml").exists()
+
+
+def test_what_trl_assumes_is_what_its_configs_have():
+    import dataclasses
+
+    import trl
+
+    classes = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
+    for stage, name in classes.items():
+        defaults = {each.name: each.default for each in dataclasses.fields(getattr(trl, f"{name}Config"))}
+        defaults |= {each.name: each.default for each in dataclasses.fields(trl.ModelConfig)} | {"bf16": "auto"}
+        assumed = {**DEFAULTS["trl"], **TRL_DEFAULTS[stage]}
+        assert {key: defaults[key] for key in assumed} == assumed
+    assert len(EXAMPLES) >= 20 and RULES
