@@ -62,9 +62,8 @@ class Resources:
     save_minutes: Annotated[float, Gt(0)] | None = 10.0  # minutes between checkpoints; all three may be set
     save_async: Literal["auto"] | bool = "auto"  # train on while a copy is written; auto: where memory holds a copy
     keep_last: Annotated[int, Gt(0)] = 2  # newest checkpoints to keep
-    checkpoint_mirror: str | None = (
-        None  # URL of object storage that gets a copy of each checkpoint: s3://BUCKET/PREFIX
-    )
+    rollback: Literal["disk", "host", "device"] = "disk"  # where divergence_z finds the best model: see docs/survive.md
+    checkpoint_mirror: str | None = None  # s3://BUCKET/PREFIX or another URL that gets a copy of each checkpoint
     keep_best: KeepBest | None = None  # best checkpoints to keep, also after the stage is finished
     max_failures: Annotated[int, Ge(0)] = 2  # retries after a lost worker, counted since the last checkpoint
     deterministic: Literal["auto"] | bool = "auto"  # equal trainings are bit-identical; auto: on CPUs, not on GPUs

@@ -187,6 +187,8 @@ def other_workers(planned: PlannedStage) -> Resources | str:
     if method.neftune_alpha:
         return f"neftune_alpha={method.neftune_alpha:g}: drawn by each worker, so that other workers draw other noise"
     num_workers = 2 if resources.num_workers == 1 else resources.num_workers // 2
+    if num_workers == 1:  # which divides nothing
+        resources = replace(resources, sharding="none", offload=False, wrap=None, prefetch=0, reduce_dtype="fp32")
     changed = replace(
         resources, num_workers=num_workers, num_nodes=1,
         micro_batch_size=(

@@ -45,6 +45,7 @@ _INSTEAD = {  # field -> what verl does instead
     "save_minutes": "saves by steps alone",
     "keep_best": "keeps the newest checkpoints alone",
     "save_async": "waits for its saves",
+    "rollback": "goes back to no checkpoint",
     "checkpoint_mirror": "copies checkpoints to HDFS alone (trainer.default_hdfs_dir)",
     "max_failures": "restarts nothing itself: run it again, and it resumes from its last checkpoint",
     "hang_minutes": "waits for a worker that hangs",

@@ -352,6 +352,12 @@ RULES: tuple[Rule, ...] = (
         nearest=unsharded, also={"method.schedule.adaptive.smoothing": 0.9, **ZERO},
     ),
     Rule(
+        id="rollback-unread",
+        when={"resources.rollback": ("host", "device"), "method.schedule.adaptive.divergence_z": None},
+        reason="it keeps the best model in memory for schedule.adaptive.divergence_z to go back to, which is not set",
+        nearest={"resources.rollback": "disk"}, also={"resources.rollback": "host"},
+    ),
+    Rule(
         id="adaptive-moving-target",
         when={"method.schedule.adaptive.smoothing": SET, "method": lambda case: case.method.progress is None},
         reason="its loss is to a target that moves towards the teacher, and may rise while the student learns",

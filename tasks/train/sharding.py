@@ -123,6 +123,13 @@ def require_readable(checkpoint: Checkpoint, resources: "Resources") -> None:
     """
     wrote = (checkpoint.num_workers, checkpoint.sharding or ("zero2" if checkpoint.zero_stage else "none"))
     reads = (resources.num_workers, resources.sharding)
+    if wrote != reads and not checkpoint.can_move:
+        raise ConfigError(
+            f"its checkpoint of step {checkpoint.step} was written with num_workers={wrote[0]} and "
+            f"sharding={wrote[1]} by an optimizer whose state is no division of its weights', and "
+            f"num_workers={reads[0]} with sharding={reads[1]} cannot resume from it; "
+            f"set num_workers={wrote[0]} and sharding={wrote[1]}"
+        )
     if wrote != reads and any(each.startswith("zero") for each in (wrote[1], reads[1])):
         raise ConfigError(
             f"its checkpoint of step {checkpoint.step} was written with num_workers={wrote[0]} and "

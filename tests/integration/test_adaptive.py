@@ -11,7 +11,7 @@ import torch
 from lineage.errors import StoppedError
 from tasks.method import Adapter, Adaptive, Schedule
 from tasks.train.best import Best
-from tasks.train.loop import evaluation
+from tasks.train.loop import checkpointing, evaluation
 from tests import completion_scores, training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights
@@ -101,7 +101,8 @@ def test_calm_it_changes_no_bit(root: Path, tmp_path: Path) -> None:
 def test_weights_that_became_non_finite_are_those_of_the_best_checkpoint_again(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None
 ) -> None:
-    begin = evaluation.AdaptiveRate.on_step_begin
+    begin, reads, during = evaluation.AdaptiveRate.on_step_begin, checkpointing.read_tensors, []
+    monkeypatch.setattr(checkpointing, "read_tensors", lambda *args: (during.append(args), reads(*args))[1])
 
     def diverging(self: evaluation.AdaptiveRate, args, state, control, **kwargs) -> None:
         begin(self, args, state, control, **kwargs)
@@ -118,6 +119,10 @@ def test_weights_that_became_non_finite_are_those_of_the_best_checkpoint_again(
         ran(method, should_stop=lambda: len(ran.reports) == 7)
     ran(method, resume=8)
     assert same(weights(ran.output), weights(whole.output))
+    during.clear()  # from memory, without a look at the disk
+    kept = StageFolder(tmp_path / "kept", root, rollback="host" if adapter else "device")
+    assert kept(method)["adaptive/divergence/step_6"] == 0.5 and not during
+    assert same(weights(kept.output), weights(whole.output))
 
 
 @pytest.mark.parametrize("resume", [3, 5, 6, 7])

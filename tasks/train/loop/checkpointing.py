@@ -4,6 +4,7 @@ A save copies the state to host memory; the training continues, and a thread wri
 disk and publishes it.
 """
 
+import copy
 import json
 import logging
 import os
@@ -42,6 +43,7 @@ from tasks.train.loop.saved_state import (
     Draft,
     HasOwnState,
     HasState,
+    InMemory,
     RandomState,
     Staging,
     TrainingState,
@@ -420,11 +422,14 @@ class Checkpointing(TrainerCallback):
 
     Attributes:
         stopped_at: the step after which a stop request ended the training; None: there was none.
+        best_step: the step of the best model; None: there is none.
     """
 
     def __init__(self, trainer: "Trainer", ctx: TrainContext, method: "TrainingRecipe", saver: Saver) -> None:
         self.trainer, self.ctx, self.method, self.saver = trainer, ctx, method, saver
         self.stopped_at: int | None = None
+        self.best_step: int | None = None
+        self._in_memory: InMemory | None = None  # of the best step
         self.metrics_known = False
         self._of_transformers: dict[str, Callable[..., None]] = {}
         self._described: Path | None = None
@@ -477,8 +482,10 @@ class Checkpointing(TrainerCallback):
             if self.trainer.is_deepspeed_enabled:
                 self._save_of_deepspeed(step, metrics, *args, **kwargs)
                 return
-            waits = self.stopped_at is not None or step >= state.max_steps
-            self.saver.save(step, self._state(), metrics, waits=waits)
+            waits, found = self.stopped_at is not None or step >= state.max_steps, self._state()
+            if self.ctx.resources.rollback != "disk" and step == self.best_step:
+                self._in_memory = InMemory.of(step, found, on_device=self.ctx.resources.rollback == "device")
+            self.saver.save(step, found, metrics, waits=waits)
 
     def _save_of_deepspeed(self, step: int, metrics: Metrics, *args: object, **kwargs: object) -> None:
         """As transformers does; the training waits for it."""
@@ -557,7 +564,8 @@ class Checkpointing(TrainerCallback):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if isinstance(model, peft.PeftModel):
-            config = replace(model.peft_config["default"], inference_mode=True)
+            config = copy.copy(model.peft_config["default"])
+            config.inference_mode = True
             config.save_pretrained(str(folder))
         else:
             model.config.save_pretrained(folder)
@@ -579,8 +587,7 @@ class Checkpointing(TrainerCallback):
         gather_again(self.trainer.model)
         tensors = self._model_tensors()
         read_tensors(folder, tensors)
-        if isinstance(self.trainer.model, peft.PeftModel):  # some adapters are saved in another form
-            peft.set_peft_model_state_dict(self.trainer.model, tensors, adapter_name="default")
+        self._set_adapter(tensors)
 
     def restore(self, folder: Path) -> None:
         """Loads weights and optimizer of a checkpoint into a training that goes on, and a reference that moves."""
@@ -590,17 +597,35 @@ class Checkpointing(TrainerCallback):
             self.trainer.optimizer.load_state_dict(state)
             return
         self.load_model(folder)
-        self._load_shared(folder, self.trainer)
+        self._load_shared(read_state(folder, self.ctx.rank, self._parameters()), self.trainer)
 
-    def _load_shared(self, folder: Path, *holders: object) -> dict[str, object]:
-        parameters = dict(self.trainer.model.named_parameters())
-        state = read_state(folder, self.ctx.rank, parameters)
+    def has_in_memory(self, step: int) -> bool:
+        """Whether ``restore_from_memory`` has the state of a step."""
+        return self._in_memory is not None and self._in_memory.step == step
+
+    def restore_from_memory(self) -> None:
+        """As ``restore``, of the best model that ``resources.rollback`` keeps."""
+        assert self._in_memory
+        gather_again(self.trainer.model)
+        tensors = self._model_tensors()
+        self._in_memory.fill(tensors)
+        self._set_adapter(tensors)
+        self._load_shared(self._in_memory.state(self._parameters()), self.trainer)
+
+    def _parameters(self) -> "dict[str, Tensor]":
+        return dict(self.trainer.model.named_parameters())
+
+    def _set_adapter(self, tensors: "dict[str, Tensor]") -> None:
+        if isinstance(self.trainer.model, peft.PeftModel):  # some adapters are saved in another form
+            peft.set_peft_model_state_dict(self.trainer.model, tensors, adapter_name="default")
+
+    def _load_shared(self, state: Mapping[str, object], *holders: object) -> None:
+        parameters = self._parameters()
         names = {id(each): name for name, each in parameters.items()}
         load_named_state(self.trainer.optimizer, names, cast("Mapping[str, object]", state["optimizer"]))
         for name, each in self._holders(HasState):
             if each in holders:
                 cast(HasState, each).load_saved_state(cast("Mapping[str, object]", state[name]))
-        return state
 
     def _load_from_checkpoint(self, checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if is_ours(Path(checkpoint)):
@@ -613,7 +638,8 @@ class Checkpointing(TrainerCallback):
             return
         folder = Path(checkpoint)
         if is_ours(folder):
-            state = self._load_shared(folder, *(each for _, each in self._holders(HasState)))
+            state = read_state(folder, self.ctx.rank, self._parameters())
+            self._load_shared(state, *(each for _, each in self._holders(HasState)))
             self.trainer.lr_scheduler.load_state_dict(state["schedule"])
             if state["scaler"] is not None and self.trainer.accelerator.scaler is not None:
                 self.trainer.accelerator.scaler.load_state_dict(state["scaler"])

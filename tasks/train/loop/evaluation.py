@@ -238,6 +238,7 @@ class BestModel(TrainerCallback):
             return
         logger.info("best_step=%d %s=%g before=%s", step, self.best.metric, value, self.value)
         self.step, self.value = step, value
+        self.checkpointing.best_step = step
         if step < state.max_steps:  # the last model is still in memory at the end
             control.should_save = True
 
@@ -266,8 +267,11 @@ class BestModel(TrainerCallback):
             ArtifactError: it is damaged.
         """
         assert self.step is not None
-        self._require_intact(self.step)
-        self.checkpointing.restore(self.store.path(self.step))
+        if self.checkpointing.has_in_memory(self.step):
+            self.checkpointing.restore_from_memory()
+        else:
+            self._require_intact(self.step)
+            self.checkpointing.restore(self.store.path(self.step))
         self.trainer.model.train()
 
     def _require_intact(self, step: int) -> None:

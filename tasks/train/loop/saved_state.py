@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ArtifactError
 from lineage.filesystem.digest import file_names, write_digested
+from tasks.train.sharding import local
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -293,6 +294,46 @@ def _order(optimizer: "torch.optim.Optimizer", names: Mapping[int, str]) -> dict
     """Number of each weight of the model in the optimizer -> its name."""
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     return {number: names[id(each)] for number, each in enumerate(weights) if id(each) in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InMemory:
+    """The state of a step in memory: what a training goes back to without reading a disk.
+
+    Args:
+        divided: the shared state, without its tensors.
+        tensors: this worker's part of these, and of the model's.
+        own: as of ``Divided``.
+    """
+
+    step: int
+    divided: object
+    tensors: "Mapping[str, Tensor]"
+    own: "Mapping[str, Tensor]"
+
+    @classmethod
+    def of(cls, step: int, state: TrainingState, *, on_device: bool) -> "InMemory":
+        """A copy, where the tensors are or in the memory of the host."""
+        rest = Divided(state.parameters)
+        tree = rest.divide(state.shared)
+        both = {**{f"/{key}": each for key, each in rest.tensors.items()}, **state.model}
+        tensors = {
+            key: local(each).clone() if on_device else local(each).to("cpu", copy=True) for key, each in both.items()
+        }
+        return cls(step=step, divided=tree, tensors=tensors, own=rest.own)
+
+    def fill(self, model: "Mapping[str, Tensor]") -> None:
+        """Writes the weights into those of a model."""
+        for key, each in model.items():
+            local(each).copy_(self.tensors[key])
+
+    def state(self, parameters: "Mapping[str, Tensor]") -> dict[str, object]:
+        """The shared state, as of ``read_state``."""
+        found: dict[str, torch.Tensor] = {}
+        state = joined(self.divided, parameters, self.own, found)
+        for key, each in found.items():
+            local(each).copy_(self.tensors[f"/{key}"])
+        return cast(dict[str, object], state)
 
 
 # --- the copy, and its files

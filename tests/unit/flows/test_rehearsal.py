@@ -101,14 +101,22 @@ def test_one_that_is_refused_touches_nothing(toy: Toy, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("stated", "workers", "rows"),
-    [({}, 2, 4), ({"num_workers": 2, "micro_batch_size": 4}, 1, 4), ({"num_workers": 4, "micro_batch_size": 2}, 2, 2)],
+    ("stated", "workers", "rows", "sharding"),
+    [
+        ({}, 2, 4, "none"),
+        ({"num_workers": 2, "micro_batch_size": 4}, 1, 4, "none"),
+        ({"num_workers": 4, "micro_batch_size": 2}, 2, 2, "none"),
+        ({"num_workers": 4, "micro_batch_size": 2, "sharding": "fsdp"}, 2, 2, "fsdp"),
+        ({"num_workers": 2, "micro_batch_size": 4, "sharding": "fsdp", "prefetch": 1}, 1, 4, "none"),
+    ],
 )
-def test_other_workers_share_the_same_batch(toy: Toy, stated: dict[str, int], workers: int, rows: int) -> None:
+def test_other_workers_share_the_same_batch(
+    toy: Toy, stated: dict[str, object], workers: int, rows: int, sharding: str
+) -> None:
     left = toy().stage("left")
     other = other_workers(replace(left, stage=replace(left.stage, resources=Resources(**stated))))
     assert isinstance(other, Resources)
-    assert (other.num_workers, other.micro_batch_size) == (workers, rows)
+    assert (other.num_workers, other.micro_batch_size, other.sharding) == (workers, rows, sharding)
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ OTHER_RESOURCES = {
     "attention": "eager", "gradient_checkpointing": 2, "compile": True, "precompute_reference": True, "liger": True,
     "empty_cache_steps": 3, "dataloader_workers": 2, "prefetch_factor": 4,
     "vllm_gpu_memory_utilization": 0.5, "vllm_enforce_eager": True, "check_memory": False, "hang_minutes": 4.0,
-    "save_async": False, "checkpoint_mirror": "s3://bucket/prefix",
+    "save_async": False, "rollback": "host", "checkpoint_mirror": "s3://bucket/prefix",
     "min_workers": 1, "gpu": "H100", "wait_minutes": 5.0,
 }  # fmt: skip
 

@@ -172,6 +172,13 @@ def test_a_resume_with_other_workers_says_what_that_means(toy, saved, overrides,
         assert planned.reason.endswith(f"; with {difference}: within tolerance, not to the bit")
 
 
+def test_a_state_that_no_other_division_can_read_is_refused(toy):
+    save_left(toy(), num_workers=2, sharding="fsdp", can_move=False)
+    with pytest.raises(ConfigError, match=r"an optimizer whose state is no .*set num_workers=2 and sharding=fsdp, or"):
+        toy()
+    assert toy(*TWO, "stages.left.resources.sharding=fsdp").stage("left").state == "resume"
+
+
 @pytest.mark.parametrize(
     ("num_workers", "zero_stage", "overrides"),
     [(2, 2, ()), (2, 2, TWO), (2, 0, (*TWO, ZERO)), (1, 0, (*TWO, ZERO)), (4, 2, (*TWO, ZERO))],
