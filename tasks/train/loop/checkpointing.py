@@ -222,7 +222,7 @@ class Saver:
         draft = Draft(
             folder=folder, record=self.record(step, metrics, can_move=not divided.own),
             tensors={
-                self._file_of(name, is_divided): self._copied(name, group) if copies else group
+                self._file_of(name, is_divided): self._staging.copies(name, group) if copies else group
                 for name, group in held.items() if group
             },
             trees={**trees, OWN.format(rank=self.ctx.rank): own},
@@ -323,10 +323,6 @@ class Saver:
     def _held_here(self, tensors: "Mapping[str, Tensor]") -> dict[str, Chunk]:
         found = {key: held_here(each, self.ctx.rank) for key, each in tensors.items()}
         return {key: each for key, each in found.items() if each}
-
-    def _copied(self, name: str, chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
-        copy = self._staging.copy
-        return {key: replace(each, tensor=copy(f"{name}/{key}", each.tensor)) for key, each in chunks.items()}
 
     def _file_of(self, name: str, is_divided: bool) -> str:
         part = f"-{self.ctx.rank + 1:05}-of-{self.ctx.world_size:05}" if is_divided else ""

@@ -11,7 +11,7 @@ import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict, cast, runtime_checkable
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STATE, OWN = "state.pt", "rank-{rank}.pt"
+_LARGE_BYTES = 2**26  # of a tensor that several threads copy
 _LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")  # of a container
 
 
@@ -352,6 +353,20 @@ class Staging:
 
     def __init__(self) -> None:
         self.memory: dict[str, torch.Tensor] = {}
+
+    def copies(self, name: str, chunks: Mapping[str, Chunk]) -> dict[str, Chunk]:
+        """Copies of chunks.
+
+        One thread copies small ones: several would wait for each other for longer than a copy takes.
+        """
+        threads, found = torch.get_num_threads(), dict[str, Chunk]()
+        try:
+            for key, each in sorted(chunks.items(), key=lambda item: item[1].tensor.nbytes):
+                torch.set_num_threads(threads if each.tensor.nbytes >= _LARGE_BYTES else 1)
+                found[key] = replace(each, tensor=self.copy(f"{name}/{key}", each.tensor))
+        finally:
+            torch.set_num_threads(threads)
+        return found
 
     def copy(self, key: str, tensor: "Tensor") -> "Tensor":
         held = self.memory.get(key)
