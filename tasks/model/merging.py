@@ -4,6 +4,7 @@ A base in few bits is merged in full precision, which is another model by the qu
 prompts are a few fixed rows, whose values before and after a merge are recorded with the stage.
 """
 
+import copy
 import hashlib
 import json
 import logging
@@ -25,6 +26,7 @@ from tasks.model.positions import learned_positions
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor, dtype
+    from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from tasks.data.tokens.tokenize_rows import TokenizedRows
@@ -68,6 +70,9 @@ _FEW_TOKENS = 64
 # By how much a golden value may move where the same model is computed in another way: nats per token.
 EXACT = 1e-3  # in fp32
 ROUNDED = 0.05  # with weights or products of 8 bits
+_NOISE = 0.1  # of these: what an adapter must move a golden value by to be seen in it
+_SHARE = 0.5  # of what an adapter changes, by which its merged form may differ
+_INPUTS = 4  # random ones of each layer
 
 logger = logging.getLogger(__name__)
 
@@ -364,10 +369,25 @@ def _is_mixed(model: "PreTrainedModel") -> bool:
     return {torch.bfloat16, torch.float32} <= _dtypes(model)
 
 
-def tolerance_of(model: "PreTrainedModel | PeftModel", values: Sequence[float]) -> float:
-    """The most by which these golden values may move where the model is computed in another order."""
+def tolerance_of(model: "PreTrainedModel | PeftModel", values: Sequence[float], prompts: Golden = ()) -> float:
+    """The most by which these golden values may move where the model is computed in another order.
+
+    Args:
+        prompts: of an adapted model: less than half of what its adapter makes of them, so that one which got lost
+            shows; but at least the noise of another order.
+    """
     import torch
     from peft import PeftModel
+
+    if prompts and isinstance(model, PeftModel):
+        flags = [(each, each.requires_grad) for each in model.parameters()]
+        with model.disable_adapter():
+            moved = largest_difference(values, golden_values(model, prompts))
+        for parameter, is_trained in flags:
+            if parameter.requires_grad != is_trained:  # PEFT lets all active adapters be trained, frozen ones too
+                parameter.requires_grad_(is_trained)
+        most = tolerance_of(model, values)
+        return min(most, max(most * _NOISE, _SHARE * moved))
 
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     is_exact = _dtypes(base) <= {torch.float32, torch.float64} and "quantization_config" not in base.config
@@ -440,6 +460,12 @@ def _shown(values: Sequence[float]) -> str:
     return ",".join(f"{value:.4f}" for value in values)
 
 
+_MERGE_ELSEWHERE = (
+    "adapter and base are unchanged: merge them with the program that trained the adapter, and compare its "
+    "log-probabilities before and after; or report the adapter's adapter_config.json"
+)
+
+
 class Merged(NamedTuple):
     """A model after its adapter was merged, and its golden values before and after."""
 
@@ -463,7 +489,7 @@ def merge_adapters(adapted: "PeftModel", prompts: Golden, name: str) -> Merged:
     """
     before = golden_values(adapted, prompts)
     base = adapted.get_base_model()
-    tolerance = tolerance_of(base, before)
+    tolerance, layers = tolerance_of(adapted, before, prompts), _layers(base)
     is_tied = _separate_head(base)
     with warnings.catch_warnings():
         for known in ("Model with `tie_word_embeddings=True`", "Input and output embeddings are no longer tied"):
@@ -481,10 +507,123 @@ def merge_adapters(adapted: "PeftModel", prompts: Golden, name: str) -> Merged:
     after = golden_values(model, prompts)
     require_same_values(
         before, after, tolerance, f"merging the adapter {name}",
-        "adapter and base are unchanged: merge them with the program that trained the adapter, and compare its "
-        "log-probabilities before and after; or report the adapter's adapter_config.json",
+        _MERGE_ELSEWHERE,
     )  # fmt: skip
+    _require_layers(layers, model, name)
     return Merged(model, before, after)
+
+
+class _Layer(NamedTuple):
+    """What a layer makes of random inputs (N), without its adapter and with it, in float64.
+
+    Args:
+        name: in the merged model.
+        parameter: the one that the adapter is on, of experts; None: the layer is called.
+    """
+
+    name: str
+    parameter: str | None
+    inputs_N: "Tensor"
+    without_N: "Tensor"
+    adapted_N: "Tensor"
+
+
+def _layers(base: "PreTrainedModel") -> list[_Layer]:
+    """The layers with an active adapter, or with a copy that is trained in full."""
+    import torch
+    from peft.tuners.lora.layer import ParamWrapper
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    found, inside = list[_Layer](), tuple[str, ...]()
+    for path, layer in base.named_modules():
+        is_tuner = isinstance(layer, BaseTunerLayer)
+        if not (is_tuner or isinstance(layer, AuxiliaryTrainingWrapper)) or path.startswith(inside or ("\0",)):
+            continue
+        name = path.removesuffix(".base_layer")
+        if isinstance(layer, ParamWrapper):
+            weight = layer.get_param().detach().double()
+            inputs = _drawn_inputs(weight.shape[-1], weight)
+            active = [each for each in layer.active_adapters if each in layer.lora_A]
+            delta = sum((layer.get_delta_weight(each).double() for each in active), torch.zeros_like(weight))
+            computed = weight @ inputs.T, (weight + delta) @ inputs.T
+            found.append(_Layer(name, layer.parameter_name, inputs.T, *computed))
+            continue
+        inside += (f"{path}.",)
+        plain = layer.get_base_layer() if is_tuner else layer.original_module
+        inputs = _inputs_of(plain, layer)
+        if inputs is not None:
+            found.append(_Layer(name, None, inputs, _computed(plain, inputs), _computed(layer, inputs)))
+    return found
+
+
+def _inputs_of(plain: "Module", layer: "Module") -> "Tensor | None":
+    """Random inputs of a layer: of an embedding, the tokens that are trained; None: its form is not known."""
+    import torch
+    from transformers.pytorch_utils import Conv1D
+
+    weight = getattr(plain, "weight", None)
+    if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
+        return None
+    if isinstance(plain, torch.nn.Embedding):
+        trained = getattr(getattr(layer, "token_adapter", None), "token_indices", None)
+        rows = [row for each in trained.values() for row in each] if trained else range(min(len(weight), _FEW_TOKENS))
+        return torch.tensor(list(rows), device=weight.device)
+    return _drawn_inputs(weight.shape[0] if isinstance(plain, Conv1D) else weight.shape[-1], weight)
+
+
+def _drawn_inputs(size: int, like: "Tensor") -> "Tensor":
+    import torch
+
+    drawn = torch.randn(_INPUTS, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return drawn.to(like.device)
+
+
+def _computed(module: "Module", inputs: "Tensor") -> "Tensor":
+    """The output of a layer in float64 and without dropout; kernels of ours are left out."""
+    import torch
+
+    with torch.no_grad():
+        try:
+            exact = copy.deepcopy(module).double().eval()
+        except RuntimeError:  # a weight is computed from another, as of a tied head: in its own precision
+            exact, dtype = module, next(module.parameters()).dtype
+            inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+        found: Tensor = type(exact).forward(exact, inputs)
+    return found.double()
+
+
+def _require_layers(layers: Sequence[_Layer], model: "PreTrainedModel", name: str) -> None:
+    """Requires that each merged layer has the change of its adapter, however small: once, and not twice.
+
+    Where rounding to the weights' dtype takes it away, it is logged: no weights of that dtype have it.
+
+    Raises:
+        PipelineError: a layer has not.
+    """
+    import torch
+
+    lost, rounded = list[str](), list[str]()
+    for each in layers:
+        module = model.get_submodule(each.name)
+        weight = getattr(module, each.parameter or "weight").detach()
+        after_N = weight.double() @ each.inputs_N if each.parameter else _computed(module, each.inputs_N)
+        moved_N = each.adapted_N - each.without_N
+        size = float(moved_N.norm())
+        if not size or abs(float(((after_N - each.without_N) * moved_N).sum()) / size**2 - 1) <= _SHARE:
+            continue
+        is_noise = size <= torch.finfo(weight.dtype).eps * float(each.without_N.norm())
+        (rounded if is_noise else lost).append(each.name)
+    if lost:
+        raise PipelineError(
+            f"merging the adapter {name}: {len(lost)} layers lack its change or have another, such as {lost[0]}; "
+            f"layers with at least half of it, and at most half more, are accepted; {_MERGE_ELSEWHERE}"
+        )
+    if rounded:
+        logger.warning(
+            "merge=%s: the adapter changes %d layers by less than their dtype can hold, such as %s; save=adapter keeps "
+            "it", name, len(rounded), rounded[0],
+        )  # fmt: skip
 
 
 def _unwrap(model: "PreTrainedModel") -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lineage.artifact import Kind, Source
@@ -20,6 +20,8 @@ from lineage.source.sources import pin
 from lineage.store import InputRecord
 from tasks.method import Adapter, Input, Training
 from tasks.model import adapter_files
+from tasks.model.adapter_files import save_adapter
+from tasks.train.models import load
 from tasks.train.models.adapted import peft_config, require_same, stacked
 from tasks.train.models.load import load_model, whole_model
 from tests import tiny, training
@@ -144,6 +146,28 @@ def test_a_trained_adapter_that_its_output_lost_stops_the_stage(made: Made, monk
     assert metrics["merge/logps_difference"] < 1e-5 and metrics["merge/logps_before"] < 0
     monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self: self.unload(), raising=False)
     with pytest.raises(PipelineError, match=r"merging the adapter .* moved a golden prompt by"):
+        training.train(stage, made.rows, made.folder / "lost")
+
+
+@pytest.mark.parametrize(("adapter", "fault"), [(LORA, "merge"), (LORA, "file"), (replace(LORA, init="pissa"), "file")])
+def test_a_lost_adapter_stops_the_stage_however_little_it_changes(
+    made: Made, monkeypatch: pytest.MonkeyPatch, adapter: Adapter, fault: str
+) -> None:
+    """Three steps of 1e-6: golden prompts hold it for the base."""
+    stage = training.method("sft", adapter=adapter, learning_rate=1e-6, chat_template="chatml")
+    assert training.train(stage, made.rows, made.folder / "right").metrics["merge/logps_difference"] < 1e-5
+
+    def lose(model: PeftModel, directory: Path, *args: object) -> None:
+        save_adapter(model, directory, *args)  # type: ignore[arg-type]
+        path = directory / "adapter_model.safetensors"
+        save_file({name: each * 0 if ".lora_B." in name else each for name, each in load_file(path).items()}, path)
+
+    if fault == "merge":
+        monkeypatch.setattr(PeftModel, "merge_and_unload", lambda self: self.unload(), raising=False)
+    else:
+        monkeypatch.setattr(load, "save_adapter", lose)
+    message = {"merge": "layers lack its change", "file": "loads with another .*lora_B.* than was trained"}[fault]
+    with pytest.raises(PipelineError, match=message):
         training.train(stage, made.rows, made.folder / "lost")
 
 

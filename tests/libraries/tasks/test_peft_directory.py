@@ -22,6 +22,7 @@ from peft import (
     RandLoraConfig,
     VeraConfig,
 )
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lineage.artifact import Kind, Source
@@ -156,6 +157,53 @@ def test_a_merge_that_gives_another_model_is_stopped(
         PipelineError, match=r"merging the adapter .*lora moved a golden prompt by .*; 0\.001 is accepted"
     ):
         loaded(fetch_model(checkpoint(lora), tmp_path / "cache"))
+
+
+SMALL: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ALL},
+    "dora": {"target_modules": ["q_proj"], "use_dora": True},
+    "embedding": {"target_modules": ["embed_tokens"]},
+    "rows": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 77]},
+    "norm": {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
+    "experts": {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+}
+
+
+def lost(adapted: PeftModel) -> PreTrainedModel:
+    model: PreTrainedModel = adapted.unload()
+    return model
+
+
+def added_twice(adapted: PeftModel) -> PreTrainedModel:
+    for name, parameter in adapted.named_parameters():
+        parameter.data.mul_(2 if "lora_B" in name or "embedding_B" in name else 1)
+    model: PreTrainedModel = adapted.base_model.merge_and_unload()
+    return model
+
+
+@pytest.mark.parametrize("fault", [lost, added_twice])
+@pytest.mark.parametrize("case", SMALL)
+def test_a_merge_that_loses_an_adapter_too_small_for_golden_prompts_is_stopped(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, fault: Any
+) -> None:
+    base = write_model(tmp_path / "moe", "qwen3_moe") if case == "experts" else base
+    adapter = write_adapter(tmp_path / "adapter", base, config=LoraConfig(r=4, **SMALL[case]))
+    weights, plain = load_file(adapter / "adapter_model.safetensors"), AutoModelForCausalLM.from_pretrained(base)
+    for name, weight in weights.items():
+        if "lora_B" in name or "embedding_B" in name:
+            weight.mul_(1e-4)
+    state = plain.state_dict()
+    whole = {name: each for name, each in weights.items() if "lora" not in name}
+    for name, weight in whole.items():  # rows and copies: near those of the base
+        start = state.get(name.removeprefix("base_model.model."), state["model.embed_tokens.weight"][[5, 77]])
+        weight.copy_(start + 1e-4 * (weight - start)) if weight.shape == start.shape else None
+    save_file(weights, adapter / "adapter_model.safetensors")
+    source = fetch_model(checkpoint(adapter), tmp_path / "cache")
+    loaded(source)  # a right merge passes
+    if fault is lost or case not in ("rows", "norm", "dora"):
+        monkeypatch.setattr(PeftModel, "merge_and_unload", fault, raising=False)
+        with pytest.raises(PipelineError, match="layers lack its change or have another"):
+            loaded(source)
 
 
 def test_an_adapter_that_peft_does_not_merge_is_refused_by_name(base: Path, tmp_path: Path) -> None:
