@@ -290,8 +290,7 @@ def finish_adapter(model: torch.nn.Module, adapter: Adapter, seed: int) -> None:
         torch.manual_seed(seed)
         for layer in layers if adapter.init in XAVIER else ():
             weight = torch.empty(layer.lora_A[DEFAULT].weight.shape)  # on the CPU, so that devices draw the same
-            drawn = XAVIER_DRAWS[adapter.init](weight)
-            layer.lora_A[DEFAULT].weight.data.copy_(drawn)
+            layer.lora_A[DEFAULT].weight.data.copy_(XAVIER_DRAWS[str(adapter.init)](weight))
     for layer in layers if adapter.dropout_position == "post" else ():
         moved = _OnOutput(layer.lora_dropout[DEFAULT].p)
         layer.lora_dropout[DEFAULT] = moved
