@@ -5,7 +5,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -64,6 +64,7 @@ class Done:
     torch_seed: int  # the last one set, or restored
     num_gradients: int = 0  # that the optimizer read in the last step
     num_gradient_storages: int = 0  # views of one bucket share its storage
+    held: dict[str, int] = field(default_factory=dict)  # bytes of tensors of a divided model, at their peak
 
     def metric(self, name: str) -> list[float]:
         return [metrics[name] for _, metrics in self.reports]
@@ -76,7 +77,8 @@ def train(asked: Asked, rank: int = 0) -> Done:
     reports: list[tuple[int, Metrics]] = []
     batches: list[list[str]] = []
     storages: list[int] = []
-    with _noted(batches, storages), training.one_thread():
+    held: dict[str, int] = {}
+    with _noted(batches, storages), _counted(held), training.one_thread():
         context = asked.context(reports, rank)
         try:
             asked.stage.run(training.inputs(asked.root, asked.stage), context)
@@ -87,7 +89,7 @@ def train(asked: Asked, rank: int = 0) -> Done:
     rows = [list(chain(*batches[step * size : (step + 1) * size])) for step in range(len(reports))]
     return Done(
         reports=reports, rows=rows, torch_seed=torch.initial_seed(),
-        num_gradients=len(storages), num_gradient_storages=len(set(storages)),
+        num_gradients=len(storages), num_gradient_storages=len(set(storages)), held=held,
     )  # fmt: skip
 
 
@@ -175,6 +177,75 @@ def _noted(batches: list[list[str]], storages: list[int]) -> Iterator[None]:
         return fit(*given)
 
     with mock.patch("tasks.train.run.fit", watched):
+        yield
+
+
+@contextmanager
+def _counted(held: dict[str, int]) -> Iterator[None]:
+    """Counts bytes under FSDP2: of weights and gradients whenever a layer is gathered or its gradients are exchanged,
+    of the optimizer's state after each step, of what is sent, and of weights while the model is read."""
+    import torch
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from transformers import Trainer
+
+    from tasks.train.sharding import Shards, local
+
+    groups: dict[int, Any] = {}
+    unshard, reduce, divide, prepare = (
+        FSDPParamGroup.unshard, FSDPParamGroup.post_backward, Shards.divide, Trainer._prepare_for_training,
+    )  # fmt: skip
+
+    def peak(name: str, count: int) -> None:
+        held[name] = max(held.get(name, 0), count)
+
+    def size(group: Any) -> int:
+        return sum(each.sharded_param.numel() * each.sharded_param.element_size() for each in group.fsdp_params)
+
+    def gathers(group: Any, async_op: bool = False) -> None:
+        if not group.is_unsharded and group._all_gather_result is None:
+            held["gathered_in_all"] = held.get("gathered_in_all", 0) + size(group)
+        unshard(group, async_op)
+        groups[id(group)] = group
+        there = [each for each in groups.values() if each.is_unsharded or each._all_gather_result is not None]
+        peak("gathered", sum(map(size, there)))
+
+    def reduces(group: Any, *args: Any) -> None:
+        # The gradient of a head that is the embedding waits in autograd until the embedding's joins it.
+        roots = [each for each in groups.values() if not each._module_fqn]
+        waiting = sum(map(size, roots)) if group not in roots else 0
+        whole = [
+            each._unsharded_param.grad for found in groups.values() for each in found.fsdp_params
+            if hasattr(each, "_unsharded_param") and not (waiting and found in roots)
+        ]  # fmt: skip
+        own = [each.sharded_param.grad for found in groups.values() for each in found.fsdp_params]
+        peak("gradients", waiting + sum(local(each).nbytes for each in (*whole, *own) if each is not None))
+        reduce(group, *args)
+
+    def divides(shards: Any, model: Any) -> Any:
+        if all(each.is_meta for each in model.parameters()):
+            held["divided_before_read"] = held.get("divided_before_read", 0) + 1
+        return divide(shards, model)
+
+    def prepared(trainer: Any, *args: Any) -> Any:
+        found = prepare(trainer, *args)
+        step = trainer.optimizer.step
+
+        def stepped(*given: Any, **more: Any) -> Any:
+            done = step(*given, **more)
+            states = [value for each in trainer.optimizer.state.values() for value in each.values()]
+            peak("optimizer", sum(local(each).nbytes for each in states if isinstance(each, torch.Tensor)))
+            peak("weights", sum(local(each).nbytes for each in trainer.model.parameters()))
+            return done
+
+        trainer.optimizer.step = stepped
+        return found
+
+    with (
+        mock.patch.object(FSDPParamGroup, "unshard", gathers),
+        mock.patch.object(FSDPParamGroup, "post_backward", reduces),
+        mock.patch.object(Shards, "divide", divides),
+        mock.patch.object(Trainer, "_prepare_for_training", prepared),
+    ):
         yield
 
 

@@ -23,7 +23,7 @@ from tasks.base_model import BaseModel
 from tasks.context import Resources
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.judgement.disk_need import Shapes, model_shapes, percent_trained, require_disk
-from tasks.judgement.estimate import Architecture, Memory, Work, frozen_slots, memory, num_weights, work
+from tasks.judgement.estimate import Architecture, Memory, Work, frozen_slots, memory, num_weights, traffic, work
 from tasks.method import Training
 from tasks.train.loop.speed import known_peak, peak_key
 
@@ -102,6 +102,7 @@ class Estimate:
         error: median relative error of memory and time of the predictions of these runs; None: no predictions.
         price: of its GPUs; None: no price is set. kwh: None: no power is set.
         at_most: the length of rows is unknown, so all rows are assumed to have ``max_length``.
+        traffic: bytes that a worker sends to others in a step.
     """
 
     memory: int
@@ -116,6 +117,7 @@ class Estimate:
     kwh: float | None = None
     error: tuple[float, float] | None = None
     at_most: bool = False
+    traffic: int = 0
 
     @property
     def basis(self) -> str:
@@ -132,7 +134,7 @@ class Estimate:
         error = {"memory": self.error[0], "seconds": self.error[1]} if self.error else None
         return {
             **in_all([self]), "terms_gib": self.terms.to_dict(), "basis": "measured" if self.runs else "formula",
-            "runs": self.runs, "error": error, "at_most": self.at_most,
+            "runs": self.runs, "error": error, "at_most": self.at_most, "traffic_gib": self.traffic / 2**30,
         }  # fmt: skip
 
 
@@ -328,6 +330,7 @@ class Estimator:
         return Estimate(
             memory=most, least=most if is_known else _process(features) + terms.model, terms=terms, seconds=whole,
             runs=len(near), features=features, at_most=not is_known, error=_error(near), gpu_hours=gpu_hours,
+            traffic=traffic(method, resources, shapes, total.passes // num_steps),
             price=None if price is None or gpu_hours is None else price * gpu_hours, currency=resources.currency,
             kwh=None if watts is None or whole is None else watts * resources.num_workers * whole / 3.6e6,
         )  # fmt: skip

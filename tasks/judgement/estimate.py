@@ -1,6 +1,7 @@
 """Estimates a training: a worker's peak memory, term by term, and its arithmetic. Imports no torch."""
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
@@ -9,6 +10,7 @@ from importlib.util import find_spec
 from tasks.context import Resources
 from tasks.judgement.disk_need import NOT_LINEAR, Shapes, adapter_weights
 from tasks.recipe import FROZEN_POLICY, REWARD_HEAD, REWARD_MODEL, TEACHER, VALUE_MODEL, TrainingRecipe
+from tasks.train.sharding import STRATEGIES, Part, divided_over
 
 _FLOAT = 4
 _BITS = {"nf4": 4, "fp4": 4, "quanto_int4": 4, "hqq": 4, "gptq": 4, "awq": 4, "aqlm": 2, "mxfp4": 4}  # others: 8
@@ -214,7 +216,7 @@ def memory(
     """
     weights, precision = trained_weights(method, shapes), method.precision
     dtype = 2 if resources.frozen_dtype(precision) == "bf16" else _FLOAT
-    divided = resources.num_workers if resources.sharding != "none" else 1
+    whole = _whole(resources, shapes)
     copies = 2 if VALUE_MODEL in method.models.values() else 1  # policy and value model are trained
     linear = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name)
     rest = weights.base - linear
@@ -238,7 +240,19 @@ def memory(
     is_head = method.models["policy"] == REWARD_HEAD
     generated = -(-method.global_batch_size // resources.num_workers) if _completions(method) else 0
     gradients = weights.trained * _FLOAT - trained_split * (_FLOAT - 2)
-    gradients = _gradient_copies(method, resources) * copies * gradients // divided
+    gradients = _gradient_copies(method, resources) * copies * gradients
+    gradients = whole.part("gradients", gradients, method)
+    if whole.passing and not method.adapter:
+        is_auto = resources.micro_batch_size == "auto"
+        is_one = passes == 1 if is_auto else resources.accumulation_steps(method.global_batch_size) == 1
+        # In the first pass, no worker has its part yet of what it passes on.
+        gradients += copies * _FLOAT * (whole.passing - is_one * whole.passing // whole.over)
+    base -= split * (_FLOAT - 2)
+    held = copies * base // whole.over if whole.is_fsdp else copies * base
+    if "weights" in whole.offloaded:
+        held = 0
+    optimizer = weights.trained * (method.optimizer.state_bytes + whole.copied) + trained_split * 2
+    beside = _frozen_weights(method, resources, weights.base, frozen) * dtype
     if resources.gpus_per_worker:
         activations = _activations_of_gpu(method, resources, found, at_once, width)
         if not method.adapter and not resources.checkpointed_layers and width < _FLOAT and not split:
@@ -248,15 +262,95 @@ def memory(
         activations = _activations(found, at_once, width, resources.checkpointed_layers)
         logits = rows * _FLOAT if is_head else at_once * found.vocabulary * _LOGIT_COPIES * _FLOAT
     return Memory(
-        weights=copies * (base - split * (_FLOAT - 2) + weights.beside * _FLOAT),
+        weights=held + copies * (whole.gathered * base // weights.base + weights.beside * _FLOAT),
         gradients=gradients,
-        optimizer=copies * (weights.trained * method.optimizer.state_bytes + trained_split * 2) // divided,
+        optimizer=whole.part("optimizer", copies * optimizer, method),
         activations=activations,
         logits=logits,
         shared=min(gradients, activations + logits) if passes == 1 else 0,
-        frozen=_frozen_weights(method, resources, weights.base, frozen) * dtype,
+        frozen=beside // whole.over + beside * whole.ends // weights.base if whole.is_fsdp else beside,
         cache=2 * found.layers * found.kv_heads * found.head * tokens * generated * width,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Whole:
+    """What of a divided training is whole on a worker, in numbers of weights.
+
+    Args:
+        over: workers that divide.
+        ends: gathered from the start of a forward pass to the end of its backward pass: the head, the last norm, and an
+            embedding that is the head.
+        gathered: the most at once: the ends, a layer, and the next one, which is gathered ahead.
+        passing: whose whole gradients wait for their exchange.
+        copied: bytes of a trained weight that the optimizer steps a copy of.
+        offloaded: what is in the CPU's memory.
+    """
+
+    is_fsdp: bool
+    over: int
+    ends: int
+    gathered: int
+    passing: int
+    copied: int
+    divides: tuple[Part, ...]
+    offloaded: tuple[Part, ...]
+
+    def part(self, name: Part, count: int, method: TrainingRecipe) -> int:
+        """A worker's bytes; under FSDP2 an adapter is whole on every worker."""
+        if name in self.offloaded:
+            return 0
+        is_whole = name not in self.divides or (self.is_fsdp and method.adapter is not None)
+        return count if is_whole else count // self.over
+
+
+def _whole(resources: Resources, shapes: Shapes) -> _Whole:
+    strategy, over = STRATEGIES[resources.sharding], divided_over(resources)
+    layers: dict[str, int] = {}
+    for name, shape in shapes.items():
+        if found := re.search(r"\.(\d+)\.", name):
+            layers[found[1]] = layers.get(found[1], 0) + math.prod(shape)
+    layer, base = max(layers.values(), default=0), num_weights(shapes)
+    embedding = max((math.prod(shape) for name, shape in shapes.items() if "embed" in name or "wte" in name), default=0)
+    is_tied = not any(name.endswith(("lm_head.weight", "embed_out.weight")) for name in shapes)
+    ends = base - sum(layers.values()) - (0 if is_tied else embedding)
+    layer = resources.wrap if isinstance(resources.wrap, int) else layer
+    at_once = ends + (2 + resources.prefetch) * layer
+    is_fsdp = strategy.engine == "fsdp"
+    offloaded = (*strategy.divides, "weights") if resources.offload else strategy.offloads
+    return _Whole(
+        is_fsdp=is_fsdp, over=over, ends=ends, divides=strategy.divides, copied=_FLOAT if strategy.zero_stage else 0,
+        gathered=0 if not is_fsdp else base if resources.sharding == "fsdp_grad" else min(base, at_once),
+        passing=min(base, ends + layer) if is_fsdp else 0,
+        offloaded=tuple(offloaded) if resources.gpus_per_worker else (),
+    )  # fmt: skip
+
+
+def traffic(method: TrainingRecipe, resources: Resources, shapes: Shapes, passes: int) -> int:
+    """Bytes that a worker sends in a step, in rings: Rajbhandari et al. 2020, arXiv:1910.02054, section 7.
+
+    Args:
+        passes: forward and backward passes of a worker in a step.
+    """
+    workers, over = resources.num_workers, divided_over(resources)
+    weights, strategy = trained_weights(method, shapes), STRATEGIES[resources.sharding]
+    reduced = weights.trained * (2 if resources.reduce_dtype == "bf16" else _FLOAT)
+    ring = (workers - 1) / workers
+    if strategy.engine is None or (strategy.engine == "fsdp" and method.adapter):  # an adapter's, once in a step
+        exchanged = 2 * ring * reduced
+    elif strategy.engine == "deepspeed":
+        exchanged = ring * (reduced + weights.trained * _FLOAT)
+    else:
+        exchanged = passes * (
+            (over - 1) / over * reduced + 2 * (workers // over - 1) / (workers // over) * reduced / over
+        )
+    if strategy.engine != "fsdp":
+        return round(exchanged)
+    dtype = 2 if resources.frozen_dtype(method.precision) == "bf16" and method.adapter else _FLOAT
+    ends = _whole(resources, shapes).ends
+    times = 1 if resources.sharding == "fsdp_grad" else 2
+    gathered = (ends + times * (weights.base - ends)) * dtype
+    return round(exchanged + passes * (over - 1) / over * gathered)
 
 
 def _matrices(shapes: Shapes) -> int:

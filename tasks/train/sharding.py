@@ -183,6 +183,7 @@ class Shards:
             return config, self.device, SimpleNamespace(get_mesh=lambda _names: self.mesh)
 
         def divided(model: "PreTrainedModel", *_: object) -> "PreTrainedModel":
+            model.tie_weights()  # else a head that is the embedding would be gathered twice
             return self.divide(model)
 
         with (

@@ -1,22 +1,26 @@
 """FSDP2 on gloo workers: the trajectory of one process, whole files, and a resume with any number of workers."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
 from tasks.context import Resources, Sharding
+from tasks.judgement.estimate import architecture, memory, traffic
 from tasks.method import Adapter
 from tasks.reward_functions import RewardFunction
 from tasks.train.best import Best
+from tasks.train.sharding import divided_over
 from tests import training
 from tests.training import METHODS, same, trajectory, weights
-from tests.worker_group import Asked, WorkerGroup, rows_of_steps, train
+from tests.worker_group import Asked, Done, WorkerGroup, rows_of_steps, train
 
 PLAIN = Resources(micro_batch_size=2, cpus_per_worker=1, save_minutes=None)
 LORA = Adapter(rank=4, alpha=8)
@@ -61,6 +65,52 @@ def test_two_steps_of_two_workers_are_those_of_one(
     written = require_same_trajectory(asked, two_workers, divided(2))
     config = AutoConfig.from_pretrained(written.folder / "output")
     assert not hasattr(config, "distributed_config")
+
+
+def require_predicted(asked: Asked, found: Done) -> None:
+    """The plan's estimate is within a tenth of the counted bytes, and what was gathered is its traffic."""
+    policy = load_file(asked.root / "policy" / "model.safetensors")
+    shapes = {name: tuple(each.shape) for name, each in policy.items()}
+    config = architecture(json.loads((asked.root / "policy" / "config.json").read_text()))
+    assert config
+    expected = memory(asked.stage, asked.resources, config, shapes, asked.stage.max_length)
+    held = found.held
+    assert expected.weights == pytest.approx(held["weights"] + held["gathered"], rel=0.1)
+    assert expected.optimizer == pytest.approx(held["optimizer"], rel=0.1)
+    if asked.stage.adapter is None:
+        assert expected.gradients == pytest.approx(held["gradients"], rel=0.1)
+        over = divided_over(asked.resources)
+        passes = asked.resources.accumulation_steps(asked.stage.global_batch_size)
+        reduced = traffic(asked.stage, replace(asked.resources, reduce_dtype="fp32"), shapes, passes)
+        gathered = held["gathered_in_all"] / asked.stage.num_steps * (over - 1) / over
+        weights = sum(each.numel() for each in policy.values())
+        exchanged = passes * 4 * weights * (over - 1) / over
+        if asked.resources.sharding == "fsdp_hybrid":
+            exchanged += passes * 4 * weights / over
+        assert reduced == pytest.approx(gathered + exchanged, rel=0.1)
+
+
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+def test_a_worker_holds_what_the_plan_predicts_and_reads_its_rows_alone(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, adapter
+) -> None:
+    stage = training.method("sft", num_steps=2, adapter=adapter)
+    asked = Asked(stage=stage, root=root, folder=tmp_path, resources=divided(2))
+    found = two_workers.train(asked)[0]
+    assert found.held["divided_before_read"] == 1
+    require_predicted(asked, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["fsdp", "fsdp_grad", "fsdp_hybrid"])
+@pytest.mark.parametrize(("name", "adapter"), [("sft", None), ("sft", LORA), ("cpt", None)])
+def test_four_workers_hold_what_the_plan_predicts(
+    root: Path, tmp_path: Path, four_workers: WorkerGroup, sharding, name, adapter
+) -> None:
+    stage = training.method(name, num_steps=2, adapter=adapter)
+    resources = divided(4, sharding, num_nodes=2 if sharding == "fsdp_hybrid" else 1)
+    asked = Asked(stage=stage, root=root, folder=tmp_path, resources=resources)
+    require_predicted(asked, four_workers.train(asked)[0])
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_a_checkpoint_in_parts_is_not_gone_on_with_by_others(
     stage = training.method("sft", num_steps=4)
     asked = Asked(stage=stage, root=root, folder=tmp_path, resources=ZERO)
     zero_workers.train(replace(asked, stop_after=2))
-    with pytest.raises(ConfigError, match="written with num_workers=2 and zero_stage=2, and num_workers=2 with zero_s"):
+    with pytest.raises(ConfigError, match="written with num_workers=2 and sharding=zero2, and num_workers=2 with shar"):
         two_workers.train(replace(asked, resources=PLAIN, resume_step=2))
 
 
@@ -159,7 +159,7 @@ def test_the_command_stops_refuses_other_workers_and_goes_on_to_the_same_bits(tm
     refused = command("plan", "resources.cpus_per_worker=1")
     assert refused.returncode == 2
     assert "stages.sft.resources: its checkpoint of step" in refused.stderr
-    assert "set num_workers=2 and zero_stage=2, or start again with restart=[sft]" in refused.stderr
+    assert "set num_workers=2 and sharding=zero2, or start again with restart=[sft]" in refused.stderr
     assert command.states("restart=[sft]")["sft"] == "run"
     assert command.states(*saving)["sft"] == "resume"
 

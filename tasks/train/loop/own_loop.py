@@ -97,7 +97,9 @@ class Optimization:
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         optimizer = self._trainer.optimizer
-        optimizer.load_state_dict(optimizer_in_parts(state["optimizer"], optimizer))
+        optimizer.load_state_dict(
+            optimizer_in_parts(cast("dict[str, dict[int, dict[str, torch.Tensor]]]", state["optimizer"]), optimizer)
+        )
         self._trainer.lr_scheduler.load_state_dict(state["schedule"])
 
 

@@ -11,7 +11,16 @@ from tasks.distill import Distillation
 from tasks.dpo import DPO
 from tasks.grpo import GRPO
 from tasks.judgement import estimate
-from tasks.judgement.estimate import Architecture, architecture, flops_per_token, memory, trained_weights, work
+from tasks.judgement.estimate import (
+    Architecture,
+    architecture,
+    flops_per_token,
+    memory,
+    num_weights,
+    traffic,
+    trained_weights,
+    work,
+)
 from tasks.method import Adapter, Optimizer, Quantization
 from tasks.ppo import PPO
 from tasks.reward_functions import RewardFunction
@@ -115,7 +124,8 @@ def test_what_is_trained_has_gradients_and_moments(config, weights):
     assert plain.optimizer == 0
     shared = replace(CPU, zero_stage=2, num_workers=4)
     divided = memory(SFT(**STAGE), shared, of(config), of(config).shapes(), 64)
-    assert (divided.weights, divided.gradients, divided.optimizer) == (4 * weights, weights, 2 * weights)
+    # ZeRO steps a copy of its part of the weights.
+    assert (divided.weights, divided.gradients, divided.optimizer) == (4 * weights, weights, 3 * weights)
 
 
 def test_workers_hold_the_gradients_of_accumulated_micro_batches_beside_the_buckets():
@@ -266,3 +276,43 @@ def test_the_weights_of_the_files_count_and_not_names_of_the_llama_family() -> N
     assert trained_weights(adapted, shapes).trained == 2 * (8 + 24)
     with pytest.raises(ConfigError, match="no linear layer c_attn"):
         trained_weights(adapted, of(GPT2).shapes())  # the names of the Llama family
+
+
+@pytest.mark.parametrize(
+    ("sharding", "weights", "gradients", "optimizer"),
+    [
+        ("zero1", 4, 4, 12 / 4),
+        ("zero2", 4, 4 / 4, 12 / 4),
+        ("zero2_offload", 4, 4 / 4, 12 / 4),  # on a CPU there is one memory
+        ("fsdp", 4 / 4, 4 / 4, 8 / 4),
+        ("fsdp_grad", 4 / 4 + 4, 4 / 4, 8 / 4),
+        ("fsdp_hybrid", 4 / 2, 4 / 2, 8 / 2),
+    ],
+)
+def test_workers_hold_a_part_of_what_the_sharding_divides(sharding, weights, gradients, optimizer):
+    """Of many layers: what is whole for a moment is a small share."""
+    llama = of({**LLAMA, "num_hidden_layers": 1000, "vocab_size": 100})
+    base = trained_weights(SFT(**STAGE), llama.shapes()).base
+    resources = replace(CPU, num_workers=4, num_nodes=2 if sharding == "fsdp_hybrid" else 1, micro_batch_size=1)
+    found = memory(SFT(**STAGE), resources.sharded(sharding), llama, llama.shapes(), 64)
+    assert found.weights / base == pytest.approx(weights, rel=0.02)
+    assert found.gradients / base == pytest.approx(gradients, rel=0.02)
+    assert found.optimizer / base == pytest.approx(optimizer, rel=0.02)
+
+
+def test_what_a_worker_sends_in_a_step():
+    llama, sft, mib = of(LLAMA), SFT(**STAGE), 2**20
+    weights = num_weights(llama.shapes())
+    ends = 49152 * 576 + 576
+    four = replace(CPU, num_workers=4, micro_batch_size=1)
+
+    def sent(sharding: str, **fields: object) -> float:
+        return traffic(sft, replace(four.sharded(sharding), **fields), llama.shapes(), 2) / mib
+
+    assert sent("none") == sent("zero1") == sent("zero2") == pytest.approx(0.75 * 8 * weights / mib)
+    assert sent("fsdp") == pytest.approx(2 * 0.75 * 4 * (2 * (weights - ends) + ends + weights) / mib)
+    assert sent("fsdp_grad") == pytest.approx(2 * 0.75 * 8 * weights / mib)
+    hybrid = 2 * (0.5 * 4 * (2 * (weights - ends) + ends + weights) + 2 * 0.5 * 2 * weights)
+    assert sent("fsdp_hybrid", num_nodes=2) == pytest.approx(hybrid / mib)
+    assert sent("fsdp") - sent("fsdp", reduce_dtype="bf16") == pytest.approx(2 * 0.75 * 2 * weights / mib)
+    assert traffic(sft, CPU, llama.shapes(), 2) == 0
