@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lineage.checkpoints import Checkpoints
@@ -22,7 +23,7 @@ from tasks.method import Adapter, Training
 from tasks.train.best import KeepBest
 from tasks.train.loop import saved_state
 from tasks.train.losses.dpo_losses import ReferenceSync
-from tests import training
+from tests import tiny_models, training
 from tests.training import same, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,6 +71,15 @@ def timeless(reports: list[tuple[int, Metrics]]) -> list[tuple[int, dict[str, fl
 def test_stopped_and_resumed_is_unbroken_to_the_bit(root: Path, tmp_path: Path, name: str, adapter) -> None:
     stage = training.method(name, num_steps=6, adapter=adapter, lr_schedule="cosine")
     stop_and_go_on(stage, root, tmp_path)
+
+
+def test_so_it_is_with_a_mixture_whose_files_name_each_expert_and_whose_model_has_them_in_one(
+    root: Path, tmp_path: Path
+) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", "qwen3_moe")
+    stop_and_go_on(training.method("sft", num_steps=6), root, tmp_path, policy=policy)
+    saved = load_file(tmp_path / "broken" / "checkpoints" / "step-3" / "model.safetensors")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in saved
 
 
 NF4 = replace(LORA, quantization="nf4")
