@@ -99,15 +99,26 @@ def test_what_is_certified_is_told_of_the_models_of_that_recipe(toy: Command) ->
 
 
 @pytest.mark.slow
-def test_a_real_fine_tuning_survives_a_kill_to_the_bit_and_other_workers_within_the_tolerance(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "num_workers"),
+    [
+        (("adapter=lora",), [1, 2]),
+        (("resources.num_workers=2", "resources.sharding=fsdp", "resources.micro_batch_size=2"), [2, 1]),
+        (("resources.num_workers=4", "resources.sharding=fsdp", "resources.micro_batch_size=1"), [4, 2]),
+    ],
+    ids=["lora", "divided to whole", "divided by four to two"],
+)
+def test_a_real_fine_tuning_survives_a_kill_to_the_bit_and_other_workers_within_the_tolerance(
+    tmp_path: Path, more: tuple[str, ...], num_workers: list[int]
+) -> None:
     own = [word for word in write_own_rows(tmp_path) if "preferences" not in word]
     leave = [f"~stages.{name}" for name in ("preferences", "cpt", "reward", "dpo", "evaluate")]
-    words = ("stages.sft.inputs.policy=base", "adapter=lora", "resources.cpus_per_worker=1")
+    words = ("stages.sft.inputs.policy=base", *more, "resources.cpus_per_worker=1")
     result = Command(tmp_path, *MODEL, *own, *leave, *words)("certify", "--json")
     assert result.returncode == 0, result.stderr
     killed, resharded = comparisons(result.stdout)["sft"].values()
     assert killed["verdict"] == "bit-identical", killed["detail"]
     assert resharded["verdict"] in ("bit-identical", "within tolerance"), resharded["detail"]
-    assert (killed["num_workers"], resharded["num_workers"]) == ([1, 1], [1, 2])
+    assert (killed["num_workers"], resharded["num_workers"]) == ([num_workers[0]] * 2, num_workers)
     for each in (killed, resharded):
         assert each["resumed_at"][0] in (2, 4)

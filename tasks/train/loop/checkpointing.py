@@ -270,7 +270,7 @@ class Saver:
         if self._writer:
             self._writer.join()
         if self._uploads:
-            self._uploads.wait()
+            self._uploads.wait(cancel=True)
 
     def last_good(self) -> str:
         """The checkpoint that a diverged training would resume from, for messages."""

@@ -8,6 +8,7 @@ tensor, and what differs between workers in ``rank-R.pt``.
 import io
 import json
 import random
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 STATE, OWN = "state.pt", "rank-{rank}.pt"
 _LARGE_BYTES = 2**26  # of a tensor that several threads copy
-_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")  # of a container
+_CONTAINER = Path("/sys/fs/cgroup")
 
 
 # --- the state of a training, divided into tensors and the rest
@@ -384,7 +385,11 @@ class Staging:
 def _free_memory() -> int:
     free = int(psutil.virtual_memory().available)
     with suppress(OSError, ValueError):  # no container, or one without a limit
-        free = min(free, int(_LIMIT.read_text()) - int(_USED.read_text()))
+        kept = re.search(r"^inactive_file (\d+)", (_CONTAINER / "memory.stat").read_text(), re.MULTILINE)
+        used = int((_CONTAINER / "memory.current").read_text()) - (
+            int(kept[1]) if kept else 0
+        )  # files are dropped first
+        free = min(free, int((_CONTAINER / "memory.max").read_text()) - used)
     return free
 
 

@@ -21,6 +21,7 @@ from lineage.filesystem.digest import digest_files
 from lineage.filesystem.disk import explain_full_disk
 from tasks.context import Resources, TrainContext
 from tasks.sft import SFT
+from tasks.train.loop import saved_state
 from tasks.train.loop.checkpointing import Saver
 from tasks.train.loop.saved_state import (
     Draft,
@@ -110,6 +111,18 @@ def test_without_memory_for_a_copy_the_training_waits(
     assert "save_async=auto: no memory for a copy of 256 bytes" in caplog.text
     saver(tmp_path, save_async=False).save(3, state(3.0), {})
     assert saved(tmp_path).steps() == [2, 3]
+
+
+def test_a_container_has_the_memory_of_its_limit_without_what_files_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saved_state, "_CONTAINER", tmp_path)
+    assert saved_state._free_memory() > 700
+    for name, text in {"max": "1000", "current": "900", "stat": "anon 300\ninactive_file 600\n"}.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert saved_state._free_memory() == 700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert saved_state._free_memory() > 700
 
 
 @pytest.mark.parametrize(
