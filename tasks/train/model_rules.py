@@ -203,7 +203,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     Rule(
         id="quantized-model-gpu",
         when={"config.quantization_config.quant_method": _in_bits_for_gpus, "resources.gpus_per_worker": 0},
-        reason="the model is in a format that is computed by kernels for GPUs alone",
+        reason="the model is in a format whose packages are made for GPUs; their kernels for CPUs were never run here",
         nearest=GPU, also={"method.save": "adapter", **_IN_GPTQ},
     ),
     Rule(

@@ -239,7 +239,7 @@ NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_typ
         (NF4, "full", r"stages\.cpt: config\..*quant_method=bitsandbytes, .* set stages.cpt.method.adapter.type=lora"),
         (NF4, "lora", None),
         (NF4, "qlora", "would be rounded again; set stages.cpt.method.quantization=null"),
-        ({"quant_method": "gptq", "bits": 4}, "lora", "for GPUs alone; set stages.cpt.resources.gpus_per_worker=1"),
+        ({"quant_method": "gptq", "bits": 4}, "lora", "never run here; set stages.cpt.resources.gpus_per_worker=1"),
         ({"quant_method": "spqr"}, "lora", "stages.cpt: its model is quantized .spqr.: no adapter was trained on"),
     ],
     ids=["full", "lora", "qlora", "gptq", "unknown"],
