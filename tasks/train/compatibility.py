@@ -146,6 +146,15 @@ def _divides_unevenly(case: Case) -> bool:
     return (rows // num_minibatches) % case.resources.num_workers > 0
 
 
+def _with_whole_weights(case: Case) -> Fields:
+    """DeepSpeed's ZeRO-2, which leaves weights whole; without few bits where it has no engine."""
+    if case.method.has_own_loop:
+        return {"method.quantization": None}
+    of_fsdp = {"offload": False, "wrap": None, "prefetch": 0}
+    unset = {f"resources.{name}": off for name, off in of_fsdp.items() if getattr(case.resources, name) != off}
+    return {"resources.sharding": "zero2", **unset}
+
+
 def _offloaded(case: Case) -> Fields:
     """DeepSpeed's own name of it; none where no worker divides anything."""
     found = case.resources.sharding
@@ -562,13 +571,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         id="sharding-quantization", when={"method.quantization.format": SET, "resources.sharding": divides_weights},
-        reason="a base in few bits has blocks and scales that FSDP2 and ZeRO-3 would cut apart",
-        nearest={"method.quantization": None},
+        reason="PEFT and bitsandbytes read scales from a weight in few bits, and a part of it as a DTensor has none",
+        nearest=_with_whole_weights,
         also={"method.adapter.type": "lora", "method.quantization.format": "nf4", **FSDP},
     ),
     Rule(
         id="sharding-quantized-model", when={"config.quantization_config": SET, "resources.sharding": divides_weights},
-        reason="a base in few bits has blocks and scales that FSDP2 and ZeRO-3 would cut apart",
+        reason="PEFT and bitsandbytes read scales from a weight in few bits, and a part of it as a DTensor has none",
         nearest=unsharded,
         also={
             "method.adapter.type": "lora", **FSDP,

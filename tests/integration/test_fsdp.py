@@ -19,6 +19,8 @@ from tasks.reward_functions import RewardFunction
 from tasks.train.best import Best
 from tasks.train.sharding import divided_over
 from tests import training
+from tests.command import Command
+from tests.miniature import MODEL, write_own_rows
 from tests.training import METHODS, same, trajectory, weights
 from tests.worker_group import Asked, Done, WorkerGroup, rows_of_steps, train
 
@@ -227,3 +229,18 @@ def test_the_output_loads_as_any_model(root: Path, tmp_path: Path, two_workers: 
     two_workers.train(Asked(stage=stage, root=root, folder=tmp_path, resources=divided(2)))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "output").dtype == torch.float32
     assert (tmp_path / "output" / "adapter" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_command_divides_over_ray_workers_and_the_output_is_that_of_one(tmp_path: Path) -> None:
+    graph = ("~stages.preferences", "~stages.reward", "~stages.dpo", "~stages.evaluate", "~stages.cpt")
+    command = Command(
+        tmp_path, *MODEL, *graph, "stages.sft.inputs.policy=base", "stages.sft.method.num_steps=4",
+        "stages.sft.method.max_length=64", *write_own_rows(tmp_path)[:2],
+    )  # fmt: skip
+    sft = command.run("resources=fsdp", "resources.cpus_per_worker=1", "resources.timeout_minutes=5")["sft"]
+    assert command.states()["sft"] == "reuse"  # sharding is no identity
+    one = command.run(f"store={tmp_path}/one")["sft"]
+    found, expected = (weights(Path(each["output"])) for each in (sft, one))
+    assert all(torch.allclose(each, expected[name], atol=TOLERANCE) for name, each in found.items())
+    assert sft["fingerprint"] == one["fingerprint"]

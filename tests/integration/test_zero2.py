@@ -1,4 +1,4 @@
-"""ZeRO-2 on two workers: the same model as plain data parallelism, saved and gone on with in parts."""
+"""ZeRO-1 and ZeRO-2 on two workers: the model of plain data parallelism, saved and gone on with in parts."""
 
 import json
 import signal
@@ -43,24 +43,28 @@ def zero_workers() -> Iterator[WorkerGroup]:
 
 
 @pytest.mark.parametrize(
-    ("name", "fields", "tolerance"),
+    ("name", "fields", "tolerance", "sharding"),
     [
-        ("cpt", {}, 1e-5),
-        ("sft", {}, 1e-5),
-        ("reward", {}, 1e-5),
-        ("dpo", {}, 1e-5),
-        ("distill", {}, 1e-5),
-        ("sft", {"precision": "bf16"}, 1e-3),
-        ("dpo", {"precision": "bf16", "adapter": LORA}, 1e-3),
-        ("dpo", {"adapter": LORA, "quantization": Quantization(format="nf4")}, 1e-5),
+        ("sft", {}, 1e-5, "zero1"),
+        ("dpo", {"adapter": LORA}, 1e-5, "zero1"),
+        ("sft", {}, 1e-5, "zero2_offload"),
+        ("cpt", {}, 1e-5, "zero2"),
+        ("sft", {}, 1e-5, "zero2"),
+        ("reward", {}, 1e-5, "zero2"),
+        ("dpo", {}, 1e-5, "zero2"),
+        ("distill", {}, 1e-5, "zero2"),
+        ("sft", {"precision": "bf16"}, 1e-3, "zero2"),
+        ("dpo", {"precision": "bf16", "adapter": LORA}, 1e-3, "zero2"),
+        ("dpo", {"adapter": LORA, "quantization": Quantization(format="nf4")}, 1e-5, "zero2"),
     ],
 )
 def test_losses_are_those_of_plain_data_parallelism(
-    root: Path, tmp_path: Path, two_workers: WorkerGroup, zero_workers: WorkerGroup, name, fields, tolerance
-) -> None:
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, zero_workers: WorkerGroup, name, fields, tolerance,
+    sharding,
+) -> None:  # fmt: skip
     stage = training.method(name, num_steps=4, max_grad_norm=0.1, **fields)  # clips at every step
     plain = Asked(stage=stage, root=root, folder=tmp_path / "plain", resources=PLAIN)
-    zero = replace(plain, folder=tmp_path / "zero", resources=ZERO)
+    zero = replace(plain, folder=tmp_path / "zero", resources=ZERO.sharded(sharding))
     expected, found = two_workers.train(plain), zero_workers.train(zero)
     for metric in ("loss", "grad_norm", "learning_rate", "num_tokens"):
         assert found[0].metric(metric) == pytest.approx(expected[0].metric(metric), rel=tolerance)

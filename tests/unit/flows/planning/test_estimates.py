@@ -272,6 +272,23 @@ def test_rows_of_unknown_length_are_warned_of_and_a_model_that_is_too_large_is_r
         require_fits(plan, found, estimator)
 
 
+def test_what_no_worker_holds_is_answered_with_the_cheapest_sharding(demo):
+    wide = ["stages.base.method.hidden_size=1536", "stages.base.method.num_layers=8"]
+    plan = demo(*wide, "resources=cluster", "resources.num_workers=4", "resources.micro_batch_size=1")
+    estimator = Estimator(plan, History())
+    planned = plan.stage("sft")
+
+    def need(sharding: str) -> int:
+        stage = replace(planned.stage, resources=planned.stage.resources.sharded(sharding))
+        return estimator.estimate(replace(planned, stage=stage)).memory
+
+    for sharding in ("zero1", "zero2", "fsdp"):
+        assert fit.cheapest(estimator, planned, need(sharding)).overrides == [
+            f"stages.sft.resources.sharding={sharding}"
+        ]
+    assert need("zero1") > need("zero2") > need("fsdp")
+
+
 def test_fewer_weights_are_trained_where_nothing_else_helps(demo, monkeypatch):
     plan = demo("stages.base.method.hidden_size=1536", "stages.base.method.num_layers=8")
     estimator = Estimator(plan, History())
