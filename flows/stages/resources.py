@@ -259,6 +259,8 @@ class Cluster:
             None: there are none.
         """
         least = resources.min_workers or resources.num_workers
+        if resources.sharding != "none" and resources.num_workers > 1:
+            least = max(2, least)  # one worker has nothing to divide
         fewest = 1 if resources.min_workers else resources.num_nodes
         for workers in range(resources.num_workers, least - 1, -1):
             for nodes in range(min(workers, resources.num_nodes), fewest - 1, -1):
@@ -334,10 +336,10 @@ def joined_cluster() -> Cluster:
     import ray
     from ray._private.state import state
 
-    nodes = [
-        each for each in ray.nodes()
-        if each["Alive"] and _accepts(each["NodeManagerAddress"], each["NodeManagerPort"])
-    ]  # fmt: skip
+    nodes = [each for each in ray.nodes() if each["Alive"]]
+    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):  # from outside, its nodes may not be reached
+        return Cluster(nodes=tuple(map(_node, nodes)), grows=True)
+    nodes = [each for each in nodes if _accepts(each["NodeManagerAddress"], each["NodeManagerPort"])]
     return Cluster(nodes=tuple(map(_node, nodes)), grows=bool(state.get_max_resources_from_cluster_config()))
 
 

@@ -1,7 +1,10 @@
 """A training over two nodes of a Ray cluster: two raylets on loopback, each with a directory of its own."""
 
+import contextlib
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -10,14 +13,16 @@ from pathlib import Path
 from socket import gethostname
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
-from tests.command import PATIENCE, Command, family, wait_until
+from tests.command import PATIENCE, REPOSITORY, Command, family, wait_until
 from tests.miniature import MODEL, STEPS, write_own_rows
 from tests.training import same, weights
 
-pytestmark = pytest.mark.slow  # test_resources.py, test_attempts.py and test_exit_reasons.py have each decision
+# test_resources.py, test_attempts.py and test_exit_reasons.py have a quick test of each decision.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 HEAD, SECOND, THIRD = "127.0.0.2", "127.0.0.3", "127.0.0.4"
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 32}
@@ -105,8 +110,14 @@ def resources(*settings: str) -> list[str]:
 
 
 def manifest(own: Command, store: str) -> SimpleNamespace:
-    [path] = (own.folder / store / "cpt").glob("*/manifest.json")
-    return SimpleNamespace(**json.loads(path.read_text()), output=path.parent / "output")
+    return read_manifest(own.folder / store, "cpt")
+
+
+def read_manifest(store: Path, stage: str) -> SimpleNamespace:
+    """The manifest of a stage that was run once, and its output."""
+    [path] = (store / stage).glob("*/manifest.json")
+    found = json.loads(path.read_text())
+    return SimpleNamespace(**found, output=path.parent / "output")
 
 
 class Started:
@@ -152,27 +163,31 @@ def test_a_lost_node_is_replaced_and_the_weights_are_those_of_an_undisturbed_run
     assert broken.provenance["resumed_at"] and broken.fingerprint == whole.fingerprint
     assert same(weights(broken.output), weights(whole.output))
 
-    # On what is left, with fewer workers: the same model up to the order of additions.
+
+def test_on_what_is_left_fewer_workers_go_on_to_the_same_model(own, nodes):
+    alone = [f"{TRAINING}.resources.{setting}" for setting in ("launcher=process", "micro_batch_size=8")]
+    assert own("run", "store=whole", *alone).returncode == 0
+    nodes.start(SECOND)
     run = Started(own, "fewer", "min_workers=1")
     run.wait_for_checkpoint(10)
-    nodes.kill(THIRD)
+    nodes.kill(SECOND)
     assert run.wait() == 0, run.said
     assert "cpt: runs with 2 of 4 workers, on 1 node, the most that fit and divide global_batch_size=8" in run.said
     fewer = manifest(own, "fewer")
     assert [(each["node"].partition(",")[0], each["workers"]) for each in fewer.provenance["nodes"]] == [(HEAD, 2)]
-    found, expected = weights(fewer.output), weights(whole.output)
+    found, expected = weights(fewer.output), weights(manifest(own, "whole").output)
     assert all(torch.allclose(found[name], expected[name], atol=1e-4) for name in expected)
 
 
 def test_without_a_replacement_or_fewer_workers_the_last_good_checkpoint_is_named(own, nodes):
     nodes.start(SECOND)
-    run = Started(own, "left", "wait_minutes=0.05")
+    run = Started(own, "left", "wait_minutes=0.5")
     run.wait_for_checkpoint(10)
     nodes.kill(SECOND)
     assert run.wait() == 1
     last = run.said.splitlines()[-1]
     assert (
-        "posttrain: stage cpt failed: it waited 0.05 minutes (resources.wait_minutes) for 4 workers with 1 CPU" in last
+        "posttrain: stage cpt failed: it waited 0.5 minutes (resources.wait_minutes) for 4 workers with 1 CPU" in last
     )
     assert f"on 2 nodes, and the cluster has 1 node: {gethostname()} ({HEAD}, node " in last
     assert "; its checkpoint of step " in last and " is kept: add nodes and run again" in last
@@ -203,3 +218,62 @@ def test_a_store_that_the_second_node_does_not_see_is_refused(own, nodes):
     assert "stage cpt failed: rank " in last and f": {gethostname()} ({SECOND}, node " in last
     assert " does not see " in last and "give a `store` that every node mounts" in last
     assert "Traceback" not in result.stderr
+
+
+UNUSED = ("preferences", "reward", "dpo")
+SMALL = (
+    "tracking=none", *MODEL, *(word for word in STEPS if not word.startswith(("stages.reward", "stages.dpo"))),
+    *(f"~stages.{name}" for name in UNUSED), "~sources.preferences",
+    *(f"~stages.evaluate.inputs.{name}" for name in ("pairs", "reward_model", "dpo")),
+    "stages.evaluate.resources.micro_batch_size=4",  # several batches
+)  # fmt: skip
+
+
+def end_processes(variable: str, value: str) -> None:
+    """Kills what has this variable in its environment: `ray start` leaves its processes behind."""
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if each.environ().get(variable) == value:
+                each.kill()
+
+
+def test_the_commands_of_the_page_go_from_two_empty_machines_to_a_finished_run(tmp_path, prefect_url):
+    page = (Path(__file__).parents[2] / "docs" / "operate.md").read_text().partition("## On a Ray cluster")[2]
+    block = page.partition("```bash\n")[2].partition("```")[0]
+    for found, here in (("10.0.0.1", HEAD), ("10.0.0.2", SECOND), ("6379", str(PORT)), ("/shared", str(tmp_path))):
+        assert found in block
+        block = block.replace(found, here)
+    rows = [word for word in write_own_rows(tmp_path) if "preferences" not in word]
+    small = shlex.join(word for word in (*SMALL, *rows))
+    block = re.sub(r"^(posttrain run .*)$", rf"\1 {small}", block, flags=re.MULTILINE)
+    block = re.sub(r"^(posttrain doctor [^#]*).*$", r"\1 || true", block, flags=re.MULTILINE)  # of the tests' machine
+    folder = Path("/tmp") / f"p{os.getpid()}"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(tmp_path),
+        "RAY_TMPDIR": str(folder), "PREFECT_API_URL": prefect_url, "PYTHONPATH": str(REPOSITORY),
+    }  # fmt: skip
+    folder.mkdir(mode=0o700)
+    try:
+        done = subprocess.run(
+            ["bash", "-e", "-c", block], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
+            timeout=600 * PATIENCE,
+        )  # fmt: skip
+    finally:
+        end_processes("RAY_TMPDIR", str(folder))
+        shutil.rmtree(folder, ignore_errors=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "answers: 2 nodes: " in done.stdout and f"{gethostname()} ({SECOND}, node " in done.stdout
+    used = {
+        name: [each["workers"] for each in read_manifest(tmp_path / "artifacts", name).provenance["nodes"]]
+        for name in ("corpus", "base", "cpt", "sft", "evaluate")
+    }
+    assert used == {"corpus": [], "base": [1], "cpt": [1, 1], "sft": [1, 1], "evaluate": [1, 1]}
+
+    # One worker of this machine measures the same, to the bit.
+    report = read_manifest(tmp_path / "artifacts", "evaluate")
+    shutil.rmtree(tmp_path / "artifacts" / "evaluate")
+    alone = Command(tmp_path, *SMALL, *rows, environment={"PREFECT_API_URL": prefect_url})
+    local = ("resources.micro_batch_size=4", "resources.cpus_per_worker=1")
+    assert alone("run", "store=artifacts", *local).returncode == 0
+    again = read_manifest(tmp_path / "artifacts", "evaluate")
+    assert (again.metrics, again.files) == (report.metrics, report.files)

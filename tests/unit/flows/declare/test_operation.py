@@ -53,7 +53,7 @@ def test_a_trigger_on_what_cannot_change_is_refused(source):
 
 
 def test_the_pipeline_of_the_page_composes(tmp_path):
-    page = (Path(__file__).parents[4] / "docs" / "operate.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "triggers.md").read_text()
     [block] = [block for block in page.split("```yaml\n") if "name: nightly" in block.partition("```")[0]]
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "nightly.yaml").write_text(block.partition("```")[0])

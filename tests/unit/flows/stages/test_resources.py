@@ -194,6 +194,8 @@ def test_what_a_cluster_cannot_hold_is_refused_with_what_it_has(cluster, fields,
         ({"num_workers": 8, "num_nodes": 2, "min_workers": 4}, 9, None),
         ({"num_workers": 8, "num_nodes": 2}, 8, None),
         ({"num_workers": 4, "num_nodes": 2, "min_workers": 1}, 8, (4, 2)),
+        ({"num_workers": 7, "min_workers": 1}, 7, (1, 1)),
+        ({"num_workers": 7, "min_workers": 1, "sharding": "fsdp"}, 7, None),
     ],
 )
 def test_the_most_workers_that_fit_and_divide_the_batch_go_on(fields, batch, found):
