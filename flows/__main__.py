@@ -66,6 +66,7 @@ COMMANDS = {
     "logs": "print the log of a stage",
     "cancel": "stop a run and all its processes",
     "serve": "register every pipeline as a Prefect deployment, and execute its runs",
+    "ui": "show runs, models, data and sweeps of a store as a read-only site on this machine",
     "compat": "show which settings work together, and why others do not; with overrides, check the declared stages",
     "advise": "print a recipe for this data, model and machine, with the reason and source of every value",
     "doctor": "check that this machine is fit to run",
@@ -81,7 +82,7 @@ _MODULES = {
     "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "logs": "status", "cancel": "status",
     "compat": "doctor",
     "chat": "flows.serving.chat", "export": "flows.serving.export",
-    "serve-model": "flows.serving.serve_model", "import": "flows.peers.importing",
+    "serve-model": "flows.serving.serve_model", "import": "flows.peers.importing", "ui": "flows.serving.ui",
 }  # fmt: skip
 
 

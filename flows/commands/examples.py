@@ -46,6 +46,10 @@ posttrain chat alias:champion --once 'Is pathlib.Path a class?'""",
 posttrain import llamafactory llama3_lora_sft.yaml
 posttrain import axolotl config.yml --num-workers 4 --out conf/pipeline/ours.yaml
 posttrain import trl train.sh --training dpo --leave-out push_to_hub""",
+    "ui": """
+posttrain ui
+posttrain ui store=/data/store
+posttrain ui --port 0 --json""",
     "serve-model": """
 posttrain serve-model cpt-sft-dpo/dpo
 posttrain serve-model alias:champion --port 8001
@@ -134,7 +138,8 @@ _HABITS = (
     ("rm pretrain pt", "posttrain run pipeline=reward, or pipeline=cpt"),
     ("eval evaluate bench benchmark", "posttrain run, in whose pipeline the stage evaluate measures the models"),
     ("generate infer inference predict", 'posttrain chat REF, and for scripts: posttrain chat REF --once "..."'),
-    ("webui webchat ui board dashboard", "mlflow ui, which shows the runs, or posttrain serve, which starts them"),
+    ("webui board dashboard", "posttrain ui, which shows the store, or posttrain serve, which starts runs"),
+    ("webchat", "posttrain chat REF, and behind a page of yours: posttrain serve-model REF"),
     ("merge merge-lora merge_lora", "posttrain export merged REF, or a stage of conf/stage/merge.yaml in the pipeline"),
     ("env info version", "posttrain doctor, or posttrain --version"),
     ("dry-run check validate show", "posttrain plan"),

@@ -742,8 +742,10 @@ def run_import(options: argparse.Namespace) -> int:
         for key, what in found.items():
             print(f"  {key:<{width}}  {what}")
     print(f"wrote {out}")
-    where = f"--config-dir {out.parent.parent} pipeline={name}" if out.parent.name == "pipeline" else str(out)
-    print(" ".join(["next: posttrain plan", where, *more]))
+    is_placed = out.parent.name == "pipeline"
+    folder = out.parent.parent if is_placed else "CONF"
+    first = "" if is_placed else "put it into a folder CONF/pipeline/, and: "
+    print(" ".join([f"next: {first}posttrain plan --config-dir {folder} pipeline={name}", *more]))
     return 0
 
 

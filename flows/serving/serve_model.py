@@ -50,7 +50,7 @@ def run_serve_model(options: argparse.Namespace) -> int:
             f"--engine {engine}: {', '.join(missing)} is not installed; run: pip install {' '.join(missing)}"
         )
     found = find_model(ref, options.overrides, options.config_dir)
-    with _bound(options.host, options.port) as bound:
+    with bound_socket(options.host, options.port) as bound:
         address = f"http://{options.host}:{bound.getsockname()[1]}/v1"
         if engine == "transformers":
             _serve(found, bound, address, key)
@@ -59,7 +59,7 @@ def run_serve_model(options: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _bound(host: str, port: int) -> Iterator[socket.socket]:
+def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
     """A socket on that port.
 
     Raises:
