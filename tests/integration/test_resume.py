@@ -172,7 +172,7 @@ def _killed_in_a_write(stage: Training, root: Path, folder: Path) -> None:
 def test_killed_while_a_checkpoint_is_written_it_resumes_from_the_one_before(root: Path, tmp_path: Path) -> None:
     stage, broken = training.method("sft", num_steps=6), tmp_path / "broken"
     run(stage, root, context(tmp_path / "whole", []))
-    process = multiprocessing.get_context("forkserver").Process(target=_killed_in_a_write, args=(stage, root, broken))
+    process = multiprocessing.get_context("fork").Process(target=_killed_in_a_write, args=(stage, root, broken))
     process.start()
     process.join(120)
     assert process.exitcode == -signal.SIGKILL

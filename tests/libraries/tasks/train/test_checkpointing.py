@@ -284,7 +284,7 @@ def test_a_divided_state_is_written_in_parts_and_read_by_any_division(tmp_path: 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = multiprocessing.get_context("forkserver")
+    context = multiprocessing.get_context("fork")  # with all imports; a forked process may use one thread
     workers = [context.Process(target=_work, args=(rank, port, tmp_path)) for rank in (0, 1)]
     for each in workers:
         each.start()
