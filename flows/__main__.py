@@ -223,7 +223,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     from flows.declare.config import load_pipeline
     from flows.planning.checks import bf16_notes, column_notes, compile_notes, position_notes
-    from flows.planning.estimates import Estimator, History, share_notes
+    from flows.planning.estimates import Estimator, History, island_notes, share_notes
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
     from flows.progress.declared import adopt_view
@@ -241,6 +241,7 @@ def run_plan(options: argparse.Namespace) -> int:
     plan = replace(plan, notes=[*plan.notes, *positions, *columns, *shares, *faster, *pending(plan)])
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
+    plan = replace(plan, notes=[*plan.notes, *island_notes(found)])
     require_fits(plan, found, estimator, options.suggest)
     print(json.dumps(plan_dict(plan, found), indent=2) if options.json else plan_table(plan, found))
     if options.out:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -12,6 +12,11 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
 from tasks.train.best import KeepBest
 from tasks.train.loop.heartbeat import Phase
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tasks.train.optim.diloco import Islands
 
 Metrics = Mapping[str, float]
 Attention = Literal["auto", "sdpa", "flash_attention_2", "flash_attention_3", "eager"]
@@ -205,6 +210,7 @@ class TrainContext:
         loaded: ``loaded(*slots)``: raises if models that were just loaded are not those of the plan, for these slots or
             all; what changes them later does not fail the stage.
         changed_models: slot -> the source of a model whose bytes are no longer those of the plan.
+        islands: of ``method.diloco``, of which this worker's is torch's default group; None: there are none.
     """
 
     output_dir: Path
@@ -221,8 +227,14 @@ class TrainContext:
     mark: Callable[[int | None, Phase], None] = lambda step, phase: None
     loaded: Callable[..., None] = lambda *slots: None
     changed_models: Callable[[], Mapping[str, str]] = dict
+    islands: "Islands | None" = None
 
     @property
     def checkpoints(self) -> Checkpoints | None:
         """The checkpoints of the stage; None: it has none."""
         return Checkpoints(self.checkpoint_dir, self.require_lease) if self.checkpoint_dir else None
+
+    @property
+    def all_workers(self) -> "ProcessGroup | None":
+        """Torch's group of all workers; None: it is the default group."""
+        return self.islands.world if self.islands else None

@@ -36,6 +36,7 @@ from tasks.train.best import (
 from tasks.train.models.adapters import STACKED, Adapter
 from tasks.train.models.freeze import Freeze
 from tasks.train.models.quantization import Quantization
+from tasks.train.optim.diloco import DiLoCo
 from tasks.train.optim.optimizers import Optimizer
 from tasks.train.optim.schedules import Name as ScheduleName
 from tasks.train.optim.schedules import Schedule
@@ -253,6 +254,7 @@ class TrainingRecipe(Method):
     best: Best | None = None  # which models compete to be the best; None with output=best: those of validation
     output: Literal["best", "last"] = "last"  # which model it is: of the last step, or the best of those that compete
     on_divergence: Literal["fail", "best"] = "fail"  # when the loss is non-finite
+    diloco: DiLoCo | None = None  # islands of workers that rarely synchronise
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
@@ -305,6 +307,11 @@ class TrainingRecipe(Method):
     def rows_of(self, num_steps: int) -> int:
         """Number of rows that ``num_steps`` steps read."""
         return num_steps * self.global_batch_size
+
+    @property
+    def rows_of_island(self) -> int:
+        """Rows per step of the workers that exchange gradients: all of them, or an island."""
+        return self.global_batch_size // (self.diloco.num_islands if self.diloco else 1)
 
     @property
     def loss_says_nothing(self) -> str:

@@ -65,6 +65,7 @@ class Done:
     num_gradients: int = 0  # that the optimizer read in the last step
     num_gradient_storages: int = 0  # views of one bucket share its storage
     held: dict[str, int] = field(default_factory=dict)  # bytes of tensors of a divided model, at their peak
+    bytes_exchanged: int = 0  # in all-reduces with other islands
 
     def metric(self, name: str) -> list[float]:
         return [metrics[name] for _, metrics in self.reports]
@@ -74,11 +75,22 @@ def train(asked: Asked, rank: int = 0) -> Done:
     """Trains as one rank, and notes which rows it reads at which step."""
     import torch
 
+    if asked.resources.num_workers > 1 and not torch.distributed.is_initialized():  # as Ray Train does
+        torch.distributed.init_process_group("gloo")
     reports: list[tuple[int, Metrics]] = []
     batches: list[list[str]] = []
     storages: list[int] = []
     held: dict[str, int] = {}
-    with _noted(batches, storages), _counted(held), training.one_thread():
+    exchanged: list[int] = []
+    reduce = torch.distributed.all_reduce
+
+    def counting(tensor: Any, *given: Any, **named: Any) -> Any:
+        if named.get("group") is not None:
+            exchanged.append(tensor.numel() * tensor.element_size())
+        return reduce(tensor, *given, **named)
+
+    noting = mock.patch("torch.distributed.all_reduce", counting)
+    with noting, _noted(batches, storages), _counted(held), training.one_thread():
         context = asked.context(reports, rank)
         try:
             asked.stage.run(training.inputs(asked.root, asked.stage), context)
@@ -90,6 +102,7 @@ def train(asked: Asked, rank: int = 0) -> Done:
     return Done(
         reports=reports, rows=rows, torch_seed=torch.initial_seed(),
         num_gradients=len(storages), num_gradient_storages=len(set(storages)), held=held,
+        bytes_exchanged=sum(exchanged),
     )  # fmt: skip
 
 

@@ -23,9 +23,20 @@ from tasks.base_model import BaseModel
 from tasks.context import Resources
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.judgement.disk_need import Shapes, model_shapes, percent_trained, require_disk
-from tasks.judgement.estimate import Architecture, Memory, Work, frozen_slots, memory, num_weights, traffic, work
+from tasks.judgement.estimate import (
+    Architecture,
+    Memory,
+    Work,
+    frozen_slots,
+    memory,
+    num_weights,
+    traffic,
+    trained_weights,
+    work,
+)
 from tasks.method import Training
 from tasks.train.loop.speed import known_peak, peak_key
+from tasks.train.optim.diloco import Traffic
 
 FILE = "estimates.jsonl"  # in the store: predicted and measured, a line per finished training
 FEW_STEPS = 8  # a run as short as a rehearsal, whose memory has not reached its peak
@@ -103,6 +114,7 @@ class Estimate:
         price: of its GPUs; None: no price is set. kwh: None: no power is set.
         at_most: the length of rows is unknown, so all rows are assumed to have ``max_length``.
         traffic: bytes that a worker sends to others in a step.
+        islands: what those of ``method.diloco`` send each other; None: there are none, or the steps are unknown.
     """
 
     memory: int
@@ -118,6 +130,7 @@ class Estimate:
     error: tuple[float, float] | None = None
     at_most: bool = False
     traffic: int = 0
+    islands: Traffic | None = None
 
     @property
     def basis(self) -> str:
@@ -135,6 +148,7 @@ class Estimate:
         return {
             **in_all([self]), "terms_gib": self.terms.to_dict(), "basis": "measured" if self.runs else "formula",
             "runs": self.runs, "error": error, "at_most": self.at_most, "traffic_gib": self.traffic / 2**30,
+            **({"islands": self.islands.to_dict()} if self.islands else {}),
         }  # fmt: skip
 
 
@@ -333,6 +347,9 @@ class Estimator:
             traffic=traffic(method, resources, shapes, total.passes // num_steps),
             price=None if price is None or gpu_hours is None else price * gpu_hours, currency=resources.currency,
             kwh=None if watts is None or whole is None else watts * resources.num_workers * whole / 3.6e6,
+            islands=method.diloco.traffic(trained_weights(method, shapes).trained, steps, resources.num_workers)
+            if method.diloco and steps
+            else None,
         )  # fmt: skip
 
     def _peak(self, planned: PlannedStage, precision: str) -> float | None:
@@ -493,6 +510,11 @@ def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
             what = f"adapter.type={method.adapter.type}" if method.adapter else "freeze"
             notes.append(f"stages.{planned.name} trains {percent:.3g} % of the parameters ({what})")
     return notes
+
+
+def island_notes(estimates: Mapping[str, Estimate]) -> list[str]:
+    """Notes on what the islands of ``method.diloco`` send each other."""
+    return [f"stages.{name}: {each.islands}" for name, each in estimates.items() if each.islands]
 
 
 def model_of(plan: Plan, planned: PlannedStage, slot: str = POLICY) -> Path | None:

@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
@@ -462,13 +463,13 @@ def context_of(job: Job, rank: int = 0, world_size: int = 1, heartbeat: Heartbea
             append_jsonl(job.entry.metrics, record, flush=False)
 
     entry = job.entry
-    return TrainContext(
+    context = TrainContext(
         output_dir=entry.output, work_dir=entry.work, resources=job.resources, rank=rank, world_size=world_size,
         report=report, cache_dir=job.cache, checkpoint_dir=entry.checkpoints.directory,
         require_lease=job.require_lease, resume_from=job.resume_from, should_stop=job.is_asked_to_stop,
         loaded=job.require_loaded, changed_models=job.changed_models,
-        **({"mark": heartbeat.mark} if heartbeat else {}),
     )  # fmt: skip
+    return replace(context, mark=heartbeat.mark) if heartbeat else context
 
 
 def pin_threads(count: int) -> None:

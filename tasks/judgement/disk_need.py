@@ -120,6 +120,9 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
         saved += weights  # it saves its policy with the base
     if VALUE_MODEL in method.models.values():
         saved, trained = saved + weights, trained + weights
+    if method.diloco:  # each island's weights and optimizer state, and the outer weights and momentum
+        islands = method.diloco.num_islands
+        saved, trained = islands * saved + 2 * trained, islands * trained
     keep_best = resources.keep_best.n if resources.keep_best else 0
     by_steps, saves = _saves(method, resources)
     # A checkpoint by time is written beside the one before, however long the stage takes.

@@ -216,7 +216,7 @@ def memory(
     """
     weights, precision = trained_weights(method, shapes), method.precision
     dtype = 2 if resources.frozen_dtype(precision) == "bf16" else _FLOAT
-    whole = _whole(resources, shapes)
+    whole = _whole(_of_island(method, resources), shapes)
     copies = 2 if VALUE_MODEL in method.models.values() else 1  # policy and value model are trained
     linear = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name)
     rest = weights.base - linear
@@ -261,10 +261,12 @@ def memory(
     else:
         activations = _activations(found, at_once, width, resources.checkpointed_layers)
         logits = rows * _FLOAT if is_head else at_once * found.vocabulary * _LOGIT_COPIES * _FLOAT
+    # The outer weights and momentum of an island are in the CPU's memory of its first worker.
+    outer = 0 if method.diloco is None or resources.gpus_per_worker else 2 * _FLOAT * weights.trained
     return Memory(
         weights=held + copies * (whole.gathered * base // weights.base + weights.beside * _FLOAT),
         gradients=gradients,
-        optimizer=whole.part("optimizer", copies * optimizer, method),
+        optimizer=whole.part("optimizer", copies * optimizer, method) + outer,
         activations=activations,
         logits=logits,
         shared=min(gradients, activations + logits) if passes == 1 else 0,
@@ -304,6 +306,15 @@ class _Whole:
         return count if is_whole else count // self.over
 
 
+def _of_island(method: TrainingRecipe, resources: Resources) -> Resources:
+    """Resources of the workers that divide a training: all, or an island's."""
+    if method.diloco is None:
+        return resources
+    islands = method.diloco.num_islands
+    workers, nodes = max(1, resources.num_workers // islands), max(1, resources.num_nodes // islands)
+    return replace(resources, num_workers=workers, num_nodes=nodes)
+
+
 def _whole(resources: Resources, shapes: Shapes) -> _Whole:
     strategy, over = STRATEGIES[resources.sharding], divided_over(resources)
     layers: dict[str, int] = {}
@@ -332,6 +343,7 @@ def traffic(method: TrainingRecipe, resources: Resources, shapes: Shapes, passes
     Args:
         passes: forward and backward passes of a worker in a step.
     """
+    resources = _of_island(method, resources)
     workers, over = resources.num_workers, divided_over(resources)
     weights, strategy = trained_weights(method, shapes), STRATEGIES[resources.sharding]
     reduced = weights.trained * (2 if resources.reduce_dtype == "bf16" else _FLOAT)

@@ -29,7 +29,7 @@ OUTPUT = (
 )  # fmt: skip
 MERGES = tuple(f"merge/{of}_{when}" for of in ("logps", "scores") for when in ("before", "after", "difference"))
 BY_OPTION = (
-    *MERGES, "adaptive/*", "weights/reward_model", "sampling/sampling_logp_difference/mean",
+    *MERGES, "adaptive/*", "diloco/*", "weights/reward_model", "sampling/sampling_logp_difference/mean",
     "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/mean",
     "sampling/importance_sampling_ratio/min", "sampling/importance_sampling_ratio/max",
 )  # fmt: skip

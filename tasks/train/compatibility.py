@@ -162,6 +162,54 @@ def _offloaded(case: Case) -> Fields:
     return {"resources.offload": False, **({"resources.sharding": wanted, "resources.zero_stage": 0} if wanted else {})}
 
 
+def _islands(case: Case) -> int:
+    return case.method.diloco.num_islands if case.method.diloco else 1
+
+
+def _whole_islands(case: Case) -> Fields:
+    """Workers that divide over the islands; where the batch does not, fewer islands."""
+    batch, resources = case.method.global_batch_size, case.resources
+    islands = _divisor(batch, _islands(case))
+    per_island = _divisor(batch // islands, max(1, resources.num_workers // islands))
+    workers = islands * per_island
+    micro = resources.micro_batch_size
+    fitting = {
+        "method.diloco.num_islands": (islands, _islands(case)),
+        "resources.num_workers": (workers, resources.num_workers),
+        "resources.num_nodes": (_divisor(workers, resources.num_nodes), resources.num_nodes),
+        "resources.micro_batch_size": ("auto" if micro == "auto" else _divisor(batch // workers, micro), micro),
+    }
+    return {path: value for path, (value, found) in fitting.items() if value != found}
+
+
+def _measures_within_rounds(case: Case) -> bool:
+    """Whether a model is measured, or competes, that is an island's own: all after the last step are the outer one."""
+    diloco, validation, best = case.method.diloco, case.method.validation, case.method.best
+    if diloco is None:
+        return False
+    steps = [each.every_steps for each in (validation, best) if each and each.every_steps]
+    by_epoch = validation is not None and validation.every_epochs is not None and diloco.inner_steps > 1
+    return by_epoch or any(each % diloco.inner_steps for each in steps)
+
+
+def _measured_with_rounds(case: Case) -> Fields:
+    """The measurements at the end of rounds."""
+    diloco, validation, best = case.method.diloco, case.method.validation, case.method.best
+    assert diloco
+    inner, found = diloco.inner_steps, dict[str, object]()
+    if validation:
+        every = -(-(validation.every_steps or inner) // inner) * inner
+        found |= {"method.validation.every_steps": every, "method.validation.every_epochs": None}
+    if best and best.every_steps:
+        found["method.best.every_steps"] = -(-best.every_steps // inner) * inner
+    return {path: value for path, value in found.items() if value != case.get(path)}
+
+
+def _samples(case: Case) -> bool:
+    """Whether it has a loop of its own, or trains on completions that its policy samples."""
+    return case.method.has_own_loop or not type(case.method).reads.trained
+
+
 def _splits_pairs(case: Case) -> object:
     if not isinstance(case.method, Generating) or not case.method.whole_groups:
         return False
@@ -477,6 +525,88 @@ RULES: tuple[Rule, ...] = (
         },
         reason="the state of AdamW alone was tried in parts: others read whole matrices, or lay out their state",
         nearest={"method.optimizer.name": "adamw_torch_fused"}, also=ZERO,
+    ),
+    # Islands of workers.
+    Rule(
+        id="diloco-workers",
+        when={
+            "method.diloco.num_islands": lambda case: case.resources.num_workers % _islands(case),
+            "resources.num_workers": shown, "method.global_batch_size": shown,
+        },
+        reason="the workers do not divide over the islands",
+        nearest=_whole_islands, also={"method.diloco.num_islands": 2, "resources.num_workers": 1},
+    ),
+    Rule(
+        id="diloco-method", when={"method.diloco.num_islands": SET, "method": _samples},
+        reason="it has a loop of its own, or samples completions by one policy over all workers, and islands have "
+        "policies of their own",
+        nearest={"method.diloco": None}, also={"method.diloco.num_islands": 1}, stage="grpo",
+    ),
+    Rule(
+        id="diloco-optimizer", when={"method.diloco.num_islands": SET, "method.optimizer.name": _AVERAGING},
+        reason="its state holds the weights of its own average, which would not follow an outer step",
+        nearest={"method.optimizer.name": "adamw_torch_fused"},
+        also={"method.diloco.num_islands": 1, "method.schedule.name": "constant"},
+    ),
+    Rule(
+        id="diloco-bf16-weights", when={"method.diloco.num_islands": SET, "method.optimizer.weights": SET},
+        reason="the optimizer keeps the lower 16 bits of each weight, which an outer step would not move",
+        nearest={"method.optimizer.weights": None},
+        also={"method.diloco.num_islands": 1, "method.precision": "bf16", "method.optimizer.weights": "bf16"},
+    ),
+    Rule(
+        id="diloco-adapter", when={"method.diloco.num_islands": SET, "method.adapter.type": "adalora"},
+        reason="each island would prune other ranks, and their mean has none of these ranks",
+        nearest={"method.adapter.type": "lora", "method.adapter.target_rank": None},
+        also={"method.diloco.num_islands": 1, "method.num_steps": 300},
+    ),
+    Rule(
+        id="diloco-reference", when={"method.diloco.num_islands": SET, "method.reference_sync.every_steps": SET},
+        reason="each island's reference would follow another policy",
+        nearest={"method.reference_sync": None},
+        also={**_MOVING, "method.diloco.num_islands": 1}, stage="dpo",
+    ),
+    Rule(
+        id="diloco-divergence",
+        when={"method.diloco.num_islands": SET, "method.schedule.adaptive.divergence_z": SET},
+        reason="going back to the best checkpoint restores the first island alone, and no outer momentum",
+        nearest={"method.schedule.adaptive.divergence_z": None},
+        also={
+            "method.diloco.num_islands": 1, "method.diloco.inner_steps": 1, "method.validation.every_steps": 1,
+            "method.schedule.adaptive.divergence_z": 8.0,
+        },
+    ),
+    Rule(
+        id="diloco-measured",
+        when={
+            "method.diloco.inner_steps": _measures_within_rounds, "method.validation.every_steps": shown,
+            "method.validation.every_epochs": shown, "method.best.every_steps": shown,
+        },
+        reason="between synchronisations each island has a model of its own; what is measured or competes is the outer "
+        "model, at multiples of inner_steps",
+        nearest=_measured_with_rounds,
+        also={
+            "method.diloco.num_islands": 1, "method.diloco.inner_steps": 2, "method.validation.every_steps": 3,
+        },
+    ),
+    Rule(
+        id="diloco-one-worker",
+        when={
+            "method.diloco.num_islands": lambda case: case.resources.num_workers == _islands(case) > 1,
+            "resources.sharding": sharded, "resources.num_workers": shown,
+        },
+        reason="it divides the training over the workers of an island, and it has one",
+        nearest=unsharded, also={"method.diloco.num_islands": 2, **ZERO},
+    ),
+    Rule(
+        id="diloco-sharding",
+        when={
+            "method.diloco.num_islands": SET,
+            "resources.sharding": ("fsdp", "fsdp_grad", "fsdp_hybrid", "zero3", "zero3_offload"),
+        },
+        reason="each island needs its whole model, and this divides weights over all workers",
+        nearest={"resources.sharding": "zero2", "resources.zero_stage": 0, "resources.offload": False},
+        also={"method.diloco.num_islands": 2, "resources.num_workers": 4, "resources.micro_batch_size": 4},
     ),
     Rule(
         id="zero3-forward",

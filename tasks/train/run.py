@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -63,6 +64,7 @@ from tasks.train.loop.callbacks import (
     Jumps,
     NewRandomState,
     Recorder,
+    Rounds,
     StepCounts,
     StepMarks,
     StepZeroProof,
@@ -95,6 +97,7 @@ from tasks.train.models.adapted import (
 )
 from tasks.train.models.freeze import freeze, freeze_unread
 from tasks.train.models.quantized_base import step_in_fp32
+from tasks.train.optim.diloco import divided
 from tasks.train.optim.optimizers import install_optimizer, optimizer_args
 from tasks.train.optim.schedules import install_schedule, schedule_args
 from tasks.train.sharding import Shards, is_divided, name_accumulation, whole_on_first, zero_args, zero_stage
@@ -116,6 +119,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLICY = "policy"
+_LONGEST_WAIT = timedelta(days=7)  # the driver finds a worker that hangs
 _SHARED = {"train_dataset", "processing_class", "ref_model", "peft_config"}  # parameters that run.trl(...) sets
 
 
@@ -127,15 +131,19 @@ def train(
     Args:
         loop: of the method: ``run.fit(run.trl(...))``, or steps of its own on ``run.policy.model``.
     """
-    run = TrainingRun(method, inputs, ctx)
-    try:
-        with run.resuming_without_memory():
-            metrics = loop(run)
-    except Exception:
-        if run.saver:
-            run.saver.settle()
-        raise
-    saved = run.save()
+    changed = method.adapter is not None and method.adapter.changes_the_base
+    minutes = ctx.resources.timeout_minutes
+    wait = timedelta(minutes=minutes) if minutes else _LONGEST_WAIT
+    with divided(method.diloco, ctx.rank, ctx.world_size, base_changed=changed, timeout=wait) as islands:
+        run = TrainingRun(method, inputs, replace(ctx, islands=islands))
+        try:
+            with run.resuming_without_memory():
+                metrics = loop(run)
+        except Exception:
+            if run.saver:
+                run.saver.settle()
+            raise
+        saved = run.save()
     epochs = metrics["steps"] * float(method.rows_per_step) / len(run.rows) if "steps" in metrics else None
     length = {} if epochs is None else {"epochs": epochs}
     return {**run.rows.metrics, **run.share, **metrics, **length, **saved}
@@ -393,11 +401,13 @@ class TrainingRun:
 
     @cached_property
     def ordered_rows(self) -> Dataset:
-        """Exactly the rows that the training consumes, in its order."""
+        """Exactly the rows that the training consumes, in its order; of those of an island its own."""
         rows = self.rows
         if self._precomputes:
             rows = replace(rows, examples=self._with_reference(rows.examples))
-        return ordered(rows, self.method, self.num_steps)
+        order = row_order(len(rows), self.method.rows_of(self.num_steps), self.method.seed)
+        islands = self.ctx.islands
+        return rows.dataset(islands.own_rows(order, self.method.global_batch_size) if islands else order)
 
     @property
     def _precomputes(self) -> bool:
@@ -555,7 +565,7 @@ class TrainingRun:
         on_gpu, is_exact = self.ctx.resources.gpus_per_worker > 0, self.ctx.resources.is_deterministic
         # Bit for bit the same after a resume: not where measured memory would decide.
         budget = Budget(tokens=self._tokens_at_once, most=MOST_TOKENS, measured=on_gpu and not is_exact)
-        start_by_tokens(trainer, budget, self.method.global_batch_size, padded=padded)
+        start_by_tokens(trainer, budget, self.method.rows_of_island, padded=padded)
 
     def _prepare(
         self, trainer: Trainer, reference: "PreTrainedModel | None", frozen: "Sequence[PreTrainedModel]", is_line: bool
@@ -705,11 +715,6 @@ class TrainingRun:
 # What the steps above call, in their order: rows, trainer, loop.
 
 
-def ordered(rows: "TokenizedRows", method: "TrainingRecipe", num_steps: int) -> Dataset:
-    """Exactly the rows that the training consumes, in its order."""
-    return rows.dataset(row_order(len(rows), method.rows_of(num_steps), method.seed))
-
-
 def row_order(num_rows: int, num_samples: int, seed: int) -> list[int]:
     """Indices of the rows in the order of training: a fresh permutation per epoch, cut to ``num_samples``.
 
@@ -739,7 +744,7 @@ def trainer_args(method: "TrainingRecipe", ctx: "TrainContext", num_steps: int) 
             "the global batch is derived from the latter, so the two must agree"
         )
     return {
-        "output_dir": str(ctx.work_dir),
+        "output_dir": str(ctx.islands.folder(ctx.work_dir) if ctx.islands else ctx.work_dir),
         "per_device_train_batch_size": (
             method.global_batch_size // resources.num_workers
             if resources.micro_batch_size == "auto"
@@ -878,7 +883,8 @@ def _take_steps(
         trainer.accelerator.ddp_handler.broadcast_buffers = False
     trainer.remove_callback(PrinterCallback)
     # In this order: measure, report, save.
-    for callback in (NewRandomState(ctx), StepCounts(trainer)):
+    rounds = [Rounds(trainer, ctx, ctx.islands)] if ctx.islands else []
+    for callback in (NewRandomState(ctx), StepCounts(trainer, ctx), *rounds):
         trainer.add_callback(callback)
     start_scaler(trainer)
     for callback in (*watching, StepMarks(ctx, collect), checkpointing):
@@ -886,6 +892,9 @@ def _take_steps(
     if ctx.resume_from:
         logger.info("checkpoint=%s state=resumed", ctx.resume_from)
     checkpointing.install()
-    trainer.train(resume_from_checkpoint=str(ctx.resume_from) if ctx.resume_from else None)
+    checkpoint = ctx.resume_from
+    if ctx.islands and checkpoint and trainer.is_deepspeed_enabled:
+        checkpoint = ctx.islands.folder(checkpoint)
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if callable(getattr(trainer.optimizer, "eval", None)):
         trainer.optimizer.eval()  # switches an averaging optimizer to the average, which is the output

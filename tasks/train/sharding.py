@@ -478,7 +478,7 @@ def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
         "stage3_param_persistence_threshold": 0,
     }  # fmt: skip
     return {
-        "train_batch_size": method.global_batch_size,
+        "train_batch_size": method.rows_of_island,
         "train_micro_batch_size_per_gpu": resources.micro_batch_size,
         "gradient_accumulation_steps": resources.accumulation_steps(method.global_batch_size),
         "gradient_clipping": method.max_grad_norm,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import psutil
 import torch
@@ -20,6 +20,7 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import PipelineError
 from tasks.train.best import HELD_OUT_LOSS
 from tasks.train.loop.heartbeat import Phase
+from tasks.train.loop.saved_state import load_named_state, named_state, read_own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from tasks.context import TrainContext
     from tasks.recipe import Input
     from tasks.train.loop.speed import Speed
+    from tasks.train.optim.diloco import Islands
+
+    _Saved = Mapping[str, Mapping[str, Tensor]]
 
     Logs = dict[str, float]
 
@@ -56,8 +60,8 @@ class StepCounts(TrainerCallback):
     It runs before the callbacks that read them. After a resume it continues the count of the checkpoint.
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
-        self.trainer = trainer
+    def __init__(self, trainer: "Trainer", ctx: "TrainContext") -> None:
+        self.trainer, self.islands = trainer, ctx.islands
         self.num_tokens = 0
         # Of the micro batches since the last log, on this worker; the trainer removes those of a step that it repeats.
         trainer.new_tokens = self.new_tokens = list["Tensor"]()
@@ -75,7 +79,8 @@ class StepCounts(TrainerCallback):
             return
         if self.new_tokens:
             counted = torch.stack(self.new_tokens).sum()
-            self.num_tokens += int(self.trainer.accelerator.reduce(counted, "sum").item())
+            counted = self.trainer.accelerator.reduce(counted, "sum")
+            self.num_tokens += int((self.islands.sum(counted) if self.islands else counted).item())
             self.new_tokens.clear()
         else:  # a trainer whose steps call no ``compute_loss``
             self.num_tokens = int(logs.get("num_tokens", self.num_tokens))
@@ -98,6 +103,57 @@ class StepCounts(TrainerCallback):
     def _kept_norm(self, *args: object, **kwargs: object) -> object:
         self.grad_norm = self._norm(*args, **kwargs)
         return self.grad_norm
+
+
+class Rounds(TrainerCallback):
+    """Synchronises the islands of ``method.diloco`` at the end of each round; reports the mean of their metrics.
+
+    It runs before the callbacks that read the metrics or the weights of a step.
+    """
+
+    def __init__(self, trainer: "Trainer", ctx: "TrainContext", islands: "Islands") -> None:
+        self.trainer, self.ctx, self.islands = trainer, ctx, islands
+        self.metrics: Logs = {}
+
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        folder, islands = self.ctx.resume_from, self.islands
+        islands.begin(self.trainer, is_resumed=folder is not None)
+        if folder is None:
+            return
+        part = islands.worker if islands.is_divided else 0
+        workers = Checkpoints.at(folder).num_workers // islands.setting.num_islands  # of an island, which wrote it
+        first, own = (
+            cast("_Saved", read_own(folder, index * workers + part)[type(self).__name__])
+            for index in (0, islands.index)
+        )
+        islands.load(first, own)
+        if islands.index and not self.trainer.is_deepspeed_enabled:
+            load_named_state(self.trainer.optimizer, self._names, own["optimizer"])
+
+    def own_state(self) -> "Mapping[str, object]":
+        """As of every trainer or callback with state of its own; of DeepSpeed's, which has files of its own, no more
+        than the outer optimizer."""
+        islands, is_deepspeed = self.islands, self.trainer.is_deepspeed_enabled
+        if islands.index == 0 or not islands.exchanges:
+            return islands.state()
+        if is_deepspeed:
+            return {}
+        return {**islands.state(), "optimizer": named_state(self.trainer.optimizer, self._names)}
+
+    def load_own_state(self, state: "Mapping[str, object]", *, same: bool) -> None:
+        """``on_train_begin`` reads it, from the files of the workers that wrote the same part of the model."""
+
+    @property
+    def _names(self) -> dict[int, str]:
+        return {id(each): name for name, each in self.islands.trained.items()}
+
+    def on_step_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        self.metrics = self.islands.synchronise() if self.islands.is_due(state.global_step, state.max_steps) else {}
+
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
+        if "loss" in logs:
+            logs |= self.islands.mean_log(logs) | self.metrics
+            state.log_history[-1] |= logs
 
 
 class Recorder(TrainerCallback):

@@ -186,7 +186,7 @@ class Saver:
         stop = self.ctx.rank == 0 and self.ctx.should_stop()
         flags = torch.tensor([self._is_due(step), stop], dtype=torch.int32, device=device)
         if self.ctx.world_size > 1:
-            torch.distributed.broadcast(flags, src=0)
+            torch.distributed.broadcast(flags, src=0, group=self.ctx.all_workers)
         save, stop = (bool(flag) for flag in flags.tolist())
         return (save or stop) and self.store is not None, stop
 
@@ -194,7 +194,7 @@ class Saver:
         """Whether to save after the last step, which is the output, too: the output may need a model that changed."""
         changed = torch.tensor(self.ctx.rank == 0 and bool(self.ctx.changed_models()), dtype=torch.int32, device=device)
         if self.ctx.world_size > 1:
-            torch.distributed.broadcast(changed, src=0)
+            torch.distributed.broadcast(changed, src=0, group=self.ctx.all_workers)
         return bool(changed) and self.store is not None
 
     def save(self, step: int, state: TrainingState, metrics: Metrics, *, waits: bool = False) -> None:
@@ -290,9 +290,13 @@ class Saver:
         if self.ctx.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was killed while it saved
             folder.mkdir(parents=True)
-        if self.ctx.world_size > 1:
-            torch.distributed.barrier()
+        self.meet()
         return folder
+
+    def meet(self) -> None:
+        """Waits for all workers."""
+        if self.ctx.world_size > 1:
+            torch.distributed.barrier(group=self.ctx.all_workers)
 
     def record(self, step: int, metrics: Metrics, *, can_move: bool = True) -> Checkpoint:
         """What is recorded of a checkpoint at this moment."""
@@ -321,6 +325,8 @@ class Saver:
         self.last_save = time.monotonic()
 
     def _held_here(self, tensors: "Mapping[str, Tensor]") -> dict[str, Chunk]:
+        if self.ctx.islands and self.ctx.islands.index:  # an island's own are in the files of its workers
+            return {}
         found = {key: held_here(each, self.ctx.rank) for key, each in tensors.items()}
         return {key: each for key, each in found.items() if each}
 
@@ -489,12 +495,14 @@ class Checkpointing(TrainerCallback):
         self._of_transformers["_save_checkpoint"](*args, **kwargs)
         if own := self._own_states():
             torch.save(own, own_file(draft, self.ctx.rank))
-        self.trainer.accelerator.wait_for_everyone()
+        self.saver.meet()
         if self.ctx.rank == 0:
-            for name in _UNREAD:
-                (draft / name).unlink(missing_ok=True)
+            if self.ctx.islands:
+                self.ctx.islands.collect(draft)
+            for path in (path for name in _UNREAD for path in draft.rglob(name)):
+                path.unlink()
             self.saver.commit(draft, self.saver.record(step, metrics))
-        self.trainer.accelerator.wait_for_everyone()
+        self.saver.meet()
 
     def _state(self) -> TrainingState:
         gather_again(self.trainer.model)
@@ -643,7 +651,7 @@ class Checkpointing(TrainerCallback):
             self._of_transformers["_load_optimizer_and_scheduler"](checkpoint)
             for _ in self._holders(HasState):  # which an earlier version kept in a file of its own
                 read_state(folder, self.ctx.rank)
-        same = Checkpoints.at(folder).num_workers == self.ctx.world_size
+        same = Checkpoints.at(self.ctx.resume_from or folder).num_workers == self.ctx.world_size
         for name, each in self._holders(HasOwnState):
             own = read_own(folder, self.ctx.rank if same else 0)
             cast(HasOwnState, each).load_own_state(cast("Mapping[str, object]", own[name]), same=same)
@@ -663,7 +671,8 @@ class Checkpointing(TrainerCallback):
 
 def discard_drafts(work_dir: Path) -> None:
     """Deletes drafts of an attempt that was killed while it saved."""
-    for draft in work_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+    drafts = f"{PREFIX_CHECKPOINT_DIR}-*"
+    for draft in (*work_dir.glob(drafts), *work_dir.glob(f"islands/*/{drafts}")):
         shutil.rmtree(draft, ignore_errors=True)
 
 

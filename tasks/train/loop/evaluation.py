@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from accelerate.utils import broadcast, broadcast_object_list
+from accelerate.utils import broadcast
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -97,7 +97,8 @@ def held_out_loss(trainer: "Trainer", rows: "Dataset", ctx: TrainContext) -> flo
             weight = (batch["labels"][:, 1:] != -100).sum() if "labels" in batch else len(indices)
             if counts:
                 sums += torch.stack([loss.double() * weight, torch.as_tensor(weight, device=loss.device).double()])
-    total, weight = trainer.accelerator.reduce(sums, "sum").tolist()
+    sums = trainer.accelerator.reduce(sums, "sum")
+    total, weight = (ctx.islands.sum(sums) if ctx.islands else sums).tolist()
     return float(total / weight)
 
 
@@ -282,7 +283,9 @@ class BestModel(TrainerCallback):
         """
         self.checkpointing.saver.wait()  # it may be the one that is being written
         damage = [self.store.damage(step) if self.ctx.rank == 0 else []]
-        for found in filter(None, broadcast_object_list(damage)):
+        if self.ctx.world_size > 1:
+            torch.distributed.broadcast_object_list(damage, src=0, group=self.ctx.all_workers)
+        for found in filter(None, damage):
             stage = self.store.directory.parents[1].name
             raise ArtifactError(
                 f"the best model is that of step {step}, and its checkpoint is not what was committed: "
