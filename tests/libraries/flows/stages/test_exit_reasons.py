@@ -1,3 +1,4 @@
+import importlib
 import signal
 import socket
 import stat
@@ -96,6 +97,46 @@ def test_a_wait_for_nodes_ends_with_what_is_missing_and_what_is_kept(cluster_job
         "1 node: a (10.0.0.1, node 1) with 2 CPUs, with what others use; its checkpoint of step 4 is kept: add nodes "
         "and run again, ask for fewer workers, or set resources.min_workers to resume with fewer after a lost node"
     )
+
+
+class Group:
+    """A placement group that is ready after so many polls."""
+
+    def __init__(self, polls: int) -> None:
+        self.polls, self.asked, self.removed = polls, [], 0
+
+    def wait(self, seconds: float) -> bool:
+        self.polls -= 1
+        return self.polls < 0
+
+    def replace_those_of(self, monkeypatch) -> None:
+        module = importlib.import_module("ray.util.placement_group")
+        monkeypatch.setattr(module, "placement_group", lambda *args, **named: self.asked.append((*args, named)) or self)
+        monkeypatch.setattr(module, "placement_group_table", lambda group: {"bundles_to_node_id": {1: "b", 0: "a"}})
+        monkeypatch.setattr(module, "remove_placement_group", lambda group: setattr(self, "removed", 1))
+
+
+def test_each_node_is_reserved_for_an_equal_share_of_the_workers(cluster_job, monkeypatch):
+    wide = Resources(num_workers=4, num_nodes=2, cpus_per_worker=3, gpus_per_worker=1, gpu="H100")
+    group = Group(polls=2)
+    group.replace_those_of(monkeypatch)
+    assert launch._reserve(replace(cluster_job, resources=wide)) == ["a", "a", "b", "b"]
+    bundle = {"CPU": 6.0, "GPU": 2.0, "accelerator_type:H100": 0.001}
+    assert group.asked == [([bundle] * 2, {"strategy": "STRICT_SPREAD"})]
+    assert group.removed
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_wait_for_nodes_has_an_end_and_can_be_stopped(cluster_job, monkeypatch, stops):
+    group = Group(polls=10**9)
+    group.replace_those_of(monkeypatch)
+    monkeypatch.setattr(launch, "joined_cluster", lambda: Cluster(nodes=(Node(host="a", node="1", cpus=1.0),)))
+    waits = replace(cluster_job, resources=replace(cluster_job.resources, wait_minutes=60.0 if stops else 1e-6))
+    if stops:
+        waits.ask_to_stop()
+    with pytest.raises(StoppedError if stops else StageError, match="for 2 workers with 2 CPUs each, on 1 node"):
+        launch._reserve(waits)
+    assert group.removed
 
 
 def test_an_error_of_the_method_comes_before_what_followed_from_it_and_is_no_loss(cluster_job):
