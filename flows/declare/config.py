@@ -762,14 +762,14 @@ def _built(
     kept = _apply_training(cls, recipe, root.training) if issubclass(cls, Training) else []
     if recipe.get("adapter", False) is None and recipe.get("quantization") == quantization:
         recipe.pop("quantization", None)  # the default needs an adapter, which this stage does not have
-    notes: tuple[str, ...] = (
-        (f"{where}.method: sets {', '.join(kept)} itself, and not as the preset does",) if kept else ()
-    )
+    notes = [f"{where}.method: sets {', '.join(kept)} itself, and not as the preset does"] if kept else []
     if recipe.get("precision") == "auto" and "precision" in taken:
         recipe["precision"] = resources.resolved_precision("auto")
         because = f"gpus_per_worker={resources.gpus_per_worker}"
-        notes += (f"{where}.method.precision=auto: {recipe['precision']}, because {because}",)
-    return Stage(method=typed(cls, recipe, f"{where}.method"), inputs=parts.inputs, resources=resources, notes=notes)
+        notes.append(f"{where}.method.precision=auto: {recipe['precision']}, because {because}")
+    method = typed(cls, recipe, f"{where}.method")
+    resources = resources.of_batch(getattr(method, "global_batch_size", None))
+    return Stage(method=method, inputs=parts.inputs, resources=resources, notes=tuple(notes))
 
 
 AUTO = "auto"  # adapter=auto: the plan chooses it

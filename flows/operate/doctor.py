@@ -34,6 +34,7 @@ from lineage.filesystem.remote_files import request
 from lineage.mlflow.address import is_server, schema_fault, shown, sqlite_file, tracking_uri
 from lineage.secrets import redacted
 from lineage.store import Store
+from posttrain import PACKAGES, ROOT
 
 _CHECKOUT = Path(__file__).parents[2]
 _INSTALL = "pip install --requirement requirements.lock"
@@ -102,6 +103,7 @@ def diagnose(overrides: Sequence[str], config_dir: Path | None) -> Iterator[Find
     except ConfigError as error:
         refused = error
     yield from check_packages(*installed())
+    yield check_names(sys.path)
     yield from check_store(pipeline.store if pipeline else Path.cwd(), pipeline.stages if pipeline else ())
     yield from check_limits()
     yield check_gpus()
@@ -128,6 +130,18 @@ def installed() -> tuple[dict[str, str], dict[str, list[str]], str]:
     lock = _CHECKOUT / "requirements.lock"
     versions = {name: each.version for name, each in found.items()} | {"python": platform.python_version()}
     return versions, requires, lock.read_text() if lock.exists() else ""
+
+
+def check_names(path: Sequence[str]) -> Finding:
+    """Names what has the name of one of our packages elsewhere on the path: our processes use ours."""
+    places = [Path(each) for each in path if os.path.abspath(each) != ROOT]
+    found = [
+        each for place in places for name in PACKAGES for each in (place / f"{name}.py", place / name) if each.exists()
+    ]
+    remedy = "nothing for posttrain, which uses its own; a method or function of yours needs a module of another name"
+    return _judged(
+        "names", list(map(str, dict.fromkeys(found))), "no other lineage, tasks or flows is on the path", remedy, "warn"
+    )
 
 
 def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]], lock: str) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from lineage.graph.places import artifact_at, node_key, parts_below, view_at
 from lineage.store import Entry
 
 FORMS = (
-    "a fingerprint or at least 4 digits of one, PIPELINE/STAGE, STAGE@DIGITS, the path of an output, "
+    "a fingerprint or at least 4 digits of one, PIPELINE/STAGE, STAGE, STAGE@DIGITS, the path of an output, "
     "alias:NAME, source:NAME"
 )
 _ALIAS = "alias:"
@@ -65,8 +65,15 @@ def _candidates(ref: str, index: Index) -> list[str]:
     if ref.startswith(SOURCE):
         return index.sources(ref.removeprefix(SOURCE))[-1:]
     if _DIGITS.fullmatch(ref):
-        return _one_per_artifact(_by_digits(ref, index))
-    return _by_path(ref, index) or _by_place(ref, index)
+        return _one_per_artifact(_by_digits(ref, index)) or _by_stage(ref, index)
+    return _by_path(ref, index) or _by_place(ref, index) or _by_stage(ref, index)
+
+
+def _by_stage(ref: str, index: Index) -> list[str]:
+    """The newest artifact of a stage of that name, in whichever pipeline."""
+    found = [index.newest(pipeline, stage) for pipeline, stage in index.places() if stage == ref]
+    newest = max((each for each in found if each), key=lambda each: each.end, default=None)
+    return [newest.id] if newest else []
 
 
 def _by_alias(alias: str, index: Index) -> list[str]:

@@ -320,3 +320,10 @@ def test_the_page_shows_what_the_command_prints_of_a_source(call):
     (shown,) = re.findall(r"`posttrain data quickstart:instructions`:\n\n```\n(.*?)^```", PAGE.read_text(), re.M | re.S)
     assert code == 0 and without_numbers(printed) == without_numbers(shown)
     assert report_of(call("source:corpus", "--json"))["sources"]["rows"]["path"] == "quickstart:corpus"
+
+
+def test_a_model_has_the_names_that_it_has_in_a_plan(call):
+    code, _, err = call("a.jsonl", "model=tiny", a_jsonl=lines(texts(100)))
+    assert code == 2 and "model=tiny: a run makes it, so it has no tokenizer yet" in err
+    code, _, err = call("a.jsonl", "model=smolm2", a_jsonl=lines(texts(100)))
+    assert code == 2 and "model=smolm2: no such model; accepted: " in err and "did you mean smollm2?" in err

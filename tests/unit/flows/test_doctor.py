@@ -345,3 +345,12 @@ def test_of_two_copies_of_a_package_the_first_on_the_path_counts(tmp_path, monke
 def test_loopback_is_told_from_the_world():
     assert all(map(doctor.is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "::ffff:127.0.0.1")))
     assert not any(map(doctor.is_loopback, ("0.0.0.0", "::", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1%eth0")))
+
+
+def test_modules_of_our_names_elsewhere_are_named(tmp_path):
+    (tmp_path / "tasks.py").write_text("")
+    (tmp_path / "flows").mkdir()
+    found = doctor.check_names([str(tmp_path), str(tmp_path / "absent")])
+    assert (found.level, found.found) == ("warn", f"{tmp_path}/tasks.py; {tmp_path}/flows")
+    assert "another name" in found.remedy
+    assert doctor.check_names([doctor.ROOT, str(tmp_path / "absent")]).level == "ok"

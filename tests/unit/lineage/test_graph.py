@@ -141,6 +141,12 @@ def test_pipeline_and_stage_mean_the_newest_unless_there_is_a_view(store, tmp_pa
     assert found(store, "p/dpo") == found(store, str(view / "output" / "content.txt")) == node(viewed)
 
 
+def test_a_stage_means_its_newest_artifact_in_whichever_pipeline(store):
+    store.stage("dpo", {}, recipe={"method": "Same", "n": 1})
+    newest = store.stage("dpo", {}, recipe={"method": "Same", "n": 2})
+    assert found(store, "dpo") == node(newest)
+
+
 def test_a_source_means_the_version_read_last(store):
     store.stage("corpus", {"rows": store.source("corpus", "a")})
     store.stage("corpus", {"rows": store.source("corpus", "b")})
@@ -166,7 +172,7 @@ def test_an_alias_of_a_fingerprint_that_two_stages_share_means_the_promoted_one(
     [
         ("p/dpoo", "did you mean p/dpo"),
         ("q/dpo", "did you mean p/dpo"),
-        ("dpo", r"accepted: .*PIPELINE/STAGE.*did you mean p/dpo"),
+        ("dpoo", r"accepted: .*PIPELINE/STAGE, STAGE,.*did you mean p/dpo"),
         ("nothing", r"there are: p/base, p/corpus"),
         ("source:corpse", "did you mean source:corpus"),
         ("alias:champion", "aliases now: none; set it with: posttrain promote"),

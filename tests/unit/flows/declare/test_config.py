@@ -38,6 +38,13 @@ def test_a_model_is_a_directory_a_hub_id_or_the_name_of_a_shipped_one(tmp_path):
 TYPED = ["6e53", "1.10", "2024", "1_000", "+5", "1e999", "-0", "12e4567"]
 
 
+def test_a_batch_smaller_than_the_micro_batch_makes_the_micro_batch_smaller():
+    stages = toy("stages.left.method.global_batch_size=4", "stages.right.method.global_batch_size=16").stages
+    assert [stages[name].resources.micro_batch_size for name in ("left", "right")] == [4, 8]
+    shared = toy("stages.left.method.global_batch_size=4", "resources.num_workers=2", "~stages.right")
+    assert shared.stages["left"].resources.micro_batch_size == 2
+
+
 @pytest.mark.parametrize("text", TYPED)
 def test_a_text_field_takes_a_number_as_it_was_typed(tmp_path, text):
     rows = toy(f"sources.rows.revision={text}", f"tags=[{text}, x]", f"+sources.rows.columns={{prompt: {text}}}")
