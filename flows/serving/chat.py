@@ -165,6 +165,7 @@ class Speaker:
         from transformers import TextStreamer, set_seed
 
         from tasks.evaluate.answers import answers_of
+        from tasks.model.positions import fix_length
 
         class Streamer(TextStreamer):
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -174,6 +175,7 @@ class Speaker:
         ids = self._prompt(messages)
         generation = copy.copy(self.generation)
         generation.max_new_tokens = min(generation.max_new_tokens, self._left(len(ids)))
+        fix_length(self.model, len(ids) + generation.max_new_tokens)
         set_seed(self.seed + len(self.messages))
         ids_1T = torch.tensor([ids], device=self.model.device)
         with torch.inference_mode():

@@ -55,11 +55,11 @@ def greedy_answers(
         found: list[list[int]] = model.generate(ids_BT, attention_mask=attention_BT)[:, ids_BT.shape[1] :].tolist()
         return found
 
+    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
     with generating(
-        model, do_sample=False, num_beams=num_beams, max_new_tokens=max_new_tokens,
+        model, longest=max(lengths, default=None), do_sample=False, num_beams=num_beams, max_new_tokens=max_new_tokens,
         eos_token_id=sorted(stops) or None, pad_token_id=pad,
     ):  # fmt: skip
-        lengths = [len(prompt) + max_new_tokens for prompt in prompts]
         return answers_of(model, tokenizer, in_batches(generate, lengths, batch_size))
 
 
@@ -87,7 +87,9 @@ def sampled_tokens(
             max_new_tokens=max_new_tokens, pad_token_id=pad, stop_tokens=stops,
         )  # fmt: skip
 
-    return in_batches(generate, [len(prompt) + max_new_tokens for prompt in prompts], batch_size)
+    lengths = [len(prompt) + max_new_tokens for prompt in prompts]
+    with generating(model, longest=max(lengths, default=None)):
+        return in_batches(generate, lengths, batch_size)
 
 
 def answers_of(

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from tasks.model.positions import fix_length
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -148,10 +150,13 @@ def without_router_loss(model: "PreTrainedModel") -> Iterator[None]:
 
 
 @contextmanager
-def generating(model: "PreTrainedModel", **settings: object) -> Iterator[None]:
+def generating(model: "PreTrainedModel", *, longest: int | None = None, **settings: object) -> Iterator[None]:
     """Replaces the model's generation config, from which ``generate`` takes all that its arguments leave out.
 
     In training mode a gradient checkpoint would switch the cache off, and an adapter's dropout would add noise.
+
+    Args:
+        longest: tokens of prompt and answer for ``fix_length``, unless a training has set it.
     """
     import torch
     from transformers import GenerationConfig
@@ -163,10 +168,13 @@ def generating(model: "PreTrainedModel", **settings: object) -> Iterator[None]:
     without_gradients = torch.no_grad() if is_divided(model) else torch.inference_mode()
     model.generation_config = GenerationConfig(**settings)
     model.eval()
+    before = fix_length(model, None)
+    fix_length(model, before or longest)
     try:
         with without_gradients, without_router_loss(model):
             yield
     finally:
+        fix_length(model, before)
         model.generation_config = own
         model.train(was_training)
 

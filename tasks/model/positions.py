@@ -43,7 +43,8 @@ def scale_by_row(model: "PreTrainedModel") -> None:
     """Lets LongRoPE (arXiv:2402.13753) and dynamic NTK scaling choose the factors of each row by that row's length.
 
     transformers chooses them by the longest row of a batch, padding included, so that the rows of a micro batch would
-    change each other; with dynamic NTK also by the longest row before. Shapes: B rows, L tokens of the longest.
+    change each other; with dynamic NTK also by the longest row before. ``fix_length`` sets one length for all rows.
+    Shapes: B rows, L tokens of the longest.
     """
     import torch
 
@@ -62,6 +63,10 @@ def scale_by_row(model: "PreTrainedModel") -> None:
         kind = rotary.rope_type[layer_type] if layer_type else rotary.rope_type
         if not _by_length(kind):
             return whole(x, position_ids, **own)  # type: ignore[no-any-return]
+        if (longest := getattr(rotary, _LONGEST, None)) is not None:
+            last_B1 = torch.full_like(position_ids[:, :1], longest - 1)
+            cos, sin = whole(x, torch.cat([position_ids, last_B1], 1), **own)
+            return cos[:, :-1], sin[:, :-1]
         settings = rotary.config.rope_parameters[layer_type] if layer_type else rotary.config.rope_parameters
         is_longrope = kind == "longrope"
         original = settings["original_max_position_embeddings"] if is_longrope else rotary.original_max_seq_len
@@ -92,7 +97,33 @@ def scale_by_row(model: "PreTrainedModel") -> None:
         return found
 
     rotary.forward = forward
+    setattr(rotary, _LONGEST, None)
     model.get_decoder().register_forward_pre_hook(remember, with_kwargs=True)
+
+
+_LONGEST = "longest_row"  # of what is generated; None: each row's own length
+
+
+def fix_length(model: "Module", longest: int | None) -> int | None:
+    """Chooses the factors of all rows by one length, where they depend on it (``scale_by_row``); None: by each row's.
+
+    A completion grows over the lengths at which factors change, and keys of other factors are in its cache; so vLLM
+    chooses them by the longest row that it serves. Who samples and who scores it must choose alike.
+
+    Returns:
+        The length before.
+    """
+    before: int | None = None
+    for each in model.modules():
+        if hasattr(each, _LONGEST):
+            before = getattr(each, _LONGEST)
+            setattr(each, _LONGEST, longest)
+    return before
+
+
+def scales_by_length(model: "Module") -> bool:
+    """Whether its factors depend on lengths, which a CUDA graph cannot read."""
+    return any(hasattr(each, _LONGEST) for each in model.modules())
 
 
 def _by_length(rope_type: object) -> bool:

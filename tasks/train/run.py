@@ -40,7 +40,7 @@ from tasks.judgement.estimate import MOST_TOKENS, architecture, sequences, token
 from tasks.model.adapter_files import intake
 from tasks.model.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
 from tasks.model.merging import golden_prompts
-from tasks.model.positions import require_positions
+from tasks.model.positions import fix_length, require_positions
 from tasks.model.tokenizers import read_otherwise, require_same_tokens, tokenizer_of
 from tasks.recipe import Role
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS
@@ -283,6 +283,7 @@ class TrainingRun:
             scores = (each for each, other in self.method.models.items() if other == Role.REWARD_MODEL)
             start = next((each for each in scores if each in self.inputs), _POLICY)
             model = models.load_value_model(self.method, self.inputs[start], self.ctx)
+            fix_length(model, self.method.max_length)  # as the policy: a value does not depend on what follows
             if self.method.optimizer.weights:
                 hold_in(model, "as trained")
             prepare_layers(model, self.ctx.resources, own_loop=True)
@@ -291,6 +292,8 @@ class TrainingRun:
         require_same_tokens(self.inputs[_POLICY], self.inputs[name])
         model = models.load_model(self.inputs[name], self._frozen_dtype, Shards.of(self.ctx.resources))
         require_positions(model.config, self.method.max_length)
+        if role == Role.TEACHER and not self.method.reads.trained:  # it scores what the policy generates
+            fix_length(model, self.method.max_length)
         if role == Role.REWARD_MODEL:
             install_scores(model)
         elif tokenizer_of(self.inputs[name].path).chat_template != self._start.tokenizer.chat_template:

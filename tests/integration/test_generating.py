@@ -33,6 +33,7 @@ from tasks.train.models import load as models
 from tasks.train.run import TrainingRun, row_order
 from tests import completion_scores, tiny_models, training
 from tests.integration.test_resume import SAVING, stop_and_go_on
+from tests.tiny_models import write_model
 from tests.trained_store import LORA, Made
 from tests.training import same, weights
 
@@ -919,3 +920,32 @@ def test_bf16_follows_fp32(root: Path, tmp_path: Path) -> None:
         for each in ("fp32", "bf16")
     ]
     assert found[0] == pytest.approx(found[1], rel=0.1) and found[0] != found[1]
+
+
+@pytest.mark.parametrize("scaling", ["longrope", pytest.param("dynamic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[] if each in ("grpo", "ppo") else pytest.mark.slow) for each in training.GENERATING],
+)
+def test_rows_above_and_below_the_original_length_are_sampled_as_they_are_trained(
+    tmp_path: Path, name: str, scaling: str
+) -> None:
+    """Positions are scaled by one length, whatever the micro batch; prompts have 22 to 34 tokens."""
+    root, original = training.write_inputs(tmp_path / "inputs", num_rows=16), 32
+    rope = {"rope_type": scaling, "rope_theta": 1e4, "factor": 4.0}
+    if scaling == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": original}
+    write_model(
+        root / "policy", "phi3" if scaling == "longrope" else "llama", head_dim=8, hidden_size=32, rope_parameters=rope,
+        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3,
+        max_position_embeddings=original if scaling == "dynamic" else 4 * original,
+        original_max_position_embeddings=original,
+    )  # fmt: skip
+    stage = training.method(name, num_steps=2, max_completion_length=8)
+    runs = [
+        training.train(stage, root, tmp_path / f"micro{size}", resources=Resources(micro_batch_size=size))
+        for size in ((2, 8) if name == "online_dpo" else (1, 4))  # a pair is in one micro batch
+    ]
+    assert runs[1].losses == pytest.approx(runs[0].losses, rel=1e-4)
+    differences = [metrics["sampler/logp_difference_max"] for run in runs for _, metrics in run.reports]
+    assert len(differences) == 4 and max(differences) < 1e-3

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, Cache, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from tasks.model.positions import scales_by_length
 from tasks.train.generation.one_policy import token_logps
 from tasks.train.kernels.padding_free import is_padding_free
 from tasks.train.models.quantized_base import is_quantized
@@ -36,7 +37,8 @@ Draw = Callable[["Tensor"], None]  # fills (B, V) with the noise of the next tok
 
 def decodes(model: "PreTrainedModel") -> bool:
     """Whether its layers are known to be plain causal attention, on one GPU as a whole, and not in few bits."""
-    return model.device.type == "cuda" and is_padding_free(model) and not is_quantized(model) and not is_divided(model)
+    on_gpu = model.device.type == "cuda" and is_padding_free(model) and not is_quantized(model)
+    return on_gpu and not is_divided(model) and not scales_by_length(model)
 
 
 @torch.no_grad()

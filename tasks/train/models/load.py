@@ -17,7 +17,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.source.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
 from tasks.context import Metrics
-from tasks.data.kinds import tokens_of
+from tasks.data.kinds import TEXT, tokens_of
 from tasks.model.adapter_files import (
     ADAPTER_DIR,
     Base,
@@ -43,7 +43,7 @@ from tasks.model.merging import (
     require_same_values,
     tolerance_of,
 )
-from tasks.model.positions import scale_by_row
+from tasks.model.positions import fix_length, scale_by_row
 from tasks.model.remote_code import local_options, trusts
 from tasks.model.tokenizers import copy_tokenizer_files, tokenizer_of
 from tasks.recipe import REWARD_HEAD, Input, TrainingRecipe
@@ -123,6 +123,8 @@ def load_policy(
     model = whole_model(
         Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, held=held, shards=Shards.of(ctx.resources)
     )
+    if not getattr(type(method), "reads", TEXT).trained:  # it generates
+        fix_length(model, method.max_length)
     return Policy(model=model, tokenizer=tokenizer_of(policy.path))
 
 
@@ -562,6 +564,7 @@ def save_output(
 
     if ctx.rank != 0:
         return {}
+    fix_length(model, None)  # as a user loads it
     merged = None
     if isinstance(model, PeftModel):
         base, alone = intake(method, policy).beneath or Base.of(policy), method.save == "adapter"
@@ -640,6 +643,7 @@ def require_output_loads(
         directory, use_safetensors=True, trust_remote_code=may_run, output_loading_info=True,
         attn_implementation="eager",
     )  # fmt: skip
+    scale_by_row(loaded)  # else dynamic NTK reads a row by the longest one before
     lost = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
     if lost:
         raise PipelineError(
