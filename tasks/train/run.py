@@ -89,12 +89,12 @@ from tasks.train.models.adapted import (
     finish_adapter,
     new_adapter,
     peft_config,
-    reference_of,
     save_only_the_trained,
     share_trained,
     stacked,
     upon,
 )
+from tasks.train.models.adapters import reference_of
 from tasks.train.models.freeze import freeze, freeze_unread
 from tasks.train.models.quantized_base import step_in_fp32
 from tasks.train.optim.diloco import divided
@@ -305,7 +305,7 @@ class TrainingRun:
 
     def _frozen_policy(self) -> "PreTrainedModel | None":
         """The input policy; None: it is the policy in training, without its adapter or with a copy of it."""
-        found = reference_of(self.method)
+        found = reference_of(self.method.adapter, self.method.adapter_in)
         if found == "off" or (found == "copy" and not self.method.has_own_loop):
             return None
         policy_input, carried = self.inputs[_POLICY], self._intake.carried
@@ -530,7 +530,11 @@ class TrainingRun:
             "ref_model": reference,
         }
         model: PreTrainedModel | PeftModel = policy.model
-        if self.method.adapter and "peft_config" in parameters and reference_of(self.method) == "off":
+        if (
+            self.method.adapter
+            and "peft_config" in parameters
+            and reference_of(self.method.adapter, self.method.adapter_in) == "off"
+        ):
             shared["peft_config"] = self._peft_config(policy.model)
         elif self.method.adapter:
             model = self._adapted(policy.model)
@@ -582,7 +586,11 @@ class TrainingRun:
             finish_adapter(trainer.model, self.method.adapter, self.method.seed)
         if self._is_reward_model:
             install_scores(trainer.model)
-        if self.method.has_reference and not self._precomputes and reference_of(self.method) == "copy":
+        if (
+            self.method.has_reference
+            and not self._precomputes
+            and reference_of(self.method.adapter, self.method.adapter_in) == "copy"
+        ):
             add_reference(trainer.model)
         complete_head(trainer.model)
         if self.method.neftune_alpha:

@@ -10,10 +10,11 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import dropout
 from torch.nn.init import xavier_normal_, xavier_uniform_
 from transformers import AutoModelForCausalLM
+from trl.trainer.utils import use_adapter
 
 from tasks.method import Adapter
 from tasks.train.kernels.fast_lora import speed_up
-from tasks.train.models.adapted import finish_adapter, peft_config
+from tasks.train.models.adapted import add_reference, finish_adapter, peft_config
 from tests import tiny
 
 
@@ -102,6 +103,16 @@ def test_xavier_draws_a_and_leaves_b_zero(policy: Path, init: str, draw: Callabl
     of_a = [each for name, each in found.named_parameters() if ".lora_A." in name]
     assert len(of_a) == 2 * 7 and all(torch.equal(each, draw(torch.empty_like(each))) for each in of_a)
     assert not any(each.any() for name, each in found.named_parameters() if ".lora_B." in name)
+
+
+def test_the_reference_that_is_a_copy_of_the_adapter_drops_nothing(policy: Path) -> None:
+    model = adapted(policy, lora_dropout=0.5).train()
+    add_reference(model)
+    ids = torch.arange(5, 17).view(1, -1)
+    with torch.no_grad(), use_adapter(model, "ref"):
+        assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
+    with torch.no_grad():
+        assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits), "the policy does"
 
 
 def test_without_bf16_layers_compute_as_peft_does_to_the_bit(policy: Path) -> None:

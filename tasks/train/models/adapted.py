@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, cast
 
 import peft
 import torch
@@ -27,7 +27,6 @@ from tasks.train.models.adapters import (
     ADALORA_STEPS,
     ADAPTERS,
     ALL_LINEAR,
-    FROM_DATA,
     ON_HEAD,
     XAVIER,
     Adapter,
@@ -47,8 +46,6 @@ if TYPE_CHECKING:
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State
     from transformers import TrainingArguments as Args
-
-    from tasks.recipe import TrainingRecipe
 
     Logs = dict[str, float]
 
@@ -447,6 +444,9 @@ def add_reference(adapted: PeftModel) -> None:
         if other is not None and other is not value:
             other.data.copy_(value.data)
             other.requires_grad_(False)
+    for name, module in adapted.named_modules():
+        if f".{REFERENCE}" in name and isinstance(module, torch.nn.Dropout):
+            module.p = 0.0  # dropout is of the training
     adapted.set_adapter(DEFAULT)
 
 
@@ -479,21 +479,6 @@ def _is_reference(model: "PreTrainedModel | PeftModel") -> bool:
     """Whether the forward pass is that of the frozen start."""
     layer = next((each for each in model.modules() if isinstance(each, BaseTunerLayer)), None)
     return layer is not None and (layer.disable_adapters or REFERENCE in layer.active_adapters)
-
-
-def reference_of(method: "TrainingRecipe") -> Literal["off", "copy", "model"]:
-    """How the frozen start of a policy with an adapter is represented.
-
-    ``off``: the policy without its adapter. ``copy``: the policy with a frozen copy of the adapter, which did not start
-    at zero. ``model``: a separate model, because the adapter changes weights of the base, or is on top of another one.
-    """
-    adapter = method.adapter
-    if adapter is None or adapter.bias is not None or method.adapter_in == "stack":
-        return "model"
-    is_lora = ADAPTERS[adapter.type].config == "LoraConfig"
-    if method.adapter_in == "continue":
-        return "copy" if is_lora else "model"
-    return "copy" if adapter.init in FROM_DATA or adapter.changes_the_base else "off"
 
 
 def adapter_weights_of(adapted: PeftModel) -> "dict[str, Tensor]":

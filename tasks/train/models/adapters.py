@@ -363,6 +363,19 @@ def why_rows_stay(adapter: Adapter, ids: Sequence[int], *, tied: bool, scores: b
     )
 
 
+def reference_of(adapter: Adapter | None, adapter_in: str | None) -> Literal["off", "copy", "model"]:
+    """How the frozen start of a policy with an adapter is represented.
+
+    ``off``: the policy without its adapter. ``copy``: the policy with a frozen copy of the adapter, which did not start
+    at zero. ``model``: a separate model, because the adapter changes weights of the base, or is on top of another one.
+    """
+    if adapter is None or adapter.bias is not None or adapter_in == "stack":
+        return "model"
+    if adapter_in == "continue":
+        return "copy" if ADAPTERS[adapter.type].config == "LoraConfig" else "model"
+    return "copy" if adapter.init in FROM_DATA or adapter.changes_the_base else "off"
+
+
 def is_plain(adapter: Adapter) -> bool:
     """Whether PEFT itself can find its targets: all linear layers, or names of some."""
     beyond = any(name in GROUPS or _GLOB.search(name) or "." in name for name in adapter.target_names)

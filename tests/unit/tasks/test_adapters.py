@@ -150,3 +150,20 @@ def test_and_is_refused_where_it_is_gone_or_another(adapter: Path, champion: tup
     (entry.path / "manifest.json").unlink()
     with pytest.raises(ArtifactError, match="has no such artifact"):
         base_and_adapters(adapter)
+
+
+@pytest.mark.parametrize(
+    ("fields", "raised"),
+    [
+        ({"adapter": Adapter(dropout=0.1), "adapter_in": "continue"}, True),
+        ({"adapter": Adapter(dropout=0.1, init="pissa")}, True),
+        ({"adapter": Adapter(), "adapter_in": "continue"}, False),
+        ({"adapter": Adapter(dropout=0.1)}, False),
+        ({"adapter": Adapter(dropout=0.1, init="gaussian")}, False),
+    ],
+)
+def test_trainings_whose_reference_had_dropout_are_other_ones_now(fields, raised):
+    dpo = DPO(learning_rate=1e-3, num_steps=1, global_batch_size=8, max_length=64, **fields)
+    assert ("reference_version" in dpo.recipe()) is raised
+    sft = SFT(learning_rate=1e-3, num_steps=1, global_batch_size=8, max_length=64, **fields)
+    assert "reference_version" not in sft.recipe()
