@@ -1,5 +1,6 @@
 """The model that a command names: an artifact of the store, a source of it, or a directory."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,10 @@ class Found:
 
         from tasks.model.tokenizers import tokenizer_of
         from tasks.train.models.load import load_config, load_model
+        from tasks.train.sharding import leave_out_deepspeed
 
+        leave_out_deepspeed()
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that no chat needs
         is_bf16 = load_config(self.path).dtype == torch.bfloat16
         loaded = load_model(self.input, held or ("bf16" if is_bf16 else "fp32"))
         loaded.requires_grad_(False)
