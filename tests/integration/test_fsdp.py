@@ -1,6 +1,7 @@
 """FSDP2 on gloo workers: the trajectory of one process, whole files, and a resume with any number of workers."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from tasks.train.sharding import divided_over
 from tests import training
 from tests.command import Command
 from tests.miniature import MODEL, write_own_rows
+from tests.trained_store import Made
 from tests.training import METHODS, same, trajectory, weights
 from tests.worker_group import Asked, Done, WorkerGroup, rows_of_steps, train
 
@@ -152,6 +154,21 @@ def test_four_workers_take_the_steps_of_one(
     stage = training.method("sft", num_steps=20, max_grad_norm=0.1, adapter=adapter)
     asked = Asked(stage=stage, root=root, folder=tmp_path, resources=PLAIN)
     require_same_trajectory(asked, four_workers, divided(4, sharding, num_nodes=2 if sharding == "fsdp_hybrid" else 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "adapter_in"), [("dpo", "continue"), ("sft", None)])
+def test_an_input_with_an_adapter_is_divided_once_that_is_merged_or_continued(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str, adapter_in: str | None
+) -> None:
+    made = Made(tmp_path, root)
+    policy = made.trained("sft", made.base(), save="adapter", learning_rate=1e-2)
+    inputs = policy.path.parents[2] / "inputs" / "of"  # so that the policy finds its base
+    shutil.copytree(root, inputs, ignore=shutil.ignore_patterns("policy"))
+    (inputs / "policy").symlink_to(policy.path)
+    stage = training.method(name, num_steps=3, adapter=LORA, adapter_in=adapter_in, max_grad_norm=0.1)
+    asked = Asked(stage=stage, root=inputs, folder=tmp_path / "asked", resources=PLAIN)
+    require_same_trajectory(asked, two_workers, divided(2))
 
 
 @pytest.mark.slow
