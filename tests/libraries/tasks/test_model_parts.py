@@ -15,6 +15,7 @@ from lineage.errors import ConfigError
 from lineage.filesystem.digest import DigestCache
 from lineage.source.model_source import OWN_TEMPLATES, TEMPLATE_TOKENS, template_families, with_kwargs
 from lineage.source.sources import Pinned, pin
+from tasks.model.adapter_files import _with_options
 from tasks.model.chat_template import CHAT_TEMPLATES, CHATML, TOKENS
 from tasks.model.fetch_model import checked_config, fetch_model, model_json
 from tasks.model.tokenizers import tokenizer_of
@@ -203,6 +204,14 @@ def test_new_tokens_have_rows_that_are_the_mean_of_the_old_ones(tmp_path, archit
     assert torch.equal(judge.get_input_embeddings().weight, after.get_input_embeddings().weight)
     known = model_json(source, tmp_path / "cache", "config.json")
     assert known == json.loads((directory / "config.json").read_text())
+
+
+def test_an_adapter_finds_its_base_with_new_tokens_by_what_the_manifest_records(model):
+    found = pinned(model, added_tokens=("<a>",), special_tokens=("<b>",), eos_token="<b>", bos_token=PAD, add_bos=False)
+    plain = replace(found.source, added_tokens=(), special_tokens=(), eos_token=None, bos_token=None, add_bos=None)
+    again = _with_options(plain, json.loads(json.dumps(found.record.reading)))
+    assert again == found.source and hash(again) == hash(found.source)
+    assert pin("base", again, DigestCache(None)).fingerprint == found.fingerprint
 
 
 def test_files_without_rows_of_tokens_are_not_copied(model, fetched):
