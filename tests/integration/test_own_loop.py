@@ -173,7 +173,8 @@ def test_gradients_are_averaged_over_the_workers(root: Path, tmp_path: Path, mon
         optimization = Optimization(run, run.policy.model)
         optimization.world_size = world_size
         with monkeypatch.context() as patch:
-            patch.setattr(torch.distributed, "all_reduce", lambda gradient: gradient.mul_(2))  # the other has the same
+            patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+            patch.setattr(torch.distributed, "all_reduce", lambda each, *_: each.mul_(2))  # the other has the same
             run.policy.model(**next(run.micro_batches(0))).loss.backward()
             found.append(optimization.step())
     assert found[0] == found[1] > 0
