@@ -119,7 +119,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLICY = "policy"
-_LONGEST_WAIT = timedelta(days=7)  # the driver finds a worker that hangs
+_LONGEST_WAIT = 7 * 24 * 60  # minutes; the driver finds a worker that hangs
 _SHARED = {"train_dataset", "processing_class", "ref_model", "peft_config"}  # parameters that run.trl(...) sets
 
 
@@ -132,8 +132,7 @@ def train(
         loop: of the method: ``run.fit(run.trl(...))``, or steps of its own on ``run.policy.model``.
     """
     changed = method.adapter is not None and method.adapter.changes_the_base
-    minutes = ctx.resources.timeout_minutes
-    wait = timedelta(minutes=minutes) if minutes else _LONGEST_WAIT
+    wait = timedelta(minutes=ctx.resources.timeout_minutes or _LONGEST_WAIT)
     with divided(method.diloco, ctx.rank, ctx.world_size, base_changed=changed, timeout=wait) as islands:
         run = TrainingRun(method, inputs, replace(ctx, islands=islands))
         try:
@@ -794,17 +793,8 @@ def parameters_of(trainer_class: type) -> set[str]:
 
 
 def require_known(own: Mapping[str, object], known: set[str], parameters: set[str], where: str) -> None:
-    """Requires that own arguments are known, and not set by ``run.trl`` itself.
-
-    Args:
-        known: fields of the config.
-        parameters: of the trainer.
-
-    Raises:
-        ConfigError: names the first that is not, and the nearest.
-    """
-    shared = sorted(own.keys() & _SHARED)
-    if shared:
+    """Refuses an own argument that neither the config (``known``) nor the trainer has, or that ``run.trl`` sets."""
+    if shared := sorted(own.keys() & _SHARED):
         raise ConfigError(
             f"{shared[0]}: run.trl(...) sets it itself, from the method's reads, models and adapter; remove it from "
             "run.trl(...)"
@@ -813,7 +803,7 @@ def require_known(own: Mapping[str, object], known: set[str], parameters: set[st
         nearest = difflib.get_close_matches(name, sorted(known | parameters), 1)
         hint = f"; the nearest is {nearest[0]}" if nearest else ""
         raise ConfigError(
-            f"{name} is not an argument of {where}{hint}; remove it from run.trl(...), or use one of their arguments"
+            f"{name} is not an argument of {where}{hint}; remove it from run.trl(...), or use one of these"
         )
 
 
@@ -900,12 +890,11 @@ def _take_steps(
     start_scaler(trainer)
     for callback in (*watching, StepMarks(ctx, collect), checkpointing):
         trainer.add_callback(callback)
-    if ctx.resume_from:
-        logger.info("checkpoint=%s state=resumed", ctx.resume_from)
     checkpointing.install()
-    checkpoint = ctx.resume_from
-    if ctx.islands and checkpoint and trainer.is_deepspeed_enabled:
+    if (checkpoint := ctx.resume_from) and ctx.islands and trainer.is_deepspeed_enabled:
         checkpoint = ctx.islands.folder(checkpoint)
+    if checkpoint:
+        logger.info("checkpoint=%s state=resumed", checkpoint)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     if callable(getattr(trainer.optimizer, "eval", None)):
         trainer.optimizer.eval()  # switches an averaging optimizer to the average, which is the output

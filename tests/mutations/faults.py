@@ -194,7 +194,7 @@ FAULTS = (
     ),
     Fault(
         what="a resumed loop of its own loses the random state",
-        text="            _set_random_state(torch.load(own, weights_only=True))",
+        text='            set_random_state(cast(RandomState, read_own(folder, self.ctx.rank)["random"]))',
         wrong="            seed_worker(self.run.method.seed, self.step, self.ctx.rank)",
         tests=("test_own_loop::test_stopped_and_resumed_it_ends_with_the_same_model_to_the_bit",),
     ),

@@ -77,7 +77,7 @@ def test_a_plan_resumes_from_the_mirror_what_this_machine_lost(toy, tmp_path):
     assert plan.stage("left").reason.startswith(f"resumes from step 4 of its mirror file://{tmp_path}/mirror/left/")
     claim([plan])
     assert toy(*words, "restart=[left]").stage("left").state == "run"
-    with pytest.raises(ConfigError, match="num_workers=2 with zero_stage=2 cannot resume from it"):
+    with pytest.raises(ConfigError, match="num_workers=2 with sharding=zero2 cannot resume from it"):
         toy(*words, "stages.left.resources.num_workers=2", "stages.left.resources.zero_stage=2",
             "stages.left.resources.micro_batch_size=4")  # fmt: skip
     with pytest.raises(ConfigError, match=r"checkpoint_mirror=/mnt/x: is no URL; s3://BUCKET/PREFIX"):
