@@ -91,7 +91,13 @@ def require_store(root: Path) -> Path:
 def create_store(root: Path) -> None:
     """Creates a store for a command that runs stages; leaves a read-only store unchanged."""
     if not is_store(root):
-        root.mkdir(parents=True, exist_ok=True)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"store={root}: cannot be created ({error.strerror}); a folder in one that this account may write is "
+                "accepted; name another"
+            ) from error
     if not (root / MARKER).exists() and os.access(root, os.W_OK):
         (root / MARKER).write_text("A store of posttrain: outputs of stages, each in STAGE/FINGERPRINT/.\n")
 

@@ -33,7 +33,7 @@ from pydantic import TypeAdapter, ValidationError
 from flows.declare.operation import Operation
 from flows.declare.peer_names import FIELDS, value_of
 from flows.declare.pipeline import Pipeline, Root, Stage, StageNode, TrainingDefaults, listed
-from flows.declare.project import DATA_KEY, data_key
+from flows.declare.project import DATA_KEY, data_key, require_global
 from lineage.artifact import SOURCE, Source
 from lineage.code import target_class
 from lineage.errors import ConfigError, MissingValueError
@@ -222,9 +222,8 @@ def _chosen(
     folders = [CONF, *([config_dir.resolve()] if config_dir else [])]
     files = []
     for each in found.defaults:
-        path = next(
-            folder / f"{each.config_path}.yaml" for folder in folders if (folder / f"{each.config_path}.yaml").is_file()
-        )
+        path = next(filter(Path.is_file, (folder / f"{each.config_path}.yaml" for folder in folders)))
+        require_global(path, each.package or "")
         files.append((path, each.package or "", contents[os.path.realpath(path)]))
     return files, [override for override in found.config_overrides if not override.is_hydra_override()]
 

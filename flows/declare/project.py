@@ -49,6 +49,15 @@ def _node(value: object) -> Node:
     return value if isinstance(value, Mapping) else {}
 
 
+def require_global(path: Path, package: str) -> None:
+    """Refuses a pipeline, a model or a preset whose keys Hydra would put below the name of its group."""
+    if package == path.parent.name and package in ("pipeline", "model", "preset", "part"):
+        raise ConfigError(
+            f"{path}: its keys would be {package}.name, {package}.stages ..., and not name, stages; "
+            "write this as its first line: # @package _global_"
+        )
+
+
 PROJECT = "posttrain.yaml"
 _PLAIN = re.compile(r"[\w./@:+%*-]+")  # what needs no quotes in an override
 

@@ -327,6 +327,11 @@ def _source_has_template(name: str, source: Source, cache: Path) -> bool:
     paths = local_paths(source.path)
     if paths:
         _require_model_files(name, source, paths[0])
+    if source.tokenizer is None and paths and not is_peft(paths[0]) and not has_tokenizer(paths[0]):
+        raise ConfigError(
+            f"sources.{name}.path={source.path}: no tokenizer in it, such as tokenizer.json; copy it there, as "
+            f"tokenizer.save_pretrained writes it, or set sources.{name}.tokenizer=DIRECTORY, or a hub id"
+        )
     if source.chat_template is not None:
         return True
     if source.tokenizer is not None:

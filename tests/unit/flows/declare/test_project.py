@@ -102,3 +102,12 @@ def test_a_file_that_is_no_project_is_refused(tmp_path, monkeypatch, text, messa
         (tmp_path / "no.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message):
         with_project(["no.yaml"])
+
+
+def test_a_pipeline_without_its_first_line_is_told_which(tmp_path):
+    (tmp_path / "pipeline").mkdir()
+    (tmp_path / "pipeline/mine.yaml").write_text("name: mine\nstages: {}\n")
+    with pytest.raises(
+        ConfigError, match=r"mine.yaml: its keys would be pipeline.name.*first line: # @package _global_"
+    ):
+        load_pipeline(["pipeline=mine"], tmp_path)

@@ -27,6 +27,7 @@ def write_model(folder: Path, *, weights: bool = True, template: str | None = No
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))
+    (folder / "tokenizer.json").write_text("{}")
     if weights:
         (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder
@@ -46,6 +47,13 @@ def test_a_directory_that_is_no_model_is_refused_by_the_plan(tmp_path):
     model = write_model(tmp_path / "model", weights=False)
     with pytest.raises(ConfigError, match="no weights in safetensors"):
         make_plan(load_pipeline([f"model={model}"]))
+
+
+def test_a_model_without_a_tokenizer_is_refused_as_such(tmp_path):
+    model = write_model(tmp_path / "model")
+    (model / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"no tokenizer in it, such as tokenizer.json; .*set sources.base.tokenizer="):
+        check_models(load_pipeline([f"model={model}"]))
 
 
 def test_a_missing_chat_template_is_refused_by_the_plan(tmp_path):
