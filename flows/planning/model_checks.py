@@ -103,7 +103,9 @@ def check_models(pipeline: Pipeline) -> None:
         _check_adapter_in(name, pipeline)
         slot = stage.method.needs_template(stage.inputs)
         if slot and not _given(pipeline, stage.inputs, slot, has_template) and not installs:
-            root = root_of(pipeline, stage.inputs[slot]).replace(SOURCE, "sources.", 1)
+            root = root_of(pipeline, stage.inputs[slot])
+            _require_tokenizer(root.removeprefix(SOURCE), pipeline.sources.get(root.removeprefix(SOURCE)))
+            root = root.replace(SOURCE, "sources.", 1)
             fields = [root, *([f"stages.{name}.method"] if hasattr(stage.method, "chat_template") else [])]
             raise ConfigError(
                 f"stages.{name}.inputs.{slot}={stage.inputs[slot]}: that model comes from one without a chat template; "
@@ -327,11 +329,6 @@ def _source_has_template(name: str, source: Source, cache: Path) -> bool:
     paths = local_paths(source.path)
     if paths:
         _require_model_files(name, source, paths[0])
-    if source.tokenizer is None and paths and not is_peft(paths[0]) and not has_tokenizer(paths[0]):
-        raise ConfigError(
-            f"sources.{name}.path={source.path}: no tokenizer in it, such as tokenizer.json; copy it there, as "
-            f"tokenizer.save_pretrained writes it, or set sources.{name}.tokenizer=DIRECTORY, or a hub id"
-        )
     if source.chat_template is not None:
         return True
     if source.tokenizer is not None:
@@ -351,6 +348,16 @@ def _require_model_files(name: str, source: Source, directory: Path) -> None:
                 "a model is a directory as model.save_pretrained and tokenizer.save_pretrained write it, "
                 "or an adapter as PEFT saves it"
             )
+
+
+def _require_tokenizer(name: str, source: Source | None) -> None:
+    """Says of a model on this machine that it has no tokenizer, and not that this has no template."""
+    paths = local_paths(source.path) if source and source.tokenizer is None else []
+    if source and paths and not is_peft(paths[0]) and not has_tokenizer(paths[0]):
+        raise ConfigError(
+            f"sources.{name}.path={source.path}: no tokenizer in it, such as tokenizer.json; copy it there, as "
+            f"tokenizer.save_pretrained writes it, or set sources.{name}.tokenizer=DIRECTORY, or a hub id"
+        )
 
 
 def _has_template(directory: Path) -> bool:
