@@ -266,10 +266,16 @@ def _with_columns(examples: "Dataset") -> "Dataset":
     return examples.with_transform(decoded)
 
 
-def tokens_of(example: Mapping[str, list[int]]) -> list[int]:
+def parts_of(example: Mapping[str, Sequence[int]]) -> tuple[Sequence[int], list[Sequence[int]]]:
+    """The tokens of an example: of its text or prompt, and of each answer, the chosen one first."""
+    answers = [example[name] for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in example]
+    return example["input_ids" if "input_ids" in example else "prompt_ids"], answers
+
+
+def tokens_of(example: Mapping[str, Sequence[int]]) -> list[int]:
     """The tokens of an example as one row: of a pair, those of the prompt with the chosen answer."""
-    names = ("input_ids", "prompt_ids", "chosen_ids", "completion_ids")
-    return [token for name in names for token in example.get(name, ())]
+    asked, answers = parts_of(example)
+    return [*asked, *(answers[0] if answers else ())]
 
 
 def _labelled_text(tokenizer: "PreTrainedTokenizerBase", columns: Columns) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lineage.errors import PipelineError
-from tasks.data.kinds import IGNORED
+from tasks.data.kinds import IGNORED, parts_of
 from tasks.train.sharding import exchange, is_divided, local
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ else:
 logger = logging.getLogger(__name__)
 
 _STEP = "micro_batches"  # the only key of the inputs that the trainer's loop passes on
-_ANSWERS = ("chosen_ids", "rejected_ids", "completion_ids")
 _OF_TOKENS = ("mean_token_accuracy", "entropy")  # TRL's means over the trained tokens of a micro batch
 _FILL = 0.92  # share of a GPU's free memory to use: the allocator leaves gaps
 
@@ -75,8 +74,8 @@ class MicroBatch:
 
 def num_tokens(example: "Example", *, padded: bool) -> int:
     """Tokens that the layers process for an example; a prompt is processed once for all answers, unless ``padded``."""
-    answers = [len(example[name]) for name in _ANSWERS if name in example]
-    prompt = len(example.get("input_ids", ())) + len(example.get("prompt_ids", ()))
+    asked, answered = parts_of(example)
+    prompt, answers = len(asked), [len(each) for each in answered]
     if not padded or not answers:
         return max(1, prompt + sum(answers))
     return max(1, len(answers) * (prompt + max(answers)))
@@ -370,5 +369,5 @@ class _State:
 def _trained(example: "Example") -> int:
     labels = example.get("labels")
     if labels is None:
-        return max(1, sum(len(example[name]) for name in _ANSWERS if name in example))
+        return max(1, sum(len(each) for each in parts_of(example)[1]))
     return sum(int(label != IGNORED) for label in labels[1:])
