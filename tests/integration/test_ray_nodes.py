@@ -191,7 +191,7 @@ def test_without_a_replacement_or_fewer_workers_the_last_good_checkpoint_is_name
     )
     assert f"on 2 nodes, and the cluster has 1 node: {gethostname()} ({HEAD}, node " in last
     assert "; its checkpoint of step " in last and " is kept: add nodes and run again" in last
-    nodes.start(SECOND)
+    nodes.start(THIRD)
     assert own("run", "store=left", *resources()).returncode == 0
     assert manifest(own, "left").provenance["resumed_at"]
 
