@@ -227,13 +227,15 @@ def summary(plan: Plan, seconds: dict[str, float], wall: float, cli_args: Sequen
     table = empty_table("stage", "seconds", "tokens/s", "output", numbers=("seconds", "tokens/s"))
     for planned in plan.stages:
         speed = _manifest(plan, planned).metrics.get("tokens_per_second")
-        took = f"{seconds[planned.name]:.1f}" if planned.name in seconds else "reused"
+        took = f"{seconds[planned.name]:.1f}" if seconds.get(planned.name) else "reused"  # 0: another run made it
         table.add_row(planned.name, took, f"{speed:,.0f}" if speed else "", str(plan.entry(planned).output))
     parts.append(plain_text(table))
     if not plan.stale:
         parts.append(f"nothing to do: all {len(plan.stages)} stages are finished ({wall:.1f} s)")
     else:
-        parts.append(f"{plan.pipeline.name}: {len(plan.stale)} of {len(plan.stages)} stages run in {wall:.1f} s")
+        ran = sum(1 for took in seconds.values() if took)
+        others = f", {len(plan.stale) - ran} made by another run meanwhile" if ran < len(plan.stale) else ""
+        parts.append(f"{plan.pipeline.name}: {ran} of {len(plan.stages)} stages run in {wall:.1f} s{others}")
     parts.append(_next(plan, cli_args))
     return printable_text("\n\n".join(part.rstrip() for part in parts))
 

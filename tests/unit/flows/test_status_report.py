@@ -16,10 +16,11 @@ from flows.progress.run_record import (
     run_record_path,
 )
 from flows.progress.stage_progress import Progress
-from flows.reports.run import views
+from flows.reports.run import summary, views
 from flows.reports.status import status_dict, status_text
 from lineage.filesystem.owner import Owner, host
 from lineage.record.attempts import record_attempt
+from tests.finished import finish
 from tests.sweeps import complete, ended
 
 
@@ -250,3 +251,17 @@ def test_what_the_curves_of_a_running_stage_show_is_a_line_below_it(store, live)
     assert [each["findings"] for each in running["stages"] if each["stage"] == "dpo"] == [
         [{"rule": "flat", "evidence": evidence}]
     ]
+
+
+def test_a_run_that_waited_for_another_says_what_it_ran_itself(toy):
+    plan = toy()
+    finish(plan)
+    names = [planned.name for planned in plan.stages]
+    waited = summary(plan, dict.fromkeys(names, 0.0), 1.0, [])
+    assert f"toy: 0 of {len(names)} stages run in 1.0 s, {len(names)} made by another run meanwhile" in waited
+    both = summary(plan, {**dict.fromkeys(names, 0.0), names[0]: 2.0}, 1.0, [])
+    assert f"toy: 1 of {len(names)} stages run in 1.0 s, {len(names) - 1} made by another" in both
+    assert len([line for line in both.splitlines() if " reused " in line]) == len(names) - 1
+    assert f"toy: {len(names)} of {len(names)} stages run in 1.0 s\n" in summary(
+        plan, dict.fromkeys(names, 2.0), 1.0, []
+    )
