@@ -28,7 +28,7 @@ from tasks.recipe import (
 )
 from tasks.reward_functions import identity_of
 from tasks.train.best import Validation
-from tasks.train.models.adapters import Adapter, reference_of
+from tasks.train.models.adapters import Adapter
 from tasks.train.models.quantization import Quantization
 from tasks.train.optim.optimizers import Optimizer
 from tasks.train.optim.schedules import Adaptive, Schedule
@@ -112,7 +112,7 @@ class Training(TrainingRecipe):
                 version = recipe.get(entry, 1)
                 assert isinstance(version, int)
                 recipe[entry] = version + raised
-        is_copy = self.has_reference and reference_of(self.adapter, self.adapter_in) == "copy" and not self.has_own_loop
+        is_copy = self.has_reference and self.reference_kind == "copy" and not self.has_own_loop
         if is_copy and self.adapter and self.adapter.dropout:
             recipe["reference_version"] = 2  # at first the copy of the adapter had its dropout too
         for field in LOOP_FIELDS - self.applies if self.has_own_loop else ():

@@ -33,7 +33,7 @@ from tasks.train.best import (
     Validation,
     steps_of_epochs,
 )
-from tasks.train.models.adapters import STACKED, Adapter
+from tasks.train.models.adapters import STACKED, Adapter, reference_of
 from tasks.train.models.freeze import Freeze
 from tasks.train.models.quantization import Quantization
 from tasks.train.optim.diloco import DiLoCo
@@ -339,6 +339,11 @@ class TrainingRecipe(Method):
     def has_reference(self) -> bool:
         """Whether the training compares the policy with its frozen start."""
         return FROZEN_POLICY in self.models.values()
+
+    @property
+    def reference_kind(self) -> Literal["off", "copy", "model"]:
+        """``reference_of`` its adapter."""
+        return reference_of(self.adapter, self.adapter_in)
 
     def _apply_short_forms(self) -> None:
         """Moves the value of each short form to its setting, so that one place holds it.

@@ -12,8 +12,11 @@ from flows.verl.recipe import VERSION, Places, flat, verl_recipe
 from lineage.artifact import MODELS, SOURCE
 from lineage.errors import ArtifactError, ConfigError
 from lineage.filesystem.digest import DigestCache
+from lineage.source.model_source import model_options
+from lineage.store import CACHE
 from tasks.data.kinds import HELD_OUT, TRAIN, messages_of, tools_of
 from tasks.evaluate.row_scores import WEIGHTS_FILE
+from tasks.model.fetch_model import fetch_model
 from tasks.reward_functions import Rewards
 from tasks.train.generation.generating import Generating
 
@@ -132,6 +135,15 @@ def _finished(plan: Plan, stage: str, input_: PlannedInput) -> Path:
             f"posttrain stage {input_.name}"
         )
     path = plan.path_of(input_)
+    options = model_options(input_.source) if input_.source and input_.entry is None else {}
+    if input_.source and input_.source.has_new_tokens:
+        path = fetch_model(input_.source, plan.pipeline.store / CACHE)  # whole, with what else the source sets
+    elif options:
+        raise ConfigError(
+            f"{stage} reads {input_.name.removeprefix(SOURCE)}, whose source sets {', '.join(options)}: verl reads the "
+            f"files in {path}, which lack it; a model whose files have it is accepted; train a stage on it before, or "
+            "save it with these settings, and remove them"
+        )
     if not path.is_dir():
         raise ArtifactError(
             f"{stage} reads {input_.name.removeprefix(SOURCE)}, and {path} is not a directory; verl reads a model from "

@@ -244,9 +244,9 @@ def recorded_source(record: SourceRecord) -> Source:
 def _with_options(source: Source, recorded: Mapping[str, object]) -> Source:
     """A source with the options that were set beside its path."""
     options = json.loads(json.dumps({name: value for name, value in recorded.items() if name in MODEL_OPTIONS}))
-    return replace(
-        source, **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-    )
+    lists = {name: tuple(value) for name, value in options.items() if isinstance(value, list)}
+    options.update(lists)
+    return replace(source, **options)
 
 
 def _recorded(adapter: Path, base: Base) -> Iterator[SourceRecord]:

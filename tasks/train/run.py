@@ -94,7 +94,6 @@ from tasks.train.models.adapted import (
     stacked,
     upon,
 )
-from tasks.train.models.adapters import reference_of
 from tasks.train.models.freeze import freeze, freeze_unread
 from tasks.train.models.quantized_base import step_in_fp32
 from tasks.train.optim.diloco import divided
@@ -304,7 +303,7 @@ class TrainingRun:
 
     def _frozen_policy(self) -> "PreTrainedModel | None":
         """The input policy; None: it is the policy in training, without its adapter or with a copy of it."""
-        found = reference_of(self.method.adapter, self.method.adapter_in)
+        found = self.method.reference_kind
         if found == "off" or (found == "copy" and not self.method.has_own_loop):
             return None
         policy_input, carried = self.inputs[_POLICY], self._intake.carried
@@ -312,8 +311,7 @@ class TrainingRun:
             base = models.load_policy(self.method, policy_input, self.ctx, self._intake, self._frozen_dtype).model
             replace_kernels(base, self.method.precision, self.ctx.resources)
             return models.frozen(stacked(hold_in(base, self._frozen_dtype), carried).get_base_model())
-        is_split = self.method.optimizer.weights is not None
-        held: Held = "as trained" if self._rounds_as_policy or is_split else self._frozen_dtype
+        held: Held = "as trained" if self._rounds_as_policy or self.method.optimizer.weights else self._frozen_dtype
         reference = models.load_policy(self.method, policy_input, self.ctx, held=held).model
         replace_kernels(reference, self.method.precision, self.ctx.resources)
         return models.frozen(hold_in(reference, held))
@@ -529,11 +527,7 @@ class TrainingRun:
             "ref_model": reference,
         }
         model: PreTrainedModel | PeftModel = policy.model
-        if (
-            self.method.adapter
-            and "peft_config" in parameters
-            and reference_of(self.method.adapter, self.method.adapter_in) == "off"
-        ):
+        if self.method.adapter and "peft_config" in parameters and self.method.reference_kind == "off":
             shared["peft_config"] = self._peft_config(policy.model)
         elif self.method.adapter:
             model = self._adapted(policy.model)
@@ -581,15 +575,10 @@ class TrainingRun:
         Args:
             frozen: further models that the trainer reads rows with, such as a teacher.
         """
-        if self.method.adapter:
-            finish_adapter(trainer.model, self.method.adapter, self.method.seed)
+        finish_adapter(trainer.model, self.method.adapter, self.method.seed)
         if self._is_reward_model:
             install_scores(trainer.model)
-        if (
-            self.method.has_reference
-            and not self._precomputes
-            and reference_of(self.method.adapter, self.method.adapter_in) == "copy"
-        ):
+        if self.method.has_reference and not self._precomputes and self.method.reference_kind == "copy":
             add_reference(trainer.model)
         complete_head(trainer.model)
         if self.method.neftune_alpha:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -143,7 +144,13 @@ def test_what_verl_cannot_read_is_refused(folder: Path) -> None:
     empty = command("export", "verl", "grpo", *words(folder), "--set", "trainer.nnodes")
     assert empty.returncode == 2 and "--set trainer.nnodes: KEY=VALUE is accepted" in empty.stderr
     out = folder / "verl" / "grpo"
+    template = command("export", "verl", "grpo", *words(folder), "sources.base.chat_template=hermes")
+    assert template.returncode == 2 and "whose source sets chat_template: verl reads the files in" in template.stderr
     assert not out.exists()  # a refused export writes nothing
+    tokens = command("export", "verl", "grpo", *words(folder), "sources.base.added_tokens=['<think>']")
+    assert tokens.returncode == 0, tokens.stderr
+    policy = re.search(r"actor_rollout_ref.model.path=['\"]*([^'\"\s]+)", (out / "run.sh").read_text())
+    assert policy and json.loads((Path(policy[1]) / "config.json").read_text())["vocab_size"] == 301
     (folder / "chat" / "model.safetensors").rename(folder / "chat" / "adapter_model.safetensors")
     alone = command("export", "verl", "grpo", *words(folder))
     assert alone.returncode == 2 and "an adapter without its base, which verl cannot load" in alone.stderr

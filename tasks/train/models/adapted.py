@@ -280,8 +280,10 @@ class _OnOutput(torch.nn.Dropout):
         return torch.nn.functional.dropout(output, self.p, self.training)
 
 
-def finish_adapter(model: torch.nn.Module, adapter: Adapter, seed: int) -> None:
+def finish_adapter(model: torch.nn.Module, adapter: Adapter | None, seed: int) -> None:
     """Does what PEFT cannot for a new LoRA: an initialization of A, and dropout of its output."""
+    if adapter is None:
+        return
     layers = [each for each in model.modules() if isinstance(each, LoraLayer) and DEFAULT in each.lora_A]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
