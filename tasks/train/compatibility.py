@@ -604,7 +604,7 @@ RULES: tuple[Rule, ...] = (
             "method.diloco.num_islands": SET,
             "resources.sharding": ("fsdp", "fsdp_grad", "fsdp_hybrid", "zero3", "zero3_offload"),
         },
-        reason="each island needs its whole model, and this divides weights over all workers",
+        reason="islands exchange whole weights, and this divides them over the workers",
         nearest={"resources.sharding": "zero2", "resources.zero_stage": 0, "resources.offload": False},
         also={"method.diloco.num_islands": 2, "resources.num_workers": 4, "resources.micro_batch_size": 4},
     ),

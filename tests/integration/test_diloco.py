@@ -183,3 +183,26 @@ def test_the_bytes_that_are_sent_are_those_of_the_plan(
     assert planned.data_parallel == 5 * 4 * num_trained
     sent = [report["diloco/sent_mib"] for _, report in ranks[0].reports if "diloco/sent_mib" in report]
     assert sum(sent) * 2**20 == pytest.approx(planned.in_all[dtype])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "zero1", "zero2"])
+def test_two_islands_of_two_workers_follow_it_too_and_resume_to_the_bit(
+    root: Path, tmp_path: Path, sharding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent")  # DeepSpeed has no compiler
+    group = WorkerGroup(4)
+    try:
+        given = asked(root, tmp_path / "islands", TWO)
+        given = replace(given, resources=replace(RESOURCES, sharding=sharding))
+        ranks = group.train(given)
+        broken = replace(given, folder=tmp_path / "broken")
+        first = group.train(replace(broken, stop_after=3))
+        rest = group.train(replace(broken, resume_step=3))
+    finally:
+        group.close()
+    found = weights(given.folder / "output")
+    expected = reference(given.stage, root, tmp_path / "reference")
+    assert distance(found, {name: expected[name] for name in found}) < 1e-5
+    assert first[0].metric("loss") + rest[0].metric("loss") == ranks[0].metric("loss")
+    assert same(found, weights(broken.folder / "output"))

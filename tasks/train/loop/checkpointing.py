@@ -651,9 +651,10 @@ class Checkpointing(TrainerCallback):
             self._of_transformers["_load_optimizer_and_scheduler"](checkpoint)
             for _ in self._holders(HasState):  # which an earlier version kept in a file of its own
                 read_state(folder, self.ctx.rank)
-        same = Checkpoints.at(self.ctx.resume_from or folder).num_workers == self.ctx.world_size
+        whole = self.ctx.resume_from or folder  # with the parts of all islands
+        same = Checkpoints.at(whole).num_workers == self.ctx.world_size
         for name, each in self._holders(HasOwnState):
-            own = read_own(folder, self.ctx.rank if same else 0)
+            own = read_own(whole, self.ctx.rank if same else 0)
             cast(HasOwnState, each).load_own_state(cast("Mapping[str, object]", own[name]), same=same)
 
     def _load_scaler(self, checkpoint: str | None) -> None:

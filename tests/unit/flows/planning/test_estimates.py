@@ -8,7 +8,7 @@ import yaml
 
 from flows.declare.config import load_pipeline
 from flows.planning import adapter_choice, fit
-from flows.planning.estimates import FILE, Estimator, Features, History, Run
+from flows.planning.estimates import FILE, Estimator, Features, History, Run, island_notes
 from flows.planning.fit import require_fits
 from flows.planning.plan import make_plan
 from flows.reports.run import plan_dict, plan_table
@@ -287,6 +287,21 @@ def test_what_no_worker_holds_is_answered_with_the_cheapest_sharding(demo):
             f"stages.sft.resources.sharding={sharding}"
         ]
     assert need("zero1") > need("zero2") > need("fsdp")
+
+
+def test_the_plan_shows_what_islands_send(demo):
+    islands = ["stages.sft.method.diloco.num_islands=4", "stages.sft.method.diloco.inner_steps=100"]
+    workers = ["stages.sft.resources.num_workers=8", "stages.sft.resources.micro_batch_size=1"]
+    found = estimates(demo(*islands, *workers, "stages.sft.method.num_steps=250"))
+    weights = found["sft"].terms.weights // 4
+    sent = found["sft"].to_dict()["islands"]
+    # In a ring of four, each sends 3/2 of what is added up; the last round of three is a shorter one.
+    assert sent["bytes_by_dtype"] == {"fp32": 18 * weights, "bf16": 9 * weights, "fp16": 9 * weights}
+    assert sent["bytes"] / 250 == sent["bytes_per_step"]
+    assert sent["data_parallel_bytes"] == 250 * 7 * weights
+    [note] = island_notes(found)
+    assert note.startswith("stages.sft: an island sends 24.8 MB in 3 rounds in fp32 (bf16 12.4 MB, fp16 12.4 MB)")
+    assert "islands" not in found["cpt"].to_dict()
 
 
 def test_fewer_weights_are_trained_where_nothing_else_helps(demo, monkeypatch):
