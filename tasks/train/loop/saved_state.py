@@ -183,11 +183,7 @@ def read_state(folder: Path, rank: int, parameters: "Mapping[str, Tensor] | None
     Raises:
         ArtifactError: an earlier version wrote the checkpoint.
     """
-    if not is_ours(folder):
-        raise ArtifactError(
-            f"{folder} was written by an earlier version of posttrain, and holds a state that this one reads in "
-            "another form; finish the stage with that version, or start again with restart=[STAGE]"
-        )
+    _require(folder, STATE)
     divided = torch.load(folder / STATE, map_location="cpu", weights_only=True)
     own = read_own(folder, rank).get("divided", {}) if own_file(folder, rank).exists() else {}
     found: dict[str, torch.Tensor] = {}
@@ -197,9 +193,22 @@ def read_state(folder: Path, rank: int, parameters: "Mapping[str, Tensor] | None
 
 
 def read_own(folder: Path, rank: int) -> dict[str, object]:
-    """The state of one worker."""
+    """The state of one worker.
+
+    Raises:
+        ArtifactError: an earlier version wrote the checkpoint.
+    """
+    _require(folder, OWN.format(rank=rank))
     found: dict[str, object] = torch.load(own_file(folder, rank), map_location="cpu", weights_only=True)
     return found
+
+
+def _require(folder: Path, name: str) -> None:
+    if not (folder / name).exists():
+        raise ArtifactError(
+            f"{folder} lacks {name}: an earlier version of posttrain wrote it, and this one reads the state of a "
+            "training in another form; finish the stage with that version, or start again with restart=[STAGE]"
+        )
 
 
 def own_file(folder: Path, rank: int) -> Path:

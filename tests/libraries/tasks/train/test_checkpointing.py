@@ -151,7 +151,7 @@ def test_what_the_writer_could_not_do_is_raised_at_the_next_step(
 def test_a_checkpoint_is_published_when_all_workers_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda **options: None)
     first, second = (saver(tmp_path, rank, 2) for rank in (0, 1))
     first.save(2, state(2.0), {})
     first._writer.join(0.3)
