@@ -106,7 +106,7 @@ def _trouble(file: Path, step: int, rank: int) -> None:
             Checkpoints.keep = _die  # type: ignore[assignment]
 
 
-def _die(*_: object) -> dict[str, str]:
+def _die(*_: object, **__: object) -> dict[str, str]:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("unreachable")
 

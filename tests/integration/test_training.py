@@ -76,9 +76,9 @@ def test_rows_in_equal_rows_trained_and_rows_reported(
     from tasks.train import run as trainer_module
 
     kept: list[int] = []
-    original = trainer_module.ordered
+    original = trainer_module.row_order
     monkeypatch.setattr(
-        trainer_module, "ordered", lambda rows, *others: kept.append(len(rows)) or original(rows, *others)
+        trainer_module, "row_order", lambda num_rows, *others: kept.append(num_rows) or original(num_rows, *others)
     )
     question = [{"role": "user", "content": tiny.sentence(3, 60)}]
     answer = [{"role": "assistant", "content": "sum"}]

@@ -163,8 +163,19 @@ OTHER: dict[str, object] = {
     "value_clip_range": 0.7, "value_coef": 0.3, "whiten_rewards": "scale", "whiten_advantages": False,
     "center_advantages": True, "num_ppo_epochs": 3, "num_minibatches": 2,
 }  # fmt: skip
-# output and on_divergence need best; validation and quantization are refused; the others are short forms.
-ELSEWHERE = {"output", "on_divergence", "quantization", "validation", "lr_schedule", "warmup_ratio", "weight_decay"}
+# output and on_divergence need best; diloco, validation and quantization are refused; the others are short forms.
+ELSEWHERE = {
+    "diloco", "output", "on_divergence", "quantization", "validation", "lr_schedule", "warmup_ratio", "weight_decay",
+}  # fmt: skip
+    "diloco",
+    "output",
+    "on_divergence",
+    "quantization",
+    "validation",
+    "lr_schedule",
+    "warmup_ratio",
+    "weight_decay",
+}
 BESIDE: dict[str, dict[str, object]] = {  # what a field needs
     "num_epochs": {"num_steps": None}, "epsilon": {"num_iterations": 2}, "epsilon_high": {"num_iterations": 2},
     "kl_ratio": {"num_iterations": 2, "beta": 0.1}, "save": {"adapter": Adapter()},

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
 from lineage.filesystem.digest import DigestCache
-from lineage.filesystem.remote_files import _file_system, open_remote, remote_versions
+from lineage.filesystem.remote_files import file_system, open_remote, remote_versions
 from lineage.fingerprint import canonical_json
 from lineage.secrets import secrets_of, without_secrets
 from lineage.source.sources import pin as pin_with
@@ -128,13 +128,13 @@ def test_the_region_of_a_bucket_is_given_as_its_other_options_are(monkeypatch):
     from s3fs import S3FileSystem
 
     monkeypatch.setenv("MY_REGION", "eu-west-3")
-    with _file_system("s3://rows/a.jsonl", {"region": "MY_REGION"}) as (files, path):
+    with file_system("s3://rows/a.jsonl", {"region": "MY_REGION"}) as (files, path):
         assert isinstance(files, S3FileSystem) and path == "rows/a.jsonl"
         assert files.client_kwargs == {"region_name": "eu-west-3"}
     with pytest.raises(ConfigError, match=r"credentials.regoin: S3FileSystem has no such option; accepted: .*region"):
-        _file_system("s3://rows/a.jsonl", {"regoin": "MY_REGION"}).__enter__()
+        file_system("s3://rows/a.jsonl", {"regoin": "MY_REGION"}).__enter__()
     with pytest.raises(ConfigError, match=r"credentials.region: MemoryFileSystem has no such option"):
-        _file_system("memory://a.jsonl", {"region": "MY_REGION"}).__enter__()
+        file_system("memory://a.jsonl", {"region": "MY_REGION"}).__enter__()
 
 
 def test_what_a_library_says_is_told_without_secrets(monkeypatch):
