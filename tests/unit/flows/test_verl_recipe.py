@@ -167,15 +167,6 @@ OTHER: dict[str, object] = {
 ELSEWHERE = {
     "diloco", "output", "on_divergence", "quantization", "validation", "lr_schedule", "warmup_ratio", "weight_decay",
 }  # fmt: skip
-    "diloco",
-    "output",
-    "on_divergence",
-    "quantization",
-    "validation",
-    "lr_schedule",
-    "warmup_ratio",
-    "weight_decay",
-}
 BESIDE: dict[str, dict[str, object]] = {  # what a field needs
     "num_epochs": {"num_steps": None}, "epsilon": {"num_iterations": 2}, "epsilon_high": {"num_iterations": 2},
     "kl_ratio": {"num_iterations": 2, "beta": 0.1}, "save": {"adapter": Adapter()},
