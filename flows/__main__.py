@@ -223,7 +223,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     from flows.declare.config import load_pipeline
     from flows.planning.checks import bf16_notes, column_notes, compile_notes, position_notes
-    from flows.planning.estimates import Estimator, History, island_notes, share_notes
+    from flows.planning.estimates import Estimator, History, island_notes, row_notes, share_notes
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
     from flows.progress.declared import adopt_view
@@ -237,7 +237,7 @@ def run_plan(options: argparse.Namespace) -> int:
     faster = [*bf16_notes(to_run), *compile_notes(to_run)]
     shares = share_notes(plan, plan.stale)
     stale = [planned.name for planned in plan.stale]
-    positions, columns = position_notes(pipeline, stale), column_notes(plan.pipeline, stale)
+    positions, columns = position_notes(pipeline, stale), [*column_notes(plan.pipeline, stale), *row_notes(plan)]
     plan = replace(plan, notes=[*plan.notes, *positions, *columns, *shares, *faster, *pending(plan)])
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
@@ -276,7 +276,7 @@ def run_run(options: argparse.Namespace) -> int:
             options.overrides, options.config_dir, ["--multirun", *recorded_cli_args(options)], as_json=options.json
         )
     from flows.declare.config import load_pipeline
-    from flows.planning.estimates import Estimator, History
+    from flows.planning.estimates import Estimator, History, row_notes
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
     from flows.planning.plan_file import read_plan, require_approved
@@ -293,6 +293,7 @@ def run_run(options: argparse.Namespace) -> int:
         create_store(pipeline.store)
     adopt_view(pipeline)
     plan = make_plan(pipeline)
+    row_notes(plan)
     estimator = Estimator(plan, History.of(plan.home))
     require_fits(plan, estimator.estimates(plan.stale), estimator)
     if approved:

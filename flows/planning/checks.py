@@ -75,7 +75,7 @@ def check_row_kinds(pipeline: Pipeline) -> None:
     """
     for name, stage in pipeline.stages.items():
         method = stage.method
-        if not isinstance(method, Prepare) or method.max_bad_rows:
+        if not isinstance(method, Prepare) or (method.max_bad_rows or 0) > 0:
             continue
         refs = [stage.inputs.get(slot, "") for slot in method.row_slots(stage.inputs)]
         for ref in filter(pipeline.is_source, refs):

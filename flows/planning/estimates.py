@@ -1,7 +1,9 @@
 """Estimates of memory, time, cost and disk space of trainings: by formula, corrected by similar past runs."""
 
 import contextlib
+import gc
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,15 +14,18 @@ from typing import TypedDict
 
 from flows.planning.adapter_choice import PROCESS, Model, capacity, local_model, planned_model, read_model
 from flows.planning.plan import Plan, PlannedStage
-from lineage.artifact import Kind
-from lineage.errors import ConfigError
+from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
+from lineage.errors import ConfigError, DataError
 from lineage.filesystem.files import append_jsonl, read_jsonl
 from lineage.fingerprint import short
 from lineage.record.environment import hardware
 from lineage.record.metrics_file import read_reports
+from lineage.source.source_checks import PYTHON, is_loaded
+from lineage.source.sources import files_of, local_paths
 from lineage.store import Manifest, Store
 from tasks.base_model import BaseModel
 from tasks.context import Resources
+from tasks.data.preparing.options import Prepare
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.judgement.disk_need import Shapes, model_shapes, percent_trained, require_disk
 from tasks.judgement.estimate import (
@@ -531,3 +536,49 @@ def model_of(plan: Plan, planned: PlannedStage, slot: str = POLICY) -> Path | No
         return model_of(plan, parent)
     entry = Store(plan.pipeline.store).entry(input_.name, input_.fingerprint)
     return entry.output if entry.is_finished() else None
+
+
+_SMALL_BYTES = 100 * 10**6  # of files whose rows are all read when the plan is made
+
+
+def row_notes(plan: Plan) -> list[str]:
+    """Reads the rows of data stages that are to run, from small files on this machine: notes on those left out.
+
+    Raises:
+        DataError: what the stages would refuse, all of it.
+    """
+    notes, refusals = list[str](), list[str]()
+    for planned in plan.stale:
+        method = planned.stage.method
+        if not isinstance(method, Prepare):
+            continue
+        read = {slot: planned.inputs[slot].source for slot in method.row_slots(planned.stage.inputs)}
+        sources = {slot: source for slot, source in read.items() if source and _is_small_file(source)}
+        if not sources or len(sources) < len(read):
+            continue
+        gc.enable()  # DuckDB's binding prints what it takes for leaks when a process ends without it
+        from tasks.data.preparing.convert_rows import check_rows
+
+        try:
+            left_out = check_rows(method, sources, os.cpu_count() or 1)
+        except DataError as error:
+            source = planned.stage.inputs[next(iter(sources))].removeprefix(SOURCE)
+            text = str(error).replace("sources.NAME", f"sources.{source}")
+            refusals.append(f"{planned.name}: {text.replace('stages.STAGE', f'stages.{planned.name}')}")
+            continue
+        if left_out:
+            reasons = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
+            paths = ", ".join(each.path for each in sources.values())
+            notes.append(f"{planned.name}: rows left out of {paths}: {reasons}")
+    if refusals:
+        raise DataError("\n".join(refusals))
+    return notes
+
+
+def _is_small_file(source: Source) -> bool:
+    paths = [] if source.path.startswith((PYTHON, QUICKSTART)) else local_paths(source.path)
+    if not paths or is_loaded(source):
+        return False
+    from tasks.data.reading.tables import is_saved
+
+    return not is_saved(paths[0]) and sum(each.stat().st_size for each in files_of(paths)) < _SMALL_BYTES

@@ -92,7 +92,8 @@ def line_of(event: Event) -> str:
             return "reused: another run made it"
         case "done":
             metrics = event.manifest.metrics if event.manifest else {}
-            return "  ".join([f"done in {event.seconds:.1f} s", *_highlights(metrics)])
+            left_out = [f"{metrics['dropped']:,.0f} rows left out"] if metrics.get("dropped") else []
+            return "  ".join([f"done in {event.seconds:.1f} s", *_highlights(metrics), *left_out])
         case "failed":
             return f"FAILED: {event.text}"
         case _:

@@ -430,6 +430,34 @@ def test_as_many_bad_rows_as_are_allowed_are_left_out_and_counted(tmp_path: Path
         prepare(tmp_path, replace(METHOD, max_bad_rows=2), rows)
 
 
+@pytest.mark.parametrize(
+    ("max_bad_rows", "num_good", "bad", "is_taken"),
+    [
+        (None, 198, NO_TEXT, True),  # 2 of 200 are empty
+        (None, 197, NO_TEXT, False),
+        (None, 198, {"text": 1}, False),  # another fault
+        (0, 198, NO_TEXT, False),
+        (0.05, 38, {"text": 1}, True),
+        (0.05, 37, {"text": 1}, False),
+        (2, 38, {"text": 1}, True),
+    ],
+)
+def test_a_share_of_bad_rows_or_a_number_may_be_left_out(tmp_path, max_bad_rows, num_good, bad, is_taken) -> None:
+    rows: list[Fields] = [bad, *numbered(num_good), bad]
+    method = replace(METHOD, max_bad_rows=max_bad_rows)
+    if is_taken:
+        assert prepare(tmp_path, method, rows)["dropped"] == 2
+    else:
+        with pytest.raises(DataError, match=f"^2 of {num_good + 2} rows cannot be used:"):
+            prepare(tmp_path, method, rows)
+
+
+def test_the_default_has_the_identity_that_0_had_and_0_another() -> None:
+    assert METHOD.max_bad_rows is None and METHOD.recipe()["max_bad_rows"] == 0
+    recipes = [replace(METHOD, max_bad_rows=each).recipe()["max_bad_rows"] for each in (0, 0.05, 5)]
+    assert recipes == ["none", 0.05, 5]
+
+
 def test_rows_not_one_of_which_can_be_read_are_listed_too(tmp_path: Path) -> None:
     file = tmp_path / "broken.jsonl"
     file.write_text('{"text": "a\n' * 25)

@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
+from tasks.data.formats.proposals import proposal
 from tasks.data.formats.turns import (
     SYSTEM,
     THOUGHTS,
@@ -63,7 +64,7 @@ _OF_CHAT = _OF_SYSTEM | {
 }  # fmt: skip
 _JUDGED = frozenset({"label", "chosen", "rejected"})  # columns with a judgement of answers
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-_ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # role names in transcripts
+_ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # in transcripts
 _TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant|System):")
 _TRANSCRIPT = re.compile(r"\s*(?:Human:.*?\n\nAssistant:|System:.*?\n\nHuman:.*?\n\nAssistant:)", re.DOTALL)
 
@@ -590,7 +591,6 @@ BY_NAME = {each.name: each for each in FORMATS}
 
 
 WITHOUT_LOSS = "without loss by a column of theirs"  # reason why rows that are not bad are left out
-_NEAR = 3  # number of formats whose mismatch a message explains
 _MEDIA = frozenset({"images", "image", "videos", "video", "audios", "audio"})
 # Columns that formats read, and the column that groups rows for the split.
 _KNOWN_NAMES = frozenset({"group", *(name for each in FORMATS for name in each.mapping if name != REST)})
@@ -711,10 +711,8 @@ def detect(
             not fit the columns.
     """
     if configured and configured not in BY_NAME:
-        nearest = get_close_matches(configured, BY_NAME, n=1, cutoff=0.0)[0]
-        raise ConfigError(
-            f"format={configured}: no such format; accepted: {', '.join(BY_NAME)}; did you mean {nearest}?"
-        )
+        near = get_close_matches(configured, BY_NAME, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"format={configured}: no such format; accepted: {', '.join(BY_NAME)}; did you mean {near}?")
     if not sample:
         raise DataError(f'{place}: no rows; give at least one row, such as a line {{"text": "..."}}')
     _check_renames(sample, place, columns or {})
@@ -734,7 +732,7 @@ def detect(
             "or say with format=NAME (sources.NAME.format=...) as what all are read"
         )
     if not fitting:
-        raise DataError(f"{place}: {_misfit(fits, rows, present)}")
+        raise DataError(f"{place}: {_misfit(fits, rows, present, place)}")
     best = fitting[0]
     return Detected(
         name=best.format.name, columns=columns or {}, configured=configured is not None,
@@ -766,12 +764,14 @@ def _best(fits: Sequence[_Fit], needed: float) -> list[_Fit]:
     return best + [each for each in rare if any(other.columns < each.columns for other in best)]
 
 
-def _misfit(fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str]) -> str:
+def _misfit(fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str], place: str) -> str:
     """Why no format fits: what the nearest formats miss in the first row that does not match them."""
     columns = list(dict.fromkeys(str(name) for fields in rows for name in fields))
     near = [each for each in fits if each.rows or each.format.mapping.keys() & set(columns) or len(fits) == 1]
     near.sort(key=lambda each: (-len(each.rows), -len(each.format.mapping.keys() & set(columns))))
-    problems = "; ".join(f"{each.format.name}: {_problem(each, rows)}" for each in near[:_NEAR])
+    problems = "; ".join(f"{each.format.name}: {_problem(each, rows)}" for each in near[:3])
+    if len(fits) > 1 and (proposed := proposal(rows, place)):
+        return f"no format fits the columns {', '.join(columns)}; {proposed}; the formats are in docs/data.md"
     way = "name columns, such as columns={prompt: question}"
     if not present and columns:
         way = "fill them: they are null in all rows looked at"

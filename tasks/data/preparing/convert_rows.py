@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
@@ -21,8 +22,9 @@ from tasks.data.formats.detect import WITHOUT_LOSS, Detected, detect, with_promp
 from tasks.data.formats.trees import Into, is_tree, rows_of_trees
 from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, canonical, optional_name
 from tasks.data.kinds import HELD_OUT, ROW_KINDS, TRAIN, ordered_map, texts_of
+from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.repeats import BANDS, band_hashes
-from tasks.data.preparing.report import Remark, SourceReport
+from tasks.data.preparing.report import REJECTS, DataReport, Remark, SourceReport
 from tasks.data.reading.chunk import Broken, Chunk, Row, parse_split, parsed
 from tasks.data.reading.read import read_chunks
 
@@ -434,7 +436,7 @@ def _staged_keys(staging: Staging, staged: StagedSource, keys: pa.RecordBatch) -
     return pa.record_batch(columns, _STAGED_KEYS)
 
 
-def settle_rejects(staging: Staging, file: Path) -> list[str]:
+def _settle_rejects(staging: Staging, file: Path) -> list[str]:
     """Writes and counts the bad rows inside the slices; returns the first ones as ``where: problem``.
 
     Rows that their columns leave out are only counted.
@@ -455,6 +457,46 @@ def settle_rejects(staging: Staging, file: Path) -> list[str]:
     if not shown:
         file.unlink()
     return shown
+
+
+def check_rows(options: Prepare, sources: Mapping[str, Source], workers: int) -> Mapping[str, int]:
+    """Reads and converts all rows as the stage would, and keeps nothing.
+
+    Returns:
+        How many rows would be left out, by reason.
+
+    Raises:
+        DataError: no format fits the rows, or too many are bad.
+    """
+    convert = ConvertRows(
+        kind=options.produces, seed=options.seed, system_prompt=options.system_prompt,
+        prompt_template=options.prompt_template,
+    )  # fmt: skip
+    with TemporaryDirectory(prefix="posttrain-rows-") as scratch:
+        staging = stage(sources, convert, workers, Path(scratch))
+        report = DataReport(counts={}, sources={slot: staged.report for slot, staged in staging.sources.items()})
+        if refusal := settle_bad_rows(staging, report, options, Path(scratch)):
+            listed = str(refusal).replace(f"all of them are in {Path(scratch) / REJECTS}", "posttrain data lists them")
+            raise DataError(listed)
+    return sum((Counter(source.dropped) for source in report.sources.values()), Counter[str]())
+
+
+def settle_bad_rows(staging: Staging, report: DataReport, options: Prepare, directory: Path) -> DataError | None:
+    """Writes and counts the bad rows; the error if there are more than ``max_bad_rows``."""
+    shown = _settle_rejects(staging, directory / REJECTS)
+    report.rejects = REJECTS if shown else None
+    num_rows = sum(staged.stop - staged.start for staged in staging.sources.values())
+    bad = Counter[str]()
+    for source in report.sources.values():
+        bad.update({reason: count for reason, count in source.dropped.items() if reason != WITHOUT_LOSS})
+    if options.accepts_bad_rows(bad, num_rows):
+        return None
+    count = bad.total()
+    report.counts |= {"rows": num_rows - report.num_dropped, "dropped": report.num_dropped}
+    more = [f"and {count - MAX_SHOWN} more"] if count > MAX_SHOWN else []
+    listed = "\n  ".join([f"{count} of {num_rows} rows cannot be used:", *shown, *more])
+    where = f"all of them are in {directory / REJECTS}"
+    return DataError(f"{listed}\n{where}; correct them, or leave them out with max_bad_rows={count}")
 
 
 class SplitFiles:

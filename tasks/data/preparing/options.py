@@ -16,6 +16,9 @@ from tasks.recipe import Method
 
 ROWS, REPLAY, TOKENIZER = "rows", "replay", "tokenizer"  # slots
 
+EMPTY_ROWS = frozenset({"no answer", "empty prompt", "no text", "no message", "no messages"})  # reasons
+DEFAULT_BAD_SHARE = 0.01  # of such rows, that are left out unless max_bad_rows is set
+
 _SUM_TOLERANCE = 1e-6
 
 
@@ -36,7 +39,9 @@ class Prepare(Method):
             excluded from both splits (counted as ``between the sides``) until there is about twice as much data.
         seed: of the split and of the mixture.
         replay_share: share of replayed rows in the training rows.
-        max_bad_rows: number of bad rows that may be left out; with more, the stage fails. ``rejects.jsonl`` lists them.
+        max_bad_rows: how many bad rows may be left out: below 1 a share of the rows, from 1 on a number; with more, the
+            stage fails. None: 1 in 100 that are empty or without an answer, and none with another fault.
+            ``rejects.jsonl`` lists them.
         system_prompt: added to every conversation or prompt without one.
         prompt_template: builds the prompt of a row from its columns, such as ``{context}\\n\\n{question}``.
         proportions: slot -> share of the training rows, for all slots, with the sum 1. All held-out rows are kept.
@@ -53,12 +58,23 @@ class Prepare(Method):
     held_out: float | int = 0.05
     seed: Annotated[int, Ge(0)] = 0
     replay_share: Annotated[float, Gt(0), Lt(1)] | None = None
-    max_bad_rows: Annotated[int, Ge(0)] = 0
+    max_bad_rows: Annotated[float | int, Ge(0)] | None = None
     system_prompt: Annotated[str, MinLen(1)] | None = None
     prompt_template: str | None = None
     proportions: Mapping[str, float] | None = None
     temperature: Annotated[float, Gt(0)] | None = None
     stopping: Literal["first_exhausted", "all_exhausted"] | None = None
+
+    def recipe(self) -> dict[str, object]:
+        """The default has the identity that 0 had before there was a share, and 0 one of its own."""
+        return {**super().recipe(), "max_bad_rows": {None: 0, 0: "none"}.get(self.max_bad_rows, self.max_bad_rows)}
+
+    def accepts_bad_rows(self, bad: Mapping[str, int], num_rows: int) -> bool:
+        """Whether so many bad rows, by reason, may be left out."""
+        count, limit = sum(bad.values()), self.max_bad_rows
+        if limit is None:
+            return bad.keys() <= EMPTY_ROWS and count <= num_rows * DEFAULT_BAD_SHARE
+        return count <= (limit if limit >= 1 else limit * num_rows)
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)

@@ -16,7 +16,6 @@ from duckdb import DuckDBPyConnection
 from lineage.artifact import Source
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
-from tasks.data.formats.detect import WITHOUT_LOSS
 from tasks.data.kinds import (
     HELD_OUT,
     LABEL_NAMES,
@@ -29,20 +28,19 @@ from tasks.data.kinds import (
     tools_of,
 )
 from tasks.data.preparing.convert_rows import (
-    MAX_SHOWN,
     ROLE_MARKS,
     ConvertRows,
     Opened,
     SplitFiles,
     Staging,
-    settle_rejects,
+    settle_bad_rows,
     stage,
     write_placed,
 )
 from tasks.data.preparing.decide import Decided, decide, draw_old, old_columns, old_rows, open_database, read_old
 from tasks.data.preparing.options import REPLAY, TOKENIZER, Prepare
 from tasks.data.preparing.repeats import BANDS, NamedSet, find_leakage, find_near_duplicates
-from tasks.data.preparing.report import REJECTS, DataReport, Lengths, write_reports
+from tasks.data.preparing.report import DataReport, Lengths, write_reports
 from tasks.data.tokens.rendering import Template
 from tasks.recipe import Input, Inputs
 
@@ -72,7 +70,7 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
     with TemporaryDirectory(dir=ctx.work_dir) as scratch:
         staging = stage(sources, convert, workers, Path(scratch), opened)
         report = DataReport(counts={}, sources={slot: staged.report for slot, staged in staging.sources.items()})
-        refusal = _settle_bad_rows(staging, report, options, ctx.output_dir)
+        refusal = settle_bad_rows(staging, report, options, ctx.output_dir)
         if not refusal:
             with open_database(Path(scratch), workers) as connection:
                 read_old(connection, inputs.get(REPLAY))
@@ -98,21 +96,6 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
     if refusal:
         raise refusal
     return {name: float(count) for name, count in report.counts.items()}
-
-
-def _settle_bad_rows(staging: Staging, report: DataReport, options: Prepare, directory: Path) -> DataError | None:
-    """Writes and counts the bad rows; the error if there are more than ``max_bad_rows``."""
-    shown = settle_rejects(staging, directory / REJECTS)
-    report.rejects = REJECTS if shown else None
-    count = report.num_dropped - sum(source.dropped.get(WITHOUT_LOSS, 0) for source in report.sources.values())
-    if count <= options.max_bad_rows:
-        return None
-    num_rows = sum(staged.stop - staged.start for staged in staging.sources.values())
-    report.counts |= {"rows": num_rows - report.num_dropped, "dropped": report.num_dropped}
-    more = [f"and {count - MAX_SHOWN} more"] if count > MAX_SHOWN else []
-    listed = "\n  ".join([f"{count} of {num_rows} rows cannot be used:", *shown, *more])
-    where = f"all of them are in {directory / REJECTS}"
-    return DataError(f"{listed}\n{where}; correct them, or leave them out with max_bad_rows={count}")
 
 
 def _empty_side(counts: Mapping[str, int], options: Prepare, decided: Decided) -> DataError | None:

@@ -241,7 +241,7 @@ def test_a_column_that_may_be_the_prompt_is_to_be_named_so(name: str) -> None:
     row = {name: "2+2?", "chosen": "It is 4", "rejected": "It is 5"}
     with pytest.raises(DataError) as refusal:
         detect([row], "rows.jsonl")
-    assert f"implicit_preference: it does not read {name}" in str(refusal.value)
+    assert f"posttrain data rows.jsonl columns.prompt={name} reads them" in str(refusal.value)
     made = detect([row], "rows.jsonl", columns={"prompt": name}).convert(row)
     assert made["prompt"] == [turn("user", "2+2?")]
     with pytest.raises(BadRowError, match=f"^the row has {name}, which implicit_preference does not read"):

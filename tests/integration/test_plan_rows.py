@@ -1,0 +1,41 @@
+"""The plan reads the rows of small files on this machine, and refuses at once what their stages would refuse."""
+
+import json
+
+from tests import tiny
+from tests.command import Command
+
+WORDS = ("pipeline=sft-dpo", "data.instructions=chats.jsonl", "data.preferences=pairs.jsonl")
+
+
+def write(folder, **files):
+    for name, rows in files.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def chats(count, empty):
+    rows = [{"messages": row["messages"]} for row in tiny.conversation_rows(count)]
+    return rows + [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": ""}]}
+                   for n in range(empty)]  # fmt: skip
+
+
+def test_all_refusals_come_at_once_with_what_to_paste(tmp_path):
+    write(tmp_path, chats=chats(40, 3), pairs=[{"question": "a", "answer": "b"}] * 40)
+    done = Command(tmp_path)("plan", *WORDS)
+    assert done.returncode == 2
+    assert "instructions: 3 of 43 rows cannot be used:\n" in done.stderr
+    assert "chats.jsonl:41: messages[1] content is empty" in done.stderr
+    assert "posttrain data lists them; correct them, or leave them out with max_bad_rows=3" in done.stderr
+    assert "preferences: " in done.stderr and "'sources.preferences.columns={prompt: question, comp" in done.stderr
+    assert Command(tmp_path)("run", *WORDS).stderr.endswith(done.stderr), "as the run, before any stage"
+
+
+def test_few_empty_rows_are_counted_and_named(tmp_path):
+    write(tmp_path, chats=chats(198, 2))
+    words = ("pipeline=sft", "data=chats.jsonl")
+    note = f"instructions: rows left out of {tmp_path}/chats.jsonl: no answer: 2"
+    assert note in Command(tmp_path)("plan", *words).stdout
+    assert (
+        "2 of 200 rows cannot be used"
+        in Command(tmp_path)("plan", *words, "stages.instructions.method.max_bad_rows=0").stderr
+    )

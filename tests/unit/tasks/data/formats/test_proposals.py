@@ -1,0 +1,56 @@
+"""Rows that no format fits are answered with overrides that read them."""
+
+import json
+import shlex
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from tests.data_command import call as call  # a fixture
+
+
+@pytest.mark.parametrize(
+    ("names", "format"),
+    [
+        ("question answer", "prompt_completion"),
+        ("query response", "prompt_completion"),
+        ("problem solution", "prompt_completion"),
+        ("input output", "prompt_completion"),
+        ("source target", "prompt_completion"),
+        ("Question Answer", "prompt_completion"),
+        ("title document summary", "prompt_completion"),
+        ("context question answer", "prompt_completion"),
+        ("question response_j response_k", "preference"),
+        ("user preferred dispreferred", "preference"),
+    ],
+)
+def test_the_overrides_of_the_message_read_the_rows(call, names, format):
+    rows = "".join(json.dumps({name: f"{name} {n}" for name in names.split()}) + "\n" for n in range(200))
+    code, _, err = call("a.jsonl", a_jsonl=rows)
+    assert code == 2 and "; posttrain data a.jsonl " in err
+    command, _, pipeline = err.partition("posttrain data ")[2].partition(" reads them; a pipeline does with ")
+    code, out, err = call(*shlex.split(command), "--json")
+    assert code == 0, err
+    assert json.loads(out)["sources"]["rows"]["format"] == format
+    source = [word.replace("NAME", "instructions") for word in shlex.split(pipeline.partition("; the formats")[0])]
+    words = [word.replace("STAGE", "instructions") for word in source]
+    assert load_pipeline(["pipeline=sft", "model=owner/name", "data=a.jsonl", *words])
+
+
+def test_unusual_names_and_empty_columns_get_no_proposal(call):
+    for rows in (
+        '{"foo": "a", "bar": "b"}\n',
+        '{"question": "a", "answer": null}\n',
+        '{"question": "a"}\n{"answer": "b"}\n',
+    ):
+        assert "reads them; a pipeline" not in call("a.jsonl", a_jsonl=rows * 9)[2]
+
+
+def test_contents_as_llamafactorys_version_1_has_them(call):
+    row = {"messages": [
+        {"role": "user", "content": [{"type": "text", "value": "A question"}], "loss_weight": 0.0},
+        {"role": "assistant", "content": [{"type": "text", "value": "An answer"}], "loss_weight": 1.0},
+    ]}  # fmt: skip
+    rows = "".join(json.dumps(row).replace("question", f"question {n}") + "\n" for n in range(200))
+    code, out, err = call("a.jsonl", "--json", a_jsonl=rows)
+    assert (code, json.loads(out)["sources"]["rows"]["rows_used"]) == (0, 200), err
