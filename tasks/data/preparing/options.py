@@ -67,7 +67,8 @@ class Prepare(Method):
 
     def recipe(self) -> dict[str, object]:
         """The default has the identity that 0 had before there was a share, and 0 one of its own."""
-        return {**super().recipe(), "max_bad_rows": {None: 0, 0: "none"}.get(self.max_bad_rows, self.max_bad_rows)}
+        limit: object = 0 if self.max_bad_rows is None else self.max_bad_rows or "none"
+        return {**super().recipe(), "max_bad_rows": limit}
 
     def accepts_bad_rows(self, bad: Mapping[str, int], num_rows: int) -> bool:
         """Whether so many bad rows, by reason, may be left out."""
