@@ -214,8 +214,9 @@ class Shards:
         }
         # PEFT would give an adapter the shape of a worker's rows, unless the mesh has one dimension, named fsdp.
         vars(import_module("peft.tuners.tuners_utils"))["_torch_supports_distributed"] = False
-        layers = _layers(model, resources.wrap)
-        for each in reversed([*layers, *_apart(model)]):
+        shared_by_root = _tied(model)
+        layers = [each for each in _layers(model, resources.wrap) if shared_by_root.isdisjoint(each.modules())]
+        for each in reversed(dict.fromkeys([*layers, *_apart(model)])):
             fully_shard(each, reshard_after_forward=resources.sharding != "fsdp_grad", **shared)
         head = getattr(model, "score", None)
         # The root is not divided again after the forward: a head reads its weights outside of any layer.
@@ -268,11 +269,20 @@ def _by_size(module: "Module", size: int) -> "Iterator[Module]":
                 yield child
 
 
+def _tied(model: "PreTrainedModel") -> "set[Module]":
+    """The embedding and the head, if they have one weight: only the root of both can gather it."""
+    inputs, outputs, config = model.get_input_embeddings(), model.get_output_embeddings(), model.config
+    if inputs is None or outputs is None:
+        return set()
+    return (
+        {inputs, outputs} if outputs.weight is inputs.weight or config.get_text_config().tie_word_embeddings else set()
+    )
+
+
 def _apart(model: "PreTrainedModel") -> "list[Module]":
     """The embedding, unless the head reads it too: it is needed at both ends of a step alone."""
-    inputs, outputs, config = model.get_input_embeddings(), model.get_output_embeddings(), model.config
-    is_tied = outputs is not None and (outputs.weight is inputs.weight or config.get_text_config().tie_word_embeddings)
-    return [] if inputs is None or is_tied else [inputs]
+    inputs = model.get_input_embeddings()
+    return [] if inputs is None or inputs in _tied(model) else [inputs]
 
 
 def is_divided(model: object) -> bool:
