@@ -105,7 +105,7 @@ def test_dvc_calls_it(wheel: Wheel) -> None:
 
 
 def test_prefect_runs_its_deployments(wheel: Wheel, prefect_url: str) -> None:
-    api = {"PREFECT_API_URL": prefect_url}
+    api = {"PREFECT_API_URL": prefect_url, "PREFECT_API_AUTH_STRING": os.environ["PREFECT_API_AUTH_STRING"]}
     serving = subprocess.Popen(
         ["posttrain", "serve", *SFT, "store=served", "tracking=none"], cwd=wheel.folder,
         env={**wheel.environment, **api}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
