@@ -593,7 +593,7 @@ def _name_tokens(directory: Path, named: Mapping[str, str]) -> None:
 
 
 def _with_ids(config: Mapping[str, object], ids: Mapping[str, int]) -> dict[str, object]:
-    """A config with the ids of tokens; generation goes on stopping at the ends that it had."""
+    """A config with the ids of tokens; generation still stops at the earlier end tokens."""
     text = config.get("text_config")
     nested = {"text_config": _with_ids(text, ids)} if isinstance(text, Mapping) else {}
     ends, end = config.get("eos_token_id"), ids.get("eos_token_id")

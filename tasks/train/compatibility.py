@@ -493,7 +493,7 @@ RULES: tuple[Rule, ...] = (
             "resources.min_workers": lambda case: (case.resources.min_workers or 0) > case.resources.num_workers,
             "resources.num_workers": shown,
         },
-        reason="it is the least of num_workers that a training goes on with after a lost node",
+        reason="a training resumes with at least this many of num_workers after a lost node",
         nearest=lambda case: {"resources.min_workers": case.resources.num_workers},
         also={"resources.min_workers": 3, "resources.num_workers": 2},
     ),

@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2 on two workers: the model of plain data parallelism, saved and gone on with in parts."""
+"""ZeRO-1 and ZeRO-2 on two workers: the model of plain data parallelism, saved and resumed in parts."""
 
 import json
 import signal

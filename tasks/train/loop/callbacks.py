@@ -120,11 +120,9 @@ class Rounds(TrainerCallback):
         islands.begin(self.trainer, is_resumed=folder is not None)
         if folder is None:
             return
-        part = islands.worker if islands.is_divided else 0
         workers = Checkpoints.at(folder).num_workers // islands.setting.num_islands  # of an island, which wrote it
         first, own = (
-            cast("_Saved", read_own(folder, index * workers + part)[type(self).__name__])
-            for index in (0, islands.index)
+            cast("_Saved", read_own(folder, index * workers)[type(self).__name__]) for index in (0, islands.index)
         )
         islands.load(first, own)
         if islands.index and not self.trainer.is_deepspeed_enabled:

@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     Logs = dict[str, float]
 
 logger = logging.getLogger(__name__)
-# Files that DeepSpeed's saves leave and nobody reads: their content is in the recipe and the manifest.
+# Files of DeepSpeed's saves that nothing reads: their content is in the recipe and the manifest.
 _UNREAD = ("training_args.bin", "zero_to_fp32.py", "zero_to_torch.py")
 _WRITTEN = ".written-{rank}"  # in a draft: what a worker has written, with digests
 _POLL_SECONDS, _GRACE_SECONDS = 0.05, 5.0

@@ -128,8 +128,8 @@ class Islands:
         index: of its island. worker: its rank in there.
         world: the group of all workers; None: there is one.
         base_changed: whether an adapter's initialization changed the frozen weights too.
-        trained: the weights that are exchanged, by name. is_divided: whether a worker holds a part of each.
-        exchanges: whether this worker does, for its island or its part.
+        trained: the weights that are exchanged, by name.
+        exchanges: whether this worker does, for its island.
         sent: bytes of pseudo-gradients that this worker gave to all-reduces in the last round.
     """
 
@@ -183,17 +183,15 @@ class Islands:
         self._trainer = trainer
         named = dict(trainer.model.named_parameters())
         self.trained = {name: each for name, each in named.items() if each.requires_grad}
-        # What is divided over the workers of an island is exchanged part by part, else by one of them.
-        self.is_divided = any(hasattr(each, "to_local") for each in self.trained.values())
-        self.exchanges = self.is_divided or self.worker == 0
+        self.exchanges = self.worker == 0
         if is_resumed:
             return
         for each in named.values():
-            if self.world is not None and not self.is_divided and (each.requires_grad or self.base_changed):
+            if self.world is not None and (each.requires_grad or self.base_changed):
                 torch.distributed.broadcast(each.detach(), src=0, group=self.world)
         self._refresh_masters()
         if self.exchanges:
-            self._outer = {name: _local(each).float().cpu().clone() for name, each in self.trained.items()}
+            self._outer = {name: each.detach().float().cpu().clone() for name, each in self.trained.items()}
             self._momentum = {name: torch.zeros_like(each) for name, each in self._outer.items()}
 
     def state(self) -> "dict[str, dict[str, Tensor]]":
@@ -202,14 +200,14 @@ class Islands:
             return {}
         if self.index == 0:
             return {"outer": self._outer, "momentum": self._momentum}
-        return {"weights": {name: _local(each) for name, each in self.trained.items()}}
+        return {"weights": {name: each.detach() for name, each in self.trained.items()}}
 
     def load(self, first: "Mapping[str, Mapping[str, Tensor]]", own: "Mapping[str, Mapping[str, Tensor]]") -> None:
         """Args: first, own: states of the first island, and of this one, for the part of the model held here."""
         if self.exchanges:
             self._outer, self._momentum = dict(first["outer"]), dict(first["momentum"])
         for name, saved in own.get("weights", {}).items():
-            _local(self.trained[name]).copy_(saved)
+            self.trained[name].detach().copy_(saved)
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether the islands synchronise after a step."""
@@ -226,14 +224,14 @@ class Islands:
         self.sent = 0
         square = torch.zeros((), dtype=torch.float64)
         for names in self._buckets():
-            weights = [_local(self.trained[name]) for name in names]
+            weights = [self.trained[name].detach() for name in names]
             sizes = [each.numel() for each in weights]
             if self.exchanges:
                 outer, found = self._outer_step(names, torch.cat([each.float().flatten() for each in weights]))
                 square += found
             else:
                 outer = torch.empty(sum(sizes), device=weights[0].device)
-            if self.workers > 1 and not self.is_divided:
+            if self.workers > 1:
                 torch.distributed.broadcast(outer, src=0)
             for each, part in zip(weights, outer.split(sizes), strict=True):
                 each.copy_(part.view_as(each))
@@ -324,9 +322,3 @@ def divided(
         yield islands
     finally:
         distributed_c10d._update_default_pg(world)
-
-
-def _local(weight: "Tensor") -> "Tensor":
-    """The part of a weight that this worker holds, without its history."""
-    found: Tensor = weight.detach()
-    return found.to_local() if hasattr(found, "to_local") else found
