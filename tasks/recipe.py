@@ -4,7 +4,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from fractions import Fraction
@@ -33,7 +33,7 @@ from tasks.train.best import (
     Validation,
     steps_of_epochs,
 )
-from tasks.train.models.adapters import STACKED, Adapter, reference_of
+from tasks.train.models.adapters import EMBEDDINGS, HEADS, STACKED, Adapter, reference_of, why_rows_stay
 from tasks.train.models.freeze import Freeze
 from tasks.train.models.quantization import Quantization
 from tasks.train.optim.diloco import DiLoCo
@@ -334,6 +334,21 @@ class TrainingRecipe(Method):
     def measures_held_out(self) -> bool:
         """Whether the training measures its loss on held-out rows."""
         return self.validation is not None or (self.best is not None and self.best.metric == HELD_OUT_LOSS)
+
+    def why_rows_stay(self, ids: Sequence[int], weights: Iterable[str], *, tied: bool) -> str | None:
+        """Why it leaves the rows of new tokens as they were made; None: it trains them.
+
+        Args:
+            ids: of the tokens that the source of the model adds.
+            weights: names of the model's weights; empty: unknown.
+            tied: whether the head has the weights of the embedding.
+        """
+        scores = self.models["policy"] == REWARD_HEAD
+        if self.adapter:
+            return why_rows_stay(self.adapter, ids, tied=tied, scores=scores)
+        if self.freeze and (names := list(weights)):
+            return self.freeze.why_rows_stay(ids, names, EMBEDDINGS if scores else (*EMBEDDINGS, *HEADS))
+        return None
 
     @property
     def has_reference(self) -> bool:

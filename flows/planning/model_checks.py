@@ -5,11 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from flows.declare.pipeline import Pipeline, listed
+from flows.planning.adapter_choice import local_model
 from flows.planning.aliases import Champion
 from lineage.artifact import ALIAS, QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.filesystem.lock import unreliable_locks
-from lineage.source.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
+from lineage.source.model_files import (
+    REWARD_MODEL_ADVICE,
+    quantization_format,
+    read_json,
+    weight_places,
+    why_no_reward_model,
+)
 from lineage.source.model_source import OWN_TEMPLATES, has_tokenizer, tokens_beyond, tokens_in_rows, vocabulary_of
 from lineage.source.peft_adapter import ADAPTER_CONFIG, base_source, is_peft
 from lineage.source.sources import local_paths
@@ -22,9 +29,8 @@ from tasks.model.chat_template import template_text
 from tasks.model.fetch_model import CONFIG, checked_config, fetched_model, model_json
 from tasks.model.merging import BASE, require_same_config, require_same_template, require_same_vocabulary, template_of
 from tasks.quickstart import ROWS as QUICKSTART_ROWS
-from tasks.recipe import REWARD_HEAD
 from tasks.train.compatibility import check_compatible
-from tasks.train.models.adapters import STACKED, why_not_stacked, why_rows_stay
+from tasks.train.models.adapters import STACKED, why_not_stacked
 from tasks.train.models.quantization import require_available, why_not_on_quantized
 
 POLICY = "policy"
@@ -164,20 +170,21 @@ def _check_new_rows(pipeline: Pipeline, name: str, config: Mapping[str, object])
     source = pipeline.sources[root.removeprefix(SOURCE)]
     new = (*source.added_tokens, *source.special_tokens)
     known = vocabulary_of(root_json(pipeline, name, "tokenizer.json")) if new else None
+    directory = local_model(source) if new else None
+    weights = weight_places(directory) if directory else {}
     why, at = None, name
     while known and found and not pipeline.is_source(at):
         method = pipeline.stages[at].method
         if isinstance(method, Training):
-            if method.adapter is None:
-                return
-            scores = method.models.get(POLICY) == REWARD_HEAD
-            own = why_rows_stay(method.adapter, [known[each] for each in new], tied=found.tied, scores=scores)
+            own = method.why_rows_stay([known[each] for each in new], weights, tied=found.tied)
             if own is None:
                 return
             why = why or (own if at == name else None)
         at = pipeline.stages[at].inputs.get(POLICY, root)
     if why:
-        raise ConfigError(f"stages.{name}: {why.replace('adapter', f'stages.{name}.method.adapter')}")
+        for field in ("adapter", "freeze=null"):
+            why = why.replace(field, f"stages.{name}.method.{field}")
+        raise ConfigError(f"stages.{name}: {why}")
 
 
 def _check_adapter_in(name: str, pipeline: Pipeline) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import glob, has_magic
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import MappingProxyType
 
 from lineage.artifact import QUICKSTART, WHEEL, Kind, Source
@@ -53,6 +53,7 @@ from lineage.source.text_split import (
     detected_split,
     detected_split_of,
     is_text,
+    partitions,
     split_identity,
 )
 from lineage.store import SourceRecord
@@ -255,7 +256,8 @@ def _by_url(name: str, source: Source) -> Pinned:
     in_directory = place_of(source.path) not in places.values() and not has_magic(source.path)
     texts = [url for url, place in places.items() if is_text(place, in_directory=in_directory)]
     splits = [_remote_split(url, source) for url in texts] if not source.split_by else []
-    return _by_revision(source, revision_of(versions), split_identity(splits))
+    detected = {**split_identity(splits), **_partitions(list(places.values()), place_of(source.path))}
+    return _by_revision(source, revision_of(versions), detected)
 
 
 def _remote_split(url: str, source: Source) -> SplitBy:
@@ -291,7 +293,7 @@ def _by_code(name: str, source: Source) -> Pinned:
 
 def _by_content(name: str, source: Source, matches: list[Path], cache: DigestCache) -> Pinned:
     # Absolute, for workers with another working directory; the identity is the content alone.
-    path = os.path.abspath(os.path.expanduser(os.path.expandvars(source.path)))
+    path = os.path.abspath(filled_in(source.path))
     pinned = replace(source, revision=None, path=path)
     if source.kind != Kind.ROWS and matches[0].is_dir():
         require_own_files(matches[0])
@@ -310,7 +312,14 @@ def _detected(name: str, source: Source, matches: Sequence[Path]) -> dict[str, o
         return {}
     check_split(name, source.path, source.split_by, files_of(matches))
     texts = [file for match in matches for file in _files(match) if is_text(file, in_directory=file != match)]
-    return split_identity([detected_split(file) for file in texts]) if not source.split_by else {}
+    splits = [detected_split(file) for file in texts] if not source.split_by else []
+    return {**split_identity(splits), **_partitions(files_of(matches), PurePath(filled_in(source.path)))}
+
+
+def _partitions(files: Sequence[PurePath], root: PurePath) -> dict[str, object]:
+    """The columns in the names of directories, as they enter the fingerprint."""
+    columns = [partitions(file, root) for file in files]
+    return {"partitions": digest_json(columns)} if any(columns) else {}
 
 
 def _record(
@@ -324,8 +333,13 @@ def _record(
 
 def local_paths(path: str) -> list[Path]:
     """The existing local paths that a path or glob names; empty for a hub id."""
-    expanded = os.path.expanduser(os.path.expandvars(path))
+    expanded = filled_in(path)
     return [Path(expanded)] if os.path.exists(expanded) else [Path(match) for match in sorted(glob(expanded))]
+
+
+def filled_in(path: str) -> str:
+    """A path or glob with the home directory and variables filled in."""
+    return os.path.expanduser(os.path.expandvars(path))
 
 
 def local_parts(source: Source) -> list[Path]:

@@ -1,9 +1,12 @@
-"""Splits of plain text files into documents: by line, by paragraph, or the whole file."""
+"""What the names of files say; splits of plain text into documents: by line, by paragraph, or the whole file."""
 
 import re
 from collections.abc import Sequence
+from glob import has_magic
+from itertools import takewhile
 from pathlib import Path, PurePath
 from typing import IO, Literal
+from urllib.parse import unquote
 
 from lineage.errors import ConfigError
 
@@ -15,12 +18,26 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 NOTE = re.compile(r"(?:readme|licen[cs]e|notice|changelog)(?:[._-][a-z]{2})?", re.IGNORECASE)  # not data
 _HEAD_BYTES = 2**20
 BLANK_LINE = re.compile(rb"\n[^\S\n]*\n")
+_PARTITION, _NULL = re.compile(r"([^\W\d]\w*)=(.+)"), "__HIVE_DEFAULT_PARTITION__"
 _PER_FILE = "per file"  # in a fingerprint: some of the files are split by paragraph and others by line
 
 
 def data_suffix(path: PurePath) -> str:
     """The suffix of a file name without that of its compression: ``.jsonl`` for ``rows.jsonl.gz``."""
     return (PurePath(path.stem) if compression_of(path) else path).suffix.lower()
+
+
+def partitions(file: PurePath, source: PurePath) -> dict[str, str | None]:
+    """The columns that directories below a source hold, as in ``label=1/part-0.parquet``.
+
+    Spark, DuckDB and Polars part tables so, and write files that lack these columns.
+
+    Args:
+        source: the path of the source, which may be a glob.
+    """
+    fixed = sum(1 for _ in takewhile(lambda part: not has_magic(part), source.parts))
+    found = filter(None, map(_PARTITION.fullmatch, file.parts[fixed:-1]))
+    return {match[1]: None if match[2] == _NULL else unquote(match[2]) for match in found}
 
 
 def compression_of(path: PurePath) -> str | None:

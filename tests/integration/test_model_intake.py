@@ -25,6 +25,7 @@ from tasks.model import remote_code
 from tasks.model.fetch_model import fetch_model
 from tasks.model.tokenizers import tokenizer_of
 from tasks.recipe import Input
+from tasks.train.models.freeze import Freeze
 from tasks.train.models.load import require_trainable, whole_model
 from tests import miniature, tiny, training
 from tests.command import Command
@@ -154,6 +155,14 @@ ROWS = r"stages\.sft: the rows of its new tokens \(300, 301\) .*"
             ROWS + "embed_tokens,",
         ),
         (False, ("adapter=lora", "stages.sft.method.adapter.modules_to_save='embed_tokens,lm_head'"), None),
+        (
+            True,
+            ("+stages.sft.method.freeze.modules='embed_tokens'",),
+            ROWS + r"keeps model\.embed_tokens\.weight; set stages",
+        ),
+        (False, ("+stages.sft.method.freeze.modules='*.mlp.*,lm_head'",), ROWS + r"freeze keeps lm_head\.weight"),
+        (False, ("+stages.sft.method.freeze.except_last_layers=1",), ROWS + r"keeps model\.embed_tokens\.weight"),
+        (False, ("+stages.sft.method.freeze.modules='*.mlp.*'",), None),
     ],
 )
 def test_the_plan_refuses_new_tokens_whose_rows_nothing_trains(tmp_path, tied, words, message):
@@ -171,6 +180,8 @@ def test_the_plan_refuses_new_tokens_whose_rows_nothing_trains(tmp_path, tied, w
     )  # fmt: skip
     with pytest.raises(ConfigError, match="the rows of its new tokens"):  # where the plan does not know the tokenizer
         require_trainable(training.method("sft", adapter=Adapter(rank=2)), policy, SimpleNamespace())
+    with pytest.raises(ConfigError, match="the rows of its new tokens"):
+        require_trainable(training.method("sft", freeze=Freeze(modules="embed_tokens")), policy, SimpleNamespace())
 
 
 def test_a_later_stage_may_leave_new_rows_that_an_earlier_one_trained(tmp_path):

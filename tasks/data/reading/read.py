@@ -13,10 +13,12 @@ import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from glob import has_magic
 from io import BufferedReader
-from pathlib import Path, PurePosixPath
+from itertools import chain
+from pathlib import Path, PurePath, PurePosixPath
 from tempfile import TemporaryDirectory
 
 import orjson
@@ -26,8 +28,8 @@ from lineage.errors import ConfigError
 from lineage.filesystem.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
 from lineage.secrets import without_secrets
 from lineage.source.source_checks import PYTHON, is_loaded, separator_of
-from lineage.source.sources import local_paths
-from lineage.source.text_split import BLANK_LINE, NOTE, SplitBy, data_suffix, detected_split
+from lineage.source.sources import filled_in, local_paths
+from lineage.source.text_split import BLANK_LINE, NOTE, SplitBy, data_suffix, detected_split, partitions
 from tasks.data.reading.chunk import (
     BLOCK_BYTES,
     MAX_ROW_BYTES,
@@ -133,8 +135,15 @@ def _read_file(path: Path, name: str, source: Source) -> Iterator[Chunk]:
     first = next(chunks, None)
     if first is None:
         raise refused(name, "there is no row in this file", "at least one", "write it again or leave it out")
-    yield first
-    yield from chunks
+    place = (place_of(name), place_of(source.path)) if is_url(name) else (path, PurePath(filled_in(source.path)))
+    columns = partitions(*place)
+    for chunk in chain([first], chunks):
+        yield replace(chunk, rows=partial(_with_columns, chunk.rows, columns)) if columns else chunk
+
+
+def _with_columns(rows: Callable[[], Rows], columns: Mapping[str, str | None]) -> Rows:
+    """Rows with the columns that the directories of their file hold, where the file lacks them."""
+    return (replace(row, fields={**columns, **row.fields}) if isinstance(row, Row) else row for row in rows())
 
 
 def _files_below(directory: Path) -> list[PurePosixPath]:
@@ -206,7 +215,9 @@ def _is_beside_data(name: PurePosixPath) -> bool:
 def _split_of(name: PurePosixPath) -> str:
     stem = name.name.partition(".")[0]
     for split in _WORDS:
-        if _FILES[split].fullmatch(stem) or any(map(_DIRECTORIES[split].fullmatch, name.parts[:-1])):
+        if _FILES[split].fullmatch(stem) or any(
+            _DIRECTORIES[split].fullmatch(part.removeprefix("split=")) for part in name.parts[:-1]
+        ):
             return split
     return "train"
 

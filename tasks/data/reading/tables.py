@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Source
 from lineage.errors import ConfigError, PipelineError
+from lineage.source.sources import filled_in
 from tasks.data.reading.chunk import (
     BLOCK_BYTES,
     Broken,
@@ -236,7 +237,7 @@ def read_loaded(source: Source, split: str, part: Slice | None) -> Iterator[Chun
     bounded = _bounded(source, part) if source.streaming else None
     with _named_errors(source.path, split):
         rows = datasets.load_dataset(
-            os.path.expanduser(os.path.expandvars(source.path)), name=source.subset, revision=source.revision,
+            filled_in(source.path), name=source.subset, revision=source.revision,
             split=split, streaming=source.streaming, **source.loader,
         )  # fmt: skip
         if bounded:

@@ -2,7 +2,7 @@
 
 import fnmatch
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,6 +53,21 @@ class Freeze(Setting):
         if len(found) == len(every):
             raise ConfigError(f"freeze.modules={self.modules}: every weight is frozen; name fewer modules")
         return found
+
+    def why_rows_stay(self, ids: Sequence[int], parameters: Iterable[str], with_rows: Collection[str]) -> str | None:
+        """As ``adapters.why_rows_stay``.
+
+        Args:
+            parameters: names of the model's weights.
+            with_rows: names of modules that have a row for each token.
+        """
+        found = [name for name in sorted(self.frozen(parameters)) if not set(with_rows).isdisjoint(name.split("."))]
+        if not found:
+            return None
+        return (
+            f"the rows of its new tokens ({', '.join(map(str, sorted(ids)))}) would stay the mean of the others, since "
+            f"freeze keeps {' and '.join(found)}; set freeze=null for the first training, or freeze other modules"
+        )
 
     def _before_last_layers(self, parameters: list[str]) -> set[str]:
         assert self.except_last_layers

@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
-from lineage.source.model_files import REWARD_MODEL_ADVICE, quantization_format, read_json, why_no_reward_model
+from lineage.source.model_files import (
+    REWARD_MODEL_ADVICE,
+    quantization_format,
+    read_json,
+    weight_places,
+    why_no_reward_model,
+)
 from tasks.context import Metrics
 from tasks.data.kinds import TEXT, tokens_of
 from tasks.model.adapter_files import (
@@ -46,8 +52,7 @@ from tasks.model.merging import (
 from tasks.model.positions import fix_length, scale_by_row
 from tasks.model.remote_code import local_options, trusts
 from tasks.model.tokenizers import copy_tokenizer_files, tokenizer_of
-from tasks.recipe import REWARD_HEAD, Input, TrainingRecipe
-from tasks.train.models.adapters import why_rows_stay
+from tasks.recipe import Input, TrainingRecipe
 from tasks.train.models.freeze import unread_by_text
 from tasks.train.models.quantization import FORMATS, options_quantized_before, torch_dtype, why_not_on_quantized
 from tasks.train.models.quantized_base import (
@@ -231,10 +236,10 @@ def require_trainable(method: TrainingRecipe, policy: Input, ctx: "TrainContext"
     """
     base, adapters = base_and_adapters(policy.path)
     new = (*policy.source.added_tokens, *policy.source.special_tokens) if policy.source else ()
-    if new and method.adapter:  # of a hub id the plan may not know the tokenizer
+    if new and (method.adapter or method.freeze):  # of a hub id the plan may not know the tokenizer
         ids, config = tokenizer_of(policy.path).convert_tokens_to_ids(new), load_config(policy.path)
         tied = bool(config.get_text_config().tie_word_embeddings)
-        if why := why_rows_stay(method.adapter, ids, tied=tied, scores=method.models["policy"] == REWARD_HEAD):
+        if why := method.why_rows_stay(ids, weight_places(base), tied=tied):
             raise ConfigError(why)
     found = quantization_format(read_json(base, _CONFIG))
     if found is None or adapters:  # they are merged into the dequantized base

@@ -169,6 +169,17 @@ def test_paragraphs_are_recorded_and_identity(rows: Path) -> None:
     assert [each.record.reading for each in stated] == [{"split_by": "line"}, {"split_by": "document"}]
 
 
+def test_columns_in_the_names_of_directories_are_identity(rows: Path) -> None:
+    """The digest of a glob is of contents alone."""
+    for name in ("label=1", "label=0", "good"):
+        (rows / "parted" / name).mkdir(parents=True)
+        (rows / "parted" / name / "a.jsonl").write_bytes((rows / "rows.jsonl").read_bytes())
+    found = [pin(rows / f"parted/{name}*/a.jsonl") for name in ("label=1", "label=0", "good")]
+    assert [list(each.record.reading) for each in found] == [["partitions"], ["partitions"], []]
+    assert len({each.fingerprint for each in found}) == 3
+    assert found[-1].fingerprint == pin(rows / "rows.jsonl").fingerprint
+
+
 def test_a_directory_of_both_is_neither(rows: Path) -> None:
     (rows / "rows.jsonl").unlink()
     assert pin(rows).record.reading == {"split_by": "per file"}

@@ -18,7 +18,7 @@ from lineage.errors import ConfigError, DataError
 from tasks.data.reading.chunk import Broken, Row, parse_split
 from tasks.data.reading.python_rows import read_function
 from tasks.model.fetch_model import fetch_model
-from tests.unit.tasks.data.reading.written import PACKED, json_lines, read, write
+from tests.unit.tasks.data.reading.written import PACKED, json_lines, read, rows_of, write
 from tests.web_server import site
 
 
@@ -127,6 +127,24 @@ def test_a_bucket_is_read_in_order_of_name_and_its_rows_are_named_by_url(tmp_pat
             texts("memory://bucket")
     finally:
         files.store.clear()
+
+
+def test_columns_that_names_of_directories_hold_are_those_of_the_rows(tmp_path: Path) -> None:
+    names = ("label=1/a", "label=0/lang=d%C3%A9/b", "label=__HIVE_DEFAULT_PARTITION__/c", "split=test/d", "x=1.jsonl/e")
+    for name in names:
+        place = tmp_path / "t=1" / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        own = {"lang": "en"} if place.name == "b" else {}
+        write(place.with_suffix(".jsonl"), json_lines([{"text": place.name, **own}]))
+        with fsspec.open(f"memory://parts/{name}.jsonl", "wb") as file:
+            file.write(place.with_suffix(".jsonl").read_bytes())
+    of = {"a": {"label": "1"}, "b": {"label": "0", "lang": "en"}, "c": {"label": None}, "e": {"x": "1.jsonl"}}
+    expected = sorted(({"text": text, **columns} for text, columns in of.items()), key=lambda row: row["text"])
+    for path in (tmp_path / "t=1", "memory://parts"):
+        assert sorted(rows_of(path), key=lambda row: row["text"]) == expected
+    assert rows_of(tmp_path / "t=1/*=?/a.jsonl") == [{"text": "a", "label": "1"}]
+    assert rows_of(tmp_path / "t=1/label=1/a.jsonl") == [{"text": "a"}]
+    assert rows_of(tmp_path / "t=1", split="test") == [{"text": "d", "split": "test"}]
 
 
 def test_a_web_page_is_read_with_its_query_or_without(tmp_path: Path) -> None:
