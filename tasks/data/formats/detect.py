@@ -59,8 +59,8 @@ _SWITCHES = frozenset({"loss", "train", "training"})
 _OF_SYSTEM = frozenset({"system", "systemprompt", "systemmessage", "systeminstruction", "sysprompt"})
 _OF_TEXT = _OF_SYSTEM | {"role"}  # a message of a tree, or of a conversation in rows, is no document
 _OF_CHAT = _OF_SYSTEM | {
-    "tools", "functions", "label", "reasoningcontent", "thinking", "reasoning", "image", "images", "imageurl",
-    "imagepath",
+    "tools", "functions", "label", "labels", "ktotag", "chosen", "rejected", "chosenresponse", "rejectedresponse",
+    "rejectedmessages", "reasoningcontent", "thinking", "reasoning", "image", "images", "imageurl", "imagepath",
 }  # fmt: skip
 _JUDGED = frozenset({"label", "chosen", "rejected"})  # columns with a judgement of answers
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}

@@ -10,7 +10,7 @@ from pathlib import Path
 from lineage.errors import DataError
 from tasks.data.reading.chunk import BLOCK_BYTES, MAX_ROW_BYTES, MOST, Broken, Chunk, Row, Rows, opened, refused, shown
 
-_SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons"}
+_SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 _MAX_ROWS = 10_000  # per chunk
 _MAX_COLUMNS = 10_000
 _MAX_CELLS = 1_000_000  # of one line

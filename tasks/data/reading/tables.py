@@ -1,7 +1,7 @@
 """Tables: batches of rows of Parquet, Arrow, or `datasets`, passed on as columns and converted to rows later."""
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 BATCH_ROWS = 1000
 _SHUFFLE_BUFFER = 10_000  # rows
 _EXTENSION = b"ARROW:extension:name"
+_LABEL = "label"
 
 
 Convert = Callable[[object], object]  # a value as ``to_pylist`` gives it -> as JSON has it; null is converted to null
@@ -43,6 +44,7 @@ def _table_rows(name: str, first: int, stream: bytes) -> Rows:
 
     table = pa.ipc.open_stream(stream).read_all()
     converts = {field.name: convert for field in table.schema if (convert := _conversion(field))}
+    converts |= _label_names(table.schema.metadata)
     try:
         rows: list[dict[str, object] | None] = table.to_pylist()
     except (ValueError, OverflowError):  # not representable in Python: half a character, a year beyond 9999
@@ -57,6 +59,15 @@ def _table_rows(name: str, first: int, stream: bytes) -> Rows:
             yield Broken(where=where, reason="not readable", found=found, accepted=accepted)
         else:
             yield Row(fields=fields, where=where)
+
+
+def _label_names(metadata: Mapping[bytes, bytes] | None) -> dict[str, Convert]:
+    """The conversion of a column ``label`` that `datasets` stores as numbers of names, often in alphabetical order."""
+    try:
+        names = json.loads((metadata or {})[b"huggingface"])["info"]["features"][_LABEL]["names"]
+    except (KeyError, TypeError, ValueError):  # it is no such column
+        return {}
+    return {_LABEL: _nullable(lambda value: names[value] if value in range(len(names)) else value)}
 
 
 def _conversion(field: "pa.Field") -> Convert | None:

@@ -223,6 +223,8 @@ def test_the_columns_of_dolly_are_those_of_alpaca(row: Row, made: list[Row]) -> 
         ("text", "weight", 0.1), ("preference", "images", ["a.png"]), ("unpaired", "weight", 2),
         ("preference", "system_message", "s"), ("alpaca", "System", "s"), ("text", "systemPrompt", "s"),
         ("messages", "image_path", "a.png"), ("preference", "Weight", 0.5), ("text", "role", "assistant"),
+        ("alpaca", "kto_tag", False), ("messages", "rejected_response", "b"), ("prompt_completion", "rejected", "b"),
+        ("sharegpt", "rejected_messages", [Q]), ("alpaca", "labels", 0),
     ],
 )  # fmt: skip
 def test_an_unread_column_that_changes_what_is_trained_is_refused(name: str, column: str, value: object) -> None:

@@ -122,6 +122,7 @@ def test_a_cell_in_which_rows_are_swallowed_is_named_with_its_lines(
           for text in ("q,a\n", "", "\n\r\n")),
         ("rows.csv", "q,a,q\n1,2,3\n", ":1: two columns are named 'q'; accepted: a header of column names in UTF-8, "),
         ("rows.csv", "q;a\n1;2\n", ":1: its header, 'q;a', is separated by semicolons; accepted: a header of "),
+        ("rows.csv", "q|a\n1|2\n", ":1: its header, 'q|a', is separated by bars; accepted: a header of "),
         ("rows.tsv", "q,a\n1,2\n", ":1: its header, 'q,a', is separated by commas; accepted: a header of column "),
         ("rows.csv", '"q\n', ":1: the quotes of a cell do not fit (unexpected end of data); accepted: a header of "),
         ("rows.csv", b"a,\xff\n1,2\n", ":1: the name of a column is not UTF-8; accepted: a header of column names "),

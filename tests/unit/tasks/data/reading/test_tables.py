@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from datasets import ClassLabel, Dataset, Features
 
 from lineage.artifact import Source
 from lineage.errors import DataError
@@ -145,6 +146,19 @@ def nested(of: pa.DataType, values: list[object]) -> pa.Array:
         parts = [of_type(each.type, [value.get(each.name) for value in values]) for each in of]  # type: ignore[attr-defined]
         return pa.StructArray.from_arrays(parts, fields=list(of))
     return of_type(of, values)
+
+
+@pytest.mark.parametrize("names", [["desirable", "undesirable"], ["true", "false"]])
+def test_a_label_of_datasets_is_its_name(tmp_path: Path, names: list[str]) -> None:
+    """Its number follows the order of the names: 0 is the desirable one here."""
+    features = Features({"label": ClassLabel(names=names), "other": ClassLabel(names=names)})
+    rows = Dataset.from_dict({"label": [0, 1, None], "other": [0, 1, None]}, features=features)
+    rows.to_parquet(str(tmp_path / "rows.parquet"))
+    rows.save_to_disk(str(tmp_path / "saved"))
+    for place in ("rows.parquet", "saved"):
+        assert rows_of(tmp_path / place) == [
+            {"label": name, "other": number} for name, number in zip([*names, None], [0, 1, None], strict=True)
+        ]
 
 
 def test_an_extension_type_of_a_library_that_is_not_here_is_not_read(tmp_path: Path) -> None:
