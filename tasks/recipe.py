@@ -115,6 +115,14 @@ class Method(Setting, ABC):
             filled: the slots that have an input.
         """
 
+    def num_reports(self, slots: Collection[str]) -> int | None:
+        """How many reports it makes until its end, for its progress; None: not known.
+
+        Args:
+            slots: those with an input.
+        """
+        return None
+
     def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
         """The metrics of its output, or those that it reports while it runs; None: unknown.
 

@@ -686,6 +686,8 @@ def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = 
             tags=root.tags, schedule=root.schedule, trigger=root.trigger, retrain=root.retrain, notify=root.notify
         ),
         advice=root.advice,
+        overrides=tuple(overrides),
+        config_dir=config_dir,
     )
     _refuse_unread_sources(pipeline, overrides, config_dir)
     return pipeline
@@ -871,10 +873,8 @@ def _refuse_unread_sources(pipeline: Pipeline, overrides: Sequence[str], config_
     if config_dir is None:
         return
     own, declared = declared_sources(overrides, config_dir)
-    stages = declared.get("stages")
-    inputs = (
-        [each.get("inputs") for each in stages.values() if isinstance(each, dict)] if isinstance(stages, dict) else []
-    )
+    stages = cast(Tree, declared.get("stages") or {})
+    inputs = [each.get("inputs") for each in stages.values() if isinstance(each, dict)]
     refs = {str(ref) for each in inputs if isinstance(each, dict) for ref in each.values()}
     read = {ref.removeprefix(SOURCE) for ref in refs if ref.startswith(SOURCE) or ref not in pipeline.stages}
     for name in sorted(unread & own.keys() - read):

@@ -119,6 +119,7 @@ class Pipeline:
         because: stage -> the finding that its settings follow: ``RULE:STAGE@FINGERPRINT`` of ``diagnose``.
         operation: schedule, triggers and retraining.
         advice: whether values outside the ranges of ``tasks.judgement.advice`` are reported or refused.
+        overrides, config_dir: that it was composed with; None: it was not composed.
     """
 
     name: str
@@ -134,6 +135,8 @@ class Pipeline:
     because: Mapping[str, str] = field(default_factory=dict)
     operation: Operation = field(default_factory=Operation)
     advice: Advise = "warn"
+    overrides: tuple[str, ...] | None = None
+    config_dir: Path | None = None
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.stages):

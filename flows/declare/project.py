@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from flows.declare.pipeline import listed
+from flows.declare.store_root import CONFIG
 from lineage.artifact import SOURCE, Kind
 from lineage.errors import ConfigError
 
@@ -62,6 +63,23 @@ PROJECT = "posttrain.yaml"
 _PLAIN = re.compile(r"[\w./@:+%*-]+")  # what needs no quotes in an override
 
 
+def with_pipeline(words: Sequence[str], config_dir: Path | None) -> tuple[list[str], Path | None]:
+    """Overrides and folder of groups, for words that may name the file of a pipeline: ``ours/pipeline/sft.yaml``.
+
+    Raises:
+        ConfigError: the file is in another folder of groups than ``config_dir``.
+    """
+    files = [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
+    placed = [word for word in files if Path(word).absolute().parent.name == "pipeline" and Path(word).is_file()]
+    if not placed:
+        return list(words), config_dir
+    folder = Path(placed[0]).parent.parent
+    if config_dir and config_dir.resolve() != folder.resolve():
+        raise ConfigError(f"{placed[0]}: is not in --config-dir {config_dir}; leave --config-dir out")
+    chosen = [f"pipeline={Path(word).stem}" if word == placed[0] else word for word in words]
+    return chosen, None if folder.resolve() == CONFIG.parent.resolve() else folder
+
+
 def with_project(words: Sequence[str]) -> list[str]:
     """Overrides, those of a project file first: of ``FILE.yaml`` among them, else of ``posttrain.yaml`` in this folder.
 
@@ -107,8 +125,8 @@ def project_overrides(file: Path) -> list[str]:
         raise ConfigError(f"{file}: holds no settings; YAML lines KEY: VALUE are accepted, such as model: owner/name")
     if any(key.value == "defaults" for key, _ in node.value):
         raise ConfigError(
-            f"{file}: has a defaults list, so it is a file of a group; put it into DIR/pipeline/ and give "
-            f"--config-dir DIR pipeline={file.stem}; a project file has none, but pipeline: NAME"
+            f"{file}: has a defaults list, so it is a pipeline; put it into a folder of the name pipeline: "
+            f"posttrain plan conf/pipeline/{file.name}; a project file has no such list, but pipeline: NAME"
         )
     return list(_leaves(node, ""))
 

@@ -232,17 +232,68 @@ def _packing(draft: Draft, key: str, value: object) -> None:
         draft.refuse(key, value, f"{draft.stage} reads batches without padding, and has no packs")
 
 
-def _sharding(draft: Draft, key: str, value: object) -> None:
-    text = json.dumps(value).lower()
-    found = re.search(r"(?:zero|_z|stage\W*)[_-]?([0-3])", text)
-    if not value or (found and found[1] == "0"):
+_STRATEGIES = {  # of FSDP, by name and by the number that accelerate has for it
+    "full_shard": "fsdp", "shard_grad_op": "fsdp_grad", "no_shard": "none", "hybrid_shard": "fsdp_hybrid",
+    "hybrid_shard_zero2": "fsdp_hybrid", "_hybrid_shard_zero2": "fsdp_hybrid", "fsdp": "fsdp",
+    "1": "fsdp", "2": "fsdp_grad", "3": "none", "4": "fsdp_hybrid", "5": "fsdp_hybrid", "true": "fsdp",
+    "false": "fsdp_grad",
+}  # fmt: skip
+_ALONE = "one worker has nothing to divide; more: --num-workers N"
+_FSDP_KEYS = (  # that change no model, and are one way here
+    "auto_wrap", "auto_wrap_policy", "version", "state_dict_type", "final_state_dict_type", "sync_module_states",
+    "backward_prefetch", "forward_prefetch", "use_orig_params", "limit_all_gathers", "cpu_ram_efficient_loading",
+    "mixed_precision", "mixed_precision_policy", "xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "enable_fsdp",
+)  # fmt: skip
+
+
+def _deepspeed(draft: Draft, key: str, value: object) -> None:
+    """Its configuration, or the name of a file that cannot be read, which has the stage in it."""
+    zero = value.get("zero_optimization", {}) if isinstance(value, dict) else {}
+    named = re.search(r"(?:zero|_z|stage\W*)[_-]?([0-3])", str(value).lower())
+    stage = str(zero.get("stage", 0)) if isinstance(value, dict) else named[1] if named else ""
+    offloads = "offload" in str(value).lower() if not isinstance(value, dict) else any(
+        isinstance(each := zero.get(name), dict) and each.get("device", "none") != "none"
+        for name in ("offload_optimizer", "offload_param")
+    )  # fmt: skip
+    if not value or stage == "0":
         draft.skip(key, "one copy on each worker is the default")
-    elif found and found[1] == "2" and draft.workers == 1:
-        draft.skip(key, "one worker has nothing to divide; more: --num-workers N")
-    elif found and found[1] == "2":
-        draft.set(key, "resources.zero_stage", 2)
-    else:
-        draft.refuse(key, value, "ZeRO-2 is mapped (resources.zero_stage=2); choose how to shard by hand")
+    elif stage not in ("1", "2", "3"):
+        draft.refuse(key, value, "no stage of ZeRO is in its name, and there is no such file; set resources.sharding")
+    elif draft.workers == 1:
+        draft.skip(key, _ALONE)
+    else:  # FSDP2 divides what ZeRO-3 does
+        sharding = "fsdp" if stage == "3" else "zero2_offload" if stage == "2" and offloads else f"zero{stage}"
+        draft.set(key, "resources.sharding", sharding)
+        if stage == "3" and offloads:
+            draft.set(f"{key}.offload", "resources.offload", True)
+
+
+def _fsdp(draft: Draft, key: str, value: object) -> None:
+    """``full_shard auto_wrap offload``, a list of such, or a section of settings."""
+    named = value if isinstance(value, dict) else {}
+    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
+    for word in () if named else words:
+        named[str(word).lower()] = True
+    if draft.workers == 1 or not value:
+        draft.skip(key, _ALONE if value else "one copy on each worker is the default")
+        return
+    for name, each in named.items():
+        where, own = f"{key}.{name}", name.removeprefix("fsdp_")
+        strategy = _STRATEGIES.get(own if each is True and own in _STRATEGIES else str(each).lower(), "")
+        if own in ("sharding_strategy", "reshard_after_forward", *_STRATEGIES) and strategy:
+            draft.set(where, "resources.sharding", strategy)
+        elif own in ("offload", "offload_params", "cpu_offload"):
+            draft.set(where, "resources.offload", True) if each else draft.skip(where, "off is the default")
+        elif own in ("transformer_layer_cls_to_wrap", "transformer_layer_cls", "min_num_params", "min_params"):
+            wrap = ",".join(map(str, each)) if isinstance(each, list) else each
+            draft.set(where, "resources.wrap", wrap) if wrap else draft.skip(where, "the model's layers are wrapped")
+        elif own == "activation_checkpointing":
+            _checkpointed(draft, where, each)
+        elif own in _FSDP_KEYS:
+            draft.skip(where, "it changes no model, and is one way here")
+        else:
+            draft.refuse(where, each, "docs/sharding.md lists what FSDP2 has here")
+    draft.resources.setdefault("sharding", "fsdp")
 
 
 def _attention(draft: Draft, key: str, value: object) -> None:
@@ -384,7 +435,9 @@ _RULES: Mapping[tuple[str, ...], Rule] = {
         "the model's own chat template is rendered; another one: sources.base.chat_template"
     ),
     ("default_system", "default_system_message"): _to("data.system_prompt"),
-    ("deepspeed", "fsdp", "fsdp_config"): _sharding,
+    ("deepspeed",): _deepspeed,
+    ("fsdp", "fsdp_config"): _fsdp,
+    ("fsdp_version", "fsdp_final_state_dict_type"): _EXECUTION,
     ("flash_attn", "flash_attention", "attn_implementation", "sdp_attention", "xformers_attention"): _attention,
     ("gradient_checkpointing", "enable_gradient_checkpointing"): _checkpointed,
     ("disable_gradient_checkpointing",): lambda draft, key, value: _checkpointed(draft, key, not value),
@@ -433,6 +486,9 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
         ConfigError: the file does not say what is trained.
     """
     flat = _oumi(values) if peer == "oumi" else dict(values)
+    if isinstance(named := flat.get("deepspeed"), str):
+        files = [place for place in (Path(named), folder / named) if place.is_file()]
+        flat["deepspeed"] = read_values(peer, files[0]) if files else named
     stage = _training(peer, flat, training)
     draft = Draft(peer=peer, stage=stage, workers=workers)
     READERS[peer](draft, flat, folder)
@@ -513,10 +569,12 @@ def _oumi(values: Mapping[str, object]) -> Values:
                 flat |= section(part.pop(nested, {}), nested)
             flat |= {renamed.get(name, name): each for name, each in part.items()}
         elif title == "fsdp":
-            flat["fsdp"] = "fsdp" if section(inside, title).get("enable_fsdp") else None
+            flat["fsdp"] = section(inside, title) if section(inside, title).get("enable_fsdp") else None
         elif title == "deepspeed":
             found = section(inside, title)
-            flat["deepspeed"] = found.get("zero_stage", "zero") if found.get("enable_deepspeed") else None
+            stage = re.sub(r"\D", "", str(found.get("zero_stage", 0)))
+            zero = {**found, "stage": stage or 0} if found.get("enable_deepspeed") else None
+            flat["deepspeed"] = {"zero_optimization": zero} if zero else None
         else:
             flat[title] = inside
     return flat
@@ -742,10 +800,10 @@ def run_import(options: argparse.Namespace) -> int:
         for key, what in found.items():
             print(f"  {key:<{width}}  {what}")
     print(f"wrote {out}")
-    is_placed = out.parent.name == "pipeline"
-    folder = out.parent.parent if is_placed else "CONF"
-    first = "" if is_placed else "put it into a folder CONF/pipeline/, and: "
-    print(" ".join([f"next: {first}posttrain plan --config-dir {folder} pipeline={name}", *more]))
+    is_placed = out.absolute().parent.name == "pipeline"
+    moved = "" if is_placed else f"mkdir -p conf/pipeline && mv {shlex.quote(str(out))} conf/pipeline/ && "
+    placed = str(out) if is_placed else f"conf/pipeline/{out.name}"
+    print(" ".join([f"next: {moved}posttrain plan {shlex.quote(placed)}", *more]))
     return 0
 
 

@@ -1,18 +1,29 @@
-"""Values of a plan outside the ranges of ``tasks.judgement.advice``, which ``advice=strict`` refuses."""
+"""Values of a plan outside the ranges of ``tasks.judgement.advice``, which ``advice=strict`` refuses.
 
-from collections.abc import Mapping
+Only values that the user has set are compared: what we ship has its own reasons.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import yaml
+
+from flows.declare.config import composed_files, field_of, parsed
 from flows.declare.pipeline import Pipeline
 from flows.planning.model_checks import root_of
 from flows.planning.staleness import Hyperparameters
 from lineage.artifact import MODELS
 from lineage.errors import ConfigError
-from tasks.judgement.advice import Finding, case_of, findings
+from tasks.judgement.advice import RATIO, TRAIN_SHARE, VALIDATION_BATCH, WARMUP, Finding, case_of, findings
 from tasks.method import Method
 
-_MOST = 6  # findings that a plan prints
-_MOST_STAGES = 12
+# Field of the ranges -> the ends of keys that set it, unless that is the end of its own name.
+_SET_BY: Mapping[str, tuple[str, ...]] = {
+    RATIO: ("alpha", "rank"), TRAIN_SHARE: ("held_out",), VALIDATION_BATCH: ("micro_batch_size",),
+    WARMUP: ("warmup", "warmup_ratio"), "method.schedule.name": ("schedule", "schedule.name", "lr_schedule"),
+    "method.optimizer.name": ("optimizer", "optimizer.name"), "method.num_epochs": ("num_epochs", "num_steps"),
+    "method.quantization.format": ("quantization", "format"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +32,9 @@ class Advice:
 
     Args:
         found: stage and finding; those outside a permissible range first.
-        scratch: stages that train a model from random weights; the ranges are for pretrained ones.
     """
 
     found: tuple[tuple[str, Finding], ...] = ()
-    scratch: tuple[str, ...] = ()
 
     def to_dict(self) -> list[dict[str, object]]:
         """The value of ``advice`` in ``plan --json``."""
@@ -39,17 +48,13 @@ class Advice:
 
 
 def advice_lines(advice: Advice) -> list[str]:
-    """Lines for the plan: one per stage and field, up to ``_MOST``."""
-    lines = [f"advice: {stage}: {finding}" for stage, finding in advice.found[:_MOST]]
-    more = [stage for stage, _ in advice.found[_MOST:]]
-    if more:
-        of_stage = f" {more[0]}" if len({*more}) == 1 else ""
-        lines.append(f"advice: and {len(more)} more: posttrain advise{of_stage}")
-    if advice.scratch:
-        num_more = len(advice.scratch) - _MOST_STAGES
-        names = ", ".join(advice.scratch[:_MOST_STAGES]) + (f" and {num_more} more stages" if num_more > 0 else "")
-        lines.append(f"advice: the ranges are for pretrained models; not compared, since made from scratch: {names}")
-    return lines
+    """One line for the plan: the worst finding, and how many more there are; empty: there is none."""
+    if not advice.found:
+        return []
+    (stage, worst), *others = advice.found
+    of_stage = f" {stage}" if {name for name, _ in advice.found} == {stage} else ""
+    more = f"; and {len(others)} more: posttrain advise{of_stage}" if others else ""
+    return [f"advice: {stage}: {worst}{more}"]
 
 
 def advice_of(pipeline: Pipeline, stages: Mapping[str, Hyperparameters | None]) -> Advice:
@@ -63,14 +68,14 @@ def advice_of(pipeline: Pipeline, stages: Mapping[str, Hyperparameters | None]) 
     """
     if pipeline.advice == "off":
         return Advice()
-    found, scratch = [], []
+    found, is_set = list[tuple[str, Finding]](), set_fields(pipeline)
     for name, length in stages.items():
-        if is_from_scratch(pipeline, name):
-            scratch += [name] if length else []
+        if is_from_scratch(pipeline, name):  # the ranges are for pretrained models
             continue
         rows, steps, epochs = (length.num_rows, length.num_steps, length.num_epochs) if length else (None, None, None)
         stage = pipeline.stages[name]
-        found += [(name, each) for each in findings(case_of(stage.method, stage.resources, rows, steps, epochs))]
+        case = case_of(stage.method, stage.resources, rows, steps, epochs)
+        found += [(name, each) for each in findings(case) if is_set(name, each.field)]
     found.sort(key=lambda each: (each[1].bound != "permissible", each[1].field.startswith("resources.")))
     if found and pipeline.advice == "strict":
         lines = "\n".join(f"  {stage}: {finding}" for stage, finding in found)
@@ -78,7 +83,34 @@ def advice_of(pipeline: Pipeline, stages: Mapping[str, Hyperparameters | None]) 
             f"advice=strict, and these values are outside their ranges:\n{lines}\nset values inside them (posttrain "
             "advise prints some), or advice=warn"
         )
-    return Advice(found=tuple(found), scratch=tuple(scratch))
+    return Advice(found=tuple(found))
+
+
+def set_fields(pipeline: Pipeline) -> Callable[[str, str], bool]:
+    """Whether the user has set a field of a stage: by an override, or in a file of their own."""
+    if pipeline.overrides is None:
+        return lambda stage, field: True
+    keys = {key for word in pipeline.overrides for key in _leaves(field_of(word), parsed(word).value())}
+    own = pipeline.config_dir.resolve() if pipeline.config_dir else None
+    for path, package in composed_files(pipeline.overrides, pipeline.config_dir) if own else ():
+        if path.is_relative_to(own):
+            keys.update(_leaves(package, yaml.safe_load(path.read_text(encoding="utf-8"))))
+
+    def is_set(stage: str, field: str) -> bool:
+        ends = _SET_BY.get(field, (field.rpartition(".")[2],))
+        of_stage = (key for key in keys if not key.startswith("stages.") or key.startswith(f"stages.{stage}."))
+        return any(f".{key}".endswith(tuple(f".{end}" for end in ends)) for key in of_stage)
+
+    return is_set
+
+
+def _leaves(key: str, value: object) -> Iterator[str]:
+    """The keys of values below a key."""
+    if not isinstance(value, Mapping):
+        yield key
+        return
+    for name, each in value.items():
+        yield from _leaves(f"{key}.{name}".removeprefix("."), each)
 
 
 def is_from_scratch(pipeline: Pipeline, name: str) -> bool:

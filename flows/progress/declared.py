@@ -18,6 +18,8 @@ from lineage.filesystem.files import local_path
 
 # Overrides that change where and how a pipeline runs, but not its outputs.
 _EXECUTION = ("resources", "tracking", "store", "code_drift", "advice")
+# Overrides that say which pipeline this is, where no dvc.yaml and no project file does.
+_DECLARES = ("pipeline", "model", "data", "sources")
 
 
 def adopt_view(pipeline: Pipeline) -> None:
@@ -114,7 +116,10 @@ def _declaration(plan: Plan, cli_args: Sequence[str], project: DvcProject) -> li
     if kept:
         return with_project(project.overrides(kept[0]))
     overrides, config_dir = split_cli_args(cli_args)
-    chosen = with_project([word for word in overrides if field_of(word) == "pipeline"])
+    named = [word for word in overrides if field_of(word) == "pipeline"]
+    chosen = with_project(named)
+    if len(chosen) == len(named):  # no project file says more
+        chosen = [word for word in overrides if field_of(word).partition(".")[0] in _DECLARES]
     return [*(["--config-dir", str(config_dir)] if config_dir else []), *chosen]
 
 

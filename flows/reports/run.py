@@ -1,9 +1,11 @@
 """The runs of a store as seen by other processes, and the terminal reports of plans and runs."""
 
+import json
+import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,22 +15,29 @@ from flows.planning.estimates import Estimate, Totals, in_all
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, dashboard_file, latest, run_record_path, waits_for
 from flows.progress.stage_progress import Progress
+from flows.reports.page import render
 from flows.reports.tables import empty_table, plain_text
-from flows.reports.wording import clock, printable_text
+from flows.reports.wording import clock, printable_text, relative
 from flows.sweep.folder import trial_results
 from lineage.artifact import Kind
 from lineage.diagnosis.finding import Finding
-from lineage.diagnosis.rules import live_findings
+from lineage.diagnosis.rules import as_line, live_findings
+from lineage.dvc import View
+from lineage.filesystem.files import atomic_write, read_jsonl
 from lineage.filesystem.owner import HEARTBEAT_SECONDS
 from lineage.fingerprint import short
+from lineage.graph.ancestry import ancestry
+from lineage.graph.index import Index
+from lineage.graph.places import node_key
 from lineage.record.attempts import Attempt, attempts
 from lineage.record.verdict import VERDICT_TABLE
 from lineage.secrets import redacted
 from lineage.store import Manifest
-from tasks.evaluate.report import TABLE_FILE
+from tasks.evaluate.report import ANSWERS_FILE, METRICS_FILE, RIGHT, TABLE_FILE, shown_columns
 from tasks.method import Training
 
-_LAST = 5
+_LAST = 5  # runs
+_MOST_COLUMNS, _MOST_ANSWERS, _MOST_SHOWN = 4, 3, 100  # of the report on a run: the last is letters of a text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +156,6 @@ def _stage_view(title: str, run: RunRecord, ended: float | None) -> StageView:
     )  # fmt: skip
 
 
-_TABLES = {Kind.REPORT: TABLE_FILE, Kind.VERDICT: VERDICT_TABLE}  # the readable file of an output
-
-
 def plan_dict(plan: Plan, estimates: Mapping[str, Estimate]) -> dict[str, object]:
     """The object that ``plan --json`` prints."""
     document = plan.to_dict()
@@ -220,34 +226,108 @@ def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: 
 
 
 def summary(plan: Plan, seconds: dict[str, float], wall: float, cli_args: Sequence[str]) -> str:
-    """The final report of a run: measurements, durations, paths of outputs, a suggestion."""
-    shown = [(plan.entry(planned).output, _TABLES.get(planned.stage.method.produces)) for planned in plan.stages]
-    tables = [output / name for output, name in shown if name]
-    parts = [path.read_text() for path in tables if path.exists()]
-    table = empty_table("stage", "seconds", "tokens/s", "output", numbers=("seconds", "tokens/s"))
+    """The final report of a run: durations, findings, verdicts, what was measured, answers, and what to do next."""
+    table = empty_table("stage", "time", "tokens/s", "output", numbers=("time", "tokens/s"))
     for planned in plan.stages:
         speed = _manifest(plan, planned).metrics.get("tokens_per_second")
-        took = f"{seconds[planned.name]:.1f}" if seconds.get(planned.name) else "reused"  # 0: another run made it
-        table.add_row(planned.name, took, f"{speed:,.0f}" if speed else "", str(plan.entry(planned).output))
-    parts.append(plain_text(table))
+        took = clock(seconds[planned.name]) if seconds.get(planned.name) else "reused"  # 0: another run made it
+        table.add_row(planned.name, took, f"{speed:,.0f}" if speed else "", relative(plan.entry(planned).output))
+    parts = [plain_text(table)]
     if not plan.stale:
         parts.append(f"nothing to do: all {len(plan.stages)} stages are finished ({wall:.1f} s)")
     else:
         ran = sum(1 for took in seconds.values() if took)
         others = f", {len(plan.stale) - ran} made by another run meanwhile" if ran < len(plan.stale) else ""
         parts.append(f"{plan.pipeline.name}: {ran} of {len(plan.stages)} stages run in {wall:.1f} s{others}")
-    parts.append(_next(plan, cli_args))
+    parts += ["\n".join(lines)] if (lines := list(_findings(plan, seconds))) else []
+    for planned in plan.stages:
+        output, kind = plan.entry(planned).output, planned.stage.method.produces
+        if kind == Kind.VERDICT and (output / VERDICT_TABLE).exists():
+            parts.append((output / VERDICT_TABLE).read_text())
+        elif kind == Kind.REPORT and (output / METRICS_FILE).exists():
+            slots = [slot for slot in planned.stage.inputs if slot not in planned.stage.method.consumes]
+            parts += _measured(output, slots)
+    parts += [f"lineage  {page}"] if (page := _lineage_page(plan)) else []
+    parts.append(_next(plan, seconds, cli_args))
     return printable_text("\n\n".join(part.rstrip() for part in parts))
 
 
-def _next(plan: Plan, cli_args: Sequence[str]) -> str:
-    """Suggests a change to try: the last trained stage at half its learning rate."""
+def _findings(plan: Plan, seconds: Mapping[str, float]) -> Iterator[str]:
+    """A line per finding of ``diagnose`` on a training that this run made."""
+    for planned in plan.stages:
+        if isinstance(planned.stage.method, Training) and seconds.get(planned.name):
+            for finding in live_findings(plan.entry(planned).path):
+                yield f"diagnose {planned.name}: {as_line(finding)}"
+
+
+def _measured(output: Path, slots: Sequence[str]) -> Iterator[str]:
+    """The measures of a report that matter most, and a few questions with answers before and after."""
+    metrics = json.loads((output / METRICS_FILE).read_text(encoding="utf-8"))
+    names = [slot for slot in slots if any(key.startswith(f"{slot}/") for key in metrics)]
+    columns = list(shown_columns(metrics, names[0]).items())[:_MOST_COLUMNS]
+    titles = [re.sub(r" \(.*\)|, .* (?=[↑↓])", "", title) for _, (title, _) in columns]
+    table = empty_table("model", *titles, numbers=tuple(titles))
+    for name in names:
+        values = (f"{metrics[f'{name}/{key}']:.{digits}f}" for key, (_, digits) in columns)
+        table.add_row(name, *values)
+    yield plain_text(table)
+    if (output / ANSWERS_FILE).exists() and len(names) > 1:
+        rows = read_jsonl(output / ANSWERS_FILE, _asked)
+        ended = [name for name in names[:-1] if metrics.get(f"{name}/unfinished_share", 0) < 1]
+        before, after = (ended or names)[0], names[-1]
+        known = [row for row in rows if RIGHT in row[1]] or rows
+        yield "\n".join(line for row in known[:_MOST_ANSWERS] for line in _answers(*row, before, after))
+    yield f"all measures and samples: {relative(output / TABLE_FILE)}"
+
+
+def _asked(prompt: Sequence[Mapping[str, str]], **answers: str) -> tuple[str, Mapping[str, str]]:
+    return prompt[-1]["content"], answers
+
+
+def _answers(question: str, answers: Mapping[str, str], before: str, after: str) -> Iterator[str]:
+    right = answers.get(RIGHT)
+    shown = [before, after, *([RIGHT] if right is not None and answers[after].strip() != right.strip() else [])]
+    yield _one_line(question)
+    for name in shown:
+        mark = "  (right)" if right is not None and answers[name].strip() == right.strip() and name != RIGHT else ""
+        yield f"  {name:<{max(map(len, shown))}}  {_one_line(answers[name]) or '(nothing)'}{mark}"
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MOST_SHOWN else line[: _MOST_SHOWN - 1] + "…"
+
+
+def _lineage_page(plan: Plan) -> str:
+    """Writes the page that draws what the last stage was made from; empty where the store cannot be written."""
+    last = next((each for each in plan.stages if each.stage.method.produces == Kind.REPORT), plan.stages[-1])
+    path = View(plan.pipeline.store, plan.pipeline.name).root / "lineage.html"
+    try:
+        with Index(plan.pipeline.store) as index:
+            graph = ancestry(index, node_key(last.name, last.fingerprint))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, render(graph.to_dict(last.name)))
+    except OSError:
+        return ""
+    return relative(path)
+
+
+def _next(plan: Plan, seconds: Mapping[str, float], cli_args: Sequence[str]) -> str:
+    """Three commands to try: talk with the last model, plan its last training with half the learning rate, look."""
+    store = [word for word in cli_args if word.startswith("store=")]
+    models = [planned for planned in plan.stages if planned.stage.method.produces == Kind.CHECKPOINT]
     trained = [planned for planned in plan.stages if isinstance(planned.stage.method, Training)]
-    if not trained:
-        return f"next: posttrain plan {shlex.join(cli_args)}".rstrip()
-    rate = trained[-1].stage.method.recipe()["learning_rate"]
-    change = f"stages.{trained[-1].name}.method.learning_rate={float(str(rate)) / 2:g}"
-    return f"next: posttrain plan {shlex.join([*cli_args, change])}"
+    commands = []
+    if models:
+        last = models[-1]
+        digits = "" if seconds.get(last.name) else f"@{short(last.fingerprint)[:8]}"  # another may be newer
+        commands.append(["chat", last.name + digits, *store])
+    change = []
+    if trained:
+        rate = trained[-1].stage.method.recipe()["learning_rate"]
+        change = [f"stages.{trained[-1].name}.method.learning_rate={float(str(rate)) / 2:g}"]
+    commands += [["plan", *cli_args, *change], ["ui", *store]]
+    return "\n".join(["next:", *(f"  posttrain {shlex.join(words)}" for words in commands)])
 
 
 def _manifest(plan: Plan, planned: PlannedStage) -> Manifest:

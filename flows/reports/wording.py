@@ -4,8 +4,10 @@ Control characters, as in file names, are escaped: they could move a terminal's 
 """
 
 import logging
+import os
 import re
 import unicodedata
+from pathlib import Path
 
 from lineage.secrets import redacted
 
@@ -22,6 +24,12 @@ def clock(seconds: float) -> str:
 def gib(num_bytes: int) -> str:
     """``1.50 GiB``"""
     return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def relative(path: Path) -> str:
+    """A path below the current folder without that folder; any other as it is."""
+    here = os.getcwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def counted(number: int, what: str) -> str:

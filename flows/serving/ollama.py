@@ -1,11 +1,13 @@
 """The Modelfile of a GGUF file for Ollama, and the chat template in Ollama's language.
 
 A chat template is converted where its text before each message follows from the roles of that message and the one
-before it, and where it writes contents as they are. That is found by rendering conversations.
+before it, and where it writes contents as they are, but for what ``_LOSSES`` names. That is found by rendering
+conversations.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError
@@ -19,6 +21,15 @@ Texts = Mapping[
 ]  # roles of a message and the one before it (empty: none; `end`: the answer to come) -> the text between
 _START, _END, _ANSWER = "", "end", "assistant"
 _ROUNDS = 3
+_DATE = "26 Jul 2024"  # of Llama's templates where they know none
+# What a template does to contents, and Ollama's language cannot -> the same, and what the Modelfile says of it.
+_LOSSES: tuple[tuple[Callable[[Turn], str], str], ...] = (
+    (lambda turn: turn[1].strip(), "blanks at the ends of a message stay; the model's own template strips them"),
+    (
+        lambda turn: re.sub(r"^.*</think>\n*", "", turn[1], flags=re.DOTALL) if turn[0] == _ANSWER else turn[1],
+        "what earlier answers thought stays; the model's own template drops it: send answers without it",
+    ),
+)
 _CHANGED = (" x", "x ", "x\n", "\nx", "<think>\nx\n</think>\n\ny")  # contents that templates may change
 
 
@@ -30,7 +41,10 @@ def modelfile(
     Raises:
         ConfigError: the chat template cannot be converted exactly.
     """
-    lines = ["FROM ./model.gguf", f'TEMPLATE """{_go(label, _texts(label, tokenizer))}"""']
+    texts, lost = _texts(label, tokenizer)
+    if "strftime_now" in str(tokenizer.chat_template):
+        lost.append(f"the date is always {_DATE}; the model's own template writes that of the day")
+    lines = [*(f"# {each}" for each in lost), "FROM ./model.gguf", f'TEMPLATE """{_go(label, texts)}"""']
     lines += [f'PARAMETER stop "{stop}"' for stop in stops]
     sampled = generation.do_sample is True
 
@@ -47,8 +61,8 @@ def modelfile(
     return "\n".join(lines) + "\n"
 
 
-def _texts(label: str, tokenizer: "PreTrainedTokenizerBase") -> Texts:
-    """The texts between the messages of a template.
+def _texts(label: str, tokenizer: "PreTrainedTokenizerBase") -> tuple[Texts, list[str]]:
+    """The texts between the messages of a template, and what is lost of what it does to contents.
 
     Raises:
         ConfigError: other texts depend on more than the roles, or contents are changed.
@@ -65,10 +79,19 @@ def _texts(label: str, tokenizer: "PreTrainedTokenizerBase") -> Texts:
             before = role
         if found.setdefault((before, _END), rest) != rest:
             raise _refused(label, "what it writes before an answer depends on earlier turns")
+    lost: set[int] = set()
     for turns in _probes():
-        if _render(label, tokenizer, turns) != _rendered(found, turns):
-            raise _refused(label, "it changes contents: blanks at their ends, or what an earlier answer thinks")
-    return found
+        wished = _render(label, tokenizer, turns)
+        for losses in ((), (0,), (1,), (1, 0)):
+            changed = list(turns)
+            for loss in losses:
+                changed = [(turn[0], _LOSSES[loss][0](turn)) for turn in changed]
+            if wished == _rendered(found, changed):
+                lost.update(losses)
+                break
+        else:
+            raise _refused(label, "it changes contents in another way than to strip them or drop earlier thinking")
+    return found, [_LOSSES[loss][1] for loss in sorted(lost)]
 
 
 def _render(label: str, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[Turn]) -> str:
@@ -79,11 +102,12 @@ def _render(label: str, tokenizer: "PreTrainedTokenizerBase", turns: Sequence[Tu
 
     if not isinstance(tokenizer.chat_template, str):
         raise _refused(label, "there is none, or there are several")
-    if "strftime_now" in tokenizer.chat_template:
+    dated = {"date_string": _DATE} if "date_string" in tokenizer.chat_template else {}
+    if "strftime_now" in tokenizer.chat_template and not dated:
         raise _refused(label, "it writes the date of the day")
     messages = [{"role": role, "content": content} for role, content in turns]
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **dated)
     except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(role for role, _ in turns)
         raise _refused(label, f"it refuses turns of {roles} ({error})") from error

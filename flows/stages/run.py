@@ -175,9 +175,9 @@ class DataChecks:
                     raise error
 
     def num_steps(self, planned: PlannedStage, method: Method) -> int | None:
-        """Optimizer steps of a method on the rows of a stage; None: not known, or it takes none."""
+        """Optimizer steps of a method on the rows of a stage, or reports of another; None: not known."""
         if not isinstance(method, Training):
-            return None
+            return method.num_reports(planned.inputs)
         examples = self._examples.get(planned.fingerprint)
         return method.steps(lambda: examples or 0) if examples or method.num_steps else None
 

@@ -54,7 +54,7 @@ class Event:
             it meanwhile.
         text: what it waits for, why it failed or was stopped, or the message.
         start: of a running stage.
-        num_steps: optimizer steps of a running stage; None: it has no steps.
+        num_steps: optimizer steps, or reports, of a running stage; None: not known.
         manifest: of a stage that is done or reused.
         error: of a failed or stopped stage.
     """

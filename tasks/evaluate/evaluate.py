@@ -136,6 +136,10 @@ class Evaluate(Method):
         found = [name for name, needs in POLICY_METRICS.items() if slots.intersection(needs)]
         return (*found, *(f"{REWARD}{name}" for name in self.rewards or {}), *([KL] if self.kl_samples else []))
 
+    def num_reports(self, slots: Collection[str]) -> int | None:
+        """One after each policy, and one at the end."""
+        return len([slot for slot in slots if slot not in self.consumes]) + 1
+
     def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
         """As of every method; after each policy it reports that policy's perplexities, and all metrics at the end."""
         if self.metrics is None:

@@ -10,23 +10,23 @@ from tasks.evaluate.row_scores import KL, REWARD
 Message = dict[str, str]
 METRICS_FILE, ANSWERS_FILE, TABLE_FILE = "metrics.json", "answers.jsonl", "table.md"
 LOST = ("rows_dropped", "rows_cut", "prompts_cut")  # numbers of rows
+RIGHT = "right answer"
 _NUM_SAMPLES = 5
-_MAX_SHOWN = 120  # characters of a sample answer
-# Metric of a policy -> title of its column, and digits after the point.
+# Metric of a policy -> title of its column, and digits after the point; what matters most comes first.
 _COLUMNS = {
-    "text_perplexity": ("text ppl ↓", 1),
-    "answer_perplexity": ("answer ppl ↓", 1),
     "exact_match": ("exact match ↑", 2),
     "preference_accuracy": ("preference acc. (implicit reward) ↑", 3),
+    "win_rate": ("win rate over the reference ↑", 2),
+    "one_sentence_share": ("answers of one sentence ↑", 2),
+    "unfinished_share": ("answers cut off ↓", 2),
+    "reward_score": ("reward of answers ↑", 2),
+    "unpaired_accuracy": ("single answers acc. (implicit reward) ↑", 3),
+    "answer_tokens": ("tokens per answer ↓", 1),
+    "answer_perplexity": ("answer ppl ↓", 1),
+    "text_perplexity": ("text ppl ↓", 1),
     "logp_accuracy": ("preference acc. (log-prob.) ↑", 3),
     "mean_logp_accuracy": ("preference acc. (log-prob. per token) ↑", 3),
-    "unpaired_accuracy": ("single answers acc. (implicit reward) ↑", 3),
     "unpaired_auc": ("single answers AUC (log-prob. per token) ↑", 3),
-    "reward_score": ("reward of answers ↑", 2),
-    "win_rate": ("win rate over the reference ↑", 2),
-    "unfinished_share": ("answers cut off ↓", 2),
-    "one_sentence_share": ("answers of one sentence ↑", 2),
-    "answer_tokens": ("tokens per answer ↓", 1),
     KL: ("KL to the reference, nats per answer ↓", 2),
 }
 _PAIRS, _UNPAIRED, _SCORED, _FORM = ("pairs",), ("unpaired",), ("reward_model",), ("answer_form",)
@@ -65,24 +65,28 @@ def write_report(
     ]
     lines += [
         json.dumps(
-            {"prompt": question, "right answer": references[index]}
-            | {name: texts[index] for name, texts in answered.items()},
+            {"prompt": question, RIGHT: references[index]} | {name: texts[index] for name, texts in answered.items()},
             ensure_ascii=False,
         )
         for index, question in enumerate(questions)
     ]
     if lines:  # without generated answers there is no file
         (directory / ANSWERS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    samples = _samples(questions, {"right answer": references, **answered}) if questions else _samples(prompts, answers)
+    samples = _samples(questions, {RIGHT: references, **answered}) if questions else _samples(prompts, answers)
     parts = [_policies(metrics, list(answers)), _reward_model(metrics), _lost(metrics), samples]
     (directory / TABLE_FILE).write_text("\n".join(filter(None, parts)), encoding="utf-8")
 
 
-def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
-    first = f"{names[0]}/"
+def shown_columns(metrics: Mapping[str, float], name: str) -> dict[str, tuple[str, int]]:
+    """Metric of a policy -> title and digits, for those that were measured, the most important first."""
+    first = f"{name}/"
     rewards = [key.removeprefix(first) for key in metrics if key.startswith(f"{first}{REWARD}")]
-    known = {**_COLUMNS, **{key: (f"{key.removeprefix(REWARD)} ↑", 3) for key in rewards}}
-    columns = {key: column for key, column in known.items() if f"{first}{key}" in metrics}
+    known = {**{key: (f"{key.removeprefix(REWARD)} ↑", 3) for key in rewards}, **_COLUMNS}
+    return {key: column for key, column in known.items() if f"{first}{key}" in metrics}
+
+
+def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
+    columns = shown_columns(metrics, names[0])
     rows = [
         [name, *(f"{metrics[f'{name}/{key}']:.{digits}f}" for key, (_, digits) in columns.items())] for name in names
     ]
@@ -116,13 +120,12 @@ def _samples(prompts: Sequence[Sequence[Message]], answers: Mapping[str, Sequenc
     blocks = []
     for index, prompt in enumerate(prompts[:_NUM_SAMPLES]):
         rows = [[name, _cell(texts[index])] for name, texts in answers.items()]
-        blocks.append(table_of(["policy", _cell(prompt[-1]["content"])], rows))
+        blocks.append(markdown_table(["policy", _cell(prompt[-1]["content"])], rows) + "\n")
     return "\n".join(blocks)
 
 
 def _cell(text: str) -> str:
-    line = " ".join(text.split()).replace("|", "\\|")
-    return line if len(line) <= _MAX_SHOWN else line[: _MAX_SHOWN - 1] + "…"
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def table_of(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

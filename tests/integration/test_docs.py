@@ -116,6 +116,27 @@ def test_the_pages_stay_short() -> None:
     assert not {name: count for name, count in lines.items() if count > 250 and Path(name).name not in RENDERED}
 
 
+def test_the_pages_are_a_site_without_a_warning(tmp_path: Path) -> None:
+    """A link or an anchor that leads nowhere, and a page outside the navigation, are warnings."""
+    pytest.importorskip("mkdocs")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+    assert built.returncode == 0 and not built.stderr, built.stdout + built.stderr
+    page = (tmp_path / "site" / "concepts.html").read_text()
+    assert page.count("<svg") + page.count(".svg") >= 4
+    loaded = re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="(https?:[^"]+)', page)
+    assert not loaded  # it works without a network
+    assert (tmp_path / "site" / "search" / "search_index.js").exists()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent != ROOT], ids=lambda page: page.name)
+def test_every_page_begins_with_what_it_is_for(page: Path) -> None:
+    text = re.sub(r"<!--.*?-->\n", "", page.read_text())
+    assert page.name == "README.md" or re.match(r"# .+\n\nUse this page to [^\n]+\n", text)
+
+
 def test_every_page_is_listed() -> None:
     listed = (ROOT / "docs" / "README.md").read_text()
     assert not [

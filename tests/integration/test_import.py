@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.peers.importing import DEFAULTS, RULES, TRL_DEFAULTS
+from flows.peers.importing import DEFAULTS, RULES, TRL_DEFAULTS, convert
 from tests import tiny
 from tests.command import call
 
@@ -282,7 +282,7 @@ def test_the_arguments_of_a_script_are_read_and_what_has_no_place_is_refused_by_
         ("llamafactory", "stage: ppo\n", "stage=ppo: the training is unknown"),
         ("llamafactory", "stage: sft\ndataset: nowhere\n", "dataset_info.json has no such name"),
         ("llamafactory", SFT + "train_on_prompt: true\n", "train_on_prompt=true: the answers alone get loss here"),
-        ("llamafactory", SFT + "deepspeed: ds_z3_config.json\n", "ZeRO-2 is mapped"),
+        ("llamafactory", SFT + "deepspeed: mine.json\n", "no stage of ZeRO is in its name"),
         ("llamafactory", SFT + "use_badam: true\n", "use_badam=true: it is unknown"),
         ("llamafactory", SFT + "optim: adamw_of_mine\n", "as a pipeline: stages.sft.method.optimizer.name"),
         ("axolotl", "datasets: [{path: data/chats.jsonl, type: own_format}]\n", "datasets[0].type=\"own_format\""),
@@ -296,6 +296,51 @@ def test_what_cannot_be_imported_ends_with_2(folder, peer, change, told):
     ran = imported(folder, peer, "wrong.yaml", start + change)
     assert ran.returncode == 2 and told in ran.stderr, ran.stderr
     assert not (folder / "conf" / "pipeline" / "wrong.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("peer", "values", "resources"),
+    [
+        ("llamafactory", {"deepspeed": "examples/deepspeed/ds_z3_config.json"}, {"sharding": "fsdp"}),
+        ("llamafactory", {"deepspeed": "ds_z2_offload_config.json"}, {"sharding": "zero2_offload"}),
+        ("axolotl", {"deepspeed": "deepspeed_configs/zero1.json"}, {"sharding": "zero1"}),
+        ("trl", {"deepspeed": "own.json"}, {"sharding": "fsdp", "offload": True}),  # a file beside it
+        ("trl", {"fsdp": "shard_grad_op auto_wrap"}, {"sharding": "fsdp_grad"}),
+        ("axolotl", {"fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {
+            "fsdp_offload_params": True, "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+            "fsdp_state_dict_type": "FULL_STATE_DICT"}},
+         {"sharding": "fsdp", "offload": True, "wrap": "LlamaDecoderLayer"}),
+        ("axolotl", {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": False}}, {"sharding": "fsdp_grad"}),
+        ("oumi", {"fsdp": {"enable_fsdp": True, "sharding_strategy": "HYBRID_SHARD", "cpu_offload": False}},
+         {"sharding": "fsdp_hybrid"}),
+        ("oumi", {"deepspeed": {"enable_deepspeed": True, "zero_stage": "ZERO_2"}}, {"sharding": "zero2"}),
+    ],
+)  # fmt: skip
+def test_how_a_peer_divides_a_model_is_mapped(tmp_path, peer, values, resources):
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
+    (tmp_path / "own.json").write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto"}))
+    found = convert(peer, values, workers=2, training="sft", folder=tmp_path)
+    assert {*found.refused} == {"model", "dataset"}  # which are not there
+    shared = {"micro_batch_size", "num_workers"}
+    assert {key: value for key, value in found.resources.items() if key not in shared} == resources
+    alone = convert(peer, values, workers=1, training="sft", folder=tmp_path)
+    assert {*alone.resources} == {"micro_batch_size"} and "one worker" in str(alone.not_needed)
+
+
+def test_a_setting_of_fsdp_that_has_no_place_is_refused_by_name(tmp_path):
+    found = convert("axolotl", {"fsdp_config": {"fsdp_unheard": 1}}, workers=2, training="sft", folder=tmp_path)
+    assert "fsdp_config.fsdp_unheard=1" in found.refused["fsdp_config.fsdp_unheard"]
+
+
+def test_an_imported_pipeline_is_planned_by_its_path(folder):
+    peer, text, *_ = EXAMPLES["trl_sft"]
+    ran = imported(folder, peer, "own.yaml", text, "--out", "ours/pipeline/mine.yaml")
+    assert ran.returncode == 0 and "next: posttrain plan ours/pipeline/mine.yaml" in ran.stdout
+    plan = call(["plan", "ours/pipeline/mine.yaml", "resources=gpu", "--json"], folder, {})
+    assert plan.returncode == 0, plan.stderr
+    assert json.loads(plan.stdout)["pipeline"] == "mine"
+    elsewhere = call(["plan", "ours/pipeline/mine.yaml", "--config-dir", "conf"], folder, {})
+    assert elsewhere.returncode == 2 and "leave --config-dir out" in elsewhere.stderr
 
 
 def test_what_trl_assumes_is_what_its_configs_have():

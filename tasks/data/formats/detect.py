@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.data.formats.proposals import proposal
+from tasks.data.formats.proposals import proposal, with_inner
 from tasks.data.formats.turns import (
     SYSTEM,
     THOUGHTS,
@@ -652,7 +652,8 @@ class Detected:
     @cached_property
     def _read(self) -> frozenset[str]:
         kept = self.format.mapping.keys() - set(self.columns.values())
-        return frozenset(kept | {theirs for ours, theirs in self.columns.items() if ours in self.format.mapping})
+        theirs = {theirs for ours, theirs in self.columns.items() if ours in self.format.mapping}
+        return frozenset(kept | theirs | {each.partition(".")[0] for each in theirs})
 
     def convert(self, fields: Fields) -> CanonicalRow:
         """A row in the form of its kind.
@@ -796,7 +797,7 @@ def _problem(fit: _Fit, rows: Sequence[Fields]) -> str:
 
 def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
     """A row with its columns renamed to the formats' names."""
-    ours = {theirs: name for name, theirs in columns.items()}
+    fields, ours = with_inner(fields, columns), {theirs: name for name, theirs in columns.items()}
     renamed = {ours.get(name, name): value for name, value in fields.items()}
     if len(renamed) < len(fields):
         ((twice, _),) = Counter(ours.get(name, name) for name in fields).most_common(1)
@@ -826,7 +827,7 @@ def check_direction(field: str, columns: Mapping[str, str], format: str | None) 
 
 def _check_renames(sample: Sequence[Fields], place: str, columns: Mapping[str, str]) -> None:
     """Refuses renames of missing columns, and renames of two columns to one name."""
-    present = list(dict.fromkeys(str(name) for fields in sample for name in fields))
+    present = list(dict.fromkeys(str(name) for fields in sample for name in with_inner(fields, columns)))
     for ours, theirs in columns.items():
         turned = f"; {_inverted_hint('columns', theirs, ours)}" if ours in present else ""
         if theirs not in present:
@@ -846,8 +847,6 @@ def _inverted_hint(field: str, ours: str, theirs: str) -> str:
     quoted = f'"{text}"' if set(text) & set(" '\"$&|;()<>*?") else text
     return f"columns maps our name to the rows' column: set {quoted}"
 
-
-# Prompt templates and system turns.
 
 _TEMPLATE = "text with named placeholders, such as '{context}\\n\\n{question}'"
 

@@ -1,12 +1,13 @@
 """Overrides to paste for rows that no format fits, by the names of their columns."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 # Names that columns often have, the usual ones first.
 _ASKED = ("prompt", "question", "query", "problem", "instruction", "input", "user", "human", "source", "document",
           "article", "text", "q", "inputs", "request", "post")  # fmt: skip
-_ANSWERED = ("completion", "answer", "response", "solution", "output", "assistant", "gpt", "target", "summary", "reply",
-             "a", "targets", "bot", "highlights", "label_text", "generated_solution", "final_answer")  # fmt: skip
+_ANSWERED = ("completion", "answer", "answers", "response", "responses", "solution", "output", "assistant", "gpt",
+             "target", "summary", "reply", "a", "targets", "bot",
+             "highlights", "label_text", "generated_solution", "final_answer")  # fmt: skip
 _CONTEXT = ("context", "passage", "background", "paragraph", "evidence", "table", "code")
 _CHOSEN = (
     "chosen",
@@ -25,10 +26,9 @@ _REJECTED = ("rejected", "response_k", "rejected_response", "dispreferred", "bad
 
 def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
     """How the rows can be read, as overrides to paste; empty: their columns have unusual names."""
-    texts = (
-        [name for name in rows[0] if all(isinstance(row.get(name), str) and row[name] for row in rows)] if rows else []
-    )
-    by_name = {str(name).lower().replace("-", "_").replace(" ", "_"): str(name) for name in texts}
+    paths = [path for name, value in rows[0].items() for path in _paths(str(name), value)] if rows else []
+    texts = [path for path in paths if all(isinstance(found := inside(row, path), str) and found for row in rows)]
+    by_name = {path.partition(".")[0].lower().replace("-", "_").replace(" ", "_"): path for path in reversed(texts)}
 
     def first(names: Sequence[str]) -> str | None:
         return next((by_name[name] for name in names if name in by_name), None)
@@ -42,7 +42,7 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
         return ""
     renamed = {ours: theirs for ours, theirs in {"prompt": asked, **answers}.items() if ours != theirs}
     template = ""
-    if context:
+    if context and "." not in context + asked:
         template = f"prompt_template='{{{context}}} {{{asked}}}'"
         renamed.pop("prompt", None)
     columns = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in renamed.items() if theirs)
@@ -57,6 +57,42 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
     return (
         f"posttrain data {_shell(place)} {' '.join(of_data)} reads them; a pipeline does with {' '.join(of_pipeline)}"
     )
+
+
+def _paths(name: str, value: object) -> Iterator[str]:
+    """A column, or the places of the first texts inside it: ``answers.text.0``."""
+    if isinstance(value, str):
+        yield name
+    elif isinstance(value, list | tuple) and value:
+        yield from _paths(f"{name}.0", value[0])
+    elif isinstance(value, Mapping):
+        for part, each in value.items():
+            yield from _paths(f"{name}.{part}", each)
+
+
+def inside(fields: Mapping[str, object], path: str) -> object:
+    """A value of a row by the name of its column, or by a path into it; None: there is none."""
+    if path in fields:
+        return fields[path]
+    found: object = fields
+    for part in path.split("."):
+        if isinstance(found, Mapping):
+            found = found.get(part)
+        elif isinstance(found, list | tuple) and part.isdecimal() and int(part) < len(found):
+            found = found[int(part)]
+        else:
+            return None
+    return found
+
+
+def with_inner(fields: Mapping[str, object], columns: Mapping[str, str]) -> Mapping[str, object]:
+    """A row with a column for each path into one that ``columns`` names, in place of the columns that hold them."""
+    paths = [path for path in columns.values() if "." in path and path not in fields]
+    found = {path: value for path in paths if (value := inside(fields, path)) is not None}
+    if not found:
+        return fields
+    outer = {path.partition(".")[0] for path in paths}
+    return {**{name: value for name, value in fields.items() if name not in outer}, **found}
 
 
 def _quoted(name: str) -> str:

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import jinja2
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-from flows.serving.ollama import _go, _texts
+from flows.serving.ollama import _go, _texts, modelfile
 from lineage.errors import ConfigError
+from lineage.source.model_source import template_families
 from lineage.store import Store
 from tasks.model.adapter_files import Base
 from tasks.model.chat_template import CHATML
@@ -277,7 +278,8 @@ WITHOUT_SYSTEM = "{% for m in messages if m['role'] != 'system' %}{{ m['role'] +
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        (CHATML.replace("message['content'] +", "(message['content'] | trim) +"), "changes contents"),
+        (CHATML.replace("message['content'] +", "(message['content'] | upper) +"), "leaves out a message"),
+        (CHATML.replace("message['content'] +", "message['content'].replace(' ', '_') +"), "changes contents"),
         (CHATML.replace("message['role'] +", "message['role'] + (loop.index | string) +"), "depends on more than"),
         (CHATML + "{{ strftime_now('%Y') }}", "the date of the day"),
         (CHATML.replace("'\\n'", "'{{'", 1), "reads as its own"),
@@ -288,7 +290,30 @@ WITHOUT_SYSTEM = "{% for m in messages if m['role'] != 'system' %}{{ m['role'] +
 def test_a_chat_template_that_ollama_cannot_render_exactly_is_refused(tmp_path, template, told):
     tiny.write_tokenizer(tmp_path, chat_template=template)
     with pytest.raises(ConfigError, match=re.escape(told)):
-        _go("model", _texts("model", AutoTokenizer.from_pretrained(tmp_path)))
+        _go("model", _texts("model", AutoTokenizer.from_pretrained(tmp_path))[0])
+
+
+@pytest.mark.parametrize(
+    ("family", "notes"),
+    [
+        ("llama3", ["blanks"]), ("llama3_1", ["blanks"]), ("llama3_2", ["blanks", "the date is always"]),
+        ("qwen2_5", []), ("qwen3", ["what earlier answers thought"]),
+    ],
+)  # fmt: skip
+def test_a_template_of_a_family_is_written_and_what_is_lost_is_named(tmp_path, family, notes):
+    tokenizer = AutoTokenizer.from_pretrained(tiny.write_tokenizer(tmp_path))
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.chat_template = template_families()[family].read_text()
+    text = modelfile("model", tokenizer, GenerationConfig(), ["<|im_end|>"])
+    told = [line for line in text.splitlines() if line.startswith("# ")]
+    assert len(told) == len(notes) and all(note in line for note, line in zip(notes, told, strict=True))
+    go = re.search(r'TEMPLATE """(.*?)"""', text, re.DOTALL)[1]
+    for roles in ("user", "system user", "user assistant user", "system user assistant user assistant user"):
+        messages = [{"role": role, "content": f"{at} {{% x"} for at, role in enumerate(roles.split())]
+        wished = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, date_string="26 Jul 2024"
+        )
+        assert jinja(go, messages) == wished
 
 
 def test_a_push_to_the_hub_has_a_card_and_is_recorded_with_its_commit(store, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from flows.declare.config import load_pipeline
+from tasks.data.formats.detect import detect
 from tests.data_command import call as call  # a fixture
 
 
@@ -35,6 +36,38 @@ def test_the_overrides_of_the_message_read_the_rows(call, names, format):
     source = [word.replace("NAME", "instructions") for word in shlex.split(pipeline.partition("; the formats")[0])]
     words = [word.replace("STAGE", "instructions") for word in source]
     assert load_pipeline(["pipeline=sft", "model=owner/name", "data=a.jsonl", *words])
+
+
+@pytest.mark.parametrize(
+    ("row", "answer"),
+    [
+        (
+            {"context": "c", "question": "q", "answers": {"text": ["one", "two"], "answer_start": [3, 9]}},
+            "one",
+        ),  # SQuAD
+        ({"question": "q", "answer": {"value": "one", "aliases": ["two"]}}, "one"),  # TriviaQA
+        ({"question": "q", "answer": ["one", "two"]}, "one"),  # NQ open
+    ],
+)
+def test_an_answer_inside_a_column_is_proposed_and_read(call, row, answer):
+    rows = "".join(json.dumps({**row, "question": f"q {n}"}) + "\n" for n in range(200))
+    code, _, err = call("a.jsonl", a_jsonl=rows)
+    assert code == 2 and "columns.completion=answer" in err, err
+    command = shlex.split(err.partition("posttrain data ")[2].partition(" reads them")[0])
+    code, out, err = call(*command, "--json")
+    assert code == 0, err
+    assert json.loads(out)["sources"]["rows"]["rows_used"] == 200
+    columns = dict(word.removeprefix("columns.").split("=") for word in command if word.startswith("columns."))
+    made = detect([{**row, "prompt": "q"}], "a.jsonl", columns={"completion": columns["completion"]}).convert(row)
+    assert made["messages"][-1]["content"] == answer
+
+
+def test_a_row_whose_answer_is_not_there_is_bad_and_named(call):
+    rows = [{"question": f"q {n}", "answers": {"text": ["one"] if n else []}} for n in range(200)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    code, _, err = call("a.jsonl", "columns.prompt=question", "columns.completion=answers.text.0", "max_bad_rows=0",
+                        a_jsonl=text)  # fmt: skip
+    assert code == 2 and "a.jsonl:1" in err, err
 
 
 def test_unusual_names_and_empty_columns_get_no_proposal(call):
