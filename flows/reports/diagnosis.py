@@ -196,7 +196,7 @@ _BOX = (800, 220, 46)  # width, height and margin of a picture, pixels
 
 
 def diagnosis_page(found: Diagnosis, rule: str | None = None) -> str:
-    """A page with each finding and its curve, or with the loss if there are no findings."""
+    """A page with each finding and its curve, then the other curves that say most."""
     body = [f"<h1>{html.escape(found.node)}</h1><p>{counted(found.curves.num_steps, 'step')}</p>"]
     for each in found.findings:
         body.append(f"<h2>{each.rule} ({each.confidence} confidence)</h2><p>{html.escape(each.evidence)}</p>")
@@ -206,7 +206,9 @@ def diagnosis_page(found: Diagnosis, rule: str | None = None) -> str:
             body.append(f"<pre>{html.escape(chr(10).join(overrides_of(found.name, each)))}</pre>")
     if not found.findings:
         body.append(f"<p>None of the {len(RULES)} rules fires.</p>")
-        body += [_picture(found.curves, name, None) for name in ("loss", found.curves.validation_name)]
+    others = dict.fromkeys(["loss", found.curves.validation_name, "reward", "learning_rate", "grad_norm"])
+    shown = {each.metric for each in found.findings}
+    body += [_picture(found.curves, name, None) for name in others if name and name not in shown]
     return html_page(
         title=f"diagnosis of {html.escape(found.node)}", style=_STYLE, body="\n".join(body),
         policy="default-src 'none'; style-src 'unsafe-inline'",

@@ -192,7 +192,8 @@ class _Pages:
 
         from flows.reports.diagnosis import diagnosis_page, read_diagnosis
 
-        return HTMLResponse(diagnosis_page(read_diagnosis(request.path_params["ref"], self.store)))
+        found = read_diagnosis(request.path_params["ref"], self.store)
+        return HTMLResponse(diagnosis_page(found), headers=_refreshing(not found.entry.is_finished()))
 
     def log(self, request: "Request") -> "Response":
         from flows.progress.stage_log import stage_entry
@@ -205,7 +206,10 @@ class _Pages:
                 text = file.read().decode("utf-8", "replace")
         except OSError:
             text = "there is no log"
-        return _answer(f"log of {request.path_params['ref']}", [f"<pre>{html.escape(text)}</pre>"])
+        return _answer(
+            f"log of {request.path_params['ref']}", [f"<pre>{html.escape(text)}</pre>"],
+            refresh=not entry.is_finished(),
+        )  # fmt: skip
 
     def rows(self, request: "Request") -> "Response":
         """The report that a data stage wrote."""
@@ -288,4 +292,9 @@ def _answer(title: str, body: Sequence[str], *, refresh: bool = False) -> "Respo
         title=html.escape(title), style=_STYLE, policy=_POLICY,
         body=f"<nav>{nav}</nav><h1>{html.escape(title)}</h1>{''.join(body)}",
     )  # fmt: skip
-    return HTMLResponse(page, headers={"Refresh": str(_REFRESH_SECONDS)} if refresh else {})
+    return HTMLResponse(page, headers=_refreshing(refresh))
+
+
+def _refreshing(is_live: bool) -> dict[str, str]:
+    """Headers of a page that shows what still runs: a browser loads it again after some seconds."""
+    return {"Refresh": str(_REFRESH_SECONDS)} if is_live else {}
