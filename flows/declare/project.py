@@ -8,11 +8,11 @@ from pathlib import Path
 import yaml
 
 from flows.declare.pipeline import listed
-from flows.declare.store_root import CONFIG
 from lineage.artifact import SOURCE, Kind
 from lineage.errors import ConfigError
 
 DATA_KEY = "data"
+_SHIPPED = Path(__file__).parents[2] / "conf"
 _SCRATCH = "tasks.base_model.BaseModel"
 
 Node = Mapping[str, object]
@@ -77,7 +77,7 @@ def with_pipeline(words: Sequence[str], config_dir: Path | None) -> tuple[list[s
     if config_dir and config_dir.resolve() != folder.resolve():
         raise ConfigError(f"{placed[0]}: is not in --config-dir {config_dir}; leave --config-dir out")
     chosen = [f"pipeline={Path(word).stem}" if word == placed[0] else word for word in words]
-    return chosen, None if folder.resolve() == CONFIG.parent.resolve() else folder
+    return chosen, None if folder.resolve() == _SHIPPED.resolve() else folder
 
 
 def with_project(words: Sequence[str]) -> list[str]:

@@ -37,7 +37,7 @@ def test_runs_reuses_and_reruns_only_what_changed(toy, prefect_url):
 
     second = toy("run")
     assert second.returncode == 0
-    assert "nothing to do: all 4 stages are finished" in second.stdout and "left    reused" in second.stdout
+    assert "nothing to do: all 4 stages are finished" in second.stdout and "left   reused" in second.stdout
     assert len(PrefectApi(prefect_url).post("/flow_runs/filter", toys)) == len(before) + 1
 
     third = toy.run("stages.left.method.learning_rate=0.2")

@@ -43,6 +43,7 @@ def packages(requires=None, lock=LOCK, **versions):
 
 def test_packages_that_are_fit_have_no_fault():
     assert packages() == packages(lock="") == packages(hqq="1.0", termcolor="2.0") == []
+    assert packages(lock=f"{LOCK}\nmypy==2.0") == []  # a tool of the tests
     assert packages({"other": ["unrelated==1"], "broken": ["!!", "torch>=2"]}) == []
     assert faults(doctor.check_packages(*doctor.installed())) == []
 
@@ -53,7 +54,8 @@ def test_packages_that_are_fit_have_no_fault():
         ({"python": "3.12.1"}, "python", "error", "3.12.1, and posttrain requires <3.12,>=3.11"),
         ({"requires": {"posttrain": [*WANTED, "absent>=1"]}}, "packages", "error", "requires absent>=1, none is"),
         ({"requires": {"vllm": ["torch==2.9"]}}, "packages", "warn", "vllm requires torch==2.9, 2.13.0+cpu is"),
-        ({"lock": "prefect==3.9.2\nhttpx==0.28"}, "lock", "warn", "httpx is absent (lock: 0.28); prefect 3.9.1"),
+        ({"lock": "prefect==3.9.2\nhttpx==0.28", "requires": {"prefect": ["httpx"]}}, "lock", "warn",
+         "httpx is absent (lock: 0.28); prefect 3.9.1"),
         ({"fastapi": "0.165.0"}, "packages", "warn", "prefect requires fastapi<0.151,>=0.139, 0.165.0 is installed"),
         ({"hqq": "0.2"}, "known-bad", "error", "hqq 0.2 without termcolor: hqq imports termcolor"),
         ({"hydra_optuna_sweeper": "1.2.0"}, "known-bad", "error", "optuna 5.0.0 and hydra-optuna-sweeper 1.2.0"),

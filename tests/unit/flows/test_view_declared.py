@@ -58,9 +58,16 @@ def test_what_dvc_yaml_states_is_the_declaration_and_an_override_that_makes_the_
     assert ran(*([word] if word else [])) == shown
 
 
-def test_without_dvc_yaml_the_choice_of_the_pipeline_is_the_declaration(ran, tmp_path):
-    # `toy` alone has no rows: what fills them is an override.
-    assert ran() == set()
+def test_without_dvc_yaml_pipeline_model_and_rows_are_the_declaration(ran):
+    assert ran("stages.left.method.learning_rate=0.3") == set()
+    assert ran() == ALL
+
+
+def test_a_project_file_is_the_declaration_and_another_model_an_experiment(ran, tmp_path):
+    (tmp_path / "posttrain.yaml").write_text("pipeline: toy\nmodel: none\nsources.rows.path: rows.txt\n")
+    (tmp_path / "other.txt").write_text("other rows")
+    assert ran("sources.rows.path=other.txt") == set()
+    assert ran() == ALL
 
 
 def test_one_stage_moves_its_own_view(ran, tmp_path):

@@ -58,7 +58,8 @@ def test_an_answer_inside_a_column_is_proposed_and_read(call, row, answer):
     assert code == 0, err
     assert json.loads(out)["sources"]["rows"]["rows_used"] == 200
     columns = dict(word.removeprefix("columns.").split("=") for word in command if word.startswith("columns."))
-    made = detect([{**row, "prompt": "q"}], "a.jsonl", columns={"completion": columns["completion"]}).convert(row)
+    made = detect([{**row, "prompt": "q"}], "a.jsonl", columns={"completion": columns["completion"]})
+    made = made.convert({**row, "prompt": "q"})
     assert made["messages"][-1]["content"] == answer
 
 
