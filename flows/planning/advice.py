@@ -93,7 +93,7 @@ def set_fields(pipeline: Pipeline) -> Callable[[str, str], bool]:
     keys = {key for word in pipeline.overrides for key in _leaves(field_of(word), parsed(word).value())}
     own = pipeline.config_dir.resolve() if pipeline.config_dir else None
     for path, package in composed_files(pipeline.overrides, pipeline.config_dir) if own else ():
-        if path.is_relative_to(own):
+        if own and path.is_relative_to(own):
             keys.update(_leaves(package, yaml.safe_load(path.read_text(encoding="utf-8"))))
 
     def is_set(stage: str, field: str) -> bool:
