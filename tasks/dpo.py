@@ -63,6 +63,11 @@ class DPO(AnswerTraining):
         return run.trl(DPOTrainer, DPOConfig, **options)
 
     @property
+    def keeps_state(self) -> bool:
+        """As of every training: a reference that moves is in none of its inputs."""
+        return super().keeps_state or self.reference_sync is not None
+
+    @property
     def weights(self) -> dict[LossType, float]:
         """The weight of each of its losses, in the order of ``LOSSES``."""
         losses = self.losses or {self.loss_type: 1.0}

@@ -359,6 +359,11 @@ class TrainingRecipe(Method):
         return None
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether its checkpoints hold more than transformers saves, which earlier versions wrote otherwise."""
+        return self.has_own_loop or bool(self.adapter and self.adapter.type == "adalora")
+
+    @property
     def has_reference(self) -> bool:
         """Whether the training compares the policy with its frozen start."""
         return FROZEN_POLICY in self.models.values()

@@ -341,7 +341,8 @@ def _of_workers(name: str, stage: Stage, entry: Entry) -> str:
 
 def _of_checkpoint(name: str, stage: Stage, checkpoint: Checkpoint) -> str:
     try:
-        require_readable(checkpoint, stage.resources)
+        if isinstance(stage.method, TrainingRecipe):
+            require_readable(checkpoint, stage.method, stage.resources)
     except ConfigError as error:
         raise ConfigError(f"stages.{name}.resources: {error}, or start again with restart=[{name}]") from error
     changes = ", ".join(_worker_changes(checkpoint, stage.resources))

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
     _State = dict[str, dict[int, dict[str, Tensor]]]
 
+STATE, OWN = "state.pt", "rank-{rank}.pt"  # files of a checkpoint: what workers share, and what differs
 _BUCKET_ELEMENTS = 50_000_000  # gradients in one all-reduce: 200 MB
 _EXCHANGED = 2**24  # gradients of weights that are not divided, which workers exchange at once
 
@@ -115,12 +116,20 @@ def zero_stage(resources: "Resources") -> int:
     return STRATEGIES[resources.sharding].zero_stage
 
 
-def require_readable(checkpoint: Checkpoint, resources: "Resources") -> None:
+def require_readable(checkpoint: Checkpoint, method: "TrainingRecipe", resources: "Resources") -> None:
     """Requires that the workers can resume from a checkpoint: each reads its own part of ZeRO's optimizer state.
 
     Raises:
-        ConfigError: their number or ``sharding`` is not that of the workers that wrote it.
+        ConfigError: their number or ``sharding`` is not that of the workers that wrote it; or an earlier version wrote
+            it, without what the method or FSDP2 reads.
     """
+    is_earlier = not checkpoint.files.keys() & {STATE, OWN.format(rank=0)}
+    reader = "this method" if method.keeps_state else "FSDP2"
+    if is_earlier and (method.keeps_state or (is_fsdp(resources) and checkpoint.sharding is None)):
+        raise ConfigError(
+            f"its checkpoint of step {checkpoint.step} lacks {STATE}: an earlier version of posttrain wrote it, and "
+            f"{reader} reads the state of a training in another form; finish the stage with that version"
+        )
     wrote = (checkpoint.num_workers, checkpoint.sharding or ("zero2" if checkpoint.zero_stage else "none"))
     reads = (resources.num_workers, resources.sharding)
     if wrote != reads and not checkpoint.can_move:
@@ -465,11 +474,11 @@ def zero_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, object
     """The trainer's arguments for ZeRO; empty without it.
 
     Raises:
-        ConfigError: the checkpoint to resume from was written by another number of workers, and cannot be read.
+        ConfigError: the checkpoint to resume from cannot be read.
     """
     resources = ctx.resources
     if ctx.resume_from:
-        require_readable(Checkpoints.at(ctx.resume_from), resources)
+        require_readable(Checkpoints.at(ctx.resume_from), method, resources)
     if not zero_stage(resources):
         leave_out_deepspeed()
         return {}

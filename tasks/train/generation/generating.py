@@ -167,6 +167,11 @@ class Generating(Completing):
             )
 
     @property
+    def keeps_state(self) -> bool:
+        """As of every training: its completions are used in several steps."""
+        return True
+
+    @property
     def steps_per_generation(self) -> int:
         """Optimizer steps on the completions of one generation."""
         return 1

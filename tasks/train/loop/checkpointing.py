@@ -36,8 +36,6 @@ from tasks.train.best import HELD_OUT_LOSS, completes_epochs, kept_steps
 from tasks.train.loop.callbacks import step_metrics
 from tasks.train.loop.heartbeat import Phase
 from tasks.train.loop.saved_state import (
-    OWN,
-    STATE,
     Chunk,
     Divided,
     Draft,
@@ -59,7 +57,7 @@ from tasks.train.loop.saved_state import (
     set_random_state,
 )
 from tasks.train.optim.own_optimizers import averaged
-from tasks.train.sharding import gather_again, zero_stage
+from tasks.train.sharding import OWN, STATE, gather_again, zero_stage
 
 if TYPE_CHECKING:
     from torch import Tensor

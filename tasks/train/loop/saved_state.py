@@ -24,12 +24,11 @@ from torch.distributed.tensor import DTensor
 from lineage.checkpoints import Checkpoint
 from lineage.errors import ArtifactError
 from lineage.filesystem.digest import file_names, write_digested
-from tasks.train.sharding import local
+from tasks.train.sharding import OWN, STATE, local
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-STATE, OWN = "state.pt", "rank-{rank}.pt"
 _LARGE_BYTES = 2**26  # of a tensor that several threads copy
 _CONTAINER = Path("/sys/fs/cgroup")
 

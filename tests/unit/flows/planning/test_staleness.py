@@ -1,18 +1,24 @@
 """Why a stage is stale, where what changed is how a source is read; and what is said of one that is half done."""
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
 from flows.planning.plan import Plan
 from flows.planning.reads import claim
-from lineage.checkpoints import Mirror
+from lineage.checkpoints import Checkpoint, Mirror
 from lineage.errors import ConfigError
 from lineage.record.attempts import record_attempt
 from lineage.store import Manifest
-from tests import finished
+from tasks.context import Resources
+from tasks.method import Adapter
+from tasks.train.losses.dpo_losses import ReferenceSync
+from tasks.train.sharding import require_readable
+from tests import finished, training
 from tests.finished import finish, save
+from tests.toy_methods import ToyTraining
 
 
 @pytest.mark.parametrize(
@@ -177,6 +183,39 @@ def test_a_state_that_no_other_division_can_read_is_refused(toy):
     with pytest.raises(ConfigError, match=r"an optimizer whose state is no .*set num_workers=2 and sharding=fsdp, or"):
         toy()
     assert toy(*TWO, "stages.left.resources.sharding=fsdp").stage("left").state == "resume"
+
+
+EARLIER = r"step 7 lacks state.pt: an earlier version of posttrain wrote it, and {} reads .*finish the stage with that"
+
+
+def test_what_an_earlier_version_wrote_is_refused_where_the_stage_would(toy, monkeypatch):
+    save_left(toy(), num_workers=2)
+    assert toy(*TWO).stage("left").state == "resume"  # weights, optimizer and schedule were written as now
+    with pytest.raises(ConfigError, match=EARLIER.format("FSDP2") + r" version, or start again with restart=\[left\]"):
+        toy(*TWO, "stages.left.resources.sharding=fsdp")
+    monkeypatch.setattr(ToyTraining, "keeps_state", True)
+    with pytest.raises(ConfigError, match=EARLIER.format("this method")):
+        toy(*TWO)
+    assert toy(*TWO, "restart=[left]").stage("left").state == "run"
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "refuses"),
+    [
+        ("sft", {}, False), ("dpo", {}, False), ("sft", {"adapter": Adapter(rank=4)}, False),
+        ("grpo", {}, True), ("online_dpo", {}, True), ("ppo", {}, True), ("rloo", {}, True),
+        ("dpo", {"reference_sync": ReferenceSync(every_steps=1)}, True),
+        ("sft", {"adapter": Adapter(type="adalora", rank=4, target_rank=2)}, True),
+    ],
+)  # fmt: skip
+def test_methods_with_more_state_than_transformers_saves_read_no_earlier_form(name, fields, refuses):
+    stage, resources = training.method(name, **fields), Resources(micro_batch_size=1)
+    record = {"step": 7, "time": 1.0, "train_seconds": 1.0, "num_workers": 1, "zero_stage": 0, "metrics": {}}
+    now = Checkpoint(**record, sharding="none", files={"state.pt": "", "rank-0.pt": ""})
+    earlier = Checkpoint(**record, files={"optimizer.pt": "", "rng_state.pth": ""})
+    require_readable(now, stage, resources)
+    with pytest.raises(ConfigError, match=EARLIER.format("this method")) if refuses else nullcontext():
+        require_readable(earlier, stage, resources)
 
 
 @pytest.mark.parametrize(
