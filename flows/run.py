@@ -295,8 +295,8 @@ def check_machine(stages: Sequence[PlannedStage]) -> Cluster | None:
     cluster = ask_cluster() if remote else None
     for planned in remote:
         assert cluster
-        batch = getattr(planned.stage.method, "global_batch_size", None)
-        require_cluster(planned.name, planned.resources, batch, cluster)
+        batch, islands = (getattr(planned.stage.method, each, None) for each in ("global_batch_size", "num_islands"))
+        require_cluster(planned.name, planned.resources, batch, cluster, islands or 1)
     return cluster
 
 

@@ -241,6 +241,11 @@ class TrainContext:
         return Checkpoints(self.checkpoint_dir, self.require_lease) if self.checkpoint_dir else None
 
     @property
+    def together(self) -> int:
+        """The workers of torch's default group, which exchange gradients: all, or those of an island."""
+        return self.islands.workers if self.islands else self.world_size
+
+    @property
     def all_workers(self) -> "ProcessGroup | None":
         """Torch's group of all workers; None: it is the default group."""
         return self.islands.world if self.islands else None

@@ -319,7 +319,12 @@ class TrainingRecipe(Method):
     @property
     def rows_of_island(self) -> int:
         """Rows per step of the workers that exchange gradients: all of them, or an island."""
-        return self.global_batch_size // (self.diloco.num_islands if self.diloco else 1)
+        return self.global_batch_size // self.num_islands
+
+    @property
+    def num_islands(self) -> int:
+        """Groups of workers that rarely synchronise; 1: all exchange gradients."""
+        return self.diloco.num_islands if self.diloco else 1
 
     @property
     def loss_says_nothing(self) -> str:

@@ -62,12 +62,19 @@ def _rehearsal_text(rehearsal: "Rehearsal") -> str:
     return "\n".join(lines)
 
 
+def add_certify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="resume with N workers; default: half as many, or 2 instead of 1"
+    )
+
+
 def run_certify(options: argparse.Namespace) -> int:
     """Returns 0 if kills change no bit and other workers stay within the tolerance; 1 if not, or if not compared."""
     from flows.declare.config import load_pipeline
     from flows.operate.certify import certify
 
-    found = certify(load_pipeline(options.overrides, options.config_dir), recorded_cli_args(options))
+    pipeline = load_pipeline(options.overrides, options.config_dir)
+    found = certify(pipeline, recorded_cli_args(options), options.workers)
     document = {"stages": [{"path": str(each.path), **asdict(each.certificate)} for each in found]}
     print(json.dumps(document, indent=2) if options.json else _certified_text(found), flush=True)
     comparisons = [each.certificate.comparisons for each in found]

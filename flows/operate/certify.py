@@ -52,17 +52,20 @@ class Certified:
     certificate: Certificate
 
 
-def certify(pipeline: Pipeline, cli_args: Sequence[str]) -> list[Certified]:
+def certify(pipeline: Pipeline, cli_args: Sequence[str], workers: int | None = None) -> list[Certified]:
     """Trains each stage for a few steps: unbroken, killed and resumed, and resumed with other workers; compares them.
 
     Args:
         cli_args: arguments of the command, for the record.
+        workers: of the resume with other workers; None: half as many, or two instead of one.
 
     Raises:
         ConfigError: the pipeline is refused, or trains nothing.
         StageError: a stage failed by itself.
         KeyboardInterrupt: the command was stopped.
     """
+    if workers is not None and workers < 1:
+        raise ConfigError(f"--workers={workers}: a number of workers of 1 or more is accepted; give one")
     stages = {name: _deterministic(stage) for name, stage in pipeline.stages.items()}
     unrecorded = replace(pipeline, stages=stages, tracking=Tracking(mlflow=False, uri=None, dvc=False))
     with scratch(pipeline.store, keep=False) as place:
@@ -76,7 +79,7 @@ def certify(pipeline: Pipeline, cli_args: Sequence[str]) -> list[Certified]:
             Screen(sys.stderr, names) as screen,
             open_run(plan, cli_args, screen.on, plan.stages, in_flow=False, command="certify") as run,
         ):
-            return list(_certificates(run, pipeline.store))
+            return list(_certificates(run, pipeline.store, workers))
 
 
 def _deterministic(stage: Stage) -> Stage:
@@ -100,7 +103,7 @@ def _for_training(plan: Plan) -> Plan:
     return replace(plan, stages=[planned for planned in plan.stages if planned.name in required])
 
 
-def _certificates(run: Run, store: Path) -> Iterator[Certified]:
+def _certificates(run: Run, store: Path, workers: int | None) -> Iterator[Certified]:
     for planned in run.plan.stages:
         manifest = execute(run, planned).manifest
         if planned.stage.method.trains:
@@ -111,18 +114,20 @@ def _certificates(run: Run, store: Path) -> Iterator[Certified]:
                     planned.name, f"the uninterrupted training was interrupted ({describe_last_attempt(tried)}): "
                     "nothing can be compared with it; certify again", str(entry.logs),
                 )  # fmt: skip
-            certificate = _certificate(run, planned, manifest, store)
+            certificate = _certificate(run, planned, manifest, store, other_workers(planned, workers))
             yield Certified(path=write_certificate(store, certificate), certificate=certificate)
 
 
-def _certificate(run: Run, planned: PlannedStage, manifest: Manifest, store: Path) -> Certificate:
+def _certificate(
+    run: Run, planned: PlannedStage, manifest: Manifest, store: Path, other: Resources | str
+) -> Certificate:
     plan = run.plan
     tolerance = TOLERANCES[str(manifest.recipe["precision"])]
     entries = {name: plan.entry(plan.stage(name)) for name in planned.upstream}
     entries |= {each.name: each.entry for each in planned.inputs.values() if each.entry}
     parents = {name: made for name, entry in entries.items() if (made := entry.manifest())}
     holds_for = basis(manifest, parents, plan.pipeline.store, store)
-    moved, other = _moved(plan, planned, parents), other_workers(planned)
+    moved = _moved(plan, planned, parents)
     return Certificate(
         key=key_of(holds_for), basis=holds_for, pipeline=plan.pipeline.name, stage=planned.name, num_steps=NUM_STEPS,
         save_steps=SAVE_STEPS, tolerance=tolerance, provenance=manifest.provenance,
@@ -176,8 +181,12 @@ def _interrupted(
     return compare(plan.entry(planned), entry, moved, tolerance)
 
 
-def other_workers(planned: PlannedStage) -> Resources | str:
-    """Resources of a resume with another number of workers, or why there are none."""
+def other_workers(planned: PlannedStage, workers: int | None = None) -> Resources | str:
+    """Resources of a resume with another number of workers, or why there are none.
+
+    Args:
+        workers: how many; None: half as many, or two instead of one.
+    """
     method, resources = planned.stage.method, planned.stage.resources
     assert isinstance(method, Training)
     if resources.sharding.startswith("zero"):
@@ -186,7 +195,13 @@ def other_workers(planned: PlannedStage) -> Resources | str:
         return f"adapter.dropout={method.adapter.dropout}: drawn by each worker, so that other workers drop others"
     if method.neftune_alpha:
         return f"neftune_alpha={method.neftune_alpha:g}: drawn by each worker, so that other workers draw other noise"
-    num_workers = 2 if resources.num_workers == 1 else resources.num_workers // 2
+    num_workers = workers or (2 if resources.num_workers == 1 else resources.num_workers // 2)
+    if num_workers == resources.num_workers:
+        return f"num_workers={num_workers} is that of the stage already"
+    if num_workers % method.num_islands:
+        return f"num_workers={num_workers} is no multiple of num_islands={method.num_islands}"
+    if method.diloco and resources.sharding == "fsdp_hybrid" and not method.adapter:
+        return f"sharding=fsdp_hybrid in islands: resumes with {resources.num_workers} workers only"
     if num_workers == 1:  # which divides nothing
         resources = replace(resources, sharding="none", offload=False, wrap=None, prefetch=0, reduce_dtype="fp32")
     changed = replace(

@@ -306,11 +306,12 @@ def fitting(planned: PlannedStage, resources: Resources, announce: Callable[[str
     except ConfigError as error:  # the attempt says it too, and is tried again
         logger.warning("stage=%s cluster=unknown: %s", planned.name, error)
         return wanted
-    batch = method.global_batch_size if isinstance(method, Training) else None
-    found = cluster.reduced(wanted, batch)
+    batch, islands = (method.global_batch_size, method.num_islands) if isinstance(method, Training) else (None, 1)
+    found = cluster.reduced(wanted, batch, islands)
     if found is None or (found.num_workers, found.num_nodes) == (wanted.num_workers, wanted.num_nodes):
         return wanted
     divides = f" and divide global_batch_size={batch}, which stays" if batch else ""
+    divides += f", over {islands} islands" if islands > 1 else ""
     divides += f" (accumulation {found.accumulation_steps(batch)})" if batch else ""
     announce(
         f"{planned.name}: runs with {found.num_workers} of {wanted.num_workers} workers, on "

@@ -249,24 +249,25 @@ class Cluster:
         share = resources.num_workers // resources.num_nodes
         return sum(node.capacity(resources) >= share for node in self.nodes) >= resources.num_nodes
 
-    def reduced(self, resources: Resources, global_batch_size: int | None) -> Resources | None:
+    def reduced(self, resources: Resources, global_batch_size: int | None, islands: int = 1) -> Resources | None:
         """The same with the most workers, not below ``min_workers``, that it holds and that divide the global batch.
 
         Args:
             global_batch_size: None: of a stage without steps.
+            islands: of ``method.diloco``, over which the workers divide.
 
         Returns:
             None: there are none.
         """
         least = resources.min_workers or resources.num_workers
         if resources.sharding != "none" and resources.num_workers > 1:
-            least = max(2, least)  # one worker has nothing to divide
+            least = max(2 * islands, least)  # one worker has nothing to divide
         fewest = 1 if resources.min_workers else resources.num_nodes
         for workers in range(resources.num_workers, least - 1, -1):
             for nodes in range(min(workers, resources.num_nodes), fewest - 1, -1):
                 fewer = replace(resources, num_workers=workers, num_nodes=nodes, launcher=Launcher.CLUSTER)
                 divides = global_batch_size is None or fewer.divides(global_batch_size)
-                if workers % nodes == 0 and divides and self.holds(fewer):
+                if workers % nodes == 0 and workers % islands == 0 and divides and self.holds(fewer):
                     return fewer
         return None
 
@@ -281,13 +282,15 @@ def describe_workers(resources: Resources) -> str:
     return f"{counted(resources.num_workers, 'worker')} with {each}, on {counted(resources.num_nodes, 'node')}"
 
 
-def require_cluster(stage: str, resources: Resources, global_batch_size: int | None, cluster: Cluster) -> None:
+def require_cluster(
+    stage: str, resources: Resources, global_batch_size: int | None, cluster: Cluster, islands: int = 1
+) -> None:
     """Refuses, before anything starts, a stage for which the cluster has too little also when it is idle.
 
     Raises:
         ConfigError: names what is missing, and what the cluster has.
     """
-    if cluster.grows or cluster.reduced(resources, global_batch_size):
+    if cluster.grows or cluster.reduced(resources, global_batch_size, islands):
         return
     has, setting = f"the cluster has {cluster}", f"stages.{stage}.resources"
     if resources.gpu and not any(resources.gpu in node.gpu_types for node in cluster.nodes):

@@ -308,9 +308,7 @@ class _Whole:
 
 def _of_island(method: TrainingRecipe, resources: Resources) -> Resources:
     """Resources of the workers that divide a training: all, or an island's."""
-    if method.diloco is None:
-        return resources
-    islands = method.diloco.num_islands
+    islands = method.num_islands
     workers, nodes = max(1, resources.num_workers // islands), max(1, resources.num_nodes // islands)
     return replace(resources, num_workers=workers, num_nodes=nodes)
 

@@ -6,6 +6,7 @@ workers here. The plan applies every rule, ``posttrain compat`` prints the table
 from it.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
@@ -162,19 +163,15 @@ def _offloaded(case: Case) -> Fields:
     return {"resources.offload": False, **({"resources.sharding": wanted, "resources.zero_stage": 0} if wanted else {})}
 
 
-def _islands(case: Case) -> int:
-    return case.method.diloco.num_islands if case.method.diloco else 1
-
-
 def _whole_islands(case: Case) -> Fields:
     """Workers that divide over the islands; where the batch does not, fewer islands."""
     batch, resources = case.method.global_batch_size, case.resources
-    islands = _divisor(batch, _islands(case))
+    islands = _divisor(batch, case.method.num_islands)
     per_island = _divisor(batch // islands, max(1, resources.num_workers // islands))
     workers = islands * per_island
     micro = resources.micro_batch_size
     fitting = {
-        "method.diloco.num_islands": (islands, _islands(case)),
+        "method.diloco.num_islands": (islands, case.method.num_islands),
         "resources.num_workers": (workers, resources.num_workers),
         "resources.num_nodes": (_divisor(workers, resources.num_nodes), resources.num_nodes),
         "resources.micro_batch_size": ("auto" if micro == "auto" else _divisor(batch // workers, micro), micro),
@@ -205,9 +202,30 @@ def _measured_with_rounds(case: Case) -> Fields:
     return {path: value for path, value in found.items() if value != case.get(path)}
 
 
-def _samples(case: Case) -> bool:
-    """Whether it has a loop of its own, or trains on completions that its policy samples."""
-    return case.method.has_own_loop or not type(case.method).reads.trained
+def _divides_nothing(case: Case) -> bool:
+    """Whether an island has one worker, or none of its machines has several of its workers."""
+    per_island = case.resources.num_workers // case.method.num_islands
+    of_machine = divided_over(case.resources) if case.resources.sharding == "fsdp_hybrid" else per_island
+    return case.method.num_islands > 1 and math.gcd(per_island, of_machine) == 1
+
+
+def _splits_groups(case: Case) -> object:
+    """Whether an island would have a part of a prompt's completions."""
+    return isinstance(case.method, Generating) and case.method.rows_of(1) % case.method.num_islands
+
+
+def _whole_groups(case: Case) -> Fields:
+    """Fewer islands, of whole groups."""
+    assert isinstance(case.method, Generating)
+    return {"method.diloco.num_islands": _divisor(int(case.method.rows_of(1)), case.method.num_islands)}
+
+
+def _over_machines(case: Case) -> Fields:
+    """FSDP2 within each machine where there are several, else DeepSpeed's ZeRO-2."""
+    resources = case.resources
+    if divided_over(resources.sharded("fsdp_hybrid")) not in (1, resources.num_workers):
+        return {"resources.sharding": "fsdp_hybrid", "resources.zero_stage": 0}
+    return {"resources.sharding": "zero2", "resources.zero_stage": 0, "resources.offload": False}
 
 
 def _splits_pairs(case: Case) -> object:
@@ -530,17 +548,54 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="diloco-workers",
         when={
-            "method.diloco.num_islands": lambda case: case.resources.num_workers % _islands(case),
+            "method.diloco.num_islands": lambda case: case.resources.num_workers % case.method.num_islands,
             "resources.num_workers": shown, "method.global_batch_size": shown,
         },
         reason="the workers do not divide over the islands",
         nearest=_whole_islands, also={"method.diloco.num_islands": 2, "resources.num_workers": 1},
     ),
     Rule(
-        id="diloco-method", when={"method.diloco.num_islands": SET, "method": _samples},
-        reason="it has a loop of its own, or samples completions by one policy over all workers, and islands have "
-        "policies of their own",
-        nearest={"method.diloco": None}, also={"method.diloco.num_islands": 1}, stage="grpo",
+        id="diloco-method", when={"method.diloco.num_islands": SET, "method": own_loop},
+        reason="islands synchronise in transformers' trainer, and this method has a loop of its own",
+        nearest={"method.diloco": None}, also={"method.diloco.num_islands": 1}, stage="own_loop",
+    ),
+    Rule(
+        id="diloco-groups",
+        when={
+            "method.diloco.num_islands": SET, "method.num_generations": _splits_groups,
+            "method.global_batch_size": shown,
+        },
+        reason="an island has all completions of a prompt, and they do not divide over the islands",
+        nearest=_whole_groups, also={"method.diloco.num_islands": 2, "method.num_generations": 16}, stage="grpo",
+    ),
+    Rule(
+        id="diloco-vllm", when={"method.diloco.num_islands": SET, "method.vllm": SET},
+        reason="a server has one policy, and islands have policies of their own; an engine in each was not tried",
+        nearest={"method.vllm": None}, also={"method.diloco.num_islands": 1, "method.vllm": "server"}, stage="grpo",
+    ),
+    Rule(
+        id="diloco-min-workers",
+        when={
+            "method.diloco.num_islands": SET,
+            "resources.min_workers": lambda case: 0 < (case.resources.min_workers or 0) < case.method.num_islands,
+        },
+        reason="with fewer workers than islands, one of them would have none",
+        nearest=lambda case: {"resources.min_workers": case.method.num_islands},
+        also={"method.diloco.num_islands": 2, "resources.num_workers": 2, "resources.min_workers": 1,
+              "resources.micro_batch_size": 4},
+    ),
+    Rule(
+        id="diloco-hybrid-min-workers",
+        when={
+            "method.diloco.num_islands": SET, "resources.min_workers": SET, "resources.sharding": "fsdp_hybrid",
+            "method.adapter": None,
+        },
+        reason="each worker keeps its part of its island's weights, so that fewer cannot resume",
+        nearest={"resources.min_workers": None},
+        also={
+            "method.diloco.num_islands": 2, "resources.min_workers": 2, "resources.num_workers": 4,
+            "resources.num_nodes": 2, "resources.micro_batch_size": 4,
+        },
     ),
     Rule(
         id="diloco-optimizer", when={"method.diloco.num_islands": SET, "method.optimizer.name": _AVERAGING},
@@ -592,20 +647,21 @@ RULES: tuple[Rule, ...] = (
     Rule(
         id="diloco-one-worker",
         when={
-            "method.diloco.num_islands": lambda case: case.resources.num_workers == _islands(case) > 1,
-            "resources.sharding": sharded, "resources.num_workers": shown,
+            "method.diloco.num_islands": _divides_nothing, "resources.sharding": sharded,
+            "resources.num_workers": shown,
         },
-        reason="it divides the training over the workers of an island, and it has one",
+        reason="it divides the training over the workers of an island on a machine, and there is one",
         nearest=unsharded, also={"method.diloco.num_islands": 2, **ZERO},
     ),
     Rule(
         id="diloco-sharding",
         when={
             "method.diloco.num_islands": SET,
-            "resources.sharding": ("fsdp", "fsdp_grad", "fsdp_hybrid", "zero3", "zero3_offload"),
+            "resources.sharding": ("fsdp", "fsdp_grad", "zero3", "zero3_offload"), "resources.num_nodes": shown,
         },
-        reason="islands exchange whole weights, and this divides them over the workers",
-        nearest={"resources.sharding": "zero2", "resources.zero_stage": 0, "resources.offload": False},
+        reason="it divides weights over all workers, so that islands would exchange each layer in each step; "
+        "fsdp_hybrid divides them within a machine",
+        nearest=_over_machines,
         also={"method.diloco.num_islands": 2, "resources.num_workers": 4, "resources.micro_batch_size": 4},
     ),
     Rule(

@@ -407,7 +407,7 @@ class TrainingRun:
             rows = replace(rows, examples=self._with_reference(rows.examples))
         order = row_order(len(rows), self.method.rows_of(self.num_steps), self.method.seed)
         islands = self.ctx.islands
-        return rows.dataset(islands.own_rows(order, self.method.global_batch_size) if islands else order)
+        return rows.dataset(islands.own_rows(order, self.method.rows_of(1)) if islands else order)
 
     @property
     def _precomputes(self) -> bool:
@@ -874,8 +874,8 @@ def _take_steps(
     trainer.remove_callback(PrinterCallback)
     # In this order: measure, report, save.
     rounds = [Rounds(trainer, ctx, ctx.islands)] if ctx.islands else []
-    for callback in (NewRandomState(ctx), StepCounts(trainer, ctx), *rounds):
-        trainer.add_callback(callback)
+    # The trainer's own callbacks read the mean of the islands too.
+    trainer.callback_handler.callbacks[:0] = [NewRandomState(ctx), StepCounts(trainer, ctx), *rounds]
     start_scaler(trainer)
     for callback in (*watching, StepMarks(ctx, collect), checkpointing):
         trainer.add_callback(callback)

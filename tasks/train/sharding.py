@@ -8,6 +8,7 @@ data parallelism, up to the order of additions.
 
 import contextlib
 import functools
+import math
 import os
 import pickle
 import re
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
@@ -167,8 +169,14 @@ class Shards:
 
     @property
     def mesh(self) -> "DeviceMesh":
-        workers, inside = self.resources.num_workers, divided_over(self.resources)
-        return _mesh(self.resources.device, (inside,) if inside == workers else (workers // inside, inside))
+        """Of all workers, or of an island's."""
+        import torch
+
+        group = torch.distributed.group.WORLD
+        assert group
+        inside = math.gcd(divided_over(self.resources), group.size())
+        shape = (inside,) if inside == group.size() else (group.size() // inside, inside)
+        return _mesh(self.resources.device, shape, group)
 
     @property
     def device(self) -> "torch.device":
@@ -240,7 +248,7 @@ class Shards:
 
 
 @functools.cache
-def _mesh(device: str, shape: tuple[int, ...]) -> "DeviceMesh":
+def _mesh(device: str, shape: tuple[int, ...], _group: "ProcessGroup") -> "DeviceMesh":
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device, shape, mesh_dim_names=("repeated", "divided")[-len(shape) :])
@@ -413,9 +421,16 @@ def optimizer_in_parts(state: "_State", optimizer: "Optimizer") -> "_State":
 def _divided_as(whole: "Tensor", like: "Tensor") -> "Tensor":
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(like, DTensor):
-        return whole
-    part = _part_of(whole, like).to(like.to_local().device, copy=True).contiguous()
+    return as_part(_part_of(whole, like), like) if isinstance(like, DTensor) else whole
+
+
+def as_part(part: "Tensor", like: "Tensor") -> "Tensor":
+    """A worker's part of what is divided as ``like``; of a whole one, or of another shape, as it is."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(like, DTensor) or part.shape != like.to_local().shape:
+        return part
+    part = part.to(like.to_local().device, copy=True).contiguous()
     return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 

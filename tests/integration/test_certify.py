@@ -105,8 +105,9 @@ def test_what_is_certified_is_told_of_the_models_of_that_recipe(toy: Command) ->
         (("adapter=lora",), [1, 2]),
         (("resources.num_workers=2", "resources.sharding=fsdp", "resources.micro_batch_size=2"), [2, 1]),
         (("resources.num_workers=4", "resources.sharding=fsdp", "resources.micro_batch_size=1"), [4, 2]),
+        (("resources.num_workers=2", "resources.sharding=fsdp", "resources.micro_batch_size=1", "--workers=4"), [2, 4]),
     ],
-    ids=["lora", "divided to whole", "divided by four to two"],
+    ids=["lora", "divided to whole", "divided by four to two", "divided by two to four"],
 )
 def test_a_real_fine_tuning_survives_a_kill_to_the_bit_and_other_workers_within_the_tolerance(
     tmp_path: Path, more: tuple[str, ...], num_workers: list[int]

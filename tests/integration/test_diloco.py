@@ -185,8 +185,57 @@ def test_the_bytes_that_are_sent_are_those_of_the_plan(
     assert sum(sent) * 2**20 == pytest.approx(planned.in_all[dtype])
 
 
+METHODS = [name for name, cls in training.METHODS.items() if not cls.has_own_loop and name != "sft"]
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", *(pytest.param(each, marks=pytest.mark.slow) for each in METHODS if each != "grpo")]
+)
+def test_one_island_of_any_method_that_takes_over_each_step_is_plain_training(
+    root: Path, tmp_path: Path, name: str
+) -> None:
+    plain, island = (train(asked(root, tmp_path / str(each is None), each, name, num_steps=3)) for each in (None, ONE))
+    of = [[training.trajectory(report) for _, report in each.reports] for each in (plain, island)]
+    assert of[1] == pytest.approx(of[0], abs=1e-6)
+    assert distance(weights(tmp_path / "True" / "output"), weights(tmp_path / "False" / "output")) < 1e-6
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["none", "zero1", "zero2"])
+@pytest.mark.parametrize("name", METHODS)
+def test_two_islands_of_any_method_read_the_same_rows_and_resume_to_the_bit(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str
+) -> None:
+    whole = asked(root, tmp_path / "whole", TWO, name)
+    broken = replace(whole, folder=tmp_path / "broken")
+    unbroken = two_workers.train(whole)
+    first = two_workers.train(replace(broken, stop_after=3))
+    rest = two_workers.train(replace(broken, resume_step=3))
+    assert first[0].metric("loss") + rest[0].metric("loss") == unbroken[0].metric("loss")
+    assert same(weights(broken.folder / "output"), weights(whole.folder / "output"))
+    plain = two_workers.train(asked(root, tmp_path / "plain", None, name))
+    assert rows_of_steps(unbroken) == rows_of_steps(plain)
+    start = [each[0].reports[0][1] for each in (unbroken, plain)]
+    if "reward" in start[0]:  # of the same completions
+        assert start[0]["reward"] == pytest.approx(start[1]["reward"], abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=4, alpha=8)], ids=["full", "lora"])
+def test_an_island_over_two_machines_divides_within_each(root: Path, tmp_path: Path, adapter: Adapter | None) -> None:
+    group = WorkerGroup(4)
+    try:
+        given = asked(root, tmp_path / "island", ONE, adapter=adapter)
+        hybrid = replace(RESOURCES, sharding="fsdp_hybrid", num_nodes=2)
+        ranks = group.train(replace(given, resources=hybrid))
+    finally:
+        group.close()
+    plain = train(asked(root, tmp_path / "plain", None, adapter=adapter))
+    assert ranks[0].metric("loss") == pytest.approx(plain.metric("loss"), rel=1e-4)
+    assert distance(weights(given.folder / "output"), weights(tmp_path / "plain" / "output")) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "zero1", "zero2", "fsdp_hybrid"])
 def test_two_islands_of_two_workers_follow_it_too_and_resume_to_the_bit(
     root: Path, tmp_path: Path, sharding: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,13 +243,15 @@ def test_two_islands_of_two_workers_follow_it_too_and_resume_to_the_bit(
     group = WorkerGroup(4)
     try:
         given = asked(root, tmp_path / "islands", TWO)
-        given = replace(given, resources=replace(RESOURCES, sharding=sharding))
+        nodes = 2 if sharding == "fsdp_hybrid" else 1  # an island on each
+        given = replace(given, resources=replace(RESOURCES, sharding=sharding, num_nodes=nodes))
         ranks = group.train(given)
         broken = replace(given, folder=tmp_path / "broken")
         first = group.train(replace(broken, stop_after=3))
         rest = group.train(replace(broken, resume_step=3))
     finally:
         group.close()
+    assert Checkpoints(broken.folder / "checkpoints").read(3).can_move == (sharding != "fsdp_hybrid")
     found = weights(given.folder / "output")
     expected = reference(given.stage, root, tmp_path / "reference")
     assert distance(found, {name: expected[name] for name in found}) < 1e-5

@@ -529,7 +529,7 @@ class OnPolicyTrainer(DistillationTrainer):
 
     def __init__(self, *args: object, method: "Completing", ctx: "TrainContext", **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
-        self.method = method
+        self.method, self.ctx = method, ctx
         self._check = SamplerCheck(self, method, ctx, self.temperature)
         if is_divided(self.model):
             self._forward_redirection = lambda _wrapper, model, compute, *args, **kwargs: through(
@@ -537,7 +537,7 @@ class OnPolicyTrainer(DistillationTrainer):
             )
 
     def _generate_single_turn(self, prompt_ids: Sequence[Sequence[int]], *args: object) -> list[list[int]]:
-        first = self.args.process_index * len(prompt_ids)
+        first = self.ctx.rank * len(prompt_ids)
         seeds = seeds_of(self.method.seed, self.state.global_step, first, len(prompt_ids))
         self._check.sampled = Sampled(self.temperature)
         with self.accelerator.autocast(), autocast(self.args):

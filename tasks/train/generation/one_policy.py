@@ -226,15 +226,15 @@ class OnePolicy:
         """Ends the comparison of a step; called before its update.
 
         Returns:
-            Metrics, over the compared tokens of all workers.
+            Metrics, over the compared tokens of all workers, or those of an island.
 
         Raises:
             PipelineError: the log-probabilities differ by more than ``max_logp_difference`` on average.
         """
         parts, self._apart = torch.stack(self._apart), []
         own = torch.stack([parts[:, 0].sum(), parts[:, 1].sum(), parts[:, 2].max()]).to(self.ctx.resources.device)
-        found = [own] * self.ctx.world_size
-        if self.ctx.world_size > 1:
+        found = [own] * self.ctx.together
+        if len(found) > 1:
             found = [torch.empty_like(own) for _ in found]
             torch.distributed.all_gather(found, own)
         total, count, largest = (column.tolist() for column in torch.stack(found).unbind(1))

@@ -252,10 +252,10 @@ class Rollouts:
         return differences_GN.abs().amax(1) <= _ROUNDING * largest_G
 
     def gathered(self, values_B: "Tensor") -> "Tensor":
-        """The values of all workers, in the order of the batch."""
-        if self.ctx.world_size == 1:
+        """The values of all workers, or those of an island, in the order of the batch."""
+        if self.ctx.together == 1:
             return values_B
-        found = [torch.empty_like(values_B) for _ in range(self.ctx.world_size)]
+        found = [torch.empty_like(values_B) for _ in range(self.ctx.together)]
         torch.distributed.all_gather(found, values_B.contiguous())
         return torch.cat(found)
 

@@ -21,6 +21,7 @@ from lineage.errors import PipelineError
 from tasks.train.best import HELD_OUT_LOSS
 from tasks.train.loop.heartbeat import Phase
 from tasks.train.loop.saved_state import load_named_state, named_state, read_own
+from tasks.train.sharding import as_part, gather_again
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,20 +118,28 @@ class Rounds(TrainerCallback):
 
     def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
         folder, islands = self.ctx.resume_from, self.islands
+        gather_again(self.trainer.model)
         islands.begin(self.trainer, is_resumed=folder is not None)
         if folder is None:
             return
         workers = Checkpoints.at(folder).num_workers // islands.setting.num_islands  # of an island, which wrote it
         first, own = (
-            cast("_Saved", read_own(folder, index * workers)[type(self).__name__]) for index in (0, islands.index)
+            cast("_Saved", read_own(folder, index * workers + islands.part)[type(self).__name__])
+            for index in (0, islands.index)
         )
         islands.load(first, own)
         if islands.index and not self.trainer.is_deepspeed_enabled:
-            load_named_state(self.trainer.optimizer, self._names, own["optimizer"])
+            state = cast("Mapping[str, _Saved]", own["optimizer"])
+            parts = {
+                name: {key: as_part(each, islands.trained[name]) for key, each in values.items()}
+                for name, values in state["state"].items()
+            }
+            load_named_state(self.trainer.optimizer, self._names, {**state, "state": parts})
 
     def own_state(self) -> "Mapping[str, object]":
         """As of every trainer or callback with state of its own; of DeepSpeed's, which has files of its own, no more
         than the outer optimizer."""
+        gather_again(self.trainer.model)
         islands, is_deepspeed = self.islands, self.trainer.is_deepspeed_enabled
         if islands.index == 0 or not islands.exchanges:
             return islands.state()
@@ -146,7 +155,10 @@ class Rounds(TrainerCallback):
         return {id(each): name for name, each in self.islands.trained.items()}
 
     def on_step_end(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
-        self.metrics = self.islands.synchronise() if self.islands.is_due(state.global_step, state.max_steps) else {}
+        self.metrics = {}
+        if self.islands.is_due(state.global_step, state.max_steps):
+            gather_again(self.trainer.model)
+            self.metrics = self.islands.synchronise()
 
     def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
         if "loss" in logs:

@@ -218,7 +218,8 @@ class Saver:
         num_bytes = sum(each.tensor.nbytes for group in held.values() for each in group.values())
         copies = not waits and self._copies(num_bytes)
         draft = Draft(
-            folder=folder, record=self.record(step, metrics, can_move=not divided.own),
+            folder=folder,
+            record=self.record(step, metrics, can_move=not divided.own and not (self.ctx.islands and is_divided)),
             tensors={
                 self._file_of(name, is_divided): self._staging.copies(name, group) if copies else group
                 for name, group in held.items() if group

@@ -129,8 +129,9 @@ class Islands:
         world: the group of all workers; None: there is one.
         base_changed: whether an adapter's initialization changed the frozen weights too.
         trained: the weights that are exchanged, by name.
-        exchanges: whether this worker does, for its island.
-        sent: bytes of pseudo-gradients that this worker gave to all-reduces in the last round.
+        part: the first rank of the island with this worker's part of the weights; 0: they are whole.
+        exchanges: whether this worker does, for all of the island with its part.
+        sent: bytes of pseudo-gradients that the island gave to all-reduces in the last round.
     """
 
     def __init__(self, setting: DiLoCo, rank: int, workers: int, *, base_changed: bool) -> None:
@@ -138,7 +139,8 @@ class Islands:
         self.index, self.worker = divmod(rank, workers)
         self.world: ProcessGroup | None = None
         self.between: ProcessGroup | None = None  # the workers with this one's rank in their islands
-        self.sent = 0
+        self.sent = self.part = 0
+        self._repeating: ProcessGroup | None = None  # the workers of the island with this one's part
         self._outer, self._momentum = dict[str, "Tensor"](), dict[str, "Tensor"]()  # by name, in fp32 on the CPU
 
     def folder(self, directory: Path) -> Path:
@@ -148,11 +150,11 @@ class Islands:
         """
         return directory / _ISLANDS / str(self.index) if self.index else directory
 
-    def own_rows(self, order: Sequence[int], global_batch_size: int) -> list[int]:
-        """Its share of each step's rows."""
-        own = global_batch_size // self.setting.num_islands
+    def own_rows(self, order: Sequence[int], at_once: int) -> list[int]:
+        """Its share of the rows of each step or, where steps read the same, of each generation."""
+        own = at_once // self.setting.num_islands
         first = self.index * own
-        return [row for start in range(0, len(order), global_batch_size) for row in order[start + first :][:own]]
+        return [row for start in range(0, len(order), at_once) for row in order[start + first :][:own]]
 
     def sum(self, values: "Tensor") -> "Tensor":
         """The sum over the islands of what all workers of an island have."""
@@ -183,15 +185,21 @@ class Islands:
         self._trainer = trainer
         named = dict(trainer.model.named_parameters())
         self.trained = {name: each for name, each in named.items() if each.requires_grad}
-        self.exchanges = self.worker == 0
+        # FSDP2 repeats along the first dimension of its mesh, and divides along the last.
+        mesh = next((each.device_mesh for each in self.trained.values() if hasattr(each, "device_mesh")), None)
+        self._repeating = torch.distributed.group.WORLD if self.workers > 1 and mesh is None else None
+        if mesh is not None:
+            self.part = mesh.get_local_rank(mesh.ndim - 1)
+            self._repeating = mesh.get_group(0) if mesh.ndim > 1 else None
+        self.exchanges = self.worker == self.part
         if is_resumed:
             return
         for each in named.values():
-            if self.world is not None and (each.requires_grad or self.base_changed):
+            if self.world is not None and mesh is None and (each.requires_grad or self.base_changed):
                 torch.distributed.broadcast(each.detach(), src=0, group=self.world)
         self._refresh_masters()
         if self.exchanges:
-            self._outer = {name: each.detach().float().cpu().clone() for name, each in self.trained.items()}
+            self._outer = {name: _local(each).float().cpu().clone() for name, each in self.trained.items()}
             self._momentum = {name: torch.zeros_like(each) for name, each in self._outer.items()}
 
     def state(self) -> "dict[str, dict[str, Tensor]]":
@@ -200,14 +208,14 @@ class Islands:
             return {}
         if self.index == 0:
             return {"outer": self._outer, "momentum": self._momentum}
-        return {"weights": {name: each.detach() for name, each in self.trained.items()}}
+        return {"weights": {name: _local(each) for name, each in self.trained.items()}}
 
     def load(self, first: "Mapping[str, Mapping[str, Tensor]]", own: "Mapping[str, Mapping[str, Tensor]]") -> None:
         """Args: first, own: states of the first island, and of this one, for the part of the model held here."""
         if self.exchanges:
             self._outer, self._momentum = dict(first["outer"]), dict(first["momentum"])
         for name, saved in own.get("weights", {}).items():
-            self.trained[name].detach().copy_(saved)
+            _local(self.trained[name]).copy_(saved)
 
     def is_due(self, step: int, num_steps: int) -> bool:
         """Whether the islands synchronise after a step."""
@@ -224,21 +232,23 @@ class Islands:
         self.sent = 0
         square = torch.zeros((), dtype=torch.float64)
         for names in self._buckets():
-            weights = [self.trained[name].detach() for name in names]
+            weights = [_local(self.trained[name]) for name in names]
             sizes = [each.numel() for each in weights]
             if self.exchanges:
                 outer, found = self._outer_step(names, torch.cat([each.float().flatten() for each in weights]))
                 square += found
             else:
                 outer = torch.empty(sum(sizes), device=weights[0].device)
-            if self.workers > 1:
-                torch.distributed.broadcast(outer, src=0)
+            if self._repeating is not None:
+                torch.distributed.broadcast(outer, group_src=0, group=self._repeating)
             for each, part in zip(weights, outer.split(sizes), strict=True):
                 each.copy_(part.view_as(each))
         self._refresh_masters()
         if self.workers > 1:  # of an island
-            square = square.to(self._trainer.args.device)
-            torch.distributed.all_reduce(square)
+            both = torch.stack([square, torch.tensor(float(self.sent), dtype=torch.float64)])
+            both = both.to(self._trainer.args.device)
+            torch.distributed.all_reduce(both)
+            square, self.sent = both[0], int(both[1])
         return {
             "diloco/outer_norm": float(square.sqrt()),
             "diloco/sent_mib": _of_all_reduce(self.sent, self.setting.num_islands) / 2**20,
@@ -254,7 +264,7 @@ class Islands:
             for state in (self._outer, self._momentum)
         )
         delta = (outer - inner).to(getattr(torch, _DTYPES[setting.pseudo_gradient_dtype]))
-        if self.between is not None:
+        if self.between is not None and delta.numel():
             torch.distributed.all_reduce(delta, group=self.between)
             self.sent += delta.numel() * delta.element_size()
         gradient = delta.float() / setting.num_islands
@@ -322,3 +332,9 @@ def divided(
         yield islands
     finally:
         distributed_c10d._update_default_pg(world)
+
+
+def _local(weight: "Tensor") -> "Tensor":
+    """The part of a weight that this worker holds, without its history."""
+    found: Tensor = weight.detach()
+    return found.to_local() if hasattr(found, "to_local") else found

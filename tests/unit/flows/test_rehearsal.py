@@ -101,20 +101,21 @@ def test_one_that_is_refused_touches_nothing(toy: Toy, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("stated", "workers", "rows", "sharding"),
+    ("stated", "workers", "rows", "sharding", "asked"),
     [
-        ({}, 2, 4, "none"),
-        ({"num_workers": 2, "micro_batch_size": 4}, 1, 4, "none"),
-        ({"num_workers": 4, "micro_batch_size": 2}, 2, 2, "none"),
-        ({"num_workers": 4, "micro_batch_size": 2, "sharding": "fsdp"}, 2, 2, "fsdp"),
-        ({"num_workers": 2, "micro_batch_size": 4, "sharding": "fsdp", "prefetch": 1}, 1, 4, "none"),
+        ({}, 2, 4, "none", None),
+        ({"num_workers": 2, "micro_batch_size": 4, "sharding": "fsdp"}, 4, 2, "fsdp", 4),
+        ({"num_workers": 2, "micro_batch_size": 4}, 1, 4, "none", None),
+        ({"num_workers": 4, "micro_batch_size": 2}, 2, 2, "none", None),
+        ({"num_workers": 4, "micro_batch_size": 2, "sharding": "fsdp"}, 2, 2, "fsdp", None),
+        ({"num_workers": 2, "micro_batch_size": 4, "sharding": "fsdp", "prefetch": 1}, 1, 4, "none", None),
     ],
 )
 def test_other_workers_share_the_same_batch(
-    toy: Toy, stated: dict[str, object], workers: int, rows: int, sharding: str
+    toy: Toy, stated: dict[str, object], workers: int, rows: int, sharding: str, asked: int | None
 ) -> None:
     left = toy().stage("left")
-    other = other_workers(replace(left, stage=replace(left.stage, resources=Resources(**stated))))
+    other = other_workers(replace(left, stage=replace(left.stage, resources=Resources(**stated))), asked)
     assert isinstance(other, Resources)
     assert (other.num_workers, other.micro_batch_size, other.sharding) == (workers, rows, sharding)
 
@@ -126,6 +127,8 @@ def test_other_workers_share_the_same_batch(
         (Resources(micro_batch_size=1), ("global_batch_size=1",), "global_batch_size=1 is not a multiple of 2"),
         (Resources(), ("adapter={rank: 4, dropout: 0.1}",), "adapter.dropout=0.1"),
         (Resources(gpus_per_worker=1), (), "asks for 2 GPUs, this machine shows 1"),
+        (Resources(num_workers=2), ("diloco={num_islands: 2}",), "num_workers=1 is no multiple of num_islands=2"),
+        (Resources(num_workers=4, num_nodes=2, sharding="fsdp_hybrid"), ("diloco={num_islands: 2}",), "4 workers only"),
     ],
 )
 def test_where_other_workers_say_nothing_it_says_why(

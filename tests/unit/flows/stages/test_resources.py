@@ -206,6 +206,12 @@ def test_the_most_workers_that_fit_and_divide_the_batch_go_on(fields, batch, fou
     )
 
 
+@pytest.mark.parametrize(("islands", "found"), [(1, 4), (3, 3), (5, None)])
+def test_as_many_go_on_as_divide_over_the_islands(islands, found):
+    reduced = ONE.reduced(on_cluster(num_workers=6, min_workers=1), 60, islands)
+    assert (reduced and reduced.num_workers) == found
+
+
 @pytest.mark.parametrize(
     ("name", "found"),
     [("NVIDIA H100 80GB HBM3", "H100"), ("Tesla V100-SXM2-16GB", "V100"), ("NVIDIA A100-SXM4-40GB", "A100"),
