@@ -234,10 +234,10 @@ def _counted(held: dict[str, int]) -> Iterator[None]:
         peak("gradients", waiting + sum(local(each).nbytes for each in (*whole, *own) if each is not None))
         reduce(group, *args)
 
-    def divides(shards: Any, model: Any) -> Any:
+    def divides(shards: Any, model: Any, *given: Any) -> Any:
         if all(each.is_meta for each in model.parameters()):
             held["divided_before_read"] = held.get("divided_before_read", 0) + 1
-        return divide(shards, model)
+        return divide(shards, model, *given)
 
     def prepared(trainer: Any, *args: Any) -> Any:
         found = prepare(trainer, *args)

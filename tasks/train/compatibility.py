@@ -566,12 +566,11 @@ RULES: tuple[Rule, ...] = (
             "method.global_batch_size": shown,
         },
         reason="an island has all completions of a prompt, and they do not divide over the islands",
-        nearest=_whole_groups, also={"method.diloco.num_islands": 2, "method.num_generations": 16}, stage="grpo",
-    ),
-    Rule(
-        id="diloco-vllm", when={"method.diloco.num_islands": SET, "method.vllm": SET},
-        reason="a server has one policy, and islands have policies of their own; an engine in each was not tried",
-        nearest={"method.vllm": None}, also={"method.diloco.num_islands": 1, "method.vllm": "server"}, stage="grpo",
+        nearest=_whole_groups, stage="grpo",
+        also={
+            "method.diloco.num_islands": 2, "method.num_generations": 8, "method.global_batch_size": 8,
+            "resources.num_workers": 2, "resources.micro_batch_size": 4,
+        },
     ),
     Rule(
         id="diloco-min-workers",
@@ -790,14 +789,16 @@ RULES: tuple[Rule, ...] = (
         when={
             "method.vllm": SET,
             "resources.gpus_per_worker": lambda case: (
-                not case.on_gpu or find_spec("vllm") is None or divides_weights(case)
+                not case.on_gpu or find_spec("vllm") is None or divides_weights(case) or case.method.diloco
             ),
-            "resources.sharding": shown,
+            "resources.sharding": shown, "method.diloco.num_islands": shown,
         },
-        reason="vLLM generates on a GPU, must be installed, and is sent whole weights",
+        reason="vLLM generates on a GPU, must be installed, and is sent the whole weights of one policy",
         detail=lambda case: (
             "vLLM is sent whole weights, and no worker has them"
             if divides_weights(case)
+            else "vLLM has one policy, and islands have policies of their own"
+            if case.method.diloco
             else "vLLM is not installed here (pip install vllm)"
             if case.on_gpu
             else "vLLM generates on a GPU, and there is none"

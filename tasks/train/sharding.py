@@ -45,6 +45,8 @@ STATE, OWN = "state.pt", "rank-{rank}.pt"  # files of a checkpoint: what workers
 _BUCKET_ELEMENTS = 50_000_000  # gradients in one all-reduce: 200 MB
 _EXCHANGED = 2**24  # gradients of weights that are not divided, which workers exchange at once
 
+_4_BITS, _ROUNDED = "Params4bit", "_posttrain_rounded"  # class of bitsandbytes; what it holds beside its bytes
+
 Part = Literal["weights", "gradients", "optimizer"]
 
 
@@ -209,10 +211,14 @@ class Shards:
         ):
             yield {"distributed_config": DistributedConfig()}
 
-    def divide(self, model: "PreTrainedModel") -> "PreTrainedModel":
+    def divide(self, model: "PreTrainedModel", adapter: "Iterable[Parameter]" = ()) -> "PreTrainedModel":
         """Divides a model, with or without weights.
 
-        Its head for scores, if it has one, stays whole: it starts from random numbers, and has few.
+        Its head for scores, if it has one, stays whole: it starts from random numbers, and has few. So do the scales of
+        weights in few bits, which bitsandbytes finds on their module.
+
+        Args:
+            adapter: its weights, which stay whole.
 
         Raises:
             ConfigError: it has none of the layers that ``wrap`` names.
@@ -233,18 +239,30 @@ class Shards:
         vars(import_module("peft.tuners.tuners_utils"))["_torch_supports_distributed"] = False
         shared_by_root = _tied(model)
         layers = [each for each in _layers(model, resources.wrap) if shared_by_root.isdisjoint(each.modules())]
+        head, rounded = getattr(model, "score", None), _plain_bytes(model)
+        shared["ignored_params"] = {*adapter, *(head.parameters() if head else ())}
         for each in reversed(dict.fromkeys([*layers, *_apart(model)])):
             fully_shard(each, reshard_after_forward=resources.sharding != "fsdp_grad", **shared)
-        head = getattr(model, "score", None)
         # The root is not divided again after the forward: a head reads its weights outside of any layer.
-        fully_shard(
-            model, reshard_after_forward=False, ignored_params=set(head.parameters()) if head else None, **shared
-        )
+        fully_shard(model, reshard_after_forward=False, **shared)
+        for module, weight in rounded.items():
+            weight.quant_state.to(self.device)
+            vars(module)[_ROUNDED], module.quant_state = weight.__getstate__(), weight.quant_state
         for place, each in enumerate(layers if resources.prefetch else ()):
             each.set_modules_to_forward_prefetch(layers[place + 1 : place + 1 + resources.prefetch])
             each.set_modules_to_backward_prefetch(layers[max(0, place - resources.prefetch) : place][::-1])
         model._is_distributed_loading_by_transformers = True  # transformers' trainer puts neither DDP nor FSDP on it
         return model
+
+
+def _plain_bytes(model: "PreTrainedModel") -> "dict[Module, Parameter]":
+    """Has the layers of bitsandbytes hold their weights in 4 bits as plain bytes; layer -> the weights as they were."""
+    import torch
+
+    found = {each: each.weight for each in model.modules() if type(each._parameters.get("weight")).__name__ == _4_BITS}
+    for module, weight in found.items():
+        module._parameters["weight"] = torch.nn.Parameter(weight.data, requires_grad=False)
+    return found
 
 
 @functools.cache
@@ -456,13 +474,27 @@ def whole_on_first(model: "Module", *, first: bool) -> None:
                 continue
             if id(each) not in known:
                 full = _whole(each, keeps=first)
-                known[id(each)] = torch.nn.Parameter(full, requires_grad=each.requires_grad) if first else None
+                known[id(each)] = _parameter(module, full, requires_grad=each.requires_grad) if first else None
             if first:
                 module._parameters[name] = known[id(each)]
     if first:
         for module in model.modules():
             _forget_fsdp(module)
         model.to("cpu")
+
+
+def _parameter(module: "Module", weights: "Tensor", *, requires_grad: bool) -> "Parameter":
+    """A weight of a module; in 4 bits, as bitsandbytes had it."""
+    import torch
+
+    if name := vars(module).pop(_ROUNDED, None):
+        from bitsandbytes.nn.modules import Params4bit
+
+        found: torch.nn.Parameter = Params4bit.__new__(Params4bit)
+        found.__setstate__({**name, "data": weights, "module": None})
+        found.quant_state.to(weights.device)
+        return found
+    return torch.nn.Parameter(weights, requires_grad=requires_grad)
 
 
 def _forget_fsdp(module: "Module") -> None:

@@ -213,7 +213,8 @@ def test_two_islands_of_any_method_read_the_same_rows_and_resume_to_the_bit(
     assert first[0].metric("loss") + rest[0].metric("loss") == unbroken[0].metric("loss")
     assert same(weights(broken.folder / "output"), weights(whole.folder / "output"))
     plain = two_workers.train(asked(root, tmp_path / "plain", None, name))
-    assert rows_of_steps(unbroken) == rows_of_steps(plain)
+    if name != "kto":  # whose rows have the answer of the row before, in an island's own order
+        assert rows_of_steps(unbroken) == rows_of_steps(plain)
     start = [each[0].reports[0][1] for each in (unbroken, plain)]
     if "reward" in start[0]:  # of the same completions
         assert start[0]["reward"] == pytest.approx(start[1]["reward"], abs=1e-6)

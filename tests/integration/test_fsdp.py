@@ -15,12 +15,14 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
 from tasks.context import Resources, Sharding
 from tasks.judgement.estimate import architecture, memory, traffic
-from tasks.method import Adapter
+from tasks.method import Adapter, Quantization
 from tasks.reward_functions import RewardFunction
 from tasks.train.best import Best
+from tasks.train.optim.optimizers import OPTIMIZERS, Optimizer
 from tasks.train.sharding import divided_over
 from tests import training
 from tests.command import Command
+from tests.integration.test_adapter_types import ALL
 from tests.miniature import MODEL, write_own_rows
 from tests.trained_store import Made
 from tests.training import METHODS, same, trajectory, weights
@@ -146,6 +148,55 @@ def test_the_trajectory_of_twenty_steps_is_that_of_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ALL if "dropout" not in name])
+def test_any_adapter_takes_the_steps_of_one_process(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str
+) -> None:
+    stage = training.method("sft", num_steps=8, max_grad_norm=0.1, adapter=ALL[name])
+    require_same_trajectory(Asked(stage=stage, root=root, folder=tmp_path, resources=PLAIN), two_workers, divided(2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "adapter", "bits"),
+    [
+        ("sft", LORA, "nf4"), ("sft", LORA, "fp4"), ("sft", Adapter(type="dora", rank=4), "nf4"),
+        ("sft", Adapter(type="oft", block_size=8), "nf4"), ("sft", LORA, "int8"),
+        *((name, LORA, "nf4") for name in ("cpt", "dpo", "reward", "kto", "orpo", "distill", "grpo", "ppo")),
+        ("dpo", Adapter(rank=4, init="pissa"), None), ("dpo", Adapter(type="dora", rank=4), None),
+        ("reward", Adapter(type="dora", rank=4), None), ("ppo", Adapter(type="dora", rank=4), None),
+        ("grpo", Adapter(rank=4, init="eva"), None),
+    ],
+)  # fmt: skip
+def test_a_base_in_few_bits_and_adapters_of_other_methods_take_the_steps_of_one_process(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str, adapter: Adapter, bits
+) -> None:
+    quantization = Quantization(format=bits) if bits else None
+    stage = training.method(name, num_steps=4, max_grad_norm=0.1, adapter=adapter, quantization=quantization)
+    require_same_trajectory(Asked(stage=stage, root=root, folder=tmp_path, resources=PLAIN), two_workers, divided(2))
+
+
+TRIED = [name for name, row in OPTIMIZERS.items() if not (row.needs_gpu or row.in_backward or row.optim)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("name", TRIED)
+def test_any_optimizer_takes_the_steps_of_one_process(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, name: str, adapter: Adapter | None
+) -> None:
+    package = OPTIMIZERS[name].package
+    if package and package.is_missing:
+        pytest.skip(package.install)
+    rate = {"learning_rate": 1.0} if name == "prodigy" else {}
+    schedule = {"lr_schedule": "constant"} if OPTIMIZERS[name].averages else {}
+    stage = training.method(
+        "sft", num_steps=6, max_grad_norm=0.1, optimizer=Optimizer(name=name), adapter=adapter, **rate, **schedule
+    )
+    require_same_trajectory(Asked(stage=stage, root=root, folder=tmp_path, resources=PLAIN), two_workers, divided(2))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["fsdp", "fsdp_grad", "fsdp_hybrid"])
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
 def test_four_workers_take_the_steps_of_one(
@@ -181,11 +232,17 @@ def test_gradients_are_added_in_bf16_where_that_is_set(root: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("sft", {}), ("sft", {"adapter": LORA}), ("sft", {"adapter": replace(LORA, quantization="nf4")}),
+        ("grpo", {}), ("ppo", {}), ("ppo", {"adapter": LORA}),
+    ],
+)  # fmt: skip
 def test_a_checkpoint_resumes_to_the_same_bits_and_with_other_workers(
-    root: Path, tmp_path: Path, two_workers: WorkerGroup, four_workers: WorkerGroup, adapter
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, four_workers: WorkerGroup, name: str, fields
 ) -> None:
-    stage = training.method("sft", num_steps=5, adapter=adapter, lr_schedule="cosine")
+    stage = training.method(name, num_steps=5, lr_schedule="cosine", **fields)
     whole = Asked(stage=stage, root=root, folder=tmp_path / "whole", resources=divided(2, save_steps=1))
     unbroken = two_workers.train(whole)
     broken = replace(whole, folder=tmp_path / "broken")
@@ -196,10 +253,11 @@ def test_a_checkpoint_resumes_to_the_same_bits_and_with_other_workers(
     assert first[0].metric("loss") + rest[0].metric("loss") == unbroken[0].metric("loss")
     assert same(weights(broken.folder / "output"), weights(whole.folder / "output"))
     assert rows_of_steps(first) + rows_of_steps(rest) == rows_of_steps(unbroken)
+    expected = [trajectory(each) for _, each in rest[0].reports]
     for group, resources in ((four_workers, divided(4)), (None, PLAIN)):
         other = replace(broken, resources=resources, resume_step=3)
         found = group.train(other)[0] if group else train(other)
-        assert found.metric("loss") == pytest.approx(rest[0].metric("loss"), rel=TOLERANCE)
+        assert [trajectory(each) for _, each in found.reports] == pytest.approx(expected, rel=TOLERANCE)
 
 
 @pytest.mark.slow

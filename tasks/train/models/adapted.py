@@ -490,8 +490,8 @@ def adapter_weights_of(adapted: PeftModel) -> "dict[str, Tensor]":
 
 
 def _is_half_of_experts(parameter: torch.nn.Parameter) -> bool:
-    """Whether it holds experts in 4 bits, two weights in a byte, of which PEFT counts only the bytes."""
-    return type(parameter) is torch.nn.Parameter and parameter.dtype == torch.uint8
+    """Whether it holds experts or a divided weight in 4 bits, two in a byte, of which PEFT counts only the bytes."""
+    return type(parameter).__name__ != "Params4bit" and parameter.dtype == torch.uint8
 
 
 def share_trained(model: torch.nn.Module) -> dict[str, float]:

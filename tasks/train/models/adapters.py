@@ -124,6 +124,12 @@ class Adapter(Setting):
         return names_in("adapter.modules_to_save", self.modules_to_save)
 
     @property
+    def reads_whole(self) -> bool:
+        """Whether it reads or copies whole weights below it when it is put on a model."""
+        is_drawn = self.init in (None, "gaussian", *XAVIER)
+        return not (self.type == DEFAULT and is_drawn) or bool(self.saved_names or self.trainable_token_indices)
+
+    @property
     def changes_the_base(self) -> bool:
         return self.init is not None and self.init.startswith(CHANGE_THE_BASE)
 

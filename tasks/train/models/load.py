@@ -113,7 +113,8 @@ def load_config(directory: Path, **options: object) -> "PreTrainedConfig":
 
 
 def load_policy(
-    method: TrainingRecipe, policy: Input, ctx: "TrainContext", taken: Intake | None = None, held: "Held" = "fp32"
+    method: TrainingRecipe, policy: Input, ctx: "TrainContext", taken: Intake | None = None, held: "Held" = "fp32",
+    *, whole: bool = False,
 ) -> Policy:  # fmt: skip
     """A causal language model to train, in fp32, which optimizers need; bf16 is the trainer's autocast.
 
@@ -122,20 +123,20 @@ def load_policy(
     Args:
         taken: its ``carried`` adapters are left out; None: all are merged.
         held: how it will be held: see ``whole_model``.
+        whole: on each worker, which divides it later.
     """
     require_trainable(method, policy, ctx)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
-    model = whole_model(
-        Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, held=held, shards=Shards.of(ctx.resources)
-    )
+    shards = None if whole else Shards.of(ctx.resources)
+    model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, held=held, shards=shards)
     if not getattr(type(method), "reads", TEXT).trained:  # it generates
         fix_length(model, method.max_length)
     return Policy(model=model, tokenizer=tokenizer_of(policy.path))
 
 
 def load_reward_model(
-    method: TrainingRecipe, policy: Input, ctx: "TrainContext", held: "Held" = "fp32"
-) -> Policy:  # fmt: skip
+    method: TrainingRecipe, policy: Input, ctx: "TrainContext", held: "Held" = "fp32", *, whole: bool = False
+) -> Policy:
     """The policy's backbone, as in ``load_policy``, under a new head with one output, initialized from the seed."""
     from transformers import set_seed
 
@@ -144,7 +145,7 @@ def load_reward_model(
     config = load_config(policy.path, num_labels=1)
     set_seed(method.seed)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
-    shards = Shards.of(ctx.resources)
+    shards = None if whole else Shards.of(ctx.resources)
     model = whole_model(Kind.REWARD_MODEL, policy.path, config, quantizer=quantizer, held=held, shards=shards)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return Policy(model=model, tokenizer=tokenizer)

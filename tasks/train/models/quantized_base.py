@@ -19,6 +19,7 @@ from tasks.train.models.quantization import (
     require_available,
     torch_dtype,
 )
+from tasks.train.sharding import is_fsdp
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype, nn
@@ -61,7 +62,8 @@ class Quantizer:
         compile_kernel(setting.format, on_gpu=on_gpu)
         return Quantizer(
             setting=setting, compute_dtype=torch_dtype(setting.compute_dtype or precision),
-            device=str(PartialState().device) if on_gpu else "cpu",
+            # Divided weights go to the GPU in parts.
+            device=str(PartialState().device) if on_gpu and not is_fsdp(ctx.resources) else "cpu",
         )  # fmt: skip
 
     @staticmethod

@@ -18,6 +18,7 @@ from lineage.filesystem.lock import Lock
 from tasks.context import Launcher, Resources
 from tasks.cpt import ContinuedPretraining
 from tasks.method import Validation
+from tasks.train.optim.diloco import DiLoCo
 from tests.finished import finish
 
 Toy = Callable[..., Plan]
@@ -127,8 +128,6 @@ def test_other_workers_share_the_same_batch(
         (Resources(micro_batch_size=1), ("global_batch_size=1",), "global_batch_size=1 is not a multiple of 2"),
         (Resources(), ("adapter={rank: 4, dropout: 0.1}",), "adapter.dropout=0.1"),
         (Resources(gpus_per_worker=1), (), "asks for 2 GPUs, this machine shows 1"),
-        (Resources(num_workers=2), ("diloco={num_islands: 2}",), "num_workers=1 is no multiple of num_islands=2"),
-        (Resources(num_workers=4, num_nodes=2, sharding="fsdp_hybrid"), ("diloco={num_islands: 2}",), "4 workers only"),
     ],
 )
 def test_where_other_workers_say_nothing_it_says_why(
@@ -138,6 +137,20 @@ def test_where_other_workers_say_nothing_it_says_why(
     micro = ["stages.left.resources.micro_batch_size=1"]
     left = toy(*micro, *(f"stages.left.method.{field}" for field in overrides)).stage("left")
     other = other_workers(replace(left, stage=replace(left.stage, resources=resources)))
+    assert isinstance(other, str) and why in other
+
+
+@pytest.mark.parametrize(
+    ("resources", "why"),
+    [
+        (Resources(num_workers=2), "num_workers=1 is no multiple of num_islands=2"),
+        (Resources(num_workers=4, num_nodes=2, sharding="fsdp_hybrid"), "in islands: resumes with 4 workers only"),
+    ],
+)
+def test_islands_are_certified_with_workers_that_divide_over_them(toy: Toy, resources: Resources, why: str) -> None:
+    left = toy().stage("left")
+    method = replace(left.stage.method, diloco=DiLoCo(num_islands=2))  # type: ignore[call-arg]
+    other = other_workers(replace(left, stage=replace(left.stage, resources=resources, method=method)))
     assert isinstance(other, str) and why in other
 
 
