@@ -58,6 +58,7 @@ COMMANDS = {
     "blame": "evaluate the ancestors of two models; name the first stage whose model is worse",
     "tune": "train a stage in short rounds with the changes that diagnose proposes; keep the best settings",
     "verify": "read every byte again and check every link of the record",
+    "gate-check": "put known-right and known-wrong answers through the gates of a pipeline; run nothing",
     "promote": "point an alias to a model that passed its gate",
     "rollback": "point an alias back to its previous model",
     "rebuild": "refill MLflow from the manifests",
@@ -72,14 +73,15 @@ COMMANDS = {
     "doctor": "check that this machine is fit to run",
 }
 _COMPLETION = "--print-completion"
-_OWN_ARGUMENTS = ("init", "data", "diagnose", "tune")  # add all their arguments themselves
+_OWN_ARGUMENTS = ("init", "data", "diagnose", "tune", "gate-check")  # add all their arguments themselves
 _WITHOUT_JSON = ("stage", "serve", "serve-model", "status", "logs", "cancel")  # a command's --json prints one object
 _HERE = ("plan", "run", "stage")
 # The module that defines run_NAME(options) and add_NAME(parser), unless it is flows.commands.NAME.
 _MODULES = {
     "certify": "rehearse", "tune": "rehearse", "impact": "lineage", "diff": "lineage",
     "blame": "lineage", "diagnose": "lineage",
-    "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "logs": "status", "cancel": "status",
+    "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "gate-check": "promote",
+    "logs": "status", "cancel": "status",
     "compat": "doctor",
     "chat": "flows.serving.chat", "export": "flows.serving.export",
     "serve-model": "flows.serving.serve_model", "import": "flows.peers.importing", "ui": "flows.serving.ui",

@@ -28,7 +28,7 @@ class BaseModel(Method):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"rows": Kind.TEXT}
     produces: ClassVar[Kind] = Kind.CHECKPOINT
-    metrics: ClassVar[tuple[str, ...]] = ("parameters", "vocab_size")
+    measures: ClassVar[tuple[str, ...]] = ("parameters", "vocab_size")
     cluster_workers: ClassVar[Literal["all", "one", "none"]] = "one"
 
     vocab_size: Annotated[int, Ge(_BYTES + 3)] = 4096  # maximum; a small corpus yields fewer tokens

@@ -23,7 +23,7 @@ class CPO(PairLoss):
         sft_weight: weight of the chosen answer's mean negative log-likelihood per token.
     """
 
-    metrics: ClassVar = (*PAIRS, "nll_loss")
+    measures: ClassVar = (*PAIRS, "nll_loss")
 
     beta: Annotated[float, Gt(0)] = 0.1
     loss_type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"

@@ -21,7 +21,7 @@ class ContinuedPretraining(Training):
 
     version: ClassVar[int] = 2  # 1 put no BOS before documents where the tokenizer adds one
     reads: ClassVar = TEXT
-    metrics: ClassVar = ("mean_token_accuracy",)
+    measures: ClassVar = ("mean_token_accuracy",)
 
     default_learning_rate: ClassVar = 2e-5
     global_batch_size: Annotated[int, Gt(0)] = 64  # chunks per step

@@ -30,7 +30,7 @@ class Distillation(SFT):
     version: ClassVar[int] = 1
     option_versions: ClassVar = {**AnswerTraining.option_versions}  # its packing never padded
     models: ClassVar = {"policy": POLICY, "teacher": TEACHER}
-    metrics: ClassVar = ("divergence", "mean_token_accuracy")
+    measures: ClassVar = ("divergence", "mean_token_accuracy")
 
     beta: Annotated[float, Ge(0), Le(1)] = 0.0
     temperature: Annotated[float, Gt(0)] = 1.0

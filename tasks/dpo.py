@@ -26,7 +26,7 @@ class DPO(AnswerTraining):
     version: ClassVar[int] = 2  # 1 also trained the template's text after the token that ends an answer
     reads: ClassVar = PREFERENCES
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}
-    metrics: ClassVar = PAIRS
+    measures: ClassVar = PAIRS
 
     default_learning_rate: ClassVar = 1e-6
     beta: Annotated[float, Gt(0)] = 0.1  # strength of the KL to the reference

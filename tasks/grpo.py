@@ -19,7 +19,7 @@ class GRPO(VariantOptions):
     """Makes completions likelier that got a higher reward than others of the same prompt."""
 
     version: ClassVar[int] = 2  # 1 took the rounding of equal rewards for a signal, and steps without one
-    metrics: ClassVar = (*REWARDED, *CLIPPED)
+    measures: ClassVar = (*REWARDED, *CLIPPED)
 
     num_generations: Annotated[int, Ge(2)] = 8  # completions per prompt: a group
     loss: Loss = "grpo"  # eq. 3 of the paper; tasks/train/losses/grpo_variants.py has all papers

@@ -31,7 +31,7 @@ class KTO(AnswerTraining):
 
     reads: ClassVar = UNPAIRED
     models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}
-    metrics: ClassVar = (*PAIRS, "kl", "desirable_rows", "undesirable_rows", "desirable_weight", "undesirable_weight")
+    measures: ClassVar = (*PAIRS, "kl", "desirable_rows", "undesirable_rows", "desirable_weight", "undesirable_weight")
     default_learning_rate: ClassVar = 1e-6
     beta: Annotated[float, Gt(0)] = 0.1
     loss_type: Literal["kto", "apo_zero_unpaired"] = "kto"

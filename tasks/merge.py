@@ -125,7 +125,7 @@ class Merge(Method):
     consumes: ClassVar[Mapping[str, Kind]] = {POLICY: Kind.CHECKPOINT, BASE: Kind.CHECKPOINT, "*": Kind.CHECKPOINT}
     optional: ClassVar[frozenset[str]] = frozenset({BASE, "*"})
     produces: ClassVar[Kind] = Kind.CHECKPOINT
-    metrics: ClassVar[tuple[str, ...]] = ("merge/models", "parameters")
+    measures: ClassVar[tuple[str, ...]] = ("merge/models", "parameters")
     cluster_workers: ClassVar[Literal["all", "one", "none"]] = "one"
 
     combination: Name | None = None

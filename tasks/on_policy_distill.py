@@ -30,7 +30,7 @@ class OnPolicyDistillation(Completing):
     version: ClassVar[int] = 2  # 1 did not stop at the end of turn that the chat template alone names
     models: ClassVar = {"policy": POLICY, "teacher": TEACHER}
     default_learning_rate: ClassVar = 1e-6
-    metrics: ClassVar = COMPLETIONS
+    measures: ClassVar = COMPLETIONS
 
     beta: Annotated[float, Ge(0), Le(1)] = 1.0
 

@@ -30,7 +30,7 @@ class OnlineDPO(Generating):
     whole_groups: ClassVar[bool] = True
 
     default_learning_rate: ClassVar = 5e-7
-    metrics: ClassVar = (*REWARDED, *PAIRS[:4])
+    measures: ClassVar = (*REWARDED, *PAIRS[:4])
     num_generations: Annotated[int, Ge(2)] = 2
     beta: Annotated[float, Gt(0)] = 0.1
     loss: Literal["sigmoid", "ipo"] = "sigmoid"

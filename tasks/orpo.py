@@ -24,7 +24,7 @@ class ORPO(PairLoss):
     """
 
     default_learning_rate: ClassVar = 8e-6  # of the paper
-    metrics: ClassVar = (*PAIRS, "nll_loss", "log_odds_chosen", "log_odds_ratio")
+    measures: ClassVar = (*PAIRS, "nll_loss", "log_odds_chosen", "log_odds_ratio")
     beta: Annotated[float, Gt(0)] = 0.1
     chat_template: str | None = None  # chatml; hermes, which has tools; or a family of TRL's templates, such as qwen3
 

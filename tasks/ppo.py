@@ -34,7 +34,7 @@ class PPO(Generating):
 
     version: ClassVar[int] = 2  # 1 did not stop at the end of turn that the chat template alone names
     models: ClassVar = {**Generating.models, "value": VALUE_MODEL}
-    metrics: ClassVar = (
+    measures: ClassVar = (
         *(each for each in REWARDED if not each.endswith(("min_length", "terminated_length", "/std"))), *LOSSES,
         "kl_coef", "explained_variance",
     )  # fmt: skip

@@ -12,7 +12,7 @@ from tasks.recipe import Inputs
 class PrepareRows(Prepare):
     """What all of them do; the kind of rows is theirs."""
 
-    metrics: ClassVar[tuple[str, ...] | None] = (
+    measures: ClassVar[tuple[str, ...] | None] = (
         "rows", "train_rows", "held_out_rows", "new_rows", "replayed_rows", "repeated_rows", "duplicates", "dropped",
         "rows_with_role_marks", "near_duplicate_rows", "leaked_rows",
     )  # fmt: skip
@@ -48,7 +48,7 @@ class PreparePreferences(PrepareRows):
 class PrepareUnpaired(PrepareRows):
     """Rows {prompt, completion, label}: answers that are wanted, and others that are not."""
 
-    metrics: ClassVar[tuple[str, ...]] = (*(PrepareRows.metrics or ()), "desirable_rows", "undesirable_rows")
+    measures: ClassVar[tuple[str, ...]] = (*(PrepareRows.measures or ()), "desirable_rows", "undesirable_rows")
     produces: ClassVar[Kind] = Kind.UNPAIRED
 
 

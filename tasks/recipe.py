@@ -87,8 +87,8 @@ class Method(Setting, ABC):
         uses_gpu: whether it runs a model, and so requests the GPUs of its resources.
         preload: the heavy modules that ``run`` imports: loaded once, for all stages of a run. Empty: the stage starts
             in a fresh interpreter, unless it trains.
-        metrics: that it returns, so that the plan can check names of metrics; of a training those of its steps, besides
-            those of all trainings. None, as for a class outside ``tasks`` that sets none: unknown.
+        measures: the metrics that it returns, so that the plan can check names of metrics; of a training those of its
+            steps, besides those of all trainings. None, as for a class outside ``tasks`` that sets none: unknown.
         chat_slot: the slot whose model must have a chat template; None: none must.
     """
 
@@ -100,13 +100,13 @@ class Method(Setting, ABC):
     cluster_workers: ClassVar[Literal["all", "one", "none"]] = "none"
     uses_gpu: ClassVar[bool] = False
     preload: ClassVar[tuple[str, ...]] = _HEAVY
-    metrics: ClassVar[tuple[str, ...] | None] = None
+    measures: ClassVar[tuple[str, ...] | None] = None
     chat_slot: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        if "metrics" not in cls.__dict__ and not _is_ours(cls):
-            cls.metrics = None  # it may return others than the class that it extends
+        if "measures" not in cls.__dict__ and not _is_ours(cls):
+            cls.measures = None  # it may return others than the class that it extends
 
     def check_slots(self, filled: frozenset[str]) -> None:
         """Refuses optional slots that are filled, or empty, against the fields.
@@ -131,7 +131,7 @@ class Method(Setting, ABC):
         Args:
             slots: those with an input.
         """
-        return () if of_steps and self.metrics is not None else self.metrics
+        return () if of_steps and self.measures is not None else self.measures
 
     def needs_template(self, filled: Collection[str]) -> str | None:
         """The slot whose model must have a chat template, where these slots are filled; None: none must."""
@@ -335,10 +335,10 @@ class TrainingRecipe(Method):
 
     def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
         """As of every method; names by options are there whether they are set or not."""
-        if self.metrics is None:
+        if self.measures is None:
             return None
         rewards = [*(getattr(self, "rewards", None) or ()), "reward_model", "missing_eos"]
-        named = [each.replace("NAME", name) for each in self.metrics for name in (rewards if "NAME" in each else [""])]
+        named = [each.replace("NAME", name) for each in self.measures for name in (rewards if "NAME" in each else [""])]
         held_out = [HELD_OUT_LOSS] * self.measures_held_out + [VAL_LOSS] * (self.validation is not None)
         steps = [each for each in STEPS if of_steps or each not in ONLY_REPORTED]
         return (*named, *held_out, *steps, *BY_OPTION, *([] if of_steps else OUTPUT))

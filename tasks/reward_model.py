@@ -22,7 +22,7 @@ class RewardModel(AnswerTraining):
     version: ClassVar[int] = 2  # 1 found the last token by the pad token's id, and rounded scores to bf16
     reads: ClassVar = PREFERENCES
     models: ClassVar = {"policy": REWARD_HEAD}
-    metrics: ClassVar = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
+    measures: ClassVar = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
     default_learning_rate: ClassVar = 1e-5
 

@@ -28,7 +28,7 @@ class RLOO(Generating):
     """
 
     version: ClassVar[int] = 2  # 1 took the rounding of equal rewards for a signal, and steps without one
-    metrics: ClassVar = (*REWARDED, *CLIPPED)
+    measures: ClassVar = (*REWARDED, *CLIPPED)
 
     num_generations: Annotated[int, Ge(2)] = 4
     beta: Annotated[float, Ge(0)] = 0.05

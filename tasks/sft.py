@@ -30,7 +30,7 @@ class SFT(AnswerTraining):
         "packing": ("version", 1),
     }
     reads: ClassVar = CONVERSATIONS
-    metrics: ClassVar[tuple[str, ...]] = ("mean_token_accuracy",)
+    measures: ClassVar[tuple[str, ...]] = ("mean_token_accuracy",)
     default_learning_rate: ClassVar = 2e-5
     chat_template: str | None = None  # chatml; hermes, which has tools; or a family of TRL's templates, such as qwen3
     packing: Packing | None = None

@@ -23,7 +23,7 @@ class SimPO(PairLoss):
             keeps the chosen answers likely.
     """
 
-    metrics: ClassVar = (*PAIRS, "nll_loss")
+    measures: ClassVar = (*PAIRS, "nll_loss")
 
     beta: Annotated[float, Gt(0)] = 2.0
     gamma: Annotated[float, Ge(0)] = 1.0

@@ -37,7 +37,7 @@ class TAID(SFT):
     version: ClassVar[int] = 1
     option_versions: ClassVar = {**AnswerTraining.option_versions}  # its packing never padded
     models: ClassVar = {"policy": POLICY, "teacher": TEACHER}
-    metrics: ClassVar = ("divergence", "taid/t", "mean_token_accuracy")
+    measures: ClassVar = ("divergence", "taid/t", "mean_token_accuracy")
     progress: ClassVar = None  # J falls as the student learns, and rises as t does
 
     t_start: Annotated[float, Ge(0), Lt(1)] = 0.4  # the teacher's share t at the first step

@@ -53,7 +53,7 @@ class TeacherAnswers(Method):
     }
     optional: ClassVar[frozenset[str]] = frozenset({"prompts", "rows"})
     produces: ClassVar[Kind] = Kind.CONVERSATIONS
-    metrics: ClassVar[tuple[str, ...]] = (
+    measures: ClassVar[tuple[str, ...]] = (
         "train_rows", "held_out_rows", "prompts_cut", "answers", "unfinished", "empty", "dropped", "weights/teacher",
     )  # fmt: skip
     uses_gpu: ClassVar[bool] = True

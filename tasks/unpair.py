@@ -24,7 +24,7 @@ class Unpair(Method):
 
     consumes: ClassVar[Mapping[str, Kind]] = {"pairs": Kind.PREFERENCES}
     produces: ClassVar[Kind] = Kind.UNPAIRED
-    metrics: ClassVar[tuple[str, ...]] = ("rows", "train_rows", "held_out_rows")
+    measures: ClassVar[tuple[str, ...]] = ("rows", "train_rows", "held_out_rows")
     preload: ClassVar[tuple[str, ...]] = ()
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:

@@ -457,10 +457,10 @@ def _check_rule(pipeline: Pipeline, gate: str, where: str, rule: Rule) -> None:
         raise ConfigError(f"{where}.against={rule.against}: nothing fills {slot}; set it, or compare with a policy")
     for name in (ref for slot, ref in inputs.items() if slot not in _NAMED_BY_SLOT and ref in pipeline.stages):
         report = pipeline.stages[name]
-        if not isinstance(report.method, Evaluate) or report.method.metrics is None:
+        if not isinstance(report.method, Evaluate) or report.method.measures is None:
             continue  # the metrics of a user's method are unknown
         metrics = [*report.method.policy_metrics(report.inputs), *["accuracy"] * ("reward_model" in report.inputs)]
-        if rule.metric not in metrics:
+        if not any(rule.metric == each or (each[-1] == "*" and rule.metric.startswith(each[:-1])) for each in metrics):
             raise ConfigError(
                 f"{where}.metric={rule.metric}: {name} does not measure it; it measures {listed(rule.metric, metrics)}"
             )

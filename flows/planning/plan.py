@@ -189,7 +189,7 @@ class Memo:
 
     def code_of(self, method: Method) -> str:
         """Digest of a method's code, cached per class, except for methods with reward functions of their own."""
-        if getattr(method, "rewards", None):
+        if getattr(method, "rewards", None) or getattr(method, "metrics", None):
             return method.code_digest()
         if type(method) not in self.codes:
             self.codes[type(method)] = method.code_digest()

@@ -2,7 +2,7 @@
 
 import filecmp
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 from statistics import fmean
@@ -12,30 +12,46 @@ from annotated_types import Ge, Gt, Le
 
 from lineage.artifact import MODELS, Kind
 from lineage.errors import ConfigError
+from lineage.filesystem.digest import digest_of
 from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.template import Thinking
 from tasks.evaluate import rows as held_out
-from tasks.evaluate.answers import Answer, greedy_answers, sampled_tokens
+from tasks.evaluate.answers import Answer, answers_of, greedy_answers, sampled_tokens
+from tasks.evaluate.benchmarks import Benchmark, Measurement, joined, load_benchmarks, measure, write_settings
 from tasks.evaluate.measured import (
     AnswerForm,
     Measured,
+    asked_of,
     columns_of,
     function_scores,
+    metric_scores,
     over_rows,
     perplexities,
     policy_scores,
     reward_scores,
     win,
 )
+from tasks.evaluate.metric import (
+    WIN_RATE,
+    Metric,
+    check_metrics,
+    code_of_metrics,
+    metrics_of,
+    rewards_of,
+)
 from tasks.evaluate.report import LOST, POLICY_METRICS, write_report
 from tasks.evaluate.row_scores import KL, REWARD, RowScores, write_scores
 from tasks.evaluate.scoring import Batches, Scored, logps, rewards
+from tasks.evaluate.stubs import Stubs, stubs_of
 from tasks.recipe import Input, Inputs, Method
-from tasks.reward_functions import Rewards, check_columns, check_rewards, scorers
+from tasks.reward_functions import Rewards, Scorer, check_columns, check_rewards, scorers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_TEMPERATURE = 0.8  # of the samples of pass@k
+_VOCABULARY = 32_000  # where there is no tokenizer yet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +79,8 @@ class Evaluate(Method):
             one of the models does.
         rewards: name -> reward function: scores the answers to the slot ``prompts``, as ``reward/NAME``.
         kl_samples: of each policy for each prompt, for ``kl``: nats per answer between the policy and the reference.
+        metrics: further metrics of each policy: a name, or a name with options. They score answers to the slot
+            ``prompts`` where it is filled, else to the questions; ``lm_eval:TASK`` has rows of its own.
     """
 
     # 2: writes the scores of each row. 3: prompts are cut at their beginning, rewards read at the last token, greedy
@@ -82,7 +100,7 @@ class Evaluate(Method):
         {"text", "conversations", "pairs", "unpaired", "prompts", "reward_model"}
     )
     produces: ClassVar[Kind] = Kind.REPORT
-    metrics: ClassVar[tuple[str, ...] | None] = ("max_length", "asked/prompts_cut")
+    measures: ClassVar[tuple[str, ...] | None] = ("max_length", "asked/prompts_cut", "metrics_failed")
     uses_gpu: ClassVar[bool] = True
     cluster_workers: ClassVar[Literal["all", "one", "none"]] = "all"
     chat_slot: ClassVar[str | None] = "reference"
@@ -100,11 +118,31 @@ class Evaluate(Method):
     control_tokens: Literal["text", "keep"] | None = None
     rewards: Rewards | None = None
     kl_samples: Annotated[int, Gt(0)] | None = None
+    metrics: tuple[str | Metric, ...] | None = None
 
     def __post_init__(self) -> None:
         check_rewards(self.rewards or {})
+        object.__setattr__(self, "metrics", metrics_of(self.metrics) or None)
+        check_metrics(self.own_metrics, [*POLICY_METRICS, KL, "accuracy"])
         if self.max_length is not None:
             self.lengths(self.max_length)
+
+    @property
+    def own_metrics(self) -> tuple[Metric, ...]:
+        """The further metrics."""
+        return metrics_of(self.metrics)
+
+    def recipe(self) -> dict[str, object]:
+        """As of every method; of metrics what they are, and not where their files lie."""
+        recipe = super().recipe()
+        if self.metrics:
+            recipe["metrics"] = {each.label: each.identity() for each in self.own_metrics}
+        return recipe
+
+    def code_digest(self, *, now: bool = False) -> str:
+        """As of every method, with the Python functions among its metrics."""
+        digest, functions = super().code_digest(now=now), code_of_metrics(self.own_metrics)
+        return digest_of({"method": digest, **functions}) if functions else digest
 
     def check_slots(self, filled: frozenset[str]) -> None:
         """Requires rows to measure on, and the rows that options need.
@@ -115,9 +153,14 @@ class Evaluate(Method):
         Raises:
             ConfigError: names the empty slot.
         """
-        measurable = ("text", "conversations", "pairs", "unpaired", *(["prompts"] if self.rewards else []))
+        own, asking = self.own_metrics, ("prompts", "conversations", "pairs", "unpaired")
+        answered = [each.label for each in own if not each.is_benchmark]
+        judged = [each.label for each in own if each.judge == "reward_model"]
+        measurable = ("text", *asking[1:], *(["prompts"] if self.rewards or answered else []))
         for slots, why, is_needed in (
-            (measurable, "there are no rows to measure on", True),
+            (measurable, "there are no rows to measure on", len(answered) == len(own)),
+            (asking, f"metrics.{answered[:1]} scores answers", answered),
+            (("reward_model",), f"metrics.{judged[:1]} is judged by a reward model", judged),
             (("pairs",), "a reward model scores answers to the prompts of pairs", "reward_model" in filled),
             (("conversations",), f"answer_form={self.answer_form} is of answers to conversations", self.answer_form),
             (("prompts",), f"rewards.{next(iter(self.rewards or {}), '')} scores answers to prompts", self.rewards),
@@ -134,7 +177,8 @@ class Evaluate(Method):
         """
         slots = {*slots, *(["answer_form"] if self.answer_form else [])}
         found = [name for name, needs in POLICY_METRICS.items() if slots.intersection(needs)]
-        return (*found, *(f"{REWARD}{name}" for name in self.rewards or {}), *([KL] if self.kl_samples else []))
+        own = [f"{each.label}/*" if each.is_benchmark else each.label for each in self.own_metrics]
+        return (*found, *(f"{REWARD}{name}" for name in self.rewards or {}), *([KL] if self.kl_samples else []), *own)
 
     def num_reports(self, slots: Collection[str]) -> int | None:
         """One after each policy, and one at the end."""
@@ -142,15 +186,16 @@ class Evaluate(Method):
 
     def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
         """As of every method; after each policy it reports that policy's perplexities, and all metrics at the end."""
-        if self.metrics is None:
+        if self.measures is None:
             return None
         of_policies = self.policy_metrics(slots)
+        of_policies = (*of_policies, *(f"{each.label}/stderr" for each in self.own_metrics if not each.is_benchmark))
         named = [f"{slot}/{name}" for slot in slots if slot not in self.consumes for name in of_policies]
         if "reward_model" in slots:
             named += ["reward_model/accuracy", "reward_model/accuracy/*"]
         named += [f"{slot}/{what}" for slot in ("text", "conversations", "pairs", "unpaired") for what in LOST]
         of_models = [f"weights/{slot}" for slot in slots if self.consumes.get(slot, Kind.CHECKPOINT) in MODELS]
-        return (*self.metrics, *named, *of_models)
+        return (*self.measures, *named, *of_models)
 
     def needs_template(self, filled: Collection[str]) -> str | None:
         of_chats = {"conversations", "pairs", "unpaired", "prompts"}
@@ -200,26 +245,30 @@ class Evaluate(Method):
             num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
             thinking=thinking, control_tokens=control_tokens,
         )  # fmt: skip
-        functions = scorers(self.rewards or {}, tokenizer)
+        functions, own = scorers(self.rewards or {}, tokenizer), self._own_scorers(rows, tokenizer)
         check_columns(functions, columns_of(rows))
-        reference, measured, ratios = self._measure_all(policies, inputs["reference"], rows, tokenizer, ctx)
-        of_rewards, by_kind = list[RowScores](), dict[str, float]()
+        benchmarks = self.benchmarks()
+        reference, measured, ratios, of_benchmarks = self._measure_all(
+            policies, inputs["reference"], rows, tokenizer, ctx, benchmarks
+        )
+        of_rewards, by_kind, rewarded = list[RowScores](), dict[str, float](), dict[str, Sequence[float]]()
         if "reward_model" in inputs:
             reward_model = inputs["reward_model"]
             read = partial(
                 held_out.answered_tokens, tokenizer=tokenizer, lengths=lengths, thinking=thinking,
                 control_tokens=control_tokens,
             )  # fmt: skip
-            of_rewards, by_kind = self._rewards(reward_model, rows, read, measured, reference, ctx)
+            of_rewards, by_kind, rewarded = self._rewards(reward_model, rows, read, measured, reference, ctx)
         if ctx.rank:  # the first worker calls the reward functions and writes the report
             return {}
         scores = policy_scores(rows, measured, reference, self.answer_form)
         scores += function_scores(rows, measured, functions) + of_rewards
-        if self.kl_samples:
-            names = [prompt.name for prompt in rows.prompts for _ in range(self.kl_samples)]
-            ids, weights_of_rows = [f"{name}/{index}" for index, name in enumerate(names)], [1.0] * len(names)
-            scores.append(RowScores(metric=KL, row_ids=ids, groups=names, weights=weights_of_rows, scores=ratios))
+        scores += self._of_samples(rows, ratios)
+        of_own, failed = self._own_scores(rows, measured, reference, own, rewarded)
         metrics = {name: value for each in scores for name, value in each.metrics().items()} | by_kind
+        metrics |= {**_with_errors([*of_own, *of_benchmarks.scores]), **of_benchmarks.values}
+        failed |= of_benchmarks.failed
+        metrics |= {"metrics_failed": float(len(failed))} if self.metrics else {}
         metrics |= {**rows.lost, "max_length": float(lengths.max_length), **version_metrics(weights)}
         ctx.report(len(policies) + 1, metrics)
         answers = {name: [answer.text for answer in policy.greedy] for name, policy in measured.items()}
@@ -228,11 +277,73 @@ class Evaluate(Method):
             questions=[question.prompt.messages for question in rows.questions],
             references=[question.reference for question in rows.questions],
             answered={name: [answer.text for answer in policy.answered] for name, policy in measured.items()},
+            own=[*dict.fromkeys([each.metric for each in (*of_own, *of_benchmarks.scores)])], failed=failed,
         )  # fmt: skip
         write_scores(
-            ctx.output_dir, scores, {name: policy.fingerprint for name, policy in policies.items()}, weights
+            ctx.output_dir, [*scores, *of_own, *of_benchmarks.scores],
+            {name: policy.fingerprint for name, policy in policies.items()}, weights,
         )  # fmt: skip
+        stubs = self.stubs(rows, tokenizer, {each.name: each for each in own}, functions, frozenset(inputs), benchmarks)
+        stubs.write(ctx.output_dir)
+        if benchmarks:
+            write_settings(ctx.output_dir, benchmarks)
         return metrics
+
+    def _of_samples(self, rows: held_out.Rows, ratios: Mapping[str, Sequence[float]]) -> list[RowScores]:
+        """``kl``, where it is asked for."""
+        names = [prompt.name for prompt in rows.prompts for _ in range(self.kl_samples or 0)]
+        ids = [f"{name}/{index}" for index, name in enumerate(names)]
+        found = RowScores(metric=KL, row_ids=ids, groups=names, weights=[1.0] * len(names), scores=ratios)
+        return [found] if self.kl_samples else []
+
+    def benchmarks(self, *, local: bool = False) -> list[Benchmark]:
+        """The benchmarks among its metrics; ``local``: those alone whose rows are local files."""
+        return load_benchmarks([each for each in self.own_metrics if each.local_task or not local])
+
+    def _own_scorers(self, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase") -> list[Scorer]:
+        """The reward functions behind the further metrics, whose columns are there.
+
+        Raises:
+            DataError: a column is missing, or a value of it cannot be read.
+        """
+        found, columns = scorers(rewards_of(self.own_metrics), tokenizer, "metrics"), asked_of(rows).columns
+        judged = {each.label for each in self.own_metrics if each.function == WIN_RATE}
+        check_columns([each for each in found if each.name not in judged], columns)
+        check_columns([each for each in found if each.name in judged], {**columns, "references": []})
+        return found
+
+    def _own_scores(
+        self, rows: held_out.Rows, measured: Mapping[str, Measured], reference: Measured, functions: Sequence[Scorer],
+        rewarded: Mapping[str, Sequence[float]],
+    ) -> tuple[list[RowScores], dict[str, str]]:  # fmt: skip
+        asked, by_rewards = asked_of(rows), asked_of(replace(rows, has_own_prompts=True))
+        metrics, known = self.own_metrics, {each.name: each for each in functions}
+        found, failed = list[RowScores](), dict[str, str]()
+        for each in (each for each in metrics if not each.is_benchmark):
+            of = by_rewards if each.judge == "reward_model" else asked
+            scores, reasons = metric_scores(of, measured, reference, [each], known, rewarded)
+            found, failed = found + scores, failed | reasons
+        return found, failed
+
+    def stubs(
+        self, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase | None", own: Mapping[str, Scorer],
+        functions: Sequence[Scorer], slots: frozenset[str], benchmarks: Sequence[Benchmark],
+    ) -> Stubs:  # fmt: skip
+        """Known-right and known-wrong stubs through the metrics of this evaluation.
+
+        Args:
+            tokenizer: None: words are counted as tokens.
+        """
+
+        def num_tokens(text: str) -> int:
+            return len(tokenizer(text, add_special_tokens=False)["input_ids"]) if tokenizer else len(text.split())
+
+        return stubs_of(
+            rows, metrics=self.own_metrics, functions=own, rewards=self.rewards or {}, reward_functions=functions,
+            form=self.answer_form, has_reward_model="reward_model" in slots, has_kl=self.kl_samples is not None,
+            vocabulary=len(tokenizer) if tokenizer else _VOCABULARY, max_new_tokens=self.max_new_tokens,
+            num_tokens=num_tokens, benchmarks=benchmarks,
+        )  # fmt: skip
 
     def _measure_all(
         self,
@@ -241,12 +352,13 @@ class Evaluate(Method):
         rows: held_out.Rows,
         tokenizer: "PreTrainedTokenizerBase",
         ctx: TrainContext,
-    ) -> tuple[Measured, dict[str, Measured], dict[str, list[float]]]:
+        benchmarks: Sequence[Benchmark],
+    ) -> tuple[Measured, dict[str, Measured], dict[str, list[float]], Measurement]:
         """Measures every policy, and last the reference; each distinct model is loaded once, and may change later.
 
         Returns:
             The reference's and the policies' measures; and for ``kl``, of each policy's samples their log-probability
-            less that under the reference, whose mean is the KL.
+            less that under the reference, whose mean is the KL; and the scores of benchmarks.
         """
         from tasks.train.models.load import load_on_device
 
@@ -256,11 +368,13 @@ class Evaluate(Method):
         slots[reference.fingerprint] = [*slots.pop(reference.fingerprint, []), "reference"]
         known, sampled = dict[str, Measured](), dict[str, tuple[list[Scored], list[float]]]()
         ratios, step, batch_size = dict[str, list[float]](), 0, Batches.of(ctx)
+        of_benchmarks = list[Measurement]()
         for fingerprint, names in slots.items():
             model = load_on_device(policies.get(names[0], reference), ctx)
             ctx.loaded(*names)
             known[fingerprint] = self._measure(model, rows, tokenizer, batch_size)
             for name in (each for each in names if each in policies):
+                of_benchmarks += [measure(each, name, model, tokenizer, batch_size) for each in benchmarks]
                 step += 1
                 scores = perplexities(rows, {name: known[fingerprint]})
                 ctx.report(step, {key: value for each in scores for key, value in each.metrics().items()})
@@ -272,7 +386,8 @@ class Evaluate(Method):
             found = list(map(float.__sub__, own, logps(model, samples, batch_size)))
             ratios |= {name: found for name in slots[fingerprint] if name in policies}
         in_order = {name: known[policy.fingerprint] for name, policy in policies.items()}
-        return known[reference.fingerprint], in_order, {name: ratios[name] for name in policies if ratios}
+        in_ratios = {name: ratios[name] for name in policies if ratios}
+        return known[reference.fingerprint], in_order, in_ratios, joined(of_benchmarks)
 
     def _measure(
         self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: Batches
@@ -285,7 +400,25 @@ class Evaluate(Method):
             unpaired=logps(model, rows.unpaired.answers, batch_size),
             greedy=greedy_answers(model, tokenizer, rows.prompt_ids, self.max_new_tokens, batch_size),
             answered=greedy_answers(model, tokenizer, rows.question_ids, self.max_new_tokens, batch_size),
+            sampled=self._samples(model, rows, tokenizer, batch_size),
         )
+
+    def _samples(
+        self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: Batches
+    ) -> list[list[Answer]]:
+        """The samples of answers that ``pass_at_k`` asks for."""
+        from tasks.train.generation.generating import Sampling
+
+        asking = [each for each in self.own_metrics if each.samples_of]
+        if not asking:
+            return []
+        count = max(each.samples_of for each in asking)
+        prompts = [[*ids] for ids in asked_of(rows).ids for _ in range(count)]
+        seeds = [Random(f"{self.seed} pass {index}").getrandbits(63) for index in range(len(prompts))]
+        sampling = Sampling(temperature=asking[0].temperature or _TEMPERATURE)
+        tokens = sampled_tokens(model, tokenizer, prompts, self.max_new_tokens, batch_size, sampling, seeds)
+        found = answers_of(model, tokenizer, tokens)
+        return [found[at : at + count] for at in range(0, len(found), count)]
 
     def _sampled(
         self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: Batches
@@ -307,8 +440,9 @@ class Evaluate(Method):
         measured: Mapping[str, Measured],
         reference: Measured,
         ctx: TrainContext,
-    ) -> tuple[list[RowScores], dict[str, float]]:
-        """The reward model's accuracy on the pairs, its scores of the answers, and its accuracy by kind of pair.
+    ) -> tuple[list[RowScores], dict[str, float], dict[str, Sequence[float]]]:
+        """The reward model's accuracy on the pairs, its scores of the answers, its accuracy by kind of pair, and its
+        scores by policy.
 
         Args:
             read: tokenizes prompts with their answers.
@@ -333,10 +467,24 @@ class Evaluate(Method):
         scored = {name: of_answers(policy) for name, policy in measured.items()}
         same = [name for name, policy in measured.items() if policy is reference]
         against = scored[same[0]] if same else of_answers(reference)
-        return [
-            over_rows("accuracy", rows.pairs.chosen, {"reward_model": wins}),
-            *reward_scores(rows, scored, against),
-        ], by_kind
+        return (
+            [
+                over_rows("accuracy", rows.pairs.chosen, {"reward_model": wins}),
+                *reward_scores(rows, scored, against),
+            ],
+            by_kind,
+            {**scored, "reference": against},
+        )
+
+
+def _with_errors(scores: Sequence[RowScores]) -> dict[str, float]:
+    """``policy/metric`` -> its value, and ``policy/metric/stderr``."""
+    found: dict[str, float] = {}
+    for each in scores:
+        found |= each.metrics()
+        errors = {policy: each.standard_error(policy) for policy in each.scores}
+        found |= {f"{name}/{each.metric}/stderr": error for name, error in errors.items() if error is not None}
+    return found
 
 
 def trained_length(models: Sequence[Input]) -> int:

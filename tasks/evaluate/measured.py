@@ -1,12 +1,14 @@
 """Metrics of policies, as scores per row, from their log-probabilities and answers."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal
 
+from lineage.errors import DataError, PipelineError
 from tasks.evaluate.answers import Answer
+from tasks.evaluate.metric import PASS_AT_K, REWARD_MODEL, WIN_RATE, Metric, Metrics, at_equal_length, pass_at_k
 from tasks.evaluate.row_scores import REWARD, RowScores
 from tasks.evaluate.rows import Question, Rows
 from tasks.evaluate.scoring import Scored
@@ -27,6 +29,7 @@ class Measured:
         greedy: its answer to each prompt.
         answered: its answer to each question of the conversations.
         unpaired: log-probability of each single answer.
+        sampled: samples of answers to each prompt or question of ``asked_of``, for pass@k.
     """
 
     text: Sequence[float]
@@ -36,6 +39,106 @@ class Measured:
     greedy: Sequence[Answer]
     answered: Sequence[Answer]
     unpaired: Sequence[float] = ()
+    sampled: Sequence[Sequence[Answer]] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What metrics score answers to: the slot ``prompts``, else questions of conversations, else prompts of pairs.
+
+    Args:
+        rows: id and group of each.
+        columns: column -> a value per prompt; of questions, ``answer`` is the reference.
+        answers: the answers of a policy to these prompts.
+    """
+
+    rows: Sequence[tuple[str, str]]
+    prompts: Sequence[Sequence[Mapping[str, object]]]
+    ids: Sequence[Sequence[int]]
+    columns: Mapping[str, Sequence[object]]
+    answers: Callable[[Measured], Sequence[Answer]]
+
+
+def asked_of(rows: Rows) -> Asked:
+    """What the metrics of a configuration score answers to."""
+    if rows.questions and not rows.has_own_prompts:
+        return Asked(
+            rows=[(each.row_id, each.group) for each in rows.questions], ids=rows.question_ids,
+            prompts=[each.prompt.messages for each in rows.questions],
+            columns={"answer": [each.reference for each in rows.questions]}, answers=lambda policy: policy.answered,
+        )  # fmt: skip
+    return Asked(
+        rows=[(each.name, each.name) for each in rows.prompts], ids=rows.prompt_ids,
+        prompts=[each.messages for each in rows.prompts], columns=columns_of(rows),
+        answers=lambda policy: policy.greedy,
+    )  # fmt: skip
+
+
+def metric_scores(
+    asked: Asked,
+    measured: Mapping[str, Measured],
+    reference: Measured,
+    metrics: Metrics,
+    functions: Mapping[str, Scorer],
+    rewards: Mapping[str, Sequence[float]] | None = None,
+) -> tuple[list[RowScores], dict[str, str]]:
+    """The metrics of a configuration that score answers, per row; and ``policy/metric`` -> why it has no value.
+
+    Args:
+        functions: name of a metric -> its reward function.
+        rewards: policy -> a reward model's score of its answer to each prompt, and ``reference``.
+    """
+    found, failed = list[RowScores](), dict[str, str]()
+    for metric in metrics:
+        values: dict[str, Sequence[float]] = {}
+        for name, policy in measured.items():
+            try:
+                values[name] = _values(asked, metric, name, policy, reference, functions, rewards or {})
+            except (PipelineError, DataError) as error:
+                failed[f"{name}/{metric.label}"] = str(error)
+        if values and asked.rows:
+            small = metric.small_is_good if metric.function != WIN_RATE else False
+            scores = _equal(metric.label, asked.rows, values)
+            bounded = metric.is_bounded or (metric.function == WIN_RATE and not metric.length_control)
+            found.append(replace(scores, small_is_good=small, bounded=bounded))
+    return found, failed
+
+
+def _values(
+    asked: Asked, metric: Metric, name: str, policy: Measured, reference: Measured, functions: Mapping[str, Scorer],
+    rewards: Mapping[str, Sequence[float]],
+) -> list[float]:  # fmt: skip
+    """A metric's value of each row.
+
+    Raises:
+        PipelineError, DataError: its function raised, or did not return a finite number per row.
+    """
+    answers = [each.text for each in asked.answers(policy)]
+    if metric.function == PASS_AT_K:
+        samples = metric.samples_of
+        texts = [each.text for of_row in policy.sampled for each in of_row[:samples]]
+        repeated = [index for index in range(len(asked.prompts)) for _ in range(samples)]
+        columns = {column: [values[index] for index in repeated] for column, values in asked.columns.items()}
+        scores = functions[metric.label]([asked.prompts[index] for index in repeated], texts, columns)
+        right = [sum(score >= 1 for score in scores[at : at + samples]) for at in range(0, len(scores), samples)]
+        return [pass_at_k(each, samples, metric.k or 1) for each in right]
+    if metric.function != WIN_RATE:
+        return functions[metric.label](asked.prompts, answers, asked.columns)
+    others = asked.answers(reference)
+    if metric.judge == REWARD_MODEL:
+        wins = list(map(win, rewards[name], rewards["reference"]))
+    else:
+        given: dict[str, Sequence[object]] = {**asked.columns, "references": [each.text for each in others]}
+        wins = functions[metric.label](asked.prompts, answers, given)
+        beyond = next((row for row, value in enumerate(wins) if not 0 <= value <= 1), None)
+        if beyond is not None:
+            raise PipelineError(
+                f"metrics.{metric.label} returned {wins[beyond]:g} for row {beyond}; a judge's number from 0, where "
+                "the reference's answer is better, to 1 is accepted; correct the function"
+            )
+    if not metric.length_control:
+        return wins
+    return at_equal_length(wins, [each.num_tokens for each in asked.answers(policy)], [o.num_tokens for o in others])
 
 
 def policy_scores(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lineage.markup import markdown_table
-from tasks.evaluate.row_scores import KL, REWARD
+from tasks.evaluate.row_scores import FAILED_FILE, KL, REWARD
 
 Message = dict[str, str]
 METRICS_FILE, ANSWERS_FILE, TABLE_FILE = "metrics.json", "answers.jsonl", "table.md"
@@ -48,6 +48,8 @@ def write_report(
     questions: Sequence[Sequence[Message]],
     references: Sequence[str],
     answered: Mapping[str, Sequence[str]],
+    own: Sequence[str] = (),
+    failed: Mapping[str, str] | None = None,
 ) -> None:
     """Writes ``metrics.json``, ``answers.jsonl`` (a prompt, its right answer if there is one, and an answer per
     policy) and ``table.md``.
@@ -56,6 +58,8 @@ def write_report(
         prompts, answers: of the held-out pairs.
         questions, references, answered: of the held-out conversations, with their right answers: the samples in the
             table. Without questions, the prompts are the samples.
+        own: the further metrics, in a table of their own with standard errors.
+        failed: ``policy/metric`` -> why it has no value.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / METRICS_FILE).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
@@ -73,7 +77,12 @@ def write_report(
     if lines:  # without generated answers there is no file
         (directory / ANSWERS_FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     samples = _samples(questions, {RIGHT: references, **answered}) if questions else _samples(prompts, answers)
-    parts = [_policies(metrics, list(answers)), _reward_model(metrics), _lost(metrics), samples]
+    parts = [
+        _policies(metrics, list(answers)), _own(metrics, list(answers), own), _failed(failed or {}),
+        _reward_model(metrics), _lost(metrics), samples,
+    ]  # fmt: skip
+    if failed:
+        (directory / FAILED_FILE).write_text(json.dumps(dict(failed), indent=2) + "\n", encoding="utf-8")
     (directory / TABLE_FILE).write_text("\n".join(filter(None, parts)), encoding="utf-8")
 
 
@@ -91,6 +100,21 @@ def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
         [name, *(f"{metrics[f'{name}/{key}']:.{digits}f}" for key, (_, digits) in columns.items())] for name in names
     ]
     return table_of(["policy", *(title for title, _ in columns.values())], rows)
+
+
+def _own(metrics: Mapping[str, float], names: Sequence[str], own: Sequence[str]) -> str:
+    """A line per further metric: each policy's mean with its standard error."""
+
+    def shown(key: str) -> str:
+        error = metrics.get(f"{key}/stderr")
+        return "" if key not in metrics else f"{metrics[key]:.4g}" + ("" if error is None else f" ± {error:.2g}")
+
+    rows = [[metric, *(shown(f"{name}/{metric}") for name in names)] for metric in own]
+    return table_of(["metric (mean ± standard error)", *names], rows) if rows else ""
+
+
+def _failed(failed: Mapping[str, str]) -> str:
+    return table_of(["failed", "why"], [[name, _cell(reason)] for name, reason in failed.items()]) if failed else ""
 
 
 def _reward_model(metrics: Mapping[str, float]) -> str:

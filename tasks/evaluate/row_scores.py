@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from lineage.errors import ConfigError
 from tasks.reward_functions.built_in import BUILT_IN
@@ -14,6 +14,8 @@ from tasks.reward_functions.built_in import BUILT_IN
 REWARD = "reward/"  # before the name of a reward function
 KL = "kl"  # nats per answer between a policy and the reference
 SCORES_FILE, POLICIES_FILE, WEIGHTS_FILE = "scores.jsonl", "policies.json", "weights.json"
+FAILED_FILE = "failed.json"
+_OPTIONAL = ("small_is_good", "bounded")  # written where they are set
 _MAX_ENTROPY = math.log(sys.float_info.max)  # in nats per token
 
 
@@ -27,6 +29,8 @@ class RowScores:
         groups: one per row; rows of one group are not independent (the pairs of one prompt), and are drawn together.
         weights: one per row: its number of tokens, in a perplexity.
         scores: policy -> a number per row: a summed log-probability, a win (1, 0.5 or 0), a reward.
+        small_is_good, bounded: whether small values are better, and whether scores lie in [0, 1]; None: as its name
+            says.
     """
 
     metric: str
@@ -34,6 +38,25 @@ class RowScores:
     groups: Sequence[str]
     weights: Sequence[float]
     scores: Mapping[str, Sequence[float]]
+    small_is_good: bool | None = None
+    bounded: bool | None = None
+
+    @property
+    def lower_is_better(self) -> bool:
+        return lower_is_better(self.metric) if self.small_is_good is None else self.small_is_good
+
+    @property
+    def is_bounded(self) -> bool:
+        return is_bounded(self.metric) if self.bounded is None else self.bounded
+
+    def standard_error(self, policy: str) -> float | None:
+        """Of the mean over independent groups of rows; None: of a perplexity, or of one group."""
+        means = dict[str, list[float]]()
+        for group, score in zip(self.groups, self.scores[policy], strict=True):
+            means.setdefault(group, []).append(score)
+        if is_perplexity(self.metric) or len(means) < 2:
+            return None
+        return stdev(fmean(each) for each in means.values()) / math.sqrt(len(means))
 
     def metrics(self) -> dict[str, float]:
         """``policy/metric`` -> its value over all rows."""
@@ -53,15 +76,19 @@ def is_perplexity(metric: str) -> bool:
 
 
 def lower_is_better(metric: str) -> bool:
-    """True for perplexities, losses, the share of unfinished answers, tokens per answer, and KL; for no reward."""
+    """True for perplexities, losses, the share of unfinished answers, tokens per answer, and KL."""
     endings = ("perplexity", "loss", "unfinished_share", "answer_tokens")
-    return metric == KL or (metric.endswith(endings) and not metric.startswith(REWARD))
+    if metric.startswith(REWARD):
+        known = BUILT_IN.get(metric.removeprefix(REWARD))
+        return known is not None and known.small_is_good
+    return metric == KL or metric.endswith(endings)
 
 
 def is_bounded(metric: str) -> bool:
     """Whether the scores of a metric lie in [0, 1], and differences of them in [-1, 1]."""
     if metric.startswith(REWARD):  # a function of the user's may return any number
-        return metric.removeprefix(REWARD) in BUILT_IN
+        known = BUILT_IN.get(metric.removeprefix(REWARD))
+        return known is not None and known.bounded
     return metric.endswith(("accuracy", "exact_match", "win_rate", "_share"))
 
 
@@ -83,6 +110,7 @@ def write_scores(
             for index, (row, group, weight) in enumerate(zip(each.row_ids, each.groups, each.weights, strict=True)):
                 scores = {policy: values[index] for policy, values in each.scores.items()}
                 line = {"metric": each.metric, "row": row, "group": group, "weight": weight, "scores": scores}
+                line |= {name: value for name in _OPTIONAL if (value := getattr(each, name)) is not None}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
 
@@ -111,6 +139,13 @@ def read_weights(report: Path) -> dict[str, str]:
     return {str(slot): str(digest) for slot, digest in json.loads(_read(report, WEIGHTS_FILE)).items()}
 
 
+def read_failed(report: Path) -> dict[str, str]:
+    """``policy/metric`` -> why it could not be measured, from a report's output directory."""
+    path = report / FAILED_FILE
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {str(name): str(reason) for name, reason in found.items()}
+
+
 def _scores(metric: str, rows: Sequence[Mapping[str, object]]) -> RowScores:
     scores: dict[str, list[float]] = {}
     for row in rows:
@@ -124,6 +159,7 @@ def _scores(metric: str, rows: Sequence[Mapping[str, object]]) -> RowScores:
         groups=[str(row["group"]) for row in rows],
         weights=[float(str(row["weight"])) for row in rows],
         scores=scores,
+        **{name: bool(rows[0][name]) for name in _OPTIONAL if name in rows[0]},
     )
 
 

@@ -96,6 +96,7 @@ class Rows:
     Args:
         prompts, prompt_ids: of the slot ``prompts`` where it is filled, else of the pairs, else of the single answers.
         questions, question_ids: of the conversations, for exact match.
+        has_own_prompts: whether the slot ``prompts`` is filled.
         lost: metric -> number of rows that were dropped or cut, per kind: ``pairs/rows_dropped``.
     """
 
@@ -108,6 +109,7 @@ class Rows:
     question_ids: Sequence[Sequence[int]]
     lost: Mapping[str, float]
     unpaired: Unpaired = Unpaired()
+    has_own_prompts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +187,7 @@ def draw(
         question_ids=ids[len(prompts) :],
         lost={**_lost(tokens), "asked/prompts_cut": float(num_cut)},
         unpaired=unpaired_tokens(tokens.get("unpaired", ())),
+        has_own_prompts="prompts" in inputs,
     )
 
 
@@ -194,6 +197,60 @@ def draw_rows(rows: "Input", count: int, seed: int) -> list[Row]:
 
     found: list[Row] = pq.read_table(rows.path / HELD_OUT).to_pylist()
     return sorted(found, key=lambda row: hashlib.sha256(f"{seed}:{row['row_id']}".encode()).digest())[:count]
+
+
+_MADE_UP = 40  # rows of a data stage that has not run
+
+
+def words_of_rows(
+    inputs: Mapping[str, "Input | None"], *, num_rows: int, num_prompts: int, num_questions: int, seed: int
+) -> Rows:
+    """Rows whose words stand for their tokens: enough for stubs, and no model is needed.
+
+    Args:
+        inputs: slot -> rows; None: their data stage has not run, and the rows are made up.
+    """
+
+    def drawn(slot: str, count: int) -> list[Row]:
+        if slot not in inputs:
+            return []
+        rows = inputs[slot]
+        return [_made_up(slot, index) for index in range(_MADE_UP)] if rows is None else draw_rows(rows, count, seed)
+
+    def scored(row: Row, text: object) -> Scored:
+        length = len(str(text).split()) + 1
+        return Scored(input_ids=range(length), mask=[1] * length, row_id=str(row["row_id"]), group=_content(row))
+
+    pairs, unpaired = drawn("pairs", num_rows), drawn("unpaired", num_rows)
+    questions = questions_of(drawn("conversations", num_questions))
+    prompts = distinct_prompts(drawn("prompts", num_rows) or pairs or unpaired, num_prompts)
+    return Rows(
+        text=[scored(row, row["text"]) for row in drawn("text", num_rows)],
+        answers=[scored(row, row["messages"]) for row in drawn("conversations", num_rows)],
+        pairs=Pairs(
+            chosen=[scored(row, row["chosen"]) for row in pairs],
+            rejected=[scored(row, row["rejected"]) for row in pairs], kinds=[None] * len(pairs),
+        ),
+        unpaired=Unpaired(
+            answers=[scored(row, row["completion"]) for row in unpaired],
+            desirable=[bool(row["label"]) for row in unpaired],
+        ),
+        prompts=prompts, prompt_ids=[[0]] * len(prompts), questions=questions, question_ids=[[0]] * len(questions),
+        lost={}, has_own_prompts="prompts" in inputs,
+    )  # fmt: skip
+
+
+def _made_up(slot: str, index: int) -> Row:
+    """A row as in a file of prepared rows."""
+    asked = [{"role": "user", "content": f"What is {index}?"}]
+    answered = [{"role": "assistant", "content": f"It is {index}."}]
+    other = [{"role": "assistant", "content": f"It is not {index}, I think."}]
+    found: dict[str, Row] = {
+        "text": {"text": f"It is {index}."}, "conversations": {"messages": [*asked, *answered]},
+        "pairs": {"prompt": asked, "chosen": answered, "rejected": other}, "prompts": {"prompt": asked},
+        "unpaired": {"prompt": asked, "completion": answered, "label": index % 2},
+    }  # fmt: skip
+    return {"row_id": f"made-up-{index}-0", **found[slot]}
 
 
 Tokens = Sequence[tuple[Row, TokenRow]]  # each drawn row with its tokens

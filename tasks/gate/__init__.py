@@ -1,5 +1,6 @@
 """Judges a model by its reports: better, worse or inconclusive, with the evidence. It reads no weights."""
 
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, get_args
@@ -23,10 +24,13 @@ from lineage.record.verdict import (
 )
 from tasks.context import Metrics, TrainContext
 from tasks.evaluate.report import table_of
-from tasks.evaluate.row_scores import read_policies, read_scores, read_weights
+from tasks.evaluate.row_scores import read_failed, read_policies, read_scores, read_weights
+from tasks.evaluate.stubs import Stubs
 from tasks.gate.bootstrap import Bootstrap
 from tasks.gate.rule import PARENT, Evidence, Rule
 from tasks.recipe import Input, Inputs, Method
+
+logger = logging.getLogger(__name__)
 
 _OF_RULES = ("estimate", "low", "high")  # metrics of each rule
 _TITLES = ("rule", "demand", "outcome", "candidate", "baseline", "estimate")
@@ -51,7 +55,7 @@ class Gate(Method):
     produces: ClassVar[Kind] = Kind.VERDICT
     preload: ClassVar[tuple[str, ...]] = ()
     version: ClassVar[int] = 2  # 2: no interval of an accuracy is of zero width
-    metrics: ClassVar[tuple[str, ...]] = ("passed", *(f"rules_{outcome}" for outcome in get_args(Outcome)))
+    measures: ClassVar[tuple[str, ...]] = ("passed", *(f"rules_{outcome}" for outcome in get_args(Outcome)))
 
     rules: Annotated[Mapping[str, Rule], MinLen(1)]  # name -> what a candidate must reach
     inconclusive: Literal["refuse", "promote"] = "refuse"  # the effect of a rule that the rows cannot decide
@@ -78,6 +82,7 @@ class Gate(Method):
             bootstrap=bootstrap,
             min_rows=self.min_rows,
         )
+        tested = self._test(inputs["report"])
         results = [rule.judge(name, evidence) for name, rule in self.rules.items()]
         verdict = Verdict(
             result=self._result(results),
@@ -89,8 +94,41 @@ class Gate(Method):
             num_reports=len(reports),
         )
         (ctx.output_dir / VERDICT_FILE).write_text(verdict.to_json(), encoding="utf-8")
-        (ctx.output_dir / VERDICT_TABLE).write_text(verdict_table(verdict), encoding="utf-8")
+        (ctx.output_dir / VERDICT_TABLE).write_text(f"{verdict_table(verdict)}{tested}\n", encoding="utf-8")
         return _metrics(verdict)
+
+    def require_tested(self, stubs: Stubs, only: str | None = None) -> None:
+        """Judges stubs by the rules, or by one of them.
+
+        Raises:
+            ConfigError: a rule refuses the right one or passes a wrong one; names the metric and a row.
+        """
+        few = Bootstrap(confidence=self.confidence, num_resamples=1, seed=self.seed)  # only values are read
+        for name in [only] if only else self.rules:
+            self.rules[name].require_tested(name, stubs.scores, few)
+
+    def _test(self, report: Input) -> str:
+        """Tests the rules with the report's stubs; returns a sentence for the table.
+
+        Raises:
+            ConfigError: a rule fails; or its metric failed in the evaluation.
+        """
+        failed = read_failed(report.path)
+        for name, rule in self.rules.items():
+            for key, reason in failed.items():
+                if key.partition("/")[2] == rule.metric:
+                    raise ConfigError(
+                        f"rules.{name}.metric={rule.metric}: {report.name} could not measure it: {reason}"
+                    )
+        stubs = Stubs.read(report.path)
+        if stubs is None:
+            return f"Not tested with known answers: {report.name} has no stubs."
+        self.require_tested(stubs)
+        untested = [name for name, rule in self.rules.items() if rule.metric not in stubs.scores]
+        if untested:
+            logger.warning("rules=%s state=untested: no known-right and known-wrong answers", ",".join(untested))
+        rest = f" Not tested: {', '.join(untested)}." if untested else ""
+        return f"Tested with known-right and known-wrong models: {len(self.rules) - len(untested)} rules.{rest}"
 
     def _result(self, results: list[RuleResult]) -> Result:
         outcomes = {rule.outcome for rule in results}

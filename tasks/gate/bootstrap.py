@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tasks.evaluate.row_scores import RowScores, is_bounded, is_perplexity, lower_is_better
+from tasks.evaluate.row_scores import RowScores, is_perplexity
 
 if TYPE_CHECKING:
     import numpy as np
@@ -76,11 +76,11 @@ class Bootstrap:
         groups = {group: index for index, group in enumerate(sorted({g for each in reports for g in each.groups}))}
         sums = [_sums(report, groups, policy, baseline) for report in reports]
         counts = np.ones((1, len(groups)))
-        values_R = np.array([_statistic(reports[0].metric, each, counts, baseline)[0] for each in sums])
-        bounded = is_bounded(reports[0].metric)
+        values_R = np.array([_statistic(reports[0], each, counts, baseline)[0] for each in sums])
+        bounded = reports[0].is_bounded
         drawn_from = [_with_pseudo_groups(each, baseline) for each in sums] if bounded else sums
         drawn_B = np.concatenate([
-            np.mean([_statistic(reports[0].metric, each, counts, baseline) for each in drawn_from], axis=0)
+            np.mean([_statistic(reports[0], each, counts, baseline) for each in drawn_from], axis=0)
             for counts in self._draws(len(drawn_from[0][0]))
         ])  # fmt: skip
         value = float(values_R.mean())
@@ -146,15 +146,15 @@ def _with_pseudo_groups(
 
 
 def _statistic(
-    metric: str, sums: "tuple[Numbers, Numbers, Numbers]", counts_BG: "Numbers", baseline: str | None
+    report: RowScores, sums: "tuple[Numbers, Numbers, Numbers]", counts_BG: "Numbers", baseline: str | None
 ) -> "Numbers":
     """The value, or the gain, of each resample."""
     import numpy as np
 
     weights, scores, against = (counts_BG @ each for each in sums)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):  # the gate handles non-finite values
-        if is_perplexity(metric):
+        if is_perplexity(report.metric):
             ratio_B: Numbers = np.exp(-(scores - against) / weights) if baseline else np.exp(-scores / weights)
             return 1 - ratio_B if baseline else ratio_B
         gain_B: Numbers = (scores - against) / weights if baseline else scores / weights
-        return -gain_B if baseline and lower_is_better(metric) else gain_B
+        return -gain_B if baseline and report.lower_is_better else gain_B

@@ -14,6 +14,7 @@ from tasks.evaluate.row_scores import RowScores, is_perplexity
 from tasks.gate.bootstrap import Bootstrap, Estimate
 
 PARENT, CANDIDATE = "parent", "candidate"
+RIGHT = "right"  # the stub that is right (tasks.evaluate.stubs)
 _ABSOLUTE, _RELATIVE = ("at_least", "at_most"), ("min_gain", "max_regression")
 
 
@@ -97,6 +98,45 @@ class Rule(Setting):
             num_rows=estimate.num_groups,
             note=note,
         )
+
+    def require_tested(self, name: str, stubs: Mapping[str, RowScores], bootstrap: Bootstrap) -> None:
+        """Judges known-right and known-wrong stubs, by their values alone.
+
+        A rule on a metric must pass the right one and refuse the others; one that compares must pass the right one
+        against each other, and refuse each other against the right one.
+
+        Raises:
+            ConfigError: the rule refuses the right one, or passes a wrong one; names metric and row.
+        """
+        if self.metric not in stubs:
+            return
+        scores = stubs[self.metric]
+        wrong = [each for each in scores.scores if each != RIGHT]
+        pairs: list[tuple[str, str | None]] = [(each, None) for each in scores.scores]
+        if self.against:
+            pairs = [pair for each in wrong for pair in ((RIGHT, each), (each, RIGHT))]
+        for stub, baseline in pairs:
+            value = bootstrap.estimate([scores], stub, baseline).value
+            if self._is_met(value) == (stub == RIGHT):
+                continue
+            small_is_good = scores.lower_is_better and not is_perplexity(self.metric)  # of a row, a log-probability
+            best = max if small_is_good == (stub == RIGHT) else min
+            row = best(range(len(scores.row_ids)), key=lambda index: scores.scores[stub][index])
+            what = "refuses a model that is right" if stub == RIGHT else f"passes a known-wrong model ({stub})"
+            than = f" against the one that is {baseline}" if baseline else ""
+            raise ConfigError(
+                f"rules.{name}: {self.metric} {what}{than}: its value is {scores.value(stub):.4g} ({self.demand()}); "
+                f"row {scores.row_ids[row]} scores {scores.scores[stub][row]:.4g}; correct the metric, the right "
+                "answer of that row or the rule's bound"
+            )
+
+    def _is_met(self, value: float) -> bool:
+        [(kind, bound)] = self._bounds().items()
+        if kind == "at_most":
+            return value <= bound
+        if kind == "min_gain":
+            return value > bound
+        return value >= (-bound if kind == "max_regression" else bound)
 
     def demand(self) -> str:
         """The rule as a sentence."""

@@ -11,6 +11,7 @@ from tasks.reward_functions.function import RewardFunction
 
 MAX_CHARACTERS = 100_000  # of an answer; of a longer one, the last ones are scored
 SEARCH_SECONDS = 0.5  # of one regular expression in one answer
+SHUFFLED, EMPTY = "shuffled", "empty"  # known-wrong answers
 SHARED = frozenset({"column", "answer_tag", "partial_credit"})
 
 
@@ -45,6 +46,11 @@ class BuiltIn:
         check_options: refuses options that cannot be combined.
         counts_tokens: whether it needs a tokenizer.
         starts_processes: whether it waits for processes, so that several answers are scored at once.
+        package: module and name of a package of the extra ``eval`` that it needs.
+        small_is_good: as a metric.
+        bounded: whether scores lie in [0, 1].
+        right: a right answer to a row, as far as the row says one: a gate is tested with it.
+        wrong: the known-wrong answers that it must tell from the right ones: the right ones of other rows, and none.
     """
 
     score: Callable[[RewardFunction, Answer], float]
@@ -54,6 +60,11 @@ class BuiltIn:
     check_options: Callable[[RewardFunction], None] = lambda reward: None
     counts_tokens: bool = False
     starts_processes: bool = False
+    package: tuple[str, str] | None = None
+    small_is_good: bool = False
+    bounded: bool = True
+    right: Callable[[RewardFunction, Mapping[str, object]], str | None] = lambda reward, row: None
+    wrong: Callable[[RewardFunction], tuple[str, ...]] = lambda reward: (SHUFFLED, EMPTY)
 
 
 def column_of(reward: RewardFunction) -> str:
@@ -69,6 +80,16 @@ def credit(reward: RewardFunction, share: float) -> float:
 def normalized(text: str) -> str:
     """NFKC, without white space around it, each run of white space as one space."""
     return " ".join(unicodedata.normalize("NFKC", text).split())
+
+
+def references(value: object) -> list[str]:
+    """The accepted texts of a column: one, or a list of them."""
+    return [as_text(each) for each in (value if isinstance(value, list) else [value])]
+
+
+def in_tag(reward: RewardFunction, text: str) -> str:
+    """An answer whose scored text this is."""
+    return text if reward.answer_tag is None else f"<{reward.answer_tag}>{text}</{reward.answer_tag}>"
 
 
 def as_text(value: object) -> str:

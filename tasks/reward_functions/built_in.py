@@ -1,7 +1,7 @@
 """The built-in reward functions. Each gives 1 to a right answer, and 0 to a wrong one unless it gives partial credit.
 
-For the text of an answer: exact, numeric, regex, format, length. For one in a formal
-language: json, tool_call, countdown.
+For the text of an answer: exact, numeric, f1, rouge_l, bleu, regex, format, length, tokens, refusal, distinct. For one
+in a formal language: json, tool_call, countdown.
 
 An answer may be anything: empty, very long, or written to break the function. No function raises on an answer, or
 takes more than a fixed time for it.
@@ -23,6 +23,7 @@ import orjson
 
 from lineage.errors import ConfigError, DataError
 from tasks.reward_functions.answer import (
+    EMPTY,
     SHARED,
     Answer,
     BuiltIn,
@@ -30,9 +31,11 @@ from tasks.reward_functions.answer import (
     check_tags,
     column_of,
     credit,
+    in_tag,
     json_of,
     matches,
     normalized,
+    references,
     require_pattern,
     unfenced,
 )
@@ -180,6 +183,10 @@ def _format(reward: RewardFunction, answer: Answer) -> float:
     return 1.0 if all(once) and not rest.strip() else credit(reward, sum(once) / len(once))
 
 
+def _right_format(reward: RewardFunction, row: Mapping[str, object]) -> str | None:
+    return None if reward.pattern is not None else "".join(f"<{tag}>x</{tag}>" for tag in reward.tags or _TAGS)
+
+
 def _check_format(reward: RewardFunction) -> None:
     if reward.pattern is not None:
         for name in ("tags", "partial_credit"):
@@ -208,25 +215,145 @@ def _check_length(reward: RewardFunction) -> None:
         raise ConfigError("target_tokens is not set: the number of tokens that an answer should have; set it")
 
 
+# One word; each sign of a script without spaces is one.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+")
+_ARTICLES = frozenset({"a", "an", "the"})
+_MAX_WORDS = 2_000  # of an answer: ROUGE-L takes the square of it
+_REFUSAL = (
+    r"(?i)^.{0,100}?\b(i can(no|')?t|i cannot|i am (unable|not able)|i'm (unable|not able)|i (won't|will not)|"
+    r"i('m| am) sorry,? but|i must decline|as an ai( language model)?\b)"
+)
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a text without case and punctuation, in any script."""
+    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())[:_MAX_WORDS]
+
+
+def _f1(reward: RewardFunction, answer: Answer) -> float:
+    """The F1 of words, without case, punctuation and a, an, the; of several accepted answers the best.
+
+    Rajpurkar et al. 2016, arXiv:1606.05250, section 5.
+    """
+
+    def counted(text: str) -> Counter[str]:
+        return Counter(word for word in words_of(text) if word not in _ARTICLES)
+
+    def one(right: Counter[str]) -> float:
+        shared = (found & right).total()
+        return 2 * shared / (found.total() + right.total()) if shared else 0.0
+
+    found = counted(answer.text)
+    return max(one(counted(each)) for each in references(answer.row[column_of(reward)]))
+
+
+class _Words:
+    """Tokenizer of rouge-score, whose own drops every letter that is not in ASCII."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return words_of(text)
+
+
+def _rouge_l(reward: RewardFunction, answer: Answer) -> float:
+    """The F1 of the longest common subsequence of words (Lin 2004), by rouge-score; of several answers the best."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeL"], tokenizer=_Words())
+    right = references(answer.row[column_of(reward)])
+    return max(float(scorer.score(each, answer.text)["rougeL"].fmeasure) for each in right)
+
+
+def _bleu(reward: RewardFunction, answer: Answer) -> float:
+    """Sentence BLEU from 0 to 1, by sacrebleu: n-grams up to the length of a short answer, smoothed.
+
+    Its mean over rows is not the BLEU of a corpus.
+    """
+    from sacrebleu import sentence_bleu
+
+    score = sentence_bleu(answer.text, references(answer.row[column_of(reward)]), use_effective_order=True).score
+    return min(1.0, float(score) / 100)
+
+
+def _require_texts(reward: RewardFunction, row: Mapping[str, object]) -> None:
+    name = column_of(reward)
+    value = row[name]
+    found = value if isinstance(value, list) else [value]
+    if not found or not all(isinstance(each, str | int | float) and words_of(as_text(each)) for each in found):
+        raise DataError(f"{name} is {row[name]!r}; text with a word, or a list of such texts, is accepted; correct the "
+                        "row, or set column")  # fmt: skip
+
+
+def _right_text(reward: RewardFunction, row: Mapping[str, object]) -> str | None:
+    return in_tag(reward, references(row[column_of(reward)])[0])
+
+
+def _refusal(reward: RewardFunction, answer: Answer) -> float:
+    """1 for an answer that refuses: within its first 100 characters as "I can't", "I'm sorry, but", or the pattern."""
+    plain = answer.text.replace("\u2019", "'")
+    return float(matches(reward.pattern if reward.pattern is not None else _REFUSAL, plain, whole=False))
+
+
+def _check_refusal(reward: RewardFunction) -> None:
+    if reward.pattern is not None:
+        require_pattern(reward.pattern)
+
+
+def _distinct(reward: RewardFunction, answer: Answer) -> float:
+    """The share of an answer's n-grams of words (``n``: 2) that differ; 0 for an answer that has none.
+
+    Li et al. 2016, arXiv:1510.03055, within one answer.
+    """
+    words, n = words_of(answer.text), reward.n or 2
+    grams = [tuple(words[at : at + n]) for at in range(len(words) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+_COLUMN = frozenset({"column", "answer_tag"})
+
+
 TEXTS: Mapping[str, BuiltIn] = {
     "exact": BuiltIn(
-        score=_exact, options=SHARED, columns=lambda reward: (column_of(reward),), check_row=_require_plain
+        score=_exact, options=SHARED, columns=lambda reward: (column_of(reward),), check_row=_require_plain,
+        right=_right_text,
     ),
     "numeric": BuiltIn(
         score=_numeric, options=SHARED | {"tolerance", "relative_tolerance"},
-        columns=lambda reward: (column_of(reward),), check_row=_require_number,
+        columns=lambda reward: (column_of(reward),), check_row=_require_number, right=_right_text,
+    ),
+    "f1": BuiltIn(
+        score=_f1, options=_COLUMN, columns=lambda reward: (column_of(reward),), check_row=_require_texts,
+        right=_right_text,
+    ),
+    "rouge_l": BuiltIn(
+        score=_rouge_l, options=_COLUMN, columns=lambda reward: (column_of(reward),), check_row=_require_texts,
+        right=_right_text, package=("rouge_score", "rouge-score"),
+    ),
+    "bleu": BuiltIn(
+        score=_bleu, options=_COLUMN, columns=lambda reward: (column_of(reward),), check_row=_require_texts,
+        right=_right_text, package=("sacrebleu", "sacrebleu"),
     ),
     "regex": BuiltIn(
         score=_regex, options=frozenset({"column", "answer_tag", "pattern"}), check_options=_check_regex,
         columns=lambda reward: () if reward.pattern is not None else (column_of(reward),), check_row=_require_regex,
+        wrong=lambda reward: (EMPTY,),
     ),
     "format": BuiltIn(
-        score=_format, options=frozenset({"tags", "pattern", "partial_credit"}), check_options=_check_format
+        score=_format, options=frozenset({"tags", "pattern", "partial_credit"}), check_options=_check_format,
+        right=_right_format, wrong=lambda reward: (EMPTY,),
     ),
     "length": BuiltIn(
         score=_length, options=frozenset({"target_tokens", "width_tokens", "bound"}), check_options=_check_length,
-        counts_tokens=True,
+        counts_tokens=True, wrong=lambda reward: (),
     ),
+    "tokens": BuiltIn(
+        score=lambda reward, answer: float(answer.num_tokens), options=frozenset(), counts_tokens=True,
+        small_is_good=True, bounded=False, wrong=lambda reward: (),
+    ),
+    "refusal": BuiltIn(
+        score=_refusal, options=frozenset({"pattern"}), check_options=_check_refusal, small_is_good=True,
+        wrong=lambda reward: (),
+    ),
+    "distinct": BuiltIn(score=_distinct, options=frozenset({"n"}), wrong=lambda reward: (EMPTY,)),
 }  # fmt: skip
 
 
@@ -389,6 +516,40 @@ def _check_tools(reward: RewardFunction, row: Mapping[str, object]) -> None:
         _require_schema(parameters, f"{name}: the parameters of {tool}")
 
 
+def _example(schema: Mapping[str, object]) -> object:
+    """A value for a plain JSON Schema; it need not fit another one."""
+    for key in ("const", "default", "examples", "enum"):
+        if key in schema:
+            value = schema[key]
+            return value[0] if key in ("examples", "enum") and isinstance(value, list) and value else value
+    kind = schema.get("type")
+    if kind == "object" or "properties" in schema or "required" in schema:
+        known, required = schema.get("properties"), schema.get("required")
+        parts = known if isinstance(known, dict) else {}
+        names = required if isinstance(required, list) else []
+        return {name: _example(part) if isinstance(part := parts.get(name), dict) else "x" for name in names}
+    plain: Mapping[object, object] = {"array": [], "number": 1, "integer": 1, "boolean": True, "null": None}
+    return plain.get(kind, "x")
+
+
+def _right_json(reward: RewardFunction, row: Mapping[str, object]) -> str | None:
+    wanted = json_of(row[reward.column], reward.column) if reward.column else []
+    if isinstance(wanted, list):
+        return in_tag(reward, json.dumps(dict.fromkeys(wanted, 1)))
+    assert isinstance(wanted, dict)
+    value = _example(wanted)
+    return in_tag(reward, json.dumps(value)) if _fits(wanted, value) else None
+
+
+def _right_call(reward: RewardFunction, row: Mapping[str, object]) -> str | None:
+    column = reward.column or _TOOLS
+    for name, parameters in _parameters(row[column], column).items():
+        arguments = _example({"type": "object", **parameters})
+        if _fits(parameters, arguments):
+            return in_tag(reward, json.dumps({"name": name, "arguments": arguments}))
+    return None
+
+
 def _countdown(reward: RewardFunction, answer: Answer) -> float:
     """1 for an expression that gives the target and uses each of the ``numbers`` once.
 
@@ -443,10 +604,11 @@ def _check_countdown(reward: RewardFunction, row: Mapping[str, object]) -> None:
 STRUCTURED: Mapping[str, BuiltIn] = {
     "json": BuiltIn(
         score=_json, options=SHARED, columns=lambda reward: (reward.column,) if reward.column else (),
-        check_row=_check_json,
+        check_row=_check_json, right=_right_json, wrong=lambda reward: (EMPTY,),
     ),
     "tool_call": BuiltIn(
-        score=_tool_call, options=SHARED, columns=lambda reward: (reward.column or _TOOLS,), check_row=_check_tools
+        score=_tool_call, options=SHARED, columns=lambda reward: (reward.column or _TOOLS,), check_row=_check_tools,
+        right=_right_call, wrong=lambda reward: (EMPTY,),
     ),
     "countdown": BuiltIn(
         score=_countdown, options=SHARED, columns=lambda reward: (_NUMBERS, reward.column or _TARGET),

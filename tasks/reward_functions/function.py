@@ -28,9 +28,10 @@ class RewardFunction(Setting):
             scores 0.
         partial_credit: the most that an answer gets that is not wholly right; each function says its share.
         tolerance, relative_tolerance: of ``numeric``, absolute and as a share of the right number.
-        pattern: of ``regex`` and ``format``.
+        pattern: of ``regex``, ``format`` and ``refusal``.
         tags: of ``format``, in their order.
         target_tokens, width_tokens, bound: of ``length``.
+        n: of ``distinct``: words of an n-gram.
         timeout_seconds, memory_mib: of ``code``: processor time and address space of one answer's program.
     """
 
@@ -47,6 +48,7 @@ class RewardFunction(Setting):
     target_tokens: Annotated[int, Gt(0)] | None = None
     width_tokens: Annotated[int, Gt(0)] | None = None
     bound: Literal["both", "upper"] | None = None
+    n: Annotated[int, Gt(0)] | None = None
     timeout_seconds: Annotated[int, Gt(0)] | None = None
     memory_mib: Annotated[int, Ge(64)] | None = None
 

@@ -8,12 +8,13 @@ import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.source.source_checks import PYTHON, PythonFunction, code_of
 from tasks.data.reading.python_rows import load_function, place_of_error
-from tasks.reward_functions.answer import Answer, check_tags
+from tasks.reward_functions.answer import Answer, BuiltIn, check_tags
 from tasks.reward_functions.built_in import BUILT_IN
 from tasks.reward_functions.function import TAKES, RewardFunction, Rewards
 
@@ -44,6 +45,7 @@ PEERS: Mapping[str, str] = {
 }  # fmt: skip
 _ACCEPTED = "a list with one finite number per completion is accepted"
 _MAX_REWARD = 1e15  # trainings compute in fp32, where the variance of numbers beyond 1e19 is infinite
+INSTALL = "pip install 'posttrain[eval]'"
 _GIVEN = ("prompts", "completions")  # arguments of a user's function, beside the columns
 
 
@@ -53,6 +55,7 @@ class Scorer:
 
     Args:
         name: its key in the configuration.
+        where: the field of the configuration, for messages.
         weight: factor in the sum of rewards.
         columns: the columns of the prompts' rows that it needs.
         score: scores a batch; what it returns is checked.
@@ -64,6 +67,8 @@ class Scorer:
     columns: tuple[str, ...]
     score: Score
     check: Callable[[Columns], None] = lambda columns: None
+    where: str = "rewards"
+    takes_columns: bool = True  # whether it can know the right answer
 
     def __call__(
         self, prompts: Sequence[Sequence[Message]], completions: Sequence[str], columns: Columns
@@ -84,49 +89,50 @@ class Scorer:
         if not isinstance(found, list | tuple) or len(found) != len(completions):
             shown = f"{len(found)} values" if isinstance(found, list | tuple) else reprlib.repr(found)
             raise PipelineError(
-                f"rewards.{self.name} returned {shown} for {len(completions)} completions; {_ACCEPTED}; correct "
+                f"{self.where}.{self.name} returned {shown} for {len(completions)} completions; {_ACCEPTED}; correct "
                 "the function"
             )
         for row, value in enumerate(found):
             if not _is_finite(value):
                 raise PipelineError(
-                    f"rewards.{self.name} returned {reprlib.repr(value)} for row {row} ({_shown(prompts[row])}, "
+                    f"{self.where}.{self.name} returned {reprlib.repr(value)} for row {row} ({_shown(prompts[row])}, "
                     f"completion {reprlib.repr(completions[row])}); {_ACCEPTED}; correct the function"
                 )
             if abs(value) * max(1.0, abs(self.weight)) > _MAX_REWARD:
                 raise PipelineError(
-                    f"rewards.{self.name} returned {reprlib.repr(value)} for row {row} ({_shown(prompts[row])}, "
+                    f"{self.where}.{self.name} returned {reprlib.repr(value)} for row {row} ({_shown(prompts[row])}, "
                     f"completion {reprlib.repr(completions[row])}), with weight={self.weight:g}; numbers up to "
                     f"{_MAX_REWARD:g} are accepted, also times the weight; scale them in the function"
                 )
         return [float(value) for value in found]
 
 
-def scorers(rewards: Rewards, tokenizer: "PreTrainedTokenizerBase | None" = None) -> list[Scorer]:
+def scorers(rewards: Rewards, tokenizer: "PreTrainedTokenizerBase | None" = None, of: str = "rewards") -> list[Scorer]:
     """The reward functions of a configuration, in its order. Python functions are imported here.
 
     Args:
         tokenizer: the policy's, for functions that count tokens.
+        of: the field of the configuration, for messages.
 
     Raises:
         ConfigError: as ``check_rewards``; or a function counts tokens, and there is no tokenizer.
         DataError: a Python function cannot be imported, or cannot be called with prompts and completions.
     """
-    check_rewards(rewards)
+    check_rewards(rewards, of)
     return [
-        _python(key, reward, code) if (code := reward.code()) else _built_in(key, reward, tokenizer)
+        _python(key, reward, code, of) if (code := reward.code()) else _built_in(key, reward, tokenizer, of)
         for key, reward in rewards.items()
     ]
 
 
-def check_rewards(rewards: Rewards) -> None:
+def check_rewards(rewards: Rewards, of: str = "rewards") -> None:
     """Checks a stage's rewards without running any of them.
 
     Raises:
         ConfigError: a name, an option or a Python function that does not exist, or an option that it does not read.
     """
     for key, reward in rewards.items():
-        where = f"rewards.{key}"
+        where = f"{of}.{key}"
         if not math.isfinite(reward.weight):
             raise ConfigError(f"{where}.weight={reward.weight}: a finite number is accepted; change it")
         name, options = reward.function or key, reward.options()
@@ -160,9 +166,18 @@ def check_rewards(rewards: Rewards) -> None:
             )
         try:
             check_tags("answer_tag", [reward.answer_tag] if reward.answer_tag is not None else [])
+            _require_package(name, known)
             known.check_options(reward)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
+
+
+def _require_package(name: str, known: BuiltIn) -> None:
+    if known.package and not find_spec(known.package[0]):
+        raise ConfigError(
+            f"{name} needs the package {known.package[1]}, which is not installed; install it ({INSTALL}), or choose "
+            "another function"
+        )
 
 
 def _check_code(where: str, reward: RewardFunction) -> None:
@@ -195,12 +210,12 @@ def check_columns(found: Sequence[Scorer], columns: Columns) -> None:
         scorer.check(columns)
 
 
-def _built_in(key: str, reward: RewardFunction, tokenizer: "PreTrainedTokenizerBase | None") -> Scorer:
+def _built_in(key: str, reward: RewardFunction, tokenizer: "PreTrainedTokenizerBase | None", of: str) -> Scorer:
     function = BUILT_IN[reward.function or key]
     names = function.columns(reward)
     if function.counts_tokens and tokenizer is None:
         raise ConfigError(
-            f"rewards.{key}: {reward.function or key} counts tokens, and no tokenizer was given; pass the policy's"
+            f"{of}.{key}: {reward.function or key} counts tokens, and no tokenizer was given; pass the policy's"
         )
 
     def score(prompts: Sequence[Sequence[Message]], completions: Sequence[str], columns: Columns) -> list[float]:
@@ -214,7 +229,7 @@ def _built_in(key: str, reward: RewardFunction, tokenizer: "PreTrainedTokenizerB
             except Exception as error:
                 kind = type(error) if isinstance(error, PipelineError) else PipelineError
                 where = f"{_shown(prompts[row])}, completion {reprlib.repr(answer.text)}"
-                raise kind(f"rewards.{key}: row {row} ({where}): {error}") from error
+                raise kind(f"{of}.{key}: row {row} ({where}): {error}") from error
 
         if not function.starts_processes:
             return list(map(of_row, range(len(completions))))
@@ -226,33 +241,33 @@ def _built_in(key: str, reward: RewardFunction, tokenizer: "PreTrainedTokenizerB
             try:
                 function.check_row(reward, dict(zip(names, values, strict=True)))
             except DataError as error:
-                raise DataError(f"rewards.{key}: row {row} of the prompts: {error}") from error
+                raise DataError(f"{of}.{key}: row {row} of the prompts: {error}") from error
 
-    return Scorer(name=key, weight=reward.weight, columns=names, score=score, check=check)
+    return Scorer(name=key, weight=reward.weight, columns=names, score=score, check=check, where=of)
 
 
 def _require_columns(scorer: Scorer, columns: Collection[str]) -> None:
     missing = [name for name in scorer.columns if name not in columns]
     if missing:
         raise DataError(
-            f"rewards.{scorer.name}: the prompts have no column {missing[0]}; they have: "
-            f"{', '.join(sorted(columns)) or 'none'}; add it to the rows, or set rewards.{scorer.name}.column"
+            f"{scorer.where}.{scorer.name}: the prompts have no column {missing[0]}; they have: "
+            f"{', '.join(sorted(columns)) or 'none'}; add it to the rows, or set {scorer.where}.{scorer.name}.column"
         )
 
 
-def _python(key: str, reward: RewardFunction, function: PythonFunction) -> Scorer:
+def _python(key: str, reward: RewardFunction, function: PythonFunction, of: str) -> Scorer:
     """A user's function, which needs the columns that it requires."""
     path = str(reward.function)
     loaded = load_function(function, path, "a function that returns a list with one finite number per completion")
     if inspect.iscoroutinefunction(loaded):
-        raise DataError(f"rewards.{key}: {path} is async; a plain function is accepted; write it with def")
+        raise DataError(f"{of}.{key}: {path} is async; a plain function is accepted; write it with def")
     parameters = inspect.signature(loaded).parameters
     takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
     by_place = [each.name for each in parameters.values() if each.kind == each.POSITIONAL_ONLY]
     unnamed = [name for name in _GIVEN if not takes_all and name not in parameters]
     if by_place or "completions" in unnamed:
         raise DataError(
-            f"rewards.{key}: {path}{inspect.signature(loaded)} cannot be called as score(prompts=, completions=, "
+            f"{of}.{key}: {path}{inspect.signature(loaded)} cannot be called as score(prompts=, completions=, "
             "**columns); a function that takes completions by name is accepted; rename its arguments"
         )
     named = [each for each in parameters.values() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
@@ -268,11 +283,18 @@ def _python(key: str, reward: RewardFunction, function: PythonFunction) -> Score
             row = _failing_row(loaded, arguments, takes_all, len(completions))
             where = "" if row is None else f" for row {row} ({_shown(prompts[row])}, {reprlib.repr(completions[row])})"
             raise PipelineError(
-                f"rewards.{key}: {path}: {place_of_error(error, function)}{type(error).__name__}: {error}{where}; "
+                f"{of}.{key}: {path}: {place_of_error(error, function)}{type(error).__name__}: {error}{where}; "
                 "correct the function"
             ) from error
 
-    return Scorer(name=key, weight=reward.weight, columns=needed, score=score)
+    return Scorer(
+        name=key,
+        weight=reward.weight,
+        columns=needed,
+        score=score,
+        where=of,
+        takes_columns=takes_all or bool(set(parameters) - {*_GIVEN}),
+    )
 
 
 def _failing_row(

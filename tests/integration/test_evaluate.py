@@ -20,7 +20,9 @@ from tasks.context import Metrics, Resources, TrainContext
 from tasks.data.tokens.template import Thinking
 from tasks.evaluate import Evaluate
 from tasks.evaluate.measured import AnswerForm, is_one_sentence
+from tasks.evaluate.metric import Metric
 from tasks.evaluate.row_scores import WEIGHTS_FILE, read_policies, read_scores
+from tasks.evaluate.stubs import Stubs
 from tasks.method import Input
 from tasks.reward_functions import RewardFunction, Rewards
 from tests.prepared import named
@@ -561,3 +563,56 @@ def test_models_that_are_held_in_bf16_measure_alike(
     assert names and all(rounded[name] == pytest.approx(expected[name], rel=2e-2) for name in names)
     assert all(rounded[name] != expected[name] for name in names)
     assert rounded["reward_model/accuracy"] == pytest.approx(expected["reward_model/accuracy"], abs=0.1)
+
+
+def test_metrics_score_answers_to_the_questions_and_a_failed_one_is_recorded(
+    tmp_path: Path, inputs: dict[str, Input]
+) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(
+        "def chars(completions): return [float(len(each)) for each in completions]\n"
+        "def broken(completions): return [float('nan')] * len(completions)\n"
+    )
+    own = [Metric(function=f"python:{code}:{name}", allow_code=True) for name in ("chars", "broken")]
+    sampled = Metric(function="pass_at_k", checker="f1", samples=2, k=1)
+    method = replace(SMALL, metrics=("exact", "f1", *own, sampled))
+    given = {slot: inputs[slot] for slot in ("conversations", "reference", "sft", "dpo")}
+    metrics = evaluate(tmp_path / "out", given, method)
+    scores, lines = read_scores(tmp_path / "out"), (tmp_path / "out" / "answers.jsonl").read_text().splitlines()
+    answers = [json.loads(line)["dpo"] for line in lines]
+    assert scores["chars"].scores["dpo"] == [len(each) for each in answers]
+    assert metrics["dpo/chars"] == sum(map(len, answers)) / len(answers)
+    assert metrics["dpo/chars/stderr"] == scores["chars"].standard_error("dpo")
+    assert metrics["sft/exact"] == metrics["sft/exact_match"]
+    assert metrics["metrics_failed"] == 2 and "dpo/broken" not in metrics
+    failed = json.loads((tmp_path / "out" / "failed.json").read_text())
+    assert failed.keys() == {"sft/broken", "dpo/broken"} and "returned nan for row 0" in failed["dpo/broken"]
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert re.search(r"\| chars +\| .* ± .* \|", table) and "dpo/broken" in table
+    assert scores["pass@1"].scores.keys() == {"sft", "dpo"} and len(scores["pass@1"].row_ids) == len(answers)
+    stubs = Stubs.read(tmp_path / "out")
+    assert stubs and stubs.scores["exact"].value("right") == 1 and stubs.scores["f1"].value("empty") == 0
+    assert "fails on known answers" in stubs.untested["broken"]
+    again = evaluate(tmp_path / "again", given, method)
+    assert again == metrics
+    with pytest.raises(DataError, match=r"metrics.exact: the prompts have no column other"):
+        evaluate(tmp_path / "no", given, replace(SMALL, metrics=(Metric(function="exact", column="other"),)))
+
+
+def test_win_rates_with_length_control_and_by_a_judge(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    (tmp_path / "j.py").write_text("def judge(completions, references): return [1.0 for _ in completions]\n")
+    judge = f"python:{tmp_path / 'j.py'}:judge"
+    by_model = Metric(function="win_rate", judge="reward_model", name="by_model")
+    method = replace(
+        SMALL,
+        metrics=(
+            by_model,
+            replace(by_model, name="controlled", length_control=True),
+            Metric(function="win_rate", judge=judge, allow_code=True),
+        ),
+    )
+    metrics = evaluate(tmp_path / "out", inputs, method)
+    assert metrics["dpo/by_model"] == metrics["dpo/win_rate"] and metrics["dpo/judged_win_rate"] == 1
+    assert read_scores(tmp_path / "out")["controlled"].bounded is False
+    with pytest.raises(ConfigError, match="is judged by a reward model, and no input reward_model is set"):
+        method.check_slots(frozenset({"conversations", "reference", "dpo"}))

@@ -1,5 +1,6 @@
 """The bounds of the shipped gate, and what the plan refuses: a model worse in one thing, rules nobody can satisfy."""
 
+import json
 import random
 import re
 import shlex
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.__main__ import _parser
+from flows.__main__ import _parser, main
 from flows.declare.config import load_pipeline
 from flows.planning.checks import check_gates
 from lineage.artifact import Kind
@@ -214,3 +215,27 @@ TINY_PPO: Means = {**TINY_START, "reward_score": 0.3, "kl": 0.1}
 )
 def test_ppo_is_refused_where_a_higher_reward_costs_answers(tmp_path: Path, worse: Means, rules: set[str]) -> None:
     assert failing(tmp_path, {**TINY_PPO, **worse}, TINY_START, "tiny", "pipeline=rlhf-ppo") == rules
+
+
+def test_gate_check_puts_known_answers_through_a_pipeline_that_has_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = ["gate-check", "cpt-sft-dpo-gated", f"store={tmp_path}", "--json"]
+    assert main(shipped) == 0
+    rules = json.loads(capsys.readouterr().out)["rules"]
+    assert {each["rule"] for each in rules} >= {"prefers_chosen", "right_answers", "keeps_language"}
+    assert all(each["values"]["right"] in (0, 1) and not each["error"] and not each["untested"] for each in rules)
+    blind = "stages.gate.method.rules.prefers_chosen.at_least=0.0"
+    assert main(["gate-check", GATED, f"store={tmp_path}", blind]) == 2
+    out, err = capsys.readouterr()
+    assert "rules.prefers_chosen: preference_accuracy passes a known-wrong model (wrong)" in err
+    assert "row made-up-0-0 scores 0" in err and "beats_sft" in out
+    assert main(["gate-check", "cpt-sft-dpo", f"store={tmp_path}"]) == 2
+    assert "cpt-sft-dpo has no gate" in capsys.readouterr().err
+
+
+def test_a_rule_may_be_on_a_further_metric(tmp_path: Path) -> None:
+    known = ["stages.evaluate.method.metrics=[f1]", "+stages.gate.method.rules.words={metric: f1, at_least: 0.5}"]
+    check_gates(load_pipeline([GATED, f"store={tmp_path}", *known]))
+    with pytest.raises(ConfigError, match="evaluate does not measure it"):
+        check_gates(load_pipeline([GATED, f"store={tmp_path}", known[1]]))

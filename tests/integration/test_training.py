@@ -65,7 +65,7 @@ def test_a_method_names_every_metric_that_it_measures(root: Path, tmp_path: Path
         (set(run.metrics), stage.measured_metrics(())),
     ):
         assert sorted(found - set(known or ())) == []
-    own = {metric for metric in type(stage).metrics or () if "NAME" not in metric}
+    own = {metric for metric in type(stage).measures or () if "NAME" not in metric}
     assert own - set(run.metrics) <= {"cispo_clip_ratio", "mean_token_accuracy", "kl", "nll_loss"}  # by option
 
 

@@ -1,0 +1,315 @@
+"""Benchmarks of lm-eval: its tasks, with scores per row, over the workers of the stage."""
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, TypeVar
+
+from lineage.errors import DataError, PipelineError
+from tasks.evaluate.metric import Metric, data_files
+from tasks.evaluate.row_scores import RowScores
+from tasks.evaluate.scoring import Batches, generating
+
+if TYPE_CHECKING:
+    from lm_eval.api.model import LM
+    from lm_eval.api.task import Task
+    from torch import Tensor
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Part = TypeVar("Part")
+BENCHMARKS_FILE = "benchmarks.json"
+_BATCH, _SEED = 8, 1234
+_BOUNDED = ("acc", "exact_match")  # beginnings of names of metrics that are shares
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """A benchmark with its tasks, whose rows are loaded.
+
+    Args:
+        tasks: name -> task; a group of lm-eval has several.
+    """
+
+    metric: Metric
+    tasks: "Mapping[str, Task]"
+
+    def settings(self) -> dict[str, dict[str, object]]:
+        """What decides its scores, for the report."""
+        from importlib.metadata import version
+
+        return {
+            _prefix(self.metric, name): {
+                "version": task.VERSION, "num_fewshot": task.config.num_fewshot, "lm_eval": version("lm-eval"),
+                "chat_template": bool(self.metric.chat_template), "limit": self.metric.limit,
+            }
+            for name, task in self.tasks.items()
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What a benchmark gives to one model.
+
+    Args:
+        scores: by metric, for the policy ``name``.
+        values: metrics whose value is no mean over rows: value and standard error, where lm-eval has one.
+        failed: ``policy/metric`` -> why it has no value.
+    """
+
+    scores: Sequence[RowScores] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def joined(found: Sequence[Measurement]) -> Measurement:
+    """The measurements of several policies as one."""
+    scores: dict[str, RowScores] = {}
+    for each in (one for measurement in found for one in measurement.scores):
+        known = scores.get(each.metric)
+        scores[each.metric] = replace(each, scores={**known.scores, **each.scores}) if known else each
+    values = {name: value for each in found for name, value in each.values.items()}
+    failed = {name: reason for each in found for name, reason in each.failed.items()}
+    return Measurement(scores=[*scores.values()], values=values, failed=failed)
+
+
+def load_benchmarks(metrics: Sequence[Metric]) -> list[Benchmark]:
+    """Loads the rows of the benchmarks among metrics, before any model.
+
+    Raises:
+        DataError: there is no such task, or its rows cannot be reached.
+    """
+    asked = [each for each in metrics if each.is_benchmark]
+    if not asked:
+        return []
+    from lm_eval.tasks import TaskManager
+
+    bundled = TaskManager() if any(each.local_task is None for each in asked) else None
+    found = []
+    for metric in asked:
+        where = f"metrics.{metric.label}"
+        try:
+            if metric.local_task:
+                task = _local(metric)
+                tasks = {task.config.task: task}
+            else:
+                assert bundled
+                tasks = dict(bundled.load([metric.task])["tasks"])
+        except Exception as error:  # datasets, the Hub and lm-eval raise anything
+            raise DataError(
+                f"{where}: lm-eval could not load the task {metric.task}: {type(error).__name__}: {error}; a task of "
+                "`lm-eval ls tasks` whose rows this machine can reach, or lm_eval:FILE.yaml with local files of rows, "
+                "is accepted; correct the name, or run the stage where the Hub is reached"
+            ) from error
+        found.append(Benchmark(metric=metric, tasks=tasks))
+    return found
+
+
+def _local(metric: Metric) -> "Task":
+    """A task of a YAML file; its files of rows are relative to it."""
+    from lm_eval.api.task import ConfigurableTask
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    path = metric.local_task
+    assert path
+    config = load_yaml(path, resolve_func=metric.allow_code)
+    files = {split: [str(each) for each in paths] for split, paths in data_files(config, path).items()}
+    if files:
+        config["dataset_kwargs"] = {**config["dataset_kwargs"], "data_files": files}
+    return ConfigurableTask(config=config)
+
+
+def measure(
+    benchmark: Benchmark, name: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", batches: Batches
+) -> Measurement:
+    """Measures a model, which may be a base with an adapter.
+
+    Every worker takes a part of the rows, and the first has the result.
+
+    Args:
+        name: of the policy.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    class Shared(HFLM):
+        """lm-eval's model, divided over the workers of the stage."""
+
+        @property
+        def rank(self) -> int:
+            return batches.rank
+
+        @property
+        def world_size(self) -> int:
+            return batches.world_size
+
+        def all_gather(self, tensor: "Tensor") -> "Tensor":
+            import torch
+
+            return torch.stack(self.gather_object(tensor.cpu()))
+
+        def gather_object(self, obj: Part, dst: int = 0) -> list[Part]:
+            import torch
+
+            parts = [obj] * batches.world_size
+            torch.distributed.all_gather_object(parts, obj)
+            return parts
+
+        def barrier(self) -> None:
+            self.gather_object(None)
+
+    size = benchmark.metric.batch_size or batches.rows or _BATCH
+    with generating(model), _quiet():
+        wrapped = Shared(pretrained=model, tokenizer=tokenizer, batch_size=size)
+        try:
+            return _measured(benchmark, name, wrapped)
+        except PipelineError as error:
+            if batches.world_size > 1:  # the others would wait for this one
+                raise
+            return Measurement(failed={f"{name}/{benchmark.metric.label}": str(error)})
+
+
+def stub_scores(benchmark: Benchmark) -> list[RowScores]:
+    """The scores of stubs that answer right, that answer what is right of another row or choice, and not at all."""
+    from lm_eval.api.model import LM
+
+    tasks = benchmark.tasks
+
+    class Stub(LM):
+        """Answers from the rows."""
+
+        def __init__(self, stub: str) -> None:
+            super().__init__()
+            self.stub = stub
+
+        def loglikelihood(self, requests: Sequence[object]) -> list[tuple[float, bool]]:
+            return [_likely(tasks[each.task_name], each, self.stub) for each in requests]  # type: ignore[attr-defined]
+
+        def loglikelihood_rolling(self, requests: Sequence[object]) -> list[float]:
+            return [0.0 if self.stub == "right" else -1e2 for _ in requests]
+
+        def generate_until(self, requests: Sequence[object]) -> list[str]:
+            return [_text(tasks[each.task_name], each, self.stub) for each in requests]  # type: ignore[attr-defined]
+
+        def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], **kwargs: object) -> str:
+            return "\n".join(turn["content"] for turn in chat_history)
+
+        @property
+        def tokenizer_name(self) -> str:
+            return "stub"
+
+        def chat_template(self, chat_template: object = False) -> str:
+            return ""
+
+    with _quiet():
+        found = [_measured(benchmark, stub, Stub(stub)).scores for stub in ("right", "wrong")]
+    return [replace(one, scores={**one.scores, **other.scores}) for one, other in zip(*found, strict=True)]
+
+
+def _likely(task: "Task", request: "object", stub: str) -> tuple[float, bool]:
+    target, index = task.doc_to_target(request.doc), request.idx  # type: ignore[attr-defined]
+    if task.OUTPUT_TYPE == "multiple_choice":
+        choices = task.doc_to_choice(request.doc)  # type: ignore[attr-defined]
+        gold = target[0] if isinstance(target, list) else target
+        gold = choices.index(gold) if isinstance(gold, str) else gold
+        wanted = gold if stub == "right" else (gold + 1) % len(choices)
+        return (0.0, True) if index % len(choices) == wanted else (-1e3, False)
+    return (0.0, True) if stub == "right" else (-1e3, False)
+
+
+def _text(task: "Task", request: "object", stub: str) -> str:
+    target = task.doc_to_target(request.doc)  # type: ignore[attr-defined]
+    return str(target[0] if isinstance(target, list) else target) if stub == "right" else ""
+
+
+def _measured(benchmark: Benchmark, name: str, model: "LM") -> Measurement:
+    """Runs lm-eval, and reads its scores per row.
+
+    Raises:
+        PipelineError: lm-eval fails.
+    """
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    metric = benchmark.metric
+    try:
+        found = simple_evaluate(
+            model=model, tasks=[*benchmark.tasks.values()], num_fewshot=metric.num_fewshot, limit=metric.limit,
+            log_samples=True, apply_chat_template=bool(metric.chat_template), bootstrap_iters=1000,
+            task_manager=TaskManager(include_defaults=False), random_seed=_SEED, numpy_random_seed=_SEED,
+            torch_random_seed=_SEED, fewshot_random_seed=_SEED, confirm_run_unsafe_code=metric.allow_code,
+        )  # fmt: skip
+    except Exception as error:  # metrics and filters of tasks are any code
+        raise PipelineError(
+            f"metrics.{metric.label}: lm-eval failed for {name}: {type(error).__name__}: {error}; correct the task or "
+            "its options"
+        ) from error
+    if found is None:  # another worker has the result
+        return Measurement()
+    scores, values = list[RowScores](), dict[str, float]()
+    for task, results in found["results"].items():
+        for key, value in results.items():
+            which, comma, variant = key.partition(",")
+            if not comma or which.endswith("_stderr") or not isinstance(value, int | float):
+                continue
+            label = "/".join([_prefix(metric, task), which, *([variant] if variant != "none" else [])])
+            rows = _per_row(label, name, found["samples"].get(task, []), which, variant, float(value))
+            if rows is None:
+                values[f"{name}/{label}"] = float(value)
+                error_of = results.get(f"{which}_stderr,{variant}")
+                if isinstance(error_of, int | float) and math.isfinite(error_of):
+                    values[f"{name}/{label}/stderr"] = float(error_of)
+                continue
+            higher = found["higher_is_better"].get(task, {}).get(which)
+            scores.append(replace(rows, small_is_good=higher is False, bounded=which.startswith(_BOUNDED)))
+    return Measurement(scores=scores, values=values)
+
+
+def _prefix(metric: Metric, task: str) -> str:
+    return metric.label if metric.local_task or metric.name or task == metric.task else f"{metric.label}/{task}"
+
+
+def _per_row(
+    label: str, name: str, samples: Sequence[Mapping[str, object]], which: str, variant: str, value: float
+) -> RowScores | None:
+    """Scores whose mean is the value, or whose perplexity it is; None: it is another function of the rows."""
+    rows = [each for each in samples if each["filter"] == variant and which in each]
+    rows = sorted(rows, key=lambda each: int(str(each["doc_id"])))
+    ids = [f"{label.rpartition('/')[0]}/{each['doc_id']}" for each in rows]
+    found = [each[which] for each in rows]
+    if not found:
+        return None
+    if all(isinstance(each, int | float) for each in found):
+        scores = [float(each) for each in found if isinstance(each, int | float)]
+        if not math.isclose(fmean(scores), value, rel_tol=1e-6, abs_tol=1e-9):
+            return None
+        return RowScores(metric=label, row_ids=ids, groups=ids, weights=[1] * len(ids), scores={name: scores})
+    if which.endswith("perplexity") and all(isinstance(each, list | tuple) and len(each) == 2 for each in found):
+        sums, weights = zip(*[(float(each[0]), float(each[1])) for each in found], strict=True)  # type: ignore[index]
+        return RowScores(metric=label, row_ids=ids, groups=ids, weights=weights, scores={name: sums})
+    return None
+
+
+def write_settings(directory: Path, benchmarks: Sequence[Benchmark]) -> None:
+    """Writes ``benchmarks.json``: few-shot examples, chat template, limit and versions of each task."""
+    settings = {name: of for each in benchmarks for name, of in each.settings().items()}
+    for name, of in settings.items():
+        logger.info("benchmark=%s %s", name, json.dumps(of))
+    (directory / BENCHMARKS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _quiet() -> "Iterator[None]":
+    """Without the information of lm-eval, which logs a line per request."""
+    found = logging.getLogger("lm_eval")
+    before = found.level
+    found.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        found.setLevel(before)
