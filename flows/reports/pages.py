@@ -7,6 +7,7 @@ from pathlib import Path
 from flows.reports.docs import advice_page, methods_page, settings_page
 from lineage.diagnosis.rules import RULES
 from lineage.markup import markdown_table
+from tasks.train.steps.losses import LOSSES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -18,9 +19,18 @@ def _rules() -> dict[str, str]:
     return {"rules": markdown_table(("rule", "group", "needs", "sign", "what to change"), rows)}
 
 
+def _steps() -> dict[str, str]:
+    rows = [
+        (f"`{name}`", f"`{each.about}`", ", ".join(f"`{column}`" for column in each.reads),
+         ", ".join(f"`{option}={value:g}`" for option, value in each.options.items()), each.paper)
+        for name, each in LOSSES.items()
+    ]  # fmt: skip
+    return {"losses": markdown_table(("loss", "of each token", "columns", "options", "source"), rows)}
+
+
 PAGES = {
     "settings.md": settings_page.render, "methods.md": methods_page.render, "advice.md": advice_page.render,
-    "diagnose.md": _rules,
+    "diagnose.md": _rules, "steps.md": _steps,
 }  # fmt: skip
 
 

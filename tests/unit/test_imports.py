@@ -68,6 +68,7 @@ ALONE = {
     "tasks.train.kernels.fast_lora": "an option's own business: what an adapter's layers compute on a GPU",
     "tasks.train.loop.evaluation": "what is measured beside the steps; with its importer it would have 1,200 lines",
     "tasks.train.loop.token_batches": "one story: how a step is divided by tokens, and repeated when memory runs out",
+    "tasks.train.steps.session": "torch: what starts fast does not import it",
     "tasks.train.model_rules": "a part of the table of what works with what",
     "tasks.train.light_imports": "imported by name, by the fork server",
     "tasks.model.gguf_file": "one format of files, which is written and read back",

@@ -22,7 +22,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from lineage.checkpoints import Checkpoints
-from lineage.errors import PipelineError, StoppedError
+from lineage.errors import ConfigError, PipelineError, StoppedError
 from tasks.train.kernels.machine import collecting_between_steps, deterministic_kernels, fast_products
 from tasks.train.loop.callbacks import WINDOW_STEPS, Recorder, seed_worker, step_metrics, summary
 from tasks.train.loop.checkpointing import Saver, divergence, seconds_before
@@ -65,7 +65,7 @@ class Optimization:
         self._trainer = Trainer(model=model, args=args)
         install_optimizer(self._trainer, method.optimizer, method.learning_rate)
         self._trainer.create_optimizer_and_scheduler(run.num_steps * updates_per_step)
-        self.world_size = run.ctx.world_size
+        self.world_size, self._name = run.ctx.world_size, method.optimizer.name
 
     @property
     def learning_rate(self) -> float:
@@ -77,20 +77,33 @@ class Optimization:
         context: AbstractContextManager[None] = self._trainer.accelerator.autocast()
         return context
 
-    def step(self) -> float:
-        """Updates the weights with the mean of the workers' gradients, and clears them.
+    def step(self, **changed: object) -> float:
+        """Updates the weights with the mean of the workers' gradients, and clears them; non-finite ones update nothing.
+
+        Args:
+            changed: settings of this update alone: ``max_grad_norm`` (0: no clipping), and of the optimizer's groups.
 
         Returns:
             The norm of the gradients before clipping.
         """
         trainer = self._trainer
+        limit = cast(float, changed.pop("max_grad_norm", trainer.args.max_grad_norm)) or math.inf
+        groups = trainer.optimizer.param_groups
+        if unknown := sorted(changed.keys() - groups[0].keys()):
+            raise ConfigError(f"{unknown[0]}: the optimizer {self._name} has no such setting; leave it out")
         if self.world_size > 1:
             exchange(each for each in trainer.model.parameters() if each.requires_grad)
-        grad_norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
-        trainer.optimizer.step()
-        trainer.lr_scheduler.step()
+        grad_norm = float(trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), limit))
+        if math.isfinite(grad_norm):
+            own = [{name: group[name] for name in changed} for group in groups]
+            for group in groups:
+                group.update(changed)
+            trainer.optimizer.step()
+            for group, values in zip(groups, own, strict=True):
+                group.update(values)
+            trainer.lr_scheduler.step()
         trainer.optimizer.zero_grad()
-        return float(grad_norm)
+        return grad_norm
 
     def state_dict(self) -> Mapping[str, object]:
         return {"optimizer": self._trainer.optimizer.state_dict(), "schedule": self._trainer.lr_scheduler.state_dict()}

@@ -1,0 +1,70 @@
+"""A training whose steps a program calls one by one: forward, backward, step (``posttrain steps``, docs/steps.md)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from annotated_types import Gt
+
+from lineage.artifact import Kind
+from lineage.errors import ConfigError
+from tasks.context import Metrics
+from tasks.data.kinds import PROMPTS
+from tasks.data.tokens.tokenization import Tokenization
+from tasks.method import LOOP_FIELDS, Schedule, Training
+from tasks.train.models.adapters import FROM_DATA
+
+if TYPE_CHECKING:
+    from tasks.train.run import TrainingRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Training):
+    """The settings of a session. Its rows come with each call, and its loss is named by the call.
+
+    Args:
+        num_steps: length of the schedule; a session may take more steps.
+        max_length: tokens of a row.
+        micro_batch_size: rows of a forward pass; it changes the last bits of sums, so it is identity here.
+        commands: SHA-256 of the command log, once the session is committed.
+    """
+
+    reads: ClassVar = PROMPTS  # it trains no rows of a data stage
+    consumes: ClassVar[Mapping[str, Kind]] = {"policy": Kind.CHECKPOINT}
+    chat_slot: ClassVar[str | None] = None
+    applies: ClassVar = LOOP_FIELDS
+    default_learning_rate: ClassVar = 1e-5
+    progress: ClassVar = None
+
+    global_batch_size: Annotated[int, Gt(0)] = 1
+    max_length: Annotated[int, Gt(0)] = 2048
+    num_steps: Annotated[int, Gt(0)] | None = 1000
+    schedule: Schedule = Schedule(name="constant", warmup=0.0)
+    micro_batch_size: Annotated[int, Gt(0)] = 8
+    commands: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refused = {
+            "precision=fp16: a session has no loss scale; set precision=bf16 or fp32": self.precision == "fp16",
+            "num_steps=null: the schedule of a session needs a length; set num_steps": self.num_steps is None,
+            "adapter.type=adalora: it prunes ranks by the steps that remain; set adapter.type=lora": (
+                self.adapter is not None and self.adapter.type == "adalora"
+            ),
+            "diloco: a session has one worker; set diloco=null": self.diloco is not None,
+            "adapter.init: it reads rows before the first step, which a session has not; set adapter.init=null": (
+                self.adapter is not None and self.adapter.init in FROM_DATA
+            ),
+        }
+        if found := [message for message, is_refused in refused.items() if is_refused]:
+            raise ConfigError(found[0])
+
+    def loop(self, run: "TrainingRun") -> Metrics:
+        raise ConfigError(
+            "Steps: its steps are calls of a program, so that a pipeline cannot run it; start a session with posttrain "
+            "steps serve, and commit it with posttrain steps commit"
+        )
+
+    def tokenization(self) -> Tokenization | None:
+        """None: the caller sends tokens."""
+        return None

@@ -1,0 +1,1 @@
+"""Step primitives: one training session whose steps another program calls."""

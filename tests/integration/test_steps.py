@@ -1,0 +1,331 @@
+"""A session's primitives: against plain torch, against a training of ``tasks.train``, and resumed to the bit."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lineage.artifact import Kind
+from lineage.errors import ArtifactError, ConfigError
+from tasks.context import Resources, TrainContext
+from tasks.method import Adapter, Optimizer, Schedule
+from tasks.recipe import Input
+from tasks.steps import Steps
+from tasks.train.run import TrainingRun
+from tasks.train.steps.session import Bases, Row, Session, custom_weights
+from tests import training
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LORA = Adapter(rank=2, alpha=4)
+
+
+def session(root: Path, folder: Path, bases: Bases | None = None, **fields: object) -> Session:
+    policy = Input(name="policy", kind=Kind.CHECKPOINT, fingerprint="0" * 64, path=root / "policy")
+    ctx = TrainContext(output_dir=folder / "output", work_dir=folder / "work", resources=Resources())
+    settings = {"learning_rate": 1e-2, "max_length": 64, **fields}
+    return Session(Steps(**settings), policy, ctx, bases)  # type: ignore[arg-type]
+
+
+def rows(number: int = 4, seed: int = 0) -> list[Row]:
+    """Rows of several lengths, with every column."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for at in range(number):
+        length = 5 + at % 3
+        tokens = torch.randint(3, 280, (length + 1,), generator=generator).tolist()
+        values = torch.rand(3, length, generator=generator)
+        found.append(
+            Row(
+                tokens=tokens[:-1], target_tokens=tokens[1:], weights=values[0].tolist(),
+                logprobs=(-5 - values[1]).tolist(), advantages=(values[2] - 0.5).tolist(),
+            )
+        )  # fmt: skip
+    return found
+
+
+def padded(found: list[Row], name: str, dtype: torch.dtype) -> torch.Tensor:
+    width = max(len(each.tokens) for each in found)
+    return torch.tensor(
+        [[*getattr(each, name), *[0] * (width - len(each.tokens))] for each in found], dtype=dtype
+    )  # fmt: skip
+
+
+def plain_loss(model: torch.nn.Module, found: list[Row], name: str) -> torch.Tensor:
+    """The loss in plain torch, from the formulas of the papers."""
+    logits = model(input_ids=padded(found, "tokens", torch.long), use_cache=False).logits.float()
+    targets = padded(found, "target_tokens", torch.long)
+    logps = logits.gather(2, targets[..., None]).squeeze(2) - logits.logsumexp(2)
+    weights, old, advantages = (padded(found, each, torch.float32) for each in ("weights", "logprobs", "advantages"))
+    ratio = torch.exp(logps - old)
+    if name == "dpo":
+        margins = ((logps - old) * weights).sum(1)
+        return -F.logsigmoid(0.1 * (margins[0::2] - margins[1::2])).sum()
+    return {
+        "cross_entropy": -(weights * logps),
+        "importance_sampling": -(ratio * advantages),
+        "ppo": -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages),
+        "cispo": -(ratio.clamp(0.0, 4.0).detach() * logps * advantages),
+    }[name].sum()
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dpo"])
+def test_a_loss_and_its_gradients_are_those_of_plain_torch(root: Path, tmp_path: Path, name: str) -> None:
+    found = session(root, tmp_path)
+    reported = found.backward(rows(), name)
+    gradients = {key: each.grad.clone() for key, each in found.trained.items() if each.grad is not None}
+    found.zero_grad()
+    loss = plain_loss(found.model, rows(), name)
+    loss.backward()
+    assert reported["loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert gradients and any(bool(each.any()) for each in gradients.values())
+    for key, each in gradients.items():
+        torch.testing.assert_close(each, found.trained[key].grad, rtol=1e-5, atol=1e-7)
+    norm = torch.nn.utils.get_total_norm(gradients.values())
+    assert reported["grad_norm"] == pytest.approx(float(norm), rel=1e-6)
+
+
+def test_steps_are_those_of_plain_adamw(root: Path, tmp_path: Path) -> None:
+    found, other = session(root, tmp_path), session(root, tmp_path)
+    optimizer = torch.optim.AdamW(other.model.parameters(), lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1)
+    for seed in range(3):
+        plain_loss(other.model, rows(seed=seed), "cross_entropy").backward()
+        torch.nn.utils.clip_grad_norm_(other.model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.backward(rows(seed=seed))
+        reported = found.step(betas=[0.8, 0.9], eps=1e-6, weight_decay=0.1, max_grad_norm=0.5)
+        assert reported["learning_rate"] == 1e-2 and not reported["overflow"]
+    assert found.digest() != session(root, tmp_path).digest()
+    for key, each in found.trained.items():
+        torch.testing.assert_close(each, dict(other.model.named_parameters())[key], rtol=1e-5, atol=1e-6)
+    assert found.optimization.learning_rate == 1e-2
+
+
+def test_sft_by_primitives_has_the_trajectory_of_the_method(root: Path, tmp_path: Path) -> None:
+    """The optimizer, schedule and clipping of a recipe, on the same rows in the same order."""
+    settings = {"schedule": Schedule(name="linear", warmup=0.0), "optimizer": Optimizer(weight_decay=0.1)}
+    method = training.method("sft", **settings)
+    trained = training.train(method, root, tmp_path / "sft" / "output")
+    ctx = TrainContext(output_dir=tmp_path / "o", work_dir=tmp_path / "w", resources=Resources(micro_batch_size=4))
+    ordered = TrainingRun(method, training.inputs(root, method), ctx).ordered_rows
+    found = session(
+        root, tmp_path, learning_rate=method.learning_rate, num_steps=3, max_length=128, micro_batch_size=4, **settings
+    )
+    losses = []
+    for step in range(3):
+        batch = [
+            Row(tokens=ordered[at]["input_ids"], labels=ordered[at]["labels"]).shifted
+            for at in range(step * 8, step * 8 + 8)
+        ]
+        num_trained = sum(sum(each.weights or ()) for each in batch)
+        losses.append(float(str(found.backward(batch)["loss"])) / num_trained)
+        for each in found.trained.values():
+            each.grad /= num_trained  # type: ignore[operator]
+        found.step()
+    assert losses == pytest.approx(trained.losses, rel=1e-5)
+    found.write_model()
+    ours, theirs = training.weights(tmp_path / "output"), training.weights(trained.output)
+    assert ours.keys() == theirs.keys()
+    for name, each in ours.items():
+        torch.testing.assert_close(each, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{}, {"adapter": Adapter(rank=2, alpha=4, dropout=0.5)}])
+def test_a_saved_session_resumes_to_the_bit(root: Path, tmp_path: Path, fields: dict[str, object]) -> None:
+    """Between two backward calls, with dropout: gradients, random state and counts are part of it."""
+    one = session(root, tmp_path / "one", **fields)
+    one.backward(rows())
+    one.step()
+    one.generate([[5, 6]], max_tokens=2)
+    one.backward(rows(seed=1))
+    one.save(tmp_path / "saved")
+
+    def rest(each: Session) -> list[object]:
+        results: list[object] = [each.backward(rows(seed=2)), each.step(), each.generate([[5, 6]], max_tokens=3)]
+        return [*results, each.backward(rows(seed=3)), each.step(), each.digest()]
+
+    expected = rest(one)
+    two = session(root, tmp_path / "two", **{**fields, "seed": 5})
+    torch.manual_seed(9)
+    two.load(tmp_path / "saved")
+    assert two.num_accumulated == 1 and two.step_number == 1
+    # The noise of generation is of the session's own seed.
+    object.__setattr__(two.method, "seed", 0)
+    assert rest(two) == expected
+
+
+def test_lora_sessions_share_the_weights_of_one_base_and_nothing_else(root: Path, tmp_path: Path) -> None:
+    bases: Bases = {}
+    one, two = (session(root, tmp_path / str(seed), bases, adapter=LORA, seed=seed) for seed in (0, 1))
+    alone = session(root, tmp_path / "alone", adapter=LORA, seed=1)
+    places = [
+        {each.data_ptr() for each in found.model.parameters() if not each.requires_grad} for found in (one, two, alone)
+    ]
+    assert places[0] == places[1] and not places[0] & places[2]
+    assert not {each.data_ptr() for each in one.trained.values()} & {each.data_ptr() for each in two.trained.values()}
+    for _ in range(2):
+        one.backward(rows())
+        one.step()
+    results = []
+    for found in (two, alone):
+        results.append([found.backward(rows(seed=1)), found.step(), found.logprobs([[4, 5, 6]]), found.digest()])
+    assert results[0] == results[1]
+    assert len(bases) == 1
+
+
+def test_completions_have_the_log_probabilities_that_the_session_gives_their_tokens(root: Path, tmp_path: Path) -> None:
+    found = session(root, tmp_path)
+    made = found.generate([[5, 6, 7], [8]], max_tokens=6, num_samples=2, seed=3, temperature=0.7)
+    again = found.generate([[5, 6, 7], [8]], max_tokens=6, num_samples=2, seed=3, temperature=0.7)
+    assert made == again and made != found.generate([[5, 6, 7], [8]], max_tokens=6, num_samples=2, seed=4)
+    assert made["weights"] == found.digest()
+    for prompt, group in zip(([5, 6, 7], [8]), made["completions"], strict=True):  # type: ignore[call-overload]
+        for each in group:
+            [logps] = found.logprobs([[*prompt, *each["tokens"]]])["logprobs"]  # type: ignore[misc]
+            assert logps[len(prompt) :] == pytest.approx(each["logprobs"], abs=1e-5)
+            assert each["text"] == found.tokenizer.decode(each["tokens"])
+    [[greedy]] = found.generate([[5, 6]], max_tokens=4, temperature=0, stop=[])["completions"]  # type: ignore[misc]
+    assert greedy["stop_reason"] == "length" and len(greedy["tokens"]) == 4
+    [[stopped]] = found.generate([[5, 6]], max_tokens=4, temperature=0, stop=[greedy["tokens"][1]])["completions"]  # type: ignore[misc]
+    assert stopped["stop_reason"] == "stop" and stopped["tokens"] == greedy["tokens"][: len(stopped["tokens"])]
+    text = found.tokenizer.decode(greedy["tokens"][:2])
+    [[stopped]] = found.generate([[5, 6]], max_tokens=4, temperature=0, stop=text)["completions"]  # type: ignore[misc]
+    assert stopped["stop_reason"] == "stop" and stopped["text"].endswith(text)
+
+
+def test_a_forward_changes_nothing_and_gives_what_a_backward_gives(root: Path, tmp_path: Path) -> None:
+    found = session(root, tmp_path)
+    before = found.digest()
+    read = found.forward(rows(), "ppo", logits=True, hidden_states=True)
+    assert all(each.grad is None for each in found.trained.values()) and found.digest() == before
+    trained = found.backward(rows(), "ppo")
+    assert (read["loss"], read["logprobs"]) == (trained["loss"], trained["logprobs"])
+    logits, logps = torch.tensor(read["logits"][0]), read["logprobs"][0]  # type: ignore[index]
+    assert logits.log_softmax(-1)[0, rows()[0].target_tokens[0]] == pytest.approx(logps[0], abs=1e-5)  # type: ignore[index]
+    assert torch.tensor(read["hidden_states"][0]).shape == (len(rows()[0].tokens), 32)  # type: ignore[index]
+
+
+def test_gradients_add_up_until_a_step_or_zero_grad(root: Path, tmp_path: Path) -> None:
+    whole, parts = session(root, tmp_path), session(root, tmp_path)
+    parts.backward(rows(seed=7))
+    parts.zero_grad()
+    with pytest.raises(ConfigError, match="there are no gradients"):
+        parts.step()
+    one = whole.backward(rows(8))
+    parts.backward(rows(8)[:4])
+    two = parts.backward(rows(8)[4:])
+    assert two["num_accumulated"] == 2 and two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+def test_a_custom_loss_has_the_gradients_of_autograd(root: Path, tmp_path: Path) -> None:
+    found = session(root, tmp_path)
+
+    def loss(data: list[Row], logps: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        value = sum((each.mean() ** 2 for each in logps), torch.tensor(0.0)) + logps[0].max()
+        return value, {"rows": float(len(data))}
+
+    read = found.forward(rows())
+    weighted, value, metrics = custom_weights(loss, rows(), read["logprobs"])  # type: ignore[arg-type]
+    found.backward(weighted)
+    gradients = {key: each.grad.clone() for key, each in found.trained.items()}
+    found.zero_grad()
+    logits = found.model(input_ids=padded(rows(), "tokens", torch.long)).logits.float()
+    targets = padded(rows(), "target_tokens", torch.long)
+    logps = logits.log_softmax(-1).gather(2, targets[..., None]).squeeze(2)
+    direct, _ = loss(rows(), [each[: len(row.tokens)] for row, each in zip(rows(), logps, strict=True)])
+    direct.backward()
+    assert value == pytest.approx(float(direct), rel=1e-5) and metrics == {"rows": 4.0}
+    for key, each in gradients.items():
+        torch.testing.assert_close(each, found.trained[key].grad, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_that_overflow_update_nothing(root: Path, tmp_path: Path) -> None:
+    found = session(root, tmp_path)
+    before = found.digest()
+    [row] = rows(1)
+    huge = Row(tokens=row.tokens, target_tokens=row.target_tokens, weights=[3e38] * len(row.tokens))
+    reported = found.backward([huge])
+    assert reported["overflow"] and reported["grad_norm"] is None
+    assert found.step() == {"step": 0, "learning_rate": 1e-2, "grad_norm": None, "overflow": True}
+    assert found.digest() == before
+    found.backward(rows())
+    assert found.step()["step"] == 1 and found.digest() != before
+
+
+ROW = {"tokens": [5, 6], "target_tokens": [6, 7], "weights": [1.0, 1.0]}
+
+
+@pytest.mark.parametrize(
+    ("data", "loss", "options", "message"),
+    [
+        ([], "cross_entropy", {}, "data has no rows"),
+        ([ROW], "crossentropy", {}, "loss=crossentropy: cross_entropy, importance_sampling"),
+        ([ROW], "cross_entropy", {"beta": 1.0}, "cross_entropy has no option beta"),
+        ([ROW], "ppo", {"clip_low_threshold": math.nan}, "a finite number is accepted"),
+        ([ROW], "ppo", {}, r"data\[0\].logprobs is missing"),
+        ([ROW], "dpo", {}, "data has 1 rows; pairs are accepted"),
+        ([{**ROW, "tokens": [5, 300_000]}], "cross_entropy", {}, "300000 is no token of this model"),
+        ([{**ROW, "target_tokens": [6, -1]}], "cross_entropy", {}, "-1 is no token of this model"),
+        ([{**ROW, "tokens": []}], "cross_entropy", {}, r"data\[0\].tokens is empty"),
+        ([{**ROW, "tokens": [5] * 65}], "cross_entropy", {}, "max_length=64"),
+        ([{**ROW, "weights": [1.0]}], "cross_entropy", {}, "weights has 1 values, and tokens has 2"),
+        ([{**ROW, "weights": [1.0, math.inf]}], "cross_entropy", {}, "non-finite"),
+        ([{"tokens": [5, 6]}], "cross_entropy", {}, "no target_tokens and no labels"),
+        ([{**ROW, "tokens": [[5], [6]]}], "cross_entropy", {}, "not a flat list of integers"),
+        ([{**ROW, "weight": [1.0]}], "cross_entropy", {}, "an object with tokens"),
+        (["a"], "cross_entropy", {}, "an object with tokens"),
+    ],
+)
+def test_bad_rows_are_refused_with_a_sentence_and_the_session_stays_as_it_is(
+    bad: Session, data: list[object], loss: str, options: dict[str, float], message: str
+) -> None:
+    before = bad.digest()
+    with pytest.raises(ConfigError, match=message):
+        bad.backward([Row.of(each, number) for number, each in enumerate(data)], loss, options)
+    assert bad.num_accumulated == 0 and bad.digest() == before
+    bad.forward([Row.of(ROW, 0)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"num_samples": 0}, "num_samples=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"max_tokens": 64}, "max_length=64 are accepted in all"),
+        ({"stop": [""]}, "stop="),
+    ],
+)
+def test_bad_sampling_is_refused(bad: Session, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        bad.generate([[5]], **settings)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def bad(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Session:
+    return session(root, tmp_path_factory.mktemp("bad"))
+
+
+def test_a_state_of_another_session_is_refused(root: Path, tmp_path: Path) -> None:
+    session(root, tmp_path, adapter=LORA).save(tmp_path / "saved")
+    with pytest.raises(ConfigError, match="a session with the same model and adapter"):
+        session(root, tmp_path).load(tmp_path / "saved")
+    with pytest.raises(ArtifactError, match="no state of a session"):
+        session(root, tmp_path).load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"precision": "fp16"}, "precision=fp16"),
+        ({"num_steps": None}, "num_steps=null"),
+        ({"adapter": Adapter(init="eva")}, "adapter.init"),
+        ({"adapter": Adapter(type="adalora")}, "adalora"),
+    ],
+)
+def test_settings_that_a_session_cannot_apply_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Steps(**fields)  # type: ignore[arg-type]
