@@ -51,6 +51,7 @@ from lineage.source.source_checks import is_hub_id
 from lineage.source.sources import local_paths
 from lineage.store import MODELS
 from tasks.model.chat_template import template_text
+from tasks.model.merging import require_all_weights
 from tasks.model.remote_code import trust
 from tasks.model.tokenizers import copy_tokenizer_files
 from tasks.train.sharding import leave_out_deepspeed
@@ -187,11 +188,12 @@ def load_gguf(gguf: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     split_as_in_gguf(tokenizer, gguf)
-    model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32,
+    model, info = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32, output_loading_info=True,
         # Otherwise the model counts as quantized, and can be neither saved nor trained.
         quantization_config=GgufConfig(dequantize=True),
     )  # fmt: skip
+    require_all_weights(gguf, model, info["missing_keys"])
     return model, tokenizer
 
 

@@ -59,7 +59,15 @@ from tasks.train.kernels.machine import (
     replace_kernels,
     start_scaler,
 )
-from tasks.train.kernels.padding_free import Collator, collator_for, install, is_padding_free, on_tokens, reads_lines
+from tasks.train.kernels.padding_free import (
+    Collator,
+    collator_for,
+    install,
+    is_padding_free,
+    keep_own_head,
+    on_tokens,
+    reads_lines,
+)
 from tasks.train.loop.callbacks import (
     Jumps,
     NewRandomState,
@@ -596,6 +604,7 @@ class TrainingRun:
             add_noise(trainer.model, self.method.neftune_alpha)
         squares = getattr(trainer, "use_weighting", False)
         for model in filter(None, (trainer.model, reference, *frozen)):
+            keep_own_head(model)
             if is_line:
                 install(model, self._attention, packs=self._packs, squares=squares)
             elif self._attention:

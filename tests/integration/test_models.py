@@ -1,23 +1,30 @@
 """What is known of a model before it trains: how many tokens it takes, and which of its dropout is off."""
 
 import copy
+import math
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl.trainer.utils import add_fused_lm_head
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from tasks.method import Adapter
+from tasks.context import Resources, TrainContext
+from tasks.method import Adapter, Training
 from tasks.model.positions import LEARNED_POSITIONS, learned_positions, require_positions
+from tasks.train.kernels.padding_free import has_own_head, keep_own_head, logits
 from tasks.train.losses.rewards import sequence_scores
 from tasks.train.models.load import disable_dropout, whole_model
+from tasks.train.run import TrainingRun
 from tests import tiny, training
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 
 POSITIONS = 16
 COMPUTED = (
@@ -139,6 +146,100 @@ def test_a_reward_model_scores_in_plain_transformers_as_here_where_pad_is_the_en
         with torch.no_grad():
             expected = sequence_scores(model.eval(), ids, torch.ones_like(ids))
             torch.testing.assert_close(model(input_ids=ids).logits[:, 0], expected)
+
+
+OWN_HEADS = ("electra", "modernbert-decoder", "recurrent_gemma", "roberta", "xlstm")  # layers, or a cap by another name
+
+
+def drawn(architecture: str) -> "PreTrainedModel":
+    """A model whose biases and norms are random too, with logits that a cap changes."""
+    torch.manual_seed(0)
+    model = model_of(architecture)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(0.2 * torch.randn_like(each))
+    return model
+
+
+@pytest.mark.parametrize(
+    "architecture", [*OWN_HEADS, "llama", "gemma2", "cohere", "granite", "falcon_h1", "gpt2", "opt"]
+)
+def test_losses_see_the_logits_of_the_models_own_forward(architecture: str) -> None:
+    """TRL's fused head multiplies hidden states with the head's weights, and knows some factors and caps."""
+    model = drawn(architecture)
+    assert has_own_head(model) == (architecture in OWN_HEADS)
+    ids = torch.randint(3, 100, (2, 12))
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    with torch.no_grad():
+        expected = model(**rows).logits
+        found = logits(model, model.base_model(**rows).last_hidden_state.flatten(0, 1))
+        add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy", "is_top1"))
+        keep_own_head(model)
+        fused = model(**rows, labels=ids, fused_lm_head=True)
+        torch.testing.assert_close(model(**rows).logits, expected)
+    torch.testing.assert_close(found.view_as(expected), expected, atol=1e-4, rtol=1e-4)
+    logps = (expected[:, :-1] / 0.7).log_softmax(-1)
+    torch.testing.assert_close(
+        fused.log_probs, logps.gather(2, ids[:, 1:, None]).squeeze(2), atol=1e-4, rtol=1e-4
+    )  # fmt: skip
+    torch.testing.assert_close(fused.entropy, -(logps.exp() * logps).sum(-1), atol=1e-4, rtol=1e-4)
+    assert fused.is_top1.equal(logps.argmax(-1) == ids[:, 1:])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return training.write_inputs(tmp_path_factory.mktemp("inputs"), num_rows=16)
+
+
+def write_drawn(directory: Path, architecture: str) -> Path:
+    """Saves a model of 300 tokens and 256 positions with its tokenizer."""
+    tiny.write_tokenizer(directory)
+    config = config_of(architecture)
+    for name, value in {"vocab_size": 300, "max_position_embeddings": 256, "initializer_range": 0.3}.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "orpo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_layers_between_hidden_states_and_head_are_in_the_loss(root: Path, tmp_path: Path, name: str) -> None:
+    policy = write_drawn(tmp_path / "policy", "modernbert-decoder")
+    run = training.train(training.method(name, num_steps=2), root, tmp_path / "output", policy=policy)
+    before, after = (load_file(each / "model.safetensors") for each in (policy, run.output))
+    assert not before["lm_head.dense.weight"].equal(after["lm_head.dense.weight"]), "trained too"
+    if name == "dpo":
+        assert run.losses[0] == pytest.approx(math.log(2), abs=1e-5)
+    if name == "grpo":
+        assert run.metrics["sampler/logp_difference_max"] < 1e-4
+    if name == "sft":
+        trainer = built(training.method(name, num_steps=2), root, tmp_path, policy)
+        batch = trainer.data_collator([trainer.train_dataset[index] for index in range(8)])
+        with torch.no_grad():
+            plain = AutoModelForCausalLM.from_pretrained(policy).eval()(**batch)
+        assert run.losses[0] == pytest.approx(plain.loss.item(), abs=1e-5)
+
+
+def built(stage: Training, root: Path, tmp_path: Path, policy: Path) -> "Trainer":
+    """The trainer of a stage, before its first step."""
+    ctx = TrainContext(
+        output_dir=tmp_path / "none", work_dir=tmp_path / "work", resources=Resources(micro_batch_size=8)
+    )
+    return stage.trainer(TrainingRun(stage, training.inputs(root, stage, policy=policy), ctx))
+
+
+@pytest.mark.parametrize("slot", ["policy", "teacher"])
+def test_files_that_lack_a_weight_are_refused(root: Path, tmp_path: Path, slot: str) -> None:
+    """transformers would draw it at random."""
+    inputs = tmp_path / "inputs"
+    shutil.copytree(root, inputs)
+    file = inputs / slot / "model.safetensors"
+    weights = load_file(file)
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    for name in ("sft", "reward") if slot == "policy" else ("distill",):
+        with pytest.raises(ConfigError, match=r"1 of 21 weights .* such as model.layers.0.self_attn.q_proj.weight"):
+            training.train(training.method(name, num_steps=1), inputs, tmp_path / name)
 
 
 ROPES: dict[str, dict[str, object]] = {

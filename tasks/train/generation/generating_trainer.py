@@ -43,7 +43,7 @@ from tasks.train.generation.rollouts import (
     warn_if_all_truncated,
 )
 from tasks.train.kernels.machine import plain
-from tasks.train.losses.distill_trainer import logits
+from tasks.train.kernels.padding_free import has_own_head, logits
 from tasks.train.models.adapted import REFERENCE
 from tasks.train.sharding import autocast, is_divided, through
 
@@ -620,6 +620,13 @@ def on_policy_trainer(run: "TrainingRun", method: "Completing", **own: object) -
             "many or more are accepted; take another teacher, or distil on rows (conf/stage/distill.yaml), which "
             "leaves out the tokens that one model lacks"
         )
+    for name, model in (("policy", run.policy.model), ("teacher", teacher)):
+        if has_own_head(model):
+            raise ConfigError(
+                f"the {name}, {run.inputs[name].name}, makes its logits of more than its last hidden states and the "
+                "weights of its head, which this method alone reads; another model is accepted, or distillation on "
+                "rows (conf/stage/distill.yaml)"
+            )
     if theirs > ours:  # for ids that the tokenizer does not have
         teacher.resize_token_embeddings(ours)
     for model in (run.policy.model, teacher):

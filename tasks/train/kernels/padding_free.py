@@ -19,12 +19,14 @@ selection is tested, and the arithmetic around the kernels.
 Shapes: R rows, L longest row, T distinct tokens, S tokens of all rows, N trained tokens, V vocabulary, H hidden size.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Literal
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +35,14 @@ from transformers import AttentionInterface, DataCollatorWithFlattening, PreTrai
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from trl.kernels import ChunkedLogProbFunction
+from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput
 
 from lineage.errors import ConfigError
 from tasks.data.kinds import MISMATCHED
 from tasks.data.tokens.tokenization import rows_of, why_not_packable
 from tasks.train.kernels.machine import FLASH_PACKAGES, plain
-from tasks.train.sharding import autocast
+from tasks.train.sharding import autocast, through
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -361,7 +364,8 @@ def is_padding_free(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     layers = config.layer_types if "layer_types" in config else None
     sliding = "sliding_window" in config and config.sliding_window is not None
-    return config.model_type in PADDING_FREE and not sliding and set(layers or ()) <= {"full_attention"}
+    known = config.model_type in PADDING_FREE and not sliding and set(layers or ()) <= {"full_attention"}
+    return known and not has_own_head(model)
 
 
 def backbone(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "BaseModelOutput":
@@ -419,6 +423,111 @@ def score(
         is_top1_N = logits_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1) >= logits_NV.amax(-1)
         squares_N = (2 * logits_NV).logsumexp(-1) - 2 * logits_NV.logsumexp(-1) if squares else None
     return logps_N, is_top1_N, squares_N
+
+
+_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # names of a factor of the logits
+_OWN_HEAD = "has_own_head"  # attribute of a model
+_PROBES, _LARGE = 4, 30.0  # random states, and about the size of their logits, so that a cap changes them
+_SAME = 0.02  # largest difference of logits, of the largest one
+
+
+def logits(model: PreTrainedModel, hidden_NH: "Tensor") -> "Tensor":
+    """The logits that the model's forward computes from its last hidden states, in fp32."""
+    return _by_forward(model, hidden_NH) if has_own_head(model) else _by_weights(model, hidden_NH)
+
+
+def _by_weights(model: PreTrainedModel, hidden_NH: "Tensor") -> "Tensor":
+    """As TRL's fused head: the product with its weights, a factor whose name depends on the model, and a cap."""
+    config = model.config.get_text_config()
+    scale = next((float(found) for name in _SCALES if (found := getattr(config, name, None)) is not None), None)
+    divisor = getattr(config, "logits_scaling", None)
+    if scale is None and divisor is not None:
+        scale = float(divisor if config.model_type == "hyperclovax" else 1 / divisor)
+    found = model.get_output_embeddings()(hidden_NH).float() * (1.0 if scale is None else scale)
+    cap = getattr(config, "final_logit_softcapping", None)
+    return found if cap is None else torch.tanh(found / cap) * cap
+
+
+class _States:
+    """The output of a backbone: its last hidden states, and None for all else."""
+
+    def __init__(self, hidden_1NH: "Tensor") -> None:
+        self.last_hidden_state = hidden_1NH
+
+    def __getitem__(self, index: int) -> "Tensor":
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def _by_forward(model: PreTrainedModel, hidden_NH: "Tensor") -> "Tensor":
+    """By the forward of the model's class, around a backbone that returns these states."""
+    ids_1N = torch.zeros(1, len(hidden_NH), dtype=torch.long, device=hidden_NH.device)
+    with ExitStack() as stack:
+        # Some classes call the decoder alone; of ModernBERT's it is the name of the head.
+        for each in {model.base_model, model.get_decoder()} - {model.get_output_embeddings()}:
+            stack.enter_context(mock.patch.object(each, "forward", return_value=_States(hidden_NH.unsqueeze(0))))
+        found: Tensor = type(model).forward(model, input_ids=ids_1N, use_cache=False).logits
+    return found.squeeze(0).float()
+
+
+def has_own_head(model: PreTrainedModel) -> bool:
+    """Whether the model's forward makes its logits of more than its last hidden states and the weights of the head.
+
+    So do models with layers between the two (ModernBERT's decoder), with a cap or a factor of another name
+    (RecurrentGemma, xLSTM), with a head in few bits, and code of a model's own. Both are compared on random states.
+    """
+    if _OWN_HEAD not in vars(model):
+        vars(model)[_OWN_HEAD] = through(model, lambda: _differs_from_weights(model))
+    return bool(vars(model)[_OWN_HEAD])
+
+
+def _differs_from_weights(model: PreTrainedModel) -> bool:
+    head = model.get_output_embeddings()
+    if head is None or model.base_model is model or not head.weight.numel():  # divided by DeepSpeed
+        return False
+    size = getattr(head, "in_features", head.weight.shape[-1])
+    if not head.weight.is_floating_point() or head.weight.shape[-1] != size:
+        return True
+    drawn_NH = torch.randn(_PROBES, size, generator=torch.Generator().manual_seed(0)).to(head.weight)
+    with torch.no_grad():
+        large_NH = drawn_NH * (_LARGE / _by_forward(model, drawn_NH).std().clamp(min=1e-3)).to(drawn_NH)
+        found, expected = _by_forward(model, large_NH), _by_weights(model, large_NH)
+    return bool((found - expected).abs().max() > _SAME * found.abs().max())
+
+
+class _Scores:
+    """Stands for TRL's function of states and the head's weights: the same values, from a model's own logits."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def apply(
+        self, hidden_NH: "Tensor", _weight: object, _bias: object, targets_N: "Tensor", temperature: float,
+        *_settings: object,
+    ) -> "tuple[Tensor, ...]":  # fmt: skip
+        logits_NV = logits(self.model, hidden_NH) / temperature
+        all_NV = logits_NV.log_softmax(-1)
+        logps_N = all_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
+        entropy_N = -(all_NV.exp() * all_NV).sum(-1)
+        with torch.no_grad():
+            return logps_N, entropy_N, (2 * all_NV).logsumexp(-1), logits_NV.mean(-1), logps_N >= all_NV.amax(-1)
+
+
+def keep_own_head(model: "PreTrainedModel | PeftModel") -> None:
+    """Has TRL's fused head compute the logits of a model as its own forward does; after TRL installed it."""
+    base = plain(model)
+    if not has_own_head(base):
+        return
+    fused, scores = base.forward, _Scores(base)
+
+    @functools.wraps(fused)
+    def forward(*args: object, **inputs: object) -> object:
+        with mock.patch.object(trl_utils, "_ChunkedLogProbFunction", scores):
+            return fused(*args, **inputs)
+
+    base.forward = forward
 
 
 def _causal_lm_forward(

@@ -20,13 +20,13 @@ from lineage.errors import ConfigError
 from tasks.data.kinds import IGNORED
 from tasks.data.tokens.tokenization import why_not_packable
 from tasks.train.kernels.machine import plain
-from tasks.train.kernels.padding_free import MAX_LOGITS, backbone, before_trained, is_padding_free
+from tasks.train.kernels.padding_free import MAX_LOGITS, backbone, before_trained, is_padding_free, logits
 from tasks.train.sharding import is_divided, through
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LAYOUT = ("token_index", "row_index", "cu_seq_lens_q")  # of the padding-free forward, beside the padded rows
-_SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")  # names of a factor of the logits
 DIVERGENCE = "divergence"
 
 
@@ -264,25 +263,6 @@ class _Heads:
         apart = self.apart(student_NV[:, : self.num_tokens], teacher_NV).sum()
         entropy = F.cross_entropy(student_NV, targets_N, reduction="sum") if self.enters else torch.zeros_like(apart)
         return torch.stack([apart, entropy])
-
-
-def logits(model: "PreTrainedModel", hidden_NH: "Tensor") -> "Tensor":
-    """The logits that the model's forward computes from its last hidden states, in fp32."""
-    config = model.config.get_text_config()
-    found = model.get_output_embeddings()(hidden_NH).float() * _logit_scale(config)
-    cap = getattr(config, "final_logit_softcapping", None)
-    return found if cap is None else torch.tanh(found / cap) * cap
-
-
-def _logit_scale(config: "PreTrainedConfig") -> float:
-    """The factor of the logits, whose name depends on the architecture; as in TRL's fused head."""
-    for name in _SCALES:
-        if getattr(config, name, None) is not None:
-            return float(getattr(config, name))
-    divisor = getattr(config, "logits_scaling", None)
-    if divisor is None:
-        return 1.0
-    return float(divisor if config.model_type == "hyperclovax" else 1 / divisor)
 
 
 def distill_trainer(run: "TrainingRun", **own: object) -> Trainer:

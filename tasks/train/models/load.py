@@ -6,7 +6,7 @@ import logging
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +46,7 @@ from tasks.model.merging import (
     names_lost,
     places_of,
     read_tensor,
+    require_all_weights,
     require_same_values,
     tolerance_of,
 )
@@ -483,9 +484,12 @@ def _full_model(
             skeleton = auto.from_config(config, trust_remote_code=local["trust_remote_code"])
         options = quantizer.options(quantizer.kept(skeleton))
     with suppress_seqcls_warning():  # a new reward model is expected to have a new head
-        model: PreTrainedModel = auto.from_pretrained(
-            directory, config=config, dtype=torch.float32, use_safetensors=True, **local, **options
-        )
+        loaded: tuple[PreTrainedModel, Mapping[str, Iterable[str]]] = auto.from_pretrained(
+            directory, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local,
+            **options,
+        )  # fmt: skip
+    model, info = loaded
+    require_all_weights(directory, model, info["missing_keys"], has_head=kind == Kind.CHECKPOINT)
     for name in ("distributed_config", "hf_device_map"):  # transformers' own sharding, which is not ours
         vars(model).pop(name, None)
         vars(model.config).pop(name, None)
