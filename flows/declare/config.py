@@ -33,7 +33,7 @@ from pydantic import TypeAdapter, ValidationError
 from flows.declare.operation import Operation
 from flows.declare.peer_names import FIELDS, value_of
 from flows.declare.pipeline import Pipeline, Root, Stage, StageNode, TrainingDefaults, listed
-from flows.declare.project import DATA_KEY, data_key, require_global
+from flows.declare.project import DATA_KEY, data_key, quoted, require_global
 from lineage.artifact import SOURCE, Source
 from lineage.code import target_class
 from lineage.errors import ConfigError, MissingValueError
@@ -102,6 +102,8 @@ class _Visitor(HydraOverrideVisitor):
 
 overrides_parser.HydraOverrideVisitor = _Visitor
 
+_INTERNAL = ("^", "full_key:", "object_type=", "See https", "Set the")  # beginnings of lines in Hydra's messages
+_ODD_TEXT = re.compile(r"(\+{0,2}[\w.@/]+=)(?!\w+\()([^'\"\[{].*)", re.DOTALL)  # no list, mapping or function
 _CHOICE = re.compile(r"\w+=[^{\[]*")  # a group choice, or a value at the root
 
 
@@ -436,7 +438,7 @@ def composed_files(overrides: Sequence[str], config_dir: Path | None = None) -> 
 def _cli_args(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
     """The overrides of a command in the form for Hydra."""
     loader = GlobalHydra.instance().config_loader()
-    search = [f"hydra.searchpath=[{_quoted(f'file://{config_dir.resolve()}')}]"] if config_dir else []
+    search = [f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]"] if config_dir else []
     return [*search, *(word for override in overrides for word in _accept(override, loader, config_dir))]
 
 
@@ -469,7 +471,7 @@ def _value(word: str) -> Override:
 def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
     """An override in the form for Hydra: group choices unchanged, values forced with ``++``."""
     override = _value(word)
-    key = override.key_or_group
+    word, key = str(override.input_line), override.key_or_group
     options = _options(key, loader, config_dir)
     if options:
         return _group(word, override, options)
@@ -480,14 +482,17 @@ def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[st
 
 @lru_cache(maxsize=1024)  # a sweep composes the same words again and again
 def parsed(word: str) -> Override:
-    """One override.
+    """One override; a text that the grammar does not have is taken as it was typed, since shells remove quotes.
 
     Raises:
         ConfigError: it does not parse.
     """
+    parser = overrides_parser.OverridesParser.create()
     try:
-        return overrides_parser.OverridesParser.create().parse_override(word)
+        return parser.parse_override(word)
     except HydraException as error:
+        if text := _ODD_TEXT.fullmatch(word):
+            return parser.parse_override(text[1] + quoted(text[2]))
         raise ConfigError(
             f"{word}: is no override ({_first_lines(error)}); write key=value, quote odd values"
         ) from error
@@ -509,29 +514,20 @@ def _group(word: str, override: Override, options: list[str]) -> list[str]:
     if override.is_delete() or value in options:
         return [word]
     if not isinstance(value, str) and str(value) in options:  # pipeline=2024
-        return [f"{word.partition('=')[0]}={_quoted(str(value))}"]
+        return [f"{word.partition('=')[0]}={quoted(str(value))}"]
     if group == "model" and isinstance(value, str) and ("/" in value or Path(value).is_dir()):
         # A directory or hub id is short for two overrides.
-        return ["model=pretrained", f"++sources.base.path={_quoted(value)}"]
+        return ["model=pretrained", f"++sources.base.path={quoted(value)}"]
     hint = " (a model is also a directory that exists, or a hub id owner/name)" if group == "model" else ""
     if ours := value_of(value, str(options)):
         raise ConfigError(f"{word}: no such {group}; here it is {group}={ours}; accepted: {', '.join(options)}")
     raise ConfigError(f"{word}: no such {group}; accepted: {listed(value, options)}{hint}")
 
 
-def _quoted(value: str) -> str:
-    return "'" + value.replace("\\", r"\\").replace("'", r"\'") + "'"
-
-
 def _first_lines(error: Exception) -> str:
     """Hydra's message without caret lines and advice on internals."""
     lines = [line.strip() for line in str(error).splitlines()]
-    kept = [
-        line
-        for line in lines
-        if line and not line.startswith(("^", "full_key:", "object_type=", "See https", "Set the"))
-    ]
-    return "; ".join(kept[:4])
+    return "; ".join([line for line in lines if line and not line.startswith(_INTERNAL)][:4])
 
 
 T = TypeVar("T")

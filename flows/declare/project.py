@@ -152,4 +152,9 @@ def _text(node: yaml.Node) -> str:
     is_clear = node.style is None or yaml.safe_load(node.value) == node.value  # quotes that change nothing
     if not is_text or (is_clear and _PLAIN.fullmatch(node.value)) or node.value.startswith("${"):
         return str(node.value)
-    return "'" + str(node.value).replace("\\", r"\\").replace("'", r"\'") + "'"
+    return quoted(str(node.value))
+
+
+def quoted(text: str) -> str:
+    """A text in the grammar of overrides, where a backslash is doubled before a quote alone."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: match[1] * 2 + (r"\'" if match[2] else ""), text) + "'"

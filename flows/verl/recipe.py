@@ -7,6 +7,7 @@ listed in ``Recipe.notes``, with what verl does instead.
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 
+from flows.declare.project import quoted
 from lineage.errors import ConfigError
 from tasks.context import Resources
 from tasks.grpo import GRPO
@@ -409,5 +410,4 @@ def flat(value: object) -> str:
         return f"[{','.join(map(flat, value))}]"
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{key}:{flat(each)}' for key, each in value.items())}}}"
-    text = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'"
+    return quoted(str(value))

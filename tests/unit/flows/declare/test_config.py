@@ -45,6 +45,28 @@ def test_a_batch_smaller_than_the_micro_batch_makes_the_micro_batch_smaller():
     assert shared.stages["left"].resources.micro_batch_size == 2
 
 
+ODD = [
+    ";",
+    "|",
+    "<|im_end|>",
+    "Be brief; and kind (always)!",
+    "it's",
+    "50% & more",
+    " x; y",
+    'a "b" c',
+    "#1",
+    "a\\;b",
+    "q?",
+]
+
+
+@pytest.mark.parametrize("text", ODD)
+@pytest.mark.parametrize("more", [(), ("resources=local",)])  # the later choice of a group hands it to Hydra
+def test_a_text_that_a_shell_has_unquoted_is_taken_as_it_was_typed(text, more):
+    assert toy(f"sources.rows.split={text}", *more).sources["rows"].split == text
+    assert toy(f"+sources.rows.loader.sep={text}", *more).sources["rows"].loader == {"sep": text}
+
+
 @pytest.mark.parametrize("text", TYPED)
 def test_a_text_field_takes_a_number_as_it_was_typed(tmp_path, text):
     rows = toy(f"sources.rows.revision={text}", f"tags=[{text}, x]", f"+sources.rows.columns={{prompt: {text}}}")
@@ -220,6 +242,8 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
         ("stages.left.method._target_=tasks.method.Method", "lacks consumes, produces"),
         ("a b c", "is no override .*write key=value"),
         ("stages.left.method.learning_rate=[", "is no override"),
+        ("stages.left.method.learning_rate=choice(1", "is no override"),
+        ("stages.left.method.learning_rate=1;2", 'learning_rate="1;2": input should be a valid number'),
         ("stages.left.resources.launcher=rocket", "'auto', 'process', 'cluster' or 'foreground'"),
         ("stages.left.resources.launcher=process", None),
     ],

@@ -45,11 +45,11 @@ def test_both_read_the_rewards_of_grpo_from_one_place():
     assert found.stages["grpo"].method.rewards["answer"].function == "numeric"
 
 
-PROJECT = """
+PROJECT = r"""
 pipeline: sft
 model: owner/name # chosen here
 data: my chats.jsonl
-tags: [a, "b c"]
+tags: [a, "b c", '\d+ of it''s \']
 stages:
   sft:
     method.learning_rate: 1e-5
@@ -66,7 +66,7 @@ def test_a_project_file_is_read_as_overrides_which_those_of_the_command_line_fol
     found = load_pipeline(with_project(["my.yaml", "stages.sft.method.num_steps=7"]))
     method = found.stages["sft"].method.recipe()
     assert (found.name, found.sources["base"].path, found.operation.tags) == (
-        "sft", "owner/name", ("a", "b c"),
+        "sft", "owner/name", ("a", "b c", "\\d+ of it's \\"),
     )  # fmt: skip
     assert (method["learning_rate"], method["num_steps"]) == (1e-5, 7)
     assert found.stages["sft"].method.optimizer.weight_decay == 0.05
