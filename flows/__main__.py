@@ -52,6 +52,7 @@ COMMANDS = {
     "export": "write a model as whole weights, GGUF or for Ollama, or push it; or a stage for verl",
     "stage": "run one stage without Prefect: what dvc.yaml calls",
     "lineage": "show all that an artifact was made from",
+    "report": "write the page of a model: use, scores, curves, data, recipe, cost; or its card for the hub",
     "impact": "show all that a source, a file, a row, a label or a model went into",
     "diff": "show what differs in the ancestries of two artifacts, the most likely cause first",
     "diagnose": "read the curves of a stage; explain them, and say what to change",
@@ -73,12 +74,12 @@ COMMANDS = {
     "doctor": "check that this machine is fit to run",
 }
 _COMPLETION = "--print-completion"
-_OWN_ARGUMENTS = ("init", "data", "diagnose", "tune", "gate-check")  # add all their arguments themselves
+_OWN_ARGUMENTS = ("init", "data", "diagnose", "report", "tune", "gate-check")  # add all their arguments themselves
 _WITHOUT_JSON = ("stage", "serve", "serve-model", "status", "logs", "cancel")  # a command's --json prints one object
 _HERE = ("plan", "run", "stage")
 # The module that defines run_NAME(options) and add_NAME(parser), unless it is flows.commands.NAME.
 _MODULES = {
-    "certify": "rehearse", "tune": "rehearse", "impact": "lineage", "diff": "lineage",
+    "certify": "rehearse", "tune": "rehearse", "report": "lineage", "impact": "lineage", "diff": "lineage",
     "blame": "lineage", "diagnose": "lineage",
     "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "gate-check": "promote",
     "logs": "status", "cancel": "status",

@@ -8,8 +8,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,14 +32,19 @@ from flows.stages.launch import StageProcesses, modules_of, shares_imports
 from flows.stages.resources import Cluster, ask_cluster, require_cluster, require_gpus, require_pools
 from flows.stages.run import Run
 from flows.stages.stops import stoppable
-from lineage.artifact import SOURCE
+from lineage.artifact import MODELS, SOURCE
+from lineage.dvc import VIEWS
 from lineage.errors import ConfigError, PipelineError, StoppedError
+from lineage.filesystem.files import atomic_write
+from lineage.graph.places import node_key
 from lineage.record.labels import Statement, record_labels
 from lineage.record.tracker import Event, Execution, Listener, Tracker
 from tasks.context import Launcher
 
 if TYPE_CHECKING:
     from prefect.states import State
+
+_HEAD = 2000  # characters of a page, up to its title
 
 
 def run_plan(plan: Plan, cli_args: Sequence[str], *, as_json: bool) -> int:
@@ -55,9 +61,13 @@ def run_plan(plan: Plan, cli_args: Sequence[str], *, as_json: bool) -> int:
     prepare_run(plan)
     seconds, execution_id, outcome = _run_stale(plan, cli_args) if has_work(plan) else ({}, None, None)
     show_declared(plan, cli_args)
+    if not (seconds or _page(plan)):  # all is reused, and the page is of another run's model
+        write_page(plan, partial(print, file=sys.stderr))
     wall = time.perf_counter() - start
+    page = _page(plan)
     result = run_dict(plan, seconds, wall, execution_id) | ({"outcome": outcome} if outcome else {})
-    text = "\n\n".join([summary(plan, seconds, wall, cli_args), *([outcome] if outcome else [])])
+    result |= {"page": str(page)} if page else {}
+    text = "\n\n".join([summary(plan, seconds, wall, cli_args, page), *([outcome] if outcome else [])])
     print(json.dumps(result, indent=2) if as_json else text, flush=True)
     require_passed(plan)
     return 0
@@ -166,6 +176,48 @@ def run_stages(run: Run, results: dict[str, Result]) -> None:
     errors = [state.result(raise_on_failure=False) for state in states if state.is_failed() or state.is_crashed()]
     for error in sorted(errors, key=lambda error: not isinstance(error, PipelineError)):
         raise error
+    write_page(plan, run.announce)
+    if page := _page(plan):
+        run.tracker.keep([page])
+
+
+def write_page(plan: Plan, announce: Callable[[str], None]) -> None:
+    """Writes the page of the pipeline's model beside its view; a failure is only announced."""
+    model, place = _shown_model(plan), _page_path(plan)
+    if model is None:
+        return
+    try:
+        from flows.reports.model import model_page, model_report
+        from lineage.graph.index import Index
+
+        with Index(plan.pipeline.store) as index:
+            text = model_page([model_report(model, index)])
+        place.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(place, text)
+    except Exception as error:  # of any reader of the record: the models are there all the same
+        announce(f"the page of {model} is not written ({type(error).__name__}: {error}); the run is as good without it")
+
+
+def _page(plan: Plan) -> Path | None:
+    """The page of the pipeline's model; None: there is none, or it is of another model."""
+    model, place = _shown_model(plan), _page_path(plan)
+    if model is None or not place.exists():
+        return None
+    with place.open(encoding="ascii") as file:
+        return place if f"<title>{model}</title>" in file.read(_HEAD) else None
+
+
+def _page_path(plan: Plan) -> Path:
+    return plan.pipeline.store / VIEWS / plan.pipeline.name / "report.html"
+
+
+def _shown_model(plan: Plan) -> str | None:
+    """The candidate of a gate, or else the model that is trained last; None: the pipeline has no model."""
+    judged = {each.inputs["candidate"].name for each in plan.stages if "candidate" in each.inputs}
+    models = [each for each in plan.stages if each.stage.method.produces in MODELS]
+    trained = [each for each in models if each.stage.method.trains]
+    chosen = [each for each in models if each.name in judged] or trained or models
+    return node_key(chosen[-1].name, chosen[-1].fingerprint) if chosen else None
 
 
 def _screen(stages: Sequence[PlannedStage]) -> Screen:

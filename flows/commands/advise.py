@@ -353,7 +353,7 @@ def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str]:
 
 
 def _table(found: Recipe) -> str:
-    from flows.reports.tables import empty_table, plain_text
+    from flows.reports.wording import empty_table, plain_text
 
     table = empty_table("setting", "now", "advised", "reason", "source")
     for each in found.values:

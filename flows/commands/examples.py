@@ -65,6 +65,10 @@ posttrain stage dpo tracking=none""",
 posttrain lineage cpt-sft-dpo/dpo
 posttrain lineage alias:champion --html lineage.html
 posttrain lineage 6f53 --json""",
+    "report": """
+posttrain report cpt-sft-dpo/dpo --html dpo.html
+posttrain report --compare cpt-sft-dpo/sft cpt-sft-dpo/dpo
+posttrain report alias:champion --card --repo owner/name""",
     "impact": """
 posttrain impact source:corpus
 posttrain impact label:cc-by-nc-4.0

@@ -1,7 +1,8 @@
-"""``posttrain lineage``, ``impact``, ``diff``, ``blame`` and ``diagnose``."""
+"""``posttrain lineage``, ``report``, ``impact``, ``diff``, ``blame`` and ``diagnose``."""
 
 import argparse
 import json
+from pathlib import Path
 
 from flows.commands.arguments import add_json, add_overrides, name_among, recorded_cli_args, write_output
 from flows.declare.store_root import asked_store
@@ -31,6 +32,48 @@ def run_lineage(options: argparse.Namespace) -> int:
         print(json.dumps(graph.to_dict(options.ref), indent=2))
     else:
         print(f"wrote {options.html}" if options.html else ancestry_tree(graph))
+    return 0
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ref", nargs="?", metavar="REF", help="a model, such as cpt-sft-dpo/dpo or alias:champion")
+    add_overrides(parser)
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two models beside each other")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--html", type=local_path, metavar="FILE", help="where the page goes; default: report-MODEL.html")
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    form.add_argument("--card", action="store_true", help="print a README for the hub, with metadata")
+    parser.add_argument("--repo", metavar="OWNER/NAME", help="of the card: the model's name on the hub")
+
+
+def run_report(options: argparse.Namespace) -> int:
+    from flows.reports.diff import diff_text
+    from flows.reports.model import model_card, model_page, model_report
+    from lineage.errors import ConfigError
+    from lineage.graph.diff import diff
+    from lineage.graph.index import Index
+
+    words = [*([options.ref] if options.ref else []), *options.overrides]
+    refs = [*(options.compare or []), *(word for word in words if "=" not in word)]
+    if len(refs) != (2 if options.compare else 1):
+        raise ConfigError(
+            f"report: {len(refs)} REFs are given ({', '.join(refs)}); give one, or two as: "
+            "posttrain report --compare A B"
+        )
+    if options.card and options.compare:
+        raise ConfigError("--card with --compare: a card is of one model; leave one of them out")
+    with Index(asked_store([word for word in words if "=" in word], options.config_dir)) as index:
+        reports = [model_report(ref, index) for ref in refs]
+        found = diff(index, *(each["id"] for each in reports)) if options.compare else None
+    if options.json:
+        both = {"models": reports, "differences": found.to_dict()} if found else reports[0]
+        print(json.dumps(both, indent=2))
+    elif options.card:
+        print(model_card(reports[0], options.repo or reports[0]["name"]), end="")
+    else:
+        place = options.html or Path(f"report-{'-'.join(each['id'].replace('@', '-') for each in reports)}.html")
+        write_output(place, model_page(reports, diff_text(found).splitlines() if found else ()))
+        print(f"wrote {place}")
     return 0
 
 

@@ -68,7 +68,7 @@ def run_gate_check(options: argparse.Namespace) -> int:
         ConfigError: a rule does not, or the pipeline has no gate.
     """
     from flows.declare.config import load_pipeline
-    from flows.reports.tables import empty_table, plain_text
+    from flows.reports.wording import empty_table, plain_text
 
     name, cli_args = name_among(options.name, options.overrides) if options.name else ("", options.overrides)
     overrides = cli_args if "=" in name or not name else [f"pipeline={name}", *cli_args]

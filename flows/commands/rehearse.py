@@ -39,8 +39,7 @@ def run_rehearse(options: argparse.Namespace) -> int:
 
 def _rehearsal_text(rehearsal: "Rehearsal") -> str:
     """A line per stage, and an estimate of the real run."""
-    from flows.reports.tables import empty_table, plain_text
-    from flows.reports.wording import clock
+    from flows.reports.wording import clock, empty_table, plain_text
 
     def number(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:.{digits}f}"
@@ -84,7 +83,7 @@ def run_certify(options: argparse.Namespace) -> int:
 
 def _certified_text(found: "list[Certified]") -> str:
     """A line per stage and interruption, then the files."""
-    from flows.reports.tables import empty_table, plain_text
+    from flows.reports.wording import empty_table, plain_text
 
     table = empty_table("stage", "interruption", "verdict", "what was found")
     for each in found:
@@ -161,8 +160,7 @@ def run_tune(options: argparse.Namespace) -> int:
 
 def _first_round(tuner: "Tuner", *, as_json: bool) -> str:
     """The trials of the first round with their estimated needs."""
-    from flows.reports.tables import empty_table, plain_text
-    from flows.reports.wording import clock
+    from flows.reports.wording import clock, empty_table, plain_text
     from flows.sweep.folder import overrides
 
     found = tuner.first_round()

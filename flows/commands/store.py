@@ -151,8 +151,7 @@ def _print_garbage(
 ) -> None:
     from rich.filesize import decimal
 
-    from flows.reports.tables import empty_table, plain_text
-    from flows.reports.wording import counted
+    from flows.reports.wording import counted, empty_table, plain_text
 
     lines, table = [], empty_table("what", "size", "why", numbers=("size",))
     for each, num_bytes in zip(garbage, sizes, strict=False):

@@ -513,6 +513,9 @@ def _group(word: str, override: Override, options: list[str]) -> list[str]:
         return ["++" + word.lstrip("+")]
     if override.is_delete() or value in options:
         return [word]
+    if group == "tracking" and isinstance(value, list) and value and set(map(str, value)) <= {*options}:
+        first, *others = sorted(map(str, value), key=lambda each: each not in ("local", "none"))
+        return [f"tracking={first}", *(f"++tracking.{each}=true" for each in others)]
     if not isinstance(value, str) and str(value) in options:  # pipeline=2024
         return [f"{word.partition('=')[0]}={quoted(str(value))}"]
     if group == "model" and isinstance(value, str) and ("/" in value or Path(value).is_dir()):

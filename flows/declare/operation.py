@@ -67,9 +67,11 @@ class Tracking:
 
     Args:
         mlflow: whether runs, data sets and models go to MLflow.
+        tensorboard, wandb, trackio: whether the stages' curves go there too.
         uri: of MLflow; None: ``MLFLOW_TRACKING_URI``, or else ``sqlite:///mlflow.db`` in the working directory.
         dvc: whether runs of the pipeline as declared commit to DVC, in a DVC repository.
-        experiment: MLflow experiment; None: named after the pipeline. Several pipelines may share one.
+        experiment: MLflow experiment, and the project of other trackers; None: named after the pipeline. Several
+            pipelines may share one.
         run_name: of the execution's run; ``{pipeline}``, ``{time}`` and ``{user}`` are filled in.
         tags: of the runs of the execution, its stages and its trials.
 
@@ -77,9 +79,12 @@ class Tracking:
         ConfigError: MLflow does not accept a name or a tag.
     """
 
-    mlflow: bool
-    uri: str | None
-    dvc: bool
+    mlflow: bool = True
+    uri: str | None = None
+    dvc: bool = True
+    tensorboard: bool = False
+    wandb: bool = False
+    trackio: bool = False
     experiment: str | None = None
     run_name: str | None = None
     tags: dict[str, str] = field(default_factory=dict)
@@ -101,6 +106,22 @@ class Tracking:
                     f"tracking.tags.{name}: a tag's name has letters, digits and _ - . / : and blanks, at most 250, "
                     f"and does not begin with mlflow. or posttrain.; its value has at most {_TAG_LENGTH} characters"
                 )
+
+    @property
+    def others(self) -> list[str]:
+        """The trackers beside MLflow, each of which is installed.
+
+        Raises:
+            ConfigError: one is not installed.
+        """
+        chosen = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
+        for name, package in chosen.items():
+            if getattr(self, name) and importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"tracking.{name}=true: the package {package} is not installed; run: pip install "
+                    f"'posttrain[{name}]', or leave it out"
+                )
+        return [name for name in chosen if getattr(self, name)]
 
     def names(self) -> RunNames:
         return RunNames(experiment=self.experiment or "", run_name=self.run_name or "", tags=self.tags)

@@ -185,7 +185,7 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_S}.split", "dataset_train_split", "", "train_split"),
     **_each(f"{_S}.sample_count", "", "max_samples", "max_train_samples"),
     **_each("store=DIRECTORY", "output_dir", "save_dir"),
-    **_each("tracking=local or tracking=none", "report_to", "use_wandb use_mlflow wandb_project logging_dir"),
+    **_each("tracking=wandb, tensorboard ...", "report_to", "use_wandb use_mlflow wandb_project logging_dir"),
     **_each("tracking.experiment", "", "mlflow_experiment_name", "experiment_name"),
     **_each("tracking.run_name", "run_name", "mlflow_run_name wandb_name wandb_exp_name"),
     **_each("tracking.uri", "", "mlflow_tracking_uri"),

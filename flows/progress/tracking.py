@@ -20,16 +20,21 @@ if TYPE_CHECKING:
 
 
 def make_tracker(tracking: Tracking) -> Tracker:
-    """The MLflow tracker, or one that records nothing.
+    """The MLflow tracker, or one that records nothing; with the other trackers beside it.
 
     Raises:
-        ConfigError: MLflow's address is invalid or does not answer.
+        ConfigError: MLflow's address is invalid or does not answer; another tracker is not installed or has no account.
     """
-    if not tracking.mlflow:
-        return Tracker()
-    uri = tracking_uri(tracking.uri)
-    require_reachable(uri, tracking.uri)
-    return MlflowTracker(uri, tracking.names())
+    found, others = Tracker(), tracking.others
+    if tracking.mlflow:
+        uri = tracking_uri(tracking.uri)
+        require_reachable(uri, tracking.uri)
+        found = MlflowTracker(uri, tracking.names())
+    if not others:
+        return found
+    from flows.progress.trackers import OPENERS, StageTracker, Trackers
+
+    return Trackers(found, [StageTracker(name, OPENERS[name], tracking.names()) for name in others])
 
 
 def recorded_uri(pipeline: Pipeline) -> str | None:

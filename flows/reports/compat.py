@@ -9,7 +9,7 @@ from typing import Literal, get_args, get_type_hints
 import yaml
 
 from flows.declare.config import CONF, method_class, typed
-from flows.reports.tables import empty_table, plain_text
+from flows.reports.wording import empty_table, plain_text
 from lineage.errors import ConfigError
 from tasks.context import Dtype, Resources
 from tasks.method import Adapter, Method, Optimizer, Quantization, Schedule, Training

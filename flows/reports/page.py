@@ -67,25 +67,27 @@ def render(graph: Mapping[str, object]) -> str:
         ref=html.escape(str(graph["ref"])),
         summary=_summary(nodes.values()),
         legend="".join(_legend(nodes.values())),
-        drawing=_ascii_tree(draw(nodes, edges, str(graph["root"]))),
-        data=_script_json(graph),
+        drawing=ascii_tree(draw(nodes, edges, str(graph["root"]))),
+        data=script_json(graph),
         script=script,
     )
     return html_page(
         title=f"lineage of {html.escape(str(graph['ref']))}", style=style, body=body.rstrip(),
-        policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}",
+        policy=f"default-src 'none'; style-src {source_hash(style)}; script-src {source_hash(script)}",
     )  # fmt: skip
 
 
-def _hash(text: str) -> str:
+def source_hash(text: str) -> str:
+    """A script or style as the content security policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _ascii_tree(element: Element) -> str:
+def ascii_tree(element: Element) -> str:
+    """An element as markup."""
     return str(tostring(element, encoding="us-ascii", short_empty_elements=False), "ascii")
 
 
-def _script_json(graph: Mapping[str, object]) -> str:
+def script_json(graph: Mapping[str, object]) -> str:
     """JSON that is safe inside a script element."""
     text = json.dumps(_finite(graph), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
@@ -112,7 +114,7 @@ def _legend(nodes: Collection[Node]) -> Iterator[str]:
     for kind in sorted({kind_of(node) for node in nodes}):
         item = Element("li", {"data-kind": kind})
         item.text = kind.replace("_", " ")
-        yield _ascii_tree(item)
+        yield ascii_tree(item)
 
 
 # --- the drawing

@@ -16,8 +16,7 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, dashboard_file, latest, run_record_path, waits_for
 from flows.progress.stage_progress import Progress
 from flows.reports.page import render
-from flows.reports.tables import empty_table, plain_text
-from flows.reports.wording import clock, printable_text, relative
+from flows.reports.wording import clock, empty_table, plain_text, printable_text, relative
 from flows.sweep.folder import trial_results
 from lineage.artifact import Kind
 from lineage.diagnosis.finding import Finding
@@ -225,8 +224,14 @@ def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: 
     return {**document, "seconds": wall, "mlflow_run_id": mlflow_run_id}
 
 
-def summary(plan: Plan, seconds: dict[str, float], wall: float, cli_args: Sequence[str]) -> str:
-    """The final report of a run: durations, findings, verdicts, what was measured, answers, and what to do next."""
+def summary(
+    plan: Plan, seconds: dict[str, float], wall: float, cli_args: Sequence[str], page: Path | None = None
+) -> str:
+    """The final report of a run: durations, findings, verdicts, what was measured, answers, and what to do next.
+
+    Args:
+        page: of the pipeline's model; None: there is none.
+    """
     table = empty_table("stage", "time", "tokens/s", "output", numbers=("time", "tokens/s"))
     for planned in plan.stages:
         speed = _manifest(plan, planned).metrics.get("tokens_per_second")
@@ -247,7 +252,8 @@ def summary(plan: Plan, seconds: dict[str, float], wall: float, cli_args: Sequen
         elif kind == Kind.REPORT and (output / METRICS_FILE).exists():
             slots = [slot for slot in planned.stage.inputs if slot not in planned.stage.method.consumes]
             parts += _measured(output, slots)
-    parts += [f"lineage  {page}"] if (page := _lineage_page(plan)) else []
+    pages = {"page": relative(page) if page else "", "lineage": _lineage_page(plan)}
+    parts += ["\n".join(found)] if (found := [f"{name:<7}  {place}" for name, place in pages.items() if place]) else []
     parts.append(_next(plan, seconds, cli_args))
     return printable_text("\n\n".join(part.rstrip() for part in parts))
 

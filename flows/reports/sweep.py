@@ -4,7 +4,7 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 
-from flows.reports.tables import empty_table, plain_text
+from flows.reports.wording import empty_table, plain_text
 from flows.sweep.files import SweepFiles
 from flows.sweep.folder import TrialResult, overrides, trial_results
 from flows.sweep.plan import SweepPlan, count_stages, union

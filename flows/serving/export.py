@@ -4,7 +4,7 @@ import argparse
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,19 +12,16 @@ from typing import TYPE_CHECKING
 from flows.commands.arguments import name_among
 from flows.reports.wording import counted
 from flows.serving.model import Found, find_model
-from lineage.artifact import MODELS, Kind
+from lineage.artifact import Kind
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.files import local_path
-from lineage.fingerprint import short
-from lineage.markup import markdown_table
 from lineage.record.exports import Export, record_export
 from lineage.source.model_files import quantization_format, read_json
-from lineage.source.source_checks import is_hub_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lineage.graph.ancestry import Graph
+    from flows.reports.model import Report
     from tasks.model.merging import Golden
 
 TARGETS = {
@@ -129,7 +126,12 @@ def _export(found: Found, out: Path, options: argparse.Namespace) -> Export:
         else:
             golden = loaded.write_merged(draft, dtype)
             if options.target == "hub":
-                write_card(draft / CARD, found, options.repo, golden)
+                from flows.reports.model import model_card
+
+                moved = f"{golden['difference']:.2g}"
+                note = f"Rounding to 16 bits moved the mean log-probability of fixed texts by at most {moved} nats."
+                card = model_card(_report(found), options.repo, note)
+                (draft / CARD).write_text(card, encoding="utf-8")
         files = digest_files(draft)
         if options.target == "gguf":
             (draft / out.name).replace(out)
@@ -227,70 +229,16 @@ class Loaded:
         return write
 
 
-def write_card(path: Path, found: Found, repository: str, golden: Mapping[str, float]) -> None:
-    """The model card: what it was made from, by the record; and how it is used.
-
-    Raises:
-        PipelineError: its metadata cannot be read back.
-    """
-    from huggingface_hub import ModelCard, ModelCardData
-
-    graph = _ancestry(found)
-    records = [node.record for node in graph.nodes.values() if node.record] if graph else []
-    sources = [each.source for each in records if each.source]
-    of_hub = [each for each in sources if is_hub_id(each.path) and each.revision]
-    models = [each.path for each in of_hub if each.kind in MODELS]
-    datasets = [each.path for each in of_hub if each.kind not in MODELS]
-    data = ModelCardData(
-        library_name="transformers", pipeline_tag="text-generation", tags=["posttrain"], base_model=models or None,
-        datasets=datasets or None,
-    )  # fmt: skip
-    lines = [f"# {repository.rpartition('/')[2]}", ""]
-    if graph and found.manifest:
-        manifest = found.manifest
-        lines += [
-            f"Stage `{manifest.stage}` of the pipeline `{manifest.pipeline}`, trained with posttrain.",
-            f"Fingerprint `{short(manifest.fingerprint)}`, digest of its files `{short(manifest.output_digest)}`.",
-            "", "## Made from", "",
-            markdown_table(("artifact", "method", "revision or digest", "rows", "labels"), list(_rows(graph))),
-            "", "## Recipe", "",
-            markdown_table(("field", "value"), [(key, json.dumps(value)) for key, value in manifest.recipe.items()]),
-            "", "## Measured", "",
-            markdown_table(("metric", "value"), [(key, f"{value:.6g}") for key, value in manifest.metrics.items()]),
-            "",
-        ]  # fmt: skip
-    moved = f"{golden['difference']:.2g}"
-    lines += [
-        "## Use", "", "```python", "from transformers import pipeline", "",
-        f'chat = pipeline("text-generation", model="{repository}")',
-        'print(chat([{"role": "user", "content": "Hello"}]))', "```", "",
-        f"Rounding to 16 bits moved the mean log-probability of fixed texts by at most {moved} nats.", "",
-    ]  # fmt: skip
-    path.write_text(f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines), encoding="utf-8")
-    if ModelCard.load(path).data.to_dict() != data.to_dict():
-        raise PipelineError(f"{path}: its metadata is not read back as it was written; report it")
-
-
-def _ancestry(found: Found) -> "Graph | None":
-    from lineage.graph.ancestry import ancestry
+def _report(found: Found) -> "Report | None":
+    """What the store says of a model; None: it is no artifact of one."""
+    from flows.reports.model import model_report
     from lineage.graph.index import Index
     from lineage.graph.places import node_key
 
     if not found.store or not found.manifest:
         return None
     with Index(found.store) as index:
-        return ancestry(index, node_key(found.manifest.stage, found.manifest.fingerprint))
-
-
-def _rows(graph: "Graph") -> Iterator[tuple[str, ...]]:
-    """A line per ancestor; of a file its name alone, since a card tells no paths of this machine."""
-    for node in graph.nodes.values():
-        source = node.record.source if node.record else None
-        method = str(node.manifest.recipe.get("method", "")).rpartition(".")[2] if node.manifest else ""
-        where = (source.path if source.revision else Path(source.path).name) if source else ""
-        revision = source.revision if source and source.revision else short(node.fingerprint)
-        rows = f"{node.rows:,}" if node.rows is not None else ""
-        yield f"{node.name} {where}".strip(), method, str(revision), rows, ", ".join(sorted(node.labels))
+        return model_report(node_key(found.manifest.stage, found.manifest.fingerprint), index)
 
 
 def _require_repository(options: argparse.Namespace) -> None:

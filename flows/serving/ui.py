@@ -82,8 +82,8 @@ def site(store: Path, key: str) -> "Starlette":
     pages = _Pages(store)
     routes = {
         "/": pages.overview, "/list/{kind}": pages.listed, "/artifact/{node}": pages.artifact,
-        "/lineage/{node}": pages.lineage, "/curves/{ref:path}": pages.curves, "/log/{ref:path}": pages.log,
-        "/rows/{node}": pages.rows, "/sweep/{name}": pages.sweep,
+        "/lineage/{node}": pages.lineage, "/page/{node}": pages.page, "/curves/{ref:path}": pages.curves,
+        "/log/{ref:path}": pages.log, "/rows/{node}": pages.rows, "/sweep/{name}": pages.sweep,
     }  # fmt: skip
 
     def refused(request: "Request", error: Exception) -> "Response":
@@ -157,7 +157,7 @@ class _Pages:
         if manifest is None:
             return _answer(node.id, [f"<p>{html.escape(node.id)} is a source, or no longer in the store</p>"])
         pages = [("lineage", f"/lineage/{node.id}"), ("log", f"/log/{node.id}")]
-        pages += [("curves", f"/curves/{node.id}")] if manifest.produces in MODELS else []
+        pages += [("page", f"/page/{node.id}"), ("curves", f"/curves/{node.id}")] if manifest.produces in MODELS else []
         pages += [("rows", f"/rows/{node.id}")] if node.entry and (node.entry.output / _REPORT).is_file() else []
         links = " ".join(f'<a href="{html.escape(address)}">{name}</a>' for name, address in pages)
         facts = [("pipeline", manifest.pipeline), ("method", manifest.method), ("fingerprint", manifest.fingerprint)]
@@ -186,6 +186,15 @@ class _Pages:
         ref = request.path_params["node"]
         with self._index() as index:
             return HTMLResponse(render(ancestry(index, resolve(ref, index).node).to_dict(ref)))
+
+    def page(self, request: "Request") -> "Response":
+        """All that the record says of a model."""
+        from starlette.responses import HTMLResponse
+
+        from flows.reports.model import model_page, model_report
+
+        with self._index() as index:
+            return HTMLResponse(model_page([model_report(request.path_params["node"], index)]))
 
     def curves(self, request: "Request") -> "Response":
         from starlette.responses import HTMLResponse

@@ -49,8 +49,10 @@ MAKE = re.compile(r"(?:^ {4}|^|`)make ([a-z][\w-]*)", re.MULTILINE)
 
 
 def commands() -> list[str]:
-    """Of the README and the runbooks."""
-    blocks = [block for page in (README, *RUNBOOKS) for block in SHELL.findall(page.read_text())]
+    """Of the README, the runbooks, and the page on reports."""
+    blocks = [
+        block for page in (README, *RUNBOOKS, ROOT / "docs" / "report.md") for block in SHELL.findall(page.read_text())
+    ]
     lines = [line for block in blocks for line in block.splitlines()]
     return [line[line.index("posttrain ") :] for line in lines if "posttrain " in line]
 

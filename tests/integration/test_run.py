@@ -45,6 +45,27 @@ def test_runs_reuses_and_reruns_only_what_changed(toy, prefect_url):
     assert set(toy.states("resources.micro_batch_size=4").values()) == {"reuse"}
 
 
+def test_a_run_ends_with_the_page_of_its_model_and_is_as_good_without_it(toy):
+    page = toy.folder / "artifacts/pipelines/toy/report.html"
+    assert f"\npage     {page.relative_to(toy.folder)}\n" in toy("run").stdout
+    own, other = page.read_text(), "stages.right.method.learning_rate=0.2"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flows.reports.model.model_page", lambda reports: 1 / 0)
+        done = toy("run", other)
+    assert done.returncode == 0 and "page  " not in done.stdout and page.read_text() == own
+    assert "is not written (ZeroDivisionError: division by zero)" in done.stderr
+    assert "page     artifacts/" in toy("run", other).stdout  # all is reused, and the page was of another model
+    assert page.read_text() != own
+
+
+def test_another_tracker_has_a_run_of_each_stage(toy):
+    assert toy("run", "tracking=[none,tensorboard]").returncode == 0
+    written = (toy.folder / "artifacts/logs/tensorboard/toy").glob("*/events*")
+    assert sorted(path.parent.name.split()[0] for path in written) == ["data", "left", "model", "right"]
+    note = next((toy.folder / "artifacts/left").glob("*/tensorboard.json"))
+    assert json.loads(note.read_text())["step"] == ToyTraining.num_steps
+
+
 def test_a_failed_stage_is_named_and_its_sibling_finishes(toy):
     result = toy("run", "stages.left.method.fail=true", "stages.right.method.step_seconds=0.5")
     assert result.returncode == 1

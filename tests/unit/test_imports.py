@@ -50,6 +50,7 @@ ALONE = {
     "flows.operate.certify": "the plan and torch: its command's file parses alone, also for --help",
     "flows.operate.doctor": "packages and addresses: its command's file parses alone, also for --help",
     "flows.operate.gc_roots": "the index and the plan: its command's file parses alone, also for --help",
+    "flows.progress.trackers": "trackers beside MLflow: a run without them does not import it",
     "flows.planning.plan_file": "libraries and code of a plan: its command's file parses alone, also for --help",
     "flows.reports.*": "rich and the index: the command's file parses alone, also for --help",
     "flows.reports.docs.*": "one page of docs each",

@@ -336,7 +336,7 @@ def test_a_push_to_the_hub_has_a_card_and_is_recorded_with_its_commit(store, tmp
 
     card = ModelCard.load(tmp_path / "dry" / "README.md")
     assert card.data.pipeline_tag == "text-generation"
-    for told in ("# chat", "learning_rate", "1.5", "chats", "cc-by-4.0", 'model="us/chat"'):
+    for told in ("# chat", "learning_rate", "1.5", "chats", "cc-by-4.0", 'from_pretrained("us/chat")'):
         assert told in card.text, told
     assert str(tmp_path) not in card.text
     pushed = exported(tmp_path, "hub", "p/sft", "--repo", "us/chat", "--private", "--out", "out")

@@ -69,7 +69,15 @@ def test_each_link_of_the_site_leads_to_a_page_and_no_page_changes_the_store(sto
         links = re.findall(r'href="(/[^"]*)"', answer.text)
         waiting += [each for each in links if each not in seen and each not in waiting]
     dpo, pairs = node(store.made["dpo"]), node(store.made["pairs"])
-    for page in (f"/artifact/{dpo}", f"/lineage/{dpo}", f"/curves/{dpo}", f"/log/{dpo}", f"/rows/{pairs}", "/sweep/s1"):
+    for page in (
+        f"/artifact/{dpo}",
+        f"/lineage/{dpo}",
+        f"/page/{dpo}",
+        f"/curves/{dpo}",
+        f"/log/{dpo}",
+        f"/rows/{pairs}",
+        "/sweep/s1",
+    ):
         assert page in seen
     for told in ("champion", "1.25", "cc-by-nc-4.0", node(store.made["cpt"])):
         assert told in seen["/"] + seen[f"/artifact/{dpo}"], told

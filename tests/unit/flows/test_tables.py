@@ -1,6 +1,6 @@
 """Tables as plain text."""
 
-from flows.reports.tables import empty_table, plain_text
+from flows.reports.wording import empty_table, plain_text
 
 
 def test_columns_are_as_wide_as_their_cells_and_text_stays_as_it_is():

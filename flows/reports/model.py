@@ -1,0 +1,794 @@
+"""All that the record of a store says of a model: as one object, as a page, and as a card for the hub.
+
+The record alone is read: manifests, reports of steps, run records, estimates, and the files of evaluations and gates.
+"""
+
+import html
+import json
+import math
+import pydoc
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from datetime import datetime
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, cast
+
+from flows.planning.estimates import History
+from flows.progress.run_record import runs_of
+from flows.reports.diagnosis import finding_dict
+from flows.reports.page import ascii_tree, draw, script_json, source_hash
+from flows.reports.wording import clock, gib
+from lineage.artifact import DATA, MODELS, SOURCE, Kind
+from lineage.diagnosis.curves import VALIDATION, read_curves
+from lineage.diagnosis.rules import diagnose
+from lineage.errors import ArtifactError, ConfigError, PipelineError
+from lineage.filesystem.files import read_jsonl
+from lineage.fingerprint import short
+from lineage.graph.ancestry import Edge, Graph, Node, ancestry
+from lineage.graph.index import Index
+from lineage.graph.refs import resolve
+from lineage.markup import html_page, markdown_table
+from lineage.record.attempts import attempts
+from lineage.record.metrics_file import is_of_machine, read_reports
+from lineage.record.run_file import RunFile
+from lineage.record.verdict import interval_text, read_verdict
+from lineage.source.model_files import read_json
+from lineage.source.source_checks import is_hub_id
+from lineage.store import Entry, Manifest
+from tasks.evaluate.report import ANSWERS_FILE
+from tasks.evaluate.row_scores import POLICIES_FILE, RowScores, lower_is_better, read_policies, read_scores
+from tasks.gate.bootstrap import Bootstrap
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
+Facts = dict[str, object]
+Pairs = list[tuple[str, str]]
+
+
+class Chart(TypedDict):
+    """A title, and curves: name, values, and of each axis the places."""
+
+    title: str
+    traces: list[Facts]
+
+
+class Curves(TypedDict):
+    """The charts of one training."""
+
+    stage: str
+    charts: list[Chart]
+
+
+class ScoreRow(TypedDict):
+    """A metric: the values of the policies in their order, each with its interval, and the gain of the last one."""
+
+    metric: str
+    better: str
+    values: list[Facts | None]
+    gain: Facts | None
+
+
+class Scores(TypedDict):
+    """One evaluation."""
+
+    stage: str
+    policies: list[str]
+    rows: list[ScoreRow]
+    protocol: Pairs
+    num_rows: int
+
+
+class Answers(TypedDict):
+    """Answers to the same prompts; a row has ``prompt``, ``right`` and an answer of each policy."""
+
+    stage: str
+    policies: list[str]
+    rows: list[dict[str, str | None]]
+
+
+class Use(TypedDict):
+    """A program that loads the model, and what it has to know."""
+
+    snippet: str
+    facts: Pairs
+
+
+class Report(TypedDict, total=False):
+    """What is known of a model. A section without content is missing."""
+
+    ref: str
+    id: str
+    name: str
+    pipeline: str
+    kind: str
+    about: str
+    facts: Pairs
+    use: Use
+    lineage: Facts
+    data: list[Facts]
+    samples: list[Facts]
+    recipe: list[tuple[str, str, str]]
+    curves: list[Curves]
+    scores: list[Scores]
+    answers: Answers
+    verdicts: list[Facts]
+    costs: list[Facts]
+    findings: list[Facts]
+    versions: Pairs
+
+
+_POINTS = 600  # of a curve
+_SAMPLES = 5  # rows, and answers
+_LOG_BYTES = 200_000  # the beginning of a log, where the samples are
+_DRAWS = 200_000  # of a bootstrap: rows times resamples
+_SAMPLE = re.compile(r"sample \(trained tokens in ⟦ ⟧\): (.*?)(?=^\d{4}-\d\d-\d\d \d\d:|^--- |\Z)", re.M | re.S)
+# Title of a chart -> the metrics that it draws, by their first letters.
+_CHARTS = {
+    "loss": ("loss", *VALIDATION),
+    "validation": ("val/",),
+    "gradient norm": ("grad_norm",),
+    "rewards": ("reward", "rewards/"),
+    "accuracy": ("accuracy", "mean_token_accuracy", "margin"),
+    "KL and entropy": ("kl", "entropy"),
+    "learning rate": ("learning_rate",),
+}
+# Field of a recipe -> the group whose choice on the command line sets it.
+_GROUPS = ("adapter", "quantization", "optimizer", "schedule", "precision")
+
+
+def model_report(ref: str, index: Index) -> Report:
+    """What the record says of the model that a REF names.
+
+    Raises:
+        ConfigError: the REF names nothing, or no model.
+    """
+    graph = ancestry(index, resolve(ref, index).node)
+    node = graph.nodes[graph.root]
+    manifest = node.manifest
+    if manifest is None or node.entry is None or manifest.produces not in MODELS:
+        kind = manifest.produces if manifest else "a source or deleted"
+        raise ConfigError(f"{ref}: {node.id} is {kind}; a model ({' or '.join(MODELS)}) is accepted; name one")
+    chain = [each for each in _chain(graph) if each.manifest and each.entry]
+    consumers = [(index.entry(other), slot) for other, slot in index.children(node.id) if index.artifact(other)]
+    readers = [(entry, slot, each) for entry, slot in consumers if (each := entry.readable_manifest())]
+    scores = [
+        found for entry, slot, each in readers if each.produces == Kind.REPORT
+        for found in [_scores(entry, slot, each, graph)] if found
+    ]  # fmt: skip
+    sections: Report = {
+        "ref": ref, "id": node.id, "name": node.name, "pipeline": manifest.pipeline, "kind": manifest.produces,
+        "about": _about(graph, chain), "facts": _facts(node, manifest),
+        "lineage": graph.to_dict(node.id),
+        "data": _data(graph),
+        "samples": _trained_samples(chain),
+        "recipe": _recipe(index.store, node, manifest),
+        "curves": [found for each in reversed(chain) if (found := _curves(each))],
+        "scores": scores,
+        "verdicts": [
+            asdict(found) | {"intervals": [interval_text(rule) for rule in found.rules]}
+            for entry, slot, each in readers if each.produces == Kind.VERDICT and slot == "candidate"
+            for found in [read_verdict(entry.output)]
+        ],
+        "costs": _costs(index.store, chain),
+        "findings": [found for each in reversed(chain) for found in _findings(each)],
+        "versions": _versions(manifest),
+    }  # fmt: skip
+    if use := _use(node, manifest):
+        sections["use"] = use
+    for entry, slot, _ in reversed(readers):
+        if answers := _answers(entry, slot, graph):
+            sections["answers"] = answers
+    return cast("Report", {name: found for name, found in sections.items() if found})
+
+
+def _chain(graph: Graph) -> list[Node]:
+    """The model and those that it was trained from, the first one first."""
+    found, name = [graph.nodes[graph.root]], graph.root
+    while above := next((each.parent for each in graph.parents(name) if each.slot in ("policy", "output")), None):
+        name = above
+        found.insert(0, graph.nodes[name])
+    return found
+
+
+def _about(graph: Graph, chain: Sequence[Node]) -> str:
+    """What the method does, and what the model was made from, in two sentences."""
+    manifest = chain[-1].manifest
+    assert manifest
+    does = _first_line(manifest.method)
+    first = next((each.parent for each in graph.parents(chain[0].id) if each.slot == "policy"), None)
+    start = graph.nodes[first].name.removeprefix(SOURCE) if first else chain[0].name
+    steps = [each.name for each in chain if each.name != start]
+    rows = sum(_count(each.manifest, "train_rows", "rows") for each in _data_of(graph))
+    on = f", on {rows:,} rows" if rows else ""
+    return f"{does} Made from {start} by {', then '.join(steps)}{on}." if steps else f"{does} A start{on}."
+
+
+def _first_line(method: str) -> str:
+    """The first line of the documentation of a method of ours: the code of others is not imported."""
+    found = pydoc.locate(method) if method.startswith("tasks.") else None
+    return f"{(found.__doc__ or '').partition(chr(10))[0]}" if found else f"By {method}."
+
+
+def _data_of(graph: Graph) -> list[Node]:
+    return [each for each in graph.nodes.values() if each.manifest and each.manifest.produces in DATA]
+
+
+def _count(manifest: Manifest | None, *names: str) -> int:
+    return next((int(manifest.metrics[name]) for name in names if manifest and name in manifest.metrics), 0)
+
+
+def _facts(node: Node, manifest: Manifest) -> Pairs:
+    ran = manifest.provenance
+    measured = [(name, f"{manifest.metrics[name]:.4g}") for name in ("loss", "reward") if name in manifest.metrics]
+    found = [
+        ("pipeline", manifest.pipeline), ("stage", manifest.stage), ("method", str(manifest.recipe.get("method", ""))),
+        ("aliases", ", ".join(node.aliases)), ("licences and consent", ", ".join(sorted(node.labels))),
+        *measured, ("made", f"{datetime.fromtimestamp(ran.end):%Y-%m-%d %H:%M}"),
+        ("fingerprint", manifest.fingerprint), ("digest of its files", manifest.output_digest),
+        *(("export", each.words()) for each in node.exports),
+    ]  # fmt: skip
+    return [(name, value) for name, value in found if value]
+
+
+# --- use
+
+
+def _use(node: Node, manifest: Manifest) -> Use | None:
+    """How the model is loaded and asked; None: its files are gone."""
+    assert node.entry
+    output = node.entry.output.absolute()
+    config = read_json(output, "config.json")
+    if not isinstance(config, Mapping):
+        return None
+    is_chat = has_template(output)
+    size = sum(path.stat().st_size for path in output.iterdir() if path.suffix == ".safetensors")
+    found = [
+        ("architecture", ", ".join(map(str, config.get("architectures") or [config.get("model_type")]))),
+        ("weights", gib(size) if size >= 2**27 else f"{size / 2**20:.1f} MiB"),
+        ("context", f"{config['max_position_embeddings']:,} tokens" if "max_position_embeddings" in config else ""),
+        ("chat template", "its own; it renders messages" if is_chat else "none: give it text"),
+    ]
+    if manifest.produces == Kind.CHECKPOINT:
+        found += [("stop tokens", ", ".join(_stop_tokens(output))), ("sampling", _sampling(output))]
+    return {
+        "snippet": snippet(str(output), str(manifest.produces), is_chat=is_chat, parts=_parts(output)),
+        "facts": [(name, value) for name, value in found if value],
+    }
+
+
+def has_template(output: Path) -> bool:
+    """Whether a model's directory has a chat template."""
+    config = read_json(output, "tokenizer_config.json")
+    return (output / "chat_template.jinja").is_file() or (isinstance(config, Mapping) and "chat_template" in config)
+
+
+def _parts(output: Path) -> tuple[str, list[str]] | None:
+    """The whole model below an adapter, and the adapters in order; None: the weights are whole, or parts are gone."""
+    from tasks.model.adapter_files import base_and_adapters, is_adapter
+
+    if not is_adapter(output):
+        return None
+    try:
+        base, adapters = base_and_adapters(output)
+    except (ArtifactError, ConfigError):
+        return None
+    return str(base.absolute()), [str(each.absolute()) for each in adapters]
+
+
+def snippet(path: str, kind: str, *, is_chat: bool, parts: tuple[str, list[str]] | None = None) -> str:
+    """A program that loads a model with transformers and asks it; it prints an answer, or a score.
+
+    Args:
+        path: of its directory, or its name on the hub.
+        parts: the directory of the whole model below it, and those of the adapters on that.
+    """
+    is_policy = kind == Kind.CHECKPOINT
+    auto = "AutoModelForCausalLM" if is_policy else "AutoModelForSequenceClassification"
+    asked = [{"role": "user", "content": "Hello"}]
+    said = [*asked, {"role": "assistant", "content": "Good morning."}]
+    lines = [*(["from peft import PeftModel"] if parts else []), f"from transformers import {auto}, AutoTokenizer", ""]
+    lines.append(f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(path)})")
+    lines.append(f"model = {auto}.from_pretrained({json.dumps(parts[0] if parts else path)})")
+    for each in parts[1] if parts else ():
+        lines.append(f"model = PeftModel.from_pretrained(model, {json.dumps(each)}).merge_and_unload()")
+    if is_chat:
+        more = "add_generation_prompt=True, " if is_policy else ""
+        lines += [
+            f"messages = {json.dumps(asked if is_policy else said)}",
+            f'inputs = tokenizer.apply_chat_template(messages, {more}return_dict=True, return_tensors="pt")',
+        ]
+    else:
+        lines.append('inputs = tokenizer("Hello", return_tensors="pt")')
+    if is_policy:
+        lines += [
+            "output = model.generate(**inputs, max_new_tokens=64)  # its stop tokens and sampling are in its files",
+            'print(tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+        ]
+    else:
+        lines.append("print(model(**inputs).logits.item())  # the higher, the better the answer")
+    return "\n".join(lines)
+
+
+def _stop_tokens(output: Path) -> Iterator[str]:
+    generation, tokenizer = read_json(output, "generation_config.json"), read_json(output, "tokenizer.json")
+    ends = generation.get("eos_token_id") if isinstance(generation, Mapping) else None
+    added = tokenizer.get("added_tokens", []) if isinstance(tokenizer, Mapping) else []
+    names = {each["id"]: each["content"] for each in added}
+    for token in ends if isinstance(ends, list) else [ends]:
+        if token is not None:
+            yield f"{names.get(token, '')} ({token})".strip()
+
+
+def _sampling(output: Path) -> str:
+    generation = read_json(output, "generation_config.json")
+    if not isinstance(generation, Mapping) or not generation.get("do_sample"):
+        return "greedy"
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return ", ".join(f"{name} {generation[name]}" for name in names if generation.get(name) is not None) or "sampled"
+
+
+# --- data and recipe
+
+
+def _data(graph: Graph) -> list[Facts]:
+    """The sets of rows in the ancestry, and where they came from."""
+    found = []
+    for node in _data_of(graph):
+        manifest = node.manifest
+        assert manifest
+        sources = [graph.nodes[edge.parent] for edge in graph.parents(node.id)]
+        found.append({
+            "name": node.name, "kind": str(manifest.produces), "train_rows": _count(manifest, "train_rows", "rows"),
+            "held_out_rows": _count(manifest, "held_out_rows"), "labels": sorted(node.labels),
+            "sources": [_place(each) for each in sources if each.record],
+        })  # fmt: skip
+    return found
+
+
+def _place(node: Node) -> str:
+    source = node.record.source if node.record else None
+    name = node.name.removeprefix(SOURCE)
+    return f"{name}: {source.path}" if source else name
+
+
+def _trained_samples(chain: Sequence[Node]) -> list[Facts]:
+    """The first rows of each training as text with the trained tokens in ⟦ ⟧, as its log has them."""
+    found = list[Facts]()
+    for node in chain:
+        assert node.entry
+        try:
+            with node.entry.log.open("rb") as file:
+                log = file.read(_LOG_BYTES).decode("utf-8", "replace")
+        except OSError:
+            continue
+        texts = list(islice(dict.fromkeys(each.strip() for each in _SAMPLE.findall(log)), _SAMPLES))
+        parts = [re.split("(⟦.*?⟧)", text, flags=re.S) for text in texts]
+        rows = [[(part.strip("⟦⟧"), part.startswith("⟦")) for part in each if part] for each in parts]
+        if rows:
+            found.append({"stage": node.name, "rows": rows})
+    return found
+
+
+def _recipe(store: Path, node: Node, manifest: Manifest) -> list[tuple[str, str, str]]:
+    """Field, value, and what set it: the command line, the pipeline, or the method's default."""
+    assert node.entry
+    made = (run for run, stage in runs_of(store, node.entry.path) if stage.state in ("done", "running"))
+    run, noted = next(made, None), RunFile.read(node.entry.path)
+    cli_args = run.words if run else noted.words if noted else []
+    given = {key.lstrip("+"): word for word in cli_args for key in [word.partition("=")[0]] if "=" in word}
+    defaults = _defaults(manifest.method)
+    return [
+        (name, value if isinstance(value, str) else json.dumps(value), _origin(name, value, manifest, given, defaults))
+        for name, value in _flat(manifest.recipe)
+        if name not in ("method", "version")
+    ]
+
+
+def _origin(
+    name: str, value: object, manifest: Manifest, given: Mapping[str, str], defaults: Mapping[str, object]
+) -> str:
+    place = f"stages.{manifest.stage}.method."
+    for key, word in given.items():
+        field, group = key.removeprefix(place), name.partition(".")[0]
+        if key.startswith(place) and (name == field or name.startswith(f"{field}.")):
+            because = manifest.provenance.because
+            return f"command line, by {because}" if because else "command line"
+        if key == group and group in _GROUPS:
+            return f"command line: {word}"
+    return "default" if name in defaults and defaults[name] == value else f"pipeline {manifest.pipeline}"
+
+
+def _defaults(method: str) -> dict[str, object]:
+    found = pydoc.locate(method) if method.startswith("tasks.") else None
+    if not (isinstance(found, type) and is_dataclass(found)):
+        return {}
+    values = {}
+    for each in fields(found):
+        value = each.default_factory() if each.default_factory is not MISSING else each.default
+        if value is not MISSING:
+            values[each.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return dict(_flat(json.loads(json.dumps(values, default=str))))
+
+
+def _flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}", value
+
+
+# --- curves, costs, findings
+
+
+def _curves(node: Node) -> Curves | None:
+    """The charts of a training: each value with its step, the tokens and the minutes up to it."""
+    assert node.entry
+    reports = read_reports(node.entry.metrics)
+    starts = [each.time for each in attempts(node.entry.path)]
+    minutes, tokens, before = 0.0, 0.0, 0.0
+    series: dict[str, list[tuple[int, float, float, float]]] = {}
+    for place, report in enumerate(reports):
+        since = [start for start in starts if start <= report.time] + ([before] if place else [])
+        minutes += (report.time - max(since, default=report.time)) / 60
+        before, tokens = report.time, report.metrics.get("num_tokens", tokens)
+        for name, value in report.metrics.items():
+            if math.isfinite(value):
+                series.setdefault(name, []).append((report.step, tokens, round(minutes, 4), value))
+    charts = list[Chart]()
+    for title, names in _CHARTS.items():
+        drawn = [name for name in series if any(name == each or name.startswith(each) for each in names)]
+        if title == "loss":
+            drawn = [name for name in drawn if name in names]
+        elif title == "validation":
+            drawn = [name for name in drawn if name not in VALIDATION]
+        traces = [_trace(name, series[name]) for name in drawn]
+        if traces:
+            charts.append({"title": title, "traces": traces})
+    return {"stage": node.name, "charts": charts} if charts else None
+
+
+def _trace(name: str, points: Sequence[tuple[int, float, float, float]]) -> Facts:
+    every = -(-len(points) // _POINTS)
+    columns = zip(*[*points[:-1:every], points[-1]], strict=True)
+    steps, tokens, minutes, values = map(list, columns)
+    axes = {"step": steps, "tokens": tokens if any(tokens) else [], "minutes": minutes if any(minutes) else []}
+    return {"name": name, "values": values, **{axis: each for axis, each in axes.items() if each}}
+
+
+def _costs(store: Path, chain: Sequence[Node]) -> list[Facts]:
+    """Predicted and measured needs of each training, by the line that its end left in the store's estimates."""
+    runs, found = History.of(store).runs, []
+    for node in chain:
+        manifest = node.manifest
+        assert manifest
+        tokens, ran = manifest.metrics.get("num_tokens"), manifest.provenance
+        near = [run for run in runs if run.stage == node.name and run.tokens == tokens]
+        run = min(near, key=lambda each: abs(each.time - ran.end), default=None)
+        seconds = ran.end - ran.start
+        row: Facts = {"stage": node.name, "seconds": seconds, "predicted_seconds": run and run.predicted_seconds}
+        if run:
+            row |= {"memory": run.memory, "predicted_memory": run.predicted_memory}
+        workers, gpus = (_number(ran.resources.get(name), 1) for name in ("num_workers", "gpus_per_worker"))
+        price, watts = (_number(ran.resources.get(name), 0) for name in ("price_per_gpu_hour", "watts_per_worker"))
+        hours = workers * gpus * seconds / 3600
+        row["gpu_hours"] = hours if "gpus_per_worker" in ran.resources else 0.0
+        if price and hours:
+            row |= {"cost": price * hours, "currency": str(ran.resources.get("currency", ""))}
+        if watts:
+            row["kwh"] = watts * workers * seconds / 3.6e6
+        if "tokens_per_second" in manifest.metrics:
+            row["tokens_per_second"] = manifest.metrics["tokens_per_second"]
+        found.append(row)
+    return found
+
+
+def _number(value: object, default: float) -> float:
+    return float(value) if isinstance(value, int | float) else default
+
+
+def _findings(node: Node) -> list[Facts]:
+    assert node.entry
+    return [{"stage": node.name, **finding_dict(node.name, each)} for each in diagnose(read_curves(node.entry.path))]
+
+
+def _versions(manifest: Manifest) -> Pairs:
+    ran = manifest.provenance
+    dirty = " with changes that are not committed" if ran.git_dirty else ""
+    found = [
+        ("commit", f"{ran.git_commit}{dirty}" if ran.git_commit else ""), ("code digest", ran.code_digest),
+        ("python", ran.python), *sorted(ran.libraries.items()), ("hosts", ", ".join(ran.hosts)),
+        *ran.hardware.items(), ("seed", "" if ran.seed is None else str(ran.seed)),
+        ("resumed at steps", ", ".join(map(str, ran.resumed_at))), ("time", clock(ran.end - ran.start)),
+        *((f"kernels: {name}", value) for name, value in ran.kernels.items()),
+        *((f"resources: {name}", json.dumps(value)) for name, value in ran.resources.items() if value is not None),
+    ]  # fmt: skip
+    return [(name, value) for name, value in found if value]
+
+
+# --- scores and answers
+
+
+def _columns(entry: Entry, slot: str, graph: Graph) -> list[str]:
+    """The policies of an evaluation that a model is beside: its ancestors, the first one first, and itself last."""
+    if not (entry.output / POLICIES_FILE).exists():
+        return []
+    known = {each.fingerprint: distance for distance, each in enumerate(graph.nodes.values())}
+    policies = {name: known[digits] for name, digits in read_policies(entry.output).items() if digits in known}
+    own = [name for name, distance in policies.items() if distance == 0]
+    last = slot if slot in own else next(iter(own), "")
+    others = sorted((name for name in policies if name not in own), key=lambda name: -policies[name])
+    return [*others, last] if last else []
+
+
+def _scores(entry: Entry, slot: str, manifest: Manifest, graph: Graph) -> Scores | None:
+    """One evaluation: each metric of the model and its ancestors with 95 % intervals, and its gain over the nearest."""
+    columns = _columns(entry, slot, graph)
+    if not columns:
+        return None
+    by_row = read_scores(entry.output)
+    rows = list[ScoreRow]()
+    prefix = f"{columns[-1]}/"
+    for name in [key.removeprefix(prefix) for key in manifest.metrics if key.startswith(prefix)]:
+        if name.endswith("_stderr"):
+            continue
+        scores = by_row.get(name)
+        cells = [_cell(manifest.metrics, policy, name, scores) for policy in columns]
+        gain = _interval(scores, columns[-1], columns[-2]) if scores and len(columns) > 1 else None
+        arrow = "↓" if lower_is_better(name) else "↑"
+        rows.append({"metric": name, "better": arrow, "values": cells, "gain": gain})
+    protocol = [(name, str(value)) for name, value in _flat(manifest.recipe) if name not in ("method", "version")]
+    return {
+        "stage": manifest.stage, "policies": columns, "rows": rows, "protocol": protocol,
+        "num_rows": max((len(each.row_ids) for each in by_row.values()), default=0),
+    }  # fmt: skip
+
+
+def _cell(metrics: Mapping[str, float], policy: str, name: str, scores: RowScores | None) -> Facts | None:
+    """A value with its interval; by its standard error where the evaluation gives one."""
+    if scores and policy in scores.scores:
+        return _interval(scores, policy, None)
+    value, error = metrics.get(f"{policy}/{name}"), metrics.get(f"{policy}/{name}_stderr")
+    if value is None or not math.isfinite(value):
+        return None
+    return {"value": value} | ({"low": value - 1.96 * error, "high": value + 1.96 * error} if error else {})
+
+
+def _interval(scores: RowScores, policy: str, baseline: str | None) -> Facts | None:
+    if policy not in scores.scores or (baseline and baseline not in scores.scores):
+        return None
+    count = min(400, max(50, _DRAWS // max(1, len(set(scores.groups)))))
+    found = Bootstrap(confidence=0.95, num_resamples=count, seed=0).estimate([scores], policy, baseline)
+    if not all(map(math.isfinite, (found.value, found.low, found.high))):
+        return None
+    interval: Facts = {"value": found.value, "low": found.low, "high": found.high}
+    return interval
+
+
+def _answers(entry: Entry, slot: str, graph: Graph) -> Answers | None:
+    """Answers of the model and of its nearest ancestor to the same prompts."""
+    columns = _columns(entry, slot, graph)[-2:]
+    if not columns or not (entry.output / ANSWERS_FILE).exists():
+        return None
+    rows = list[dict[str, str | None]]()
+    lines: list[Facts] = read_jsonl(entry.output / ANSWERS_FILE, dict)
+    for line in lines:
+        if all(name in line for name in columns):
+            asked, right = cast("list[dict[str, str]]", line["prompt"]), line.get("right answer")
+            said = {name: str(line[name]) for name in columns}
+            prompt = asked[-1]["content"] if asked else ""
+            rows.append({"prompt": prompt, "right": None if right is None else str(right), **said})
+    rows.sort(key=lambda row: row["right"] is None)  # questions with a right answer say more
+    return Answers(stage=entry.path.parent.name, policies=columns, rows=rows[:_SAMPLES]) if rows else None
+
+
+# --- the page
+
+
+_HERE = Path(__file__)
+_SIDES = "AB"
+
+
+def compared(reports: Sequence[Report]) -> tuple[list[Scores], list[Answers]]:
+    """Scores and answers of two models beside each other, where both were evaluated and were asked the same."""
+    names = [f"{side} {each['name']}" for side, each in zip(_SIDES, reports, strict=True)]
+    first, second = (
+        {row["metric"]: row for each in reversed(report.get("scores", [])) for row in each["rows"]}
+        for report in reports
+    )
+    rows = [
+        ScoreRow(
+            metric=name, better=row["better"], values=[row["values"][-1], second[name]["values"][-1]], gain=None
+        )
+        for name, row in first.items() if name in second
+    ]  # fmt: skip
+    said = [
+        {(row["prompt"], row["right"]): row[found["policies"][-1]] for row in found["rows"]}
+        for found in (report.get("answers", Answers(stage="", policies=[""], rows=[])) for report in reports)
+    ]
+    asked = [key for key in said[0] if key in said[1]]
+    both = [{"prompt": key[0], "right": key[1], names[0]: said[0][key], names[1]: said[1][key]} for key in asked]
+    return (
+        [Scores(stage="", policies=names, rows=rows, protocol=[], num_rows=0)] if rows else [],
+        [Answers(stage="", policies=names, rows=both)] if both else [],
+    )
+
+
+def model_page(reports: Sequence[Report], differences: Sequence[str] = ()) -> str:
+    """One self-contained page of one model, or of two beside each other.
+
+    Args:
+        differences: lines on what differs in the ancestries of two.
+    """
+    from importlib.resources import files
+
+    from jinja2 import Environment
+
+    is_pair = len(reports) == 2
+    plots = (files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    css, own, script, template = (
+        _HERE.with_name(name).read_text(encoding="utf-8")
+        for name in ("page.css", "model.css", "model.js", "model.html")
+    )
+    groups = _merged(reports) if is_pair else reports[0].get("curves", [])
+    charts = [chart for group in groups for chart in group["charts"]]
+    scripts = [plots.encode("ascii", "backslashreplace").decode(), script] if charts else []
+    answers = reports[0].get("answers")
+    beside = compared(reports) if is_pair else (reports[0].get("scores", []), [answers] if answers else [])
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"clock": clock, "gib": gib, "number": short_number, "brief": "{:.3g}".format}
+    body = environment.from_string(template).render(
+        models=reports, sides=_SIDES if is_pair else "", differences=differences, groups=groups, scores=beside[0],
+        answers=beside[1], graphs=[_drawing(each["lineage"], place) for place, each in enumerate(reports)],
+        data=script_json({"charts": charts}) if charts else "", scripts=scripts,
+        **{name: _joined(reports, name) for name in ("facts", "recipe", "versions")},
+    )  # fmt: skip
+    allowed = " ".join(map(source_hash, scripts)) or "'none'"
+    return html_page(
+        title=html.escape(" and ".join(each["id"] for each in reports)), style=f"{css}\n{own}", body=body,
+        policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data: blob:; script-src {allowed}",
+    )  # fmt: skip
+
+
+def short_number(value: float) -> str:
+    """A number in four digits."""
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def _joined(reports: Sequence[Report], section: str) -> list[tuple[str, list[tuple[str, ...]], bool]]:
+    """Name, cells of each model, and whether they differ, of a section whose rows are names and values."""
+    rows = [cast("list[tuple[str, ...]]", report.get(section, [])) for report in reports]
+    columns = [{name: tuple(cells) for name, *cells in each} for each in rows]
+    found = {name: [column.get(name, ("",)) for column in columns] for column in columns for name in column}
+    return [(name, cells, len({cell[0] for cell in cells}) > 1) for name, cells in found.items()]
+
+
+def _merged(reports: Sequence[Report]) -> list[Curves]:
+    """The charts of two models, each with the curves of both."""
+    own = [report["curves"][0]["charts"] if "curves" in report else [] for report in reports]
+    charts = [
+        Chart(title=title, traces=[
+            {**trace, "name": f"{side} {trace['name']}"}
+            for side, each in zip(_SIDES, own, strict=True)
+            for chart in each if chart["title"] == title for trace in chart["traces"]
+        ])
+        for title in dict.fromkeys(chart["title"] for each in own for chart in each)
+    ]  # fmt: skip
+    return [Curves(stage="", charts=charts)] if charts else []
+
+
+def _drawing(graph: Mapping[str, object], place: int) -> str:
+    """A lineage as an SVG drawing; markup."""
+    edges = [
+        Edge(parent=edge["from"], child=edge["to"], slot=edge["slot"])
+        for edge in cast("list[dict[str, str]]", graph["edges"])
+    ]
+    nodes = {str(node["id"]): node for node in cast("list[Facts]", graph["nodes"])}
+    svg = draw(nodes, edges, str(graph["root"]))
+    width = float(svg.attrib["viewBox"].split()[2])
+    svg.attrib |= {"id": f"lineage-{place}", "class": "lineage", "style": f"min-width: {0.55 * width:.0f}px"}
+    for each in svg.iter("g"):
+        each.attrib.pop("id", None)
+        if each.attrib.pop("tabindex", None):
+            each.set("role", "img")
+    return ascii_tree(svg)
+
+
+# --- the card
+
+
+def model_card(report: Report | None, repository: str, note: str = "") -> str:
+    """The README of a model's repository on the hub, with metadata that huggingface_hub reads back.
+
+    Paths of this machine are left out.
+
+    Args:
+        report: None: the store does not know the model.
+        note: a sentence after the program that loads it.
+
+    Raises:
+        PipelineError: the metadata cannot be read back.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    kind = report["kind"] if report else Kind.CHECKPOINT
+    graph = report["lineage"] if report else {}
+    nodes = cast("list[Facts]", graph.get("nodes", []))
+    sources = [cast("Facts", node["source"]) for node in nodes if node.get("source")]
+    of_hub = [each for each in sources if each["revision"] and is_hub_id(str(each["path"]))]
+    results = _eval_results(report) if report else []
+    data = ModelCardData(
+        library_name="transformers", tags=["posttrain"],
+        pipeline_tag="text-generation" if kind == Kind.CHECKPOINT else "text-classification",
+        base_model=[str(each["path"]) for each in of_hub if each["kind"] in MODELS] or None,
+        datasets=[str(each["path"]) for each in of_hub if each["kind"] not in MODELS] or None,
+        model_name=repository.rpartition("/")[2] if results else None, eval_results=results or None,
+    )  # fmt: skip
+    use = report.get("use") if report else None
+    is_chat = use is None or "apply_chat_template" in use["snippet"]
+    lines = [f"# {repository.rpartition('/')[2]}", ""]
+    lines += [report["about"], ""] if report else []
+    lines += ["## Use", "", "```python", snippet(repository, kind, is_chat=is_chat), "```", ""]
+    lines += [f"- {name}: {text}" for name, text in (use["facts"] if use else [])] + ([""] if use else [])
+    lines += [note, ""] if note else []
+    lines += list(_card_sections(report, nodes)) if report else []
+    text = f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines).rstrip() + "\n"
+    if ModelCard(text).data.to_dict() != data.to_dict():
+        raise PipelineError(f"{repository}: the card's metadata is not read back as it was written; report it")
+    return text
+
+
+def _card_sections(report: Report, nodes: Sequence[Facts]) -> Iterator[str]:
+    for each in report.get("scores", []):
+        yield from (f"## Scores: {each['stage']}", "", "In brackets: 95 % intervals by the bootstrap over rows.", "")
+        rows = [[row["metric"], *map(_card_cell, row["values"])] for row in each["rows"]]
+        yield from (markdown_table(("metric", *each["policies"]), rows), "")
+    for verdict in report.get("verdicts", []):
+        yield from (f"Verdict of its gate: {verdict['result']}.", "")
+    yield from ("## Made from", "")
+    made = ("artifact", "method", "revision or fingerprint", "rows", "labels")
+    yield from (markdown_table(made, list(map(_card_row, nodes))), "")
+    yield from ("## Recipe", "", markdown_table(("field", "value"), [row[:2] for row in report.get("recipe", [])]), "")
+    root = next(node for node in nodes if node["id"] == report["id"])
+    metrics = cast("Mapping[str, float]", root["metrics"])
+    measured = [(name, f"{value:.6g}") for name, value in metrics.items() if not is_of_machine(name)]
+    yield from (("## Measured in training", "", markdown_table(("metric", "value"), measured), "") if measured else ())
+    yield f"Fingerprint `{short(str(root['fingerprint']))}`, digest of its files `{short(str(root['output_digest']))}`."
+
+
+def _card_cell(cell: Facts | None) -> str:
+    if cell is None:
+        return ""
+    value, *bounds = (short_number(cast("float", cell[name])) for name in ("value", "low", "high") if name in cell)
+    return f"{value} [{', '.join(bounds)}]" if bounds else value
+
+
+def _card_row(node: Facts) -> tuple[str, ...]:
+    """A line of an ancestor; of a file its name alone."""
+    source = cast("Facts", node.get("source") or {})
+    path, revision = str(source.get("path", "")), source.get("revision")
+    recipe = cast("Facts", node.get("recipe") or {})
+    rows, metrics = node.get("rows"), cast("Mapping[str, float]", node.get("metrics") or {})
+    count = rows if isinstance(rows, int) else metrics.get("rows")
+    return (
+        f"{node['name']} {path if revision else Path(path).name}".strip(), str(recipe.get("method", "")),
+        str(revision or short(str(node["fingerprint"]))), f"{count:,.0f}" if count is not None else "",
+        ", ".join(cast("list[str]", node["labels"])),
+    )  # fmt: skip
+
+
+def _eval_results(report: Report) -> "list[EvalResult]":
+    """The scores of the model as the hub's metadata has them."""
+    from huggingface_hub import EvalResult
+
+    task = "text-generation" if report["kind"] == Kind.CHECKPOINT else "text-classification"
+    return [
+        EvalResult(
+            task_type=task, dataset_type="posttrain", dataset_name=f"held-out rows of {each['stage']}",
+            metric_type=row["metric"], metric_name=row["metric"], metric_value=cell["value"],
+        )
+        for each in report.get("scores", []) for row in each["rows"] if (cell := row["values"][-1])
+    ]  # fmt: skip

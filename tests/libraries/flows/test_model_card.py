@@ -1,0 +1,123 @@
+"""The card and the program of a model: huggingface_hub reads the one back, and the other runs as it is printed."""
+
+import io
+import shutil
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard, metadata_eval_result
+
+from flows.reports.model import model_card, model_report
+from lineage.graph.index import Index
+from tasks.model.adapter_files import Base
+from tests import tiny
+from tests.command import call
+from tests.model_directories import write_adapter
+from tests.reported import entry_of, reported
+from tests.written_store import WrittenStore, node
+
+
+def report_of(store: WrittenStore, ref: str):
+    with Index(store.root) as index:
+        return model_report(ref, index)
+
+
+def printed(program: str) -> str:
+    said = io.StringIO()
+    with redirect_stdout(said):
+        exec(program, {})
+    return said.getvalue()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WrittenStore:
+    return WrittenStore(tmp_path / "artifacts")
+
+
+def model(store: WrittenStore, name: str, inputs: dict, write, **fields: object):
+    """An artifact whose output ``write`` fills."""
+    made = store.stage(name, inputs, **fields)
+    write(entry_of(store, made).output)
+    return store.stage(name, inputs, **fields)
+
+
+@pytest.mark.parametrize("template", [tiny.CHATML, None], ids=["chat", "text"])
+def test_the_program_of_a_whole_model_runs_as_it_is_printed(store, template):
+    made = model(store, "sft", {}, lambda place: tiny.write_policy(place, chat_template=template))
+    use = report_of(store, node(made))["use"]
+    assert ("apply_chat_template" in use["snippet"]) is bool(template)
+    assert printed(use["snippet"]).endswith("\n")
+    facts = dict(use["facts"])
+    assert facts["sampling"] == "greedy" and facts["architecture"] == "LlamaForCausalLM"
+    assert facts["stop tokens"] == "<|im_end|> (2)"
+
+
+def test_the_program_of_an_adapter_loads_its_base_first(store):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    base = model(store, "base", {}, lambda place: tiny.write_policy(place, initializer_range=0.3))
+    place = entry_of(store, base).output
+
+    def write(output: Path) -> None:
+        write_adapter(output, place)
+        for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copyfile(place / name, output / name)
+        Base(name="base", fingerprint=base.fingerprint, digest=base.output_digest).write(output)
+
+    made = model(store, "sft", {"policy": base}, write)
+    program = report_of(store, node(made))["use"]["snippet"]
+    assert str(place) in program and "PeftModel" in program
+    names: dict[str, object] = {}
+    with redirect_stdout(io.StringIO()):
+        exec(program, names)
+    ids, plain = torch.arange(3, 9)[None], AutoModelForCausalLM.from_pretrained(place)
+    assert not torch.equal(names["model"](ids).logits, plain(ids).logits)
+
+
+def test_the_program_of_a_reward_model_prints_a_score(store):
+    from transformers import AutoModelForSequenceClassification
+
+    def write(output: Path) -> None:
+        tiny.write_policy(output)
+        judge = AutoModelForSequenceClassification.from_pretrained(output, num_labels=1)
+        judge.config.pad_token_id = 0
+        judge.save_pretrained(output)
+
+    made = model(store, "reward", {}, write, produces="reward_model")
+    float(printed(report_of(store, node(made))["use"]["snippet"]))
+
+
+def test_huggingface_hub_reads_the_card_back(tmp_path):
+    reported(tmp_path / "artifacts")
+    done = call(["report", "p/dpo", "store=artifacts", "--card", "--repo", "us/chat"], tmp_path, {})
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "README.md").write_text(done.stdout)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.tags == ["posttrain"] and card.data.model_name == "chat"
+    results = {each.metric_type: each for each in card.data.eval_results}
+    assert results["exact_match"].metric_value == pytest.approx(0.8)
+    one = results["exact_match"]
+    again = metadata_eval_result(
+        model_pretty_name="chat", task_pretty_name="text", task_id=one.task_type, metrics_pretty_name=one.metric_name,
+        metrics_id=one.metric_type, metrics_value=one.metric_value, dataset_pretty_name=one.dataset_name,
+        dataset_id=one.dataset_type,
+    )  # fmt: skip
+    assert again["model-index"][0]["name"] == "chat"
+    for told in (
+        "# chat",
+        "Made from base by sft, then dpo",
+        '"us/chat"',
+        "0.8 [",
+        "learning_rate",
+        "cc-by-4.0",
+        "pass",
+    ):
+        assert told in card.text, told
+    assert str(tmp_path) not in card.text and "/data/" not in card.text
+
+
+def test_a_model_of_no_store_has_a_card_that_says_how_it_is_loaded():
+    card = ModelCard(model_card(None, "us/chat", "A note."))
+    assert card.data.pipeline_tag == "text-generation" and "A note." in card.text and '"us/chat"' in card.text

@@ -1,0 +1,148 @@
+"""TensorBoard, Weights & Biases and trackio: each gets a run per stage, which a resumed stage continues."""
+
+import contextlib
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flows.declare.config import load_pipeline
+from flows.declare.operation import Tracking
+from flows.progress.trackers import OPENERS, StageTracker
+from flows.progress.tracking import make_tracker
+from lineage.errors import ConfigError, PipelineError
+from lineage.record.run_file import RunNames
+from lineage.record.tracker import Event
+from tests.tracked_stage import Tracked, execution, report, start_of
+from tests.written_store import WrittenStore
+
+Seen = dict[str, object]  # status, and of each step its loss
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> WrittenStore:
+    return WrittenStore(tmp_path / "artifacts")
+
+
+def attempt(
+    store: WrittenStore, name: str, manifest, *steps: int, resumes: bool = False, error: BaseException | None = None
+):
+    """One execution with one stage that reports these steps, and ends, or raises."""
+    tracker = StageTracker(name, OPENERS[name], RunNames(tags={"team": "nlp"}))
+    with contextlib.suppress(BaseException if error else ()), tracker.execution(execution(store)):  # type: ignore[arg-type]
+        stage = Tracked(tracker, start_of(store, manifest, resumes=resumes))
+        report(stage.start, *steps)
+        if error:
+            if isinstance(error, Exception):
+                stage.failed(error)
+            raise error
+        tracker.on(Event(title=manifest.stage, state="done", manifest=replace(manifest, metrics={"accuracy": 0.75})))
+
+
+# --- what each tracker has, read without it
+
+
+def of_tensorboard(root: Path) -> dict[str, Seen]:
+    from tensorboardX.proto.event_pb2 import Event as Line
+
+    found: dict[str, Seen] = {}
+    for path in sorted((root / "logs/tensorboard").rglob("events*")):
+        seen = found.setdefault(path.parent.name, {"steps": {}, "status": "running"})
+        content, at = path.read_bytes(), 0
+        while at < len(content):
+            (length,) = struct.unpack_from("<Q", content, at)
+            line = Line.FromString(content[at + 12 : at + 12 + length])
+            at += length + 16
+            for value in line.summary.value:
+                if value.tag == "loss":
+                    steps = seen["steps"]
+                    assert isinstance(steps, dict) and line.step not in steps
+                    steps[line.step] = round(value.simple_value, 4)
+                    assert line.wall_time == 1000.0 + line.step
+                if value.tag.startswith("status"):
+                    seen["status"] = value.tensor.string_val[0].decode()
+                if value.tag == "final/accuracy":
+                    seen["accuracy"] = value.simple_value
+    return found
+
+
+READ: dict[str, Callable[[Path], dict[str, Seen]]] = {"tensorboard": of_tensorboard}
+
+
+@pytest.fixture(params=list(READ))
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    package = {"tensorboard": "tensorboardX"}.get(request.param, request.param)
+    pytest.importorskip(package)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    return str(request.param)
+
+
+LOSS = {step: round(1.0 / step, 4) for step in range(1, 7)}
+
+
+def test_a_stage_is_a_run_with_its_steps_and_final_metrics(store, name):
+    attempt(store, name, store.stage("sft", {}, recipe={"learning_rate": 0.1}), *LOSS)
+    ((_, seen),) = READ[name](store.root).items()
+    assert seen == {"steps": LOSS, "status": "finished", "accuracy": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(PipelineError("no memory"), "failed"), (KeyboardInterrupt("stopped"), "killed")]
+)
+def test_a_crash_is_failed_and_a_cancel_is_killed(store, name, error, status):
+    attempt(store, name, store.stage("sft", {}), 1, 2, error=error)
+    ((_, seen),) = READ[name](store.root).items()
+    assert str(seen["status"]).startswith(status) and seen["steps"] == {1: 1.0, 2: 0.5}
+
+
+def test_a_resumed_stage_continues_its_run_and_repeats_no_step(store, name):
+    made = store.stage("sft", {})
+    attempt(store, name, made, 1, 2, 3, 4, error=KeyboardInterrupt())
+    metrics = store.root / "sft" / made.fingerprint[:16] / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))  # as a resume from step 2 cuts it
+    attempt(store, name, made, 3, 4, 5, 6, resumes=True)
+    ((_, seen),) = READ[name](store.root).items()
+    assert seen == {"steps": LOSS, "status": "finished", "accuracy": 0.75}
+
+
+def test_a_stage_that_starts_again_has_a_run_of_its_own(store, name, monkeypatch):
+    made, times = store.stage("sft", {}), iter([1e9, 2e9])
+    monkeypatch.setattr("tests.tracked_stage.time", SimpleNamespace(time=lambda: next(times)))
+    for _ in range(2):
+        (store.root / "sft" / made.fingerprint[:16] / "metrics.jsonl").unlink(missing_ok=True)
+        attempt(store, name, made, 1)
+    assert [seen["steps"] for seen in READ[name](store.root).values()] == [{1: 1.0}] * 2
+
+
+def test_what_fails_in_a_tracker_is_reported_once_and_stops_nothing(store, capsys):
+    def refused(run: object) -> None:
+        raise OSError("the server is away")
+
+    tracker = StageTracker("wandb", refused, RunNames())  # type: ignore[arg-type]
+    with tracker.execution(execution(store)):
+        for each in ("sft", "dpo"):
+            Tracked(tracker, start_of(store, store.stage(each, {})))
+    said = capsys.readouterr().err
+    assert said.count("tracking.wandb: OSError: the server is away; the run goes on") == 1
+
+
+def test_one_tracker_or_a_list_is_chosen_beside_mlflow():
+    def tracking(*words: str) -> Tracking:
+        return load_pipeline(["pipeline=sft", *words]).tracking
+
+    alone = tracking("tracking=tensorboard")
+    assert (alone.mlflow, alone.dvc, alone.tensorboard, alone.wandb) == (True, True, True, False)
+    both = tracking("tracking=[none,tensorboard,wandb]", "tracking.experiment=ours")
+    assert (both.mlflow, both.tensorboard, both.wandb, both.experiment) == (False, True, True, "ours")
+    with pytest.raises(ConfigError, match="no such tracking"):
+        tracking("tracking=[wandb,comet]")
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"tracking.wandb=true: the package wandb is not installed; run: pip install"):
+        make_tracker(Tracking(mlflow=False, wandb=True))

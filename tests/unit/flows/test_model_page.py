@@ -1,0 +1,188 @@
+"""``posttrain report``: what the record says of a model is on its page, and nothing of it is anything but text."""
+
+import base64
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.reports.model import model_page, model_report
+from lineage.errors import ConfigError
+from lineage.graph.index import Index
+from tests.command import call
+from tests.drawn_graphs import ATTACK, Page
+from tests.reported import reported
+from tests.written_store import WrittenStore, node
+
+
+def report_of(store: WrittenStore, ref: str):
+    with Index(store.root) as index:
+        return model_report(ref, index)
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> WrittenStore:
+    return reported(tmp_path_factory.mktemp("full") / "artifacts")
+
+
+def sections(page: Page) -> list[str]:
+    return [attributes["id"] or "" for tag, attributes in page.elements if tag == "section"]
+
+
+def test_every_section_has_what_the_record_says(full):
+    found = report_of(full, "p/dpo")
+    assert found["about"] == (
+        "Tunes a policy on preference pairs; its frozen start is the reference. "
+        "Made from base by sft, then dpo, on 80 rows."
+    )
+    assert ("licences and consent", "cc-by-4.0") in found["facts"]
+    assert [each["stage"] for each in found["curves"]] == ["dpo", "sft"]
+    charts = {chart["title"]: chart["traces"] for chart in found["curves"][0]["charts"]}
+    assert list(charts) == ["loss", "gradient norm", "rewards", "learning rate"]
+    loss, validation = charts["loss"]
+    assert (loss["step"][-1], loss["tokens"][-1], loss["values"][1]) == (40, 40_000.0, 1.0)
+    assert loss["minutes"][-1] == pytest.approx(39 / 60, abs=0.01)
+    assert validation["name"] == "val/loss" and validation["step"] == list(range(5, 41, 5))
+    (score,) = found["scores"]
+    assert score["policies"] == ["base", "sft", "dpo"]
+    rows = {row["metric"]: row for row in score["rows"]}
+    assert [cell["value"] for cell in rows["exact_match"]["values"]] == [0.1, 0.5, 0.8]
+    gain = rows["exact_match"]["gain"]
+    assert gain["value"] == pytest.approx(0.3) and gain["low"] < 0.3 < gain["high"]
+    assert rows["text_perplexity"]["better"] == "↓"
+    assert rows["lm_eval:arc"]["values"] == [
+        None,
+        None,
+        {"value": 0.4, "low": 0.4 - 1.96 * 0.02, "high": 0.4 + 1.96 * 0.02},
+    ]
+    assert found["answers"]["policies"] == ["sft", "dpo"]
+    assert found["answers"]["rows"][0] == {
+        "prompt": "What is a list?", "right": "A type.", "sft": "sft says What is a list?",
+        "dpo": "dpo says What is a list?",
+    }  # fmt: skip
+    assert found["samples"][0]["rows"] == [
+        [("user: What is a list?\n", False), ("A list.\nIt is mutable.", True), (" end", False)]
+    ]
+    assert found["verdicts"][0]["intervals"] == ["+0.3 [+0.1, +0.5], n=20"]
+    cost = found["costs"][-1]
+    assert (cost["memory"], cost["predicted_memory"], cost["predicted_seconds"]) == (2**30, 2**29, 12.0)
+    assert cost["cost"] == pytest.approx(0.01) and cost["currency"] == "EUR"
+    assert ("commit", f"{'c' * 40} with changes that are not committed") in found["versions"]
+    assert found["data"] == [
+        {
+            "name": "chats", "kind": "conversations", "train_rows": 80, "held_out_rows": 10, "labels": ["cc-by-4.0"],
+            "sources": ["chats: /data/chats.jsonl"],
+        }
+    ]  # fmt: skip
+
+
+def test_a_value_has_its_origin(full, tmp_path):
+    found = {name: origin for name, _, origin in report_of(full, "p/dpo")["recipe"]}
+    assert found == {
+        "learning_rate": "pipeline p",
+        "beta": "default",
+        "max_length": "pipeline p",
+        "schedule.name": "default",
+    }
+    from tests.reported import entry_of
+
+    store = reported(tmp_path / "artifacts")
+    dpo = next(manifest for name, each in _entries(store) if (manifest := each.manifest()) and name == "dpo")
+    from flows.progress.run_record import RunRecord, StageRecord
+    from lineage.filesystem.owner import Owner
+
+    stage = StageRecord(state="done", since=1.0, directory=str(entry_of(store, dpo).path))
+    words = ["stages.dpo.method.learning_rate=0.1", "schedule=cosine"]
+    (store.root / "runs").mkdir()
+    RunRecord(id="1", pipeline="p", words=words, driver=Owner.here(), started=1.0, stages={"dpo": stage}).write(
+        store.root
+    )
+    found = {name: origin for name, _, origin in report_of(store, "p/dpo")["recipe"]}
+    assert (found["learning_rate"], found["schedule.name"]) == ("command line", "command line: schedule=cosine")
+
+
+def _entries(store: WrittenStore):
+    from lineage.store import Store
+
+    return Store(store.root).entries()
+
+
+def test_the_page_has_every_section_and_one_without_content_is_left_out(full, tmp_path):
+    page = Page(model_page([report_of(full, "p/dpo")]))
+    after = ["curves", "findings", "lineage", "data", "recipe", "costs", "versions"]
+    assert sections(page) == ["facts", "scores", "verdicts", "answers", *after]
+    assert page.count("class", "chart") == 4 + 3
+    store = WrittenStore(tmp_path / "artifacts")
+    base = store.stage("base", {})
+    bare = Page(model_page([report_of(store, node(base))]))
+    assert sections(bare) == ["facts", "lineage", "recipe", "costs", "versions"]
+    assert "script" not in bare.tags()
+
+
+def test_a_page_loads_nothing_and_runs_only_its_scripts(full):
+    page = Page(model_page([report_of(full, "p/dpo")]))
+    assert not {"link", "img", "iframe", "object", "embed", "base", "form"} & set(page.tags())
+    (policy,) = [attributes["content"] for _, attributes in page.elements if "http-equiv" in attributes]
+    data, *scripts = page.raw["script"]
+    assert [chart["title"] for chart in json.loads(data)["charts"]][:2] == ["loss", "gradient norm"]
+    for code in scripts:
+        assert base64.b64encode(hashlib.sha256(code.encode()).digest()).decode() in policy
+
+
+def test_hostile_text_makes_no_element(full, tmp_path):
+    harmless = Page(model_page([report_of(full, "p/dpo")]))
+    attacked = Page(model_page([report_of(reported(tmp_path / "artifacts", ATTACK), "p/dpo")]))
+    assert attacked.tags() == harmless.tags()
+    assert sum(ATTACK in word for word in attacked.words) >= 3
+
+
+def test_two_models_stand_beside_each_other(full, tmp_path):
+    done = call(
+        ["report", "--compare", "p/sft", "p/dpo", "store=artifacts", "--html", "two.html"], full.root.parent, {}
+    )
+    assert done.returncode == 0, done.stderr
+    page = Page((full.root.parent / "two.html").read_text())
+    assert {"differences", "recipe", "curves", "scores", "answers"} <= set(sections(page))
+    traces = [trace["name"] for chart in json.loads(page.raw["script"][0])["charts"] for trace in chart["traces"]]
+    assert traces[:4] == ["A loss", "A val/loss", "B loss", "B val/loss"]
+    assert "A: sft" in page.words and "sft says What is a list?" in page.words
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("p/chats",), "is conversations; a model (checkpoint or reward_model) is accepted"),
+        (("source:chats",), "is a source or deleted"),
+        (("p/none",), "p/none: no such artifact"),
+        ((), "0 REFs are given"),
+        (("--compare", "p/sft", "p/dpo", "--card"), "a card is of one model"),
+    ],
+)
+def test_what_names_no_model_is_refused(full, words, told):
+    done = call(["report", *words, "store=artifacts"], full.root.parent, {})
+    assert done.returncode == 2 and told in done.stderr, done.stderr
+
+
+def test_json_is_what_the_page_shows(full):
+    done = call(["report", "p/dpo", "store=artifacts", "--json"], full.root.parent, {})
+    found = json.loads(done.stdout)
+    assert found["id"].startswith("dpo@") and found["scores"][0]["policies"] == ["base", "sft", "dpo"]
+    with pytest.raises(ConfigError):
+        report_of(full, "p/evaluate")
+
+
+def test_a_gap_between_attempts_does_not_count_as_minutes(tmp_path: Path):
+    from lineage.record.attempts import FILE
+    from tests.reported import entry_of
+
+    store = WrittenStore(tmp_path / "artifacts")
+    made = store.stage("sft", {})
+    entry = entry_of(store, made)
+    attempt = {"host": "h", "pid": 1, "step": 0, "code_digest": "c"}
+    times = [(1, 60.0), (2, 120.0), (3, 100_060.0)]
+    (entry.path / FILE).write_text("".join(json.dumps({**attempt, "time": at}) + "\n" for at in (0.0, 100_000.0)))
+    lines = [json.dumps({"step": step, "time": at, "metrics": {"loss": 1.0}}) + "\n" for step, at in times]
+    entry.metrics.write_text("".join(lines))
+    (trace,) = report_of(store, node(made))["curves"][0]["charts"][0]["traces"]
+    assert trace["minutes"] == [1.0, 2.0, 3.0]
