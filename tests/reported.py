@@ -84,7 +84,7 @@ def evaluate(store: WrittenStore, policies: dict[str, Manifest], text: str) -> M
         RowScores(metric="text_perplexity", row_ids=groups, groups=groups, weights=[2.0] * 20, scores=logps),
     ]
     metrics = {name: value for each in scores for name, value in each.metrics().items()}
-    metrics |= {"dpo/lm_eval:arc": 0.4, "dpo/lm_eval:arc_stderr": 0.02}
+    metrics |= {"dpo/lm_eval:arc": 0.4, "dpo/lm_eval:arc/stderr": 0.02}
     recipe = {"num_rows": 20, "max_new_tokens": 64}
     made = store.stage("evaluate", {**policies, "reference": policies["sft"]}, metrics=metrics, recipe=recipe)
     asked = [[{"role": "user", "content": text}]]

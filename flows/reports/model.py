@@ -533,7 +533,7 @@ def _scores(entry: Entry, slot: str, manifest: Manifest, graph: Graph) -> Scores
     rows = list[ScoreRow]()
     prefix = f"{columns[-1]}/"
     for name in [key.removeprefix(prefix) for key in manifest.metrics if key.startswith(prefix)]:
-        if name.endswith("_stderr"):
+        if name.endswith("/stderr"):
             continue
         scores = by_row.get(name)
         cells = [_cell(manifest.metrics, policy, name, scores) for policy in columns]
@@ -551,10 +551,11 @@ def _cell(metrics: Mapping[str, float], policy: str, name: str, scores: RowScore
     """A value with its interval; by its standard error where the evaluation gives one."""
     if scores and policy in scores.scores:
         return _interval(scores, policy, None)
-    value, error = metrics.get(f"{policy}/{name}"), metrics.get(f"{policy}/{name}_stderr")
+    value, error = metrics.get(f"{policy}/{name}"), metrics.get(f"{policy}/{name}/stderr")
     if value is None or not math.isfinite(value):
         return None
-    return {"value": value} | ({"low": value - 1.96 * error, "high": value + 1.96 * error} if error else {})
+    cell: Facts = {"value": value}
+    return cell | ({"low": value - 1.96 * error, "high": value + 1.96 * error} if error else {})
 
 
 def _interval(scores: RowScores, policy: str, baseline: str | None) -> Facts | None:
