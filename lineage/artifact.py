@@ -64,6 +64,8 @@ class Source:
             Not identity.
         fallback: for an alias: the stage, or ``source:NAME``, that fills its slots while the alias is unset; None:
             optional slots stay empty.
+        images: folder of the images that rows of a file name by path; None: the folder or ZIP archive that is the
+            source.
         subset: name of one subset of a hub data set, or of a directory whose ``README.md`` declares several.
         loader: further arguments of ``datasets.load_dataset`` (``lineage.source.source_checks.LOADER``), such as
             ``data_files``.
@@ -96,6 +98,7 @@ class Source:
     credentials: Mapping[str, str] = field(default_factory=dict, hash=False)
     labels: tuple[str, ...] = ()
     fallback: str | None = None
+    images: str | None = None
     subset: str | None = None
     loader: Mapping[str, object] = field(default_factory=dict, hash=False)
     tokenizer: str | None = None

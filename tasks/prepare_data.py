@@ -15,6 +15,7 @@ class PrepareRows(Prepare):
     measures: ClassVar[tuple[str, ...] | None] = (
         "rows", "train_rows", "held_out_rows", "new_rows", "replayed_rows", "repeated_rows", "duplicates", "dropped",
         "rows_with_role_marks", "near_duplicate_rows", "leaked_rows",
+        "images", "held_out_rows_with_trained_images",
     )  # fmt: skip
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:

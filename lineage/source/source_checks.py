@@ -200,6 +200,11 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool, is_d
             f"sources.{name}.shuffle_buffer={source.shuffle_buffer}: nothing is shuffled without shuffle_seed; set "
             f"sources.{name}.shuffle_seed=0, or remove shuffle_buffer"
         )
+    if source.images is not None and (source.kind != Kind.ROWS or is_hub or is_url or ":" in source.path):
+        raise ConfigError(
+            f"sources.{name}.images={source.images}: it is for rows of a local file, and this source is {source.path}; "
+            "remove images"
+        )
     if source.split_by is not None and (is_hub or source.path.startswith((PYTHON, QUICKSTART))):
         check_split(name, source.path, source.split_by, [])
     if source.streaming:

@@ -293,17 +293,33 @@ def _by_code(name: str, source: Source) -> Pinned:
 
 def _by_content(name: str, source: Source, matches: list[Path], cache: DigestCache) -> Pinned:
     # Absolute, for workers with another working directory; the identity is the content alone.
-    path = os.path.abspath(filled_in(source.path))
-    pinned = replace(source, revision=None, path=path)
+    path = _absolute(source.path)
+    pinned = replace(source, revision=None, path=path, images=source.images and _absolute(source.images))
     if source.kind != Kind.ROWS and matches[0].is_dir():
         require_own_files(matches[0])
         require_sound(matches[0], passed=cache.knows)  # a digested file has passed before
-    paths = [file.absolute() for file in files_of(matches)]
+    places = [*matches, *_images_of(name, source)]
+    paths = [file.absolute() for file in files_of(places)]
     files = dict(zip(map(str, paths), digest_all(paths, cache), strict=True))
-    digest = digest_of(_by_place(matches, files))
+    digest = digest_of(_by_place(places, files))
     detected = _detected(name, source, matches)
     record = _record(pinned, files=files, dvc=tracked_hash(Path(path), cache), detected=detected)
     return Pinned(source=pinned, fingerprint=_identity(pinned, digest, detected), digest=digest, record=record)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(filled_in(path))
+
+
+def _images_of(name: str, source: Source) -> list[Path]:
+    """The folder or ZIP archive of a source's images, if it names one."""
+    paths = local_paths(source.images) if source.images else []
+    if source.images and not (len(paths) == 1 and (paths[0].is_dir() or paths[0].suffix.lower() == ".zip")):
+        raise ConfigError(
+            f"sources.{name}.images={source.images}: no such folder or ZIP archive from {Path.cwd()}; give the one "
+            "below which the rows name their images"
+        )
+    return paths
 
 
 def _detected(name: str, source: Source, matches: Sequence[Path]) -> dict[str, object]:
@@ -349,7 +365,8 @@ def local_parts(source: Source) -> list[Path]:
         ConfigError: the base of an adapter is missing.
     """
     paths = local_paths(source.path)
-    found = [path for part in (source.tokenizer, source.chat_template) if part for path in local_paths(part)]
+    parts = (source.tokenizer, source.chat_template, source.images)
+    found = [path for part in parts if part for path in local_paths(part)]
     is_adapter = source.kind == Kind.CHECKPOINT and paths and is_peft(paths[0])
     if is_adapter or source.base_model is not None:
         found += local_parts(base_source("base", source, paths[0] if paths else None))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.turns import canonical
+from tasks.data.images import require_no_images
 from tasks.data.kinds import HELD_OUT, IGNORED, TRAINED, TokenRow, columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import Rendered, common_prefix, encode_rendered, encoder_of
 from tasks.data.tokens.rendering import Renderer
@@ -195,6 +196,7 @@ def draw_rows(rows: "Input", count: int, seed: int) -> list[Row]:
     """At most ``count`` held-out rows, chosen by a hash of their ids, so that additional rows change few of them."""
     import pyarrow.parquet as pq
 
+    require_no_images(rows.path, rows.name, "evaluate")
     found: list[Row] = pq.read_table(rows.path / HELD_OUT).to_pylist()
     return sorted(found, key=lambda row: hashlib.sha256(f"{seed}:{row['row_id']}".encode()).digest())[:count]
 

@@ -45,6 +45,7 @@ from tasks.data.formats.turns import (
     with_thought_column,
     without_marks,
 )
+from tasks.data.images import COLUMNS, WITH_IMAGES
 from tasks.data.kinds import RESERVED_COLUMNS
 
 REST = "*"  # in a mapping: all other columns
@@ -591,7 +592,7 @@ BY_NAME = {each.name: each for each in FORMATS}
 
 
 WITHOUT_LOSS = "without loss by a column of theirs"  # reason why rows that are not bad are left out
-_MEDIA = frozenset({"images", "image", "videos", "video", "audios", "audio"})
+_MEDIA = frozenset({*COLUMNS, "videos", "video", "audios", "audio"})
 # Columns that formats read, and the column that groups rows for the split.
 _KNOWN_NAMES = frozenset({"group", *(name for each in FORMATS for name in each.mapping if name != REST)})
 
@@ -653,7 +654,8 @@ class Detected:
     def _read(self) -> frozenset[str]:
         kept = self.format.mapping.keys() - set(self.columns.values())
         theirs = {theirs for ours, theirs in self.columns.items() if ours in self.format.mapping}
-        return frozenset(kept | theirs | {each.partition(".")[0] for each in theirs})
+        images = COLUMNS if self.format.kind in WITH_IMAGES else ()
+        return frozenset(kept | theirs | {each.partition(".")[0] for each in theirs} | {*images})
 
     def convert(self, fields: Fields) -> CanonicalRow:
         """A row in the form of its kind.
@@ -666,10 +668,9 @@ class Detected:
         if off := self.format.switched_off(fields):
             found = f"{off[0]} is {named(fields[off[0]])}"
             raise BadRowError(found, WITHOUT_LOSS, "rows that are trained", f"remove {off[0]} to train the row")
-        if not _MEDIA.isdisjoint(fields) and self.name != "text":
-            for name in sorted(_MEDIA & fields.keys()):
-                if not is_nothing(fields[name]):
-                    raise images_are_not_read(f"the row has {name}")
+        for name in [] if _MEDIA.isdisjoint(fields) or self.name == "text" else sorted(_MEDIA & fields.keys()):
+            if not is_nothing(fields[name]):
+                raise images_are_not_read(f"the row has {name}")
         for name in () if self.configured else self.format.lost(fields):
             if fields[name] is not None:
                 raise BadRowError(

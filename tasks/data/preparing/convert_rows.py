@@ -21,6 +21,7 @@ from lineage.errors import DataError
 from tasks.data.formats.detect import WITHOUT_LOSS, Detected, detect, with_prompt, with_system
 from tasks.data.formats.trees import Into, is_tree, rows_of_trees
 from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, canonical, optional_name
+from tasks.data.images import WITH_IMAGES, ImageFiles, with_images
 from tasks.data.kinds import HELD_OUT, ROW_KINDS, TRAIN, ordered_map, texts_of
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.repeats import BANDS, band_hashes
@@ -87,6 +88,7 @@ class ConvertRows:
         kind: kind of the converted rows.
         seed: seed of the split.
         detected: how rows are read; None: none of the first rows is readable.
+        images: where the images of its rows are, if rows of this kind may have any.
     """
 
     kind: Kind
@@ -94,6 +96,7 @@ class ConvertRows:
     system_prompt: str | None
     prompt_template: str | None
     detected: Detected | None = None
+    images: ImageFiles | None = None
 
     def __call__(self, chunk: Chunk) -> Converted:
         found = Converted(split_by=chunk.split_by)
@@ -111,6 +114,7 @@ class ConvertRows:
                 group = optional_name(fields.get(group_column), "group")
                 if self.detected is None:
                     raise _NOT_DETECTED
+                fields = with_images(fields, self.images) if self.images else fields
                 row = self.detected.convert(fields)
             except BadRowError as error:
                 found.rejects.append((place, _reject(entry, error)))
@@ -369,8 +373,8 @@ class Staging:
     rare: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        self.rows, self.keys, self.bad = (
-            self.directory / name for name in ("rows.arrows", "keys.parquet", "bad.jsonl")
+        self.rows, self.keys, self.bad, self.images = (
+            self.directory / name for name in ("rows.arrows", "keys.parquet", "bad.jsonl", "images")
         )
 
     def batches(self) -> Iterator[tuple[int, pa.RecordBatch]]:
@@ -412,7 +416,9 @@ def stage(
             staged = StagedSource(number=len(staging.sources), source=source, report=each.report())
             staging.sources[slot] = staged
             report, (_, part) = staged.report, parse_split(source.split)
-            for converted in ordered_map(replace(convert, detected=each.detected), each.chunks, workers):
+            images = ImageFiles.of(source, staging.images) if convert.kind in WITH_IMAGES else None
+            convert = replace(convert, detected=each.detected, images=images)
+            for converted in ordered_map(convert, each.chunks, workers):
                 if converted.rows and converted.keys:
                     rows.write(converted.rows)
                     keys.write_batch(_staged_keys(staging, staged, converted.keys))

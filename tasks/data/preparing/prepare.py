@@ -16,6 +16,7 @@ from duckdb import DuckDBPyConnection
 from lineage.artifact import Source
 from lineage.errors import DataError
 from tasks.context import Metrics, TrainContext
+from tasks.data.images import IMAGES, StoredImages, marked, write_images
 from tasks.data.kinds import (
     HELD_OUT,
     LABEL_NAMES,
@@ -131,9 +132,30 @@ def _write(
         for side, rows in old_rows(connection, replay):
             files.write(side, rows)
     files.close()
+    counts |= _write_images(staging, replay, directory, sides)
     counts |= {"train_rows": files.counts[TRAIN], "held_out_rows": files.counts[HELD_OUT]}
     repeated = {"repeated_rows": decided.repeated} if decided.repeated else {}
     return {**counts, **repeated, "duplicates": decided.duplicates}
+
+
+def _write_images(staging: Staging, replay: Input | None, directory: Path, sides: Sequence[str]) -> dict[str, int]:
+    """Writes the images of the written rows beside them; returns their counts, if there are any."""
+    old = [found] if replay and (found := StoredImages.beside(replay.path)) else []
+    if not (staging.images.exists() or old):
+        return {}
+    rows = {
+        side: [
+            set(marked([text])) for batch in row_batches(directory / side, 1000) for text in texts_of(batch).to_pylist()
+        ]
+        for side in sides
+    }
+    every = {digest for found in rows.values() for images in found for digest in images}
+    if not every:
+        return {}
+    trained = set().union(*rows[TRAIN])
+    leaked = sum(not images.isdisjoint(trained) for images in rows[HELD_OUT])
+    count = write_images(every, [staging.images], old, directory / IMAGES)
+    return {"images": count, "held_out_rows_with_trained_images": leaked}
 
 
 def _log_report(report: DataReport) -> None:

@@ -15,6 +15,8 @@ Chinese, each character is a word.
 words, as in Brown et al. 2020 (GPT-3), arXiv:2005.14165, appendix C.
 """
 
+import hashlib
+import re
 import string
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -30,6 +32,7 @@ import pyarrow.compute as pc
 import xxhash
 from rensa import RMinHash
 
+from tasks.data.images import MARK
 from tasks.data.kinds import kind_of_columns, row_batches, texts_of
 from tasks.data.preparing.report import LEAKAGE, NEAR_DUPLICATES, NUM_LISTED, Likeness, Overlap
 
@@ -79,6 +82,21 @@ def shingles(texts: Texts, size: int) -> Shingles:
     for step in range(1, size):
         rolled = rolled * _MULTIPLIER + padded[step : step + len(rolled)]
     return Shingles(hashes=_mixed(rolled[places]), offsets=firsts)
+
+
+def by_image(texts: pa.Array) -> pa.Array:
+    """Texts whose words differ where their images do: one question about two pictures is two questions."""
+    if not pc.any(pc.match_substring(texts, "<image:")).as_py():
+        return texts
+    return pa.array([_by_image(text) for text in texts.to_pylist()], texts.type)
+
+
+def _by_image(text: str | None) -> str | None:
+    digests = MARK.findall(text or "")
+    if not digests:
+        return text
+    name = hashlib.sha256("".join(digests).encode()).hexdigest()[:8]
+    return re.sub(r"\w+", rf"\g<0>{name}", MARK.sub(" image ", str(text)))
 
 
 def whole_hashes(texts: Texts, places: Places) -> Hashes:
@@ -204,6 +222,7 @@ _BY_CHANCE = 1 / 256  # probability that unrelated bytes are equal
 
 def band_hashes(texts: Texts) -> Hashes:
     """Signatures of texts: uint64 [rows, NUM_BANDS], each with eight bytes."""
+    texts = by_image(texts) if isinstance(texts, pa.Array) else texts
     pieces = [texts[start : start + _ROWS_AT_ONCE] for start in range(0, len(texts), _ROWS_AT_ONCE)]
     return np.concatenate([np.empty((0, NUM_BANDS), dtype=np.uint64), *map(_signatures, pieces)])
 
@@ -380,7 +399,7 @@ def _hashes(file: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _hashes_of(batch: pa.RecordBatch, first: int) -> pa.RecordBatch:
-    texts, prompts = texts_of(batch), prompts_of(batch)
+    texts, prompts = by_image(texts_of(batch)), by_image(prompts_of(batch))
     rows = np.arange(first, first + len(batch))
     grams = shingles(texts, _NUM_LEAKED_WORDS)
     sizes = np.diff(grams.offsets)

@@ -1,8 +1,9 @@
 """Reads the rows of a source, each with its place.
 
-A source is a file, a glob, a directory, a data set saved in one, files at a URL, a Python function, a data set of
-the hub, or the quickstart's rows. A row of a text file is a line of JSON, an item of one JSON array, or, of plain text,
-a line, a paragraph or the file, which is the default for Markdown. Text is cut into blocks that other processes parse.
+A source is a file, a glob, a directory, a ZIP archive, a data set saved in one, files at a URL, a Python function, a
+data set of the hub, or the quickstart's rows. A row of a text file is a line of JSON, an item of one JSON array, or, of
+plain text, a line, a paragraph or the file, which is the default for Markdown. Text is cut into blocks that other
+processes parse.
 
 Python's parser finds where a value of an array ends, and so where the next one begins, also in a text that is read only
 in part. ijson would parse the items too, but reports no position, and turns half a surrogate pair into "?".
@@ -20,6 +21,7 @@ from io import BufferedReader
 from itertools import chain
 from pathlib import Path, PurePath, PurePosixPath
 from tempfile import TemporaryDirectory
+from zipfile import BadZipFile, ZipFile
 
 import orjson
 
@@ -66,6 +68,8 @@ _PART = r"(?:[-_.]\w+)*-\d{5}-of-\d{5}.*|[-_]?\d*"
 _DIRECTORIES = {split: re.compile(words, re.IGNORECASE) for split, words in _WORDS.items()}
 _FILES = {split: re.compile(rf"(?:{words})(?:{_PART})", re.IGNORECASE) for split, words in _WORDS.items()}
 _TEXTS: Mapping[str, SplitBy | None] = {".txt": None, ".text": None, ".md": "document"}  # suffix -> default unit
+_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")  # which rows name
+_ARCHIVE, _SMALL, _MOST_PACKED = ".zip", 2**24, 100  # its files may unpack to so many times their bytes
 _ARRAY = "correct or remove it; if the whole file is one JSON array, name it .json, or `jq -c '.[]' FILE > NEW.jsonl`"
 _MARK = re.compile(r"\s*(\[\s*\]|[\[,\]]?)\s*")  # before an item; the first alternative is an empty array
 _SHOWN = 40  # characters around a fault
@@ -93,7 +97,9 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
         yield from _read_remote(source, split)
     elif paths and not is_loaded(source):
         for path in paths:
-            if path.is_dir() and is_saved(path):
+            if path.suffix.lower() == _ARCHIVE and path.is_file():
+                yield from _read_archive(path, split, source)
+            elif path.is_dir() and is_saved(path):
                 yield from read_saved(path, split)
             elif path.is_dir():
                 for name in _chosen_files(_files_below(path), split, str(path)):
@@ -103,6 +109,32 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
                 yield from _read_file(path, str(path), source)
     else:
         yield from read_loaded(source, split, part)
+
+
+def _read_archive(path: Path, split: str, source: Source) -> Iterator[Chunk]:
+    """The rows of the files of a split in a ZIP archive, which are unpacked one by one; images stay in it.
+
+    Raises:
+        DataError: it is damaged or encrypted, names a file outside, or unpacks to far more than it has.
+    """
+    accepted, plain = "a ZIP archive of files of rows, and images", "write it again, without a password"
+    try:
+        with ZipFile(path) as archive:
+            members = [each for each in archive.infolist() if not each.is_dir()]
+            for each in members:
+                if each.filename.startswith("/") or ".." in PurePosixPath(each.filename).parts:
+                    raise refused(str(path), f"it has {each.filename!r}, which is outside of it", accepted, "remove it")
+                if each.file_size > max(_SMALL, _MOST_PACKED * each.compress_size):
+                    found = f"{each.filename} unpacks from {each.compress_size} bytes to {each.file_size}"
+                    raise refused(str(path), found, f"at most {_MOST_PACKED} times as many", "unpack it yourself")
+            for name in _chosen_files([PurePosixPath(each.filename) for each in members], split, str(path)):
+                with TemporaryDirectory() as scratch:
+                    copy = Path(scratch, name.name)
+                    with archive.open(str(name)) as packed, copy.open("wb") as file:
+                        shutil.copyfileobj(packed, file)
+                    yield from _read_file(copy, f"{path}/{name}", source)
+    except (BadZipFile, RuntimeError, NotImplementedError) as error:
+        raise refused(str(path), f"cannot be unpacked ({error})", accepted, plain) from error
 
 
 def _quickstart(path: str) -> Iterator[Chunk]:
@@ -205,7 +237,7 @@ def _is_hidden(name: PurePosixPath) -> bool:
 
 def _is_beside_data(name: PurePosixPath) -> bool:
     """Whether a file in a data directory is not data: hidden, a README, or a marker such as ``_SUCCESS``."""
-    if _is_hidden(name) or name.name in _BESIDE:
+    if _is_hidden(name) or name.name in _BESIDE or name.suffix.lower() in _IMAGES:
         return True
     if data_suffix(name) not in _SUFFIXES:
         return name.name.startswith("_") or bool(NOTE.match(name.name))

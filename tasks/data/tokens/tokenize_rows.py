@@ -17,6 +17,7 @@ from lineage.filesystem.cached import cached
 from lineage.filesystem.digest import DigestCache, digest_file, digest_files, digest_of
 from lineage.fingerprint import digest_json, short
 from lineage.source.model_files import TOKENIZER_FILES
+from tasks.data.images import require_no_images
 from tasks.data.kinds import (
     IGNORED,
     LABEL_NAMES,
@@ -820,6 +821,7 @@ def load_or_make(
         DataError: a row cannot be rendered, or is too long with ``too_long=refuse``.
         ConfigError: the chat template cannot be used.
     """
+    require_no_images(rows.path, rows.name, "this training")
     file = rows.path / side
     if cache_dir is None:
         with TemporaryDirectory() as scratch:

@@ -66,5 +66,5 @@ def test_rows_with_images_are_named() -> None:
     rows = read("mllm_demo.json")
     detected = detect(rows, "mllm")
     for row in rows:
-        with pytest.raises(BadRowError, match=r"^the row has images; accepted: text: images"):
+        with pytest.raises(BadRowError, match=r"^the row has images; accepted: text, and images"):
             detected.convert(row)

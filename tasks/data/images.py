@@ -1,0 +1,406 @@
+"""Images of rows: found where rows name them, checked, and stored once by their content.
+
+In a text of a prepared row an image is a mark with the SHA-256 of its bytes, ``<image:DIGEST>``, so that whatever
+compares rows by their texts (ids, splits, duplicates, leaks) compares their images too. The bytes are in
+``images.arrow`` beside the rows, sorted by digest; a row of tokens names an image by its place there.
+"""
+
+import base64
+import binascii
+import hashlib
+import io
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+from zipfile import BadZipFile, ZipFile
+
+from lineage.artifact import Kind, Source
+from lineage.errors import DataError
+from lineage.source.sources import local_paths
+from tasks.data.formats.turns import BadRowError, Fields, is_nothing, named
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from PIL.Image import Image
+
+IMAGES = "images.arrow"  # beside the files of the splits
+WITH_IMAGES = frozenset({Kind.CONVERSATIONS})  # kinds of rows that may have images
+MARK = re.compile(r"<image:([0-9a-f]{64})>")
+MAX_BYTES = 2**25  # of the file of an image
+MAX_PIXELS = 2**26  # which are 192 MiB as RGB
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # with 8 bits a channel or fewer
+COLUMNS = ("images", "image")
+_WRITTEN = "<image>"  # where an image of the column belongs, in a user's text
+_KINDS = ("image", "image_url", "image_path", "image_binary", "input_image")  # types of content items
+_PAYLOADS = ("image", "image_url", "url", "path", "bytes", "base64", "data", "binary", "source", "content", "value")
+# Columns in which texts stand before those of other names, in the order of their images.
+_FIRST = (
+    "system",
+    "system_prompt",
+    "history",
+    "instruction",
+    "input",
+    "context",
+    "prompt",
+    "messages",
+    "conversations",
+)
+_ASKS = ("user", "human", "prompter")
+_ANSWERS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "ai", "bot", "function_call")
+_REASON = "image that cannot be read"
+_BATCH_BYTES = 2**25
+
+
+def bad_image(found: str, accepted: str, remedy: str = "") -> BadRowError:
+    """The error for a row with an image that cannot be used."""
+    return BadRowError(found, _REASON, accepted, remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFiles:
+    """Where the images of a source are, and where those that its rows have are put. Picklable.
+
+    Args:
+        root: the folder or ZIP archive below which rows name images by path; None: there is none.
+        store: a folder for the bytes of each image, under its digest.
+    """
+
+    root: Path | None
+    store: Path
+
+    @staticmethod
+    def of(source: Source, store: Path) -> "ImageFiles":
+        """Those of a source: in its option ``images``, or in the folder or archive that it is."""
+        paths = local_paths(source.images or source.path)
+        is_root = len(paths) == 1 and (paths[0].is_dir() or paths[0].suffix.lower() == ".zip")
+        return ImageFiles(root=paths[0] if is_root else None, store=store)
+
+    def mark(self, value: object, what: str) -> str:
+        """Checks and stores an image; returns its mark.
+
+        Raises:
+            BadRowError: what is wrong with it.
+        """
+        data = self._bytes(value, what)
+        digest = hashlib.sha256(data).hexdigest()
+        path = self.store / digest
+        if not path.exists():
+            check_image(data, what)
+            self.store.mkdir(exist_ok=True)
+            draft = path.with_name(f"{digest}.{os.getpid()}")  # another process may write the same image
+            draft.write_bytes(data)
+            draft.replace(path)
+        return f"<image:{digest}>"
+
+    def _bytes(self, value: object, what: str) -> bytes:
+        """The bytes of an image in any public form: a path, a data URL, bytes, or an object that has one of these."""
+        match value:
+            case bytes():
+                return value
+            case str() if value.startswith("data:"):
+                return _decoded(value.partition(",")[2], what)
+            case str() if re.match(r"(?:https?|s3|gs|ftp)://", value):
+                raise bad_image(
+                    f"{what} is the URL {value[:80]!r}", "images that need no network: a path, a data URL, or bytes",
+                    "download it, and name the file",
+                )  # fmt: skip
+            case str() if value:
+                return self._read(value.removeprefix("file://"), what)
+            case Mapping():
+                kind = value.get("type")
+                for key in _PAYLOADS:
+                    item = value.get(key)
+                    if is_nothing(item):
+                        continue
+                    if isinstance(item, str) and (key in ("bytes", "base64", "data", "binary")):
+                        return _decoded(item, what)
+                    if key == "content" and kind == "image_binary" and isinstance(item, str):
+                        return _decoded(item, what)
+                    return self._bytes(item, what)
+        accepted = 'a path, a data URL, bytes, {"bytes": ...}, {"path": "..."} or {"url": "data:..."}'
+        raise bad_image(f"{what} is {named(value)}", accepted)
+
+    def _read(self, name: str, what: str) -> bytes:
+        if self.root is None:
+            raise bad_image(
+                f"{what} is the path {name!r}, and the source is a file of rows alone",
+                "paths below a folder or a ZIP archive that is the source, or below its images",
+                "set sources.NAME.images to the folder, or sources.NAME.path to the folder of rows and images",
+            )
+        place = os.path.normpath(os.path.relpath(name, self.root) if os.path.isabs(name) else name)
+        inside = f"a path below {self.root}"
+        if place.startswith("..") or os.path.isabs(place):
+            raise bad_image(f"{what} is the path {name!r}, which is outside", inside, "put it there")
+        if self.root.is_dir():
+            path = self.root / place
+            if not path.is_file():
+                raise bad_image(f"{what}: there is no file {path}", inside, "put it there, or correct the path")
+            if not path.resolve().is_relative_to(self.root.resolve()):
+                raise bad_image(f"{what}: {path} is a link that leads outside", inside, "put a copy there")
+            _require_small(path.stat().st_size, what)
+            return path.read_bytes()
+        archive = _archive(self.root)
+        try:
+            info = archive.getinfo(PurePosixPath(place).as_posix())
+        except KeyError:
+            raise bad_image(f"{what}: there is no file {place} in {self.root}", inside, "add it") from None
+        _require_small(info.file_size, what)
+        try:
+            return archive.read(info)
+        except (BadZipFile, RuntimeError, OSError, NotImplementedError) as error:
+            raise bad_image(f"{what}: {place} cannot be unpacked ({error})", "a plain ZIP archive") from error
+
+
+def _require_small(size: int, what: str) -> None:
+    if size > MAX_BYTES:
+        raise bad_image(f"{what} has {size} bytes", f"at most {MAX_BYTES}", "save it smaller")
+
+
+def _decoded(text: str, what: str) -> bytes:
+    _require_small(len(text) * 3 // 4, what)
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise bad_image(f"{what} is not base64 ({error})", "a data URL in base64") from error
+
+
+@lru_cache(maxsize=4)
+def _archive(path: Path) -> ZipFile:
+    return ZipFile(path)
+
+
+def check_image(data: bytes, what: str) -> None:
+    """Requires that an image decodes, and is neither too large nor of an unknown mode.
+
+    Raises:
+        BadRowError: it is not so.
+    """
+    _require_small(len(data), what)
+    with _opened(data, what) as image:
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            found = f"{what} has {width} x {height} pixels"
+            raise bad_image(found, f"at most {MAX_PIXELS} of them", "save it smaller")
+        if image.mode not in _MODES:
+            remedy = "convert it: PIL.Image.open(FILE).convert('RGB').save(NEW)"
+            raise bad_image(f"{what} is of the mode {image.mode}", f"the modes {', '.join(_MODES)}", remedy)
+        frames = getattr(image, "n_frames", 1)
+        if frames > 1:
+            raise bad_image(f"{what} has {frames} frames", "one", "save one of them")
+        image.load()
+
+
+@contextmanager
+def _opened(data: bytes, what: str) -> "Iterator[Image]":
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of its own limit of pixels
+            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+                yield image
+    except BadRowError:
+        raise
+    except Exception as error:  # its decoders have no common base for their errors
+        cause = "it has no known format" if type(error).__name__ == "UnidentifiedImageError" else str(error)
+        raise bad_image(f"{what} does not decode: {cause}", ", ".join(_FORMATS), "save it again") from error
+
+
+def with_images(fields: Fields, files: ImageFiles) -> Fields:
+    """A row whose images are marks in its texts, and no column of images.
+
+    Raises:
+        BadRowError: an image is bad, or the row's ``<image>`` and its images do not match.
+    """
+    if not _has_images(fields):
+        return fields
+    columns = [name for name in COLUMNS if not is_nothing(fields.get(name))]
+    if len(columns) > 1:
+        raise bad_image("images and image are both there", "one column of images", "remove one of them")
+    listed = fields[columns[0]] if columns else []
+    given = listed if isinstance(listed, list | tuple) else [listed]
+    rest = {name: value for name, value in fields.items() if name not in COLUMNS}
+    names = sorted(rest, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
+    marks = iter([files.mark(value, f"{columns[0]}[{index}]") for index, value in enumerate(given)])
+    count = sum(_places(rest[name]) for name in names)
+    if given and not count:  # as TRL does
+        first = "".join(marks)
+        for name in names:
+            rest[name], placed = _before_first(rest[name], first)
+            if placed:
+                return rest
+        raise bad_image(f"the row has {len(given)} images, and no text for them", "a text of the user")
+    if given and count != len(given):
+        raise bad_image(
+            f"the row has {len(given)} images, and {count} places for them", f"one {_WRITTEN} for each image",
+            "correct the row",
+        )  # fmt: skip
+    put = _Put(files=files, marks=marks if given else None)
+    made = {name: put(rest[name], name) for name in names}
+    return {name: made[name] for name in rest}
+
+
+def _has_images(fields: Fields) -> bool:
+    if any(not is_nothing(fields.get(name)) for name in COLUMNS):
+        return True
+    turns = (turn for value in fields.values() if isinstance(value, list) for turn in value)
+    contents = (content for turn in turns if isinstance(turn, dict) for content in turn.values())
+    return any(_is_image(part) for content in contents if isinstance(content, list) for part in content)
+
+
+def _is_image(value: object) -> bool:
+    return isinstance(value, Mapping) and value.get("type") in _KINDS
+
+
+def _is_empty(part: Mapping[str, object]) -> bool:
+    """Whether an item is the place of an image of the column."""
+    return all(is_nothing(part.get(key)) for key in _PAYLOADS)
+
+
+def _places(value: object) -> int:
+    """How many places for images of the column a value has."""
+    match value:
+        case str():
+            return value.count(_WRITTEN)
+        case Mapping() if _is_image(value):
+            return int(_is_empty(value))
+        case Mapping():
+            return sum(map(_places, value.values()))
+        case list() | tuple():
+            return sum(map(_places, value))
+    return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Put:
+    """Puts marks into the values of a row; ``marks``: of its column, None: there is none."""
+
+    files: ImageFiles
+    marks: Iterator[str] | None
+
+    def __call__(self, value: object, what: str) -> object:
+        match value:
+            case str() if self.marks and _WRITTEN in value:
+                first, *others = value.split(_WRITTEN)
+                return first + "".join(f"{next(self.marks)}{text}" for text in others)
+            case Mapping() if _is_image(value):
+                mark = next(self.marks) if self.marks and _is_empty(value) else self.files.mark(value, what)
+                return {"type": "text", "text": mark}
+            case Mapping():
+                made = {key: self(item, f"{what} {key}") for key, item in value.items()}
+                role = value.get("role", value.get("from"))
+                if role in _ANSWERS and made != value:
+                    raise bad_image(f"{what} of the {role} has an image", "images in prompts", "remove the row")
+                return made
+            case list() | tuple():
+                return [self(item, f"{what}[{index}]") for index, item in enumerate(value)]
+        return value
+
+
+def _before_first(value: object, marks: str) -> tuple[object, bool]:
+    """A prompt, or turns, with marks before the first text of the user; and whether there is one."""
+    if isinstance(value, str):
+        return marks + value, True
+    turns = list(value) if isinstance(value, list) else []
+    for place, turn in enumerate(turns):
+        if isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in _ASKS:
+            key = "content" if "content" in turn else "value"
+            content = turn.get(key)
+            before = [{"type": "text", "text": marks}, *content] if isinstance(content, list) else f"{marks}{content}"
+            turns[place] = {**turn, key: before}
+            return turns, True
+    return value, False
+
+
+# The images of prepared rows.
+
+
+def marked(texts: Iterable[str]) -> list[str]:
+    """The digests of the images of texts, in their order."""
+    return [digest for text in texts for digest in MARK.findall(text)]
+
+
+def write_images(digests: Iterable[str], folders: Sequence[Path], old: "Sequence[StoredImages]", file: Path) -> int:
+    """Writes images into one file, sorted by digest; the same images give the same bytes.
+
+    Args:
+        folders: that have them under their digests.
+        old: files that have the others.
+
+    Returns:
+        How many there are.
+    """
+    import pyarrow as pa
+
+    schema = pa.schema([("digest", pa.string()), ("bytes", pa.large_binary())])
+    wanted = sorted(set(digests))
+    pending, size = list[tuple[str, bytes]](), 0
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+        for digest in [*wanted, None]:
+            if digest is not None:
+                paths = (folder / digest for folder in folders)
+                path = next((path for path in paths if path.exists()), None)
+                data = path.read_bytes() if path else next(each.read(digest) for each in old if digest in each.places)
+                pending.append((digest, data))
+                size += len(data)
+            if pending and (digest is None or size > _BATCH_BYTES):
+                writer.write_batch(pa.record_batch(list(map(list, zip(*pending, strict=True))), schema))
+                pending, size = [], 0
+    return len(wanted)
+
+
+@dataclass(frozen=True)
+class StoredImages:
+    """The images of prepared rows, mapped into memory. Can be pickled."""
+
+    file: Path
+
+    @staticmethod
+    def beside(rows: Path) -> "StoredImages | None":
+        """Those of the rows in a directory; None: they have none."""
+        file = rows / IMAGES
+        return StoredImages(file) if file.exists() else None
+
+    def __reduce__(self) -> "tuple[Callable[[Path], StoredImages], tuple[Path]]":
+        return StoredImages, (self.file,)
+
+    @cached_property
+    def _table(self) -> "pa.Table":
+        import pyarrow as pa
+
+        return pa.ipc.open_file(pa.memory_map(str(self.file))).read_all()
+
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """Digest -> place."""
+        return {digest: place for place, digest in enumerate(self._table["digest"].to_pylist())}
+
+    def read(self, image: str | int) -> bytes:
+        """The bytes of an image, by its digest or place."""
+        place = image if isinstance(image, int) else self.places[image]
+        data: bytes = self._table["bytes"][place].as_py()
+        return data
+
+    def image(self, place: int) -> "Image":
+        """An image as transformers' ``load_image`` gives it: turned as its EXIF data say, in RGB."""
+        from PIL import Image, ImageOps
+
+        with Image.open(io.BytesIO(self.read(place))) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def require_no_images(rows: Path, name: str, what: str) -> None:
+    """Refuses rows with images.
+
+    Raises:
+        DataError: they have some.
+    """
+    if (rows / IMAGES).exists():
+        raise DataError(f"{what}: the rows of {name!r} have images, which it does not read; give it rows of text")

@@ -1,0 +1,238 @@
+"""Images of rows: every public form is read, bad ones are named with a remedy, and each is stored once."""
+
+import base64
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from lineage.artifact import Kind, Source
+from lineage.errors import DataError
+from tasks.context import TrainContext
+from tasks.data.formats.detect import detect
+from tasks.data.formats.turns import BadRowError
+from tasks.data.images import IMAGES, MARK, ImageFiles, StoredImages, with_images
+from tasks.data.kinds import messages_of
+from tasks.method import Input
+from tasks.prepare_data import PrepareConversations, PreparePreferences
+from tests import prepared
+
+ANSWER = {"role": "assistant", "content": "a"}
+
+
+def png(color: str, size: tuple[int, int] = (4, 3), mode: str = "RGB", format: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, color).convert(mode).save(file, format)
+    return file.getvalue()
+
+
+RED, BLUE = png("red"), png("blue")
+URL = "data:image/png;base64," + base64.b64encode(RED).decode()
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> ImageFiles:
+    (tmp_path / "in" / "pictures").mkdir(parents=True)
+    (tmp_path / "in" / "red.png").write_bytes(RED)
+    (tmp_path / "in" / "pictures" / "blue.png").write_bytes(BLUE)
+    (tmp_path / "secret.png").write_bytes(BLUE)
+    (tmp_path / "in" / "link.png").symlink_to(tmp_path / "secret.png")
+    return ImageFiles(root=tmp_path / "in", store=tmp_path / "store")
+
+
+def user(*parts: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": list(parts)}, ANSWER]}
+
+
+WHAT = {"type": "text", "text": "What?"}
+MARKED = {"messages": [{"role": "user", "content": "<image>What?"}, ANSWER]}
+ITEMS: Mapping[str, object] = {
+    "path": {"type": "image", "path": "red.png"},
+    "image as path": {"type": "image", "image": "red.png"},
+    "file URL": {"type": "image", "url": "file://red.png"},
+    "image as data URL": {"type": "image", "image": URL},
+    "image as base64": {"type": "image", "base64": base64.b64encode(RED).decode()},
+    "image as bytes": {"type": "image", "image": {"bytes": RED, "path": None}},
+    "OpenAI's": {"type": "image_url", "image_url": {"url": URL, "detail": "low"}},
+    "OpenAI's short": {"type": "image_url", "image_url": "red.png"},
+    "OpenAI's responses": {"type": "input_image", "image_url": URL},
+    "Anthropic's": {"type": "image", "source": {"type": "base64", "data": base64.b64encode(RED).decode()}},
+    "Oumi's path": {"type": "image_path", "content": "red.png"},
+    "Oumi's URL": {"type": "image_url", "content": URL},
+    "Oumi's bytes": {"type": "image_binary", "binary": base64.b64encode(RED).decode()},
+    "LLaMA-Factory's": {"type": "image_url", "value": "red.png"},
+}
+ROWS: Mapping[str, Mapping[str, object]] = {
+    **{name: user(item, WHAT) for name, item in ITEMS.items()},
+    "LLaMA-Factory": {**MARKED, "images": ["red.png"]},
+    "a data set of TRL": {**user({"type": "image"}, WHAT), "images": [{"bytes": RED, "path": "red.png"}]},
+    "LLaVA": {"conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "a"}],
+              "image": "red.png"},
+    "Alpaca": {"instruction": "<image>What?", "input": "", "output": "a", "images": ["red.png"]},
+    "prompt and completion": {"prompt": "<image>What?", "completion": "a", "images": [URL]},
+    "no mark": {"messages": [{"role": "user", "content": "What?"}, ANSWER], "images": ["red.png"]},
+    "no mark, prompt": {"completion": "a", "prompt": "What?", "image": "red.png"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_form_of_an_image_is_the_mark_of_its_bytes(files: ImageFiles, name: str) -> None:
+    row = with_images(ROWS[name], files)
+    made = detect([row], "rows").convert(row)
+    (mark,) = [path.name for path in files.store.iterdir()]
+    assert messages_of(made["messages"]) == [{"role": "user", "content": f"<image:{mark}>What?"}, ANSWER]
+    assert (files.store / mark).read_bytes() == RED
+
+
+def test_several_images_stand_at_their_places_in_several_turns(files: ImageFiles) -> None:
+    turns = [
+        {"role": "user", "content": "<image>Or<image>?"}, ANSWER, {"role": "user", "content": "This:<image>"}, ANSWER,
+    ]  # fmt: skip
+    row = with_images({"messages": turns, "images": ["red.png", "pictures/blue.png", "red.png"]}, files)
+    contents = [str(turn["content"]) for turn in row["messages"]]  # type: ignore[attr-defined]
+    found = [[(files.store / digest).read_bytes() for digest in MARK.findall(content)] for content in contents]
+    assert found == [[RED, BLUE], [], [RED], []]
+    assert MARK.sub("_", contents[0]) == "_Or_?"
+    assert len(list(files.store.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "found", "remedy"),
+    [
+        ({**MARKED, "images": ["red.png", "red.png"]}, "the row has 2 images, and 1 places", "one <image> for each"),
+        (user({"type": "image"}, WHAT), r"messages\[0\] content\[0\] is an object", "a path, a data URL, bytes"),
+        (user({"type": "image", "url": "https://example.org/a.png"}), "is the URL 'https://example.org/a.png'",
+         "download it, and name the file"),
+        ({**MARKED, "images": ["no.png"]}, r"images\[0\]: there is no file .*no.png", "put it there"),
+        ({**MARKED, "images": ["../secret.png"]}, "is the path '../secret.png', which is outside", "put it there"),
+        ({**MARKED, "images": ["/etc/passwd"]}, "which is outside", "put it there"),
+        ({**MARKED, "images": ["link.png"]}, "is a link that leads outside", "put a copy there"),
+        ({**MARKED, "images": ["data:image/png;base64,%%"]}, "is not base64", "a data URL in base64"),
+        ({**MARKED, "images": [{"bytes": b"GIF"}]}, "does not decode: it has no known format", "save it again"),
+        ({**MARKED, "images": [{"bytes": RED[:45]}]}, "does not decode: ", "save it again"),
+        ({**MARKED, "images": [{"bytes": png("red", mode="I", format="TIFF")}]}, "is of the mode I", "convert it"),
+        ({**MARKED, "images": [7]}, "is the number 7", "a path, a data URL"),
+        ({**MARKED, "images": ["red.png"], "image": "red.png"}, "images and image are both there", "remove one"),
+        ({"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<image>"}],
+          "images": ["red.png"]}, "of the assistant has an image", "images in prompts"),
+    ],
+)  # fmt: skip
+def test_a_bad_image_is_named_with_a_remedy(
+    files: ImageFiles, row: Mapping[str, object], found: str, remedy: str
+) -> None:
+    with pytest.raises(BadRowError, match=found) as error:
+        with_images(row, files)
+    assert remedy in str(error.value)
+
+
+def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(files: ImageFiles) -> None:
+    bomb = png("white", (9000, 9000), mode="1")
+    assert len(bomb) < 30_000
+    with pytest.raises(BadRowError, match="has 9000 x 9000 pixels; accepted: at most 67108864"):
+        with_images({**MARKED, "images": [{"bytes": bomb}]}, files)
+
+
+def run(folder: Path, source: Source, method: PrepareConversations | None = None) -> dict[str, float]:
+    given = Input(name="rows", kind=Kind.ROWS, fingerprint="", path=Path(source.path), source=source)
+    stage = method or PrepareConversations(held_out=0.4)
+    context = TrainContext(output_dir=folder / "out", work_dir=folder)
+    return prepared.named(stage, {"rows": given}, stage.run({"rows": given}, context))
+
+
+def question(color: str, text: str) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": f"<image>{text}"}, ANSWER], "images": [f"{color}.png"]}
+
+
+LONG = "Which of all the colours that there are is the one of the square in the picture that you see here"
+COLOURS = ("red", "blue", "green", "yellow", "white", "black")
+QUESTIONS = [question(color, LONG) for color in COLOURS]
+
+
+@pytest.fixture(params=["folder", "zip", "images", "parquet"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for color in COLOURS:
+        (folder / f"{color}.png").write_bytes(png(color))
+    lines = "".join(json.dumps(row) + "\n" for row in [*QUESTIONS, QUESTIONS[0]])
+    match request.param:
+        case "folder":
+            (folder / "train.jsonl").write_text(lines)
+            return Source(path=str(folder))
+        case "zip":
+            with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+                archive.writestr("train.jsonl", lines)
+                for path in folder.iterdir():
+                    archive.write(path, path.name)
+            return Source(path=str(tmp_path / "data.zip"))
+        case "images":
+            (tmp_path / "rows.jsonl").write_text(lines)
+            return Source(path=str(tmp_path / "rows.jsonl"), images=str(folder))
+    rows = [{**row, "images": [{"bytes": png(str(row["images"][0])[:-4]), "path": None}]} for row in  # type: ignore
+            [*QUESTIONS, QUESTIONS[0]]]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    return Source(path=str(tmp_path / "rows.parquet"))
+
+
+def test_rows_of_a_folder_an_archive_and_a_table_are_the_same_rows_with_each_image_once(
+    tmp_path: Path, source: Source
+) -> None:
+    metrics = run(tmp_path, source)
+    assert metrics["images"] == 6 and metrics["duplicates"] == 1
+    # The images alone tell the questions apart.
+    assert metrics["near_duplicate_rows"] == metrics["leaked_rows"] == 0
+    stored = StoredImages.beside(tmp_path / "out")
+    assert stored and sorted(stored.places) == list(stored.places)
+    rows = [*prepared.side(tmp_path, "train"), *prepared.side(tmp_path, "held_out")]
+    found = [MARK.findall(str(messages_of(row["messages"])[0]["content"])) for row in rows]
+    assert {stored.read(digest) for (digest,) in found} == {png(color) for color in COLOURS}
+    assert stored.image(0).size == (4, 3) and stored.image(0).mode == "RGB"
+    written = (tmp_path / "out" / IMAGES).read_bytes()
+    run(tmp_path, source)
+    assert (tmp_path / "out" / IMAGES).read_bytes() == written
+
+
+def test_an_image_on_both_sides_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "red.png").write_bytes(RED)
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(question("red", f"question {number}")) + "\n" for number in range(8))
+    )
+    metrics = run(tmp_path, Source(path=str(tmp_path / "rows.jsonl"), images=str(tmp_path)))
+    assert metrics["images"] == 1 and metrics["held_out_rows_with_trained_images"] == metrics["held_out_rows"] > 0
+
+
+def test_a_bad_image_is_a_bad_row_with_its_line(tmp_path: Path) -> None:
+    rows = [*(question("red", str(number)) for number in range(4)), question("no", "?")]
+    (tmp_path / "red.png").write_bytes(RED)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(
+        DataError, match=r"rows.jsonl:5: images\[0\]: there is no file .*no.png; accepted: a path below"
+    ):
+        run(tmp_path, Source(path=str(tmp_path / "rows.jsonl"), images=str(tmp_path)))
+    with pytest.raises(DataError, match=r"rows.jsonl:1: .*a file of rows alone.*set sources.NAME.images to the folder"):
+        run(tmp_path, Source(path=str(tmp_path / "rows.jsonl")))
+
+
+def test_pairs_with_images_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": "<image>?", "chosen": "a", "rejected": "b", "images": [URL]}) + "\n"
+    )
+    with pytest.raises(DataError, match="the row has images; accepted: text, and images in conversations"):
+        run(tmp_path, Source(path=str(tmp_path / "rows.jsonl")), PreparePreferences(held_out=0.5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [("../train.jsonl", b"{}", "which is outside of it"), ("train.jsonl", b"0" * 2**25, "unpacks from")],
+)
+def test_a_hostile_archive_is_refused(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    with zipfile.ZipFile(tmp_path / "data.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(name, content)
+    with pytest.raises(DataError, match=problem):
+        run(tmp_path, Source(path=str(tmp_path / "data.zip")))
