@@ -201,7 +201,7 @@ def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> s
         if count
         else f"nothing to do: all {len(plan.stages)} stages are finished"
     )
-    head = [f"pipeline {plan.pipeline.name}  store {plan.pipeline.store}", *plan.notes]
+    head = [f"pipeline {plan.pipeline.name}  store {relative(plan.pipeline.store)}", *plan.notes]
     trained = [f"{planned.name}: {planned.hyperparameters}" for planned in plan.stale if planned.hyperparameters]
     trained += [
         f"{planned.name}: {'; '.join(f'{name} by {choice}' for name, choice in planned.kernels.items())}"

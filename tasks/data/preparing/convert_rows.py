@@ -502,7 +502,8 @@ def settle_bad_rows(staging: Staging, report: DataReport, options: Prepare, dire
     more = [f"and {count - MAX_SHOWN} more"] if count > MAX_SHOWN else []
     listed = "\n  ".join([f"{count} of {num_rows} rows cannot be used:", *shown, *more])
     where = f"all of them are in {directory / REJECTS}"
-    return DataError(f"{listed}\n{where}; correct them, or leave them out with max_bad_rows={count}")
+    others = f", or leave them out with max_bad_rows={count}" if count < num_rows else "; no row is left without them"
+    return DataError(f"{listed}\n{where}; correct them{others}")
 
 
 class SplitFiles:

@@ -26,7 +26,7 @@ from tasks.recipe import Input
 
 CONTENT = "printf('%016x', content)"  # SQL of a row's id, without the number of its copy
 
-_BETWEEN = "between the sides"
+_BETWEEN = "on neither side, since held_out is a count; a share keeps none apart"
 _PARTED = "away from its group, beside the row that it is a copy of"
 _SHARES = 2**64
 _MEMORY = "256MB"  # Python, Arrow and the current batch take about twice that in addition

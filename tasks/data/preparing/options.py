@@ -36,7 +36,8 @@ class Prepare(Method):
             ``group``, else its prompt (in a conversation, all before the last answer), else the row itself. The hash of
             the key decides. With a share, added rows move no row to the other split. With a number, added rows lower
             the threshold: a row that was trained on is never held out, and a row that is no longer held out is
-            excluded from both splits (counted as ``between the sides``) until there is about twice as much data.
+            excluded from both splits (counted as on neither side) until there is about twice as much data. For that,
+            about as many rows as are held out go to neither side.
         seed: of the split and of the mixture.
         replay_share: share of replayed rows in the training rows.
         max_bad_rows: how many bad rows may be left out: below 1 a share of the rows, from 1 on a number; with more, the
