@@ -1,6 +1,7 @@
 """The model that a command names: an artifact of the store, a source of it, or a directory."""
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ class Found:
             held: dtype of its weights; None: bf16 if its files hold bf16, else fp32.
         """
         import torch
+        from transformers.utils.logging import disable_progress_bar
 
         from tasks.model.tokenizers import tokenizer_of
         from tasks.train.models.load import load_config, load_model
@@ -58,6 +60,8 @@ class Found:
 
         leave_out_deepspeed()
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels that no chat needs
+        if not sys.stderr.isatty():
+            disable_progress_bar()
         is_bf16 = load_config(self.path).dtype == torch.bfloat16
         loaded = load_model(self.input, held or ("bf16" if is_bf16 else "fp32"))
         loaded.requires_grad_(False)

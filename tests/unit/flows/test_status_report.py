@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from flows.declare.config import load_pipeline
+from flows.planning.plan import make_plan
 from flows.progress.run_record import (
     Links,
     RunRecord,
@@ -265,3 +267,54 @@ def test_a_run_that_waited_for_another_says_what_it_ran_itself(toy):
     assert f"toy: {len(names)} of {len(names)} stages run in 1.0 s\n" in summary(
         plan, dict.fromkeys(names, 2.0), 1.0, []
     )
+
+
+def test_a_run_ends_with_what_matters_first_answers_the_lineage_page_and_commands(toy_plan_of_sft, tmp_path):
+    plan, output = toy_plan_of_sft
+    metrics = {
+        f"{name}/{metric}": value
+        for name, values in {"base": (90.0, 0.0, 1.0, 0.1), "sft": (120.0, 0.5, 0.0, 0.9)}.items()
+        for metric, value in zip(
+            ("text_perplexity", "exact_match", "unfinished_share", "reward/form"), values, strict=True
+        )
+    }
+    (output / "metrics.json").write_text(json.dumps(metrics))
+    rows = [
+        {"prompt": [{"role": "user", "content": f"What is {n}?"}], "right answer": f"It is {n}.", "base": "no " * 90,
+         "sft": f"It is {n * (n < 2)}."}
+        for n in range(5)
+    ]  # fmt: skip
+    (output / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = summary(plan, {"sft": 61.0}, 70.0, ["pipeline=sft"])
+    lines = text.splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("model "))
+    assert lines[at].split("  ")[1].strip() == "form ↑" and "text ppl" in lines[at]
+    assert lines[at + 2].split() == ["sft", "0.900", "0.50", "0.00", "120.0"]
+    assert text.count("What is ") == 3 and "  sft   It is 0.  (right)" in lines
+    assert "  right answer  It is 2." in lines and "  base          " + ("no " * 90)[:99] + "…" in lines
+    assert any(line.split()[:2] == ["sft", "1:01"] for line in lines)
+    assert "lineage  artifacts/pipelines/sft/lineage.html" in lines
+    assert "<svg" in (tmp_path / "artifacts/pipelines/sft/lineage.html").read_text()
+    assert lines[-4:] == [
+        "next:", "  posttrain chat sft", "  posttrain plan pipeline=sft stages.sft.method.learning_rate=1e-05",
+        "  posttrain ui",
+    ]  # fmt: skip
+
+
+def test_findings_of_a_training_that_ran_are_named_at_its_end(toy_plan_of_sft):
+    plan, _ = toy_plan_of_sft
+    reports = [{"step": step, "time": float(step), "metrics": {"loss": 2.0 + step}} for step in range(1, 120)]
+    plan.entry(plan.stage("sft")).metrics.write_text("".join(json.dumps(each) + "\n" for each in reports))
+    assert "\ndiagnose sft: " in summary(plan, {"sft": 61.0}, 70.0, [])
+    assert "diagnose sft" not in summary(plan, {}, 70.0, [])  # it was reused
+
+
+@pytest.fixture
+def toy_plan_of_sft(tmp_path, monkeypatch):
+    """A finished plan of ``pipeline=sft``, and the output of its evaluation."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": []}) + "\n")
+    overrides = ["pipeline=sft", "model=owner/name", f"sources.base.revision={'a' * 40}", "data=chats.jsonl"]
+    finish(make_plan(load_pipeline(overrides)))
+    plan = make_plan(load_pipeline(overrides))
+    return plan, plan.entry(plan.stage("evaluate")).output
