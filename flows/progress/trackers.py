@@ -4,7 +4,10 @@ One thread per tracker writes what the stages have reported; no stage waits for 
 """
 
 import contextlib
+import contextvars
 import json
+import netrc
+import os
 import sys
 import threading
 import time
@@ -12,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
+from urllib.parse import urlsplit
 
-from lineage.errors import StoppedError, TakenOverError
+from lineage.errors import ConfigError, StoppedError, TakenOverError
 from lineage.filesystem.files import atomic_write
 from lineage.fingerprint import short
 from lineage.markup import markdown_table
@@ -100,6 +104,57 @@ class Wandb:
     def end(self, status: Status, cause: str, metrics: Mapping[str, float]) -> None:
         self._run.summary.update({f"final/{name}": value for name, value in metrics.items()} | {"cause": cause})
         self._run.finish(exit_code={"finished": 0, "failed": 1, "killed": 255}[status])  # 255: as by Ctrl-C
+
+
+class Trackio:
+    """A run of trackio, in the folder or on the server that its own variables name."""
+
+    def __init__(self, run: StageRun) -> None:
+        import trackio
+
+        for module in (trackio, trackio.run, trackio.utils):  # stdout is ours: `run --json` prints one object there
+            module.print = _silent
+        # In a context of its own: it would end the run that this thread opened before.
+        self._run = contextvars.Context().run(
+            trackio.init, project=run.project, name=f"{run.name} {run.id}", group=run.group, config=dict(run.config),
+            resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False,
+        )  # fmt: skip
+        self._levels = trackio.AlertLevel
+
+    def log(self, report: StageReport) -> None:
+        self._run.log(dict(report.metrics), step=report.step)
+
+    def end(self, status: Status, cause: str, metrics: Mapping[str, float]) -> None:
+        """It knows no states: the last alert of a run is its state."""
+        if metrics:
+            self._run.log({f"final/{name}": value for name, value in metrics.items()})
+        level = {"finished": "INFO", "failed": "ERROR", "killed": "WARN"}[status]
+        self._run.alert(title=status, text=cause, level=self._levels[level])
+        self._run.finish()
+
+
+def _silent(*words: object, **options: object) -> None:
+    """In place of ``print``."""
+
+
+def require_account() -> None:
+    """Refuses a run that Weights & Biases would ask a person for a key.
+
+    Raises:
+        ConfigError: there is no key, and nothing says that it is offline.
+    """
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    named = any(os.environ.get(f"WANDB_{name}") for name in ("API_KEY", "IDENTITY_TOKEN_FILE"))
+    is_away = os.environ.get("WANDB_MODE", "online") not in ("online", "shared")
+    try:
+        known = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        known = None
+    if not (is_away or named or known):
+        raise ConfigError(
+            f"tracking.wandb=true: there is no key for {host}; log in with `wandb login`, set WANDB_API_KEY, or keep "
+            "the runs in the store with WANDB_MODE=offline, for `wandb sync` later"
+        )
 
 
 class _Stage:
@@ -263,4 +318,6 @@ class Trackers(Tracker):
         return self._first.is_complete
 
 
-OPENERS: Mapping[str, Callable[[StageRun], Writer]] = {"tensorboard": TensorBoard, "wandb": Wandb}
+OPENERS: Mapping[str, Callable[[StageRun], Writer]] = {
+    "tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio
+}  # fmt: skip

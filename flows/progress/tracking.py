@@ -32,8 +32,10 @@ def make_tracker(tracking: Tracking) -> Tracker:
         found = MlflowTracker(uri, tracking.names())
     if not others:
         return found
-    from flows.progress.trackers import OPENERS, StageTracker, Trackers
+    from flows.progress.trackers import OPENERS, StageTracker, Trackers, require_account
 
+    if tracking.wandb:
+        require_account()
     return Trackers(found, [StageTracker(name, OPENERS[name], tracking.names()) for name in others])
 
 

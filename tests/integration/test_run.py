@@ -1,5 +1,6 @@
 """What is around a method: order, reuse, failure, stop. Toy stages, real processes, real Prefect, real Ray Train."""
 
+import importlib.util
 import json
 import shutil
 import signal
@@ -58,12 +59,16 @@ def test_a_run_ends_with_the_page_of_its_model_and_is_as_good_without_it(toy):
     assert page.read_text() != own
 
 
-def test_another_tracker_has_a_run_of_each_stage(toy):
-    assert toy("run", "tracking=[none,tensorboard]").returncode == 0
-    written = (toy.folder / "artifacts/logs/tensorboard/toy").glob("*/events*")
-    assert sorted(path.parent.name.split()[0] for path in written) == ["data", "left", "model", "right"]
-    note = next((toy.folder / "artifacts/left").glob("*/tensorboard.json"))
-    assert json.loads(note.read_text())["step"] == ToyTraining.num_steps
+def test_other_trackers_have_a_run_of_each_stage(toy):
+    others = [name for name in ("wandb", "trackio") if importlib.util.find_spec(name)]
+    toy.environment |= {"WANDB_MODE": "offline"}
+    toy.run(f"tracking=[{','.join(['none', 'tensorboard', *others])}]")  # stdout is one JSON object all the same
+    stages, logs = ["data", "left", "model", "right"], toy.folder / "artifacts/logs"
+    assert sorted(path.parent.name.split()[0] for path in logs.glob("tensorboard/toy/*/events*")) == stages
+    assert len(list(logs.glob("wandb/offline-run-*"))) == (4 if "wandb" in others else 0)
+    for name in ("tensorboard", *others):
+        note = next((toy.folder / "artifacts/left").glob(f"*/{name}.json"))
+        assert json.loads(note.read_text())["step"] == ToyTraining.num_steps
 
 
 def test_a_failed_stage_is_named_and_its_sibling_finishes(toy):

@@ -31,7 +31,7 @@ def attempt(
     store: WrittenStore, name: str, manifest, *steps: int, resumes: bool = False, error: BaseException | None = None
 ):
     """One execution with one stage that reports these steps, and ends, or raises."""
-    tracker = StageTracker(name, OPENERS[name], RunNames(tags={"team": "nlp"}))
+    tracker = StageTracker(name, OPENERS[name], RunNames(experiment=store.root.parent.name, tags={"team": "nlp"}))
     with contextlib.suppress(BaseException if error else ()), tracker.execution(execution(store)):  # type: ignore[arg-type]
         stage = Tracked(tracker, start_of(store, manifest, resumes=resumes))
         report(stage.start, *steps)
@@ -69,15 +69,68 @@ def of_tensorboard(root: Path) -> dict[str, Seen]:
     return found
 
 
-READ: dict[str, Callable[[Path], dict[str, Seen]]] = {"tensorboard": of_tensorboard}
+def of_wandb(root: Path) -> dict[str, Seen]:
+    """From the transaction logs, whose records are those of LevelDB."""
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # as at the end of the process: until then a finished run may not be written
+    found: dict[str, Seen] = {}
+    for path in sorted((root / "logs/wandb").rglob("*.wandb")):
+        content, at, parts, lines = path.read_bytes(), 7, b"", list[Record]()
+        while at + 7 <= len(content):
+            left = 32768 - at % 32768
+            if left < 7:
+                at += left
+                continue
+            length, kind = struct.unpack_from("<HB", content, at + 4)
+            parts += content[at + 7 : at + 7 + length]
+            at += 7 + length
+            if kind in (1, 4):  # whole, or the last part
+                lines.append(Record.FromString(parts))
+                parts = b""
+        (run,) = {line.run.run_id for line in lines if line.HasField("run")}
+        seen = found.setdefault(run, {"steps": {}, "status": "running"})
+        for line in lines:
+            items = {"/".join(each.nested_key) or each.key: each.value_json for each in line.history.item}
+            if "loss" in items:
+                steps = seen["steps"]
+                assert isinstance(steps, dict) and int(items["_step"]) not in steps
+                steps[int(items["_step"])] = round(float(items["loss"]), 4)
+            for each in line.summary.update:
+                if ("/".join(each.nested_key) or each.key) == "final/accuracy":
+                    seen["accuracy"] = float(each.value_json)
+            if line.HasField("exit"):
+                seen["status"] = {0: "finished", 1: "failed", 255: "killed"}[line.exit.exit_code]
+    return found
+
+
+def of_trackio(root: Path) -> dict[str, Seen]:
+    from trackio.sqlite_storage import SQLiteStorage
+
+    found: dict[str, Seen] = {}
+    project = root.parent.name  # it reads its folder's name once in a process
+    for run in SQLiteStorage.get_runs(project):
+        lines = SQLiteStorage.get_logs(project, run)
+        steps = [(line["step"], round(line["loss"], 4)) for line in lines if "loss" in line]
+        assert len(steps) == len(dict(steps))
+        alerts = SQLiteStorage.get_alerts(project, run)
+        found[run] = {"steps": dict(steps), "status": max(alerts, key=lambda each: each["timestamp"])["title"]}
+        final = [line["final/accuracy"] for line in lines if "final/accuracy" in line]
+        found[run] |= {"accuracy": final[-1]} if final else {}
+    return found
+
+
+READ: dict[str, Callable[[Path], dict[str, Seen]]] = {
+    "tensorboard": of_tensorboard, "wandb": of_wandb, "trackio": of_trackio
+}  # fmt: skip
 
 
 @pytest.fixture(params=list(READ))
-def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     package = {"tensorboard": "tensorboardX"}.get(request.param, request.param)
     pytest.importorskip(package)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     return str(request.param)
 
 
@@ -140,6 +193,18 @@ def test_one_tracker_or_a_list_is_chosen_beside_mlflow():
     assert (both.mlflow, both.tensorboard, both.wandb, both.experiment) == (False, True, True, "ours")
     with pytest.raises(ConfigError, match="no such tracking"):
         tracking("tracking=[wandb,comet]")
+
+
+def test_weights_and_biases_without_a_key_is_refused_before_anything_runs(monkeypatch, tmp_path):
+    pytest.importorskip("wandb")
+    tracking = Tracking(mlflow=False, wandb=True)
+    with pytest.raises(ConfigError, match=r"there is no key for api\.wandb\.ai; log in with `wandb login`"):
+        make_tracker(tracking)
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_API_KEY": "k", "NETRC": str(tmp_path / "netrc")}.items():
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert make_tracker(tracking)
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_runs(monkeypatch):
