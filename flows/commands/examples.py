@@ -36,7 +36,8 @@ posttrain data questions.csv kind=conversations columns.prompt=question columns.
 posttrain data chats.jsonl model=owner/name max_length=1024 --html report.html""",
     "gate-check": """
 posttrain gate-check cpt-sft-dpo-gated
-posttrain gate-check pipeline=cpt-sft-dpo-gated stages.gate.method.rules.prefers_chosen.at_least=0.7""",
+posttrain gate-check cpt-sft-dpo-retrain --json
+posttrain gate-check ours --config-dir our_conf""",
     "export": """
 posttrain export gguf cpt-sft-dpo/dpo --type q8_0
 posttrain export hub alias:champion --repo owner/name --private

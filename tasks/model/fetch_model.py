@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,7 +51,6 @@ from lineage.source.source_checks import is_hub_id
 from lineage.source.sources import local_paths
 from lineage.store import MODELS
 from tasks.model.chat_template import template_text
-from tasks.model.merging import require_all_weights
 from tasks.model.remote_code import trust
 from tasks.model.tokenizers import copy_tokenizer_files
 from tasks.train.sharding import leave_out_deepspeed
@@ -177,6 +176,28 @@ def _convert(gguf: Path, directory: Path) -> None:
                 f"{gguf.name}: its weights were written to {directory} and are another model from there; equal logits "
                 "are accepted; report its config.json"
             )
+
+
+def require_all_weights(
+    place: Path, model: "PreTrainedModel", missing: Iterable[str], *, has_head: bool = True
+) -> None:  # fmt: skip
+    """Requires that a model's files hold all of its weights: transformers draws the others at random, and only logs it.
+
+    Args:
+        missing: the names that transformers reports.
+        has_head: whether the head is among them; a reward model's may be new, or an adapter's.
+
+    Raises:
+        ConfigError: a weight is missing.
+    """
+    weights, backbone = dict(model.named_parameters(remove_duplicate=False)), f"{model.base_model_prefix}."
+    lost = sorted(name for name in missing if name in weights and (has_head or name.startswith(backbone)))
+    if lost:
+        raise ConfigError(
+            f"{place}: {len(lost)} of {len(weights)} weights of the model are not in its files, such as {lost[0]}, and "
+            "would be random; files with all weights of its config.json, under the names that transformers reads, are "
+            "accepted; download the model again, or save it with save_pretrained"
+        )
 
 
 def load_gguf(gguf: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":

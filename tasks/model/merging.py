@@ -191,28 +191,6 @@ def names_lost(before: Places, after: Places, model: "PreTrainedModel") -> set[s
     }  # fmt: skip
 
 
-def require_all_weights(
-    place: Path, model: "PreTrainedModel", missing: Iterable[str], *, has_head: bool = True
-) -> None:  # fmt: skip
-    """Requires that a model's files hold all of its weights: transformers draws the others at random, and only logs it.
-
-    Args:
-        missing: the names that transformers reports.
-        has_head: whether the head is among them; a reward model's may be new, or an adapter's.
-
-    Raises:
-        ConfigError: a weight is missing.
-    """
-    weights, backbone = dict(model.named_parameters(remove_duplicate=False)), f"{model.base_model_prefix}."
-    lost = sorted(name for name in missing if name in weights and (has_head or name.startswith(backbone)))
-    if lost:
-        raise ConfigError(
-            f"{place}: {len(lost)} of {len(weights)} weights of the model are not in its files, such as {lost[0]}, and "
-            "would be random; files with all weights of its config.json, under the names that transformers reads, are "
-            "accepted; download the model again, or save it with save_pretrained"
-        )
-
-
 def add_weights(directory: Path, tensors: "Mapping[str, Tensor]") -> None:
     """Adds weights to a model's directory: to its only file, or as one more file that its index names."""
     from safetensors.torch import load_file, save_file

@@ -19,7 +19,6 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -32,7 +31,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, set_seed
 
 from lineage.artifact import Kind
-from lineage.errors import ConfigError, NoMemoryError, PipelineError, StoppedError
+from lineage.errors import ConfigError, StoppedError
 from tasks.context import AUTO_ROWS
 from tasks.data.tokens.rendering import stop_at, turn_ends
 from tasks.data.tokens.tokenize_rows import load_or_make, require_chat_template, show
@@ -82,7 +81,7 @@ from tasks.train.loop.callbacks import (
 from tasks.train.loop.checkpointing import Checkpointing, Saver, discard_drafts, seconds_before
 from tasks.train.loop.evaluation import AdaptiveRate, BestModel, Divergence, Validating, held_out_rows
 from tasks.train.loop.speed import Speed
-from tasks.train.loop.token_batches import Budget, by_tokens
+from tasks.train.loop.token_batches import Budget, by_tokens, resuming_with_fewer
 from tasks.train.loop.token_batches import start as start_by_tokens
 from tasks.train.losses.reference_logps import with_reference
 from tasks.train.losses.rewards import install_scores, unset_pad
@@ -143,7 +142,7 @@ def train(
     with divided(method.diloco, ctx.rank, ctx.world_size, base_changed=changed, timeout=wait) as islands:
         run = TrainingRun(method, inputs, replace(ctx, islands=islands))
         try:
-            with run.resuming_without_memory():
+            with resuming_with_fewer(run.ctx.resources, lambda: run.rows_at_once, run.of_rows):
                 metrics = loop(run)
         except Exception:
             if run.saver:
@@ -481,9 +480,10 @@ class TrainingRun:
 
     @cached_property
     def _resources_of_rows(self) -> "Resources":
-        return self._of_rows(max(1, self._tokens_at_once // (self.method.max_length * sequences(self.method))))
+        return self.of_rows(max(1, self._tokens_at_once // (self.method.max_length * sequences(self.method))))
 
-    def _of_rows(self, most: int) -> "Resources":
+    def of_rows(self, most: int) -> "Resources":
+        """The resources with as many rows in a forward pass, at most ``most``."""
         method = self.method
         whole_groups = getattr(method, "whole_groups", False)  # of a method that generates
         multiple = int(getattr(method, "num_generations", 1)) if whole_groups else 1
@@ -678,33 +678,6 @@ class TrainingRun:
     def speed(self) -> Speed:
         """Measures the training's speed."""
         return Speed.of(self.method, self.ctx.resources, self._start.model.config, self.inputs)
-
-    @contextmanager
-    def resuming_without_memory(self) -> Iterator[None]:
-        """Under ``micro_batch_size=auto``: where a step cannot be repeated, the training resumes with fewer rows.
-
-        So it is where completions are generated, in a loop of a method's own, and with ZeRO.
-
-        Raises:
-            NoMemoryError: memory was short, and there are fewer rows to take.
-            PipelineError: there are not.
-        """
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            if self.ctx.resources.micro_batch_size != "auto":
-                raise
-            rows, reason = self.rows_at_once, str(error).partition(". ")[0]
-        else:
-            return
-        fewer = self._of_rows(rows // 2).micro_batch_size
-        assert fewer != "auto"
-        if fewer >= rows:
-            raise PipelineError(
-                f"out of memory with {rows} rows in a forward pass, the fewest ({reason}); set "
-                "gradient_checkpointing=on, a smaller max_length, an adapter or quantization"
-            )
-        raise NoMemoryError(f"out of memory with {rows} rows in a forward pass ({reason})", fewer)
 
     # --- 5. the output
 

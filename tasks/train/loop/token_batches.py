@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils.data import DataLoader
 
-from lineage.errors import PipelineError
+from lineage.errors import NoMemoryError, PipelineError
 from tasks.data.kinds import IGNORED, parts_of
 from tasks.train.sharding import exchange, is_divided, local
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Trainer
     from transformers import Trainer as _Base
+
+    from tasks.context import Resources
 
     Batch = dict[str, Tensor]
     Example = Mapping[str, Sequence[int]]
@@ -371,3 +373,37 @@ def _trained(example: "Example") -> int:
     if labels is None:
         return max(1, sum(len(each) for each in parts_of(example)[1]))
     return sum(int(label != IGNORED) for label in labels[1:])
+
+
+@contextlib.contextmanager
+def resuming_with_fewer(
+    resources: "Resources", rows_at_once: Callable[[], int], of_rows: "Callable[[int], Resources]"
+) -> Iterator[None]:  # fmt: skip
+    """Under ``micro_batch_size=auto``: where a step cannot be repeated, the training resumes with fewer rows.
+
+    So it is where completions are generated, in a loop of a method's own, and with ZeRO.
+
+    Args:
+        rows_at_once: rows of a forward pass.
+        of_rows: the resources with at most so many.
+
+    Raises:
+        NoMemoryError: memory was short, and there are fewer rows to take.
+        PipelineError: there are not.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if resources.micro_batch_size != "auto":
+            raise
+        rows, reason = rows_at_once(), str(error).partition(". ")[0]
+    else:
+        return
+    fewer = of_rows(rows // 2).micro_batch_size
+    assert fewer != "auto"
+    if fewer >= rows:
+        raise PipelineError(
+            f"out of memory with {rows} rows in a forward pass, the fewest ({reason}); set "
+            "gradient_checkpointing=on, a smaller max_length, an adapter or quantization"
+        )
+    raise NoMemoryError(f"out of memory with {rows} rows in a forward pass ({reason})", fewer)

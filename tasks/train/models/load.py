@@ -34,6 +34,7 @@ from tasks.model.adapter_files import (
     rounding_of_base,
     save_adapter,
 )
+from tasks.model.fetch_model import require_all_weights
 from tasks.model.merging import (
     Golden,
     Merged,
@@ -46,7 +47,6 @@ from tasks.model.merging import (
     names_lost,
     places_of,
     read_tensor,
-    require_all_weights,
     require_same_values,
     tolerance_of,
 )

@@ -101,7 +101,7 @@ def test_of_a_field_that_is_given_twice_it_is_said_which_counts(toy, words):
     warning = f"{words[0]} is ignored, since {words[1]} follows it"
     planned, verified = toy("plan", *words), toy("verify", *words)
     assert planned.returncode == 0 and warning in planned.stderr
-    assert "/two" in planned.stdout and "/one" not in planned.stdout
+    assert "store two\n" in planned.stdout and "/one" not in planned.stdout
     assert verified.returncode == 2 and warning in verified.stderr
 
 
@@ -254,7 +254,8 @@ def test_a_plan_writes_nothing_where_no_store_is(toy, tmp_path):
     assert list((tmp_path / "foreign").iterdir()) == []
 
 
-def test_no_escape_of_a_store_is_in_the_end_of_a_run():
+def test_no_escape_of_a_store_is_in_the_end_of_a_run(monkeypatch):
+    monkeypatch.setattr("flows.reports.run._lineage_page", lambda plan: "")
     plan = SimpleNamespace(stages=[], stale=[], pipeline=SimpleNamespace(name="toy"))
     assert r"store=\x1b[2J" in summary(plan, {}, 0.0, [f"store={ESC}[2J"])
 

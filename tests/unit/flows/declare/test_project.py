@@ -1,5 +1,7 @@
 """The commonest jobs by name, and ``data=`` for the rows that they read."""
 
+from dataclasses import replace
+
 import pytest
 
 from flows.__main__ import main
@@ -21,7 +23,8 @@ def test_a_job_has_a_name_and_data_is_its_one_source(name, source, model):
     assert found.stages[source].inputs["rows"] == f"source:{source}"
     assert found.stages[name].method.trains and found.stages["evaluate"].inputs["base"] == "base"
     assert ("corpus" in found.stages) == (model == "tiny" or name == "cpt")
-    assert found == load_pipeline([f"pipeline={name}", f"model={model}", f"sources.{source}.path=mine.parquet"])
+    by_path = load_pipeline([f"pipeline={name}", f"model={model}", f"sources.{source}.path=mine.parquet"])
+    assert found == replace(by_path, overrides=found.overrides)  # which say what was typed
 
 
 def test_data_of_several_sources_has_the_name_of_one():
@@ -93,7 +96,10 @@ def test_the_project_of_this_folder_is_read_unless_another_pipeline_is_chosen(tm
         (None, "no.yaml: cannot be read as a project .No such file"),
         ("- a\n", "holds no settings; YAML lines KEY: VALUE are accepted"),
         ("a: [", "cannot be read as a project"),
-        ("defaults: [sft]\n", "is a file of a group; put it into DIR/pipeline/ and give --config-dir DIR pipeline=no"),
+        (
+            "defaults: [sft]\n",
+            "is a pipeline; put it into a folder of the name pipeline: posttrain plan conf/pipeline/no.yaml",
+        ),
     ],
 )
 def test_a_file_that_is_no_project_is_refused(tmp_path, monkeypatch, text, message):

@@ -73,9 +73,9 @@ def test_what_a_source_without_a_format_lacks_is_named():
 
 
 def test_a_source_of_no_format_is_refused_with_what_the_nearest_ones_miss() -> None:
-    assert refused({"instruction": "q", "answers": "a", "id": 1}).startswith(
-        "rows.jsonl: no format fits the columns instruction, answers, id (alpaca: no field 'output' (fields: answers, "
-        "id, instruction); function_calling: no field 'query' (fields: answers, id, instruction)); accepted: text, "
+    assert refused({"instruction": "q", "odd": "a", "id": 1}).startswith(
+        "rows.jsonl: no format fits the columns instruction, odd, id (alpaca: no field 'output' (fields: id, "
+        "instruction, odd)); accepted: text, "
     )
     assert "(alpaca: no field 'output' (fields: instruction);" in refused(ALPACA, *[{"instruction": "q"}] * 2)
 
