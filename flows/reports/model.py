@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, cast
@@ -37,6 +38,7 @@ from lineage.record.verdict import interval_text, read_verdict
 from lineage.source.model_files import read_json
 from lineage.source.source_checks import is_hub_id
 from lineage.store import Entry, Manifest
+from tasks.context import Resources
 from tasks.evaluate.report import ANSWERS_FILE
 from tasks.evaluate.row_scores import POLICIES_FILE, RowScores, lower_is_better, read_policies, read_scores
 from tasks.gate.bootstrap import Bootstrap
@@ -131,7 +133,7 @@ _CHARTS = {
     "validation": ("val/",),
     "gradient norm": ("grad_norm",),
     "rewards": ("reward", "rewards/"),
-    "accuracy": ("accuracy", "mean_token_accuracy", "margin"),
+    "accuracy": ("accuracy", "mean_token_accuracy", "rewards/accuracies", "margin"),
     "KL and entropy": ("kl", "entropy"),
     "learning rate": ("learning_rate",),
 }
@@ -443,8 +445,8 @@ def _curves(node: Node) -> Curves | None:
         drawn = [name for name in series if any(name == each or name.startswith(each) for each in names)]
         if title == "loss":
             drawn = [name for name in drawn if name in names]
-        elif title == "validation":
-            drawn = [name for name in drawn if name not in VALIDATION]
+        elif title in ("validation", "rewards"):
+            drawn = [name for name in drawn if name not in (*VALIDATION, "rewards/accuracies")]
         traces = [_trace(name, series[name]) for name in drawn]
         if traces:
             charts.append({"title": title, "traces": traces})
@@ -466,6 +468,8 @@ def _costs(store: Path, chain: Sequence[Node]) -> list[Facts]:
         manifest = node.manifest
         assert manifest
         tokens, ran = manifest.metrics.get("num_tokens"), manifest.provenance
+        if tokens is None:  # no training
+            continue
         near = [run for run in runs if run.stage == node.name and run.tokens == tokens]
         run = min(near, key=lambda each: abs(each.time - ran.end), default=None)
         seconds = ran.end - ran.start
@@ -498,13 +502,14 @@ def _findings(node: Node) -> list[Facts]:
 def _versions(manifest: Manifest) -> Pairs:
     ran = manifest.provenance
     dirty = " with changes that are not committed" if ran.git_dirty else ""
+    usual = {**dict.fromkeys(ran.resources), **{each.name: each.default for each in fields(Resources)}}
     found = [
         ("commit", f"{ran.git_commit}{dirty}" if ran.git_commit else ""), ("code digest", ran.code_digest),
         ("python", ran.python), *sorted(ran.libraries.items()), ("hosts", ", ".join(ran.hosts)),
         *ran.hardware.items(), ("seed", "" if ran.seed is None else str(ran.seed)),
         ("resumed at steps", ", ".join(map(str, ran.resumed_at))), ("time", clock(ran.end - ran.start)),
         *((f"kernels: {name}", value) for name, value in ran.kernels.items()),
-        *((f"resources: {name}", json.dumps(value)) for name, value in ran.resources.items() if value is not None),
+        *((f"resources: {name}", json.dumps(value)) for name, value in ran.resources.items() if usual[name] != value),
     ]  # fmt: skip
     return [(name, value) for name, value in found if value]
 
@@ -582,8 +587,10 @@ def _answers(entry: Entry, slot: str, graph: Graph) -> Answers | None:
             said = {name: str(line[name]) for name in columns}
             prompt = asked[-1]["content"] if asked else ""
             rows.append({"prompt": prompt, "right": None if right is None else str(right), **said})
-    rows.sort(key=lambda row: row["right"] is None)  # questions with a right answer say more
-    return Answers(stage=entry.path.parent.name, policies=columns, rows=rows[:_SAMPLES]) if rows else None
+    rows.sort(key=lambda row: row["right"] is not None)  # of a question that is also a prompt, with its right answer
+    found = list({row["prompt"]: row for row in rows}.values())
+    found.sort(key=lambda row: row["right"] is None)
+    return Answers(stage=entry.path.parent.name, policies=columns, rows=found[:_SAMPLES]) if found else None
 
 
 # --- the page
@@ -640,7 +647,12 @@ def model_page(reports: Sequence[Report], differences: Sequence[str] = ()) -> st
     answers = reports[0].get("answers")
     beside = compared(reports) if is_pair else (reports[0].get("scores", []), [answers] if answers else [])
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"clock": clock, "gib": gib, "number": short_number, "brief": "{:.3g}".format}
+    environment.filters |= {
+        "clock": clock,
+        "gib": gib,
+        "number": short_number,
+        "brief": partial(short_number, digits=3),
+    }
     body = environment.from_string(template).render(
         models=reports, sides=_SIDES if is_pair else "", differences=differences, groups=groups, scores=beside[0],
         answers=beside[1], graphs=[_drawing(each["lineage"], place) for place, each in enumerate(reports)],
@@ -654,9 +666,9 @@ def model_page(reports: Sequence[Report], differences: Sequence[str] = ()) -> st
     )  # fmt: skip
 
 
-def short_number(value: float) -> str:
-    """A number in four digits."""
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+def short_number(value: float, digits: int = 4) -> str:
+    """A number in a few digits, without an exponent if it is large."""
+    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def _joined(reports: Sequence[Report], section: str) -> list[tuple[str, list[tuple[str, ...]], bool]]:

@@ -39,7 +39,7 @@ def test_every_section_has_what_the_record_says(full):
     assert ("licences and consent", "cc-by-4.0") in found["facts"]
     assert [each["stage"] for each in found["curves"]] == ["dpo", "sft"]
     charts = {chart["title"]: chart["traces"] for chart in found["curves"][0]["charts"]}
-    assert list(charts) == ["loss", "gradient norm", "rewards", "learning rate"]
+    assert list(charts) == ["loss", "gradient norm", "rewards", "accuracy", "learning rate"]
     loss, validation = charts["loss"]
     assert (loss["step"][-1], loss["tokens"][-1], loss["values"][1]) == (40, 40_000.0, 1.0)
     assert loss["minutes"][-1] == pytest.approx(39 / 60, abs=0.01)
@@ -112,12 +112,29 @@ def test_the_page_has_every_section_and_one_without_content_is_left_out(full, tm
     page = Page(model_page([report_of(full, "p/dpo")]))
     after = ["curves", "findings", "lineage", "data", "recipe", "costs", "versions"]
     assert sections(page) == ["facts", "scores", "verdicts", "answers", *after]
-    assert page.count("class", "chart") == 4 + 3
+    assert page.count("class", "chart") == 5 + 3
     store = WrittenStore(tmp_path / "artifacts")
     base = store.stage("base", {})
     bare = Page(model_page([report_of(store, node(base))]))
-    assert sections(bare) == ["facts", "lineage", "recipe", "costs", "versions"]
+    assert sections(bare) == ["facts", "lineage", "versions"]
     assert "script" not in bare.tags()
+
+
+def test_the_model_stands_first_among_scores_then_its_gain_and_its_ancestors(full):
+    page = Page(model_page([report_of(full, "p/dpo")]))
+    words = [word.strip() for word in page.words if word.strip()]
+    at = words.index("metric")
+    assert words[at : at + 5] == ["metric", "dpo", "gain over sft", "sft", "base"]
+    row = words[words.index("exact_match ↑") :]
+    assert row[1:8:2] == ["0.8", "+0.3", "0.5", "0.1"]
+
+
+def test_what_no_training_has_has_no_column(full, tmp_path):
+    store = WrittenStore(tmp_path / "artifacts")
+    plain = Page(model_page([report_of(store, node(store.stage("sft", {}, metrics={"num_tokens": 5.0})))]))
+    whole = Page(model_page([report_of(full, "p/dpo")]))
+    assert {"time", "GPU-hours", "cost, EUR", "0.01", "1.00 GiB", "0.50 GiB", "0:12"} <= set(whole.words)
+    assert "time" in plain.words and not {"GPU-hours", "peak memory", "kWh"} & set(plain.words)
 
 
 def test_a_page_loads_nothing_and_runs_only_its_scripts(full):
