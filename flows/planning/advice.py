@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import yaml
 
-from flows.declare.config import composed_files, field_of, parsed
 from flows.declare.pipeline import Pipeline
 from flows.planning.model_checks import root_of
 from flows.planning.staleness import Hyperparameters
@@ -88,6 +87,8 @@ def advice_of(pipeline: Pipeline, stages: Mapping[str, Hyperparameters | None]) 
 
 def set_fields(pipeline: Pipeline) -> Callable[[str, str], bool]:
     """Whether the user has set a field of a stage: by an override, or in a file of their own."""
+    from flows.declare.config import composed_files, field_of, parsed  # not for `status`: it imports hydra
+
     if pipeline.overrides is None:
         return lambda stage, field: True
     keys = {key for word in pipeline.overrides for key in _leaves(field_of(word), parsed(word).value())}

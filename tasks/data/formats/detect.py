@@ -775,7 +775,7 @@ def _misfit(fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str
     if len(fits) > 1 and (proposed := proposal(rows, place)):
         return f"no format fits the columns {', '.join(columns)}; {proposed}; the formats are in docs/data.md"
     way = "name columns, such as columns={prompt: question}"
-    if not present and columns:
+    if columns and not present:
         way = "fill them: they are null in all rows looked at"
     elif len(columns) == 1:
         way = f"name it, such as columns={{text: {columns[0]}}}"
@@ -786,8 +786,7 @@ def _misfit(fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str
 
 
 def _problem(fit: _Fit, rows: Sequence[Fields]) -> str:
-    other = next(fields for index, fields in enumerate(rows) if index not in fit.rows)
-    if lost := fit.format.lost(other):
+    if lost := fit.format.lost(other := next(row for index, row in enumerate(rows) if index not in fit.rows)):
         return f"it does not read {', '.join(lost)}"
     try:
         fit.format.convert(other)
@@ -798,7 +797,8 @@ def _problem(fit: _Fit, rows: Sequence[Fields]) -> str:
 
 def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
     """A row with its columns renamed to the formats' names."""
-    fields, ours = with_inner(fields, columns), {theirs: name for name, theirs in columns.items()}
+    ours = {theirs: name for name, theirs in columns.items()}
+    fields = with_inner(fields, columns) if "." in "".join(ours) else fields
     renamed = {ours.get(name, name): value for name, value in fields.items()}
     if len(renamed) < len(fields):
         ((twice, _),) = Counter(ours.get(name, name) for name in fields).most_common(1)
