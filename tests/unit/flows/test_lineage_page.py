@@ -86,9 +86,9 @@ def test_the_files_beside_the_module_are_ascii_and_packaged():
         {"artifacts": [], "force_include": {}, "force_include_editable": {}, **builder.get_default_build_data()}
     ):
         packaged = {file.distribution_path for file in builder.recurse_included_files()}
-    for suffix in ("html", "css", "js"):
-        assert (folder / f"page.{suffix}").read_text().isascii()
-        assert f"posttrain/flows/reports/page.{suffix}" in packaged
+    for name in (f"{page}.{suffix}" for page in ("page", "model") for suffix in ("html", "css", "js")):
+        assert (folder / name).read_text().isascii()
+        assert f"posttrain/flows/reports/{name}" in packaged
 
 
 def chain_of(count: int) -> list[Edge]:
