@@ -31,9 +31,10 @@ from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
 from tasks.gate import Gate
 from tasks.gate.rule import CANDIDATE, PARENT, Rule
 from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Training
-from tasks.model.positions import learned_positions, too_few_positions
+from tasks.model.positions import learned_positions, reads_padding, too_few_positions, why_not_sampled
 from tasks.model.tokenizers import differing_tokens
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS
+from tasks.train.generation.generating import Completing
 from tasks.train.models.quantization import compiles
 from tasks.train.optim.optimizers import OPTIMIZERS
 
@@ -146,12 +147,14 @@ _OF_HEADS = ("classifier", "summary")  # prefixes of rates of heads that a langu
 
 
 def check_positions(pipeline: Pipeline) -> None:
-    """Checks ``max_length`` against models with a table of positions.
+    """Checks ``max_length`` against models with a table of positions, and what generates against its padding.
 
     Raises:
-        ConfigError: names the field and the largest accepted value.
+        ConfigError: names the field and the largest accepted value; or the model reads the padding before a prompt.
     """
     for name, method, config in _trainings(pipeline):
+        if isinstance(method, Completing) and reads_padding(config):
+            raise ConfigError(f"stages.{name}: {why_not_sampled(config['model_type'])}")
         positions = learned_positions(config)
         if positions is not None and method.max_length > positions:
             wrong = too_few_positions(method.max_length, positions, str(config["model_type"]))

@@ -60,7 +60,7 @@ def greedy_answers(
         model, longest=max(lengths, default=None), do_sample=False, num_beams=num_beams, max_new_tokens=max_new_tokens,
         eos_token_id=sorted(stops) or None, pad_token_id=pad,
     ):  # fmt: skip
-        return answers_of(model, tokenizer, in_batches(generate, lengths, batch_size))
+        return answers_of(model, tokenizer, in_batches(generate, lengths, batch_size, model=model))
 
 
 def sampled_tokens(
@@ -89,7 +89,7 @@ def sampled_tokens(
 
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]
     with generating(model, longest=max(lengths, default=None)):
-        return in_batches(generate, lengths, batch_size)
+        return in_batches(generate, lengths, batch_size, model=model)
 
 
 def answers_of(

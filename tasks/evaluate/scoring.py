@@ -3,12 +3,13 @@
 Shapes: B rows in a batch, T tokens of the longest, K positions whose logits are needed.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from tasks.model.positions import fix_length
+from tasks.model.positions import fix_length, reads_padding
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +95,7 @@ def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int | Ba
     max_tokens = _MAX_LOGITS // model.config.get_text_config().vocab_size
     with torch.inference_mode(), without_router_loss(model):
         return in_batches(
-            lambda batch: _batch_logps(model, [rows[index] for index in batch]), lengths, batch_size, max_tokens
+            lambda batch: _batch_logps(model, [rows[index] for index in batch]), lengths, batch_size, max_tokens, model
         )
 
 
@@ -105,14 +106,12 @@ def _batch_logps(model: "PreTrainedModel", rows: Sequence[Scored]) -> list[float
     mask_BT, _ = padded([[0, *row.mask[1:]] for row in rows], model.device, left=True)
     # Padding on the left aligns the ends: logits are needed from the first position that predicts a counted token.
     keep = max(len(row.input_ids) - row.first for row in rows)
-    positions_BT = (attention_BT.cumsum(1) - 1).clamp(min=0)
-    logits_BKV = model(
-        input_ids=ids_BT,
-        attention_mask=attention_BT,
-        position_ids=positions_BT,
-        logits_to_keep=keep + 1,
-        use_cache=False,
-    ).logits[:, :-1]
+    # A model that reads padding gets none.
+    is_plain = reads_padding(model.config.get_text_config().to_dict())
+    positions = {} if is_plain else {"position_ids": (attention_BT.cumsum(1) - 1).clamp(min=0)}
+    kept = {"logits_to_keep": keep + 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    outputs = model(input_ids=ids_BT, attention_mask=attention_BT, use_cache=False, **positions, **kept)
+    logits_BKV = outputs.logits[:, -keep - 1 : -1]
     targets_BK, mask_BK = ids_BT[:, -keep:], mask_BT[:, -keep:]
     logps_BK = -torch.nn.functional.cross_entropy(
         logits_BKV.float().flatten(0, 1), targets_BK.flatten(), reduction="none"
@@ -184,6 +183,7 @@ def in_batches(
     lengths: Sequence[int],
     batch_size: int | Batches,
     max_tokens: int | None = None,
+    model: "PreTrainedModel | None" = None,
 ) -> list[Result]:
     """The result of each row, in order; computed in batches, the longest rows first, so that there is little padding.
 
@@ -193,12 +193,15 @@ def in_batches(
         compute: the results of the rows of these indices.
         batch_size: rows of a batch at most, computed by this process alone; or how workers divide them.
         max_tokens: of a batch including padding; a longer row is a batch of its own.
+        model: that reads the rows, padded on the left; where padding changes a row, a batch has rows of one length.
     """
+    equal = model is not None and reads_padding(model.config.get_text_config().to_dict())
     batches = Batches(rows=batch_size) if isinstance(batch_size, int) else batch_size
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
     found, start, number = dict[int, Result](), 0, 0
     while start < len(order):
         batch = order[start : start + batches.size(lengths[order[start]], max_tokens)]
+        batch = [index for index in batch if not equal or lengths[index] == lengths[batch[0]]]
         if number % batches.world_size == batches.rank:
             found.update(zip(batch, compute(batch), strict=True))
         start, number = start + len(batch), number + 1

@@ -23,6 +23,15 @@ FIRST_POSITION_IS_BEHIND = {
     "xlm-roberta-xl": 1, "xmod": 1,
 }  # fmt: skip
 LEARNED_POSITIONS = frozenset({*_FIRST_POSITION_IS_0, *FIRST_POSITION_IS_BEHIND})
+# They compute positions, and what they read at a place depends on its number: sinusoids, or a norm after the rotation.
+_BY_NUMBER = ("hunyuan_v1_dense", "hunyuan_v1_moe", "xglm")
+NUMBERED = LEARNED_POSITIONS - {*FIRST_POSITION_IS_BEHIND} | {*_BY_NUMBER}
+# What they read before a row changes the row, whatever the mask says: a state or a window of a convolution, tokens that
+# are compressed in blocks, positions that no argument sets.
+_READ_PADDING = frozenset({
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "deepseek_v4", "marian", "mbart", "mvp",
+    "pegasus", "plbart", "prophetnet", "recurrent_gemma", "rwkv", "trocr", "whisper", *FIRST_POSITION_IS_BEHIND,
+})  # fmt: skip
 _OF_ROWS = 2  # dimensions of an attention mask that says which tokens are padding
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
@@ -140,6 +149,19 @@ def _forget_lengths(rotary: "Module", prefix: str, original: int) -> None:
         f"{prefix}inv_freq", getattr(rotary, f"{prefix}original_inv_freq").to(factors.device), persistent=False
     )
     setattr(rotary, f"{prefix}max_seq_len_cached", original)
+
+
+def reads_padding(config: Mapping[str, object]) -> bool:
+    """Whether padding on the left changes a row for a model with this ``config.json``."""
+    return config.get("model_type") in _READ_PADDING
+
+
+def why_not_sampled(model_type: object) -> str:
+    """The error message of a training that generates with a model that reads its padding."""
+    return (
+        f"the model ({model_type}) reads the padding before a prompt, so that a completion would depend on the other "
+        "prompts of its batch; a model of another type is accepted, or a method that trains rows, such as sft or dpo"
+    )
 
 
 def learned_positions(config: Mapping[str, object]) -> int | None:

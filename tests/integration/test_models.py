@@ -15,8 +15,10 @@ from trl.trainer.utils import add_fused_lm_head
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.context import Resources, TrainContext
+from tasks.evaluate.scoring import Scored, logps, padded
 from tasks.method import Adapter, Training
-from tasks.model.positions import LEARNED_POSITIONS, learned_positions, require_positions
+from tasks.model.positions import LEARNED_POSITIONS, learned_positions, reads_padding, require_positions
+from tasks.train.generation.rollouts import number_real_tokens
 from tasks.train.kernels.padding_free import has_own_head, keep_own_head, logits
 from tasks.train.losses.rewards import sequence_scores
 from tasks.train.models.load import disable_dropout, whole_model
@@ -184,6 +186,37 @@ def test_losses_see_the_logits_of_the_models_own_forward(architecture: str) -> N
     )  # fmt: skip
     torch.testing.assert_close(fused.entropy, -(logps.exp() * logps).sum(-1), atol=1e-4, rtol=1e-4)
     assert fused.is_top1.equal(logps.argmax(-1) == ids[:, 1:])
+
+
+@pytest.mark.parametrize(
+    "architecture", ["llama", "gpt2", "hunyuan_v1_dense", "xglm", "recurrent_gemma", "rwkv", "roberta"]
+)
+def test_no_row_depends_on_the_padding_before_it(architecture: str) -> None:
+    model = drawn(architecture)
+    rows = [torch.randint(3, 100, (length,)) for length in (5, 11, 8, 11)]
+    scored = [Scored(input_ids=row.tolist(), mask=[1] * len(row)) for row in rows]
+    with torch.no_grad():
+        alone = [model(input_ids=row[None], use_cache=False).logits[0] for row in rows]
+    sums = [
+        float(each[:-1].log_softmax(-1).gather(1, row[1:, None]).sum()) for row, each in zip(rows, alone, strict=True)
+    ]
+    assert logps(model, scored, 8) == pytest.approx(sums, abs=1e-4)
+    if architecture in ("recurrent_gemma", "rwkv", "roberta"):
+        assert reads_padding(model.config.to_dict())
+        return
+    number_real_tokens(model)
+    ids, mask = padded([row.tolist() for row in rows], model.device, left=True)
+    with torch.no_grad():
+        found = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    for index, expected in enumerate(alone):
+        torch.testing.assert_close(found[index, -len(expected) :], expected)
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "on_policy_distill"])
+def test_a_model_that_reads_its_padding_does_not_generate(root: Path, tmp_path: Path, name: str) -> None:
+    policy = write_drawn(tmp_path / "policy", "recurrent_gemma")
+    with pytest.raises(ConfigError, match=r"\(recurrent_gemma\) reads the padding before a prompt"):
+        training.train(training.method(name), root, tmp_path / "output", policy=policy)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.planning.checks import batch_notes, check_evaluations, check_frozen_models, position_notes
+from flows.planning.checks import batch_notes, check_evaluations, check_frozen_models, check_positions, position_notes
 from flows.planning.plan import make_plan
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError
@@ -151,6 +151,13 @@ def test_more_tokens_than_a_table_of_positions_holds_are_refused(tmp_path):
     make_plan(load_pipeline([f"model={model}"]))
     model = write_model(tmp_path / "llama", model_type="llama", max_position_embeddings=128)
     make_plan(load_pipeline([f"model={model}"]))  # computed
+
+
+def test_a_model_that_reads_its_padding_is_refused_where_it_would_generate(tmp_path):
+    model = write_model(tmp_path / "recurrent", model_type="recurrent_gemma")
+    check_positions(load_pipeline(["pipeline=sft-kto", f"model={model}"]))
+    with pytest.raises(ConfigError, match=r"stages\.grpo: the model \(recurrent_gemma\) reads the padding"):
+        check_positions(load_pipeline(["pipeline=sft-grpo", f"model={model}"]))
 
 
 @pytest.mark.parametrize(

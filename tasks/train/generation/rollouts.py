@@ -40,7 +40,7 @@ from transformers.generation import (
 
 from lineage.errors import PipelineError
 from tasks.evaluate.scoring import generating, padded
-from tasks.model.positions import FIRST_POSITION_IS_BEHIND, LEARNED_POSITIONS
+from tasks.model.positions import NUMBERED
 from tasks.reward_functions import check_columns, scorers
 from tasks.train.generation.decoding import decode, decodes
 from tasks.train.generation.generating import MISSING_EOS, REWARD_MODEL_NAME, Completing, Generating, Sampling
@@ -514,14 +514,13 @@ def read_prompts_once(model: "PreTrainedModel | PeftModel") -> None:
 
 
 def number_real_tokens(model: "PreTrainedModel | PeftModel") -> None:
-    """Numbers positions from the first token after the padding, in a model with a table of positions.
+    """Numbers positions from the first token after the padding, in a model that reads their numbers.
 
     Trainers of TRL pad prompts on the left and pass no positions, so that such a model would read a prompt at other
     positions than those it was sampled at.
     """
     backbone, architecture = plain(model).base_model, model.config.get_text_config().model_type
-    derived = architecture not in LEARNED_POSITIONS or architecture in FIRST_POSITION_IS_BEHIND
-    if derived or "position_ids" not in inspect.signature(backbone.forward).parameters:
+    if architecture not in NUMBERED or "position_ids" not in inspect.signature(backbone.forward).parameters:
         return  # its positions are relative, or it derives them from the mask or the tokens
 
     def numbered(

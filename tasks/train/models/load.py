@@ -50,7 +50,7 @@ from tasks.model.merging import (
     require_same_values,
     tolerance_of,
 )
-from tasks.model.positions import fix_length, scale_by_row
+from tasks.model.positions import fix_length, reads_padding, scale_by_row, why_not_sampled
 from tasks.model.remote_code import local_options, trusts
 from tasks.model.tokenizers import copy_tokenizer_files, tokenizer_of
 from tasks.recipe import Input, TrainingRecipe
@@ -131,6 +131,9 @@ def load_policy(
     shards = None if whole else Shards.of(ctx.resources)
     model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, held=held, shards=shards)
     if not getattr(type(method), "reads", TEXT).trained:  # it generates
+        text = model.config.get_text_config().to_dict()
+        if reads_padding(text):
+            raise ConfigError(why_not_sampled(text["model_type"]))
         fix_length(model, method.max_length)
     return Policy(model=model, tokenizer=tokenizer_of(policy.path))
 
