@@ -31,7 +31,13 @@ from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
 from tasks.gate import Gate
 from tasks.gate.rule import CANDIDATE, PARENT, Rule
 from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Training
-from tasks.model.positions import learned_positions, reads_padding, too_few_positions, why_not_sampled
+from tasks.model.positions import (
+    learned_positions,
+    reads_padding,
+    too_few_positions,
+    why_not_causal,
+    why_not_sampled,
+)
 from tasks.model.tokenizers import differing_tokens
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS
 from tasks.train.generation.generating import Completing
@@ -147,12 +153,15 @@ _OF_HEADS = ("classifier", "summary")  # prefixes of rates of heads that a langu
 
 
 def check_positions(pipeline: Pipeline) -> None:
-    """Checks ``max_length`` against models with a table of positions, and what generates against its padding.
+    """Checks ``max_length`` against models with a table of positions, and what models read of later and earlier places.
 
     Raises:
-        ConfigError: names the field and the largest accepted value; or the model reads the padding before a prompt.
+        ConfigError: names the field and the largest accepted value; or the model sees later tokens, or would generate
+            and reads the padding before a prompt.
     """
     for name, method, config in _trainings(pipeline):
+        if why := why_not_causal(config):
+            raise ConfigError(f"stages.{name}: {why}")
         if isinstance(method, Completing) and reads_padding(config):
             raise ConfigError(f"stages.{name}: {why_not_sampled(config['model_type'])}")
         positions = learned_positions(config)

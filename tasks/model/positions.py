@@ -37,12 +37,14 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 
 
 def require_positions(config: "PreTrainedConfig", max_length: int) -> None:
-    """Requires a position for every token of a row, in a model with a table of positions.
+    """Requires causal attention, and a position for every token of a row in a model with a table of positions.
 
     Raises:
-        ConfigError: it has fewer, and the first long row would raise an IndexError.
+        ConfigError: it sees later tokens; or it has fewer positions, and the first long row would raise an IndexError.
     """
     text = config.get_text_config()
+    if why := why_not_causal(config.to_dict()):
+        raise ConfigError(why)
     positions = learned_positions(text.to_dict())
     if positions is not None and max_length > positions:
         raise ConfigError(too_few_positions(max_length, positions, text.model_type))
@@ -149,6 +151,34 @@ def _forget_lengths(rotary: "Module", prefix: str, original: int) -> None:
         f"{prefix}inv_freq", getattr(rotary, f"{prefix}original_inv_freq").to(factors.device), persistent=False
     )
     setattr(rotary, f"{prefix}max_seq_len_cached", original)
+
+
+# Encoders unless they are configured as decoders; and models that see later tokens whatever their config says.
+_ENCODERS = frozenset({
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+})  # fmt: skip
+_NEVER_CAUSAL = ("cpmant", "paligemma", "xlnet")
+
+
+def why_not_causal(config: Mapping[str, object]) -> str | None:
+    """Why a model with this ``config.json`` is not trained to predict the next token: it sees it; None: it does not."""
+    name, text = config.get("model_type"), config.get("text_config")
+    if isinstance(text, Mapping) and (found := why_not_causal(text)):
+        return found
+    setting = "take another model"
+    if name in _ENCODERS and not config.get("is_decoder"):
+        setting = "set is_decoder=true in its config.json"
+    elif name == "xlm" and not config.get("causal"):
+        setting = "set causal=true in its config.json"
+    elif config.get("use_bidirectional_attention") in (True, "all"):
+        setting = "set use_bidirectional_attention=false in its config.json"
+    elif name not in _NEVER_CAUSAL:
+        return None
+    return (
+        f"the model ({name}) reads later tokens at each place, so that it would be trained on what it already sees; "
+        f"one with causal attention is accepted: {setting}"
+    )
 
 
 def reads_padding(config: Mapping[str, object]) -> bool:

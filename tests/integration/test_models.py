@@ -17,7 +17,13 @@ from lineage.errors import ConfigError
 from tasks.context import Resources, TrainContext
 from tasks.evaluate.scoring import Scored, logps, padded
 from tasks.method import Adapter, Training
-from tasks.model.positions import LEARNED_POSITIONS, learned_positions, reads_padding, require_positions
+from tasks.model.positions import (
+    LEARNED_POSITIONS,
+    learned_positions,
+    reads_padding,
+    require_positions,
+    why_not_causal,
+)
 from tasks.train.generation.rollouts import number_real_tokens
 from tasks.train.kernels.padding_free import has_own_head, keep_own_head, logits
 from tasks.train.losses.rewards import sequence_scores
@@ -41,7 +47,8 @@ _SMALL: dict[str, object] = {
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
     **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
     "vocab_size": 100, "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2, "is_decoder": True, "attention_types": [[["global", "local"], 1]], "embedding_size": 32,
+    "eos_token_id": 2, "is_decoder": True, "causal": True, "attention_types": [[["global", "local"], 1]],
+    "embedding_size": 32,
     "input_embedding_size": 32, "output_embedding_size": 32, "enable_pronunciation": False, "enable_shape": False,
     "languages": ["en_XX"], "default_language": "en_XX",
     "vision_config": {
@@ -163,9 +170,7 @@ def drawn(architecture: str) -> "PreTrainedModel":
     return model
 
 
-@pytest.mark.parametrize(
-    "architecture", [*OWN_HEADS, "llama", "gemma2", "cohere", "granite", "falcon_h1", "gpt2", "opt"]
-)
+@pytest.mark.parametrize("architecture", [*OWN_HEADS, "llama", "gemma2", "cohere", "granite", "gpt2", "opt"])
 def test_losses_see_the_logits_of_the_models_own_forward(architecture: str) -> None:
     """TRL's fused head multiplies hidden states with the head's weights, and knows some factors and caps."""
     model = drawn(architecture)
@@ -210,6 +215,38 @@ def test_no_row_depends_on_the_padding_before_it(architecture: str) -> None:
         found = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
     for index, expected in enumerate(alone):
         torch.testing.assert_close(found[index, -len(expected) :], expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "right"),
+    [
+        ("bert", {"is_decoder": True}), ("roberta", {"is_decoder": True}), ("xlm", {"causal": True}),
+        ("gemma3_text", {"use_bidirectional_attention": False}), ("xlnet", None),
+    ],
+)  # fmt: skip
+def test_a_model_that_sees_later_tokens_is_refused(architecture: str, right: dict[str, object] | None) -> None:
+    """It would be trained on what it reads; transformers makes a causal class of an encoder's files."""
+    seen = {"is_decoder": False, "use_bidirectional_attention": True, "causal": False}
+    for changes in (seen, right):
+        if changes is None:
+            continue
+        torch.manual_seed(0)
+        known = AutoConfig.for_model(architecture).to_dict()
+        stated = {name: value for name, value in {**_SMALL, **changes}.items() if name in {**known, "is_decoder": 0}}
+        config = AutoConfig.for_model(architecture, **{**stated, "initializer_range": 0.2})
+        model = AutoModelForCausalLM.from_config(config).eval()
+        ids = torch.arange(5, 17)[None]
+        other = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)
+        with torch.no_grad():
+            before, after = (model(input_ids=each, use_cache=False).logits[0, :-1] for each in (ids, other))
+        is_causal = torch.allclose(before, after, atol=1e-5)
+        assert is_causal == (changes is right)
+        if is_causal:
+            require_positions(config, 8)
+            continue
+        with pytest.raises(ConfigError, match=r"reads later tokens at each place.*causal attention is accepted"):
+            require_positions(config, 8)
+        assert why_not_causal(config.to_dict())
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo", "on_policy_distill"])

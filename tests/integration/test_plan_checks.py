@@ -158,6 +158,9 @@ def test_a_model_that_reads_its_padding_is_refused_where_it_would_generate(tmp_p
     check_positions(load_pipeline(["pipeline=sft-kto", f"model={model}"]))
     with pytest.raises(ConfigError, match=r"stages\.grpo: the model \(recurrent_gemma\) reads the padding"):
         check_positions(load_pipeline(["pipeline=sft-grpo", f"model={model}"]))
+    encoder = write_model(tmp_path / "bert", model_type="bert", max_position_embeddings=512)
+    with pytest.raises(ConfigError, match=r"stages\.cpt: the model \(bert\) reads later tokens.* set is_decoder=true"):
+        check_positions(load_pipeline(["pipeline=sft-kto", f"model={encoder}"]))
 
 
 @pytest.mark.parametrize(

@@ -365,10 +365,15 @@ def _class_for(kind: Kind, config: "PreTrainedConfig") -> "type[_BaseAutoModelCl
             f"a model of type {config.model_type} reads images too, and transformers has no class of it with a head "
             "for scores; a model of text, or of type gemma3 or qwen3_5, is accepted; start from one of these"
         )
-    loses = is_composite and (known not in causal or causal[known].config_class is not known)
     found: type[_BaseAutoModelClass] = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
-    if is_policy and loses and known in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    is_whole = known in causal and not (is_composite and causal[known].config_class is not known)
+    if is_policy and not is_whole and known in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         found = AutoModelForImageTextToText
+    elif is_policy and known not in causal and not getattr(config, "auto_map", None):
+        raise ConfigError(
+            f"transformers has no class of type {config.model_type} that predicts the next token; a causal language "
+            "model is accepted, such as llama or qwen3; start from one"
+        )
     return found
 
 
