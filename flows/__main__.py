@@ -49,6 +49,7 @@ COMMANDS = {
     "chat": "talk with a model, or with two side by side",
     "import": "make a pipeline of a configuration of LLaMA-Factory, axolotl, TRL or Oumi",
     "serve-model": "serve a model by the OpenAI protocol",
+    "steps": "serve sessions whose training steps your program calls; make a key",
     "export": "write a model as whole weights, GGUF or for Ollama, or push it; or a stage for verl",
     "stage": "run one stage without Prefect: what dvc.yaml calls",
     "lineage": "show all that an artifact was made from",
@@ -86,6 +87,7 @@ _MODULES = {
     "compat": "doctor",
     "chat": "flows.serving.chat", "export": "flows.serving.export",
     "serve-model": "flows.serving.serve_model", "import": "flows.peers.importing", "ui": "flows.serving.ui",
+    "steps": "flows.steps.command",
 }  # fmt: skip
 
 
@@ -203,7 +205,8 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
                 add_overrides(sub)
             if name not in (*_OWN_ARGUMENTS, *_WITHOUT_JSON):
                 add_json(sub)
-            sub.set_defaults(command=getattr(module, f"run_{name.replace('-', '_')}"))
+            if name != "steps":  # each of its actions has a function of its own
+                sub.set_defaults(command=getattr(module, f"run_{name.replace('-', '_')}"))
     return parser
 
 

@@ -1,13 +1,14 @@
 """A training whose steps a program calls one by one: forward, backward, step (``posttrain steps``, docs/steps.md)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Gt
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from lineage.fingerprint import Setting
 from tasks.context import Metrics
 from tasks.data.kinds import PROMPTS
 from tasks.data.tokens.tokenization import Tokenization
@@ -16,6 +17,40 @@ from tasks.train.models.adapters import FROM_DATA
 
 if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
+
+
+_IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Setting):
+    """One row of a call.
+
+    Args:
+        tokens: that the model reads.
+        target_tokens: that it should give after each of them, as many.
+        labels: in place of ``target_tokens`` and ``weights``, as transformers has them: those of ``tokens`` itself,
+            -100 where a token has no loss.
+        weights: of the target tokens; for ``cross_entropy`` and ``dpo``.
+        logprobs: of the target tokens, under the sampler or the reference.
+        advantages: of the target tokens.
+    """
+
+    tokens: list[int]
+    target_tokens: list[int] | None = None
+    labels: list[int] | None = None
+    weights: list[float] | None = None
+    logprobs: list[float] | None = None
+    advantages: list[float] | None = None
+
+    @property
+    def shifted(self) -> "Row":
+        """The row with target tokens in place of labels."""
+        if self.labels is None:
+            return self
+        targets = [*self.labels[1:], _IGNORED]
+        weights = [0.0 if each == _IGNORED else 1.0 for each in targets]
+        return replace(self, labels=None, target_tokens=[max(each, 0) for each in targets], weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)

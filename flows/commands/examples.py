@@ -58,6 +58,10 @@ posttrain ui --port 0 --json""",
 posttrain serve-model cpt-sft-dpo/dpo
 posttrain serve-model alias:champion --port 8001
 posttrain serve-model models/ours --engine transformers""",
+    "steps": """
+posttrain steps serve
+posttrain steps serve --port 8766 --root /data/steps store=/data/store
+posttrain steps key alice --max-tokens 1000000""",
     "stage": """
 posttrain stage corpus
 posttrain stage sft pipeline=sft data=chats.jsonl

@@ -2,9 +2,11 @@
 
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from flows.reports.docs import advice_page, methods_page, settings_page
+from flows.steps.calls import CALLS
 from lineage.diagnosis.rules import RULES
 from lineage.markup import markdown_table
 from tasks.train.steps.losses import LOSSES
@@ -25,7 +27,15 @@ def _steps() -> dict[str, str]:
          ", ".join(f"`{option}={value:g}`" for option, value in each.options.items()), each.paper)
         for name, each in LOSSES.items()
     ]  # fmt: skip
-    return {"losses": markdown_table(("loss", "of each token", "columns", "options", "source"), rows)}
+    calls = [
+        (f"`{name}`", ", ".join(f"`{each.name}`" for each in fields(call)), "yes" if call.changes else "no",
+         call.__doc__ or "")
+        for name, call in CALLS.items()
+    ]  # fmt: skip
+    return {
+        "losses": markdown_table(("loss", "of each token", "columns", "options", "source"), rows),
+        "primitives": markdown_table(("primitive", "arguments", "in the command log", "does"), calls),
+    }
 
 
 PAGES = {

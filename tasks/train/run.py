@@ -38,7 +38,7 @@ from tasks.data.tokens.tokenize_rows import load_or_make, require_chat_template,
 from tasks.judgement.estimate import MOST_TOKENS, architecture, sequences, tokens_at_once
 from tasks.model.adapter_files import intake
 from tasks.model.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
-from tasks.model.merging import Golden, golden_prompts
+from tasks.model.merging import golden_prompts
 from tasks.model.positions import fix_length, require_positions
 from tasks.model.tokenizers import read_otherwise, require_same_tokens, tokenizer_of
 from tasks.recipe import Role
@@ -681,10 +681,6 @@ class TrainingRun:
 
     # --- 5. the output
 
-    def golden(self) -> Golden:
-        """Prompts that are compared before and after a merge."""
-        return golden_prompts(self.rows)
-
     def save(self) -> dict[str, float]:
         """Writes the trained model with its tokenizer and chat template; rank 0 only.
 
@@ -694,7 +690,7 @@ class TrainingRun:
         model = self.policy.model if self.trained is None else self.trained
         if is_divided(model):
             whole_on_first(model, first=self.ctx.rank == 0)
-        prompts = self.golden() if self.ctx.rank == 0 else []
+        prompts = golden_prompts(self.rows) if self.ctx.rank == 0 else []
         if self._is_reward_model:
             unset_pad(plain(model), self._start.tokenizer, self.rows.stats.stop_tokens)
         forget_liger()  # a quantized base is merged on the CPU

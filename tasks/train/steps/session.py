@@ -12,15 +12,18 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
+from datasets import Dataset
 
 from lineage.errors import ArtifactError, ConfigError
+from tasks.data.kinds import PROMPTS
+from tasks.data.tokens.tokenize_rows import TokenizedRows, TokenStats
 from tasks.model.merging import golden_texts_for
-from tasks.steps import Steps
+from tasks.steps import Row, Steps
 from tasks.train.generation.generating import Sampling
 from tasks.train.generation.one_policy import Sampled, token_logps, weights_of
 from tasks.train.generation.rollouts import sample, seeds_of
@@ -41,62 +44,9 @@ if TYPE_CHECKING:
     from tasks.train.models.load import Policy
 
 STATE_FILE = "session.pt"
-IGNORED = -100
 _LONGEST = 16  # samples of a call are generated in groups of so many
 
 Bases = dict[tuple[object, ...], "Policy"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row of a call.
-
-    Args:
-        tokens: that the model reads.
-        target_tokens: that it should give after each of them, as many.
-        labels: in place of ``target_tokens`` and ``weights``, as transformers has them: those of ``tokens`` itself,
-            -100 where a token has no loss.
-        weights: of the target tokens; for ``cross_entropy`` and ``dpo``.
-        logprobs: of the target tokens, under the sampler or the reference.
-        advantages: of the target tokens.
-    """
-
-    tokens: Sequence[int]
-    target_tokens: Sequence[int] | None = None
-    labels: Sequence[int] | None = None
-    weights: Sequence[float] | None = None
-    logprobs: Sequence[float] | None = None
-    advantages: Sequence[float] | None = None
-
-    @classmethod
-    def of(cls, found: object, number: int) -> "Row":
-        """The row of a JSON object.
-
-        Raises:
-            ConfigError: it is none.
-        """
-        names = [each.name for each in fields(cls)]
-        if not isinstance(found, Mapping) or not set(found) <= set(names) or "tokens" not in found:
-            what = sorted(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
-            raise ConfigError(f"data[{number}]: {what}; an object with tokens, and of {', '.join(names)}, is accepted")
-        for name, value in found.items():
-            accepted = (int,) if name in ("tokens", "target_tokens", "labels") else (int, float)
-            is_list = isinstance(value, list | tuple)
-            if not (value is None and name != "tokens") and not (
-                is_list and all(isinstance(each, accepted) and not isinstance(each, bool) for each in value)
-            ):
-                kind = "integers" if accepted == (int,) else "numbers"
-                raise ConfigError(f"data[{number}].{name}: not a flat list of {kind}; send one list for each row")
-        return cls(**found)
-
-    @property
-    def shifted(self) -> "Row":
-        """The row with target tokens in place of labels."""
-        if self.labels is None:
-            return self
-        targets = [*self.labels[1:], IGNORED]
-        weights = [0.0 if each == IGNORED else 1.0 for each in targets]
-        return replace(self, labels=None, target_tokens=[max(each, 0) for each in targets], weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +90,14 @@ class _Run(TrainingRun):
         shared: dict[int, object] = {id(each): each for each in (*base.model.parameters(), *base.model.buffers())}
         return replace(base, model=copy.deepcopy(base.model, shared))
 
-    def golden(self) -> Sequence[Sequence[int]]:
-        return golden_texts_for(plain(self.policy.model), [self.inputs["policy"].path])
+    @functools.cached_property
+    def rows(self) -> TokenizedRows:
+        """Texts for the comparison before and after a merge: a session has no rows of a data stage."""
+        texts = golden_texts_for(plain(self.policy.model), [self.inputs["policy"].path])
+        examples = Dataset.from_list([{"input_ids": [*each]} for each in texts])
+        return TokenizedRows(
+            kind=PROMPTS, stats=TokenStats(num_examples=len(texts)), examples=examples, outcomes=examples
+        )
 
 
 class Session:

@@ -1,0 +1,544 @@
+"""The engine behind all clients: it accepts calls, runs them in the order of their numbers, and keeps every result.
+
+A call is on the disk and in the database before its number is given back. The command log of a session is its calls
+that change it; its state is the last snapshot and the calls after that, so that a session that was killed, or unloaded
+because nobody used it, continues with the same bits.
+"""
+
+import gc
+import heapq
+import json
+import logging
+import re
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import orjson
+
+from flows.declare.config import typed
+from flows.steps.calls import CALLS, Call, Generate, Place
+from flows.steps.records import DONE, FAILED, QUEUED, Records
+from lineage.errors import ArtifactError, ConfigError, PipelineError
+from lineage.fingerprint import digest_json
+from tasks.context import Resources, TrainContext
+from tasks.steps import Steps
+
+if TYPE_CHECKING:
+    from sqlalchemy import RowMapping
+
+    from tasks.recipe import Input
+    from tasks.train.steps.session import Bases, Session
+
+logger = logging.getLogger(__name__)
+CREATE = "create"
+_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
+_SNAPSHOT = "snapshot"
+
+
+class RefusedError(PipelineError):
+    """A request that is refused with a status of HTTP."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(status, sentence)
+        self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the server allows.
+
+    Args:
+        lease_minutes: a session that was not used for so long leaves the memory; its next call loads it again.
+        max_live: sessions in memory.
+        snapshot_seconds: of computation, after which a session's state is written, so that a restart has less to redo.
+        max_queued: calls of a session that wait.
+    """
+
+    lease_minutes: float = 30.0
+    max_live: int = 8
+    snapshot_seconds: float = 60.0
+    max_queued: int = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A call, and its result if it has one."""
+
+    request_id: str
+    session: str
+    seq: int | None
+    call: str
+    status: int  # of HTTP: 202 while it waits
+    body: bytes  # JSON: the result, or {"error": ...}
+
+
+@dataclass
+class _Order:
+    """The calls of one session that wait.
+
+    Attributes:
+        next: the number that runs next.
+        top: the largest number so far.
+        held: number -> request.
+    """
+
+    next: int = 0
+    top: int = -1
+    waiting: int = 0
+    held: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass
+class _Live:
+    """A session in memory.
+
+    Attributes:
+        applied: number of the last call that changed it.
+        since: seconds of computation since the last snapshot.
+    """
+
+    session: "Session"
+    applied: int
+    used: float
+    since: float = 0.0
+
+
+class Engine:
+    """Sessions and their calls below one folder.
+
+    Args:
+        find: the model that a name stands for.
+    """
+
+    def __init__(
+        self, root: Path, find: "Callable[[str], Input]", *, database: str | None = None,
+        resources: Resources | None = None, limits: Limits | None = None,
+    ) -> None:  # fmt: skip
+        self.root, self._find = root, find
+        self.records = Records(root, database)
+        self.resources, self.limits = resources or Resources(), limits or Limits()
+        self._condition = threading.Condition()
+        self._orders: dict[str, _Order] = {}
+        self._ready: list[tuple[int, str]] = []
+        self._number = 0
+        self._live: dict[str, _Live] = {}
+        self._bases: Bases = {}
+        self._callbacks: dict[str, list[Callable[[], None]]] = {}
+        self._ends = False
+        self._thread = threading.Thread(target=self._work, name="steps", daemon=True)
+
+    def start(self) -> None:
+        """Takes over what an earlier process left, and begins to run calls."""
+        self._adopt()
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends after the call that runs now; live sessions are written, so that the next start redoes nothing."""
+        with self._condition:
+            self._ends = True
+            self._condition.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+        for name in list(self._live):
+            self._unload(name)
+        self.records.close()
+
+    # --- accepting
+
+    def authenticate(self, key: str | None) -> "RowMapping":
+        """The row of a key.
+
+        Raises:
+            RefusedError: there is no such key.
+        """
+        found = self.records.key_of(key) if key else None
+        if found is None:
+            what = "is not one of this server" if key else "is missing"
+            raise RefusedError(
+                401, f"the key {what}; send one as Authorization: Bearer KEY; posttrain steps key NAME makes one"
+            )
+        return found
+
+    def create(
+        self, key: "RowMapping", body: Mapping[str, object], session: str | None = None, client: str = "rest"
+    ) -> Outcome:
+        """Accepts a new session.
+
+        Args:
+            body: ``model``, and the fields of ``tasks.steps.Steps``.
+            session: its name; None: a new one.
+        """
+        settings = dict(body)
+        model, name = settings.pop("model", None), session or uuid.uuid4().hex[:16]
+        if not isinstance(model, str) or not model:
+            raise RefusedError(422, "model is missing; a REF of the store or a directory is accepted")
+        if "commands" in settings:
+            raise RefusedError(422, "commands is set when a session is committed; leave it out")
+        typed(Steps, settings, "session")
+        body_digest = digest_json(body)
+        known = self.records.call_at(name, 0)
+        if known is not None:
+            return self._same(known, body_digest, key)
+        self._require_quota(key, sessions=True)
+        request_id = uuid.uuid4().hex
+        self.records.add_session(id=name, key=key["name"], model=model, settings=json.dumps(settings))
+        with self._condition:
+            self._write(name, request_id, dict(body))
+            self._orders[name] = _Order()
+            self._add(name, request_id, 0, CREATE, body_digest, changes=True)
+        self.records.audit(key=key["name"], client=client, session=name, call=CREATE, request=request_id, status=202)
+        return self.outcome(request_id)
+
+    def accept(
+        self, key: "RowMapping", session: str, name: str, body: Mapping[str, object], *, seq: int | None = None,
+        request_id: str | None = None, client: str = "rest",
+    ) -> Outcome:  # fmt: skip
+        """Accepts a call: from here on it is run, once.
+
+        Args:
+            seq: its number among the session's; a gap before it is waited for. None: a call that changes the session
+                comes after all others, and one that only reads runs as soon as it can.
+            request_id: chosen by a client that may send the call again; None: a new one.
+
+        Raises:
+            RefusedError, ConfigError: the call is refused, and leaves no trace in the session.
+        """
+        if name not in CALLS:
+            raise RefusedError(404, f"{name}: {', '.join(CALLS)} are accepted")
+        self.require_session(key, session)
+        call, digest = typed(CALLS[name], body, name), digest_json({"call": name, **body})
+        request_id = request_id or uuid.uuid4().hex
+        if not _ID.fullmatch(request_id):
+            raise RefusedError(422, f"id={request_id!r}: 1 to 64 letters, digits and dashes are accepted")
+        if seq is not None and seq < 1:
+            raise RefusedError(422, f"seq={seq}: numbers of calls begin at 1; send the next one")
+        with self._condition:
+            known = self.records.call(request_id)
+            if known is None and seq is not None:
+                known = self.records.call_at(session, seq)
+            if known is not None:
+                return self._same(known, digest, key, seq)
+            order = self._orders[session]
+            if seq is None and call.changes:
+                seq = order.top + 1
+            elif seq is not None and seq < order.next:
+                raise RefusedError(400, f"seq={seq}: {order.next} is the next number of this session; send that")
+            if order.waiting >= self.limits.max_queued:
+                raise RefusedError(429, f"{order.waiting} calls of this session wait; send more when some are done")
+            self._require_quota(key, sessions=False)
+            self._write(session, request_id, dict(body))
+            self._add(session, request_id, seq, name, digest, changes=call.changes)
+        self.records.audit(key=key["name"], client=client, session=session, call=name, request=request_id, status=202)
+        return self.outcome(request_id)
+
+    def require_session(self, key: "RowMapping", session: str) -> "RowMapping":
+        """A session of a key that is not closed.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        found = self.records.session(session)
+        if found is None:
+            raise RefusedError(404, f"session {session}: there is none; create one first")
+        if found["key"] != key["name"]:
+            raise RefusedError(403, f"session {session} is of another key; use one of yours")
+        if found["state"] != "open":
+            raise RefusedError(410, f"session {session} is {found['state']}; create another")
+        return found
+
+    def end_session(self, key: "RowMapping", session: str) -> None:
+        """Closes a session: its log and its saved states stay."""
+        self.require_session(key, session)
+        self.records.set_session(session, state="closed")
+
+    def outcome(self, request_id: str, key: "RowMapping | None" = None) -> Outcome:
+        """A call, and its result.
+
+        Raises:
+            RefusedError: there is no such call of this key.
+        """
+        found = self.records.call(request_id)
+        if found is None:
+            raise RefusedError(404, f"request {request_id}: there is none")
+        if key is not None:
+            owner = self.records.session(found["session"])
+            if owner is None or owner["key"] != key["name"]:
+                raise RefusedError(403, f"request {request_id} is of another key; ask for one of yours")
+        ended = found["state"] != QUEUED
+        return Outcome(
+            request_id=request_id, session=found["session"], seq=found["seq"], call=found["name"],
+            status=found["status"] if ended else 202,
+            body=self._result(found["session"], request_id).read_bytes() if ended else b"{}",
+        )  # fmt: skip
+
+    def when_done(self, request_id: str, notify: Callable[[], None]) -> None:
+        """Calls ``notify`` once the call has its result, or now."""
+        with self._condition:
+            found = self.records.call(request_id)
+            if found is not None and found["state"] == QUEUED:
+                self._callbacks.setdefault(request_id, []).append(notify)
+                return
+        notify()
+
+    def info(self, session: str) -> dict[str, object]:
+        """What a session is, and which call it waits for."""
+        found = self.records.session(session)
+        assert found is not None
+        order = self._orders.get(session, _Order())
+        return {
+            "session": session, "model": found["model"], "settings": json.loads(found["settings"]),
+            "state": found["state"], "next": order.next, "held": sorted(order.held)[:16], "waiting": order.waiting,
+            "in_memory": session in self._live,
+        }  # fmt: skip
+
+    def _same(self, known: "RowMapping", digest: str, key: "RowMapping", seq: int | None = None) -> Outcome:
+        """The outcome of a call that is sent again."""
+        if known["digest"] != digest:
+            which = f"seq={seq}" if seq is not None else f"request {known['id']}"
+            raise RefusedError(400, f"{which}: was another call before; a call that is sent again must be the same")
+        return self.outcome(known["id"], key)
+
+    def _require_quota(self, key: "RowMapping", *, sessions: bool) -> None:
+        if key["max_sessions"] is None and key["max_tokens"] is None:
+            return
+        num_sessions, num_tokens = self.records.used(key["name"])
+        if sessions and key["max_sessions"] is not None and num_sessions >= key["max_sessions"]:
+            raise RefusedError(429, f"key {key['name']} has {num_sessions} open sessions, as many as it may; close one")
+        if key["max_tokens"] is not None and num_tokens >= key["max_tokens"]:
+            raise RefusedError(
+                429, f"key {key['name']} has used {num_tokens} tokens of {key['max_tokens']}; ask for a larger quota"
+            )
+
+    # --- the queue
+
+    def _add(self, session: str, request_id: str, seq: int | None, name: str, digest: str, *, changes: bool) -> None:
+        self._number += 1
+        self.records.add_call(
+            id=request_id, session=session, seq=seq, number=self._number, name=name, changes=int(changes), digest=digest
+        )
+        self._enqueue(session, request_id, seq, self._number)
+
+    def _enqueue(self, session: str, request_id: str, seq: int | None, number: int) -> None:
+        order = self._orders[session]
+        order.waiting += 1
+        if seq is not None:
+            order.top = max(order.top, seq)
+            order.held[seq] = request_id
+            if seq != order.next:
+                return
+        heapq.heappush(self._ready, (number, request_id))
+        self._condition.notify_all()
+
+    def _adopt(self) -> None:
+        """Numbers, and calls without a result, of an earlier process."""
+        waiting = []
+        for found in self.records.calls():
+            order = self._orders.setdefault(found["session"], _Order())
+            self._number = max(self._number, found["number"])
+            state = found["state"]
+            if state == QUEUED and (file := self._result(found["session"], found["id"])).exists():
+                result = json.loads(file.read_bytes())
+                state = FAILED if "error" in result else DONE
+                status, tokens = 400 if state == FAILED else 200, int(result.get("num_tokens", 0))
+                self.records.finish(found["id"], state, status, tokens, None)
+            if state == QUEUED:
+                waiting.append(found)
+            elif found["seq"] is not None:
+                order.next, order.top = max(order.next, found["seq"] + 1), max(order.top, found["seq"])
+        with self._condition:
+            for found in waiting:
+                self._enqueue(found["session"], found["id"], found["seq"], found["number"])
+        if waiting:
+            logger.info("calls=%d state=resumed", len(waiting))
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not self._ready and not self._ends:
+                    self._condition.wait(timeout=30)
+                    if not self._ready:
+                        break
+                if self._ends:
+                    return
+                request_id = heapq.heappop(self._ready)[1] if self._ready else None
+            if request_id is None:
+                self._unload_idle()
+                continue
+            found = self.records.call(request_id)
+            assert found is not None
+            self._run(found)
+            with self._condition:
+                order = self._orders[found["session"]]
+                order.waiting -= 1
+                if found["seq"] is not None:
+                    order.held.pop(found["seq"])
+                    order.next = found["seq"] + 1
+                    if (following := order.held.get(order.next)) is not None:
+                        heapq.heappush(self._ready, (found["number"], following))
+                for notify in self._callbacks.pop(request_id, ()):
+                    notify()
+
+    def _run(self, found: "RowMapping") -> None:
+        """Runs a call, writes its result, and records its end; a failure is its result."""
+        session, request_id, start = found["session"], found["id"], time.perf_counter()
+        status, state = 200, DONE
+        try:
+            result = self._created(session) if found["name"] == CREATE else self._called(found)
+        except (ConfigError, ArtifactError) as error:
+            result, status, state = {"error": str(error)}, 400, FAILED
+        except Exception as error:
+            logger.exception("session=%s request=%s state=failed", session, request_id)
+            self._live.pop(session, None)  # its next call starts from the log, without a part of this one
+            result, status, state = {"error": f"{type(error).__name__}: {error}"}, 500, FAILED
+        if state == FAILED and found["name"] == CREATE:
+            self.records.set_session(session, state="failed")
+        seconds = time.perf_counter() - start
+        _replace(self._result(session, request_id), orjson.dumps(result))
+        tokens = int(str(result.get("num_tokens", 0)))
+        self.records.finish(request_id, state, status, tokens, seconds)
+        if live := self._live.get(session):
+            live.used = time.monotonic()
+            if found["changes"]:
+                live.applied, live.since = found["seq"], live.since + seconds
+                if live.since > self.limits.snapshot_seconds:
+                    self._snapshot(session, live)
+
+    def _created(self, session: str) -> dict[str, object]:
+        found = self.records.session(session)
+        assert found is not None
+        self.records.set_session(session, path=str(self._find(found["model"]).path))
+        live = self._loaded(session, done=False)
+        trained = sum(each.numel() for each in live.session.trained.values())
+        return {
+            "session": session, "vocabulary": live.session.vocabulary, "trained_weights": trained,
+            "max_length": live.session.method.max_length, "weights": live.session.digest(),
+        }  # fmt: skip
+
+    def _called(self, found: "RowMapping") -> dict[str, object]:
+        live = self._loaded(found["session"])
+        return dict(self._call(found).run(live.session, self._place(found)))
+
+    def _call(self, found: "RowMapping") -> Call:
+        body = json.loads(self._body(found["session"], found["id"]).read_bytes())
+        call = typed(CALLS[found["name"]], body, found["name"])
+        if isinstance(call, Generate) and call.seed is None:
+            return replace(call, seed=found["number"])
+        return call
+
+    def _place(self, found: "RowMapping") -> Place:
+        owner = self.records.session(found["session"])
+        assert owner is not None
+        saves = {each["id"]: self._folder(each["id"]) / "saves" for each in self.records.sessions(owner["key"])}
+        return Place(session=found["session"], request_id=found["id"], saves=saves)
+
+    # --- sessions in memory
+
+    def _loaded(self, name: str, *, done: bool = True) -> _Live:
+        """A session in memory, with every call applied that has a result.
+
+        Args:
+            done: it was created before, so that its state is that of its log.
+        """
+        if live := self._live.get(name):
+            return live
+        while len(self._live) >= self.limits.max_live:
+            self._unload(min(self._live, key=lambda each: self._live[each].used))
+        live = self._live[name] = _Live(session=self._new(name), applied=0, used=time.monotonic())
+        if done:
+            try:
+                self._redo(name, live)
+            except BaseException:
+                del self._live[name]
+                raise
+        return live
+
+    def _new(self, name: str) -> "Session":
+        from tasks.train.steps.session import Session
+
+        found = self.records.session(name)
+        assert found is not None
+        policy, folder = self._find(found["model"]), self._folder(name)
+        ctx = TrainContext(output_dir=folder / "output", work_dir=folder / "work", resources=self.resources)
+        return Session(typed(Steps, json.loads(found["settings"]), "session"), policy, ctx, self._bases)
+
+    def _redo(self, name: str, live: _Live) -> None:
+        """Brings a fresh session to the state of its log; every result must be that of the first time, to the bit."""
+        snapshot = self._folder(name) / _SNAPSHOT
+        if (snapshot / "applied").exists():
+            live.applied = int((snapshot / "applied").read_text())
+            live.session.load(snapshot / str(live.applied))
+        start, count = time.perf_counter(), 0
+        for found in self.log(name):
+            if found["seq"] <= live.applied:
+                continue
+            result = orjson.dumps(self._call(found).run(live.session, self._place(found)))
+            if result != self._result(name, found["id"]).read_bytes():
+                raise PipelineError(
+                    f"session {name}: call {found['seq']} ({found['name']}) gave another result when it was executed "
+                    "again; the same machine, libraries and number of threads are needed; load a saved state"
+                )
+            live.applied, count = found["seq"], count + 1
+        if count:
+            logger.info("session=%s calls=%d state=redone", name, count)
+        live.since = time.perf_counter() - start
+
+    def log(self, session: str) -> "list[RowMapping]":
+        """The calls that changed a session, in their order."""
+        found = [
+            each for each in self.records.calls(session)
+            if each["changes"] and each["state"] == DONE and each["name"] != CREATE
+        ]  # fmt: skip
+        return sorted(found, key=lambda each: int(each["seq"]))
+
+    def _snapshot(self, name: str, live: _Live) -> None:
+        folder = self._folder(name) / _SNAPSHOT
+        live.session.save(folder / str(live.applied))
+        _replace(folder / "applied", str(live.applied).encode())
+        for each in folder.iterdir():
+            if each.is_dir() and each.name != str(live.applied):
+                shutil.rmtree(each, ignore_errors=True)
+        live.since = 0.0
+
+    def _unload(self, name: str) -> None:
+        live = self._live.pop(name)
+        if live.since and live.applied:
+            self._snapshot(name, live)
+        if not self._live:
+            self._bases.clear()
+        gc.collect()
+        logger.info("session=%s state=unloaded", name)
+
+    def _unload_idle(self) -> None:
+        limit = time.monotonic() - 60 * self.limits.lease_minutes
+        for name in [each for each, live in self._live.items() if live.used < limit]:
+            self._unload(name)
+
+    # --- files
+
+    def _folder(self, session: str) -> Path:
+        return self.root / "sessions" / session.replace(":", "_")
+
+    def _body(self, session: str, request_id: str) -> Path:
+        return self._folder(session) / "calls" / f"{request_id}.json"
+
+    def _result(self, session: str, request_id: str) -> Path:
+        return self._folder(session) / "results" / f"{request_id}.json"
+
+    def _write(self, session: str, request_id: str, body: Mapping[str, object]) -> None:
+        _replace(self._body(session, request_id), orjson.dumps(body))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}")
+    draft.write_bytes(content)
+    draft.replace(path)

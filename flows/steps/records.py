@@ -1,0 +1,189 @@
+"""The record of the server in a database: keys, sessions, calls, and one audit row per request. SQLite, or any URL."""
+
+import hashlib
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sqlalchemy import (
+    Column,
+    Float,
+    ForeignKey,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    create_engine,
+    event,
+    func,
+    insert,
+    select,
+    update,
+)
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from lineage.errors import ConfigError
+from lineage.secrets import redacted
+
+if TYPE_CHECKING:
+    from sqlalchemy import RowMapping
+
+QUEUED, DONE, FAILED = "queued", "done", "failed"
+KEY_PREFIX = "tml-"  # a client that we work with sends no others
+
+_META = MetaData()
+KEYS = Table(
+    "keys", _META, Column("name", String(64), primary_key=True), Column("digest", String(64), unique=True),
+    Column("max_sessions", Integer), Column("max_tokens", Integer), Column("created", Float, nullable=False),
+)  # fmt: skip
+SESSIONS = Table(
+    "sessions", _META, Column("id", String(64), primary_key=True),
+    Column("key", String(64), ForeignKey("keys.name"), nullable=False, index=True),
+    Column("model", Text, nullable=False), Column("settings", Text, nullable=False), Column("path", Text),
+    Column("state", String(16), nullable=False), Column("created", Float, nullable=False),
+)  # fmt: skip
+CALLS = Table(
+    "calls", _META, Column("id", String(64), primary_key=True),
+    Column("session", String(64), ForeignKey("sessions.id"), nullable=False, index=True),
+    Column("seq", Integer), Column("number", Integer, nullable=False), Column("name", String(32), nullable=False),
+    Column("changes", Integer, nullable=False), Column("digest", String(64), nullable=False),
+    Column("state", String(16), nullable=False), Column("status", Integer),
+    Column("tokens", Integer, nullable=False, default=0), Column("seconds", Float), Column("created", Float),
+    UniqueConstraint("session", "seq"),
+)  # fmt: skip
+AUDIT = Table(
+    "audit", _META, Column("id", Integer, primary_key=True, autoincrement=True), Column("time", Float, nullable=False),
+    Column("key", String(64)), Column("client", String(16), nullable=False), Column("session", String(64)),
+    Column("call", String(64), nullable=False), Column("request", String(64), index=True), Column("status", Integer),
+    Column("tokens", Integer), Column("seconds", Float),
+)  # fmt: skip
+
+
+def digest_of(key: str) -> str:
+    """SHA-256 of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class Records:
+    """The tables. Each method is one transaction.
+
+    Raises:
+        ConfigError: the database cannot be opened.
+    """
+
+    def __init__(self, root: Path, url: str | None = None) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        address = url or f"sqlite:///{(root / 'steps.db').absolute()}"
+        try:
+            self._engine = create_engine(address, pool_pre_ping=True)
+            if self._engine.dialect.name == "sqlite":
+                event.listen(self._engine, "connect", _set_sqlite)
+            _META.create_all(self._engine)
+        except (SQLAlchemyError, ImportError, ValueError) as error:
+            raise ConfigError(
+                f"--database {redacted(address)}: cannot be opened ({str(error).partition(chr(10))[0]}); "
+                "sqlite:///FILE and postgresql+DRIVER://USER@HOST/NAME are accepted"
+            ) from error
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    # --- keys
+
+    def add_key(self, name: str, max_sessions: int | None = None, max_tokens: int | None = None) -> str:
+        """A new key, which is kept as its digest alone.
+
+        Raises:
+            ConfigError: the name is taken.
+        """
+        key = f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
+        values = {"name": name, "digest": digest_of(key), "max_sessions": max_sessions, "max_tokens": max_tokens}
+        try:
+            with self._engine.begin() as connection:
+                connection.execute(insert(KEYS).values(**values, created=time.time()))
+        except IntegrityError as error:
+            raise ConfigError(f"key {name}: the name is taken; choose another") from error
+        return key
+
+    def key_of(self, key: str) -> "RowMapping | None":
+        with self._engine.connect() as connection:
+            return connection.execute(select(KEYS).where(KEYS.c.digest == digest_of(key))).mappings().first()
+
+    def has_keys(self) -> bool:
+        with self._engine.connect() as connection:
+            return connection.execute(select(KEYS.c.name)).first() is not None
+
+    def used(self, key: str) -> tuple[int, int]:
+        """Open sessions and tokens so far of a key."""
+        sessions = select(func.count()).where(SESSIONS.c.key == key, SESSIONS.c.state == "open")
+        tokens = select(func.coalesce(func.sum(AUDIT.c.tokens), 0)).where(AUDIT.c.key == key)
+        with self._engine.connect() as connection:
+            return int(connection.execute(sessions).scalar_one()), int(connection.execute(tokens).scalar_one())
+
+    # --- sessions and calls
+
+    def add_session(self, **values: object) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(insert(SESSIONS).values(**values, state="open", created=time.time()))
+
+    def set_session(self, session: str, **values: object) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(update(SESSIONS).where(SESSIONS.c.id == session).values(**values))
+
+    def session(self, session: str) -> "RowMapping | None":
+        with self._engine.connect() as connection:
+            return connection.execute(select(SESSIONS).where(SESSIONS.c.id == session)).mappings().first()
+
+    def sessions(self, key: str | None = None) -> "Sequence[RowMapping]":
+        query = select(SESSIONS).order_by(SESSIONS.c.created)
+        with self._engine.connect() as connection:
+            return connection.execute(query if key is None else query.where(SESSIONS.c.key == key)).mappings().all()
+
+    def add_call(self, **values: object) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(insert(CALLS).values(**values, state=QUEUED, created=time.time()))
+
+    def call(self, request_id: str) -> "RowMapping | None":
+        with self._engine.connect() as connection:
+            return connection.execute(select(CALLS).where(CALLS.c.id == request_id)).mappings().first()
+
+    def call_at(self, session: str, seq: int) -> "RowMapping | None":
+        query = select(CALLS).where(CALLS.c.session == session, CALLS.c.seq == seq)
+        with self._engine.connect() as connection:
+            return connection.execute(query).mappings().first()
+
+    def calls(self, session: str | None = None) -> "Sequence[RowMapping]":
+        """In the order of arrival."""
+        query = select(CALLS).order_by(CALLS.c.number)
+        with self._engine.connect() as connection:
+            return (
+                connection.execute(query if session is None else query.where(CALLS.c.session == session))
+                .mappings()
+                .all()
+            )
+
+    def finish(self, request_id: str, state: str, status: int, tokens: int, seconds: float | None) -> None:
+        """Records the end of a call, and its cost in its audit rows."""
+        found = {"status": status, "tokens": tokens, "seconds": seconds}
+        with self._engine.begin() as connection:
+            connection.execute(update(CALLS).where(CALLS.c.id == request_id).values(state=state, **found))
+            connection.execute(update(AUDIT).where(AUDIT.c.request == request_id).values(**found))
+
+    def audit(self, **values: object) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(insert(AUDIT).values(**values, time=time.time()))
+
+    def audited(self) -> "Sequence[RowMapping]":
+        with self._engine.connect() as connection:
+            return connection.execute(select(AUDIT).order_by(AUDIT.c.id)).mappings().all()
+
+
+def _set_sqlite(connection: object, _record: object) -> None:
+    cursor = connection.cursor()  # type: ignore[attr-defined]
+    for each in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON"):
+        cursor.execute(f"PRAGMA {each}")
+    cursor.close()

@@ -1,0 +1,275 @@
+"""``posttrain steps serve``: one meaning over REST, SDK and MCP; order, refusals, leases, quotas, audit."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from flows.steps.calls import CALLS
+from flows.steps.engine import Engine, Limits
+from posttrain.steps import AsyncClient, CallError, Client, Row
+from tests import training
+from tests.steps_server import Served, find
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SETTINGS = {"learning_rate": 1e-2, "max_length": 64, "adapter": {"rank": 2, "alpha": 4}}
+ROW = {"tokens": [5, 6, 7], "target_tokens": [6, 7, 8], "weights": [1.0, 0.5, 1.0]}
+BODIES: dict[str, dict[str, object]] = {
+    "forward": {"data": [ROW], "logits": True, "hidden_states": True},
+    "backward": {"data": [ROW, {"tokens": [9, 10], "labels": [9, 10]}]},
+    "step": {"learning_rate": 3e-3, "betas": [0.8, 0.9], "eps": 1e-7, "weight_decay": 0.1, "max_grad_norm": 0.7},
+    "generate": {"prompts": [[5, 6], [7]], "max_tokens": 3, "num_samples": 2, "seed": 4, "temperature": 0.8},
+    "logprobs": {"sequences": [[5, 6, 7], [8, 9]]},
+    "save": {"to": "first"},
+    "load": {"saved": "first"},
+    "zero_grad": {},
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with training.one_thread(), Served(tmp_path_factory.mktemp("served")).running() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("model")
+    training.write_models(root)
+    return str(root / "policy")
+
+
+def http(served: Served, key: str | None = None) -> httpx.Client:
+    return httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {key or served.key}"}, timeout=60)
+
+
+def by_rest(served: Served, model: str) -> list[object]:
+    with http(served) as client:
+        name = client.post("/v1/sessions", json={"model": model, **SETTINGS}).json()["session"]
+        return [client.post(f"/v1/sessions/{name}/{each}", json=body).json()["result"] for each, body in BODIES.items()]
+
+
+def by_sdk(served: Served, model: str) -> list[object]:
+    session = Client(served.url, served.key).session(model, **SETTINGS)
+    return [getattr(session, each)(**body) for each, body in BODIES.items()]
+
+
+def by_async_sdk(served: Served, model: str) -> list[object]:
+    async def run() -> list[object]:
+        client = AsyncClient(served.url, served.key)
+        session = await client.session(model, **SETTINGS)
+        found = await asyncio.gather(*(getattr(session, each)(**body) for each, body in BODIES.items()))
+        await client.close()
+        return list(found)
+
+    return asyncio.run(run())
+
+
+def by_mcp(served: Served, model: str) -> list[object]:
+    import httpx2
+    from mcp import Client as McpClient
+    from mcp.client.streamable_http import streamable_http_client
+
+    async def run() -> list[object]:
+        http_client = httpx2.AsyncClient(headers={"Authorization": f"Bearer {served.key}"}, timeout=60)
+        async with McpClient(streamable_http_client(f"{served.url}/mcp", http_client=http_client)) as client:
+            tools = {each.name: each for each in (await client.list_tools()).tools}
+            assert set(CALLS) < set(tools)
+            assert "data" in tools["backward"].input_schema["required"]
+            made = await client.call_tool("create_session", {"model": model, "settings": SETTINGS})
+            name, found = made.structured_content["session"], []
+            for each, body in BODIES.items():
+                told = await client.call_tool(each, {"session": name, **body})
+                assert not told.is_error, told
+                found.append(told.structured_content["result"])
+            refused = await client.call_tool("backward", {"session": name, "data": []})
+            assert refused.is_error and "data has no rows" in refused.content[0].text
+            return found
+
+    return asyncio.run(run())
+
+
+def test_every_primitive_has_one_meaning_by_rest_sdk_and_mcp_to_the_bit(served: Served, model: str) -> None:
+    assert set(BODIES) == set(CALLS)
+    found = [by(served, model) for by in (by_rest, by_sdk, by_async_sdk, by_mcp)]
+    for name, first, *others in zip(BODIES, *found, strict=True):
+        assert all(json.dumps(each, sort_keys=True) == json.dumps(first, sort_keys=True) for each in others), name
+    rows = served.engine.records.audited()
+    assert {each["client"] for each in rows} == {"rest", "mcp"}
+    [row] = [each for each in rows if each["call"] == "backward" and each["client"] == "mcp" and each["tokens"]]
+    assert row["tokens"] == 5 and row["seconds"] > 0 and row["status"] == 200 and row["key"]
+
+
+def test_calls_are_run_in_the_order_of_their_numbers_and_a_repeated_one_once(served: Served, model: str) -> None:
+    with http(served) as client:
+        name = client.post("/v1/sessions", json={"model": model, **SETTINGS}).json()["session"]
+        place = f"/v1/sessions/{name}"
+        late = client.post(f"{place}/step?wait=0", json={"seq": 2})
+        assert late.status_code == 202
+        assert client.get(place).json()["next"] == 1 and client.get(place).json()["held"] == [2]
+        first = client.post(f"{place}/backward", json={"seq": 1, "data": [ROW]})
+        again = client.post(f"{place}/backward", json={"seq": 1, "data": [ROW]})
+        assert first.status_code == 200 and again.json() == first.json()
+        found = client.get(f"/v1/requests/{late.json()['request_id']}?wait=30").json()
+        assert found["result"]["step"] == 1
+        other = client.post(f"{place}/backward", json={"seq": 1, "data": [ROW, ROW]})
+        assert other.status_code == 400 and "was another call before" in other.json()["error"]
+        assert client.post(f"{place}/zero_grad", json={}).json()["seq"] == 3
+        own = {"id": "mine", "data": [ROW]}
+        assert client.post(f"{place}/forward", json=own).json() == client.post(f"{place}/forward", json=own).json()
+
+
+REFUSED: list[tuple[str, dict[str, object], int, str]] = [
+    ("backward", {"data": []}, 400, "data has no rows"),
+    ("backward", {"data": [ROW], "loss": "nll"}, 400, "loss=nll"),
+    ("backward", {"data": [{**ROW, "weights": [1.0]}]}, 400, "weights has 1 values"),
+    ("backward", {"data": [{**ROW, "tokens": [5, 6, 999999]}]}, 400, "999999 is no token"),
+    ("backward", {"data": [{**ROW, "tokens": [[5], [6], [7]]}]}, 422, "valid integer"),
+    ("backward", {"data": [{**ROW, "weight": [1.0]}]}, 422, "weight: unknown key"),
+    ("backward", {"data": ["a"]}, 422, "data.0"),
+    ("backward", {}, 422, "data: is not set"),
+    ("backward", {"data": [{**ROW, "weights": [1.0, float("inf"), 1.0]}]}, 422, "finite"),
+    ("backward", {"data": [ROW], "seq": 0}, 422, "numbers of calls begin at 1"),
+    ("backward", {"data": [ROW], "seq": "1"}, 422, "an integer from 1"),
+    ("backward", {"data": [ROW], "id": "../x"}, 422, "letters, digits and dashes"),
+    ("step", {}, 400, "there are no gradients"),
+    ("step", {"learning_rate": -1.0}, 400, "there are no gradients"),
+    ("generate", {"max_tokens": 2}, 400, "send one of them"),
+    ("load", {"saved": "nothing"}, 400, "nothing is; save it first"),
+    ("save", {"to": "../up"}, 400, "1 to 64 letters"),
+    ("load", {"saved": "a", "session": "other"}, 400, "is no session of this key"),
+    ("train", {}, 404, ""),
+]
+
+
+def test_bad_input_is_refused_with_a_sentence_and_the_session_stays_usable(served: Served, model: str) -> None:
+    with http(served) as client:
+        name = client.post("/v1/sessions", json={"model": model, **SETTINGS}).json()["session"]
+        for call, body, status, message in REFUSED:
+            text = json.dumps(body)  # with Infinity, which is not JSON, and which clients send all the same
+            answer = client.post(f"/v1/sessions/{name}/{call}", content=text)
+            assert answer.status_code == status and message in answer.text, (call, body, answer.text)
+        assert client.post(f"/v1/sessions/{name}/backward", content="{").status_code == 422
+        assert client.post(f"/v1/sessions/{name}/backward", content="[1]").status_code == 422
+        assert client.post("/v1/sessions", json={"model": model, "rank": 2}).status_code == 422
+        assert client.post("/v1/sessions", json={}).status_code == 422
+        missing = client.post("/v1/sessions", json={"model": "/nowhere", **SETTINGS})
+        assert missing.status_code in (400, 500) and missing.json()["error"]
+        assert client.post(f"/v1/sessions/{name}/backward", json={"data": [ROW]}).status_code == 200
+        assert client.post(f"/v1/sessions/{name}/step", json={}).json()["result"]["step"] == 1
+        other = served.engine.records.add_key("foreign")
+        with http(served, other) as foreign:
+            assert foreign.get(f"/v1/sessions/{name}").status_code == 403
+            answer = foreign.post(f"/v1/sessions/{name}/zero_grad", json={})
+            assert answer.status_code == 403 and "of another key" in answer.json()["error"]
+        assert httpx.post(f"{served.url}/v1/sessions/{name}/zero_grad", json={}).status_code == 401
+        assert client.delete(f"/v1/sessions/{name}").status_code == 200
+        assert client.post(f"/v1/sessions/{name}/zero_grad", json={}).status_code == 410
+    statuses = {each["status"] for each in served.engine.records.audited()}
+    assert {200, 400, 401, 403, 410, 422} <= statuses
+    page = httpx.get(f"{served.url}/openapi.json").json()
+    assert {f"/v1/sessions/{{session}}/{each}" for each in CALLS} <= set(page["paths"])
+    assert httpx.get(f"{served.url}/docs").status_code == 200
+
+
+def test_an_oversized_body_is_refused_before_it_is_read(tmp_path: Path, model: str) -> None:
+    with Served(tmp_path, max_body_bytes=2000).running() as served, http(served) as client:
+        answer = client.post("/v1/sessions", content=b" " * 3000)
+        assert answer.status_code == 413 and "2000 bytes" in answer.json()["error"]
+        answer = client.post("/v1/sessions", content=iter([b" " * 1500, b" " * 1500]))
+        assert answer.status_code == 413
+        assert client.get("/v1/sessions").json() == {"sessions": []}
+
+
+def test_quotas_hold_for_sessions_and_tokens(served: Served, model: str) -> None:
+    key = served.engine.records.add_key("limited", max_sessions=1, max_tokens=4)
+    session = Client(served.url, key).session(model, **SETTINGS)
+    with pytest.raises(CallError, match="1 open sessions, as many as it may") as error:
+        Client(served.url, key).session(model, **SETTINGS)
+    assert error.value.status == 429
+    session.call("logprobs", sequences=[[5, 6, 7, 8]])
+    with pytest.raises(CallError, match="has used 4 tokens of 4"):
+        session.call("logprobs", sequences=[[5, 6, 7, 8]])
+
+
+def test_a_custom_loss_trains_as_in_one_process(served: Served, model: str) -> None:
+    session = Client(served.url, served.key).session(model, **SETTINGS)
+    rows = [Row(tokens=[5, 6, 7], target_tokens=[6, 7, 8])]
+
+    def loss(data: list[Row], logps: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return sum((each.sum() ** 2 for each in logps), torch.tensor(0.0)), {"rows": float(len(data))}
+
+    found = session.forward_backward_custom(rows, loss)  # type: ignore[arg-type]
+    assert found["metrics"] == {"rows": 1.0} and found["grad_norm"] and found["loss"]
+    plain = session.call("forward", data=[{**ROW, "weights": [1.0] * 3}])
+    assert found["loss"] == pytest.approx(plain["loss"] ** 2, rel=1e-5)
+
+
+def train(engine: Engine, name: str, first: int, last: int) -> None:
+    """A backward and a step for each of these numbers, without waiting."""
+    key = engine.authenticate(KEY[0])
+    for number in range(first, last):
+        call, body = ("step", {}) if number % 2 == 0 else ("backward", {"data": [{**ROW, "tokens": [5, 6, number]}]})
+        engine.accept(key, name, call, body, seq=number)
+
+
+KEY: list[str] = []
+
+
+def last_digest(engine: Engine, name: str) -> str:
+    import threading
+
+    key, done = engine.authenticate(KEY[0]), threading.Event()
+    found = engine.accept(key, name, "save", {"to": f"end-{id(done)}"})
+    engine.when_done(found.request_id, done.set)
+    assert done.wait(60)
+    return str(json.loads(engine.outcome(found.request_id).body)["weights"])
+
+
+@pytest.mark.parametrize("limits", [Limits(snapshot_seconds=0.0), Limits()], ids=["snapshots", "log alone"])
+def test_a_restarted_engine_continues_from_its_log_with_the_same_bits(
+    tmp_path: Path, model: str, limits: Limits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is left without any warning, as by kill -9, with calls that wait."""
+    digests = []
+    for number, cuts in enumerate(([], [4, 7])):
+        root = tmp_path / str(number)
+        engine = Engine(root, find, limits=limits)
+        KEY[:] = [engine.records.add_key("owner")]
+        engine.start()
+        engine.create(engine.authenticate(KEY[0]), {"model": model, **SETTINGS}, "one")
+        start = 1
+        for cut in [*cuts, 9]:
+            train(engine, "one", start, cut)
+            start = cut
+            if cut != 9:
+                engine._ends = True  # no further call runs, and nothing is written
+                with engine._condition:
+                    engine._condition.notify_all()
+                engine._thread.join()
+                engine = Engine(root, find, limits=limits)
+                engine.start()
+        digests.append(last_digest(engine, "one"))
+        calls = engine.records.calls("one")
+        assert [each["state"] for each in calls] == ["done"] * 10
+        assert len({each["id"] for each in calls}) == 10
+        engine.close()
+    assert digests[0] == digests[1]
+
+
+def test_an_idle_session_leaves_the_memory_and_its_next_call_finds_it_as_it_was(tmp_path: Path, model: str) -> None:
+    with Served(tmp_path, max_live=1).running() as served:
+        KEY[:] = [served.key]
+        client = Client(served.url, served.key)
+        one, two = client.session(model, **SETTINGS), client.session(model, **SETTINGS)
+        one.call("backward", data=[ROW])
+        two.call("backward", data=[ROW])
+        assert list(served.engine._live) == [two.name]
+        one.call("step")
+        two.call("step")
+        assert last_digest(served.engine, one.name) == last_digest(served.engine, two.name)
+        assert served.engine.info(one.name)["in_memory"] is False
