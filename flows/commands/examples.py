@@ -163,7 +163,7 @@ _HABITS = (
 HABITS: Mapping[str, str] = {word: answer for words, answer in _HABITS for word in words.split()}
 # Options of other tools -> an override.
 _OPTIONS = {
-    "config": "{1}", "config-file": "{1}", "config_file": "{1}", "yaml": "{1}", "recipe": "{1}", "f": "{1}",
+    **dict.fromkeys(("config", "config-file", "config_file", "yaml", "recipe", "f"), "posttrain {2} {1}"),
     "pipeline": "pipeline={1}", "model": "model={1}", "model-name": "model={1}", "data": "data={1}",
     "output": "store={1}", "store": "store={1}", "resume": "nothing: the same command resumes",
     "dry-run": "posttrain plan",
@@ -208,7 +208,7 @@ def no_option(word: str, following: str | None, command: str) -> ConfigError:
     for part, cls in {"method": Training, "resources": Resources}.items() if not ours else ():
         ours = f"stages.STAGE.{part}.{key}={{1}}" if key in field_names(cls) else ours
     here = (
-        f"here it is {ours.format(key, value)}"
+        f"here it is {ours.format(key, value, command)}"
         if ours
         else f"a setting is written as key=value, without dashes; see posttrain {command} --help"
     )

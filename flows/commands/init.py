@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -22,12 +23,10 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.filesystem.files import local_path
 from lineage.source.sources import local_paths
+from tasks.data.formats.proposals import JOBS, proposed
 from tasks.data.preparing.report import sections
 
 _PIPELINES = sorted(path.stem for path in (CONFIG.parent / "pipeline").glob("*.yaml"))
-_JOBS = {
-    Kind.CONVERSATIONS: "sft", Kind.TEXT: "cpt", Kind.PREFERENCES: "dpo", Kind.UNPAIRED: "kto", Kind.PROMPTS: "grpo",
-}  # fmt: skip
 _CARDS = {
     "num_workers": "8",
     "gpus_per_worker": "1",
@@ -67,11 +66,13 @@ class _Looked:
         path: as the project names it.
         kind: None: unknown, as of a hub data set.
         lines: what was found.
+        overrides: of ``posttrain data``, by which columns with other names are read.
     """
 
     path: str
     kind: Kind | None
     lines: Sequence[str] = ()
+    overrides: Sequence[str] = ()
 
 
 def add_init(parser: argparse.ArgumentParser) -> None:
@@ -127,7 +128,14 @@ def _look(path: str, folder: Path) -> _Looked:
             raise ConfigError(f"--data {path}: no such file; a file, a folder, a glob, a URL or a hub id is accepted")
         return _Looked(path=path, kind=None)
     with TemporaryDirectory(prefix="posttrain-init-") as directory:
-        found = examined([path], Path(directory))
+        overrides: list[str] = []
+        try:
+            found = examined([path], Path(directory))
+        except DataError as error:
+            overrides = proposed(str(error))
+            if not overrides:
+                raise
+            found = examined([path, *overrides], Path(directory))
         rows, total = found.bad_rows()
         print("\n\n".join(map(as_text, sections(found.report, None, rows, total))))
         if found.num_trained is None:
@@ -138,6 +146,7 @@ def _look(path: str, folder: Path) -> _Looked:
     return _Looked(
         path=_from(path, folder), kind=found.kind,
         lines=[f"{path}: {source.format} ({columns}), {counts}", *(str(each) for each in found.refusals)],
+        overrides=overrides,
     )  # fmt: skip
 
 
@@ -145,7 +154,7 @@ def _settings(start: str | None, model: str | None, looked: Mapping[str, _Looked
     kinds = {each.kind for each in looked.values() if each.kind}
     if start is None:
         is_both = kinds == {Kind.CONVERSATIONS, Kind.PREFERENCES}
-        start = "sft-dpo" if is_both else _JOBS[next(iter(kinds))] if len(kinds) == 1 else "sft"
+        start = "sft-dpo" if is_both else JOBS[next(iter(kinds))] if len(kinds) == 1 else "sft"
     found = dict(RECIPES.get(start, {"pipeline": start}))
     return {"pipeline": found["pipeline"], "model": model or found.get("model", "tiny"), **{
         name: value for name, value in found.items() if name not in ("pipeline", "model")
@@ -163,7 +172,8 @@ def _data(settings: Mapping[str, str], looked: Mapping[str, _Looked]) -> dict[st
     tree = Composer([f"pipeline={settings['pipeline']}", "model=unset"]).declared()
     names = data_sources(tree)
     if len(names) == len(looked) == 1:
-        return {"data": next(iter(looked.values())).path}
+        (only,) = looked.values()
+        return {"data": only.path, **_columns(tree, names[0], only)}
     places, found = _kinds(tree, names), dict[str, str]()
     for name, each in looked.items():
         fitting = [name] if name in names else [place for place, kind in places.items() if kind == each.kind]
@@ -172,20 +182,38 @@ def _data(settings: Mapping[str, str], looked: Mapping[str, _Looked]) -> dict[st
                 f"--data {each.path}: pipeline {settings['pipeline']} reads {', '.join(names) or 'no rows'}; "
                 f"say which, as --data {names[0] if names else 'NAME'}={each.path}, or choose another with --from"
             )
-        found[f"data.{fitting[0]}"] = each.path
+        found |= {f"data.{fitting[0]}": each.path, **_columns(tree, fitting[0], each)}
     return found
+
+
+def _columns(tree: Mapping[str, object], name: str, looked: _Looked) -> dict[str, str]:
+    """The keys by which a source's columns are read, and a template of the data stage that reads the source."""
+    found = dict[str, str]()
+    for key, value in (word.split("=", 1) for word in looked.overrides):
+        quoted = value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "''") + "'"
+        if key.startswith("columns."):
+            found[f"sources.{name}.{key}"] = quoted
+        else:
+            stages = _reading(tree, name)
+            found |= {f"stages.{stage}.method.{key}": quoted for stage in stages}
+    return found
+
+
+def _reading(tree: Mapping[str, object], name: str) -> list[str]:
+    """The stages that read a source."""
+    stages = tree["stages"]
+    assert isinstance(stages, dict)
+    return [stage for stage, node in stages.items() if f"source:{name}" in node["inputs"].values()]
 
 
 def _kinds(tree: Mapping[str, object], names: Sequence[str]) -> dict[str, Kind]:
     """Source -> what the stage that reads it prepares."""
-    targets = {f"Prepare{kind.capitalize()}": kind for kind in _JOBS}
-    stages = tree["stages"]
+    targets, stages = {f"Prepare{kind.capitalize()}": kind for kind in JOBS}, tree["stages"]
     assert isinstance(stages, dict)
     found: dict[str, Kind] = {}
-    for stage in stages.values():
-        kind = targets.get(str(stage["method"]["_target_"]).rpartition(".")[2])
-        for name in names:
-            if kind and f"source:{name}" in stage["inputs"].values():
+    for name in names:
+        for stage in _reading(tree, name):
+            if kind := targets.get(str(stages[stage]["method"]["_target_"]).rpartition(".")[2]):
                 found[name] = kind
     return found
 

@@ -140,6 +140,14 @@ def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[str]:
             yield f"{name}={_text(value)}"
 
 
+def _is_plain(text: str) -> bool:
+    """Whether a text without quotes is the same in YAML."""
+    try:
+        return bool(yaml.safe_load(text) == text)
+    except yaml.YAMLError:
+        return False
+
+
 def _text(node: yaml.Node) -> str:
     """A value in the grammar of overrides."""
     if isinstance(node, yaml.MappingNode):
@@ -149,7 +157,7 @@ def _text(node: yaml.Node) -> str:
     if node.tag == "tag:yaml.org,2002:null":
         return "null"
     is_text = node.tag == "tag:yaml.org,2002:str"
-    is_clear = node.style is None or yaml.safe_load(node.value) == node.value  # quotes that change nothing
+    is_clear = node.style is None or _is_plain(str(node.value))  # quotes that change nothing
     if not is_text or (is_clear and _PLAIN.fullmatch(node.value)) or node.value.startswith("${"):
         return str(node.value)
     return quoted(str(node.value))

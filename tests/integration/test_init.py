@@ -61,6 +61,19 @@ def test_the_data_choose_the_pipeline_and_are_looked_at(command):
     assert len((command.folder / "mine/README.md").read_text().splitlines()) <= 10
 
 
+def test_columns_with_other_names_are_set_in_the_project(command):
+    write_rows(command.folder, squad=[
+        {"context": f"c {n}", "question": f"q {n}", "answers": {"text": [str(n)]}} for n in range(60)
+    ])  # fmt: skip
+    done = command("init", "mine", "--model", "model", "--data", "squad.jsonl")
+    assert done.returncode == 0, done.stderr
+    assert project(command)["sources.instructions.columns.completion"] == "answers.text.0"
+    found = planned(command)
+    assert [row["stage"] for row in found["stages"]] == ["instructions", "sft", "evaluate"]
+    text = inside(command)("plan").stderr + str(project(command))
+    assert "{context} {question}" in text and "Traceback" not in text
+
+
 def test_two_kinds_of_rows_become_two_stages_and_names_say_which(command):
     assert command("init", "mine", "--data", "pairs.jsonl", "chats.jsonl").returncode == 0
     found = project(command)

@@ -267,7 +267,7 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
         prepare(tmp_path, PrepareConversations(), numbered(10))
     assert str(refusal.value) == (
         f"{tmp_path}/rows.jsonl: detected text (has text: 10 of 10 rows looked at), which gives text; "
-        "conversations is accepted by this stage; use conf/stage/text.yaml for it, or set another format "
+        "conversations is accepted by this stage; use pipeline=cpt, or conf/stage/text.yaml, or set another format "
         "with format=NAME"
     )
 

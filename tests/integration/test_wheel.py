@@ -1,19 +1,24 @@
 """A built wheel, in an environment of its own, runs in a folder whose modules have the names of our packages."""
 
+import csv
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flows.__main__ import COMMANDS
+from tests import tiny
 from tests.command import REPOSITORY
 from tests.miniature import overrides_of
+from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.slow
 STOPS = "raise SystemExit('a module of the user replaced ours')\n"
@@ -122,3 +127,122 @@ def test_prefect_runs_its_deployments(wheel: Wheel, prefect_url: str) -> None:
         serving.send_signal(signal.SIGTERM)
         serving.communicate(timeout=60)
     assert list((wheel.folder / "served/evaluate").glob("*/manifest.json"))
+
+
+# A newcomer's first hour: files of each common format, a project, a model, and mistakes.
+
+ROWS: dict[str, list[dict[str, object]]] = {
+    "chats": tiny.conversation_rows(60), "pairs": tiny.preference_rows(60), "labels": tiny.unpaired_rows(60),
+    "texts": tiny.text_rows(60),
+    "alpaca": [{"instruction": f"sort {n}", "input": "", "output": str(n)} for n in range(60)],
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": f"say {n}"}, {"from": "gpt", "value": str(n)}]} for n in range(60)
+    ],
+    "problems": [{"prompt": f"Say {n}.", "answer": str(n)} for n in range(60)],
+    "squad": [{"context": f"c {n}", "question": f"q {n}", "answers": {"text": [str(n)], "answer_start": [0]}}
+              for n in range(60)],
+    "odd": [{"foo": f"x {n}", "bar": f"y {n}"} for n in range(60)],
+}  # fmt: skip
+FORMATS = {
+    "chats.jsonl": "sft", "alpaca.json": "sft", "sharegpt.jsonl": "sft", "qa.csv": "sft", "squad.jsonl": "sft",
+    "pairs.parquet": "dpo", "labels.jsonl": "kto", "texts.jsonl": "cpt", "notes.txt": "cpt", "problems.jsonl": "grpo",
+}  # fmt: skip
+PLAN = "plan pipeline=sft model=model data=chats.jsonl"
+MISTAKES = {
+    "run pipeline=stf": "did you mean sft?",
+    "train --model model": "here it is: posttrain run pipeline=sft",
+    "run --config mine.yaml": "here it is posttrain run mine.yaml",
+    "plan mine.yaml": "mine.yaml: cannot be read as a project (No such file or directory)",
+    f"{PLAN} stages.sft.method.learning_rat=1": "unknown key; accepted: learning_rate",
+    f"{PLAN} stages.sft.method.learning_rate=fast": "should be a valid number",
+    f"{PLAN} stages.sft.method.num_steps=-1": "should be greater than 0",
+    f"{PLAN} adapter=lora2": "did you mean lora?",
+    f"{PLAN} hydra.run.dir=x": "takes none of its hydra.* settings",
+    "plan pipeline=sft model=model data=missing.jsonl": "give a path that exists, a hub id, or a URL",
+    "plan pipeline=sft model=nowhere data=chats.jsonl": "a model is also a directory that exists, or a hub id",
+    "plan pipeline=dpo model=model data=chats.jsonl": "use pipeline=sft, or conf/stage/conversations.yaml",
+    "plan pipeline=sft model=model data=qa.csv": "columns.prompt=question columns.completion=answer reads them",
+    "data broken.jsonl": "broken.jsonl:4: not JSON",
+    "data odd.jsonl": "name columns, such as columns={prompt: question}",
+    "init made --data chats.jsonl": "posttrain.yaml: is there already; edit it, or give init another folder",
+    "init other --from stf": "no such start; there are:",
+    "chat sft": "posttrain run creates it",
+    "export gguf model --out model.bin": "a file whose name ends in .gguf is accepted",
+    "import axolotl missing.yml": "name a file that exists",
+    "import llamafactory peer.yaml": "use_badam=true: it is unknown",
+    "run --multirun pipeline=sft model=model data=chats.jsonl": "give one several values",
+    "promote sft": "the following arguments are required: --alias",
+}  # fmt: skip
+PEER = "stage: sft\nmodel_name_or_path: model\ndataset: chats\ndataset_dir: .\ntemplate: default\ncutoff_len: 64\n"
+
+
+@pytest.fixture(scope="module")
+def newcomer(wheel: Wheel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wheel]:
+    """Someone with a model, files, and nothing of posttrain's but the wheel."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder, before = tmp_path_factory.mktemp("newcomer"), wheel.folder
+    write_model(folder / "model", "llama")
+    for name, rows in ROWS.items():
+        own = [{key: value for key, value in row.items() if key not in ("row_id", "kind")} for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+        if name == "alpaca":
+            (folder / "alpaca.json").write_text(json.dumps(own))
+        if name == "pairs":
+            pq.write_table(pa.Table.from_pylist(own), folder / "pairs.parquet")
+    with (folder / "qa.csv").open("w") as file:
+        csv.writer(file).writerows([("question", "answer"), *((f"q {n}", f"a {n}") for n in range(60))])
+    (folder / "notes.txt").write_text("".join(f"a line of text {n}\n" for n in range(60)))
+    (folder / "broken.jsonl").write_text('{"text": "whole"}\n' * 3 + '{"text": "cut\n')
+    (folder / "dataset_info.json").write_text(json.dumps({"chats": {"file_name": "chats.jsonl"}}))
+    (folder / "peer.yaml").write_text(f"{PEER}use_badam: true\n")
+    (folder / "fine.yaml").write_text(PEER)
+    (folder / "made").mkdir()
+    (folder / "made/posttrain.yaml").write_text("pipeline: sft\n")
+    wheel.folder = folder
+    yield wheel
+    wheel.folder = before
+
+
+def test_a_file_of_each_common_format_becomes_a_project_that_plans(newcomer: Wheel) -> None:
+    for file, pipeline in FORMATS.items():
+        place = f"p-{file.partition('.')[0]}"
+        newcomer("posttrain", "init", place, "--model", "model", "--data", file)
+        home, newcomer.folder = newcomer.folder, newcomer.folder / place
+        try:
+            found = json.loads(newcomer("posttrain", "plan", "--json").stdout)
+        finally:
+            newcomer.folder = home
+        assert found["pipeline"] == pipeline and {row["state"] for row in found["stages"]} == {"run"}, file
+
+
+def test_a_project_runs_and_its_model_talks_and_leaves(newcomer: Wheel) -> None:
+    home = newcomer.folder
+    newcomer("posttrain", "init", "mine", "--model", "model", "--data", "chats.jsonl")
+    newcomer.folder = home / "mine"
+    try:
+        small = [
+            "stages.sft.method.num_epochs=null",
+            "stages.sft.method.num_steps=2",
+            "stages.sft.method.max_length=64",
+        ]
+        done = newcomer("posttrain", "run", *small)
+        assert "3 of 3 stages run" in done.stdout and "\n  posttrain chat sft\n" in done.stdout
+        assert "nothing to do" in newcomer("posttrain", "run", *small).stdout
+        newcomer("posttrain", "chat", "sft", "--once", "Hello?", "--max-new-tokens", "4")
+        newcomer("posttrain", "export", "gguf", "sft", "--out", "sft.gguf")
+        assert "exported" in newcomer("posttrain", "lineage", "sft").stdout
+        newcomer("posttrain", "verify")
+    finally:
+        newcomer.folder = home
+    newcomer("posttrain", "import", "llamafactory", "fine.yaml")
+    assert "2 of 2 stages to run" in newcomer("posttrain", "plan", "conf/pipeline/fine.yaml").stdout
+
+
+def test_each_mistake_ends_with_2_and_says_what_to_do(newcomer: Wheel) -> None:
+    assert len(MISTAKES) >= 20
+    for command, told in MISTAKES.items():
+        done = newcomer("posttrain", *shlex.split(command), code=2)
+        assert told in done.stderr, (command, done.stderr)
+        assert "Traceback" not in done.stderr, command

@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.data.formats.proposals import proposal, with_inner
+from tasks.data.formats.proposals import JOBS, proposal, with_inner
 from tasks.data.formats.turns import (
     SYSTEM,
     THOUGHTS,
@@ -210,9 +210,6 @@ def _prompts(fields: Fields) -> CanonicalRow:
                 as_json(value, name)
             raise
     return add_tools(row, fields)
-
-
-# Formats of preferences: a prompt with a better and a worse answer.
 
 
 def _paired(asked: list[Message], chosen: list[Message], rejected: list[Message], fields: Fields) -> CanonicalRow:
@@ -642,7 +639,9 @@ class Detected:
             return None
         splits = (found, kind) == (Kind.PREFERENCES, Kind.UNPAIRED)
         after = " and conf/stage/unpair.yaml after it, which splits pairs" if splits else ""
-        return self.refusal(place, kind, f"by this stage; use conf/stage/{found}.yaml for it{after}")
+        return self.refusal(
+            place, kind, f"by this stage; use pipeline={JOBS[found]}, or conf/stage/{found}.yaml{after}"
+        )
 
     def read_columns(self, fields: Fields) -> set[str]:
         """The columns of a row that are read; others are ignored."""

@@ -1,7 +1,15 @@
 """Overrides to paste for rows that no format fits, by the names of their columns."""
 
+import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
+from lineage.artifact import Kind
+
+# Kind of rows -> the shipped pipeline that reads nothing else.
+JOBS: Mapping[Kind, str] = {
+    Kind.CONVERSATIONS: "sft", Kind.TEXT: "cpt", Kind.PREFERENCES: "dpo", Kind.UNPAIRED: "kto", Kind.PROMPTS: "grpo",
+}  # fmt: skip
 # Names that columns often have, the usual ones first.
 _ASKED = ("prompt", "question", "query", "problem", "instruction", "input", "user", "human", "source", "document",
           "article", "text", "q", "inputs", "request", "post")  # fmt: skip
@@ -57,6 +65,12 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
     return (
         f"posttrain data {_shell(place)} {' '.join(of_data)} reads them; a pipeline does with {' '.join(of_pipeline)}"
     )
+
+
+def proposed(message: str) -> list[str]:
+    """The overrides of ``posttrain data`` in a message that has a proposal; empty: it has none."""
+    found = re.search(r"posttrain data (.*?) reads them; a pipeline does with ", message)
+    return shlex.split(found[1])[1:] if found else []
 
 
 def _paths(name: str, value: object) -> Iterator[str]:

@@ -68,7 +68,9 @@ def test_a_file_of_pairs_is_sent_through_the_two_stages_that_make_single_answers
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
     source = Source(path=str(tmp_path / "pairs.jsonl"))
     opened = detect_source(source)
-    with pytest.raises(DataError, match=r"use conf/stage/preferences.yaml for it and conf/stage/unpair.yaml after it"):
+    with pytest.raises(
+        DataError, match=r"use pipeline=dpo, or conf/stage/preferences.yaml and conf/stage/unpair.yaml after it"
+    ):
         opened.require_kind(Kind.UNPAIRED)
 
 
