@@ -21,7 +21,7 @@ from importlib.metadata import version
 from flows.commands.arguments import add_json, add_overrides, add_sweep, read_overrides, recorded_cli_args
 from flows.commands.examples import EXAMPLES, no_command, no_option, overview
 from flows.declare.project import with_pipeline, with_project
-from flows.reports.wording import PrintableFormatter, printable, printable_text
+from flows.reports.wording import PrintableFormatter, coloured, printable, printable_text
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.files import local_path
 from posttrain import first
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _interruptible():
             return _run(sys.argv[1:] if arguments is None else arguments)
     except PipelineError as error:
-        print(printable_text(f"posttrain: {error}"), file=sys.stderr)
+        print(coloured(printable_text(f"posttrain: {error}"), sys.stderr), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stop:
         how = f" {stop}" if stop.args else ""
@@ -251,7 +251,9 @@ def run_plan(options: argparse.Namespace) -> int:
     found = estimator.estimates(plan.stale)
     plan = replace(plan, notes=[*plan.notes, *island_notes(found)])
     require_fits(plan, found, estimator, options.suggest)
-    print(json.dumps(plan_dict(plan, found), indent=2) if options.json else plan_table(plan, found))
+    print(
+        json.dumps(plan_dict(plan, found), indent=2) if options.json else coloured(plan_table(plan, found), sys.stdout)
+    )
     if options.out:
         from flows.planning.plan_file import write_plan
 
@@ -303,11 +305,13 @@ def run_run(options: argparse.Namespace) -> int:
     plan = make_plan(pipeline)
     row_notes(plan)
     estimator = Estimator(plan, History.of(plan.home))
-    require_fits(plan, estimator.estimates(plan.stale), estimator)
+    found = estimator.estimates(plan.stale)
+    require_fits(plan, found, estimator)
     if approved:
         require_approved(plan, approved)
         create_store(pipeline.store)
-    return execute(plan, recorded_cli_args(options), as_json=options.json)
+    expected = {name: each.seconds for name, each in found.items()}
+    return execute(plan, recorded_cli_args(options), as_json=options.json, expected=expected)
 
 
 def add_stage(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from flows.progress.screen import Screen
 from flows.progress.tracking import complete_record, make_tracker
 from flows.promotion.retrain import follow_up, has_work
 from flows.reports.run import plan_table, run_dict, summary
+from flows.reports.wording import coloured
 from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses, modules_of, shares_imports
 from flows.stages.resources import Cluster, ask_cluster, require_cluster, require_gpus, require_pools
@@ -47,11 +48,14 @@ if TYPE_CHECKING:
 _HEAD = 2000  # characters of a page, up to its title
 
 
-def run_plan(plan: Plan, cli_args: Sequence[str], *, as_json: bool) -> int:
+def run_plan(
+    plan: Plan, cli_args: Sequence[str], *, as_json: bool, expected: Mapping[str, float | None] | None = None
+) -> int:
     """Executes stale stages and reports; progress goes to stderr, the result to stdout.
 
     Args:
         cli_args: arguments of the command.
+        expected: stage -> its estimated seconds, for the time of the whole run.
 
     Raises:
         PipelineError: a stage failed; after the report: a gate refused.
@@ -59,7 +63,7 @@ def run_plan(plan: Plan, cli_args: Sequence[str], *, as_json: bool) -> int:
     """
     start = time.perf_counter()
     prepare_run(plan)
-    seconds, execution_id, outcome = _run_stale(plan, cli_args) if has_work(plan) else ({}, None, None)
+    seconds, execution_id, outcome = _run_stale(plan, cli_args, expected) if has_work(plan) else ({}, None, None)
     show_declared(plan, cli_args)
     if not (seconds or _page(plan)):  # all is reused, and the page is of another run's model
         write_page(plan, partial(print, file=sys.stderr))
@@ -68,7 +72,7 @@ def run_plan(plan: Plan, cli_args: Sequence[str], *, as_json: bool) -> int:
     result = run_dict(plan, seconds, wall, execution_id) | ({"outcome": outcome} if outcome else {})
     result |= {"page": str(page)} if page else {}
     text = "\n\n".join([summary(plan, seconds, wall, cli_args, page), *([outcome] if outcome else [])])
-    print(json.dumps(result, indent=2) if as_json else text, flush=True)
+    print(json.dumps(result, indent=2) if as_json else coloured(text, sys.stdout), flush=True)
     require_passed(plan)
     return 0
 
@@ -91,11 +95,13 @@ def run_one(plan: Plan, name: str, cli_args: Sequence[str], *, command: str = "r
         execute(stack.enter_context(opened), planned)
 
 
-def _run_stale(plan: Plan, cli_args: Sequence[str]) -> tuple[dict[str, float], str | None, str | None]:
+def _run_stale(
+    plan: Plan, cli_args: Sequence[str], expected: Mapping[str, float | None] | None
+) -> tuple[dict[str, float], str | None, str | None]:
     """Duration of each stage that ran, id of the execution in the tracker, and the text on promotion."""
     with stoppable(), contextlib.ExitStack() as beside:
         try:
-            with _screen(plan.stale) as screen, open_run(plan, cli_args, screen.on, plan.stale) as run:
+            with _screen(plan.stale, expected) as screen, open_run(plan, cli_args, screen.on, plan.stale) as run:
                 results = _run_flow(run, beside)
         except (ConfigError, StoppedError):  # nothing ran, or the user stopped it
             raise
@@ -113,7 +119,7 @@ def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
     """
     plan = run.plan
     with contextlib.suppress(OSError):  # stderr is closed
-        print(plan_table(plan), file=sys.stderr, flush=True)
+        print(coloured(plan_table(plan), sys.stderr), file=sys.stderr, flush=True)
     log = plan.pipeline.store / "logs" / "prefect-server.log"
     server = beside.enter_context(embedded_server(log, ui=may_ask(plan)))
     from flows.prefect.flow import in_flow, verdict_state  # the import of prefect, beside the server's start
@@ -220,9 +226,9 @@ def _shown_model(plan: Plan) -> str | None:
     return node_key(chosen[-1].name, chosen[-1].fingerprint) if chosen else None
 
 
-def _screen(stages: Sequence[PlannedStage]) -> Screen:
+def _screen(stages: Sequence[PlannedStage], expected: Mapping[str, float | None] | None = None) -> Screen:
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
-    return Screen(sys.stderr, [planned.name for planned in stages], plain=foreground)
+    return Screen(sys.stderr, [planned.name for planned in stages], plain=foreground, expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True)

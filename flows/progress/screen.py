@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Mapping
 from typing import IO
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from flows.progress.stage_progress import Progress, line_of, progress_of
-from flows.reports.wording import printable
+from flows.reports.wording import clock, printable
 from lineage.record.tracker import Event
 
 PLAIN_INTERVAL_SECONDS = 30.0
@@ -25,11 +26,20 @@ class _Stream(Console):
 class Screen:
     """Shows the run on a stream, as a listener."""
 
-    def __init__(self, stream: IO[str], names: list[str], plain: bool = False) -> None:
+    def __init__(
+        self, stream: IO[str], names: list[str], plain: bool = False, expected: Mapping[str, float | None] | None = None
+    ) -> None:
+        """Opens the display of stages.
+
+        Args:
+            expected: stage -> its seconds by the plan's estimate; None, or no stage: not known.
+        """
         self._console = _Stream(file=stream, highlight=False)
         self._is_live = self._console.is_terminal and not plain
         self._width = max(map(len, names), default=0)
         self._lock = threading.RLock()
+        self._left, self._expected = dict.fromkeys(names), expected or {}  # of the stages that have not ended
+        self._count = len(names)
         self._running: dict[str, Progress] = {}
         self._waits: dict[str, str] = {}
         self._done = threading.Event()
@@ -68,16 +78,18 @@ class Screen:
             with self._lock:
                 self._waits.pop(title, None)
                 self._running.pop(title, None)
+                self._left.pop(title, None)
             if self._is_live:
                 self._live.refresh()  # else the live line of a stage is drawn once more below the line of its end
-            self._say(title, printable(text.partition("\n")[0]))
+            style = {"done": "green", "failed": "red"}.get(event.state, "")
+            self._say(title, printable(text.partition("\n")[0]), style)
 
-    def _say(self, name: str, text: str) -> None:
-        self._print(f"{name:<{self._width}}  {text}")
+    def _say(self, name: str, text: str, style: str = "") -> None:
+        self._print(f"{name:<{self._width}}  {text}", style)
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, style: str = "") -> None:
         with self._lock, contextlib.suppress(OSError):  # the reader is gone; the run continues
-            self._console.print(text, markup=False, soft_wrap=True)
+            self._console.print(text, markup=False, soft_wrap=True, style=style)
 
     def _render(self) -> Table:
         grid = Table.grid(padding=(0, 2))
@@ -87,7 +99,19 @@ class Screen:
                 grid.add_row(f"{name:<{self._width}}", line.describe())
             for name, text in self._waits.items():
                 grid.add_row(f"{name:<{self._width}}", text)
+            if self._running and self._count > 1:
+                grid.add_row(f"{'run':<{self._width}}", self._whole())
         return grid
+
+    def _whole(self) -> str:
+        """``5 of 9 stages done  ETA 4:10``, with a plus where the time of a stage is not known."""
+        lefts = {name: progress.seconds_left() for name, progress in self._running.items()}
+        begun = {name: self._expected.get(name) if left is None else left for name, left in lefts.items()}
+        coming = [self._expected.get(name) for name in self._left if name not in begun]
+        seconds = max((left for left in begun.values() if left is not None), default=0.0)
+        seconds += sum(each for each in coming if each is not None)
+        more = "+" if None in (*begun.values(), *coming) else ""
+        return f"{self._count - len(self._left)} of {self._count} stages done  ETA {clock(seconds)}{more}"
 
     def _plain_progress(self) -> None:
         while not self._done.wait(PLAIN_INTERVAL_SECONDS):
@@ -95,5 +119,8 @@ class Screen:
                 lines = dict(self._running)
                 for line in lines.values():
                     line.refresh()
+                whole = self._whole() if lines and self._count > 1 else ""
             for name, line in lines.items():
                 self._say(name, line.describe())
+            if whole:
+                self._say("run", whole)

@@ -188,9 +188,12 @@ def patch_of(found: Diagnosis, rule: str | None) -> str:
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:56rem;margin:2rem auto;padding:0 1rem;color:#1d2733}
+h1{font-size:1.5rem;overflow-wrap:anywhere}
 svg{width:100%;height:auto;background:#f6f8fa;border-radius:6px}
+text{font-size:12px;fill:#57606a}
+@media (max-width:600px){text{font-size:26px}}
 polyline{fill:none;stroke:#2463a8;stroke-width:1.5}line{stroke:#c0392b;stroke-dasharray:4 3}
-text{font-size:12px;fill:#57606a}pre{background:#f6f8fa;padding:.6rem;border-radius:6px;overflow:auto}
+pre{background:#f6f8fa;padding:.6rem;border-radius:6px;overflow:auto}
 """
 _BOX = (800, 220, 46)  # width, height and margin of a picture, pixels
 

@@ -10,6 +10,7 @@ import unicodedata
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
+from typing import TextIO
 
 from lineage.secrets import redacted
 
@@ -51,6 +52,26 @@ def printable(line: str) -> str:
 def printable_text(text: str) -> str:
     """``printable`` for several lines, without colour codes."""
     return "\n".join(map(printable, _COLOURS.sub("", text).expandtabs().split("\n")))
+
+
+_RED, _GREEN, _YELLOW, _BLUE = 31, 32, 33, 36
+_PATTERNS = (  # what stands out on a screen, and its colour
+    (re.compile(r"^(?P<before>\S+ +)reuse(?=  )", re.MULTILINE), _GREEN),
+    (re.compile(r"^(?P<before>\S+ +)resume(?=  )", re.MULTILINE), _YELLOW),
+    (re.compile(r"^(?P<before>\S+ +)run(?=  )", re.MULTILINE), _BLUE),
+    (re.compile(r"^(?P<before>)(?:advice:|diagnose \S+:)", re.MULTILINE), _YELLOW),
+    (re.compile(r"(?P<before>  )\(right\)$", re.MULTILINE), _GREEN),
+    (re.compile(r"^(?P<before>)posttrain:(?= )"), _RED),
+)
+
+
+def coloured(text: str, stream: TextIO) -> str:
+    """The text with states, warnings and errors in colour, where a terminal shows it and NO_COLOR is not set."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    for pattern, colour in _PATTERNS:
+        text = pattern.sub(lambda m, c=colour: f"{m['before']}\x1b[{c}m{m[0][len(m['before']) :]}\x1b[0m", text)
+    return text
 
 
 class PrintableFormatter(logging.Formatter):

@@ -5,6 +5,7 @@ import itertools
 import json
 import shutil
 import subprocess
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -13,11 +14,16 @@ from pathlib import Path
 import pytest
 from websockets.sync.client import connect
 
+from flows.progress.run_record import RunRecord, StageRecord, new_id
 from flows.reports.model import model_page, model_report
 from flows.reports.page import render
+from flows.serving import ui
+from flows.serving.serve_model import bound_socket
+from lineage.filesystem.owner import Owner
 from lineage.graph.index import Index
 from tests.drawn_graphs import ATTACK, Page, hostile, small
 from tests.reported import reported
+from tests.written_store import WrittenStore, node
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
@@ -71,15 +77,22 @@ class Tab:
                 assert "error" not in answer, answer
                 return answer["result"]
 
-    def show(self, page: Path, width: int, height: int, scheme: str = "light") -> None:
-        is_phone = width < 500
+    def show(self, page: Path | str, width: int, height: int, scheme: str = "light") -> None:
+        is_phone, address = width < 500, page if isinstance(page, str) else page.as_uri()
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=is_phone)
         self("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self("Page.navigate", url=page.as_uri())
+        self("Page.navigate", url=address)
         until = time.monotonic() + 60
-        ready = "location.protocol === 'file:' && document.readyState === 'complete'"
+        ready = f"location.protocol === '{address.partition(':')[0]}:' && document.readyState === 'complete'"
         while not self.value(ready):
             assert time.monotonic() < until
+
+    def wait_for(self, text: str) -> None:
+        """Until the page, which loads itself again, shows a text."""
+        until = time.monotonic() + 30
+        while text not in self.value("document.body ? document.body.innerText : ''"):
+            assert time.monotonic() < until, f"{text} is not shown"
+            time.sleep(0.1)
 
     def value(self, script: str):
         found = self("Runtime.evaluate", expression=script, returnByValue=True)
@@ -150,3 +163,83 @@ def test_all_of_a_models_page_can_be_read(browser: str, tmp_path: Path, size: tu
         assert set(shown.value(texts)) == {"step"}
         shown.value("document.querySelector('input[value=tokens]').click()")
         assert set(shown.value(texts)) == {"tokens"}
+
+
+@contextlib.contextmanager
+def served(store: Path) -> Iterator[str]:
+    """The address of the site over a store, without its key."""
+    import uvicorn
+
+    with bound_socket("127.0.0.1", 0) as bound:
+        server = uvicorn.Server(uvicorn.Config(ui.site(store, "k"), log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def report_steps(folder: Path, first: int, last: int) -> None:
+    now = time.time()
+    lines = [
+        {"step": n, "time": now - 20 + n, "metrics": {"loss": 2 / n, "grad_norm": 1.0}} for n in range(first, last)
+    ]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> tuple[WrittenStore, Path]:
+    """A store with a chain, and the folder of a stage that runs."""
+    store = WrittenStore(tmp_path / "store")
+    store.made = store.chain(metrics={"loss": 1.25})
+    folder = store.root / "sft" / "0123456789abcdef"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "stage.log").write_text("the first line\n")
+    report_steps(folder, 1, 11)
+    stage = StageRecord(
+        state="running", total=40, directory=str(folder), since=time.time() - 30, workers=1, cpus=2, gpus=0
+    )
+    RunRecord(
+        id=new_id(), pipeline="live", words=["pipeline=live"], driver=Owner.here(), started=time.time() - 31,
+        stages={"sft": stage},
+    ).write(store.root)  # fmt: skip
+    return store, folder
+
+
+@pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["desktop", "phone"])
+def test_each_page_of_the_site_fits_and_can_be_read(browser: str, tmp_path: Path, running, size: tuple[int, int]):
+    store, _ = running
+    dpo = node(store.made["dpo"])
+    pages = ("", *f"artifact/{dpo} curves/{dpo} log/{dpo} lineage/{dpo} list/models list/all".split())
+    with served(store.root) as address, tab(browser, tmp_path / "profile") as shown:
+        shown.show(f"{address}/?key=k", *size)
+        for page in pages:
+            shown.show(f"{address}/{page}", *size)
+            assert shown.value("document.body.innerText").strip(), page
+            assert shown.value("document.documentElement.scrollWidth") <= shown.value("innerWidth") == size[0], page
+
+
+def test_what_runs_is_shown_live_with_its_curves_its_log_and_its_end(
+    browser: str, tmp_path: Path, running, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ui, "_REFRESH_SECONDS", 1)
+    store, folder = running
+    size = (1280, 900)
+    with served(store.root) as address, tab(browser, tmp_path / "profile") as shown:
+        shown.show(f"{address}/?key=k", *size)
+        shown.wait_for("10/40")
+        assert "ETA 0:" in shown.value("document.body.innerText")
+        report_steps(folder, 11, 21)
+        shown.wait_for("20/40")
+        shown.show(f"{address}/log/sft@{folder.name}", *size)
+        with (folder / "logs" / "stage.log").open("a") as file:
+            file.write("a later line\n")
+        shown.wait_for("a later line")
+        shown.show(f"{address}/curves/sft@{folder.name}", *size)
+        shown.wait_for("20 steps")
+        assert shown.value("document.querySelectorAll('polyline').length") == 2  # loss and gradient norm
+        report_steps(folder, 21, 31)
+        shown.wait_for("30 steps")

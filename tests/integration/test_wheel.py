@@ -225,7 +225,7 @@ def test_a_project_runs_and_its_model_talks_and_leaves(newcomer: Wheel) -> None:
         small = [
             "stages.sft.method.num_epochs=null",
             "stages.sft.method.num_steps=2",
-            "stages.sft.method.max_length=64",
+            "stages.evaluate.method.max_new_tokens=8",
         ]
         done = newcomer("posttrain", "run", *small)
         assert "3 of 3 stages run" in done.stdout and "\n  posttrain chat sft\n" in done.stdout

@@ -9,7 +9,7 @@ import pytest
 from flows.progress import stage_progress as progress
 from flows.progress.screen import Screen
 from flows.progress.stage_progress import Progress
-from flows.reports.wording import clock, counted
+from flows.reports.wording import clock, coloured, counted
 from tests.finished import event
 
 
@@ -59,6 +59,31 @@ def test_without_a_terminal_lines_are_few_and_plain(tmp_path):
         "dpo     FAILED: stage dpo failed: no memory",
         "reward  pruned at step 3",
     ]
+
+
+def test_a_run_of_several_stages_says_how_many_are_done_and_when_all_will_be(tmp_path):
+    stream = Terminal()
+    with Screen(stream, ["data", "sft", "dpo"], expected={"sft": 100.0, "dpo": 60.0}) as board:
+        board.on(event("running", directory=tmp_path, title="data"))
+        assert board._whole() == "0 of 3 stages done  ETA 2:40+"  # that of data is not known
+        board.on(event("done", title="data"))
+        board.on(event("running", directory=tmp_path, num_steps=10, title="sft"))
+        board._live.refresh()
+        assert "1 of 3 stages done  ETA 2:40" in stream.getvalue() and board._whole().endswith("2:40")
+        board.on(event("done", title="sft"))
+        assert "\x1b[32msft" in stream.getvalue()
+
+
+def test_a_terminal_has_colour_and_what_is_written_to_a_file_has_none(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    text = "stage  state  reason\nsft    run    never run\ncpt    reuse  \nadvice: sft: low"
+    assert coloured(text, io.StringIO()) == text
+    shown = coloured(text, Terminal())
+    assert "sft    \x1b[36mrun\x1b[0m    never run" in shown and "cpt    \x1b[32mreuse\x1b[0m" in shown
+    assert "\x1b[33madvice:\x1b[0m" in shown and coloured("posttrain: no", Terminal()).startswith("\x1b[31m")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert coloured(text, Terminal()) == text
 
 
 def test_a_stage_that_goes_on_says_from_where(tmp_path):
