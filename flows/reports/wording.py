@@ -55,13 +55,13 @@ def printable_text(text: str) -> str:
 
 
 _RED, _GREEN, _YELLOW, _BLUE = 31, 32, 33, 36
-_PATTERNS = (  # what stands out on a screen, and its colour
-    (re.compile(r"^(?P<before>\S+ +)reuse(?=  )", re.MULTILINE), _GREEN),
-    (re.compile(r"^(?P<before>\S+ +)resume(?=  )", re.MULTILINE), _YELLOW),
-    (re.compile(r"^(?P<before>\S+ +)run(?=  )", re.MULTILINE), _BLUE),
-    (re.compile(r"^(?P<before>)(?:advice:|diagnose \S+:)", re.MULTILINE), _YELLOW),
-    (re.compile(r"(?P<before>  )\(right\)$", re.MULTILINE), _GREEN),
-    (re.compile(r"^(?P<before>)posttrain:(?= )"), _RED),
+_PATTERNS = (  # what stands out on a screen, after what is before it; and its colour
+    (re.compile(r"^(\S+ +)(reuse)(?=  )", re.MULTILINE), _GREEN),
+    (re.compile(r"^(\S+ +)(resume)(?=  )", re.MULTILINE), _YELLOW),
+    (re.compile(r"^(\S+ +)(run)(?=  )", re.MULTILINE), _BLUE),
+    (re.compile(r"^()(advice:|diagnose \S+:)", re.MULTILINE), _YELLOW),
+    (re.compile(r"(  )(\(right\))$", re.MULTILINE), _GREEN),
+    (re.compile(r"^()(posttrain:)(?= )"), _RED),
 )
 
 
@@ -70,7 +70,7 @@ def coloured(text: str, stream: TextIO) -> str:
     if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return text
     for pattern, colour in _PATTERNS:
-        text = pattern.sub(lambda m, c=colour: f"{m['before']}\x1b[{c}m{m[0][len(m['before']) :]}\x1b[0m", text)
+        text = pattern.sub(rf"\1\033[{colour}m\2\033[0m", text)
     return text
 
 
