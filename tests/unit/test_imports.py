@@ -64,7 +64,6 @@ ALONE = {
     "tasks.train.losses.*_trainer": "torch and TRL: a method's file imports neither",
     "tasks.train.losses.actor_critic": "torch: PPO's file does not import it",
     "lineage.diagnosis.method_rules": "rules of single methods; loss_rules.py has those of every training",
-    "tasks.data.formats.proposals": "a table of names; with its importer it would have more than 900 lines",
     "tasks.data.reading.*": "one family of files each, and the reader that chooses among them",
     "tasks.data.examine": "prepares and compares rows; the command reads its words and prints what was found",
     "tasks.reward_functions.code": "runs programs; the table of built-in functions has 400 lines",
