@@ -14,6 +14,7 @@ from tasks.evaluate.row_scores import RowScores, write_scores
 from tests.written_store import WrittenStore
 
 STEPS = 40
+BESIDE = {"evaluation/f1": 0.5, "evaluation/f1/stderr": 0.1, "evaluation/base/f1": 0.25}
 SAMPLE = "2026-11-27 15:00:00,000 INFO tasks.data sample (trained tokens in ⟦ ⟧): {}\n2026-11-27 15:00:01,000 INFO x\n"
 
 
@@ -37,7 +38,7 @@ def reported(root: Path, text: str = "What is a list?", rate: float = 0.1) -> Wr
     final = {"loss": 0.5, "num_tokens": 1000.0 * STEPS, "tokens_per_second": 800.0, "train_seconds": 8.0}
     resources = {"num_workers": 1, "gpus_per_worker": 1, "price_per_gpu_hour": 3.6, "currency": "EUR"}
     sft = store.stage(
-        "sft", {"policy": base, "rows": chats}, metrics=final, method="tasks.sft.SFT",
+        "sft", {"policy": base, "rows": chats}, metrics={**final, **BESIDE}, method="tasks.sft.SFT",
         recipe={"learning_rate": 0.001, "max_length": 64}, provenance={"resources": resources},
     )  # fmt: skip
     dpo = store.stage(
@@ -54,6 +55,8 @@ def reported(root: Path, text: str = "What is a list?", rate: float = 0.1) -> Wr
             for step in range(1, STEPS + 1)
         ]
         entry.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    scores = [{"step": step, "digest": "d", "scores": {"exact_match": step / STEPS}} for step in (0, 20, 40)]
+    (entry.path / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in scores))
     evaluate(store, {"base": base, "sft": sft, "dpo": dpo}, text)
     judge(store, dpo)
     features = Features(

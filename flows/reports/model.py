@@ -127,16 +127,14 @@ _SAMPLES = 5  # rows, and answers
 _LOG_BYTES = 200_000  # the beginning of a log, where the samples are
 _DRAWS = 200_000  # of a bootstrap: rows times resamples
 _SAMPLE = re.compile(r"sample \(trained tokens in ⟦ ⟧\): (.*?)(?=^\d{4}-\d\d-\d\d \d\d:|^--- |\Z)", re.M | re.S)
-# Title of a chart -> the metrics that it draws, by their first letters.
+# Title of a chart -> the metrics that it draws, the first that fits; others have a chart by what is before their /.
 _CHARTS = {
-    "loss": ("loss", *VALIDATION),
-    "validation": ("val/",),
-    "gradient norm": ("grad_norm",),
-    "rewards": ("reward", "rewards/"),
-    "accuracy": ("accuracy", "mean_token_accuracy", "rewards/accuracies", "margin"),
-    "KL and entropy": ("kl", "entropy"),
-    "learning rate": ("learning_rate",),
-}
+    "loss": "|".join(("loss", *VALIDATION)), "validation": "val/.*", "gradient norm": "grad_norm",
+    "accuracy": ".*accurac(y|ies).*", "rewards": "rewards?(/.*)?", "KL and entropy": r"(.*/)?(kl|entropy)\b.*",
+    "learning rate": "learning_rate",
+}  # fmt: skip
+_UNDRAWN = ("num_tokens", "epoch", "epochs", "frac_reward_zero_std")
+_SCORES = "evaluation.jsonl"  # beside a training: the scores of its checkpoints
 # Field of a recipe -> the group whose choice on the command line sets it.
 _GROUPS = ("adapter", "quantization", "optimizer", "schedule", "precision")
 
@@ -154,12 +152,16 @@ def model_report(ref: str, index: Index) -> Report:
         kind = manifest.produces if manifest else "a source or deleted"
         raise ConfigError(f"{ref}: {node.id} is {kind}; a model ({' or '.join(MODELS)}) is accepted; name one")
     chain = [each for each in _chain(graph) if each.manifest and each.entry]
-    consumers = [(index.entry(other), slot) for other, slot in index.children(node.id) if index.artifact(other)]
+    slots: dict[str, str] = {}
+    for other, slot in sorted(index.children(node.id), key=lambda each: each[1] in ("champion", "parent", "reference")):
+        slots.setdefault(other, slot)  # an evaluation that has it as policy and as reference is one
+    consumers = [(index.entry(other), slot) for other, slot in slots.items() if index.artifact(other)]
     readers = [(entry, slot, each) for entry, slot in consumers if (each := entry.readable_manifest())]
     scores = [
         found for entry, slot, each in readers if each.produces == Kind.REPORT
         for found in [_scores(entry, slot, each, graph)] if found
     ]  # fmt: skip
+    beside = _scores_beside(node)
     sections: Report = {
         "ref": ref, "id": node.id, "name": node.name, "pipeline": manifest.pipeline, "kind": manifest.produces,
         "about": _about(graph, chain), "facts": _facts(node, manifest),
@@ -168,7 +170,7 @@ def model_report(ref: str, index: Index) -> Report:
         "samples": _trained_samples(chain),
         "recipe": _recipe(index.store, node, manifest),
         "curves": [found for each in reversed(chain) if (found := _curves(each))],
-        "scores": scores,
+        "scores": [*scores, *([beside] if beside else [])],
         "verdicts": [
             asdict(found) | {"intervals": [interval_text(rule) for rule in found.rules]}
             for entry, slot, each in readers if each.produces == Kind.VERDICT and slot == "candidate"
@@ -440,16 +442,24 @@ def _curves(node: Node) -> Curves | None:
         for name, value in report.metrics.items():
             if math.isfinite(value):
                 series.setdefault(name, []).append((report.step, tokens, round(minutes, 4), value))
-    charts = list[Chart]()
-    for title, names in _CHARTS.items():
-        drawn = [name for name in series if any(name == each or name.startswith(each) for each in names)]
-        if title == "loss":
-            drawn = [name for name in drawn if name in names]
-        elif title in ("validation", "rewards"):
-            drawn = [name for name in drawn if name not in (*VALIDATION, "rewards/accuracies")]
-        traces = [_trace(name, series[name]) for name in drawn]
-        if traces:
-            charts.append({"title": title, "traces": traces})
+    places = {step: (tokens, minutes) for points in series.values() for step, tokens, minutes, _ in points}
+    lines: list[Facts] = read_jsonl(node.entry.path / _SCORES, dict)
+    for line in sorted(lines, key=lambda each: cast("int", each["step"])):
+        step = cast("int", line["step"])
+        for name, value in cast("Mapping[str, float]", line.get("scores") or {}).items():
+            if math.isfinite(value) and not name.endswith("/stderr"):
+                series.setdefault(f"score: {name}", []).append((step, *places.get(step, (0.0, 0.0)), value))
+    drawn: dict[str, list[str]] = {title: [] for title in _CHARTS}
+    for name in series:
+        if not is_of_machine(name) and name not in _UNDRAWN:
+            fits = (title for title, form in _CHARTS.items() if re.fullmatch(form, name))
+            is_score = name.startswith("score: ")
+            title = name if is_score else next(fits, name.partition("/")[0])
+            drawn.setdefault(title, []).append(name)
+    charts: list[Chart] = [
+        {"title": title, "traces": [_trace(name, series[name]) for name in names]}
+        for title, names in drawn.items() if names
+    ]  # fmt: skip
     return {"stage": node.name, "charts": charts} if charts else None
 
 
@@ -550,6 +560,26 @@ def _scores(entry: Entry, slot: str, manifest: Manifest, graph: Graph) -> Scores
         "stage": manifest.stage, "policies": columns, "rows": rows, "protocol": protocol,
         "num_rows": max((len(each.row_ids) for each in by_row.values()), default=0),
     }  # fmt: skip
+
+
+def _scores_beside(node: Node) -> Scores | None:
+    """What was measured of a training's output, and of the model that it started from, while it trained."""
+    assert node.manifest
+    every = {key.removeprefix("evaluation/"): value for key, value in node.manifest.metrics.items()
+             if key.startswith("evaluation/")}  # fmt: skip
+    names = [key for key in every if not (key.startswith("base/") or key.endswith("/stderr"))]
+    metrics = {key if key.startswith("base/") else f"{node.name}/{key}": value for key, value in every.items()}
+    measured = ["base", node.name]
+    rows = [
+        ScoreRow(
+            metric=name, better="↓" if lower_is_better(name) else "↑", gain=None,
+            values=[_cell(metrics, policy, name, None) for policy in measured],
+        )
+        for name in names
+    ]  # fmt: skip
+    start = next((record.artifact for slot, record in node.manifest.inputs.items() if slot == "policy"), "base")
+    columns = [start.removeprefix(SOURCE), node.name]
+    return Scores(stage="beside the training", policies=columns, rows=rows, protocol=[], num_rows=0) if rows else None
 
 
 def _cell(metrics: Mapping[str, float], policy: str, name: str, scores: RowScores | None) -> Facts | None:

@@ -39,11 +39,13 @@ def test_every_section_has_what_the_record_says(full):
     assert ("licences and consent", "cc-by-4.0") in found["facts"]
     assert [each["stage"] for each in found["curves"]] == ["dpo", "sft"]
     charts = {chart["title"]: chart["traces"] for chart in found["curves"][0]["charts"]}
-    assert list(charts) == ["loss", "gradient norm", "rewards", "accuracy", "learning rate"]
+    assert list(charts) == ["loss", "gradient norm", "accuracy", "rewards", "learning rate", "score: exact_match"]
     loss, validation = charts["loss"]
     assert (loss["step"][-1], loss["tokens"][-1], loss["values"][1]) == (40, 40_000.0, 1.0)
     assert loss["minutes"][-1] == pytest.approx(39 / 60, abs=0.01)
     assert validation["name"] == "val/loss" and validation["step"] == list(range(5, 41, 5))
+    (scored,) = charts["score: exact_match"]  # by the process beside the training
+    assert (scored["step"], scored["tokens"], scored["values"]) == ([0, 20, 40], [0.0, 20_000.0, 40_000.0], [0, 0.5, 1])
     (score,) = found["scores"]
     assert score["policies"] == ["base", "sft", "dpo"]
     rows = {row["metric"]: row for row in score["rows"]}
@@ -75,6 +77,14 @@ def test_every_section_has_what_the_record_says(full):
             "sources": ["chats: /data/chats.jsonl"],
         }
     ]  # fmt: skip
+
+
+def test_scores_beside_the_training_stand_beside_those_of_its_start(full):
+    (_, found) = report_of(full, "p/sft")["scores"]
+    assert (found["stage"], found["policies"]) == ("beside the training", ["base", "sft"])
+    ((name, before, after),) = [(row["metric"], *row["values"]) for row in found["rows"]]
+    assert (name, before) == ("f1", {"value": 0.25})
+    assert after == {"value": 0.5, "low": pytest.approx(0.304), "high": pytest.approx(0.696)}
 
 
 def test_a_value_has_its_origin(full, tmp_path):
@@ -112,7 +122,7 @@ def test_the_page_has_every_section_and_one_without_content_is_left_out(full, tm
     page = Page(model_page([report_of(full, "p/dpo")]))
     after = ["curves", "findings", "lineage", "data", "recipe", "costs", "versions"]
     assert sections(page) == ["facts", "scores", "verdicts", "answers", *after]
-    assert page.count("class", "chart") == 5 + 3
+    assert page.count("class", "chart") == 6 + 3
     store = WrittenStore(tmp_path / "artifacts")
     base = store.stage("base", {})
     bare = Page(model_page([report_of(store, node(base))]))
