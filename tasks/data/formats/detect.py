@@ -716,8 +716,9 @@ def detect(
         raise ConfigError(f"format={configured}: no such format; accepted: {', '.join(BY_NAME)}; did you mean {near}?")
     if not sample:
         raise DataError(f'{place}: no rows; give at least one row, such as a line {{"text": "..."}}')
-    _check_renames(sample, place, columns or {})
-    rows = [_renamed(fields, columns or {}) for fields in sample]
+    if columns:
+        _check_renames(sample, place, columns)
+    rows = [_renamed(fields, columns) for fields in sample] if columns else sample
     # Columns that are null in all rows are ignored.
     present = frozenset(name for fields in rows for name, value in fields.items() if value is not None)
     known = [BY_NAME[configured]] if configured else FORMATS
@@ -796,8 +797,7 @@ def _problem(fit: _Fit, rows: Sequence[Fields]) -> str:
 
 def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
     """A row with its columns renamed to the formats' names."""
-    ours = {theirs: name for name, theirs in columns.items()}
-    fields = with_inner(fields, columns) if "." in "".join(ours) else fields
+    fields, ours = with_inner(fields, columns), {theirs: name for name, theirs in columns.items()}
     renamed = {ours.get(name, name): value for name, value in fields.items()}
     if len(renamed) < len(fields):
         ((twice, _),) = Counter(ours.get(name, name) for name in fields).most_common(1)
