@@ -17,7 +17,15 @@ from lineage.source.model_files import (
     weight_places,
     why_no_reward_model,
 )
-from lineage.source.model_source import OWN_TEMPLATES, has_tokenizer, tokens_beyond, tokens_in_rows, vocabulary_of
+from lineage.source.model_source import (
+    OWN_TEMPLATES,
+    ends_beyond,
+    has_tokenizer,
+    no_embedding,
+    tokens_beyond,
+    tokens_in_rows,
+    vocabulary_of,
+)
 from lineage.source.peft_adapter import ADAPTER_CONFIG, base_source, is_peft
 from lineage.source.sources import local_paths
 from lineage.store import CACHE, Entry
@@ -151,7 +159,10 @@ def _check_embeddings(name: str, source: Source, cache: Path) -> None:
     A stage checks the other tokens of its rows before its first step.
     """
     config = model_json(source, cache, CONFIG)
-    beyond = tokens_beyond(vocabulary_of(model_json(source, cache, "tokenizer.json")), config)
+    known = vocabulary_of(model_json(source, cache, "tokenizer.json"))
+    for field, token in ends_beyond(source, known, model_json(source, cache, "tokenizer_config.json"), config).items():
+        raise ConfigError(no_embedding(f"sources.{name}.path={source.path}", field, token, f"sources.{name}"))
+    beyond = tokens_beyond(known, config)
     template = template_text(source.chat_template) if source.chat_template in OWN_TEMPLATES else None
     used = [token for token in beyond if token in tokens_in_rows(fetched_model(source, cache), template)]
     if used:

@@ -318,6 +318,34 @@ def tokens_in_rows(tokenizer: Path | None, template: str | None) -> frozenset[st
     return frozenset([*(each for each in texts if isinstance(each, str)), *SPECIAL_TOKEN.findall(template)])
 
 
+def ends_beyond(source: Source, known: Mapping[str, int] | None, named: object, config: object) -> dict[str, str]:
+    """Field -> token, of those that begin and end texts and that the vocabulary lacks where the model has no row left.
+
+    transformers adds such tokens behind the last.
+
+    Args:
+        known: token -> index; None: unknown.
+        named: content of ``tokenizer_config.json``.
+    """
+    size, found = embeddings_of(config), dict[str, str]()
+    if not known or size is None or max(known.values()) + 1 < size or not isinstance(named, dict):
+        return found
+    for field in ("bos_token", "eos_token"):
+        token = getattr(source, field) or named.get(field)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str) and text not in known:
+            found[field] = text
+    return found
+
+
+def no_embedding(what: str, field: str, token: str, where: str = "sources.base") -> str:
+    """The refusal of a model whose texts begin or end in a token without a row of the embedding."""
+    return (
+        f"{what}: the {field} of its tokenizer is {token!r}, and the model has no embedding for it; a token with one "
+        f"is accepted; name it ({where}.{field}=...), or give this one a row ({where}.special_tokens=[{token!r}])"
+    )
+
+
 def tokens_beyond(known: Mapping[str, int] | None, config: object) -> list[str]:
     """The tokens that the model has no embedding for, by id: a few models have such, and no row uses them."""
     size = embeddings_of(config)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError
 from lineage.source.model_files import PROCESSOR_FILES, TOKENIZER_FILES, read_json
+from lineage.source.model_source import embeddings_of, no_embedding
 from tasks.model.remote_code import local_options, trusts
 from tasks.recipe import Input
 
@@ -32,7 +33,9 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_
 
 
 def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model; a missing pad token is set only in memory, since padding is never trained.
+    """The tokenizer of a model.
+
+    A pad token that is missing, or without an embedding, is replaced only in memory, since padding is never trained.
 
     Its tokens are those of ``tokenizer.json``, as it is: transformers builds other splits for some classes and model
     types. Without that file it is what the class of the tokenizer makes of its vocabulary.
@@ -52,10 +55,28 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
         raise ConfigError(
             f"{directory}: its tokenizer cannot be loaded ({cause}); files as save_pretrained writes them are accepted"
         ) from error
-    if tokenizer.pad_token is None:
-        rarest = tokenizer.convert_ids_to_tokens(max(tokenizer.get_vocab().values()))
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or rarest
+    size = embeddings_of(_config(directory, "config.json")) or len(tokenizer)
+    if tokenizer.pad_token is None or tokenizer.pad_token_id >= size:
+        known = {token for token, index in tokenizer.get_vocab().items() if index < size}
+        named = [token for token in (tokenizer.eos_token, tokenizer.unk_token) if token in known]
+        tokenizer.pad_token = named[0] if named else max(known, key=tokenizer.convert_tokens_to_ids)
     return tokenizer
+
+
+def require_ends(tokenizer: "PreTrainedTokenizerBase", name: str, size: int) -> None:
+    """Requires that a model has an embedding for the tokens that begin and end its texts.
+
+    Args:
+        name: of the model.
+        size: number of its embeddings.
+
+    Raises:
+        ConfigError: names the token.
+    """
+    for field in ("bos_token", "eos_token"):
+        index = getattr(tokenizer, f"{field}_id")
+        if index is not None and index >= size:
+            raise ConfigError(no_embedding(name, field, str(getattr(tokenizer, field))))
 
 
 def _reads_file(directory: Path) -> bool:
@@ -152,12 +173,14 @@ def read_otherwise(directory: Path) -> str | None:
 
     if not _reads_file(directory):
         return None
-    plain = AutoTokenizer.from_pretrained(directory, **local_options(directory))
+    name = str(_config(directory).get("tokenizer_class", AutoTokenizer.__name__))
     try:
+        plain = AutoTokenizer.from_pretrained(directory, **local_options(directory))
+        name = type(plain).__name__
         same = plain(PROBE)["input_ids"] == _of_file(directory)(PROBE)["input_ids"]
-    except Exception:  # the class cannot encode with this vocabulary, as without its unknown token
+    except Exception:  # there is no such class, or it cannot read or encode with this vocabulary
         same = False
-    return None if same else type(plain).__name__
+    return None if same else name
 
 
 def require_same_tokens(policy: Input, other: Input) -> None:

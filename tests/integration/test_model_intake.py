@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -182,6 +183,21 @@ def test_the_plan_refuses_new_tokens_whose_rows_nothing_trains(tmp_path, tied, w
         require_trainable(training.method("sft", adapter=Adapter(rank=2)), policy, SimpleNamespace())
     with pytest.raises(ConfigError, match="the rows of its new tokens"):
         require_trainable(training.method("sft", freeze=Freeze(modules="embed_tokens")), policy, SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), r"sources\.base\.path=.*: the eos_token of its tokenizer is '<end>'.*base\.special_tokens=\['<end>'\]"),
+        (("sources.base.special_tokens=['<end>']",), ""), (("sources.base.eos_token='<|im_end|>'",), ""),
+    ],
+)  # fmt: skip
+def test_the_plan_refuses_an_end_of_texts_that_the_model_has_no_embedding_for(tmp_path, words, message):
+    base = write_model(tmp_path / "base", "llama")
+    edit(base / "tokenizer_config.json", eos_token="<end>")
+    given = (f"store={tmp_path / 'store'}", *ONLY_SFT, f"model={base}", "stages.sft.inputs.policy=base", *words)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_models(load_pipeline([*given]))
 
 
 def test_a_later_stage_may_leave_new_rows_that_an_earlier_one_trained(tmp_path):

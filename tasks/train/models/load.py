@@ -52,7 +52,7 @@ from tasks.model.merging import (
 )
 from tasks.model.positions import fix_length, reads_padding, scale_by_row, why_not_sampled
 from tasks.model.remote_code import local_options, trusts
-from tasks.model.tokenizers import copy_tokenizer_files, tokenizer_of
+from tasks.model.tokenizers import copy_tokenizer_files, require_ends, tokenizer_of
 from tasks.recipe import Input, TrainingRecipe
 from tasks.train.models.freeze import unread_by_text
 from tasks.train.models.quantization import FORMATS, options_quantized_before, torch_dtype, why_not_on_quantized
@@ -135,7 +135,9 @@ def load_policy(
         if reads_padding(text):
             raise ConfigError(why_not_sampled(text["model_type"]))
         fix_length(model, method.max_length)
-    return Policy(model=model, tokenizer=tokenizer_of(policy.path))
+    tokenizer = tokenizer_of(policy.path)
+    require_ends(tokenizer, policy.name, model.config.get_text_config().vocab_size)
+    return Policy(model=model, tokenizer=tokenizer)
 
 
 def load_reward_model(
@@ -147,6 +149,7 @@ def load_reward_model(
     require_trainable(method, policy, ctx)
     tokenizer = tokenizer_of(policy.path)
     config = load_config(policy.path, num_labels=1)
+    require_ends(tokenizer, policy.name, config.get_text_config().vocab_size)
     set_seed(method.seed)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
     shards = None if whole else Shards.of(ctx.resources)

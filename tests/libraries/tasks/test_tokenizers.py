@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
 from tasks.model.fetch_model import split_as_in_gguf
-from tasks.model.tokenizers import PROBE, read_otherwise, tokenizer_of
+from tasks.model.tokenizers import PROBE, read_otherwise, require_ends, tokenizer_of
 from tests.tiny_gguf import write_gguf
 
 THREE_DIGITS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -66,6 +66,7 @@ READ_BY = [
     ("qwen2", None, "Qwen2Tokenizer"),
     ("llama", "GPT2Tokenizer", "GPT2Tokenizer"),
     ("gemma", None, "GemmaTokenizer"),
+    ("llama", "T5TokenizerFast", "T5TokenizerFast"),  # it cannot read the vocabulary
 ]
 
 
@@ -83,6 +84,22 @@ def test_special_tokens_that_no_file_names_are_those_of_the_class(tmp_path: Path
     assert found.special_tokens_map == plain.special_tokens_map | {"pad_token": "<|im_end|>"}
     assert (found.bos_token, found.eos_token) == ("<|endoftext|>", "<|im_end|>")
     assert found.get_vocab() == plain.get_vocab()
+
+
+def test_a_pad_token_without_an_embedding_is_replaced_in_memory(tmp_path: Path, own: Tokenizer) -> None:
+    directory = written(tmp_path, own, "llama", pad_token="[PAD]")
+    assert tokenizer_of(directory).pad_token == "[PAD]"
+    size = own.get_vocab_size()
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size}))
+    assert tokenizer_of(directory).pad_token == "<|im_end|>"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"pad_token": "[PAD]", "eos_token": "[END]"}))
+    found = tokenizer_of(directory)
+    assert found.pad_token_id == size - 1
+    with pytest.raises(
+        ConfigError, match=r"^base: the eos_token of its tokenizer is '\[END\]'.*sources\.base\.eos_token="
+    ):
+        require_ends(found, "base", size)
+    require_ends(found, "base", size + 2)
 
 
 def as_vocabulary(directory: Path, own: Tokenizer) -> None:
