@@ -92,10 +92,13 @@ class Answers(TypedDict):
 
 
 class Use(TypedDict):
-    """A program that loads the model, and what it has to know."""
+    """A program that loads the model, and what it has to know: class, template, whether it runs the model's code."""
 
     snippet: str
     facts: Pairs
+    auto: str
+    is_chat: bool
+    runs_code: bool
 
 
 class Report(TypedDict, total=False):
@@ -134,6 +137,7 @@ _CHARTS = {
     "learning rate": "learning_rate",
 }  # fmt: skip
 _UNDRAWN = ("num_tokens", "epoch", "epochs", "frac_reward_zero_std")
+_OF_STORE = ("weights", "exactly")  # facts of an output, which an exported model may not share
 _SCORES = "evaluation.jsonl"  # beside a training: the scores of its checkpoints
 # Field of a recipe -> the group whose choice on the command line sets it.
 _GROUPS = ("adapter", "quantization", "optimizer", "schedule", "precision")
@@ -180,7 +184,7 @@ def model_report(ref: str, index: Index) -> Report:
         "findings": [found for each in reversed(chain) for found in _findings(each)],
         "versions": _versions(manifest),
     }  # fmt: skip
-    if use := _use(node, manifest):
+    if use := _use(graph, node, manifest):
         sections["use"] = use
     for entry, slot, _ in reversed(readers):
         if answers := _answers(entry, slot, graph):
@@ -240,26 +244,45 @@ def _facts(node: Node, manifest: Manifest) -> Pairs:
 # --- use
 
 
-def _use(node: Node, manifest: Manifest) -> Use | None:
-    """How the model is loaded and asked; None: its files are gone."""
+def _use(graph: Graph, node: Node, manifest: Manifest) -> Use | None:
+    """How the model is loaded and asked; None: its files, or those of its base, are gone."""
+    from tasks.model.adapter_files import base_and_adapters, is_adapter, rounding_of_base
+
     assert node.entry
     output = node.entry.output.absolute()
     config = read_json(output, "config.json")
     if not isinstance(config, Mapping):
         return None
-    is_chat = has_template(output)
+    try:
+        base, adapters = base_and_adapters(output) if is_adapter(output) else (output, [])
+    except (ArtifactError, ConfigError):
+        return None
+    names = [str(each) for each in config.get("architectures") or [config.get("model_type")]]
+    is_policy, is_chat = manifest.produces == Kind.CHECKPOINT, has_template(output)
+    reads_images = "vision_config" in config and names[0].endswith("ForConditionalGeneration")
+    auto = "AutoModelForImageTextToText" if reads_images else "AutoModelForCausalLM"
     size = sum(path.stat().st_size for path in output.iterdir() if path.suffix == ".safetensors")
+    context = config.get("max_position_embeddings")
     found = [
-        ("architecture", ", ".join(map(str, config.get("architectures") or [config.get("model_type")]))),
+        ("architecture", ", ".join(names)),
         ("weights", gib(size) if size >= 2**27 else f"{size / 2**20:.1f} MiB"),
-        ("context", f"{config['max_position_embeddings']:,} tokens" if "max_position_embeddings" in config else ""),
+        ("context", f"{context:,} tokens" if isinstance(context, int) else ""),
         ("chat template", "its own; it renders messages" if is_chat else "none: give it text"),
     ]
-    if manifest.produces == Kind.CHECKPOINT:
+    if is_policy:
         found += [("stop tokens", ", ".join(_stop_tokens(output))), ("sampling", _sampling(output))]
+    if any(map(rounding_of_base, adapters)):
+        exact = "rounds its base as the training did: `posttrain export merged` writes that model"
+        found.append(("exactly", f"this program loads the base in full; `posttrain chat` {exact}"))
+    sources = [each.record.source for each in graph.nodes.values() if each.record and each.record.source]
+    use: Use = {
+        "snippet": "", "facts": [(name, value) for name, value in found if value], "is_chat": is_chat,
+        "auto": auto if is_policy else "AutoModelForSequenceClassification",
+        "runs_code": any(bool(each.reading.get("trust_remote_code")) for each in sources),
+    }  # fmt: skip
     return {
-        "snippet": snippet(str(output), str(manifest.produces), is_chat=is_chat, parts=_parts(output)),
-        "facts": [(name, value) for name, value in found if value],
+        **use,
+        "snippet": snippet(str(output), use, str(base.absolute()), [str(each.absolute()) for each in adapters]),
     }
 
 
@@ -269,51 +292,40 @@ def has_template(output: Path) -> bool:
     return (output / "chat_template.jinja").is_file() or (isinstance(config, Mapping) and "chat_template" in config)
 
 
-def _parts(output: Path) -> tuple[str, list[str]] | None:
-    """The whole model below an adapter, and the adapters in order; None: the weights are whole, or parts are gone."""
-    from tasks.model.adapter_files import base_and_adapters, is_adapter
-
-    if not is_adapter(output):
-        return None
-    try:
-        base, adapters = base_and_adapters(output)
-    except (ArtifactError, ConfigError):
-        return None
-    return str(base.absolute()), [str(each.absolute()) for each in adapters]
-
-
-def snippet(path: str, kind: str, *, is_chat: bool, parts: tuple[str, list[str]] | None = None) -> str:
+def snippet(path: str, use: Use | None, base: str = "", adapters: Sequence[str] = ()) -> str:
     """A program that loads a model with transformers and asks it; it prints an answer, or a score.
 
     Args:
         path: of its directory, or its name on the hub.
-        parts: the directory of the whole model below it, and those of the adapters on that.
+        use: None: a causal language model with a chat template.
+        base: directory of the whole model below its adapters; empty: ``path``.
     """
-    is_policy = kind == Kind.CHECKPOINT
-    auto = "AutoModelForCausalLM" if is_policy else "AutoModelForSequenceClassification"
-    asked = [{"role": "user", "content": "Hello"}]
-    said = [*asked, {"role": "assistant", "content": "Good morning."}]
-    lines = [*(["from peft import PeftModel"] if parts else []), f"from transformers import {auto}, AutoTokenizer", ""]
-    lines.append(f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(path)})")
-    lines.append(f"model = {auto}.from_pretrained({json.dumps(parts[0] if parts else path)})")
-    for each in parts[1] if parts else ():
+    auto, is_chat = (use["auto"], use["is_chat"]) if use else ("AutoModelForCausalLM", True)
+    is_judge = auto == "AutoModelForSequenceClassification"
+    options = ", trust_remote_code=True" if use and use["runs_code"] else ""
+    messages = [{"role": "user", "content": "Hello"}]
+    messages += [{"role": "assistant", "content": "Good morning."}] if is_judge else []
+    asked = "" if is_judge else "add_generation_prompt=True, "
+    lines = [
+        *(["from peft import PeftModel"] if adapters else []), f"from transformers import {auto}, AutoTokenizer", "",
+        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(path)}{options})",
+        f"model = {auto}.from_pretrained({json.dumps(base or path)}{options})",
+    ]  # fmt: skip
+    for each in adapters:
         lines.append(f"model = PeftModel.from_pretrained(model, {json.dumps(each)}).merge_and_unload()")
     if is_chat:
-        more = "add_generation_prompt=True, " if is_policy else ""
         lines += [
-            f"messages = {json.dumps(asked if is_policy else said)}",
-            f'inputs = tokenizer.apply_chat_template(messages, {more}return_dict=True, return_tensors="pt")',
+            f"messages = {json.dumps(messages)}",
+            f'inputs = tokenizer.apply_chat_template(messages, {asked}return_dict=True, return_tensors="pt")',
         ]
     else:
         lines.append('inputs = tokenizer("Hello", return_tensors="pt")')
-    if is_policy:
-        lines += [
-            "output = model.generate(**inputs, max_new_tokens=64)  # its stop tokens and sampling are in its files",
-            'print(tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
-        ]
-    else:
-        lines.append("print(model(**inputs).logits.item())  # the higher, the better the answer")
-    return "\n".join(lines)
+    if is_judge:
+        return "\n".join([*lines, "print(model(**inputs).logits.item())  # the higher, the better the answer"])
+    return "\n".join([
+        *lines, "output = model.generate(**inputs, max_new_tokens=64)  # its files have its stop tokens and sampling",
+        'print(tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True))',
+    ])  # fmt: skip
 
 
 def _stop_tokens(output: Path) -> Iterator[str]:
@@ -771,11 +783,12 @@ def model_card(report: Report | None, repository: str, note: str = "") -> str:
         model_name=repository.rpartition("/")[2] if results else None, eval_results=results or None,
     )  # fmt: skip
     use = report.get("use") if report else None
-    is_chat = use is None or "apply_chat_template" in use["snippet"]
     lines = [f"# {repository.rpartition('/')[2]}", ""]
     lines += [report["about"], ""] if report else []
-    lines += ["## Use", "", "```python", snippet(repository, kind, is_chat=is_chat), "```", ""]
-    lines += [f"- {name}: {text}" for name, text in (use["facts"] if use else [])] + ([""] if use else [])
+    if use or kind == Kind.CHECKPOINT:
+        lines += ["## Use", "", "```python", snippet(repository, use), "```", ""]
+        known = [pair for pair in (use["facts"] if use else []) if pair[0] not in _OF_STORE]
+        lines += [*(f"- {name}: {text}" for name, text in known), ""] if known else []
     lines += [note, ""] if note else []
     lines += list(_card_sections(report, nodes)) if report else []
     text = f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines).rstrip() + "\n"

@@ -68,6 +68,7 @@ def test_a_version_leads_to_its_run_its_data_its_parent_and_the_root_also_after_
     manifest = json.loads(path.read_text())
     assert client.get_run(manifest["mlflow_run_id"]).info.run_name == "left"
     assert client.get_run(manifest["execution_run_id"]).data.tags["posttrain.store"] == str(toy.folder / "artifacts")
+    assert [each.path for each in client.list_artifacts(manifest["execution_run_id"])] == ["report.html"]
     assert {client.get_run(run_id).info.run_name for run_id in manifest["parent_run_ids"]} == {"model", "data"}
     assert sorted(path.name for path in toy.folder.iterdir() if "mlruns" in path.name) == []
     [note] = [RunFile.read(path) for path in (toy.folder / "artifacts" / "left").iterdir()]

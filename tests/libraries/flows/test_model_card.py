@@ -13,6 +13,7 @@ from lineage.graph.index import Index
 from tasks.model.adapter_files import Base
 from tests import tiny
 from tests.command import call
+from tests.integration.test_composite_models import write_composite
 from tests.model_directories import write_adapter
 from tests.reported import entry_of, reported
 from tests.written_store import WrittenStore, node
@@ -53,7 +54,8 @@ def test_the_program_of_a_whole_model_runs_as_it_is_printed(store, template):
     assert facts["stop tokens"] == "<|im_end|> (2)"
 
 
-def test_the_program_of_an_adapter_loads_its_base_first(store):
+@pytest.mark.parametrize("rounding", [None, {"format": "nf4"}], ids=["full", "nf4"])
+def test_the_program_of_an_adapter_loads_its_base_first(store, rounding):
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -64,16 +66,40 @@ def test_the_program_of_an_adapter_loads_its_base_first(store):
         write_adapter(output, place)
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copyfile(place / name, output / name)
-        Base(name="base", fingerprint=base.fingerprint, digest=base.output_digest).write(output)
+        found = Base(name="base", fingerprint=base.fingerprint, digest=base.output_digest, rounding=rounding)
+        found.write(output)
 
     made = model(store, "sft", {"policy": base}, write)
-    program = report_of(store, node(made))["use"]["snippet"]
+    use = report_of(store, node(made))["use"]
+    program, said = use["snippet"], dict(use["facts"]).get("exactly", "")
+    assert ("posttrain export merged" in said) is bool(rounding)
     assert str(place) in program and "PeftModel" in program
     names: dict[str, object] = {}
     with redirect_stdout(io.StringIO()):
         exec(program, names)
     ids, plain = torch.arange(3, 9)[None], AutoModelForCausalLM.from_pretrained(place)
     assert not torch.equal(names["model"](ids).logits, plain(ids).logits)
+
+
+def test_the_program_of_an_adapter_without_its_base_is_left_out(store):
+    def write(output: Path) -> None:
+        (output / "config.json").write_text("{}")
+        Base(name="base", fingerprint="f" * 64).write(output)
+
+    assert "use" not in report_of(store, node(model(store, "sft", {}, write)))
+
+
+def test_the_program_of_a_model_that_reads_images_loads_all_of_it(store):
+    made = model(store, "sft", {}, lambda place: write_composite(place, "mistral3"))
+    use = report_of(store, node(made))["use"]
+    assert use["auto"] == "AutoModelForImageTextToText"
+    assert printed(use["snippet"]).endswith("\n")
+
+
+def test_the_program_of_a_model_with_code_of_its_own_lets_it_run(store):
+    source = store.source("base", kind="checkpoint", revision="r" * 40, reading={"trust_remote_code": True})
+    made = model(store, "sft", {"policy": source}, lambda place: tiny.write_policy(place))
+    assert report_of(store, node(made))["use"]["snippet"].count("trust_remote_code=True") == 2
 
 
 def test_the_program_of_a_reward_model_prints_a_score(store):
