@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -218,6 +219,9 @@ class Loaded:
         from tasks.model.gguf_file import GgufModel
 
         prepared = GgufModel.of(self.found.ref, self.model, self.tokenizer)
+        if prepared.lost:
+            lost = ", ".join(prepared.lost)
+            print(f"note: transformers does not read {lost} from a GGUF file; llama.cpp does", file=sys.stderr)
         stops = self.tokenizer.convert_ids_to_tokens(sorted(stop_tokens(self.model, self.tokenizer)))
         text = modelfile(self.found.ref, self.tokenizer, self.model.generation_config, stops) if with_modelfile else ""
 

@@ -56,7 +56,7 @@ from tasks.model.tokenizers import copy_tokenizer_files
 from tasks.train.sharding import leave_out_deepspeed
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -200,8 +200,14 @@ def require_all_weights(
         )
 
 
-def load_gguf(gguf: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """The model of a GGUF file in fp32, and its tokenizer."""
+def load_gguf(
+    gguf: Path, config: "PreTrainedConfig | None" = None
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """The model of a GGUF file in fp32, and its tokenizer.
+
+    Args:
+        config: of the model; None: what transformers reads in the file.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     from transformers.utils.logging import disable_progress_bar
@@ -212,7 +218,7 @@ def load_gguf(gguf: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     model, info = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32, output_loading_info=True,
         # Otherwise the model counts as quantized, and can be neither saved nor trained.
-        quantization_config=GgufConfig(dequantize=True),
+        quantization_config=GgufConfig(dequantize=True), **({"config": config} if config else {}),
     )  # fmt: skip
     require_all_weights(gguf, model, info["missing_keys"])
     return model, tokenizer

@@ -6,10 +6,13 @@ is converted: the rows of llama's queries and keys are permuted, and the norms o
 
 import json
 import math
+import re
 import tempfile
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,14 +34,18 @@ BOUNDS: Mapping[str, float] = {"f16": 0.005, "q8_0": 0.05}
 # model_type -> its architecture in GGUF: the families that transformers reads back.
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
+    "gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
 }  # fmt: skip
+_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
+_ROPE_FACTORS = "rope_freqs.weight"  # by which llama.cpp divides the frequencies of rotary positions
+_SPACE = "\u2581"  # of SentencePiece
 _BLOCK = 32  # values that share a scale in q8_0
 # Fields of a config that do not change what the weights compute, or that GGUF has elsewhere.
 _APART = {
     "architectures", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
     "tie_word_embeddings", "initializer_range", "attention_dropout", "pretraining_tp", "model_type", "id2label",
     "label2id", "max_window_layers", "_name_or_path", "output_attentions", "output_hidden_states", "return_dict",
+    "output_router_logits", "router_aux_loss_coef",
 }  # fmt: skip
 
 
@@ -48,14 +55,16 @@ class GgufModel:
 
     Args:
         pre: the name of its tokenizer's splits (``tokenizer.ggml.pre``).
-        names: name of a weight -> its name in GGUF.
+        names: name of a weight -> its name in GGUF; of the joined weights of experts, those of both halves.
+        lost: fields of the config that llama.cpp reads, and transformers does not.
     """
 
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
     architecture: str
     pre: str
-    names: Mapping[str, str]
+    names: Mapping[str, tuple[str, ...]]
+    lost: tuple[str, ...] = ()
 
     @staticmethod
     def of(label: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> "GgufModel":
@@ -88,8 +97,8 @@ class GgufModel:
         with tempfile.TemporaryDirectory() as folder:
             header = Path(folder) / "header.gguf"
             found._write_header(header, label, "f16", {}).close()
-            _require_same_config(label, config, header)
-        return found
+            lost = _require_same_config(label, config, header)
+        return replace(found, lost=lost)
 
     def write(self, path: Path, name: str, kind: str, prompts: Golden) -> dict[str, float]:
         """Writes the file, reads it back with transformers, and compares it.
@@ -104,18 +113,31 @@ class GgufModel:
         Raises:
             PipelineError: another model, or another tokenizer, is read back.
         """
-        infos = {self.names[weight]: tensor.shape for weight, tensor in self._weights()}
+        infos = {its: tensor.shape for its, _, tensor in self._weights()}
         writer = self._write_header(path, name, kind, infos)
-        for weight, tensor in self._weights():
-            writer.write_tensor_data(self._stored(weight, tensor, kind))
+        for its, weight, tensor in self._weights():
+            writer.write_tensor_data(self._stored(its, weight, tensor, kind))
         writer.close()
         return self._require_same(path, kind, prompts)
 
-    def _weights(self) -> "Iterator[tuple[str, Tensor]]":
+    def _weights(self) -> "Iterator[tuple[str, str, Tensor]]":
+        """Name in GGUF, own name and values of each tensor."""
         state = self.model.state_dict()
-        yield from ((name, state[name]) for name in self.names)
+        for name, its in self.names.items():
+            tensor = state[name].squeeze(0) if name.endswith("shared_expert_gate.weight") else state[name]
+            for one, part in zip(its, tensor.chunk(len(its), dim=1) if len(its) > 1 else (tensor,), strict=True):
+                yield one, name, part.contiguous()
+        if _rope_type(self.model.config) == "llama3":
+            rotary = next(module for module in self.model.modules() if hasattr(module, "inv_freq"))
+            yield _ROPE_FACTORS, _ROPE_FACTORS, self._plain_frequencies() / rotary.inv_freq.float().cpu()
 
-    def _stored(self, weight: str, tensor: "Tensor", kind: str) -> "ndarray":
+    def _plain_frequencies(self) -> "Tensor":
+        import torch
+
+        head, base = _head_size(self.model.config), _rope_theta(self.model.config)
+        return 1.0 / base ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head)
+
+    def _stored(self, its: str, weight: str, tensor: "Tensor", kind: str) -> "ndarray":
         """A weight as llama.cpp keeps it.
 
         Raises:
@@ -131,7 +153,7 @@ class GgufModel:
             values = halves.swapaxes(1, 2).reshape(values.shape)
         if self.architecture.startswith("gemma") and weight.endswith("norm.weight"):
             values = values + 1
-        kept: ndarray = quantize(values.numpy(), _type_of(values.shape, kind))
+        kept: ndarray = quantize(values.numpy(), _type_of(its, values.shape, kind))
         if kept.dtype == np.float16 and not np.isfinite(kept).all():
             raise ConfigError(
                 f"{weight} has values above 65,504, the largest of f16; weights within it are accepted; use --type q8_0"
@@ -141,11 +163,11 @@ class GgufModel:
     def _write_header(self, path: Path, name: str, kind: str, shapes: "Mapping[str, tuple[int, ...]]") -> "GGUFWriter":
         """Writes everything but the weights."""
         import numpy as np
-        from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType
+        from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType, RopeScalingType
         from gguf.quants import quant_shape_to_byte_shape
 
         config = self.model.config
-        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        head = _head_size(config)
         writer = GGUFWriter(path, self.architecture)
         writer.add_name(name)
         writer.add_file_type(LlamaFileType.MOSTLY_F16 if kind == "f16" else LlamaFileType.MOSTLY_Q8_0)
@@ -170,9 +192,18 @@ class GgufModel:
         for field, add in optional.items():
             if self.architecture.startswith("gemma") and getattr(config, field, None) is not None:
                 add(getattr(config, field))
+        if (experts := getattr(config, "num_experts", None)) is not None:
+            writer.add_expert_count(experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+            if shared := getattr(config, "shared_expert_intermediate_size", None):
+                writer.add_expert_shared_feed_forward_length(shared)
+        if _rope_type(config) == "linear":
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(config.rope_parameters["factor"])
         self._add_tokenizer(writer)
         for tensor, shape in shapes.items():
-            form = _type_of(shape, kind)
+            form = _type_of(tensor, shape, kind)
             stored = quant_shape_to_byte_shape(shape, form)
             dtype = {"F32": np.float32, "F16": np.float16}.get(form.name, np.uint8)
             size = math.prod(stored) if dtype is np.uint8 else math.prod(shape) * np.dtype(dtype).itemsize
@@ -195,12 +226,26 @@ class GgufModel:
                 types.append(TokenType.CONTROL if added[index].special else TokenType.USER_DEFINED)
             else:
                 types.append(TokenType.NORMAL if index in vocabulary else TokenType.UNUSED)
-        merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-        writer.add_tokenizer_model("gpt2")
+        document = json.loads(tokenizer.backend_tokenizer.to_str())
+        merges = [tuple(each.split(" ") if isinstance(each, str) else each) for each in document["model"]["merges"]]
+        if self.pre == SENTENCEPIECE:
+            best = dict[str, int]()
+            for rank, pair in enumerate(merges):
+                best.setdefault("".join(pair), rank)
+            types = [
+                TokenType.BYTE if re.fullmatch("<0x[0-9A-F]{2}>", token) else TokenType.UNKNOWN
+                if token == tokenizer.unk_token else form
+                for token, form in zip(tokens, types, strict=True)
+            ]  # fmt: skip
+            writer.add_tokenizer_model("llama")
+            writer.add_token_scores([-float(best.get(token, len(merges))) for token in tokens])
+            writer.add_add_space_prefix(_adds_space(tokenizer))
+        else:
+            writer.add_tokenizer_model("gpt2")
+            writer.add_token_merges([" ".join(pair) for pair in merges])
         writer.add_tokenizer_pre(self.pre)
         writer.add_token_list(tokens)
         writer.add_token_types(types)
-        writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
         stops = [token for token in turn_ends(tokenizer) if token != tokenizer.eos_token_id]
         ids = {
             writer.add_bos_token_id: tokenizer.bos_token_id, writer.add_eos_token_id: tokenizer.eos_token_id,
@@ -215,7 +260,7 @@ class GgufModel:
             writer.add_chat_template(tokenizer.chat_template)
 
     def _require_same(self, path: Path, kind: str, prompts: Golden) -> dict[str, float]:
-        loaded, tokenizer = load_gguf(path)
+        loaded, tokenizer = load_gguf(path, deepcopy(self.model.config) if self.lost else None)
         remedy = "nothing is exported; report the config.json and tokenizer.json of the model"
         texts = [
             unicodedata.normalize("NFC", PROBE),
@@ -239,11 +284,11 @@ class GgufModel:
         return golden_summary(before, after)
 
 
-def _type_of(shape: "Sequence[int]", kind: str) -> "GGMLQuantizationType":
-    """How a tensor is kept: those of one dimension in fp32; rows that have no whole blocks in f16."""
+def _type_of(name: str, shape: "Sequence[int]", kind: str) -> "GGMLQuantizationType":
+    """How a tensor is kept: routers and those of one dimension in fp32; rows that have no whole blocks in f16."""
     from gguf import GGMLQuantizationType
 
-    if len(shape) < 2:
+    if len(shape) < 2 or ".ffn_gate_inp" in name:
         return GGMLQuantizationType.F32
     return GGMLQuantizationType.Q8_0 if kind == "q8_0" and shape[-1] % _BLOCK == 0 else GGMLQuantizationType.F16
 
@@ -254,22 +299,35 @@ def _rope_theta(config: "PreTrainedConfig") -> float:
     return float(found.get("full_attention", found)["rope_theta"])
 
 
-def _names(label: str, model: "PreTrainedModel", architecture: str) -> dict[str, str]:
-    """Name of each weight -> its name in GGUF."""
+def _rope_type(config: "PreTrainedConfig") -> str:
+    """How rotary positions are scaled; empty: in several ways, by kind of layer."""
+    return str(config.rope_parameters.get("rope_type", ""))
+
+
+def _head_size(config: "PreTrainedConfig") -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _names(label: str, model: "PreTrainedModel", architecture: str) -> dict[str, tuple[str, ...]]:
+    """Name of each weight -> its name in GGUF, or those of its halves."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     key = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
-    known, found = get_tensor_name_map(key, model.config.num_hidden_layers), dict[str, str]()
+    known, found = get_tensor_name_map(key, model.config.num_hidden_layers), dict[str, tuple[str, ...]]()
     for name in model.state_dict():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue  # the embedding stands for it
+        if experts := _EXPERTS.fullmatch(name):
+            parts = ("gate", "up") if experts[2] == "gate_up" else ("down",)
+            found[name] = tuple(f"blk.{experts[1]}.ffn_{part}_exps.weight" for part in parts)
+            continue
         its = known.get_name(name, try_suffixes=(".weight", ".bias"))
         if its is None:
             raise ConfigError(
                 f"{label}: its weight {name} has no place in a GGUF file of {architecture}; a plain model of type "
                 f"{model.config.model_type} is accepted; export merged"
             )
-        found[name] = its
+        found[name] = (its,)
     return found
 
 
@@ -280,6 +338,8 @@ def _splits(label: str, tokenizer: "PreTrainedTokenizerBase") -> str:
         ConfigError: it is no byte-level BPE, or llama.cpp has no name for its splits.
     """
     document = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
+    if document and _is_sentencepiece(tokenizer.backend_tokenizer.to_str()):
+        return SENTENCEPIECE
     model, normalizer = document.get("model", {}), document.get("normalizer") or {"type": "NFC"}
     first = document.get("pre_tokenizer") or {}
     *splits, last = first.get("pretokenizers") or [first]
@@ -301,13 +361,44 @@ def _splits(label: str, tokenizer: "PreTrainedTokenizerBase") -> str:
             return name
         what = "splits text in a way that llama.cpp has no name for"
     raise ConfigError(
-        f"{label}: its tokenizer {what}; a byte-level BPE as of GPT-2, SmolLM, Qwen or Llama 3 is accepted; export "
-        "merged, and convert it with llama.cpp"
+        f"{label}: its tokenizer {what}; a byte-level BPE as of GPT-2, SmolLM, Qwen or Llama 3, or a SentencePiece "
+        "BPE as of Llama 2, Mistral or Gemma is accepted; export merged, and convert it with llama.cpp"
     )
 
 
-def _require_same_config(label: str, config: "PreTrainedConfig", header: Path) -> None:
-    """Requires that transformers reads the config that the model has.
+SENTENCEPIECE = "default"  # what ``tokenizer.ggml.pre`` says of one
+
+
+def _is_sentencepiece(tokenizer: str) -> bool:
+    """Whether it is a BPE of SentencePiece whose merges follow from scores of its tokens, as llama.cpp makes them.
+
+    Then the merges that make a token follow each other, and each division of a token into two tokens is one of them.
+
+    Args:
+        tokenizer: text of a tokenizer.json.
+    """
+    document = json.loads(tokenizer)
+    model, steps = document["model"], json.dumps([document["normalizer"], document["pre_tokenizer"]])
+    if model["type"] != "BPE" or not model.get("byte_fallback") or json.dumps(_SPACE)[1:-1] not in steps:
+        return False
+    if {*re.findall(r'"type": "(\w+)"', steps)} - {"Sequence", "Prepend", "Replace", "Metaspace", "Split"}:
+        return False
+    made = ["".join(pair.split(" ") if isinstance(pair, str) else pair) for pair in model["merges"]]
+    vocabulary, added = model["vocab"], {each["content"] for each in document["added_tokens"]}
+    divisions = sum(
+        token[:at] in vocabulary and token[at:] in vocabulary
+        for token in vocabulary.keys() - added
+        for at in range(1, len(token))
+    )
+    return len([*groupby(made)]) == len({*made}) and divisions == len(made)
+
+
+def _adds_space(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    return str(tokenizer.tokenize("a")[0]).startswith(_SPACE)
+
+
+def _require_same_config(label: str, config: "PreTrainedConfig", header: Path) -> tuple[str, ...]:
+    """Requires that transformers reads the config that the model has; returns the fields that llama.cpp alone reads.
 
     Raises:
         ConfigError: a setting differs that GGUF, or transformers' reader, does not know.
@@ -315,14 +406,19 @@ def _require_same_config(label: str, config: "PreTrainedConfig", header: Path) -
     from transformers import AutoConfig
 
     found = AutoConfig.from_pretrained(header.parent, gguf_file=header.name, local_files_only=True).to_dict()
-    ours = config.to_dict()
+    ours, lost = config.to_dict(), list[str]()
+    carried = {"moe_intermediate_size", "shared_expert_intermediate_size"}
+    carried |= {"rope_parameters"} if _rope_type(config) in ("llama3", "linear") else set()
     for field in type(config)().to_dict():
-        if field not in _APART and not _same(ours.get(field), found.get(field)):
+        if field in carried and not _same(ours.get(field), found.get(field)):
+            lost.append(field)
+        elif field not in _APART and not _same(ours.get(field), found.get(field)):
             raise ConfigError(
                 f"{label}: {field}={json.dumps(ours.get(field))} is lost in GGUF, where transformers reads "
                 f"{json.dumps(found.get(field))}; a model whose settings GGUF carries is accepted; export merged, and "
                 "convert it with llama.cpp"
             )
+    return tuple(lost)
 
 
 def _same(ours: object, theirs: object) -> bool:

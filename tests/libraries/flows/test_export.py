@@ -1,9 +1,11 @@
 """``posttrain export``: what is written is loaded again by public programs and is the same model; its record stays."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,6 +40,21 @@ FAMILIES: dict[str, dict[str, object]] = {
     "gemma2": {"query_pre_attn_scalar": 256, "sliding_window": 16},
     "gemma3_text": {"query_pre_attn_scalar": 256, "sliding_window": 16},
 }
+# Of these transformers reads not all settings that llama.cpp does: that many are named.
+MIXTURES: dict[str, dict[str, object]] = {
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+    },
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+        "head_dim": 128, "decoder_sparse_step": 1,
+    },
+}  # fmt: skip
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32, "rope_theta": 10000.0,
+}  # fmt: skip
 
 
 def export(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -145,6 +162,124 @@ def test_transformers_reads_a_gguf_file_back_as_the_same_model(tmp_path, family,
     assert (ours.eos_token, ours.pad_token) == (theirs.eos_token, theirs.pad_token)
 
 
+def tensors(path: Path) -> dict[str, object]:
+    from gguf import GGUFReader
+
+    return {each.name: each for each in GGUFReader(path).tensors}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_mixture_of_experts_is_written_with_each_expert(tmp_path, family):
+    from gguf import GGUFReader
+
+    write_model(tmp_path / "model", family, **WIDE, **MIXTURES[family])
+    ran = export(tmp_path, "gguf", "model", "--out", "m.gguf")
+    assert ran.returncode == 0, ran.stderr
+    assert "note: transformers does not read moe_intermediate_size" in ran.stderr  # and llama.cpp does
+    fields = GGUFReader(tmp_path / "m.gguf").fields
+    name = family.replace("_", "")
+    assert fields[f"{name}.expert_count"].contents() == 4 and fields[f"{name}.expert_used_count"].contents() == 2
+    assert fields[f"{name}.expert_feed_forward_length"].contents() == 32
+    found, state = tensors(tmp_path / "m.gguf"), loaded(tmp_path / "model").state_dict()
+    joined = state["model.layers.1.mlp.experts.gate_up_proj"].half().numpy()
+    assert (found["blk.1.ffn_gate_exps.weight"].data == joined[:, :32]).all()
+    assert (found["blk.1.ffn_up_exps.weight"].data == joined[:, 32:]).all()
+    assert found["blk.1.ffn_gate_inp.weight"].tensor_type.name == "F32"
+
+
+def test_scaled_rotary_positions_are_written_as_llama_cpp_reads_them(tmp_path):
+    from gguf import GGUFReader
+
+    write_model(tmp_path / "model", "llama", **WIDE)
+    edit(tmp_path / "model" / CONFIG, rope_parameters=LLAMA_3)
+    ran = export(tmp_path, "gguf", "model", "--out", "m.gguf")
+    assert ran.returncode == 0 and "note: transformers does not read rope_parameters" in ran.stderr, ran.stderr
+    factors = tensors(tmp_path / "m.gguf")["rope_freqs.weight"].data
+    head = loaded(tmp_path / "model").config.head_dim
+    # By llama.cpp's own conversion: 1 for short waves, the factor for long ones, and a line between.
+    wished = []
+    for at in range(0, head, 2):
+        wave = 2 * math.pi * 10000.0 ** (at / head)
+        smooth = (32 / wave - 1.0) / 3.0
+        wished.append(1.0 if wave < 8 else 8.0 if wave > 32 else 1 / ((1 - smooth) / 8.0 + smooth))
+    assert factors.tolist() == pytest.approx(wished, rel=1e-5) and 1.0 < max(wished) != min(wished)
+    edit(tmp_path / "model" / CONFIG, rope_parameters=LINEAR)
+    assert export(tmp_path, "gguf", "model", "--out", "linear.gguf").returncode == 0
+    fields = GGUFReader(tmp_path / "linear.gguf").fields
+    assert fields["llama.rope.scaling.type"].contents() == "linear"
+    assert fields["llama.rope.scaling.factor"].contents() == 2.0
+
+
+def sentencepiece(folder: Path, kind: str) -> None:
+    """Gives a model the tokenizer of Llama 2 or Gemma: merges by the scores of tokens, bytes for the others."""
+    from transformers import GemmaTokenizer, LlamaTokenizer
+    from transformers.tokenization_utils_base import generate_merges
+
+    words = ["▁the", "▁list", "▁sorted", "▁order", "▁returns", "▁copy", "▁items"]
+    pieces = [word[:end] for word in words for end in range(2, len(word) + 1)]
+    letters = sorted(set("".join(words)) | set("abcdefghijklmnopqrstuvwxyz0123456789.,!?"))
+    special = ["<pad>", "<eos>", "<bos>", "<unk>"] if kind == "gemma2" else ["<unk>", "<s>", "</s>"]
+    tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *dict.fromkeys(pieces), *letters]
+    vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
+    scores = {token: -float(index) for token, index in vocabulary.items()}
+    merges = generate_merges({token: at for token, at in vocabulary.items() if at >= 256 + len(special)}, scores)
+    tokenizer = (GemmaTokenizer if kind == "gemma2" else LlamaTokenizer)(vocab=vocabulary, merges=merges)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+    tokenizer.save_pretrained(folder)
+
+
+def test_a_sentencepiece_tokenizer_in_its_older_form_is_written_too(tmp_path):
+    """Spaces are replaced before the splits, and one is put before each text."""
+    write_model(tmp_path / "model", "llama", vocab_size=400, **WIDE, **FAMILIES["llama"])
+    sentencepiece(tmp_path / "model", "llama")
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    edit(tmp_path / "model" / TOKENIZER, normalizer={"type": "Sequence", "normalizers": steps}, pre_tokenizer=None)
+    exported(tmp_path, "gguf", "model", "--out", "m.gguf")
+    merges = json.loads((tmp_path / "model" / TOKENIZER).read_text())["model"]["merges"]
+    fewer = json.loads((tmp_path / "model" / TOKENIZER).read_text())["model"] | {"merges": merges[:-1]}
+    edit(tmp_path / "model" / TOKENIZER, model=fewer)
+    ran = export(tmp_path, "gguf", "model", "--out", "other.gguf")
+    assert ran.returncode == 2 and "SentencePiece BPE as of Llama 2" in ran.stderr
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
+def test_a_sentencepiece_tokenizer_is_written_with_the_scores_of_its_tokens(tmp_path, family):
+    from gguf import GGUFReader, TokenType
+
+    write_model(tmp_path / "model", family, vocab_size=400, **WIDE, **FAMILIES[family])
+    sentencepiece(tmp_path / "model", family)
+    exported(tmp_path, "gguf", "model", "--out", "m.gguf")
+    fields = GGUFReader(tmp_path / "m.gguf").fields
+    told = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("model", "tokens", "scores", "token_type")}
+    begins = family != "gemma2"  # a text, with a space
+    assert told["model"] == "llama" and fields["tokenizer.ggml.add_space_prefix"].contents() is begins
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    for text in (TEXT, "the list of 7 lists, ordered!", "ünknown"):
+        ours = tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert as_llama_cpp_does("▁" * begins + text, told["tokens"], told["scores"]) == ours
+    kinds = dict(zip(told["tokens"], told["token_type"], strict=True))
+    assert kinds["<0x41>"] == TokenType.BYTE and kinds["<unk>"] == TokenType.UNKNOWN
+    assert kinds[tokenizer.bos_token] == TokenType.CONTROL and kinds["▁the"] == TokenType.NORMAL
+
+
+def as_llama_cpp_does(text: str, tokens: list[str], scores: list[float]) -> list[str]:
+    """Its merges of SentencePiece: the neighbours that make the token of the highest score, the first of equals."""
+    known, pieces = dict(zip(tokens, scores, strict=True)), list(text.replace(" ", "▁"))
+    while True:
+        made = [(-known[a + b], at) for at, (a, b) in enumerate(pairwise(pieces)) if a + b in known]
+        if not made:
+            break
+        at = min(made)[1]
+        pieces[at : at + 2] = ["".join(pieces[at : at + 2])]
+    return [part for piece in pieces for part in ([piece] if piece in known else bytes_of(piece))]
+
+
+def bytes_of(piece: str) -> list[str]:
+    return [f"<0x{byte:02X}>" for byte in piece.encode()]
+
+
 def test_a_gguf_file_keeps_bos_unused_rows_and_a_second_stop_token(tmp_path):
     from gguf import GGUFReader
     from tokenizers import Tokenizer, normalizers
@@ -179,7 +314,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     [
         ("gpt2", CONFIG, {}, "of type gpt2 is not exported"),
         ("mistral", CONFIG, {"sliding_window": 8}, "sliding_window=8 is lost"),
-        ("llama", CONFIG, {"rope_parameters": LINEAR}, "rope_parameters="),
+        ("llama", CONFIG, {"rope_parameters": {**LINEAR, "rope_type": "yarn"}}, "rope_parameters="),
         ("qwen3", CONFIG, {}, "head_dim=8 is lost"),
         ("llama", TOKENIZER, {"normalizer": {"type": "Lowercase"}}, "changes text first (Lowercase)"),
         ("llama", TOKENIZER, {"pre_tokenizer": {"type": "Whitespace"}}, "without byte-level splits"),
