@@ -36,6 +36,4 @@ function draw() {
 
 for (const choice of document.querySelectorAll('input[name="axis"]')) choice.addEventListener("change", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-addEventListener("beforeprint", () => places.forEach((place) => Plotly.Plots.resize(place)));
-addEventListener("afterprint", () => places.forEach((place) => Plotly.Plots.resize(place)));
 draw();
