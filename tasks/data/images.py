@@ -17,11 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 from zipfile import BadZipFile, ZipFile
 
+from annotated_types import Gt
+
 from lineage.artifact import Kind, Source
-from lineage.errors import DataError
+from lineage.errors import ConfigError, DataError
+from lineage.fingerprint import Setting
 from lineage.source.sources import local_paths
 from tasks.data.formats.turns import BadRowError, Fields, is_nothing, named
 
@@ -36,6 +39,7 @@ MAX_BYTES = 2**25  # of the file of an image
 MAX_PIXELS = 2**26  # which are 192 MiB as RGB
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # with 8 bits a channel or fewer
+Part = Literal["projector", "vision"]  # of a model, beside its language model
 COLUMNS = ("images", "image")
 _WRITTEN = "<image>"  # where an image of the column belongs, in a user's text
 _KINDS = ("image", "image_url", "image_path", "image_binary", "input_image")  # types of content items
@@ -56,6 +60,35 @@ _ASKS = ("user", "human", "prompter")
 _ANSWERS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "ai", "bot", "function_call")
 _REASON = "image that cannot be read"
 _BATCH_BYTES = 2**25
+_ORIENTATION = 0x0112  # EXIF; from 5 on, width and height change places
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images(Setting):
+    """Rows may have images. The vision tower and the projector are frozen, unless ``trains`` names them.
+
+    Args:
+        trains: the parts that are trained beside the language model.
+        min_pixels, max_pixels: an image of fewer or more is resized, where the processor counts pixels (Qwen2-VL and
+            its kin); written into the output. None: as the processor's files say.
+    """
+
+    trains: tuple[Part, ...] | None = None
+    min_pixels: Annotated[int, Gt(0)] | None = None
+    max_pixels: Annotated[int, Gt(0)] | None = None
+
+    def __post_init__(self) -> None:
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ConfigError(
+                f"images.min_pixels={self.min_pixels} is above images.max_pixels={self.max_pixels}; no more is "
+                "accepted; lower it"
+            )
+
+    @property
+    def size(self) -> dict[str, int]:
+        """The pixels as the processor's files have them."""
+        named = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+        return {name: value for name, value in named.items() if value is not None}
 
 
 def bad_image(found: str, accepted: str, remedy: str = "") -> BadRowError:
@@ -387,6 +420,14 @@ class StoredImages:
         place = image if isinstance(image, int) else self.places[image]
         data: bytes = self._table["bytes"][place].as_py()
         return data
+
+    def size(self, place: int) -> tuple[int, int]:
+        """Width and height of ``image``, from the file's header alone."""
+        from PIL import Image
+
+        with Image.open(io.BytesIO(self.read(place))) as image:
+            (width, height), turned = image.size, image.getexif().get(_ORIENTATION, 1) > 4
+        return (height, width) if turned else (width, height)
 
     def image(self, place: int) -> "Image":
         """An image as transformers' ``load_image`` gives it: turned as its EXIF data say, in RGB."""

@@ -33,6 +33,7 @@ MISMATCHED = "KL_"  # TRL's prefix for columns with the prompts of a batch paire
 ROW_ID = "row_id"
 TRAINED = "trained"  # CHOSEN_trained: a 1 for each token of an answer with loss, 0 for the others; empty: all have it
 _COMPLETION_TRAINED = f"completion_{TRAINED}"
+PLACES = "image_places"  # of tokens: which images of the rows a row has, where rows have any; TRL reads "images"
 UNTRAINED = "untrained"  # of conversations: JSON list of those of the assistant's turns that get no loss, from 0
 TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"  # the files of the splits
 RESTING = "resting.parquet"  # rows of earlier models that are not replayed this time

@@ -13,6 +13,7 @@ from tasks.evaluate.scoring import Batches, generating, in_batches, padded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from tasks.model.vision import Vision
     from tasks.train.generation.generating import Sampling
 
 
@@ -37,6 +38,8 @@ def greedy_answers(
     max_new_tokens: int,
     batch_size: int | Batches,
     num_beams: int = 1,
+    vision: "Vision | None" = None,
+    images: Sequence[Sequence[int]] = (),
 ) -> list[Answer]:
     """Greedy answers, in order of the prompts: the most likely next token until a stop token.
 
@@ -46,13 +49,16 @@ def greedy_answers(
 
     Args:
         num_beams: of a beam search, which looks for the most likely answer.
+        images: the places of each prompt's images among those of ``vision``.
     """
     stops = stop_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id or 0  # masked
 
     def generate(batch: Sequence[int]) -> list[list[int]]:
         ids_BT, attention_BT = padded([prompts[index] for index in batch], model.device, left=True, pad=pad)
-        found: list[list[int]] = model.generate(ids_BT, attention_mask=attention_BT)[:, ids_BT.shape[1] :].tolist()
+        seen = vision.inputs([images[index] for index in batch], ids_BT) if vision and images else {}
+        new_BT = model.generate(ids_BT, attention_mask=attention_BT, **seen)[:, ids_BT.shape[1] :]
+        found: list[list[int]] = new_BT.tolist()
         return found
 
     lengths = [len(prompt) + max_new_tokens for prompt in prompts]

@@ -44,6 +44,7 @@ from tasks.evaluate.report import LOST, POLICY_METRICS, write_report
 from tasks.evaluate.row_scores import KL, REWARD, RowScores, write_scores
 from tasks.evaluate.scoring import Batches, Scored, logps, rewards
 from tasks.evaluate.stubs import Stubs, stubs_of
+from tasks.model.vision import Vision, require_reads_images
 from tasks.recipe import Input, Inputs, Method
 from tasks.reward_functions import Rewards, Scorer, check_columns, check_rewards, scorers
 
@@ -243,7 +244,7 @@ class Evaluate(Method):
         rows = held_out.draw(
             inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts,
             num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
-            thinking=thinking, control_tokens=control_tokens,
+            thinking=thinking, control_tokens=control_tokens, vision=_vision(inputs, trained),
         )  # fmt: skip
         functions, own = scorers(self.rewards or {}, tokenizer), self._own_scorers(rows, tokenizer)
         check_columns(functions, columns_of(rows))
@@ -394,12 +395,20 @@ class Evaluate(Method):
     ) -> Measured:
         return Measured(
             text=logps(model, rows.text, batch_size),
-            answers=logps(model, rows.answers, batch_size),
+            answers=logps(model, rows.answers, batch_size, rows.vision),
             chosen=logps(model, rows.pairs.chosen, batch_size),
             rejected=logps(model, rows.pairs.rejected, batch_size),
             unpaired=logps(model, rows.unpaired.answers, batch_size),
             greedy=greedy_answers(model, tokenizer, rows.prompt_ids, self.max_new_tokens, batch_size),
-            answered=greedy_answers(model, tokenizer, rows.question_ids, self.max_new_tokens, batch_size),
+            answered=greedy_answers(
+                model,
+                tokenizer,
+                rows.question_ids,
+                self.max_new_tokens,
+                batch_size,
+                vision=rows.vision,
+                images=rows.question_images,
+            ),
             sampled=self._samples(model, rows, tokenizer, batch_size),
         )
 
@@ -485,6 +494,19 @@ def _with_errors(scores: Sequence[RowScores]) -> dict[str, float]:
         errors = {policy: each.standard_error(policy) for policy in each.scores}
         found |= {f"{name}/{each.metric}/stderr": error for name, error in errors.items() if error is not None}
     return found
+
+
+def _vision(inputs: Inputs, models: Sequence[Input]) -> Vision | None:
+    """How the images of the conversations are read, by the reference's processor; None: they have none.
+
+    Raises:
+        ConfigError: a model is one of text.
+    """
+    rows = inputs.get("conversations")
+    vision = Vision.of(inputs["reference"].path, rows.path) if rows else None
+    for model in models if vision else ():
+        require_reads_images(model.path, model.name)
+    return vision
 
 
 def trained_length(models: Sequence[Input]) -> int:

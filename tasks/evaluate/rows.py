@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.turns import canonical
-from tasks.data.images import require_no_images
-from tasks.data.kinds import HELD_OUT, IGNORED, TRAINED, TokenRow, columns_of, messages_of, tools_of
+from tasks.data.kinds import HELD_OUT, IGNORED, PLACES, TRAINED, TokenRow, columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import Rendered, common_prefix, encode_rendered, encoder_of
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.template import Thinking
@@ -19,6 +18,7 @@ from tasks.data.tokens.tokenization import ControlText, Tokenization
 from tasks.data.tokens.tokenize_rows import ANSWER_TOO_LONG, RowTokenizer
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.scoring import Scored
+from tasks.model.vision import Vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,6 +98,8 @@ class Rows:
         prompts, prompt_ids: of the slot ``prompts`` where it is filled, else of the pairs, else of the single answers.
         questions, question_ids: of the conversations, for exact match.
         has_own_prompts: whether the slot ``prompts`` is filled.
+        vision, question_images: how the images of conversations are read, and those of each question; None: there are
+            none.
         lost: metric -> number of rows that were dropped or cut, per kind: ``pairs/rows_dropped``.
     """
 
@@ -111,6 +113,8 @@ class Rows:
     lost: Mapping[str, float]
     unpaired: Unpaired = Unpaired()
     has_own_prompts: bool = False
+    vision: Vision | None = None
+    question_images: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +156,7 @@ def draw(
     seed: int,
     thinking: Thinking | None = None,
     control_tokens: ControlText | None = None,
+    vision: Vision | None = None,
 ) -> Rows:
     """Draws rows of each kind that has an input, at most as many as stated.
 
@@ -168,12 +173,12 @@ def draw(
     of_chat = partial(_tokens, thinking=thinking, control_tokens=control_tokens)
     tokens = {
         "text": _text(text, tokenizer, lengths.max_length, control_tokens),
-        "conversations": of_chat(Kind.CONVERSATIONS, conversations, tokenizer, lengths.max_length),
+        "conversations": of_chat(Kind.CONVERSATIONS, conversations, tokenizer, lengths.max_length, vision=vision),
         "pairs": of_chat(Kind.PREFERENCES, pairs, tokenizer, lengths.max_length),
         **({"unpaired": of_chat(Kind.UNPAIRED, unpaired, tokenizer, lengths.max_length)} if unpaired else {}),
     }
     asked = [*prompts, *(question.prompt for question in questions)]
-    ids, num_cut = prompt_tokens(asked, tokenizer, lengths.max_prompt_length, thinking, control_tokens)
+    ids, num_cut, images = prompt_tokens(asked, tokenizer, lengths.max_prompt_length, thinking, control_tokens, vision)
     for slot, found in tokens.items():
         if slot in inputs:
             _require_enough(inputs[slot].name, slot, [each for _, each in found], lengths)
@@ -189,14 +194,14 @@ def draw(
         lost={**_lost(tokens), "asked/prompts_cut": float(num_cut)},
         unpaired=unpaired_tokens(tokens.get("unpaired", ())),
         has_own_prompts="prompts" in inputs,
-    )
+        vision=vision, question_images=images[len(prompts) :],
+    )  # fmt: skip
 
 
 def draw_rows(rows: "Input", count: int, seed: int) -> list[Row]:
     """At most ``count`` held-out rows, chosen by a hash of their ids, so that additional rows change few of them."""
     import pyarrow.parquet as pq
 
-    require_no_images(rows.path, rows.name, "evaluate")
     found: list[Row] = pq.read_table(rows.path / HELD_OUT).to_pylist()
     return sorted(found, key=lambda row: hashlib.sha256(f"{seed}:{row['row_id']}".encode()).digest())[:count]
 
@@ -281,6 +286,7 @@ def _tokens(
     max_length: int,
     thinking: Thinking | None = None,
     control_tokens: ControlText | None = None,
+    vision: Vision | None = None,
 ) -> Tokens:
     """Tokenizes rows: a long one loses the beginning of its prompt. Where its answer leaves no capacity for a prompt,
     the prompt keeps half of ``max_length``, and the answer loses its end."""
@@ -288,9 +294,9 @@ def _tokens(
         kind=kind, max_length=max_length, too_long="cut_prompt", thinking=thinking, control_tokens=control_tokens
     )  # fmt: skip
     by_answer = replace(by_prompt, too_long=None, max_prompt_length=max(1, max_length // 2))
-    found = list(RowTokenizer.of(by_prompt, tokenizer)(rows))
+    found = list(RowTokenizer.of(by_prompt, tokenizer, vision)(rows))
     long = [index for index, each in enumerate(found) if each.outcome.dropped == ANSWER_TOO_LONG]
-    again = RowTokenizer.of(by_answer, tokenizer)([rows[index] for index in long])
+    again = RowTokenizer.of(by_answer, tokenizer, vision)([rows[index] for index in long])
     for index, each in zip(long, again, strict=True):
         found[index] = each
     return list(zip(rows, found, strict=True))
@@ -353,7 +359,7 @@ def answer_tokens(rows: Tokens) -> list[Scored]:
     return [
         Scored(
             input_ids=columns["input_ids"], mask=[int(label != IGNORED) for label in columns["labels"]],
-            row_id=str(row["row_id"]), group=_content(row),
+            row_id=str(row["row_id"]), group=_content(row), images=columns.get(PLACES, ()),
         )
         for row, each in _kept(rows)
         for columns in (each.columns, *each.more)
@@ -425,13 +431,29 @@ def prompt_tokens(
     max_prompt_length: int,
     thinking: Thinking | None = None,
     control_tokens: ControlText | None = None,
-) -> tuple[list[list[int]], int]:
-    """Each prompt up to the start of the assistant's turn, and how many are cut: a long one keeps its end."""
-    renderer = Renderer.of(tokenizer, thinking, keeps_control=control_tokens == "keep")
-    encoded = encode_rendered(encoder_of(tokenizer), [prompt.rendered(renderer) for prompt in prompts])
-    whole = [each.ids for each in encoded]
+    vision: Vision | None = None,
+) -> tuple[list[list[int]], int, list[list[int]]]:
+    """Each prompt up to the start of the assistant's turn; how many are cut: a long one keeps its end; and its images.
+
+    Raises:
+        DataError: one with images is too long.
+    """
+    renderer = Renderer.of(tokenizer, thinking, keeps_control=control_tokens == "keep", images=vision is not None)
+    rendered = [prompt.rendered(renderer) for prompt in prompts]
+    if vision:
+        pairs = zip(rendered, prompts, strict=True)
+        rendered = [vision.expanded(each, messages_of(prompt.messages), prompt.name) for each, prompt in pairs]
+    images = [[place for _, _, place in each.images] for each in rendered]
+    whole = [each.ids for each in encode_rendered(encoder_of(tokenizer), rendered)]
+    long = [len(ids) for ids, places in zip(whole, images, strict=True) if places and len(ids) > max_prompt_length]
+    if long:
+        raise DataError(
+            f"{len(long)} of {len(prompts)} prompts and questions with images have up to {max(long)} tokens, of which "
+            f"max_length and max_new_tokens of evaluate leave {max_prompt_length}, and an image is not cut; raise "
+            "max_length"
+        )
     cut = [without_beginning(ids, len(ids) - max_prompt_length, tokenizer.bos_token_id) for ids in whole]
-    return cut, sum(len(ids) > max_prompt_length for ids in whole)
+    return cut, sum(len(ids) > max_prompt_length for ids in whole), images
 
 
 def answered_tokens(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from tasks.context import TrainContext
+    from tasks.model.vision import Vision
 
 Result = TypeVar("Result")
 
@@ -62,12 +63,14 @@ class Scored:
         mask: 1 for each token that counts, 0 for the others; the first token has no context and never counts.
         row_id: of the prepared row.
         group: rows of one group are not independent of each other.
+        images: the places of its images.
     """
 
     input_ids: Sequence[int]
     mask: Sequence[int]
     row_id: str = ""
     group: str = ""
+    images: Sequence[int] = ()
 
     @staticmethod
     def answer(
@@ -87,7 +90,9 @@ class Scored:
         return next((index for index, counts in enumerate(self.mask) if index and counts), len(self.mask) - 1)
 
 
-def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int | Batches) -> list[float]:
+def logps(
+    model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int | Batches, vision: "Vision | None" = None
+) -> list[float]:
     """Log-probability of each row's masked tokens given all before them, summed, in nats; in order of the rows."""
     import torch
 
@@ -95,13 +100,19 @@ def logps(model: "PreTrainedModel", rows: Sequence[Scored], batch_size: int | Ba
     max_tokens = _MAX_LOGITS // model.config.get_text_config().vocab_size
     with torch.inference_mode(), without_router_loss(model):
         return in_batches(
-            lambda batch: _batch_logps(model, [rows[index] for index in batch]), lengths, batch_size, max_tokens, model
+            lambda batch: _batch_logps(model, [rows[index] for index in batch], vision),
+            lengths,
+            batch_size,
+            max_tokens,
+            model,
         )
 
 
-def _batch_logps(model: "PreTrainedModel", rows: Sequence[Scored]) -> list[float]:
+def _batch_logps(model: "PreTrainedModel", rows: Sequence[Scored], vision: "Vision | None") -> list[float]:
     import torch
 
+    if vision and any(row.images for row in rows):
+        return _logps_with_images(model, rows, vision)
     ids_BT, attention_BT = padded([row.input_ids for row in rows], model.device, left=True)
     mask_BT, _ = padded([[0, *row.mask[1:]] for row in rows], model.device, left=True)
     # Padding on the left aligns the ends: logits are needed from the first position that predicts a counted token.
@@ -117,6 +128,20 @@ def _batch_logps(model: "PreTrainedModel", rows: Sequence[Scored]) -> list[float
         logits_BKV.float().flatten(0, 1), targets_BK.flatten(), reduction="none"
     ).view_as(targets_BK)
     return [float(total) for total in (logps_BK.double() * mask_BK).sum(1)]
+
+
+def _logps_with_images(model: "PreTrainedModel", rows: Sequence[Scored], vision: "Vision") -> list[float]:
+    """The same where the model itself finds the positions of images, from rows padded on the right as in training."""
+    import torch
+
+    ids_BT, attention_BT = padded([row.input_ids for row in rows], model.device, left=False)
+    mask_BT, _ = padded([[0, *row.mask[1:]] for row in rows], model.device, left=False)
+    images = vision.inputs([row.images for row in rows], ids_BT)
+    logits_BTV = model(input_ids=ids_BT, attention_mask=attention_BT, use_cache=False, **images).logits[:, :-1]
+    logps_BT = -torch.nn.functional.cross_entropy(
+        logits_BTV.float().flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none"
+    ).view_as(ids_BT[:, 1:])
+    return [float(total) for total in (logps_BT.double() * mask_BT[:, 1:]).sum(1)]
 
 
 def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size: int | Batches) -> list[float]:

@@ -23,6 +23,7 @@ _IN_FOUR_BITS: Fields = {
     "config.quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 }
 _ADALORA: Fields = {"method.num_steps": ADALORA_STEPS}
+_SEES: Fields = {"config.vision_config": {"patch_size": 14}, "config.model_type": "qwen2_vl"}
 _IN_GPTQ: Fields = {"method.adapter.type": "lora", "config.quantization_config": {"quant_method": "gptq"}}
 
 
@@ -69,6 +70,14 @@ def _not_on_experts(case: Case) -> str | None:
 def _reads_what_layers_get(case: Case) -> bool:
     reads = case.get("method.adapter.type") == "adalora" or case.get("method.adapter.init") == "eva"
     return reads and case.get("config.vision_config") is not None
+
+
+def _reads_images(case: Case) -> bool:
+    return case.get("method.images") is not None
+
+
+def _reads_text_alone(case: Case) -> bool:
+    return _reads_images(case) and bool(case.config) and case.get("config.vision_config") is None
 
 
 def _drops_out_of_its_start(case: Case) -> bool:
@@ -268,6 +277,38 @@ MODEL_RULES: tuple[Rule, ...] = (
         reason="it reads what each layer gets, and rows of text reach no layer that reads images",
         nearest={"method.adapter.target_modules": "*language_model*"},
         also={"method.adapter.type": "adalora", "config.vision_config": {}, **_ADALORA},
+    ),
+    Rule(
+        id="images-packing",
+        when={"method.images": _reads_images, "method.packing": SET},
+        reason="packs of rows with images were not tried",
+        nearest={"method.packing": None},
+        also={"method.images.max_pixels": 4096, "method.packing": "best_fit"},
+    ),
+    Rule(
+        id="images-adapter", when={"method.images.trains": SET, "method.adapter.type": SET},
+        reason="under an adapter every weight of the base is frozen",
+        nearest={"method.images.trains": None},
+        also={"method.images.trains": ["projector"], "method.adapter.type": "lora", **_SEES},
+    ),
+    Rule(
+        id="images-workers",
+        when={"method.images.trains": SET, "resources.num_workers": lambda case: case.resources.num_workers > 1},
+        reason="a batch without images gives the tower no gradient, for which other workers would wait",
+        nearest={"method.images.trains": None},
+        also={"method.images.trains": ["vision"], "resources.num_workers": 2, **_SEES},
+    ),
+    Rule(
+        id="images-sharding",
+        when={"method.images": _reads_images, "resources.sharding": sharded},
+        reason="rows with images were not tried where workers divide the training",
+        nearest=unsharded, also={"method.images.max_pixels": 4096, **ZERO, **_SEES},
+    ),
+    Rule(
+        id="images-text-model", when={"method.images": _reads_text_alone, "config.model_type": shown},
+        reason="this model has no vision_config: it reads no images",
+        nearest={"method.images": None},
+        also={"method.images.max_pixels": 4096, "config.model_type": "llama"},
     ),
     Rule(
         id="dropout-reference",

@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 
+from lineage.fingerprint import set_fields
 from tasks.context import Resources
 from tasks.method import Training
 from tasks.train.sharding import STRATEGIES, is_fsdp
@@ -193,4 +194,6 @@ def _written(value: object) -> str:
         return str(value.value)
     if isinstance(value, float):
         return f"{value:g}"
+    if is_dataclass(value) and not isinstance(value, type):
+        return f"{{{','.join(f'{name}:{_written(each)}' for name, each in set_fields(value).items())}}}"
     return value if isinstance(value, str) else json.dumps(value)

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, StoppedError
 from tasks.context import AUTO_ROWS
+from tasks.data.images import Images, Part
 from tasks.data.tokens.rendering import stop_at, turn_ends
 from tasks.data.tokens.tokenize_rows import load_or_make, require_chat_template, show
 from tasks.judgement.estimate import MOST_TOKENS, architecture, sequences, tokens_at_once
@@ -41,6 +42,7 @@ from tasks.model.chat_template import CHAT_TEMPLATE_FILE, install_chat_template,
 from tasks.model.merging import golden_prompts
 from tasks.model.positions import fix_length, require_positions
 from tasks.model.tokenizers import read_otherwise, require_same_tokens, tokenizer_of
+from tasks.model.vision import Vision, write_size
 from tasks.recipe import Role
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS
 from tasks.train.generation.one_policy import FixedReference
@@ -189,7 +191,7 @@ class TrainingRun:
             policy = models.load_reward_model(*of, self._base_dtype, whole=self._is_late)
         else:
             policy = models.load_policy(*of, self._intake, self._base_dtype, whole=self._is_late)
-        freeze_unread(policy.model)
+        freeze_unread(policy.model, self._trained_parts)
         if self.method.freeze:
             freeze(policy.model, self.method.freeze)
         require_positions(policy.model.config, self.method.max_length)
@@ -228,7 +230,7 @@ class TrainingRun:
             return start
         model = self._adapted(start.model) if self.method.adapter else start.model
         complete_head(model)
-        freeze_unread(plain(model))
+        freeze_unread(plain(model), self._trained_parts)
         if self.method.adapter:
             finish_adapter(model, self.method.adapter, self.method.seed)
             step_in_fp32(model)
@@ -449,7 +451,18 @@ class TrainingRun:
         if self._packs or (is_line and tokenization and reads.kind != Kind.TEXT):  # chunks have no padding
             pairs = reads.kind == Kind.PREFERENCES
             collate = collator_for(self._start.model, collate, pairs=pairs, packs=self._packs)
+        if vision := Vision.of(self.inputs[_POLICY].path, self.inputs[reads.slot].path, self._images):
+            collate = cast(Collator, vision.collator(cast("Callable[[list[dict[str, object]]], object]", collate)))
         return collate
+
+    @property
+    def _trained_parts(self) -> tuple[Part, ...]:
+        return (self._images.trains if self._images else None) or ()
+
+    @property
+    def _images(self) -> Images | None:
+        """How the rows' images are read; None: they have none."""
+        return getattr(self.method, "images", None)
 
     @property
     def stop_tokens(self) -> list[int]:
@@ -536,8 +549,8 @@ class TrainingRun:
         counted = self.ctx if divides else replace(self.ctx, resources=self._resources_of_rows)
         arguments = {**trainer_args(self.method, counted, self.num_steps), **own, **off}
         arguments["precompute_ref_log_probs"] = self._precomputes
-        # On a line of all rows, the noise of NEFTune would shrink with the rows of a micro batch.
-        is_line = reads_lines(trainer_class) and (self._packs or not self.method.neftune_alpha)
+        # On a line of all rows, NEFTune's noise would shrink with the rows of a micro batch; and a tower reads no line.
+        is_line = reads_lines(trainer_class) and (self._packs or not (self.method.neftune_alpha or self._images))
         shared = {
             "train_dataset": rows,
             "data_collator": self._collator(own.get("data_collator"), is_line),
@@ -559,7 +572,7 @@ class TrainingRun:
         )
         if divides:
             self._start_by_tokens(trainer, is_line)
-        freeze_unread(plain(trainer.model))  # an adapter on it too
+        freeze_unread(plain(trainer.model), self._trained_parts)  # an adapter on it too
         install_optimizer(trainer, self.method.optimizer, self.method.learning_rate)
         install_schedule(trainer, self.method.schedule, self.method.learning_rate)
         frozen = [each for each in own.values() if isinstance(each, PreTrainedModel)]
@@ -699,6 +712,8 @@ class TrainingRun:
         )
         if self._chat_template and self.ctx.rank == 0:
             (self.ctx.output_dir / CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
+        if self._images and self._images.size and self.ctx.rank == 0:
+            write_size(self.ctx.output_dir, self._images.size)
         for write in self.writers if self.ctx.rank == 0 else ():
             write(self.ctx.output_dir)
         return dict(metrics)

@@ -111,6 +111,7 @@ SHORTER = {
 }  # fmt: skip
 # test_adapter_in.py, test_best.py, test_diloco.py, test_divergence.py, test_qlora.py, test_validation.py
 ELSEWHERE = {"adapter_in", "best", "diloco", "output", "on_divergence", "quantization", "validation"}
+ELSEWHERE |= {"images"}  # test_vision.py
 # test_generating.py, test_ppo.py
 ELSEWHERE |= {"reward_model_weight", "equal_rewards_patience", "vllm", "epsilon", "epsilon_high", "kl_ratio"}
 QUICK = {"sft", "grpo", "ppo"}  # of one loop each: their fields that all methods have are tried quickly

@@ -9,11 +9,11 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from lineage.errors import DataError
 
@@ -34,12 +34,22 @@ class Rendered:
         starts: places where the assistant begins to speak, ascending: a token ends there.
         literal: parts that spell a control token and are text, ascending.
         spelled: the control tokens that a row's own texts spell, in order.
+        images: where the tokens of images are.
     """
 
     text: str
     starts: Sequence[int] = ()
     literal: Sequence[Span] = ()
     spelled: Sequence[str] = ()
+    images: Sequence["ImageSpan"] = ()
+
+    def moved(self, text: str, moved: Callable[[int], int], images: Sequence["ImageSpan"]) -> Self:
+        """The same with another text; ``moved`` says where each place of the former one is in it."""
+        literal = [(moved(start), moved(end)) for start, end in self.literal]
+        return replace(self, text=text, starts=list(map(moved, self.starts)), literal=literal, images=images)
+
+
+ImageSpan = tuple[int, int, int]  # start, end, and the place of the image among those of the rows
 
 
 def encoder_of(tokenizer: "PreTrainedTokenizerBase") -> "Encoder":

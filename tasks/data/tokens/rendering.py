@@ -15,16 +15,17 @@ import json
 import logging
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from lineage.errors import ConfigError, DataError, PipelineError
+from tasks.data.images import MARK
 from tasks.data.kinds import Message
-from tasks.data.tokens.encoding import Rendered, Span, any_of, common_prefix
+from tasks.data.tokens.encoding import ImageSpan, Rendered, Span, any_of, common_prefix
 from tasks.data.tokens.template import Limited, OverTimeError, Thinking, Tools, form_of, limit_of, lost
 
 if TYPE_CHECKING:
@@ -91,12 +92,14 @@ class Template:
         name: of the model that it came with, for messages.
         plain, with_tools: for a conversation without and with tools; models may have one for each.
         in_blocks: it takes contents as lists of ``{"type": "text", "text": ...}``, as those of vision models do.
+        images: marks in contents are images, ``{"type": "image"}`` in such lists.
     """
 
     plain: str
     with_tools: str
     special_tokens: Mapping[str, object]
     in_blocks: bool = False
+    images: bool = False
     name: str = ""
 
     @staticmethod
@@ -152,11 +155,7 @@ class Template:
 
         if (self.plain, self.with_tools) in _REFUSED:  # not tried again
             raise ConfigError(_REFUSED[self.plain, self.with_tools])
-        if self.in_blocks:
-            conversations = [
-                [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-                for messages in conversations
-            ]
+        conversations = [self._in_blocks(messages) for messages in conversations]
         try:
             with Limited():
                 try:
@@ -184,6 +183,14 @@ class Template:
                 "chat_template=chatml on the sft stage"
             ) from error
 
+    def _in_blocks(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Messages as the template takes them: contents are lists where it wants that, and in a row with images."""
+        has_images = self.images and any(MARK.search(str(message["content"])) for message in messages)
+        if not (self.in_blocks or has_images):
+            return messages
+        blocks = blocks_of if has_images else _text_block
+        return [{**message, "content": blocks(str(message["content"]))} for message in messages]
+
     def _texts(
         self, conversations: Sequence[Sequence[Message]], tools: Tools | None, *, prompt: bool, thinks: bool
     ) -> list[str]:
@@ -201,6 +208,17 @@ class Template:
             conversations=conversations, tools=tools, chat_template=template, **variables
         )[0]
         return texts
+
+
+def _text_block(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
+
+
+def blocks_of(content: str) -> list[dict[str, str]]:
+    """A content with marks of images as a list of texts and images."""
+    texts = MARK.split(content)[::2]  # between them are digests
+    blocks = [block for text in texts for block in ({"type": "image"}, {"type": "text", "text": text})][1:]
+    return [block for block in blocks if block.get("text") != ""] or _text_block("")
 
 
 def _on_one_day(template: str) -> str:
@@ -448,6 +466,10 @@ class Turns(Rendered):
 
     spans: Sequence[Span] = ()
 
+    def moved(self, text: str, moved: Callable[[int], int], images: Sequence[ImageSpan]) -> Self:
+        spans = [(moved(start), moved(end)) for start, end in self.spans]
+        return replace(super().moved(text, moved, images), spans=spans)
+
 
 _MARKS = [chr(code) for code in range(0xE010, 0xE0A0)]  # characters for private use
 
@@ -604,9 +626,10 @@ class Renderer:
 
     @staticmethod
     def of(
-        tokenizer: "PreTrainedTokenizerBase", thinking: Thinking | None = None, *, keeps_control: bool = False
-    ) -> "Renderer":
-        template, stops = Template.of(tokenizer), StopTokens.of(tokenizer)
+        tokenizer: "PreTrainedTokenizerBase", thinking: Thinking | None = None, *, keeps_control: bool = False,
+        images: bool = False,
+    ) -> "Renderer":  # fmt: skip
+        template, stops = replace(Template.of(tokenizer), images=images), StopTokens.of(tokenizer)
         return Renderer(
             template=template, stops=stops, thinking=thinking, thinks_in_field=_thinks_in_field(template),
             control=ControlTokens.of(template, stops), keeps_control=keeps_control,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from tasks.data.images import Images
 from tasks.data.kinds import TEXT, RowOutcome, arrow_schema
 from tasks.data.tokens.template import Thinking
 from tasks.model.chat_template import check_name
@@ -38,6 +39,7 @@ class Tokenization:
         control_tokens: what is done with rows whose texts spell a control token, such as ``<|im_end|>``: encode them
             as text, keep the tokens, drop the rows, or fail. None: ``text``, and ``keep`` for documents, which may be
             rendered already.
+        images: rows may have images; None: they may not.
     """
 
     kind: Kind
@@ -48,6 +50,7 @@ class Tokenization:
     chat_template: str | None = None
     thinking: Thinking | None = None
     control_tokens: ControlText | None = None
+    images: Images | None = None
 
     @property
     def keeps_control(self) -> bool:

@@ -3,7 +3,7 @@
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from importlib.metadata import version
@@ -21,9 +21,11 @@ from tasks.data.images import require_no_images
 from tasks.data.kinds import (
     IGNORED,
     LABEL_NAMES,
+    PLACES,
     ROW_KINDS,
     TRAIN,
     TRAINED,
+    Column,
     Row,
     RowKind,
     RowOutcome,
@@ -41,6 +43,7 @@ from tasks.data.tokens.rendering import ControlTokens, Renderer, StopTokens, Tur
 from tasks.data.tokens.tokenization import FILLS_NO_CHUNK, Tokenization, TokenPart, chunked, pack
 from tasks.model.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
 from tasks.model.tokenizers import adds_bos, tokenizer_of
+from tasks.model.vision import Vision, require_reads_images
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
 
 REFUSED = "refused"  # a row with this reason is an error
 ANSWER_TOO_LONG = "answer_too_long"  # nothing of the prompt would be left
+IMAGE_CUT = "image_cut"  # a cut would go through an image, or leave one out
 CONTROL_TOKENS = "control_tokens"  # its texts spell some
 
 
@@ -73,6 +77,10 @@ class Kept:
         if not self.removed and len(ids) <= self.max_length:
             return list(ids)
         return [*ids[: self.head], *ids[self.head + self.removed : self.removed + self.max_length]]
+
+    def has(self, start: int, end: int) -> bool:
+        """Whether all tokens from ``start`` to ``end`` are kept."""
+        return end <= self.head or (start >= self.head + self.removed and end <= self.removed + self.max_length)
 
 
 def keep(tokenization: Tokenization, outcome: RowOutcome, prompt: int, head: int) -> Kept:
@@ -147,6 +155,7 @@ class RowTokenizer:
         bos: the token that begins every text of the model; None: it has none.
         adds_bos: whether the tokenizer itself puts it before a text.
         end_of_document: the token after a text; None: the tokenizer has none.
+        vision: how the images of rows become tokens; None: they have none.
     """
 
     tokenization: Tokenization
@@ -156,15 +165,19 @@ class RowTokenizer:
     bos: int | None
     adds_bos: bool
     end_of_document: int | None
+    vision: Vision | None = None
 
     @staticmethod
-    def of(tokenization: Tokenization, tokenizer: "PreTrainedTokenizerBase") -> "RowTokenizer":
+    def of(
+        tokenization: Tokenization, tokenizer: "PreTrainedTokenizerBase", vision: Vision | None = None
+    ) -> "RowTokenizer":
         has_template = tokenizer.chat_template and ROW_KINDS[tokenization.kind].chat
-        end, keeps = end_of_document(tokenizer), tokenization.keeps_control
+        end, marks = end_of_document(tokenizer), {"keeps_control": tokenization.keeps_control, "images": bool(vision)}
         return RowTokenizer(
             tokenization=tokenization,
             encoder=encoder_of(tokenizer),
-            renderer=Renderer.of(tokenizer, tokenization.thinking, keeps_control=keeps) if has_template else None,
+            renderer=Renderer.of(tokenizer, tokenization.thinking, **marks) if has_template else None,
+            vision=vision,
             control=ControlTokens(texts=frozenset(StopTokens.of(tokenizer).special)),
             bos=tokenizer.bos_token_id,
             adds_bos=adds_bos(tokenizer),
@@ -244,6 +257,11 @@ class RowTokenizer:
                 labels[start:end] = whole.ids[start:end]
         kept = keep(self.tokenization, outcome, places[0][0], self._head(whole.ids))
         columns = {"input_ids": kept.of(whole.ids), "labels": kept.of(labels)}
+        if self.vision:
+            images = [(whole.tokens_before(start), whole.tokens_before(end)) for start, end, _ in turns.images]
+            if not all(kept.has(*image) for image in images):
+                outcome.dropped = outcome.dropped or IMAGE_CUT
+            columns[PLACES] = [place for _, _, place in turns.images]
         predicted = columns["labels"][1:]
         outcome.tokens, outcome.trained = len(columns["labels"]), len(predicted) - predicted.count(IGNORED)
         if not outcome.trained:
@@ -372,7 +390,11 @@ class RowTokenizer:
                 f"row {row['row_id']}: the assistant says nothing in its {columns[-1]}; at least one message of the "
                 "assistant is accepted; add the answer, or remove the row"
             )
-        return renderer.turns([*prompt, *messages], tools_of(row), str(row["row_id"]), first=len(prompt))
+        found = renderer.turns([*prompt, *messages], tools_of(row), str(row["row_id"]), first=len(prompt))
+        vision = self.vision
+        if not vision:
+            return found
+        return [vision.expanded(each, [*prompt, *messages], str(row["row_id"])) for each in found]
 
     def _head(self, ids: Sequence[int]) -> int:
         """How many first tokens are never cut."""
@@ -566,7 +588,9 @@ _LIBRARIES = ("fastokens", "jinja2", "tokenizers", "transformers")  # that rende
 _VOCABULARIES = ("*.model", "*.tiktoken", "*vocab*", "*merges*", "tekken.json")  # beside the files of ours
 
 
-def tokens_key(tokenization: Tokenization, rows_digest: str, tokenizer_dir: Path) -> str:
+def tokens_key(
+    tokenization: Tokenization, rows_digest: str, tokenizer_dir: Path, images: Mapping[str, object] | None = None
+) -> str:
     """Digest of everything that determines the tokens; a stage that writes its chat template into a model keeps it."""
     path = tokenizer_dir / CHAT_TEMPLATE_FILE
     if not ROW_KINDS[tokenization.kind].chat:
@@ -580,7 +604,9 @@ def tokens_key(tokenization: Tokenization, rows_digest: str, tokenizer_dir: Path
         "tokenizer": _tokenizer_digest(tokenizer_dir),
         "model_type": _model_type(tokenizer_dir),
         "template": template,
-        "options": {**asdict(tokenization), "chat_template": None},
+        "options": {name: value for name, value in asdict(tokenization).items() if name != "images"}
+        | {"chat_template": None},
+        **({"images": images} if images else {}),
         "version": TOKENS_VERSION,
         "libraries": {name: version(name) for name in (*_LIBRARIES, *(("trl",) if tokenization.packing else ()))},
     }
@@ -740,11 +766,17 @@ def _tokenized(tokenizer: RowTokenizer, rows: "pa.RecordBatch") -> TokenPart:
     examples = [
         {**columns, **row.rest} for row in found if not row.outcome.dropped for columns in (row.columns, *row.more)
     ]
-    tokens = ROW_KINDS[tokenizer.tokenization.kind].tokens
+    tokens = _columns(tokenizer)
     schema = arrow_schema({name: tokens[name] for name in (*found[0].columns, *found[0].rest)})
     columns = [pa.array([row[name] for row in examples], schema.field(name).type) for name in schema.names]
     batch = pa.RecordBatch.from_arrays(columns, schema=schema)
     return TokenPart(outcomes=[row.outcome for row in found], columns=batch)
+
+
+def _columns(tokenizer: RowTokenizer) -> Mapping[str, Column]:
+    """The columns of a file of tokens."""
+    images = {PLACES: Column.IDS} if tokenizer.vision else {}
+    return {**ROW_KINDS[tokenizer.tokenization.kind].tokens, **images}
 
 
 def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: Path) -> TokenStats:
@@ -757,7 +789,7 @@ def write_tokens(rows: Path, tokenizer: RowTokenizer, workers: int, directory: P
 
     kind, keeps = ROW_KINDS[tokenizer.tokenization.kind], tokenizer.tokenization.keeps_control
     stats, too_long = TokenStats(gets_loss=kind.trained, keeps_control=keeps), list[RowOutcome]()
-    columns = arrow_schema(kind.tokens)
+    columns = arrow_schema(_columns(tokenizer))
     outcomes = pa.schema([(name, getattr(pa, of)()) for name, of in _OUTCOME.items()])
     with (
         pa.ipc.new_stream(str(directory / TOKENS), columns) as token_file,
@@ -821,21 +853,28 @@ def load_or_make(
         DataError: a row cannot be rendered, or is too long with ``too_long=refuse``.
         ConfigError: the chat template cannot be used.
     """
-    require_no_images(rows.path, rows.name, "this training")
+    if not tokenization.images:
+        require_no_images(rows.path, rows.name, "this training, where images is null,")
+    vision = Vision.of(tokenizer_dir, rows.path, tokenization.images)
+    if vision:
+        require_reads_images(tokenizer_dir, f"the model of {rows.name!r}")
     file = rows.path / side
     if cache_dir is None:
         with TemporaryDirectory() as scratch:
-            _make(tokenization, file, tokenizer_dir, workers, Path(scratch))
+            _make(tokenization, file, tokenizer_dir, workers, Path(scratch), vision)
             return _read(Path(scratch), tokenization)  # the file stays while it is mapped
     cache = cache_dir / "tokens"
-    digest = DigestCache(cache / "digests.json").digest(file)
-    entry = cache / short(tokens_key(tokenization, digest, tokenizer_dir))
-    with cached(entry, lambda draft: _make(tokenization, file, tokenizer_dir, workers, draft)) as is_new:
+    digests = DigestCache(cache / "digests.json")
+    images = vision.key(digests) if vision else None
+    entry = cache / short(tokens_key(tokenization, digests.digest(file), tokenizer_dir, images))
+    with cached(entry, lambda draft: _make(tokenization, file, tokenizer_dir, workers, draft, vision)) as is_new:
         logger.info("rows_of=%s tokens=%s state=%s", rows.name, entry, "made" if is_new else "reused")
         return _read(entry, tokenization)
 
 
-def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: int, directory: Path) -> None:
+def _make(
+    tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: int, directory: Path, vision: Vision | None
+) -> None:
     """Writes the tokens, the outcomes of rows and, last, the stats into a directory."""
     from datasets import Dataset
 
@@ -843,7 +882,7 @@ def _make(tokenization: Tokenization, rows: Path, tokenizer_dir: Path, workers: 
     kind = ROW_KINDS[tokenization.kind]
     if tokenization.chat_template and kind.chat:
         install_chat_template(tokenizer, tokenization.chat_template)
-    stats = write_tokens(rows, RowTokenizer.of(tokenization, tokenizer), workers, directory)
+    stats = write_tokens(rows, RowTokenizer.of(tokenization, tokenizer, vision), workers, directory)
     examples = Dataset.from_file(str(directory / TOKENS))
     stats.samples = [kind.sample(tokenizer, row) for row in examples.select(range(min(_NUM_SAMPLES, len(examples))))]
     if tokenization.packing and stats.num_examples:

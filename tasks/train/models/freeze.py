@@ -10,6 +10,7 @@ from annotated_types import Gt
 
 from lineage.errors import ConfigError
 from lineage.fingerprint import Setting
+from tasks.data.images import Part
 from tasks.train.optim.optimizers import names_in
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 TOWERS = ("vision", "visual", "audio", "multi_modal_projector")  # in the names of what reads no text
 _EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of what lies before the blocks
+_TRAINED = "_trained_beside_text"  # attribute of a model: names of parameters that text does not reach
 logger = logging.getLogger(__name__)
 
 
@@ -126,14 +128,48 @@ def unread_by_text(model: "PreTrainedModel") -> set[str]:
     return {name for name, each in model.named_parameters() if id(each) not in read}
 
 
-def freeze_unread(model: "PreTrainedModel") -> None:
-    """Freezes what text does not reach: workers would wait for its gradients, which never come."""
+_PROJECTORS = ("projector", "connector", "merger", "modality_projection", "aligner")  # in the names of what joins both
+
+
+def part_of(parameter: str) -> Part:
+    """The part of a model that a parameter outside of its language model belongs to."""
+    return "projector" if any(word in parameter for word in _PROJECTORS) else "vision"
+
+
+def kept_by(trains: Collection[Part] | None, unread: Collection[str]) -> set[str]:
+    """The parameters, of those that text does not reach, that are trained.
+
+    Raises:
+        ConfigError: a part has none.
+    """
+    found = {name for name in unread if trains and part_of(name) in trains}
+    for part in trains or ():
+        if not any(part_of(name) == part for name in found):
+            raise ConfigError(f"images.trains={part}: the model has no such part; remove it")
+    return found
+
+
+def freeze_unread(model: "PreTrainedModel", trains: Collection[Part] | None = None) -> None:
+    """Freezes what text does not reach: workers would wait for its gradients, which never come.
+
+    Args:
+        trains: parts of it that are trained all the same, on rows with images; ``untouched`` then leaves them out.
+    """
     unread = unread_by_text(model)
+    kept = kept_by(trains, unread)
+    vars(model)[_TRAINED] = kept
+    unread -= kept
     for name, parameter in model.named_parameters():
         if name in unread:
             parameter.requires_grad_(False)
     if unread:
         logger.info("frozen=%d parameters, which text does not reach: %s", len(unread), ", ".join(_parts(unread)))
+
+
+def untouched(model: "PreTrainedModel") -> set[str]:
+    """The parameters that are those of the base: text does not reach them, and images do not train them."""
+    trained: set[str] = vars(model).get(_TRAINED, set())
+    return unread_by_text(model) - trained
 
 
 def _parts(names: Iterable[str]) -> list[str]:

@@ -54,7 +54,7 @@ from tasks.model.positions import fix_length, reads_padding, scale_by_row, why_n
 from tasks.model.remote_code import local_options, trusts
 from tasks.model.tokenizers import copy_tokenizer_files, require_ends, tokenizer_of
 from tasks.recipe import Input, TrainingRecipe
-from tasks.train.models.freeze import unread_by_text
+from tasks.train.models.freeze import untouched
 from tasks.train.models.quantization import FORMATS, options_quantized_before, torch_dtype, why_not_on_quantized
 from tasks.train.models.quantized_base import (
     Quantizer,
@@ -439,7 +439,7 @@ def save_whole(
     Raises:
         PipelineError: a weight of the base is neither in the output nor logged as left out.
     """
-    unread = unread_by_text(model)
+    unread = untouched(model)
     state = {name: each for name, each in model.state_dict().items() if name not in unread} if unread else None
     model.save_pretrained(output, safe_serialization=True, state_dict=state)
     before, after = before or places_of(base), places_of(output)
