@@ -117,7 +117,7 @@ $(READY): requirements.lock pyproject.toml
 	@$(call logged,$(BIN)/pip install --no-compile $$(sed -En 's/^((torch|uv)==[^ ]+).*/\1/p' requirements.lock))
 	@echo "set-up 3/3: posttrain, and what it needs"
 	@$(call logged,$(BIN)/uv pip install --python $(BIN)/python --constraint requirements.lock --editable . || \
-	  { echo "uv failed; it does not read pip's settings, so pip tries again"; \
+	  { echo "uv failed; it reads no settings of pip: pip tries again"; \
 	  $(BIN)/pip install --no-compile --constraint requirements.lock --editable .; })
 	@touch $@
 

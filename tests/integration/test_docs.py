@@ -111,6 +111,24 @@ def test_every_file_and_target_that_a_page_names_exists(page: Path) -> None:
     assert set(MAKE.findall(text)) <= targets
 
 
+def test_the_set_up_is_valid_shell_and_brings_the_demo_no_tools_of_tests(tmp_path: Path) -> None:
+    for target, whole in ((".venv/ready", False), (".venv/tests", True)):
+        made = [
+            "make",
+            "--dry-run",
+            "--always-make",
+            f"VENV={tmp_path}/none",
+            target.replace(".venv", f"{tmp_path}/none"),
+        ]
+        lines = subprocess.run(made, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        checked = subprocess.run(["sh", "-n"], input=lines, capture_output=True, text=True)
+        assert not checked.stderr, checked.stderr + lines
+        assert ("--requirement requirements.lock" in lines, "verl" in lines) == (whole, whole)
+        assert "--constraint requirements.lock" in lines
+        shown = [line for line in lines.splitlines() if "install" in line and "setup.log" not in line]
+        assert not [line for line in shown if line.startswith(f"{tmp_path}")], "the log has what pip prints"
+
+
 def test_the_pages_stay_short() -> None:
     lines = {page.relative_to(ROOT).as_posix(): len(page.read_text().splitlines()) for page in PAGES}
     assert lines["README.md"] <= 120
