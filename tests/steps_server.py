@@ -34,8 +34,9 @@ class Served:
         import uvicorn
 
         from flows.steps.server import app_of
+        from flows.steps.tinker import routes
 
-        app = app_of(self.engine, url=self.url, **self._own)  # type: ignore[arg-type]
+        app = app_of(self.engine, url=self.url, more=[routes(self.engine)], **self._own)  # type: ignore[arg-type]
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [self._socket]}, daemon=True)
         thread.start()

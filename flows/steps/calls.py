@@ -149,16 +149,19 @@ class Generate(_Reading):
     top_p: float = 1.0
     top_k: int | None = None
     stop: list[str | int] | None = None  # texts and tokens; None: the model's stop tokens
+    prompt_logprobs: bool = False  # return the log-probabilities of the prompts' tokens too
 
     def run(self, session: "Session", place: Place) -> Result:
         if (self.prompts is None) == (self.texts is None):
             raise ConfigError("generate: prompts or texts is accepted; send one of them")
         prompts = self.prompts or [session.tokenizer(text)["input_ids"] for text in self.texts or ()]
         with self.weights(session, place):
-            return session.generate(
+            found = session.generate(
                 prompts, max_tokens=self.max_tokens, num_samples=self.num_samples, seed=self.seed,
                 temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, stop=self.stop,
             )  # fmt: skip
+            more = {"prompt_logprobs": session.logprobs(prompts)["logprobs"]} if self.prompt_logprobs else {}
+            return {**found, **more}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Result = dict[str, object]
 CustomLoss = Callable[[Sequence[Row], "list[Tensor]"], "tuple[Tensor, Mapping[str, float]]"]
 URL, KEY = "POSTTRAIN_STEPS_URL", "POSTTRAIN_STEPS_KEY"  # environment variables
-_WAIT_SECONDS, _TRIES = 30, 8
+_WAIT_SECONDS, _TRIES = 30, 16
 
 
 class CallError(PipelineError):

@@ -69,6 +69,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
         from flows.steps.engine import Engine, Limits
         from flows.steps.server import app_of
+        from flows.steps.tinker import routes
 
         limits = Limits(lease_minutes=options.lease_minutes, max_live=options.max_sessions)
         engine = Engine(
@@ -78,7 +79,7 @@ def run_serve(options: argparse.Namespace) -> int:
         url = f"http://{options.host}:{bound.getsockname()[1]}"
         key = _first_key(options, engine.records.has_keys(), engine)
         print(f"serving steps at {url} (REST {url}/docs, MCP {url}/mcp); {key}; Ctrl-C ends", flush=True)
-        server = uvicorn.Server(uvicorn.Config(app_of(engine, url=url), log_level="warning"))
+        server = uvicorn.Server(uvicorn.Config(app_of(engine, url=url, more=[routes(engine)]), log_level="warning"))
         server.run(sockets=[bound])
     return 0
 

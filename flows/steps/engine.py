@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from flows.declare.config import typed
-from flows.steps.calls import CALLS, Call, Generate, Place
+from flows.steps.calls import CALLS, Call, Generate, Load, Place
 from flows.steps.records import DONE, FAILED, QUEUED, Records
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.fingerprint import digest_json
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 CREATE = "create"
-_ID = re.compile(r"[A-Za-z0-9-]{1,64}")
+_ID, _SESSION = re.compile(r"[A-Za-z0-9-]{1,64}"), re.compile(r"[A-Za-z0-9:-]{1,64}")
 _SNAPSHOT = "snapshot"
 
 
@@ -174,15 +174,23 @@ class Engine:
         """Accepts a new session.
 
         Args:
-            body: ``model``, and the fields of ``tasks.steps.Steps``.
+            body: ``model``, the fields of ``tasks.steps.Steps``, and ``start``: the saved state that it starts from, as
+                the arguments of ``load``.
             session: its name; None: a new one.
         """
         settings = dict(body)
         model, name = settings.pop("model", None), session or uuid.uuid4().hex[:16]
+        if not _SESSION.fullmatch(name):
+            raise RefusedError(422, f"session {name}: letters, digits, dashes and colons are accepted")
         if not isinstance(model, str) or not model:
             raise RefusedError(422, "model is missing; a REF of the store or a directory is accepted")
         if "commands" in settings:
             raise RefusedError(422, "commands is set when a session is committed; leave it out")
+        if (start := settings.pop("start", None)) is not None:
+            loading = typed(Load, start, "start") if isinstance(start, dict) else None
+            if loading is None or loading.session is None:
+                raise RefusedError(422, "start: an object with session and saved is accepted")
+            self.require_session(key, loading.session)
         typed(Steps, settings, "session")
         body_digest = digest_json(body)
         known = self.records.call_at(name, 0)
@@ -190,12 +198,13 @@ class Engine:
             return self._same(known, body_digest, key)
         self._require_quota(key, sessions=True)
         request_id = uuid.uuid4().hex
-        self.records.add_session(id=name, key=key["name"], model=model, settings=json.dumps(settings))
+        self.records.add_session(
+            id=name, key=key["name"], model=model, settings=json.dumps(settings), start=start and json.dumps(start)
+        )
         with self._condition:
             self._write(name, request_id, dict(body))
             self._orders[name] = _Order()
-            self._add(name, request_id, 0, CREATE, body_digest, changes=True)
-        self.records.audit(key=key["name"], client=client, session=name, call=CREATE, request=request_id, status=202)
+            self._add(key["name"], client, name, request_id, 0, CREATE, body_digest, changes=True)
         return self.outcome(request_id)
 
     def accept(
@@ -236,8 +245,7 @@ class Engine:
                 raise RefusedError(429, f"{order.waiting} calls of this session wait; send more when some are done")
             self._require_quota(key, sessions=False)
             self._write(session, request_id, dict(body))
-            self._add(session, request_id, seq, name, digest, changes=call.changes)
-        self.records.audit(key=key["name"], client=client, session=session, call=name, request=request_id, status=202)
+            self._add(key["name"], client, session, request_id, seq, name, digest, changes=call.changes)
         return self.outcome(request_id)
 
     def require_session(self, key: "RowMapping", session: str) -> "RowMapping":
@@ -320,11 +328,15 @@ class Engine:
 
     # --- the queue
 
-    def _add(self, session: str, request_id: str, seq: int | None, name: str, digest: str, *, changes: bool) -> None:
+    def _add(
+        self, key: str, client: str, session: str, request_id: str, seq: int | None, name: str, digest: str, *,
+        changes: bool,
+    ) -> None:  # fmt: skip
         self._number += 1
         self.records.add_call(
-            id=request_id, session=session, seq=seq, number=self._number, name=name, changes=int(changes), digest=digest
-        )
+            key, client, id=request_id, session=session, seq=seq, number=self._number, name=name, changes=int(changes),
+            digest=digest,
+        )  # fmt: skip
         self._enqueue(session, request_id, seq, self._number)
 
     def _enqueue(self, session: str, request_id: str, seq: int | None, number: int) -> None:
@@ -421,11 +433,12 @@ class Engine:
         return {
             "session": session, "vocabulary": live.session.vocabulary, "trained_weights": trained,
             "max_length": live.session.method.max_length, "weights": live.session.digest(),
+            "started_from": (found["start"] and json.loads(found["start"])) or None,
         }  # fmt: skip
 
     def _called(self, found: "RowMapping") -> dict[str, object]:
         live = self._loaded(found["session"])
-        return dict(self._call(found).run(live.session, self._place(found)))
+        return dict(self._call(found).run(live.session, self._place(found["session"], found["id"])))
 
     def _call(self, found: "RowMapping") -> Call:
         body = json.loads(self._body(found["session"], found["id"]).read_bytes())
@@ -434,11 +447,15 @@ class Engine:
             return replace(call, seed=found["number"])
         return call
 
-    def _place(self, found: "RowMapping") -> Place:
-        owner = self.records.session(found["session"])
+    def _place(self, session: str, request_id: str) -> Place:
+        owner = self.records.session(session)
         assert owner is not None
         saves = {each["id"]: self._folder(each["id"]) / "saves" for each in self.records.sessions(owner["key"])}
-        return Place(session=found["session"], request_id=found["id"], saves=saves)
+        return Place(session=session, request_id=request_id, saves=saves)
+
+    def model_path(self, model: str) -> Path:
+        """The directory of a model."""
+        return self._find(model).path
 
     # --- sessions in memory
 
@@ -468,7 +485,10 @@ class Engine:
         assert found is not None
         policy, folder = self._find(found["model"]), self._folder(name)
         ctx = TrainContext(output_dir=folder / "output", work_dir=folder / "work", resources=self.resources)
-        return Session(typed(Steps, json.loads(found["settings"]), "session"), policy, ctx, self._bases)
+        made = Session(typed(Steps, json.loads(found["settings"]), "session"), policy, ctx, self._bases)
+        if found["start"]:
+            typed(Load, json.loads(found["start"]), "start").run(made, self._place(name, CREATE))
+        return made
 
     def _redo(self, name: str, live: _Live) -> None:
         """Brings a fresh session to the state of its log; every result must be that of the first time, to the bit."""
@@ -480,7 +500,7 @@ class Engine:
         for found in self.log(name):
             if found["seq"] <= live.applied:
                 continue
-            result = orjson.dumps(self._call(found).run(live.session, self._place(found)))
+            result = orjson.dumps(self._call(found).run(live.session, self._place(name, found["id"])))
             if result != self._result(name, found["id"]).read_bytes():
                 raise PipelineError(
                     f"session {name}: call {found['seq']} ({found['name']}) gave another result when it was executed "

@@ -44,6 +44,7 @@ SESSIONS = Table(
     "sessions", _META, Column("id", String(64), primary_key=True),
     Column("key", String(64), ForeignKey("keys.name"), nullable=False, index=True),
     Column("model", Text, nullable=False), Column("settings", Text, nullable=False), Column("path", Text),
+    Column("start", Text),
     Column("state", String(16), nullable=False), Column("created", Float, nullable=False),
 )  # fmt: skip
 CALLS = Table(
@@ -143,9 +144,13 @@ class Records:
         with self._engine.connect() as connection:
             return connection.execute(query if key is None else query.where(SESSIONS.c.key == key)).mappings().all()
 
-    def add_call(self, **values: object) -> None:
+    def add_call(self, key: str, client: str, **values: object) -> None:
+        """A call, with its audit row."""
+        now = time.time()
+        audit = {"session": values["session"], "call": values["name"], "request": values["id"], "status": 202}
         with self._engine.begin() as connection:
-            connection.execute(insert(CALLS).values(**values, state=QUEUED, created=time.time()))
+            connection.execute(insert(CALLS).values(**values, state=QUEUED, created=now))
+            connection.execute(insert(AUDIT).values(**audit, key=key, client=client, time=now))
 
     def call(self, request_id: str) -> "RowMapping | None":
         with self._engine.connect() as connection:

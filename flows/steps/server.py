@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Annotated, cast
 
-from fastapi import FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse
 from pydantic import AnyHttpUrl, TypeAdapter, WithJsonSchema
@@ -111,11 +111,15 @@ class BodyLimit:
         return f"the body has more than {self.limit} bytes; send fewer rows in a call: gradients add up"
 
 
-def app_of(engine: Engine, *, url: str = "http://127.0.0.1", max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def app_of(
+    engine: Engine, *, url: str = "http://127.0.0.1", max_body_bytes: int = MAX_BODY_BYTES,
+    more: Sequence[APIRouter] = (),
+) -> FastAPI:  # fmt: skip
     """The application: REST under ``/v1``, MCP under ``/mcp``, the OpenAPI page under ``/docs``.
 
     Args:
         url: where it is served, for the metadata of MCP.
+        more: routes of other protocols.
     """
     tools = _tools(engine, url)
     sub = (
@@ -140,7 +144,8 @@ def app_of(engine: Engine, *, url: str = "http://127.0.0.1", max_body_bytes: int
         key = engine.records.key_of(key_of(request) or "")
         parts = request.url.path.strip("/").split("/")
         engine.records.audit(
-            key=key and key["name"], client="rest", session=parts[2] if len(parts) > 2 else None, call=parts[-1][:64],
+            key=key and key["name"], client="tinker" if parts[0] == "api" else "rest",
+            session=parts[2] if len(parts) > 3 else None, call=parts[-1][:64],
             status=status,
         )  # fmt: skip
         return JSONResponse({"error": str(error)}, status)
@@ -148,6 +153,8 @@ def app_of(engine: Engine, *, url: str = "http://127.0.0.1", max_body_bytes: int
     _add_sessions(app, engine)
     for name in CALLS:
         _add_call(app, engine, name)
+    for each in more:
+        app.include_router(each)
     if sub is not None:
         app.mount("/", sub)  # last: it takes every other address
     return app

@@ -38,6 +38,7 @@ ALONE = {
     "flows.serving.*": "imported by name, when its command is called",
     "flows.steps.client": "posttrain.steps: the SDK",
     "flows.steps.command": "imported by name, when its command is called",
+    "flows.steps.tinker": "the protocol of one client",
     "flows.steps.server": "FastAPI: its command's file parses alone, also for --help",
     "flows.dvc_yaml": "python -m: `make dvc-yaml`",
     "flows.prefect.*": "Prefect: what starts fast does not import it",

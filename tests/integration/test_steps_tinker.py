@@ -1,0 +1,167 @@
+"""The public tinker client, in an environment of its own, against the server; and the protocol without it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from flows.steps.tinker import MESSAGES, SCHEMA
+from tasks.method import Adapter
+from tests import training
+from tests.integration.test_steps import session
+from tests.steps_server import Served
+
+CLIENT = "tinker==0.38.0"
+ROWS = [[5, 6, 7, 8], [9, 10, 11], [12, 13], [14, 15, 16, 17]]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+_FIELDS = """
+import json
+from tinker.proto import tinker_public_pb2 as found
+known = found.DESCRIPTOR.message_types_by_name
+print(json.dumps({name: {str(each.number): each.name for each in known[name].fields} for name in known}))
+"""
+
+
+@pytest.fixture(scope="session")
+def client_python(pytestconfig: pytest.Config) -> Path:
+    """An interpreter with the client, kept for later runs of the tests."""
+    folder = pytestconfig.cache.mkdir("tinker") / CLIENT  # type: ignore[union-attr]
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        uv = [sys.executable, "-m", "uv"]
+        subprocess.run([*uv, "venv", "--quiet", "--clear", str(folder), "--python", sys.executable], check=True)
+        ran = subprocess.run([*uv, "pip", "install", "--quiet", "--python", str(python), CLIENT], check=False)
+        if ran.returncode:
+            pytest.skip(f"{CLIENT} cannot be installed here")
+        (folder / "ready").touch()
+    return python
+
+
+def run(python: Path, *arguments: str) -> dict[str, object]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run(
+        [str(python), *arguments], env={**environment, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found: dict[str, object] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_our_messages_have_the_fields_of_the_client(client_python: Path) -> None:
+    theirs = run(client_python, "-c", _FIELDS)
+    shared = [name for name in SCHEMA if name in theirs]
+    assert len(shared) >= 9 and "SampleResponse" in shared
+    for name in shared:
+        for part in filter(None, SCHEMA[name].split("; ")):
+            number, own, _ = part.split()
+            assert theirs[name][number] == own, (name, part)  # type: ignore[index]
+
+
+@pytest.mark.slow
+def test_the_public_client_trains_samples_saves_and_resumes(client_python: Path, tmp_path: Path) -> None:
+    """Against a session in this process, whose losses and gradients are those of plain torch (``test_steps.py``)."""
+    training.write_models(tmp_path)
+    script = Path(__file__).parents[1] / "steps_sdk.py"
+    with Served(tmp_path / "steps").running() as served:
+        found = run(client_python, str(script), served.url, served.key, str(tmp_path / "policy"))
+        audited = {each["client"] for each in served.engine.records.audited()}
+    assert audited == {"tinker"}
+    adapter = Adapter(rank=2)
+    own = session(tmp_path, tmp_path / "own", adapter=adapter, seed=1, max_length=128)
+    losses, norms = [], []
+    settings = {"learning_rate": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 0.0}
+    for name in ("cross_entropy", "importance_sampling", "ppo", "cispo"):
+        read = own.backward(rows(), name)
+        losses.append(read["loss"])
+        norms.append(own.step(**settings)["grad_norm"])  # type: ignore[arg-type]
+    assert found["losses"] == pytest.approx(losses, rel=1e-6) and found["norms"] == pytest.approx(norms, rel=1e-6)
+    assert len(set(found["norms"])) == 4 and all(found["norms"])  # type: ignore[arg-type,call-overload]
+    for theirs, ours in zip(found["logprobs"], read["logprobs"], strict=True):  # type: ignore[call-overload]
+        assert np.allclose(theirs, ours, rtol=1e-6)
+    made = own.generate([[5, 6, 7]], max_tokens=4, num_samples=2, seed=3, stop=[])
+    for theirs, ours in zip(found["sampled"], made["completions"][0], strict=True):  # type: ignore[call-overload,index]
+        assert theirs[0] == ours["tokens"] and "length" in theirs[2]
+        assert np.allclose(theirs[1], ours["logprobs"], rtol=1e-5)
+    [prompt] = own.logprobs([[5, 6, 7]])["logprobs"]  # type: ignore[misc]
+    assert found["prompt"][0] is None and found["prompt"][1:] == pytest.approx(prompt[1:], rel=1e-5)  # type: ignore[index]
+    assert found["path"].startswith("tinker://") and found["path"].endswith(":train:0/weights/one")  # type: ignore[attr-defined]
+    trained, before, again = found["again"]  # type: ignore[misc]
+    assert trained == again and trained != before
+    assert found["base"] != found["prompt"] and found["info"] == str(tmp_path / "policy")
+    assert "weights is missing" in str(found["refused"])
+
+
+def rows() -> list[object]:
+    from tasks.steps import Row
+
+    return [
+        Row(
+            tokens=each[:-1], target_tokens=each[1:], weights=[0.25] * (len(each) - 1),
+            logprobs=[-5.5] * (len(each) - 1), advantages=[0.5 * (-1) ** at for at in range(len(each) - 1)],
+        )
+        for each in ROWS
+    ]  # fmt: skip
+
+
+def request(model: str, seq: int, loss: str = "cross_entropy", *, forward_only: bool = False) -> bytes:
+    message = MESSAGES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only)
+    for each in ROWS:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array(each[:-1], dtype=np.int32).tobytes()
+        columns = {
+            "target_tokens": np.array(each[1:], dtype=np.int64),
+            "weights": np.ones(len(each) - 1, dtype=np.float32),
+        }
+        for name, values in columns.items():
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = values.tobytes(), 1 if values.dtype == np.float32 else 2
+            tensor.shape.append(len(values))
+    return bytes(message.SerializeToString())
+
+
+def test_the_protocol_without_the_client(tmp_path: Path) -> None:
+    """The wire: promises, order with the first chunk last, protobuf in and out, refusals that are not retried."""
+    training.write_models(tmp_path)
+    with Served(tmp_path / "steps").running() as served:
+        http = httpx.Client(base_url=f"{served.url}/api/v1", headers={"X-API-Key": served.key}, timeout=60)
+
+        def future(answer: httpx.Response) -> httpx.Response:
+            assert answer.status_code == 200, answer.text
+            return http.post("/retrieve_future", json={"request_id": answer.json()["request_id"]})
+
+        name = http.post("/create_session", json={"sdk_version": "0.38.0"}).json()["session_id"]
+        body = {
+            "session_id": name, "model_seq_id": 0, "base_model": str(tmp_path / "policy"),
+            "lora_config": {"rank": 2, "train_mlp": True, "train_attn": True},
+        }  # fmt: skip
+        model = future(http.post("/create_model", json=body)).json()["model_id"]
+        assert model == f"{name}:train:0"
+        heads = {"Content-Type": "application/x-protobuf"}
+        later = http.post("/forward_backward", content=request(model, 2), headers=heads)
+        first = http.post("/forward_backward", content=request(model, 1), headers=heads)
+        again = http.post("/forward_backward", content=request(model, 1), headers=heads)
+        assert first.json() == again.json()
+        answers = [future(each) for each in (first, later)]
+        for each in answers:
+            assert each.headers["content-type"] == "application/x-protobuf"
+            output = MESSAGES["ForwardBackwardOutput"]()
+            output.ParseFromString(each.content)
+            assert output.metrics["loss:sum"] > 0 and output.loss_fn_outputs[0].num_datums == 4
+        step = future(
+            http.post("/optim_step", json={"model_id": model, "seq_id": 3, "adam_params": {"learning_rate": 1e-3}})
+        )
+        assert step.json()["metrics"]["grad_norm"] > 0
+        refused = http.post("/forward_backward", content=request(model, 4, "stable_reinforce"), headers=heads)
+        assert refused.status_code == 422 and "cross_entropy, importance_sampling" in refused.json()["error"]
+        empty = future(http.post("/optim_step", json={"model_id": model, "seq_id": 4, "adam_params": {}}))
+        assert empty.json()["category"] == "user" and "there are no gradients" in empty.json()["error"]
+        assert http.post("/nothing", json={}).status_code == 404
+        assert httpx.post(f"{served.url}/api/v1/create_session", json={}).status_code == 401
