@@ -30,7 +30,8 @@ _GUARD = "gc.lock"
 _TRASH = "deleted"  # in the cache: what was renamed, to be deleted
 # Folder of the cache -> name of an entry.
 _CACHES = {
-    "tokens": "tokens", MODELS: "model", REFERENCE_LOGPS: REFERENCE_LOGPS, COMPILED: COMPILED, _TRASH: "deleted"
+    "tokens": "tokens", "scores": "scores", MODELS: "model",
+    REFERENCE_LOGPS: REFERENCE_LOGPS, COMPILED: COMPILED, _TRASH: "deleted"
 }  # fmt: skip
 _LEFT = ("work", "*.gone", "*.tmp", f"{LOCK}.*")  # what a kill may leave beside a finished output
 

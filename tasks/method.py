@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Gt
 
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, GateError
 from lineage.fingerprint import set_fields
+from lineage.record.verdict import read_verdict
 from lineage.source.model_source import text_digest
 from tasks.context import Metrics, TrainContext
 from tasks.data.tokens.template import Thinking
@@ -20,6 +21,7 @@ from tasks.recipe import (
     REWARD_MODEL,
     TEACHER,
     VALUE_MODEL,
+    VERDICT,
     Input,
     Inputs,
     Method,
@@ -103,6 +105,8 @@ class Training(TrainingRecipe):
         recipe |= {**self.optimizer.identity(), **self.schedule.identity()}
         recipe |= self.adapter.identity() if self.adapter else {}
         recipe |= self.quantization.identity(recipe) if self.quantization else {}
+        recipe.pop("evaluation", None)
+        recipe |= {"evaluation": found} if self.evaluation and (found := self.evaluation.identity()) else {}
         template = recipe.get("chat_template")
         if isinstance(template, str) and template not in CHAT_TEMPLATES:  # the text of a family, which TRL may change
             recipe["chat_template_text"] = text_digest(template_text(template))
@@ -132,6 +136,10 @@ class Training(TrainingRecipe):
             raise ConfigError(
                 f"method.validation: {cls} has a loop of its own, which measures no held-out rows; set validation=null"
             )
+        if self.evaluation is not None:
+            raise ConfigError(
+                f"evaluation: {cls} has a loop of its own, which keeps no checkpoint to score; set evaluation=null"
+            )
         if self.schedule.adaptive is not None:
             raise ConfigError(
                 f"method.schedule.adaptive: {cls} has a loop of its own, which does not watch the loss; set "
@@ -148,10 +156,22 @@ class Training(TrainingRecipe):
                 )
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        """Trains, and writes the output."""
+        """Trains, and writes the output.
+
+        Raises:
+            GateError: the verdict that it waited for refuses.
+        """
+        if VERDICT in inputs:
+            gate, name = read_verdict(inputs[VERDICT].path), inputs[VERDICT].name
+            if gate.result == "refuse" or gate.approval == "required":
+                why = "; ".join(gate.complaints()) if gate.result == "refuse" else "a person must approve it first"
+                raise GateError(
+                    f"inputs.{VERDICT}: {name} refuses {gate.candidate.name} ({why}), so this training does not begin; "
+                    f"set inputs.{VERDICT} to a gate that passes and has approval=none, or remove it"
+                )
         from tasks.train.run import train
 
-        return train(self, inputs, ctx, self.loop)
+        return train(self, {slot: each for slot, each in inputs.items() if slot != VERDICT}, ctx, self.loop)
 
     def loop(self, run: "TrainingRun") -> Metrics:
         """Trains ``run.policy.model`` to its last step; returns final metrics."""

@@ -33,6 +33,7 @@ from tasks.train.best import (
     Validation,
     steps_of_epochs,
 )
+from tasks.train.evaluation import Evaluation
 from tasks.train.models.adapters import EMBEDDINGS, HEADS, STACKED, Adapter, reference_of, why_rows_stay
 from tasks.train.models.freeze import Freeze
 from tasks.train.models.quantization import Quantization
@@ -123,6 +124,10 @@ class Method(Setting, ABC):
         """
         return None
 
+    def identity_of(self, inputs: Mapping[str, str]) -> Mapping[str, str]:
+        """The fingerprints of its inputs that are part of its own: slot -> fingerprint."""
+        return inputs
+
     def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
         """The metrics of its output, or those that it reports while it runs; None: unknown.
 
@@ -201,6 +206,8 @@ _SLOT_KINDS = {
 POLICY, REWARD_HEAD, FROZEN_POLICY = Role.POLICY, Role.REWARD_HEAD, Role.FROZEN_POLICY
 REWARD_MODEL, VALUE_MODEL, TEACHER = Role.REWARD_MODEL, Role.VALUE_MODEL, Role.TEACHER
 
+VERDICT = "verdict"  # slot of every training: it waits for that of a gate, and begins only if it passes
+
 # Short form -> the setting and its field.
 SHORT_FORMS = {
     "lr_schedule": ("schedule", "name"),
@@ -262,6 +269,7 @@ class TrainingRecipe(Method):
     best: Best | None = None  # which models compete to be the best; None with output=best: those of validation
     output: Literal["best", "last"] = "last"  # which model it is: of the last step, or the best of those that compete
     on_divergence: Literal["fail", "best"] = "fail"  # when the loss is non-finite
+    evaluation: Evaluation | None = None  # scores checkpoints in a process of its own, while it trains
     diloco: DiLoCo | None = None  # islands of workers that rarely synchronise
 
     def __init_subclass__(cls, **kwargs: object) -> None:
@@ -276,7 +284,8 @@ class TrainingRecipe(Method):
                 'is named policy; set models = {"policy": POLICY, ...} or {"policy": REWARD_HEAD, ...}'
             )
         derived = {
-            "consumes": {**slots, reads.slot: reads.kind},
+            "consumes": {**slots, reads.slot: reads.kind, VERDICT: Kind.VERDICT},
+            "optional": cls.optional | {VERDICT},
             "produces": Kind.REWARD_MODEL if cls.models["policy"] == REWARD_HEAD else Kind.CHECKPOINT,
             "chat_slot": "policy" if reads.chat else None,
         }
@@ -295,6 +304,11 @@ class TrainingRecipe(Method):
             )
         self._check_adapter()
         self._check_best()
+        self._check_evaluation()
+
+    def identity_of(self, inputs: Mapping[str, str]) -> Mapping[str, str]:
+        """Without the verdict, which says when a training begins, and not what it gives."""
+        return {slot: fingerprint for slot, fingerprint in inputs.items() if slot != VERDICT}
 
     def steps(self, num_rows: Callable[[], int]) -> int:
         """Optimizer steps: as set, or those of ``num_epochs`` passes over the rows, the last one filled from the next.
@@ -341,7 +355,8 @@ class TrainingRecipe(Method):
         named = [each.replace("NAME", name) for each in self.measures for name in (rewards if "NAME" in each else [""])]
         held_out = [HELD_OUT_LOSS] * self.measures_held_out + [VAL_LOSS] * (self.validation is not None)
         steps = [each for each in STEPS if of_steps or each not in ONLY_REPORTED]
-        return (*named, *held_out, *steps, *BY_OPTION, *([] if of_steps else OUTPUT))
+        scored = ["evaluation/*"] * (self.evaluation is not None and not of_steps)
+        return (*named, *held_out, *steps, *BY_OPTION, *scored, *([] if of_steps else OUTPUT))
 
     @property
     def measures_held_out(self) -> bool:
@@ -512,6 +527,30 @@ class TrainingRecipe(Method):
                 f"{option}, best.metric={self.best.metric}: a step reports it before its own update, which "
                 f"may be the one that diverges; set best.metric={HELD_OUT_LOSS}, or "
                 f"{'divergence_z=null' if returns else 'on_divergence=fail'}"
+            )
+
+    def _check_evaluation(self) -> None:
+        if self.evaluation is None:
+            return
+        if self.models["policy"] == REWARD_HEAD:
+            raise ConfigError(
+                f"evaluation: {type(self).__name__} trains a reward model, which answers nothing; set evaluation=null, "
+                "and measure it with the stage evaluate"
+            )
+        if self.evaluation.pick != "last" and (self.output == "best" or self.best is not None):
+            raise ConfigError(
+                f"evaluation.pick={self.evaluation.pick} with output={self.output}: both choose the model that is the "
+                "output; set evaluation.pick=last, or output=last and best=null"
+            )
+        if self.adapter and self.adapter.changes_the_base:
+            raise ConfigError(
+                f"evaluation with adapter.init={self.adapter.init}: the adapter of a checkpoint is upon another base "
+                "than the stage's input; set evaluation=null, or adapter.init=null"
+            )
+        if self.adapter_in == "continue":
+            raise ConfigError(
+                "evaluation with adapter_in=continue: the base of a checkpoint is in two parts; set evaluation=null, "
+                "or adapter_in=merge"
             )
 
     def tokenization(self) -> Tokenization | None:

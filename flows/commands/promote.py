@@ -163,9 +163,9 @@ def _stubs_of(plan: "Plan", report: "PlannedInput") -> "Stubs | None":
 
 def _made(plan: "Plan", planned: "PlannedStage") -> "Stubs":
     from tasks.evaluate import Evaluate
-    from tasks.evaluate.metric import rewards_of
     from tasks.evaluate.rows import words_of_rows
     from tasks.reward_functions import scorers
+    from tasks.reward_functions.metric import rewards_of
 
     method = planned.stage.method
     assert isinstance(method, Evaluate)

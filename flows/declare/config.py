@@ -725,6 +725,7 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
     parts = typed(StageNode, {"inputs": {}, "resources": {}, **node}, where)
     cls = method_class(f"{where}.method._target_", str(method["_target_"]))
     recipe = {key: value for key, value in method.items() if key != "_target_"}
+    recipe |= {"evaluation": _merged(recipe.get("evaluation"), parts.evaluation)} if parts.evaluation else {}
     defaults = {
         "adapter": tree["adapter"], "quantization": tree["quantization"], "optimizer": tree["optimizer"],
         "schedule": tree["lr_schedule"], "save": root.save, "approval": root.gate.approval,

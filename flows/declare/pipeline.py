@@ -300,6 +300,7 @@ class StageNode:
     method: dict[str, object]
     inputs: dict[str, str]
     resources: dict[str, object]
+    evaluation: dict[str, object] | None = None  # short for the method's
 
 
 @strict

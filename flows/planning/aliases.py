@@ -217,7 +217,7 @@ def _outputs(resolved_alias: ResolvedAlias, pinned: Callable[[str], str]) -> set
         inputs = {slot: known.get(pipeline.key(ref)) for slot, ref in stage.inputs.items()}
         known_inputs = {slot: value for slot, value in inputs.items() if value}
         if len(known_inputs) == len(inputs):
-            known[name] = fingerprint(stage.method.recipe(), known_inputs)
+            known[name] = fingerprint(stage.method.recipe(), stage.method.identity_of(known_inputs))
     return {(name, known[name]) for name in pipeline.stages if name in known}
 
 

@@ -269,7 +269,7 @@ def _plan_stage(
     name: str, stage: Stage, inputs: Mapping[str, PlannedInput], store: Store, pipeline: Pipeline, memo: Memo
 ) -> PlannedStage:
     recipe = stage.method.recipe()
-    identity = fingerprint(recipe, {slot: input_.fingerprint for slot, input_ in inputs.items()})
+    identity = fingerprint(recipe, stage.method.identity_of({slot: each.fingerprint for slot, each in inputs.items()}))
     entry = store.entry(name, identity)
     if (name, identity) not in memo.stages:
         code = memo.code_of(stage.method)

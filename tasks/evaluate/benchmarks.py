@@ -5,15 +5,15 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
 
 from lineage.errors import DataError, PipelineError
-from tasks.evaluate.metric import Metric, data_files
 from tasks.evaluate.row_scores import RowScores
 from tasks.evaluate.scoring import Batches, generating
+from tasks.reward_functions.metric import Metric, data_files
 
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
@@ -66,6 +66,25 @@ class Measurement:
     scores: Sequence[RowScores] = ()
     values: Mapping[str, float] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
+
+    def named(self, name: str) -> "Measurement":
+        """The same of a policy of that name; it was measured without one."""
+        return Measurement(
+            scores=[replace(each, scores={name: each.scores[""]}) for each in self.scores],
+            values={f"{name}{key}": value for key, value in self.values.items()},
+            failed={f"{name}{key}": reason for key, reason in self.failed.items()},
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """As a value of JSON."""
+        return {"scores": [asdict(each) for each in self.scores], "values": {**self.values}, "failed": {**self.failed}}
+
+    @staticmethod
+    def from_json(value: object) -> "Measurement":
+        """Of ``to_json``."""
+        assert isinstance(value, dict)
+        scores = [RowScores(**each) for each in value["scores"]]
+        return Measurement(scores=scores, values=value["values"], failed=value["failed"])
 
 
 def joined(found: Sequence[Measurement]) -> Measurement:
@@ -166,12 +185,7 @@ def measure(
     size = benchmark.metric.batch_size or batches.rows or _BATCH
     with generating(model), _quiet():
         wrapped = Shared(pretrained=model, tokenizer=tokenizer, batch_size=size)
-        try:
-            return _measured(benchmark, name, wrapped)
-        except PipelineError as error:
-            if batches.world_size > 1:  # the others would wait for this one
-                raise
-            return Measurement(failed={f"{name}/{benchmark.metric.label}": str(error)})
+        return _measured(benchmark, name, wrapped)
 
 
 def stub_scores(benchmark: Benchmark) -> list[RowScores]:

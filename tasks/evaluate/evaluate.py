@@ -4,14 +4,15 @@ import filecmp
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
 
 from annotated_types import Ge, Gt, Le
 
 from lineage.artifact import MODELS, Kind
-from lineage.errors import ConfigError
+from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.digest import digest_of
 from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
@@ -32,7 +33,14 @@ from tasks.evaluate.measured import (
     reward_scores,
     win,
 )
-from tasks.evaluate.metric import (
+from tasks.evaluate.report import LOST, POLICY_METRICS, write_report
+from tasks.evaluate.row_scores import KL, REWARD, RowScores, write_scores
+from tasks.evaluate.scoring import Batches, Cache, Loading, Scored, logps, rewards
+from tasks.evaluate.stubs import Stubs, stubs_of
+from tasks.model.vision import Vision, require_reads_images
+from tasks.recipe import Input, Inputs, Method
+from tasks.reward_functions import Rewards, Scorer, check_columns, check_rewards, scorers
+from tasks.reward_functions.metric import (
     WIN_RATE,
     Metric,
     check_metrics,
@@ -40,13 +48,6 @@ from tasks.evaluate.metric import (
     metrics_of,
     rewards_of,
 )
-from tasks.evaluate.report import LOST, POLICY_METRICS, write_report
-from tasks.evaluate.row_scores import KL, REWARD, RowScores, write_scores
-from tasks.evaluate.scoring import Batches, Scored, logps, rewards
-from tasks.evaluate.stubs import Stubs, stubs_of
-from tasks.model.vision import Vision, require_reads_images
-from tasks.recipe import Input, Inputs, Method
-from tasks.reward_functions import Rewards, Scorer, check_columns, check_rewards, scorers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -250,7 +251,7 @@ class Evaluate(Method):
         check_columns(functions, columns_of(rows))
         benchmarks = self.benchmarks()
         reference, measured, ratios, of_benchmarks = self._measure_all(
-            policies, inputs["reference"], rows, tokenizer, ctx, benchmarks
+            policies, inputs["reference"], rows, tokenizer, ctx, benchmarks, weights
         )
         of_rewards, by_kind, rewarded = list[RowScores](), dict[str, float](), dict[str, Sequence[float]]()
         if "reward_model" in inputs:
@@ -354,6 +355,7 @@ class Evaluate(Method):
         tokenizer: "PreTrainedTokenizerBase",
         ctx: TrainContext,
         benchmarks: Sequence[Benchmark],
+        weights: Mapping[str, str],
     ) -> tuple[Measured, dict[str, Measured], dict[str, list[float]], Measurement]:
         """Measures every policy, and last the reference; each distinct model is loaded once, and may change later.
 
@@ -369,65 +371,120 @@ class Evaluate(Method):
         slots[reference.fingerprint] = [*slots.pop(reference.fingerprint, []), "reference"]
         known, sampled = dict[str, Measured](), dict[str, tuple[list[Scored], list[float]]]()
         ratios, step, batch_size = dict[str, list[float]](), 0, Batches.of(ctx)
-        of_benchmarks = list[Measurement]()
+        of_benchmarks, caching = list[Measurement](), self._cache(tokenizer, ctx, batch_size)
         for fingerprint, names in slots.items():
-            model = load_on_device(policies.get(names[0], reference), ctx)
+            model = Loading(partial(load_on_device, policies.get(names[0], reference), ctx))
+            known[fingerprint] = self._measure(model, rows, tokenizer, caching, weights[names[0]])
+            by_benchmark = [self._benchmark(each, model, tokenizer, caching, weights[names[0]]) for each in benchmarks]
             ctx.loaded(*names)
-            known[fingerprint] = self._measure(model, rows, tokenizer, batch_size)
             for name in (each for each in names if each in policies):
-                of_benchmarks += [measure(each, name, model, tokenizer, batch_size) for each in benchmarks]
+                of_benchmarks += [each.named(name) for each in by_benchmark]
                 step += 1
                 scores = perplexities(rows, {name: known[fingerprint]})
                 ctx.report(step, {key: value for each in scores for key, value in each.metrics().items()})
             if self.kl_samples and names != ["reference"]:
-                sampled[fingerprint] = self._sampled(model, rows, tokenizer, batch_size)
+                sampled[fingerprint] = self._sampled(model(), rows, tokenizer, batch_size)
             if "reference" not in names:
                 del model  # before the next one is loaded
         for fingerprint, (samples, own) in sampled.items():  # by the reference, which was loaded last
-            found = list(map(float.__sub__, own, logps(model, samples, batch_size)))
+            found = list(map(float.__sub__, own, logps(model(), samples, batch_size)))
             ratios |= {name: found for name in slots[fingerprint] if name in policies}
         in_order = {name: known[policy.fingerprint] for name, policy in policies.items()}
         in_ratios = {name: ratios[name] for name in policies if ratios}
         return known[reference.fingerprint], in_order, in_ratios, joined(of_benchmarks)
 
+    def _cache(self, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext, batches: Batches) -> Cache:
+        """What was measured before, on this kind of machine and by these libraries."""
+        from tasks.data.tokens.rendering import turn_ends
+
+        resources = ctx.resources
+        settings = {
+            "version": self.version, "rows": batches.rows, "tokens": batches.tokens, "device": resources.device,
+            "dtype": resources.frozen_dtype(None), "attention": resources.attention,
+            "threads": resources.cpus_per_worker, "stops": sorted({*turn_ends(tokenizer), tokenizer.eos_token_id or 0}),
+            "libraries": {name: version(name) for name in ("torch", "transformers")},
+        }  # fmt: skip
+        return Cache(folder=ctx.cache_dir, settings=settings, batches=batches)
+
     def _measure(
-        self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: Batches
+        self, model: Loading, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", caching: Cache, weights: str
     ) -> Measured:
+        batches = caching.batches
+
+        def likely(what: str, scored: Sequence[Scored], vision: Vision | None = None) -> list[float]:
+            known = [[[*each.input_ids], [*each.mask]] for each in scored]
+            compute = lambda: logps(model(), scored, batches, vision)  # noqa: E731
+            if not scored or vision:  # the tokens of images say nothing of them
+                return compute() if scored else []
+            return cast("list[float]", caching.found(weights, what, known, compute))
+
+        def answers(
+            what: str, prompts: Sequence[Sequence[int]], of: Mapping[str, object], vision: Vision | None = None,
+            images: Sequence[Sequence[int]] = (),
+        ) -> list[Answer]:  # fmt: skip
+            def compute() -> list[list[object]]:
+                found = (
+                    self._samples(model(), prompts, tokenizer, batches)
+                    if of
+                    else greedy_answers(
+                        model(), tokenizer, prompts, self.max_new_tokens, batches, vision=vision, images=images
+                    )
+                )
+                return [[each.text, each.finished, each.num_tokens] for each in found]
+
+            asked = {"prompts": [[*each] for each in prompts], "max_new_tokens": self.max_new_tokens, **of}
+            known = caching if vision is None else replace(caching, folder=None)
+            found = cast("list[tuple[str, bool, int]]", known.found(weights, what, asked, compute) if prompts else [])
+            return [Answer(text=text, finished=finished, num_tokens=count) for text, finished, count in found]
+
+        count, temperature = self._sampling()
+        sampled = answers(
+            "sampled", asked_of(rows).ids if count else [],
+            {"count": count, "temperature": temperature, "seed": self.seed},
+        )  # fmt: skip
         return Measured(
-            text=logps(model, rows.text, batch_size),
-            answers=logps(model, rows.answers, batch_size, rows.vision),
-            chosen=logps(model, rows.pairs.chosen, batch_size),
-            rejected=logps(model, rows.pairs.rejected, batch_size),
-            unpaired=logps(model, rows.unpaired.answers, batch_size),
-            greedy=greedy_answers(model, tokenizer, rows.prompt_ids, self.max_new_tokens, batch_size),
-            answered=greedy_answers(
-                model,
-                tokenizer,
-                rows.question_ids,
-                self.max_new_tokens,
-                batch_size,
-                vision=rows.vision,
-                images=rows.question_images,
-            ),
-            sampled=self._samples(model, rows, tokenizer, batch_size),
-        )
+            text=likely("text", rows.text), answers=likely("answers", rows.answers, rows.vision),
+            chosen=likely("answers", rows.pairs.chosen), rejected=likely("answers", rows.pairs.rejected),
+            unpaired=likely("answers", rows.unpaired.answers), greedy=answers("greedy", rows.prompt_ids, {}),
+            answered=answers("greedy", rows.question_ids, {}, rows.vision, rows.question_images),
+            sampled=[sampled[at : at + count] for at in range(0, len(sampled), count or 1)],
+        )  # fmt: skip
+
+    def _sampling(self) -> tuple[int, float]:
+        """Samples per prompt that ``pass_at_k`` asks for, and their temperature."""
+        asking = [each for each in self.own_metrics if each.samples_of]
+        temperature = asking[0].temperature if asking else None
+        return max((each.samples_of for each in asking), default=0), temperature or _TEMPERATURE
 
     def _samples(
-        self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: Batches
-    ) -> list[list[Answer]]:
-        """The samples of answers that ``pass_at_k`` asks for."""
+        self, model: "PreTrainedModel", asked: Sequence[Sequence[int]], tokenizer: "PreTrainedTokenizerBase",
+        batch_size: Batches,
+    ) -> list[Answer]:  # fmt: skip
         from tasks.train.generation.generating import Sampling
 
-        asking = [each for each in self.own_metrics if each.samples_of]
-        if not asking:
-            return []
-        count = max(each.samples_of for each in asking)
-        prompts = [[*ids] for ids in asked_of(rows).ids for _ in range(count)]
+        count, temperature = self._sampling()
+        prompts = [[*ids] for ids in asked for _ in range(count)]
         seeds = [Random(f"{self.seed} pass {index}").getrandbits(63) for index in range(len(prompts))]
-        sampling = Sampling(temperature=asking[0].temperature or _TEMPERATURE)
+        sampling = Sampling(temperature=temperature)
         tokens = sampled_tokens(model, tokenizer, prompts, self.max_new_tokens, batch_size, sampling, seeds)
-        found = answers_of(model, tokenizer, tokens)
-        return [found[at : at + count] for at in range(0, len(found), count)]
+        return answers_of(model, tokenizer, tokens)
+
+    def _benchmark(
+        self, benchmark: Benchmark, model: Loading, tokenizer: "PreTrainedTokenizerBase", caching: Cache, weights: str
+    ) -> Measurement:
+        what = {
+            "metric": benchmark.metric.identity(),
+            "tasks": benchmark.settings(),
+            "batch": benchmark.metric.batch_size,
+        }
+        measured = lambda: measure(benchmark, "", model(), tokenizer, caching.batches).to_json()  # noqa: E731
+        try:
+            found = caching.found(weights, "benchmark", what, measured)
+        except PipelineError as error:
+            if caching.batches.world_size > 1:  # the others would wait for this one
+                raise
+            return Measurement(failed={f"/{benchmark.metric.label}": str(error)})
+        return Measurement.from_json(found)
 
     def _sampled(
         self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: Batches

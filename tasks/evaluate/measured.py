@@ -8,11 +8,11 @@ from typing import Literal
 
 from lineage.errors import DataError, PipelineError
 from tasks.evaluate.answers import Answer
-from tasks.evaluate.metric import PASS_AT_K, REWARD_MODEL, WIN_RATE, Metric, Metrics, at_equal_length, pass_at_k
 from tasks.evaluate.row_scores import REWARD, RowScores
 from tasks.evaluate.rows import Question, Rows
 from tasks.evaluate.scoring import Scored
 from tasks.reward_functions import Scorer
+from tasks.reward_functions.metric import PASS_AT_K, REWARD_MODEL, WIN_RATE, Metric, Metrics, at_equal_length, pass_at_k
 
 AnswerForm = Literal["one_sentence"]  # expected form of answers
 

@@ -4,11 +4,16 @@ Shapes: B rows in a batch, T tokens of the longest, K positions whose logits are
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from lineage.filesystem.files import atomic_write
+from lineage.fingerprint import digest_json
 from tasks.model.positions import fix_length, reads_padding
 
 if TYPE_CHECKING:
@@ -52,6 +57,69 @@ class Batches:
         """Rows of the batch of a row and others that are no longer."""
         limits = [limit // longest for limit in (self.tokens, max_tokens) if limit]
         return max(1, min([*limits, *([self.rows] if self.rows else [])]))
+
+
+class Loading:
+    """A model that is loaded at its first use: what is known of it may need none."""
+
+    def __init__(self, load: "Callable[[], PreTrainedModel]") -> None:
+        self._load = load
+        self._model: PreTrainedModel | None = None
+
+    def __call__(self) -> "PreTrainedModel":
+        self._model = self._model or self._load()
+        return self._model
+
+
+CACHE_FOLDER = "scores"  # in the store's cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """What models gave to rows, for all runs and sweeps of a store: nothing is measured twice.
+
+    Args:
+        folder: of the store's cache; None: nothing is kept.
+        settings: what besides the model and the rows decides the result, to its last bit.
+        batches: of the stage; the first worker reads and writes.
+    """
+
+    folder: Path | None
+    settings: Mapping[str, object]
+    batches: Batches
+
+    def found(self, weights: str, what: str, rows: object, compute: Callable[[], object]) -> object:
+        """A value of JSON, computed where it is not known.
+
+        Args:
+            weights: digest of the model's files.
+            what: is measured.
+            rows: that it is measured on, as JSON.
+        """
+        if self.folder is None:
+            return compute()
+        key = digest_json({"weights": weights, "what": what, "rows": rows, "settings": self.settings})
+        path = self.folder / CACHE_FOLDER / key[:2] / f"{key}.json"
+        known: list[object] = [self._read(path) if self.batches.rank == 0 else None]
+        if self.batches.world_size > 1:
+            import torch
+
+            torch.distributed.broadcast_object_list(known, src=0)
+        if known[0] is not None:
+            return known[0]
+        value = compute()
+        if self.batches.rank == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, json.dumps(value))
+        return value
+
+    def _read(self, path: Path) -> object:
+        try:
+            value: object = json.loads(path.read_text(encoding="utf-8"))
+            os.utime(path.parent)  # `gc` reads it as the time of last use
+        except (OSError, ValueError):  # another process deletes it, or the disk was full
+            return None
+        return value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,13 @@ from tasks.evaluate.measured import (
     policy_scores,
     reward_scores,
 )
-from tasks.evaluate.metric import REWARD_MODEL, WIN_RATE, Metric, Metrics, rewards_of
 from tasks.evaluate.row_scores import KL, REWARD, RowScores, read_scores, write_scores
 from tasks.evaluate.rows import Rows
 from tasks.evaluate.scoring import Scored
 from tasks.reward_functions import RewardFunction, Rewards, Scorer
 from tasks.reward_functions.answer import EMPTY, SHUFFLED, references
 from tasks.reward_functions.built_in import BUILT_IN
+from tasks.reward_functions.metric import REWARD_MODEL, WIN_RATE, Metric, Metrics, rewards_of
 
 RIGHT, WRONG, ENDLESS = "right", "wrong", "endless"
 SOLUTION = "solution"  # column of a known-right answer, for functions that cannot say one

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Protocol
 
 from annotated_types import Gt
 
@@ -172,19 +172,38 @@ class Validation(Setting):
     max_rows: Annotated[int, Gt(0)] | None = None
 
     def __post_init__(self) -> None:
-        if (self.every_steps is None) == (self.every_epochs is None):
-            found = "neither is" if self.every_steps is None else "both are"
-            raise ConfigError(
-                f"validation.every_steps and validation.every_epochs: {found} set, and exactly one of them sets when "
-                "the loss is measured; set validation.every_steps=N or validation.every_epochs=1, and the other to null"
-            )
+        require_one("validation", self.every_steps, self.every_epochs, "the loss is measured")
 
     def is_due(self, step: int, num_rows: int, rows_per_step: int | Fraction) -> bool:
         """Whether the loss is measured after a step; after the last step it always is."""
-        if self.every_steps is not None:
-            return step % self.every_steps == 0
-        assert self.every_epochs
-        return completes_epochs(self.every_epochs, step, num_rows, rows_per_step)
+        return is_due(self, step, num_rows, rows_per_step)
+
+
+class Every(Protocol):
+    """When something is measured."""
+
+    @property
+    def every_steps(self) -> int | None: ...
+    @property
+    def every_epochs(self) -> float | None: ...
+
+
+def require_one(key: str, every_steps: int | None, every_epochs: float | None, what: str) -> None:
+    """Refuses a setting that says twice, or not, when something is measured."""
+    if (every_steps is None) == (every_epochs is None):
+        found = "neither is" if every_steps is None else "both are"
+        raise ConfigError(
+            f"{key}.every_steps and {key}.every_epochs: {found} set, and exactly one of them sets when {what}; set "
+            f"{key}.every_steps=N or {key}.every_epochs=1, and the other to null"
+        )
+
+
+def is_due(every: Every, step: int, num_rows: int, rows_per_step: int | Fraction) -> bool:
+    """Whether a step completes a multiple of what is set."""
+    if every.every_steps is not None:
+        return step % every.every_steps == 0
+    assert every.every_epochs
+    return completes_epochs(every.every_epochs, step, num_rows, rows_per_step)
 
 
 @dataclass

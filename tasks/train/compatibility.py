@@ -457,6 +457,11 @@ RULES: tuple[Rule, ...] = (
         also={"method.validation.patience": 2, "method.validation.every_steps": 2, "method.num_steps": 4},
     ),
     Rule(
+        id="evaluation-sharding", when={"method.evaluation.rows": SET, "resources.sharding": sharded},
+        reason="a checkpoint of divided weights is in parts, which the process that scores cannot load",
+        nearest={"method.evaluation": None}, also={"method.evaluation.every_steps": 2, **ZERO},
+    ),
+    Rule(
         id="plateau-validation", when={"method.schedule.name": PLATEAU, "method.validation": None},
         reason="it lowers the learning rate where the loss on held-out rows no longer falls, and none is measured",
         nearest=_measured_or_linear,

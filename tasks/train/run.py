@@ -81,7 +81,7 @@ from tasks.train.loop.callbacks import (
     summary,
 )
 from tasks.train.loop.checkpointing import Checkpointing, Saver, discard_drafts, seconds_before
-from tasks.train.loop.evaluation import AdaptiveRate, BestModel, Divergence, Validating, held_out_rows
+from tasks.train.loop.evaluation import AdaptiveRate, BestModel, Divergence, Scoring, Validating, held_out_rows
 from tasks.train.loop.speed import Speed
 from tasks.train.loop.token_batches import Budget, by_tokens, resuming_with_fewer
 from tasks.train.loop.token_batches import start as start_by_tokens
@@ -808,9 +808,7 @@ def fit(
     method: "TrainingRecipe", trainer: Trainer, inputs: "Inputs", ctx: "TrainContext", num_rows: int,
     held_out: Dataset | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Trains to the last step and reports each step; a trainer that is already there takes none.
-
-    The trainer then holds the weights of the stage's output: those of the last step, or of the best.
+    """Trains to the last step, and reports each step; the trainer then holds the weights of the stage's output.
 
     Args:
         num_rows: that are trained on in a pass.
@@ -818,9 +816,8 @@ def fit(
 
     Returns:
         Final metrics: ``loss`` and TRL's metrics as means of the last steps, ``steps``, ``num_tokens``,
-        ``train_seconds`` (of all attempts), ``tokens_per_second``, the same ``_per_worker``, ``mfu``. If the best model
-        is the output, its ``best_step``, and the means up to that step; if the training diverged and stopped early,
-        ``diverged_at_step``; if ``validation.patience`` ended it, ``ended_early_at_step``.
+        ``train_seconds`` (of all attempts), ``tokens_per_second``, the same ``_per_worker``, ``mfu``. Of the best model
+        ``best_step``, and means up to it; where it ended early, ``diverged_at_step`` or ``ended_early_at_step``.
 
     Raises:
         StoppedError: a stop was requested before the last step; a checkpoint of the step before is committed.
@@ -837,12 +834,13 @@ def fit(
     saver = Saver(ctx, method, before, num_rows)
     checkpointing = Checkpointing(trainer, ctx, method, saver)
     best = BestModel(trainer, method.best, ctx, checkpointing) if method.best else None
+    scoring = Scoring(trainer, method, inputs, ctx, checkpointing, num_rows) if method.evaluation else None
     adaptive = method.schedule.adaptive
     rate = AdaptiveRate(trainer, method, ctx, best if adaptive.divergence_z else None) if adaptive else None
     divergence = Divergence(saver, best if method.on_divergence == "best" else None)
     if trainer.state.global_step < trainer.args.max_steps:
         try:
-            watching = [*filter(None, (rate, validation, best)), divergence, Recorder(ctx, speed)]
+            watching = [*filter(None, (rate, validation, best, scoring)), divergence, Recorder(ctx, speed)]
             on_gpu = ctx.resources.gpus_per_worker > 0
             fast, collecting = fast_products(method.precision, on_gpu=on_gpu), collecting_between_steps(enabled=on_gpu)
             with deterministic_kernels(ctx.resources.is_deterministic), fast, collecting as collect:
@@ -858,12 +856,14 @@ def fit(
     else:
         logger.info("steps=%d state=finished", trainer.state.global_step)
     num_steps, notes = trainer.state.global_step, dict[str, float]()
+    seconds = before + time.perf_counter() - start
+    notes |= scoring.finish() if scoring else {}
     if best and (method.output == "best" or divergence.step is not None):
         notes["best_step"] = float(best.end_at_best())
     notes |= rate.metrics if rate else {}
     ended = {"ended_early_at_step": validation and validation.ended_at, "diverged_at_step": divergence.step}
     notes |= {name: float(at) for name, at in ended.items() if at is not None}
-    seconds, step = before + time.perf_counter() - start, int(notes.get("best_step", num_steps))
+    step = int(notes.get("best_step", num_steps))
     metrics = summary(trainer.state.log_history, seconds, speed, num_steps=num_steps, output_step=step)
     held_out_loss = {VAL_LOSS: metrics[HELD_OUT_LOSS]} if method.validation and HELD_OUT_LOSS in metrics else {}
     return {**metrics, **notes, **held_out_loss}

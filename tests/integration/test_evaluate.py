@@ -20,11 +20,11 @@ from tasks.context import Metrics, Resources, TrainContext
 from tasks.data.tokens.template import Thinking
 from tasks.evaluate import Evaluate
 from tasks.evaluate.measured import AnswerForm, is_one_sentence
-from tasks.evaluate.metric import Metric
 from tasks.evaluate.row_scores import WEIGHTS_FILE, read_policies, read_scores
 from tasks.evaluate.stubs import Stubs
 from tasks.method import Input
 from tasks.reward_functions import RewardFunction, Rewards
+from tasks.reward_functions.metric import Metric
 from tests.prepared import named
 from tests.tiny import (
     conversation_rows,
@@ -616,3 +616,37 @@ def test_win_rates_with_length_control_and_by_a_judge(tmp_path: Path, inputs: di
     assert read_scores(tmp_path / "out")["controlled"].bounded is False
     with pytest.raises(ConfigError, match="is judged by a reward model, and no input reward_model is set"):
         method.check_slots(frozenset({"conversations", "reference", "dpo"}))
+
+
+def test_what_was_measured_before_is_not_measured_again_in_any_run_of_the_store(
+    tmp_path: Path, inputs: dict[str, Input], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks.train.models import load
+
+    loaded: list[str] = []
+    inner = load.load_on_device
+    monkeypatch.setattr(load, "load_on_device", lambda model, ctx: (loaded.append(model.name), inner(model, ctx))[1])
+    sampled = Metric(function="pass_at_k", checker="f1", samples=2)
+    method = replace(SMALL, metrics=(sampled,))
+    given = {slot: each for slot, each in inputs.items() if slot != "reward_model"}
+
+    def run(name: str, method: Evaluate = method, cache: Path = tmp_path / "cache", **changed: Input) -> Metrics:
+        place = tmp_path / name
+        context = TrainContext(output_dir=place, work_dir=place, cache_dir=cache)
+        return method.run({**given, **changed}, context)
+
+    first = run("first")
+    assert sorted(loaded) == ["dpo", "sft"]  # the reference has the weights of sft
+    assert run("again") == first and sorted(loaded) == ["dpo", "sft"]
+    for name in ("scores.jsonl", "answers.jsonl", "table.md"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
+    run("shorter", replace(method, max_new_tokens=4))
+    assert len(loaded) == 4  # for other answers
+    changed = tmp_path / "changed"
+    shutil.copytree(inputs["dpo"].path, changed)
+    (changed / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    run("other weights", dpo=replace(inputs["dpo"], path=changed, fingerprint="other"))
+    assert loaded[4:] == ["dpo"]
+    for path in (tmp_path / "cache").rglob("*.json"):
+        path.write_text("[")  # a full disk
+    assert run("damaged") == first and len(loaded) == 7

@@ -13,13 +13,15 @@ import pytest
 from flows.__main__ import _parser, main
 from flows.declare.config import load_pipeline
 from flows.planning.checks import check_gates
+from flows.planning.plan import make_plan
 from lineage.artifact import Kind
-from lineage.errors import ConfigError
-from lineage.record.verdict import read_verdict
+from lineage.errors import ConfigError, GateError
+from lineage.record.verdict import Approval, Judged, Result, RuleResult, Verdict, read_verdict
 from tasks.context import TrainContext
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tasks.gate import Gate
 from tasks.method import Input
+from tasks.sft import SFT as FineTuning
 from tests.command import REPOSITORY
 
 GATED = "pipeline=cpt-sft-dpo-gated"
@@ -234,8 +236,68 @@ def test_gate_check_puts_known_answers_through_a_pipeline_that_has_not_run(
     assert "cpt-sft-dpo has no gate" in capsys.readouterr().err
 
 
+def test_an_evaluation_beside_a_training_is_set_beside_its_method(tmp_path: Path) -> None:
+    given = [GATED, f"store={tmp_path}"]
+    short = load_pipeline([*given, "+stages.sft.evaluation={every_steps: 5, metrics: [f1]}"])
+    long = load_pipeline([*given, "stages.sft.method.evaluation={every_steps: 5, metrics: [f1]}"])
+    assert short.stages["sft"].method == long.stages["sft"].method != load_pipeline(given).stages["sft"].method
+    best = "+stages.sft.evaluation={every_steps: 5, pick: best}"
+    plans = [make_plan(load_pipeline([*given, *more])).stage("sft").fingerprint for more in ([], [best])]
+    assert make_plan(short).stage("sft").fingerprint == plans[0] != plans[1]
+    with pytest.raises(ConfigError, match=r"evaluation.every_step: unknown key"):
+        load_pipeline([*given, "+stages.sft.evaluation={every_step: 5}"])
+    with pytest.raises(ConfigError, match=r"in parts, which the process that scores cannot load"):
+        load_pipeline([*given, best, "stages.sft.resources={sharding: zero2, num_workers: 2}"])
+
+
 def test_a_rule_may_be_on_a_further_metric(tmp_path: Path) -> None:
     known = ["stages.evaluate.method.metrics=[f1]", "+stages.gate.method.rules.words={metric: f1, at_least: 0.5}"]
     check_gates(load_pipeline([GATED, f"store={tmp_path}", *known]))
     with pytest.raises(ConfigError, match="evaluate does not measure it"):
         check_gates(load_pipeline([GATED, f"store={tmp_path}", known[1]]))
+
+
+def test_a_training_may_wait_for_a_verdict_which_is_no_part_of_its_identity(tmp_path: Path) -> None:
+    early = (
+        "stages.gate.inputs.candidate=sft", "stages.gate.inputs.parent=cpt", "~stages.evaluate.inputs.reward_model",
+        "~stages.gate.method.rules.wins_over_sft", "~stages.gate.method.rules.beats_champion",
+    )  # fmt: skip
+    alone = load_pipeline([GATED, f"store={tmp_path}", *early])
+    waiting = load_pipeline([GATED, f"store={tmp_path}", *early, "+stages.reward.inputs.verdict=gate"])
+    assert make_plan(waiting).stage("reward").fingerprint == make_plan(alone).stage("reward").fingerprint
+    assert "gate" in waiting.before("reward") and "gate" not in alone.before("reward")
+    with pytest.raises(ConfigError, match=r"stages.reward.inputs.verdict.*is a checkpoint|verdict"):
+        load_pipeline([GATED, f"store={tmp_path}", "+stages.reward.inputs.verdict=sft"])
+
+
+@pytest.mark.parametrize(
+    ("result", "approval", "message"),
+    [
+        ("refuse", "none", r"inputs.verdict: gate refuses dpo \(rule: worse: .*so this training does not begin"),
+        ("pass", "required", "a person must approve it first"), ("pass", "none", None),
+    ],
+)  # fmt: skip
+def test_a_training_begins_only_where_the_verdict_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: Result, approval: Approval, message: str | None
+) -> None:
+    from tasks.train import run as training_run
+
+    begun: list[set[str]] = []
+    monkeypatch.setattr(training_run, "train", lambda method, inputs, ctx, loop: begun.append(set(inputs)) or {})
+    judged = Judged(name="dpo", fingerprint="a", digest=None)
+    rule = RuleResult(rule="rule", demand="it wins", against=None, outcome="worse" if result == "refuse" else "better")
+    verdict = Verdict(result=result, approval=approval, confidence=0.95, candidate=judged, champion=None, rules=[rule])
+    (tmp_path / "verdict.json").write_text(verdict.to_json())
+    slots = {"verdict": Kind.VERDICT, "policy": Kind.CHECKPOINT}
+    inputs = {
+        slot: Input(name="gate" if slot == "verdict" else slot, kind=kind, fingerprint=slot, path=tmp_path)
+        for slot, kind in slots.items()
+    }
+    stage, context = FineTuning(learning_rate=1e-3), TrainContext(output_dir=tmp_path, work_dir=tmp_path)
+    if message is None:
+        stage.run(inputs, context)
+        assert begun == [{"policy"}]
+    else:
+        with pytest.raises(GateError, match=message):
+            stage.run(inputs, context)
+        assert not begun and GateError.exit_code == 3

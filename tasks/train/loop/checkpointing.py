@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from errno import EDQUOT, ENOSPC
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import peft
 import torch
@@ -69,6 +69,21 @@ if TYPE_CHECKING:
     from tasks.recipe import TrainingRecipe
 
     Logs = dict[str, float]
+
+
+class Scoring(Protocol):
+    """Has committed checkpoints scored."""
+
+    @property
+    def reads(self) -> set[int]:
+        """Steps whose files must stay."""
+
+    def committed(self, step: int) -> None:
+        """Has it scored where it is due."""
+
+    def end(self) -> None:
+        """Scores no more."""
+
 
 logger = logging.getLogger(__name__)
 # Files of DeepSpeed's saves that nothing reads: their content is in the recipe and the manifest.
@@ -164,6 +179,7 @@ class Saver:
         self._failed: tuple[int, BaseException] | None = None  # step and cause
         self._gives_up = threading.Event()
         mirror = ctx.resources.checkpoint_mirror
+        self.scoring: Scoring | None = None
         self._uploads: Uploads | None = None
         if mirror and self.store and ctx.rank == 0:
             self._uploads = Uploads(Mirror(mirror, self.store.directory.parent), self.store)
@@ -266,6 +282,8 @@ class Saver:
     def settle(self) -> None:
         """After a failure of the training: publishes what is being written, unless another worker does not write."""
         self._gives_up.set()
+        if self.scoring:
+            self.scoring.end()
         if self._writer:
             self._writer.join()
         if self._uploads:
@@ -316,6 +334,9 @@ class Saver:
         kept = kept_steps(self.store.records(), resources.keep_last, resources.keep_best, self.method.best)
         if self._uploads:
             self._uploads.add(self.store.read(record.step), sorted(kept))
+        if self.scoring:
+            self.scoring.committed(record.step)
+            kept |= self.scoring.reads
         self.store.keep([*kept, *(self._uploads.reads if self._uploads else ())])
         logger.info("checkpoint=%s state=committed", path)
 
@@ -517,7 +538,7 @@ class Checkpointing(TrainerCallback):
         return TrainingState(
             shared=shared, own={"random": random_state(), **self._own_states()}, parameters=parameters,
             model=self._model_tensors(), model_file="adapter_model" if is_adapter else "model",
-            texts={TRAINER_STATE_NAME: self._trainer_state()}, described=None if self.ctx.rank else self._describe(),
+            texts={TRAINER_STATE_NAME: self._trainer_state()}, described=None if self.ctx.rank else self.describe(),
         )  # fmt: skip
 
     def _holders(self, protocol: type) -> Iterator[tuple[str, object]]:
@@ -559,7 +580,7 @@ class Checkpointing(TrainerCallback):
         callbacks = json.dumps(now.pop("stateful_callbacks"))
         return lambda: json.dumps({**now, "stateful_callbacks": json.loads(callbacks)}) + "\n"
 
-    def _describe(self) -> Path:
+    def describe(self) -> Path:
         """Config and tokenizer, so that a checkpoint loads as a model; they stay the same."""
         if self._described:
             return self._described

@@ -1,10 +1,20 @@
 """What is measured beside the steps: the held-out loss, the best model, and a learning rate that follows the loss."""
 
+import json
 import logging
 import math
+import os
+import pickle
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +23,16 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from lineage.artifact import Kind, Source
 from lineage.checkpoints import Checkpoints
-from lineage.errors import ArtifactError, DataError, PipelineError
+from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError
+from lineage.filesystem.digest import digest_of
+from lineage.filesystem.files import append_jsonl, read_jsonl, replace_jsonl
 from tasks.context import TrainContext
 from tasks.data.kinds import HELD_OUT
 from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.judgement.check_rows import POLICY, rows_slot
+from tasks.model.fetch_model import PARTS_FILE
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS, Best, Patience
 from tasks.train.loop.callbacks import has_diverged, step_metrics
 from tasks.train.loop.checkpointing import Checkpointing, Saver, divergence
@@ -33,7 +47,8 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments as Args
 
     from tasks.context import TrainContext
-    from tasks.recipe import Inputs, TrainingRecipe
+    from tasks.recipe import Input, Inputs, TrainingRecipe
+    from tasks.train.evaluation import Evaluation
 
     Logs = dict[str, float]
     from datasets import Dataset
@@ -397,3 +412,317 @@ class AdaptiveRate(TrainerCallback, ExportableState):
 def agreed(value: float, args: "Args") -> float:
     """The value of rank 0, so that all workers do the same."""
     return float(broadcast(torch.tensor(value, dtype=torch.float64, device=args.device)))
+
+
+SCORES_FILE, SCORES_FOLDER = "evaluation.jsonl", "evaluation"  # in the stage's directory
+_MODEL_FILES = re.compile(r"(model|adapter_model)[\w.-]*\.safetensors|(adapter_|generation_)?config\.json")
+_NOT_OF_MODEL = ("trainer_state.json", "model_parts.json", "checkpoint.json", "base.json")
+_BESIDE_MODEL = ("*.json", "*.jinja", "*.model", "*.txt")  # files that a model's directory has beside its weights
+_SLOTS = {
+    Kind.TEXT: ("text", "text_perplexity"), Kind.CONVERSATIONS: ("conversations", "answer_perplexity"),
+    Kind.PREFERENCES: ("pairs", "preference_accuracy"), Kind.UNPAIRED: ("unpaired", "unpaired_accuracy"),
+    Kind.PROMPTS: ("prompts", "unfinished_share"),
+}  # fmt: skip
+_JOIN_SECONDS = 1.0
+BASE, MODEL = "base", "model"  # names of policies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is the same for all checkpoints of a training.
+
+    Args:
+        options: fields of ``Evaluate``.
+        base: the model that the training starts from.
+        rows: slot of ``Evaluate`` -> the stage's own rows.
+        place: folder of the scores per row, one below it for each step.
+        cache: of the store.
+    """
+
+    setting: "Evaluation"
+    options: Mapping[str, object]
+    base: "Input"
+    rows: "Inputs"
+    place: Path
+    cache: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One model to score: that of a checkpoint, or with step 0 the one that the training starts from."""
+
+    step: int
+    model: Path
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What is recorded of a checkpoint, a line of ``evaluation.jsonl``.
+
+    Args:
+        digest: of the files of its model.
+        scores, base: metric -> value, of it and of the model that the training started from.
+        small_is_good: the metrics of which small values are better.
+        failed: metric -> why it has no value.
+        rules: rule -> its outcome.
+        error: why the model could not be scored; empty: it was.
+        is_fatal: whether the error is of the settings, so that no model can be scored.
+    """
+
+    step: int
+    digest: str
+    seconds: float = 0.0
+    scores: Mapping[str, float] = field(default_factory=dict)
+    base: Mapping[str, float] = field(default_factory=dict)
+    small_is_good: tuple[str, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
+    rules: Mapping[str, str] = field(default_factory=dict)
+    error: str = ""
+    is_fatal: bool = False
+
+    @property
+    def passes(self) -> bool:
+        """Whether it keeps every bound."""
+        return not self.error and all(each == "better" for each in self.rules.values())
+
+
+class Scoring(TrainerCallback):
+    """Has checkpoints scored by a process beside the training (``tasks.evaluate.beside``), and picks the output.
+
+    Checkpoints that wait for it are kept. Rank 0 starts it; the training waits for it after its last step alone.
+    """
+
+    def __init__(
+        self, trainer: Trainer, method: "TrainingRecipe", inputs: "Inputs", ctx: TrainContext,
+        checkpointing: Checkpointing, num_rows: int,
+    ) -> None:  # fmt: skip
+        assert ctx.checkpoint_dir and method.evaluation, "checkpoints are scored"
+        self.trainer, self.method, self.inputs, self.ctx = trainer, method, inputs, ctx
+        self.setting, self.checkpointing, self.num_rows = method.evaluation, checkpointing, num_rows
+        self.store, self.place = Checkpoints(ctx.checkpoint_dir), ctx.checkpoint_dir.parent
+        self.known: dict[int, Scores] = {}
+        self._queue: queue.Queue[int | None] = queue.Queue()
+        self._waiting: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_over = False
+        checkpointing.saver.scoring = self
+
+    def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
+        self._begin(state.global_step)
+
+    def _begin(self, step: int) -> None:
+        """Reads what is scored, and has scored what is not, of the steps so far.
+
+        Raises:
+            DataError: there are no held-out rows.
+        """
+        if self.ctx.rank or self._thread:
+            return
+        rows = self.inputs[rows_slot(self.method)]
+        if not (rows.path / HELD_OUT).exists():
+            raise DataError(
+                f"evaluation: {rows.name!r} has no held-out row; hold out rows (stages.{rows.name}.method.held_out="
+                "0.05), or set evaluation=null"
+            )
+        found = read_jsonl(self.place / SCORES_FILE, Scores) if (self.place / SCORES_FILE).exists() else []
+        self.known = {each.step: each for each in found if each.step <= step and not each.error}
+        replace_jsonl(self.place / SCORES_FILE, [each.__dict__ for each in self.known.values()])
+        self._thread = threading.Thread(target=self._run, name="evaluation", daemon=True)
+        self._thread.start()
+        for each in (0, *(each for each in self.store.steps() if self._is_due(each))):
+            if each not in self.known:
+                self.committed(each)
+
+    def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
+        if "loss" in logs and not has_diverged(logs) and self._is_due(state.global_step):
+            control.should_save = True
+        fatal = next((each.error for each in self.known.values() if each.is_fatal), "")
+        if fatal:
+            raise ConfigError(f"evaluation: {fatal}")
+
+    def _is_due(self, step: int) -> bool:
+        is_last = step == self.trainer.args.max_steps
+        return is_last or self.setting.is_due(step, self.num_rows, self.method.rows_per_step)
+
+    def committed(self, step: int) -> None:
+        """Has a checkpoint scored that is due."""
+        if self._thread and (not step or self._is_due(step)):
+            self._waiting.add(step)
+            self._queue.put(step)
+
+    @property
+    def reads(self) -> set[int]:
+        """Steps whose checkpoints must stay: those that wait, and the one that would be picked now."""
+        best = None if self.setting.pick == "last" else self._best()
+        return self._waiting | ({best} if best else set())
+
+    def finish(self) -> dict[str, float]:
+        """Waits for the last score, and loads the model that is picked; on all workers.
+
+        Returns:
+            ``evaluation/METRIC`` of the output and ``evaluation/base/METRIC``, and ``best_step`` where one is picked.
+
+        Raises:
+            PipelineError: no model was scored, or none passes the gate.
+        """
+        step = self.trainer.state.global_step
+        self._begin(step)
+        self._queue.put(None)
+        while agreed(float(self._thread is not None and self._thread.is_alive()), self.trainer.args):
+            self.ctx.mark(step, Phase.BETWEEN)
+            if self._thread:
+                self._thread.join(_JOIN_SECONDS)
+        self.end()
+        picked = step if self.setting.pick == "last" else int(agreed(float(self._best() or 0), self.trainer.args))
+        if not picked:
+            raise PipelineError(f"evaluation.pick={self.setting.pick}: {self._why_none()}")
+        if picked != step:
+            self.checkpointing.load_model(self.store.path(picked))
+        notes = {"best_step": float(picked)} if self.setting.pick != "last" else {}
+        found = self.known.get(picked)
+        if self.ctx.rank or not found:
+            return notes
+        logger.info("evaluation pick=%s step=%d of=%s", self.setting.pick, picked, sorted(self.known))
+        notes |= {f"evaluation/{name}": value for name, value in found.scores.items()}
+        return notes | {f"evaluation/base/{name}": value for name, value in found.base.items()}
+
+    def end(self) -> None:
+        """Ends the process; what it has not scored, a resumed training scores."""
+        self._is_over = True
+        self._queue.put(None)
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _best(self) -> int | None:
+        """The step that ranks first, of equal ones the earlier; None: none was scored, or passes the gate."""
+        scored = [each for each in self.known.values() if each.step and self._value(each) is not None and each.passes]
+        ranked = sorted(scored, key=lambda each: (-self._worth(each), each.step))
+        return ranked[0].step if ranked else None
+
+    def _worth(self, scores: "Scores") -> float:
+        value = self._value(scores)
+        assert value is not None
+        return -value if self._metric(scores) in scores.small_is_good else value
+
+    def _value(self, scores: "Scores") -> float | None:
+        return scores.scores.get(self._metric(scores) or "")
+
+    def _metric(self, scores: "Scores") -> str | None:
+        """The metric that ranks; of a benchmark the first of its own."""
+        own = self.setting.own_metrics
+        wanted = self.setting.metric or (own[0].label if own else _SLOTS[type(self.method).reads.kind][1])
+        return next((name for name in scores.scores if name == wanted or name.startswith(f"{wanted}/")), None)
+
+    def _why_none(self) -> str:
+        errors = [f"step {each.step}: {each.error}" for each in self.known.values() if each.step and each.error]
+        refused = [
+            f"step {each.step}: {', '.join(f'{name} is {found}' for name, found in each.rules.items())}"
+            for each in self.known.values() if each.step and each.rules and not each.passes
+        ]  # fmt: skip
+        reasons = "; ".join([*errors, *refused]) or "no score has its metric"
+        what = "no checkpoint passes the gate" if refused else "no checkpoint has a score"
+        return f"{what} ({reasons}); the checkpoints are kept; change evaluation, or set evaluation.pick=last"
+
+    def _run(self) -> None:
+        """Runs in the thread: scores one checkpoint after another."""
+        while (step := self._queue.get()) is not None:
+            try:
+                found = self._scored(step)
+            except Exception as error:  # whatever happens to a score, the training goes on
+                found = Scores(step=step, digest="", error=f"{type(error).__name__}: {error}")
+            if self._is_over:
+                return
+            if found.error:
+                logger.warning("evaluation step=%d state=failed: %s", step, found.error)
+            else:
+                logger.info("evaluation step=%d seconds=%.1f %s", step, found.seconds, json.dumps(dict(found.scores)))
+            self.known[step] = found
+            self._waiting.discard(step)
+            append_jsonl(self.place / SCORES_FILE, found.__dict__)
+
+    def _scored(self, step: int) -> "Scores":
+        request = Request(step=step, model=self._folder(step), digest=self._digest(step))
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+        assert self._process.stdin and self._process.stdout
+        try:
+            pickle.dump(request, self._process.stdin)
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = b""
+        if not line:
+            code = self._process.wait()
+            return Scores(step=step, digest=request.digest, error=f"its process ended with exit code {code}")
+        return Scores(**json.loads(line))
+
+    def job(self) -> Job:
+        """What is the same for all checkpoints."""
+        method, policy = self.method, self.inputs[POLICY]
+        slot = _SLOTS[type(method).reads.kind][0]
+        kept = "keep" if getattr(method, "control_tokens", None) == "keep" else None
+        options: dict[str, object] = {
+            "num_rows": self.setting.rows, "num_prompts": self.setting.rows, "metrics": self.setting.metrics,
+            "max_new_tokens": min(self.setting.max_new_tokens, method.max_length // 2), "control_tokens": kept,
+            "max_length": method.max_length, "max_cut": 1.0, "max_dropped": 1.0,
+            "thinking": getattr(method, "thinking", None), "rewards": getattr(method, "rewards", None),
+        }  # fmt: skip
+        base = replace(
+            policy, path=self._folder(0), digest=self._digest(0),
+            source=Source(path=str(policy.path), kind=Kind.CHECKPOINT),
+        )  # fmt: skip
+        return Job(
+            setting=self.setting, options=options, base=base, rows={slot: self.inputs[rows_slot(method)]},
+            place=self.place / SCORES_FOLDER, cache=self.ctx.cache_dir,
+        )  # fmt: skip
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        """A process of its own, with threads of its own."""
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(self.setting.cpus))
+        alone = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+        environment = {name: value for name, value in os.environ.items() if name not in alone}
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tasks.evaluate.beside"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**environment, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )  # fmt: skip
+        assert process.stdin
+        pickle.dump(self.job(), process.stdin)
+        process.stdin.flush()
+        return process
+
+    def _folder(self, step: int) -> Path:
+        """A directory that loads as the model of a step: its small files, and where its weights are."""
+        folder = self.ctx.work_dir / "scored" / f"step-{step}"
+        if folder.exists():
+            return folder
+        policy, described = self.inputs[POLICY].path, self.checkpointing.describe()
+        whole = policy if step == 0 else self.store.path(step)
+        is_adapter = bool(step) and self.method.adapter is not None
+        parts = {"weights": str(policy if is_adapter else whole), "adapter": str(whole) if is_adapter else None}
+        draft = folder.with_suffix(".partial")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        for place in (policy, described, *([whole] if not is_adapter else [])):
+            for path in (path for pattern in _BESIDE_MODEL for path in place.glob(pattern)):
+                if path.name not in _NOT_OF_MODEL and not (is_adapter and path.name == "adapter_config.json"):
+                    shutil.copyfile(path, draft / path.name)
+        if not step:  # the tokenizer is that of the training, the config its own
+            for path in policy.glob("*config.json"):
+                if path.name in ("config.json", "generation_config.json"):
+                    shutil.copyfile(path, draft / path.name)
+        (draft / PARTS_FILE).write_text(json.dumps(parts))
+        draft.rename(folder)
+        return folder
+
+    def _digest(self, step: int) -> str:
+        """Digest of the files of a model, an adapter's with those of its base."""
+        policy = self.inputs[POLICY]
+        base = policy.digest or digest_of({"fingerprint": policy.fingerprint})
+        if not step:
+            return base
+        files = {name: digest for name, digest in self.store.read(step).files.items() if _MODEL_FILES.fullmatch(name)}
+        return digest_of({**files, **({"base": base} if self.method.adapter else {})})

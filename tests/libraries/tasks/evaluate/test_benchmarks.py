@@ -10,8 +10,8 @@ import pytest
 from lineage.errors import ConfigError, DataError
 from tasks.evaluate import Evaluate
 from tasks.evaluate.benchmarks import load_benchmarks, measure, stub_scores
-from tasks.evaluate.metric import Metric
 from tasks.evaluate.scoring import Batches
+from tasks.reward_functions.metric import Metric
 
 pytest.importorskip("lm_eval")
 

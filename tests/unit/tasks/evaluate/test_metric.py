@@ -8,8 +8,8 @@ from lineage.errors import ConfigError
 from tasks.evaluate import Evaluate
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.measured import Asked, Measured, metric_scores
-from tasks.evaluate.metric import Metric, at_equal_length, pass_at_k, rewards_of
 from tasks.reward_functions import RewardFunction, scorers
+from tasks.reward_functions.metric import Metric, at_equal_length, pass_at_k, rewards_of
 
 
 class Words:
@@ -172,7 +172,7 @@ def test_what_cannot_be_measured_is_refused(metrics, message):
 
 
 def test_a_package_that_is_missing_is_named_with_the_command(monkeypatch):
-    import tasks.evaluate.metric as metric_module
+    import tasks.reward_functions.metric as metric_module
     import tasks.reward_functions.scorer as scorer_module
 
     for module in (metric_module, scorer_module):

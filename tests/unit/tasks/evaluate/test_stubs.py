@@ -9,7 +9,6 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.context import TrainContext
 from tasks.evaluate import Evaluate
-from tasks.evaluate.metric import Metric, rewards_of
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tasks.evaluate.rows import Prompt, Rows, words_of_rows
 from tasks.evaluate.stubs import Stubs, shuffled
@@ -17,6 +16,7 @@ from tasks.gate import Gate
 from tasks.gate.rule import Rule
 from tasks.method import Input
 from tasks.reward_functions import RewardFunction, scorers
+from tasks.reward_functions.metric import Metric, rewards_of
 
 SLOTS = ("text", "conversations", "pairs", "unpaired")
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {

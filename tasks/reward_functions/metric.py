@@ -13,9 +13,9 @@ from annotated_types import Ge, Gt
 
 from lineage.errors import ConfigError
 from lineage.filesystem.digest import digest_file, digest_of
-from tasks.reward_functions import RewardFunction, Rewards, check_rewards, code_of_rewards, identity_of
 from tasks.reward_functions.built_in import BUILT_IN
-from tasks.reward_functions.scorer import INSTALL
+from tasks.reward_functions.function import RewardFunction, Rewards, code_of_rewards, identity_of
+from tasks.reward_functions.scorer import INSTALL, check_rewards
 
 LM_EVAL, PASS_AT_K, WIN_RATE = "lm_eval:", "pass_at_k", "win_rate"
 REWARD_MODEL = "reward_model"

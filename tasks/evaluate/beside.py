@@ -1,0 +1,113 @@
+"""The process that scores checkpoints beside a training: it reads requests from its standard input, one after another.
+
+``tasks.train.loop.evaluation.Scoring`` starts it. It ends with its parent, and what becomes of it changes no training.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from lineage.artifact import Kind, Source
+from lineage.errors import ConfigError, PipelineError
+from tasks.context import Resources, TrainContext
+from tasks.evaluate.evaluate import Evaluate
+from tasks.evaluate.row_scores import read_failed, read_scores
+from tasks.evaluate.stubs import Stubs
+from tasks.gate import Gate
+from tasks.gate.bootstrap import Bootstrap
+from tasks.gate.rule import Evidence, Rule
+from tasks.recipe import Input
+from tasks.train.evaluation import Evaluation
+from tasks.train.loop.evaluation import BASE, MODEL, Job, Request, Scores
+
+_EVALUATE: Callable[..., Evaluate] = Evaluate
+_NICENESS, _POLL_SECONDS = 10, 1.0
+
+
+def score(job: Job, request: Request) -> Scores:
+    """Scores one model, and judges it by the bounds."""
+    start, place = time.monotonic(), job.place / f"step-{request.step}"
+    draft = place.with_name(f"{place.name}.partial")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    model = Input(
+        name=f"step-{request.step}", kind=Kind.CHECKPOINT, fingerprint=request.digest, path=request.model,
+        source=Source(path=str(request.model), kind=Kind.CHECKPOINT), digest=request.digest,
+    )  # fmt: skip
+    policies = {BASE: job.base, MODEL: model if request.step else job.base}
+    resources = Resources(cpus_per_worker=job.setting.cpus, gpus_per_worker=job.setting.gpus, micro_batch_size="auto")
+    context = TrainContext(output_dir=draft, work_dir=draft, resources=resources, cache_dir=job.cache)
+    metrics = _EVALUATE(**job.options).run({**job.rows, "reference": job.base, **policies}, context)
+    found = read_scores(draft)
+    rules = {}
+    if job.setting.gate:
+        gate = Gate(rules=_rules(job.setting))
+        if not request.step and (stubs := Stubs.read(draft)):
+            gate.require_tested(stubs)
+        bootstrap = Bootstrap(confidence=gate.confidence, num_resamples=gate.num_resamples, seed=gate.seed)
+        evidence = Evidence(reports=[found], names={}, has_champion=False, bootstrap=bootstrap, min_rows=gate.min_rows)
+        judged = {name: rule.judge(name, evidence) for name, rule in gate.rules.items()}
+        rules = {name: f"{each.outcome} ({each.note})" if each.note else each.outcome for name, each in judged.items()}
+    shutil.rmtree(place, ignore_errors=True)
+    draft.rename(place)
+    of = {
+        name: {key.removeprefix(f"{name}/"): value for key, value in metrics.items() if key.startswith(f"{name}/")}
+        for name in policies
+    }
+    failed = {key.partition("/")[2]: why for key, why in read_failed(place).items() if key.startswith(f"{MODEL}/")}
+    return Scores(
+        step=request.step, digest=request.digest, seconds=time.monotonic() - start, scores=of[MODEL], base=of[BASE],
+        small_is_good=tuple(name for name, each in found.items() if each.lower_is_better), failed=failed, rules=rules,
+    )  # fmt: skip
+
+
+def _rules(setting: Evaluation) -> dict[str, Rule]:
+    """The bounds on checkpoints as rules of a gate."""
+    found = {}
+    for name, bound in (setting.gate or {}).items():
+        relative = bound.min_gain is not None or bound.max_regression is not None
+        found[name] = Rule(
+            metric=bound.metric, policy=MODEL, against=BASE if relative else None, at_least=bound.at_least,
+            at_most=bound.at_most, min_gain=bound.min_gain, max_regression=bound.max_regression,
+        )  # fmt: skip
+    return found
+
+
+def main() -> None:
+    """Reads the job, then requests until the end of the input; answers each with a line of JSON."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print goes to the log
+    os.nice(_NICENESS)  # the training comes first
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    job: Job = pickle.load(sys.stdin.buffer)  # of the parent, through a pipe
+    import torch
+
+    torch.set_num_threads(job.setting.cpus)
+    while True:
+        try:
+            request: Request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        try:
+            found = score(job, request)
+        except Exception as error:  # the training goes on, whatever an evaluation raises
+            what = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+            fatal = isinstance(error, ConfigError)
+            found = Scores(step=request.step, digest=request.digest, error=what, is_fatal=fatal)
+        answers.write(json.dumps(found.__dict__) + "\n")
+        answers.flush()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

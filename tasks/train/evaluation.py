@@ -1,0 +1,92 @@
+"""The setting of an evaluation beside a training: which checkpoints are scored, by what, and which is the output."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from lineage.errors import ConfigError
+from lineage.fingerprint import Setting, set_fields
+from tasks.reward_functions.metric import Metric, check_metrics, metrics_of
+from tasks.train.best import is_due, require_one
+
+_BOUNDS = ("at_least", "at_most", "min_gain", "max_regression")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound(Setting):
+    """A rule of a gate on checkpoints: one bound on a metric, of itself or against the model that was trained.
+
+
+    Args:
+        at_least, at_most: of the metric.
+        min_gain, max_regression: against the start, as in a rule of a gate.
+    """
+
+    metric: str
+    at_least: float | None = None
+    at_most: float | None = None
+    min_gain: Annotated[float, Ge(0)] | None = None
+    max_regression: Annotated[float, Ge(0)] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation(Setting):
+    """Scores checkpoints in a process beside the training, and may choose among them.
+
+    What is scored is not identity; with ``pick`` other than last, all of it but ``cpus`` and ``gpus`` is.
+
+    Args:
+        every_steps, every_epochs: between the checkpoints that are scored; one of the two is set. The start and the
+            last step are scored too.
+        metrics: as of ``evaluate``, besides those that the kind of rows has.
+        rows: held-out rows of the stage's own data, at most.
+        max_new_tokens: of an answer.
+        pick: which model is the output: of the last step, the best by ``metric``, or the best of those that pass
+            ``gate``.
+        metric: ranks them; None: the first of ``metrics``, else the first that the rows have.
+        gate: name -> a bound that the output must keep.
+        cpus, gpus: of the process that scores.
+    """
+
+    every_steps: Annotated[int, Gt(0)] | None = None
+    every_epochs: Annotated[float, Gt(0)] | None = None
+    metrics: tuple[str | Metric, ...] | None = None
+    rows: Annotated[int, Gt(0)] = 50
+    max_new_tokens: Annotated[int, Gt(0)] = 64
+    pick: Literal["last", "best", "gate"] = "last"
+    metric: str | None = None
+    gate: Mapping[str, Bound] | None = None
+    cpus: Annotated[int, Gt(0)] = 1
+    gpus: Annotated[int, Ge(0), Le(1)] = 0
+
+    def __post_init__(self) -> None:
+        require_one("evaluation", self.every_steps, self.every_epochs, "checkpoints are scored")
+        check_metrics(self.own_metrics, ())
+        if (self.pick == "gate") != bool(self.gate):
+            raise ConfigError(
+                f"evaluation.pick={self.pick} with evaluation.gate={'set' if self.gate else 'null'}: a gate chooses "
+                "where pick=gate, and needs its bounds there; set both, or neither"
+            )
+        if self.metric and self.pick == "last":
+            raise ConfigError(f"evaluation.metric={self.metric}: it ranks nothing with pick=last; set pick=best")
+        for name, bound in (self.gate or {}).items():
+            if sum(getattr(bound, each) is not None for each in _BOUNDS) != 1:
+                raise ConfigError(f"evaluation.gate.{name}: exactly one of {', '.join(_BOUNDS)} is accepted; set one")
+
+    @property
+    def own_metrics(self) -> tuple[Metric, ...]:
+        return metrics_of(self.metrics)
+
+    def identity(self) -> dict[str, object] | None:
+        """What may change the output; None: nothing."""
+        if self.pick == "last":
+            return None
+        found = {key: value for key, value in set_fields(self).items() if key not in ("cpus", "gpus")}
+        return found | ({"metrics": {each.label: each.identity() for each in self.own_metrics}} if self.metrics else {})
+
+    def is_due(self, step: int, num_rows: int, rows_per_step: int | Fraction) -> bool:
+        """Whether the model after a step is scored."""
+        return is_due(self, step, num_rows, rows_per_step)

@@ -1,0 +1,195 @@
+"""Checkpoints that are scored beside a training: what is recorded, what is picked, and what changes nothing."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from lineage.errors import ConfigError, DataError, PipelineError, StoppedError
+from tasks.evaluate import beside
+from tasks.gate import Gate
+from tasks.method import Adapter
+from tasks.reward_functions.metric import Metric
+from tasks.train.best import Best
+from tasks.train.evaluation import Bound, Evaluation
+from tasks.train.loop.evaluation import Request, Scores, Scoring
+from tests import training
+from tests.stage_folder import StageFolder
+from tests.training import same, weights
+
+STEADY = {"num_steps": 5, "lr_schedule": "constant", "warmup_ratio": 0.0}
+EVERY = Evaluation(every_steps=2, rows=4, max_new_tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores in a thread: a process takes seconds to import its libraries."""
+    if "slow" in request.keywords:
+        return
+
+    def scored(self: Scoring, step: int) -> Scores:
+        request = Request(step=step, model=self._folder(step), digest=self._digest(step))
+        try:
+            return beside.score(self.job(), request)
+        except ConfigError as error:
+            return Scores(step=step, digest=request.digest, error=str(error), is_fatal=True)
+
+    monkeypatch.setattr(Scoring, "_scored", scored)
+
+
+def own(path: Path, body: str) -> Metric:
+    path.write_text(f"import os\ndef score(completions): {body}\n")
+    return Metric(function=f"python:{path}:score", allow_code=True)
+
+
+def recorded(ran: StageFolder) -> dict[int, dict[str, object]]:
+    lines = (ran.store.directory.parent / "evaluation.jsonl").read_text().splitlines()
+    return {each["step"]: each for each in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("how", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+def test_checkpoints_and_the_start_are_scored_and_the_training_is_as_without(
+    how: str, root: Path, tmp_path: Path
+) -> None:
+    stage = training.method("sft", **STEADY)
+    plain, ran = StageFolder(tmp_path / "plain", root), StageFolder(tmp_path / "ran", root)
+    plain(stage)
+    metrics = ran(replace(stage, evaluation=replace(EVERY, metrics=("f1",))))
+    found = recorded(ran)
+    assert list(found) == [0, 2, 4, 5] and not any(each["error"] for each in found.values())
+    digests = [str(each["digest"]) for each in found.values()]
+    assert len(set(digests)) == 4 and all(len(each) == 64 for each in digests)
+    perplexities = [each["scores"]["answer_perplexity"] for each in found.values()]  # type: ignore[index]
+    assert perplexities == sorted(perplexities, reverse=True) and len(set(perplexities)) == 4
+    bases = [each["base"] for each in found.values()]
+    assert all(each == bases[0] for each in bases) and found[0]["scores"] == bases[0]
+    assert metrics["evaluation/answer_perplexity"] == perplexities[-1]
+    assert metrics["evaluation/base/answer_perplexity"] == perplexities[0]
+    assert {"evaluation/f1", "evaluation/exact_match"} <= metrics.keys() and "best_step" not in metrics
+    rows = (ran.store.directory.parent / "evaluation" / "step-4" / "scores.jsonl").read_text()
+    assert '"metric": "f1"' in rows
+    assert same(weights(ran.output), weights(plain.output))
+
+
+@pytest.mark.parametrize(
+    "name", ["cpt", pytest.param("dpo", marks=pytest.mark.slow), pytest.param("grpo", marks=pytest.mark.slow)]
+)
+def test_an_adapter_is_scored_on_its_base(root: Path, tmp_path: Path, name: str) -> None:
+    stage = training.method(name, **STEADY, adapter=Adapter(rank=2, alpha=4))
+    ran = StageFolder(tmp_path / "ran", root)
+    metrics = ran(replace(stage, evaluation=EVERY))
+    found = recorded(ran)
+    assert not any(each["error"] for each in found.values()) and list(found) == [0, 2, 4, 5]
+    if name == "cpt":
+        assert metrics["evaluation/text_perplexity"] < metrics["evaluation/base/text_perplexity"]
+
+
+def test_the_best_or_the_one_that_the_gate_picks_is_the_output(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "Gate", partial(Gate, min_rows=2))
+    stage = training.method("sft", **STEADY)
+    two = StageFolder(tmp_path / "two", root)
+    two(replace(stage, num_steps=2))
+    equal = own(tmp_path / "equal.py", "return [1.0] * len(completions)")
+    best = StageFolder(tmp_path / "best", root)
+    metrics = best(replace(stage, evaluation=replace(EVERY, metrics=(equal,), pick="best")))
+    assert metrics["best_step"] == 2 and metrics["steps"] == 5  # of equal ones the earliest
+    assert same(weights(best.output), weights(two.output))
+    gated = StageFolder(tmp_path / "gated", root)
+    bound = Bound(metric="answer_perplexity", max_regression=0.5)
+    wide = replace(EVERY, rows=40, pick="gate", metric="answer_perplexity", gate={"keeps": bound})
+    assert gated(replace(stage, evaluation=wide))["best_step"] == 5
+    assert all(each["rules"] == {"keeps": "better"} for each in recorded(gated).values())
+    none = replace(wide, gate={"gains": Bound(metric="answer_perplexity", min_gain=0.99)})
+    with pytest.raises(PipelineError, match=r"no checkpoint passes the gate \(step 2: gains is worse; step 4"):
+        StageFolder(tmp_path / "none", root)(replace(stage, evaluation=none))
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_dies_leaves_the_training_untouched(root: Path, tmp_path: Path) -> None:
+    stage = training.method("sft", **STEADY)
+    plain, ran = StageFolder(tmp_path / "plain", root), StageFolder(tmp_path / "ran", root)
+    plain(stage)
+    dies = own(tmp_path / "dies.py", "os._exit(3)")
+    metrics = ran(replace(stage, evaluation=replace(EVERY, metrics=(dies,))))
+    assert {each["error"] for each in recorded(ran).values()} == {"its process ended with exit code 3"}
+    assert same(weights(ran.output), weights(plain.output)) and not any("evaluation/" in name for name in metrics)
+    bad = own(tmp_path / "bad.py", "return [float('nan')] * len(completions)")
+    again = StageFolder(tmp_path / "again", root)
+    again(replace(stage, evaluation=replace(EVERY, metrics=(bad,))))
+    assert all("returned nan for row 0" in each["failed"]["score"] for each in recorded(again).values())  # type: ignore[index]
+    with pytest.raises(PipelineError, match=r"no checkpoint has a score .*exit code 3"):
+        StageFolder(tmp_path / "none", root)(replace(stage, evaluation=replace(EVERY, metrics=(dies,), pick="best")))
+
+
+def test_a_resumed_training_scores_what_is_not_scored_and_picks_the_same(root: Path, tmp_path: Path) -> None:
+    equal = own(tmp_path / "equal.py", "return [1.0] * len(completions)")
+    stage = training.method("sft", **STEADY, evaluation=replace(EVERY, metrics=(equal,), pick="best"))
+    broken = StageFolder(tmp_path / "broken", root)
+    with pytest.raises(StoppedError):
+        broken(stage, should_stop=lambda: len(broken.reports) == 2)
+    metrics = broken(stage, resume=3)
+    assert metrics["best_step"] == 2 and set(recorded(broken)) == {0, 2, 4, 5}
+
+
+def test_without_held_out_rows_it_says_so(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = StageFolder(tmp_path / "ran", root)
+    (tmp_path / "rows").mkdir()
+    stage, make = training.method("sft", **STEADY, evaluation=EVERY), training.inputs
+    rows = make(root, stage)["rows"]
+    (tmp_path / "rows" / "train.parquet").write_bytes((rows.path / "train.parquet").read_bytes())
+    alone = replace(rows, path=tmp_path / "rows")
+    monkeypatch.setattr(training, "inputs", lambda *given: {**make(*given), "rows": alone})
+    with pytest.raises(DataError, match=r"evaluation: .* has no held-out row; hold out rows"):
+        ran(stage)
+
+
+def test_what_is_scored_is_no_identity_and_what_is_picked_is() -> None:
+    stage = training.method("sft")
+    scored = [replace(EVERY, **change) for change in ({}, {"rows": 9}, {"metrics": ("f1",)}, {"cpus": 2})]
+    assert all(replace(stage, evaluation=each).recipe() == stage.recipe() for each in scored)
+    best = replace(EVERY, metrics=("f1",), pick="best")
+    changes: list[dict[str, object]] = [
+        {}, {"rows": 9}, {"metrics": ("f1", "exact")}, {"metric": "exact_match"}, {"every_steps": 3},
+        {"max_new_tokens": 9}, {"pick": "gate", "gate": {"a": Bound(metric="f1", at_least=0.5)}},
+    ]  # fmt: skip
+    recipes = [json.dumps(replace(stage, evaluation=replace(best, **change)).recipe()) for change in changes]
+    assert len({*recipes, json.dumps(stage.recipe())}) == len(changes) + 1
+    same_recipe = replace(stage, evaluation=replace(best, cpus=2)).recipe()
+    assert same_recipe == replace(stage, evaluation=best).recipe()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        (
+            "sft",
+            {"evaluation": Evaluation(every_steps=1, pick="best"), "best": Best(every_steps=1)},
+            "both choose the model",
+        ),
+        ("reward", {"evaluation": EVERY}, "trains a reward model"),
+        ("ppo", {"evaluation": EVERY}, "has a loop of its own"),
+        ("sft", {"evaluation": EVERY, "adapter": Adapter(rank=2, alpha=4, init="pissa")}, "upon another base"),
+        ("sft", {"evaluation": EVERY, "adapter": Adapter(rank=2, alpha=4), "adapter_in": "continue"}, "in two parts"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(name: str, fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        training.method(name, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "neither is set"), ({"every_steps": 1, "every_epochs": 1.0}, "both are set"),
+        ({"every_steps": 1, "pick": "gate"}, "needs its bounds"), ({"every_steps": 1, "metric": "f1"}, "ranks nothing"),
+        ({"every_steps": 1, "metrics": ("nothing",)}, "no reward function nothing"),
+        ({"every_steps": 1, "pick": "gate", "gate": {"a": Bound(metric="f1")}}, "exactly one of at_least"),
+    ],
+)  # fmt: skip
+def test_settings_that_say_nothing_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Evaluation(**fields)  # type: ignore[arg-type]
