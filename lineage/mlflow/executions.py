@@ -13,7 +13,7 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
 from lineage.filesystem.owner import Owner
-from lineage.mlflow.address import shown
+from lineage.mlflow.address import shown, sqlite_file
 from lineage.mlflow.entities import (
     MAX_ROWS,
     Recorded,
@@ -210,8 +210,11 @@ class Executions:
         if (pipeline, name) not in self._experiments:
             found = self.client.get_experiment_by_name(name)
             if found is None:
+                files = self.root / "logs" / "mlflow"  # else they go to the working directory
+                place = files.absolute().as_uri() if sqlite_file(self.client.tracking_uri) else None
+                tags = {Tag.EXPERIMENT_KIND: "custom_model_development"}
                 try:
-                    self.client.create_experiment(name, tags={Tag.EXPERIMENT_KIND: "custom_model_development"})
+                    self.client.create_experiment(name, artifact_location=place, tags=tags)
                 except MlflowException as error:  # another process was faster
                     if error.error_code != EXISTS:
                         raise
