@@ -21,6 +21,11 @@ _TEXT: dict[str, object] = {
     "bos_token_id": 1,
 }  # fmt: skip
 _OWN: dict[str, dict[str, object]] = {
+    "deepseek_v3": {  # a dense layer, and one with shared experts beside the routed ones
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "moe_intermediate_size": 32, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
     "qwen3_moe": {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True,

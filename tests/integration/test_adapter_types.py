@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config
 from trl.trainer.utils import use_adapter
 
@@ -211,6 +212,45 @@ def test_the_plan_counts_what_is_trained_of_every_architecture(
     method = training.method(name, num_steps=1, **fields)
     run = training.train(method, root, tmp_path / "output", policy=policy)
     assert run.metrics["percent_trained"] == pytest.approx(percent_trained(method, model_shapes(policy)))
+
+
+MLP, SHARED = "layers.0.mlp.", "layers.1.mlp.shared_experts."
+
+
+@pytest.mark.parametrize(
+    ("fields", "changed", "unchanged"),
+    [
+        ({}, (MLP, SHARED, "layers.1.mlp.experts.", "layers.0.self_attn."), ()),
+        ({"target_modules": "*shared*"}, (SHARED,), (MLP, "layers.1.mlp.experts.", "self_attn")),
+        ({"target_modules": "gate_proj"}, (f"{MLP}gate", f"{SHARED}gate"), ("experts.0.", f"{MLP}up", "self_attn")),
+        ({"layers": (0,)}, (MLP, "layers.0.self_attn."), ("layers.1.",)),
+    ],
+)
+def test_dense_and_shared_layers_of_a_mixture_get_the_adapter_and_experts_only_where_all_do(
+    root: Path, tmp_path: Path, fields: dict[str, object], changed: tuple[str, ...], unchanged: tuple[str, ...]
+) -> None:
+    """PEFT takes their names for those of the routed experts, and would adapt these in their place."""
+    policy = tiny_models.write_model(tmp_path / "policy", "deepseek_v3")
+    method = training.method("sft", num_steps=2, learning_rate=1e-2, adapter=Adapter(rank=4, **fields))
+    run = training.train(method, root, tmp_path / "output", policy=policy)
+    assert run.metrics["trained_parameters"] == adapter_weights(method.adapter, model_shapes(policy))[0]
+    before, after = load_file(policy / "model.safetensors"), load_file(run.output / "model.safetensors")
+    moved = {name for name, each in before.items() if not torch.equal(each, after[name])}
+    for part in changed:
+        assert any(part in name for name in moved), part
+    for part in unchanged:
+        assert not any(part in name for name in moved), part
+
+
+@pytest.mark.parametrize("fields", [{"type": "dora"}, {"dropout": 0.1}])
+def test_what_cannot_be_put_on_the_weights_of_such_layers_is_refused(
+    root: Path, tmp_path: Path, fields: dict[str, object]
+) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", "deepseek_v3")
+    method = training.method("sft", num_steps=1, adapter=Adapter(rank=4, target_modules="*shared*", **fields))
+    ((field, _),) = fields.items()
+    with pytest.raises(ConfigError, match=rf"PEFT takes 3 linear layers .* does not go with {field}=.*=attention"):
+        training.train(method, root, tmp_path / "refused", policy=policy)
 
 
 @pytest.mark.parametrize("adapter", [Adapter(type="ia3"), Adapter(layers=(1,)), Adapter(type="lokr", rank=4)])

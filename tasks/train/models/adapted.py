@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, cast
 import peft
 import torch
 from datasets import Dataset
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import transformers_weight_conversion as conversion
 from peft.utils.other import TrainableTokensWrapper
-from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from transformers import TrainerCallback
 from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.pytorch_utils import Conv1D
@@ -34,6 +34,7 @@ from tasks.train.models.adapters import (
     osf_rank,
     targets,
     why_not_on_experts,
+    why_not_on_parameters,
     why_not_stacked,
 )
 from tasks.train.models.quantized_base import are_experts, detect_quantized_layers, is_quantized
@@ -78,21 +79,60 @@ def peft_config(adapter: Adapter, model: "PreTrainedModel", num_steps: int) -> P
     config_class = getattr(peft, row.config)
     if is_plain(adapter):
         names = ALL_LINEAR if adapter.target_modules == ALL_LINEAR else _found(adapter, model)
-        layers = _layers_beside_experts(config_class(**configured, target_modules=names), model)
+        config: PeftConfig = config_class(**configured, target_modules=names)
+        if names != ALL_LINEAR and _taken_for_experts(config, adapter, model):
+            return _by_full_names(adapter, config, model)
+        layers = _layers_beside_experts(config, model)
         if layers is None:
             _warn_of_experts(adapter, model)
-            config: PeftConfig = config_class(**configured, target_modules=names)
         elif is_quantized(model):
             logger.warning("quantization: the experts of a mixture are frozen; adapted: %s", layers)
             config = config_class(**configured, target_modules=layers)
         else:
             _require_on_experts(adapter, layers)
-            config = config_class(**configured, target_modules=names)
-        return config
+        return _with_weights(adapter, config, model)
     _warn_of_experts(adapter, model)
-    chosen = _targets(adapter, model)
-    whole: PeftConfig = config_class(**configured, target_modules=[name for name, _, _ in chosen])
-    return whole
+    return _by_full_names(adapter, config_class(**configured), model)
+
+
+def _by_full_names(adapter: Adapter, config: PeftConfig, model: "PreTrainedModel") -> PeftConfig:
+    """The config for linear layers alone, without the experts of a mixture."""
+    config.target_modules = {name for name, _, _ in _targets(adapter, model)}
+    config.target_modules -= set(_taken_for_experts(config, adapter, model))
+    return _with_weights(adapter, config, model)
+
+
+def _with_weights(adapter: Adapter, config: PeftConfig, model: "PreTrainedModel") -> PeftConfig:
+    """Also adapts the linear layers that PEFT takes for experts, by the names of their weights, which it leaves.
+
+    Raises:
+        ConfigError: PEFT cannot put the adapter on weights.
+    """
+    lost = _taken_for_experts(config, adapter, model)
+    lacking = "quantization" if is_quantized(model) else why_not_on_parameters(adapter)
+    if lost and lacking:
+        raise ConfigError(
+            f"adapter.target_modules={adapter.target_modules}: PEFT takes {len(lost)} linear layers of this mixture, "
+            f"such as {lost[0]}, for those of its experts, so that the adapter is put on their weights, as parameters, "
+            f"which does not go with {lacking}; set adapter.target_modules=attention"
+        )
+    if lost:
+        config.target_parameters = [f"{name}.weight" for name in lost]
+    return config
+
+
+def _taken_for_experts(config: PeftConfig, adapter: Adapter, model: "PreTrainedModel") -> list[str]:
+    """The targets that PEFT would replace by parameters of the experts: dense and shared layers of a mixture.
+
+    It does so with all names that end in ``gate_proj`` and the like (its issue 3711).
+    """
+    kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+    if config.peft_type != PeftType.LORA or not conversion._MOE_FUSED_TARGETS.get(kind):
+        return []
+    ends = conversion._MOE_TARGET_MODULE_MAPPING[kind]
+    return sorted(
+        name for name, _, _ in _targets(adapter, model) if any(f".{name}".endswith(f".{end}") for end in ends)
+    )
 
 
 def _own(adapter: Adapter, model: "PreTrainedModel", num_steps: int) -> dict[str, object]:
@@ -204,7 +244,7 @@ def _layers_beside_experts(config: PeftConfig, model: "PreTrainedModel") -> list
     converted = copy.deepcopy(config)
     if not hasattr(converted, "target_parameters"):
         return None
-    convert_peft_config_for_transformers(converted, model=model, conversions=None)
+    conversion.convert_peft_config_for_transformers(converted, model=model, conversions=None)
     return sorted(converted.target_modules) if converted.target_parameters else None
 
 

@@ -396,8 +396,11 @@ def adapts_experts(adapter: Adapter) -> bool:
 
 def why_not_on_experts(adapter: Adapter) -> str | None:
     """The setting that PEFT cannot apply to the experts of a mixture; None: none, or they get no adapter."""
-    if not adapts_experts(adapter):
-        return None
+    return why_not_on_parameters(adapter) if adapts_experts(adapter) else None
+
+
+def why_not_on_parameters(adapter: Adapter) -> str | None:
+    """The setting that PEFT cannot apply where it puts a LoRA on a parameter rather than on its layer; None: none."""
     if adapter.type == "dora":
         return "type=dora"
     if adapter.init not in (None, "gaussian"):
