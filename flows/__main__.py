@@ -49,7 +49,8 @@ COMMANDS = {
     "chat": "talk with a model, or with two side by side",
     "import": "make a pipeline of a configuration of LLaMA-Factory, axolotl, TRL or Oumi",
     "serve-model": "serve a model by the OpenAI protocol",
-    "steps": "serve sessions whose training steps your program calls; make a key",
+    "steps": "serve sessions whose training steps your program calls; make a key; commit a session as a stage",
+    "replay": "execute the command log of a committed session again; compare its files to the bit",
     "export": "write a model as whole weights, GGUF or for Ollama, or push it; or a stage for verl",
     "stage": "run one stage without Prefect: what dvc.yaml calls",
     "lineage": "show all that an artifact was made from",
@@ -87,7 +88,7 @@ _MODULES = {
     "compat": "doctor",
     "chat": "flows.serving.chat", "export": "flows.serving.export",
     "serve-model": "flows.serving.serve_model", "import": "flows.peers.importing", "ui": "flows.serving.ui",
-    "steps": "flows.steps.command",
+    "steps": "flows.steps.command", "replay": "flows.steps.command",
 }  # fmt: skip
 
 

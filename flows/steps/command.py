@@ -1,12 +1,13 @@
-"""``posttrain steps``: serve sessions, make keys, and commit a session as a stage."""
+"""``posttrain steps`` and ``replay``: serve sessions, make keys, commit a session as a stage, execute it again."""
 
 import argparse
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import add_overrides, count_of
+from flows.commands.arguments import add_overrides, count_of, name_among
 from lineage.errors import ConfigError
 from lineage.filesystem.files import local_path
 from lineage.filesystem.lock import Lock
@@ -40,7 +41,14 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     key.add_argument("--max-sessions", type=count_of("sessions", 1), help="open sessions at once")
     key.add_argument("--max-tokens", type=count_of("tokens", 1), help="tokens in all")
     key.set_defaults(command=run_key)
-    for each in (serve, key):
+    commit = actions.add_parser("commit", help="write a session's model as a stage of the store", allow_abbrev=False)
+    commit.add_argument("session", metavar="SESSION", help="as GET /v1/sessions names it")
+    commit.add_argument("--stage", required=True, metavar="NAME", help="of the artifact: STAGE@DIGITS is its REF")
+    commit.add_argument("--pipeline", default="steps", metavar="NAME", help="that it is recorded under; default steps")
+    commit.add_argument("--database", metavar="URL", help="as of serve")
+    commit.add_argument("--gpu", action="store_true", help="as of serve")
+    commit.set_defaults(command=run_commit)
+    for each in (serve, key, commit):
         each.add_argument(
             "--root", type=local_path, default=Path("steps"), help="folder of the sessions; default steps"
         )
@@ -54,6 +62,46 @@ def run_key(options: argparse.Namespace) -> int:
     print(records.add_key(options.name, options.max_sessions, options.max_tokens))
     records.close()
     return 0
+
+
+def run_commit(options: argparse.Namespace) -> int:
+    from flows.declare.store_root import store_root
+    from flows.serving.model import find_model
+    from flows.steps.commit import commit
+    from flows.steps.engine import Engine
+
+    session, options.overrides = name_among(options.session, options.overrides)
+    engine = Engine(options.root, finder(options), database=options.database, resources=_resources(gpu=options.gpu))
+    output = commit(
+        engine, store_root(options.overrides, options.config_dir), session, options.stage,
+        lambda ref: find_model(ref, options.overrides, options.config_dir), options.pipeline,
+    )  # fmt: skip
+    engine.records.close()
+    print(output)
+    return 0
+
+
+def add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("ref", metavar="REF", help="a stage that posttrain steps commit wrote")
+
+
+def run_replay(options: argparse.Namespace) -> int:
+    from flows.declare.store_root import asked_store
+    from flows.reports.wording import counted
+    from flows.steps.commit import as_dict, replay
+
+    ref, options.overrides = name_among(options.ref, options.overrides)
+    found = replay(ref, asked_store(options.overrides, options.config_dir), options.config_dir)
+    if options.json:
+        print(json.dumps(as_dict(found), indent=2))
+    elif found.differ:
+        print(f"{found.ref}: {found.calls} calls were executed again, and gave other bits: {', '.join(found.differ)}")
+    else:
+        print(
+            f"{found.ref}: {found.calls} calls gave the same weights to the bit, in {counted(found.files, 'file')} "
+            f"({found.seconds:.1f} s)"
+        )
+    return int(bool(found.differ))
 
 
 def run_serve(options: argparse.Namespace) -> int:

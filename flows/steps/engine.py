@@ -9,6 +9,7 @@ import gc
 import heapq
 import json
 import logging
+import os
 import re
 import shutil
 import threading
@@ -373,6 +374,10 @@ class Engine:
             logger.info("calls=%d state=resumed", len(waiting))
 
     def _work(self) -> None:
+        import torch
+
+        # In each thread that computes: another number of threads gives other last bits.
+        torch.set_num_threads(threads_of(self.resources))
         while True:
             with self._condition:
                 while not self._ready and not self._ends:
@@ -441,8 +446,7 @@ class Engine:
         return dict(self._call(found).run(live.session, self._place(found["session"], found["id"])))
 
     def _call(self, found: "RowMapping") -> Call:
-        body = json.loads(self._body(found["session"], found["id"]).read_bytes())
-        call = typed(CALLS[found["name"]], body, found["name"])
+        call = typed(CALLS[found["name"]], self.body(found["session"], found["id"]), found["name"])
         if isinstance(call, Generate) and call.seed is None:
             return replace(call, seed=found["number"])
         return call
@@ -458,6 +462,10 @@ class Engine:
         return self._find(model).path
 
     # --- sessions in memory
+
+    def loaded(self, name: str) -> "Session":
+        """A session as its log leaves it, in memory."""
+        return self._loaded(name).session
 
     def _loaded(self, name: str, *, done: bool = True) -> _Live:
         """A session in memory, with every call applied that has a result.
@@ -547,6 +555,11 @@ class Engine:
     def _folder(self, session: str) -> Path:
         return self.root / "sessions" / session.replace(":", "_")
 
+    def body(self, session: str, request_id: str) -> dict[str, object]:
+        """The arguments of a call."""
+        found: dict[str, object] = json.loads(self._body(session, request_id).read_bytes())
+        return found
+
     def _body(self, session: str, request_id: str) -> Path:
         return self._folder(session) / "calls" / f"{request_id}.json"
 
@@ -555,6 +568,11 @@ class Engine:
 
     def _write(self, session: str, request_id: str, body: Mapping[str, object]) -> None:
         _replace(self._body(session, request_id), orjson.dumps(body))
+
+
+def threads_of(resources: Resources) -> int:
+    """Threads that a session computes with."""
+    return min(resources.cpus_per_worker, os.cpu_count() or 1)
 
 
 def _replace(path: Path, content: bytes) -> None:

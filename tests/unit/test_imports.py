@@ -39,7 +39,7 @@ ALONE = {
     "flows.steps.client": "posttrain.steps: the SDK",
     "flows.steps.command": "imported by name, when its command is called",
     "flows.steps.tinker": "the protocol of one client",
-    "flows.steps.server": "FastAPI: its command's file parses alone, also for --help",
+    "flows.steps.commit": "the index and sources: its command's file parses alone, also for --help",
     "flows.dvc_yaml": "python -m: `make dvc-yaml`",
     "flows.prefect.*": "Prefect: what starts fast does not import it",
     "flows.reports.pages": "python -m: `make settings-page`",

@@ -1,0 +1,100 @@
+"""A session becomes a stage: its command log is the recipe; replay, lineage, diff and verify know it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.__main__ import main
+from flows.steps.engine import Engine
+from lineage.store import Entry
+from tests import training
+from tests.steps_server import find
+
+ROW = {"tokens": [5, 6, 7], "target_tokens": [6, 7, 8], "weights": [1.0, 0.5, 1.0]}
+SETTINGS = {"learning_rate": 1e-2, "max_length": 64}
+
+
+def trained(root: Path, model: Path, *rates: float, **settings: object) -> str:
+    """A session that took a step at each of these rates, with a saved state that it goes back to."""
+    engine = Engine(root, find)
+    key = engine.authenticate(engine.records.add_key(f"key{rates}{settings}"[:60]))
+    engine.start()
+    name = engine.create(key, {"model": str(model), **SETTINGS, **settings}).session
+    for rate in rates:
+        engine.accept(key, name, "backward", {"data": [ROW]})
+        engine.accept(key, name, "step", {"learning_rate": rate})
+    engine.accept(key, name, "save", {"to": "here"})
+    engine.accept(key, name, "backward", {"data": [ROW]})
+    last = engine.accept(key, name, "load", {"saved": "here"})
+    import threading
+
+    done = threading.Event()
+    engine.when_done(last.request_id, done.set)
+    assert done.wait(60) and engine.outcome(last.request_id).status == 200
+    engine.close()
+    return name
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 2, "alpha": 4, "dropout": 0.3}], ids=["full", "lora"])
+def test_a_committed_session_is_replayed_to_the_bit(
+    tmp_path: Path, adapter: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.write_models(tmp_path)
+    root, store = tmp_path / "steps", f"store={tmp_path / 'store'}"
+    model = tmp_path / "policy"
+    first, second = trained(root, model, 1e-2, adapter=adapter), trained(root, model, 1e-2, 3e-3, adapter=adapter)
+    for name in (first, second):
+        assert main(["steps", "commit", name, "--stage", "rl", "--root", str(root), store]) == 0
+    outputs = [Path(line) for line in capsys.readouterr().out.splitlines() if line.startswith("/")]
+    assert outputs[0] != outputs[1] and not training.same(*map(training.weights, outputs))
+    assert main(["steps", "commit", first, "--stage", "rl", "--root", str(root), store]) == 0, "it is there"
+    refs = [f"rl@{output.parent.name}" for output in outputs]
+    capsys.readouterr()
+    code = main(["replay", refs[0], "--json", store])
+    found = json.loads(capsys.readouterr().out)
+    assert (code, found["differ"]) == (0, [])
+    assert found["equal"] and found["calls"] == 5 and found["files"] == (2 if adapter else 1)
+    manifest = json.loads((outputs[1].parent / "manifest.json").read_text())
+    assert manifest["method"] == "tasks.steps.Steps" and manifest["metrics"]["steps"] == 2
+    assert manifest["inputs"]["policy"]["source"]["files"]
+    assert main(["lineage", refs[0], "--json", store]) == 0
+    assert "source:policy" in capsys.readouterr().out
+    assert main(["diff", *refs, store]) == 0
+    assert "commands" in capsys.readouterr().out
+    Entry(outputs[0].parent).require_intact()
+
+
+def test_a_log_that_was_changed_is_not_replayed_and_other_weights_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.write_models(tmp_path)
+    root, store = tmp_path / "steps", f"store={tmp_path / 'store'}"
+    name = trained(root, tmp_path / "policy", 1e-2)
+    assert main(["steps", "commit", name, "--stage", "rl", "--root", str(root), store]) == 0
+    output = Path(capsys.readouterr().out.strip())
+    manifest = output.parent / "manifest.json"
+    found = json.loads(manifest.read_text())
+    other = {**found, "files": {**found["files"], "model.safetensors": "0" * 64}}
+    manifest.chmod(0o644)
+    manifest.write_text(json.dumps(other))
+    assert main(["replay", "rl", store]) == 1
+    assert "gave other bits: model.safetensors" in capsys.readouterr().out
+    log = output / "commands.jsonl"
+    log.chmod(0o644)
+    log.write_text(log.read_text().replace("0.01", "0.02"))
+    assert main(["replay", "rl", store]) == 1
+    assert "is not the log of the recipe" in capsys.readouterr().err
+
+
+def test_a_session_without_a_step_or_of_another_session_is_not_committed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.write_models(tmp_path)
+    root, store = tmp_path / "steps", f"store={tmp_path / 'store'}"
+    name = trained(root, tmp_path / "policy")
+    assert main(["steps", "commit", name, "--stage", "rl", "--root", str(root), store]) == 2
+    assert "it took no step" in capsys.readouterr().err
+    assert main(["steps", "commit", "nothing", "--stage", "rl", "--root", str(root), store]) == 2
+    assert f"{name} is there" in capsys.readouterr().err
+    assert main(["steps", "commit", name, "--stage", "cache", "--root", str(root), store]) == 2
