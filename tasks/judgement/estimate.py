@@ -219,11 +219,12 @@ def memory(
     whole = _whole(_of_island(method, resources), shapes)
     copies = 2 if VALUE_MODEL in method.models.values() else 1  # policy and value model are trained
     linear = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name)
-    rest = weights.base - linear
+    rest, scales = weights.base - linear, 0
+    of_rest = of_linear = float(dtype if method.adapter or method.quantization else _FLOAT)
     if method.quantization:
-        base = int(linear * _BITS.get(method.quantization.format, 8) / 8 * _SCALES) + rest * dtype
-    else:
-        base = weights.base * (dtype if method.adapter else _FLOAT)
+        of_linear = _BITS.get(method.quantization.format, 8) / 8
+        scales = int(linear * of_linear * (_SCALES - 1))
+    base = int(linear * of_linear + rest * of_rest) + scales
     # optimizer.weights=bf16: a weight and its gradient in half, and the other half of the weight with the optimizer.
     split = _matrices(shapes) if method.optimizer.weights else 0
     trained_split = split * weights.trained // weights.base
@@ -248,7 +249,8 @@ def memory(
         # In the first pass, no worker has its part yet of what it passes on.
         gradients += copies * _FLOAT * (whole.passing - is_one * whole.passing // whole.over)
     base -= split * (_FLOAT - 2)
-    held = copies * base // whole.over if whole.is_fsdp else copies * base
+    held = copies * ((base - scales) // whole.over + scales) if whole.is_fsdp else copies * base
+    gathered = whole.ends * of_rest + (whole.gathered - whole.ends) * of_linear if whole.gathered else 0
     if "weights" in whole.offloaded:
         held = 0
     optimizer = weights.trained * (method.optimizer.state_bytes + whole.copied) + trained_split * 2
@@ -264,7 +266,7 @@ def memory(
     # The outer weights and momentum of an island are in the CPU's memory of its first worker.
     outer = 0 if method.diloco is None or resources.gpus_per_worker else 2 * _FLOAT * weights.trained
     return Memory(
-        weights=held + copies * (whole.gathered * base // weights.base + weights.beside * _FLOAT),
+        weights=held + copies * (int(gathered) + weights.beside * _FLOAT),
         gradients=gradients,
         optimizer=whole.part("optimizer", copies * optimizer, method) + outer,
         activations=activations,

@@ -20,6 +20,7 @@ from tasks.train.best import HELD_OUT_LOSS
 from tasks.train.generation.generating import Generating
 from tasks.train.losses.dpo_losses import LOSSES
 from tasks.train.model_rules import MODEL_RULES
+from tasks.train.models.quantization import FORMATS
 from tasks.train.optim.optimizers import OPTIMIZERS
 from tasks.train.optim.schedules import PLATEAU, SCHEDULES
 from tasks.train.rule import (
@@ -48,6 +49,7 @@ _UNSET_NORM = 1.0  # the default of max_grad_norm
 _MOVING: Fields = {"method.reference_sync.every_steps": 1, "method.sft_weight": None}
 _PRECOMPUTE: Fields = {"resources.precompute_reference": True}
 _AVERAGING = tuple(name for name, row in OPTIMIZERS.items() if row.averages)
+_IN_PARTS = ("sgd", "adagrad", "rmsprop")  # beside AdamW: each weight by itself, in operations of torch
 _IN_BACKWARD = tuple(name for name, row in OPTIMIZERS.items() if row.in_backward)
 
 
@@ -145,15 +147,6 @@ def _divides_unevenly(case: Case) -> bool:
     if not isinstance(num_minibatches, int) or rows % num_minibatches:
         return False
     return (rows // num_minibatches) % case.resources.num_workers > 0
-
-
-def _with_whole_weights(case: Case) -> Fields:
-    """DeepSpeed's ZeRO-2, which leaves weights whole; without few bits where it has no engine."""
-    if case.method.has_own_loop:
-        return {"method.quantization": None}
-    of_fsdp = {"offload": False, "wrap": None, "prefetch": 0}
-    unset = {f"resources.{name}": off for name, off in of_fsdp.items() if getattr(case.resources, name) != off}
-    return {"resources.sharding": "zero2", **unset}
 
 
 def _offloaded(case: Case) -> Fields:
@@ -541,13 +534,25 @@ RULES: tuple[Rule, ...] = (
         nearest={"resources.sharding": "fsdp", "resources.zero_stage": 0}, also=ZERO, stage="own_loop",
     ),
     Rule(
-        id="sharding-optimizer",
+        id="zero-optimizer",
         when={
-            "resources.sharding": sharded,
+            "resources.sharding": by_deepspeed,
             "method.optimizer.name": tuple(name for name, row in OPTIMIZERS.items() if not row.optim),
         },
-        reason="the state of AdamW alone was tried in parts: others read whole matrices, or lay out their state",
+        reason="DeepSpeed's engine was tried with AdamW alone",
         nearest={"method.optimizer.name": "adamw_torch_fused"}, also=ZERO,
+    ),
+    Rule(
+        id="sharding-optimizer",
+        when={
+            "resources.sharding": by_fsdp, "method.adapter": None,
+            "method.optimizer.name": tuple(
+                name for name, row in OPTIMIZERS.items() if not (row.optim or name in _IN_PARTS)
+            ),
+        },
+        reason=f"of divided weights AdamW, {', '.join(_IN_PARTS)} take the steps of one process: others read whole "
+        "matrices, or have kernels that know no DTensor; an adapter's are whole, and any of them trains it",
+        nearest={"method.optimizer.name": "adamw_torch_fused"}, also=FSDP,
     ),
     # Islands of workers.
     Rule(
@@ -725,45 +730,20 @@ RULES: tuple[Rule, ...] = (
         stage="ppo",
     ),
     Rule(
-        id="sharding-adapter",
-        when={
-            "method.adapter.type": lambda case: case.get("method.adapter.type") not in (None, "lora"),
-            "resources.sharding": divides_weights,
-        },
-        reason="this adapter reads or lays out the weights below it, which are divided; LoRA was tried",
-        nearest={"method.adapter.type": "lora"}, also={"method.adapter.type": "vera", **FSDP},
-    ),
-    Rule(
-        id="sharding-adapter-init",
-        when={
-            "method.adapter.init": lambda case: case.get("method.adapter.init") not in (None, "gaussian"),
-            "resources.sharding": divides_weights,
-        },
-        reason="this initialization reads whole weights or the base's answers, and no worker has them",
-        nearest={"method.adapter.init": None},
-        also={"method.adapter.type": "lora", "method.adapter.init": "pissa", **FSDP},
-    ),
-    *(
-        Rule(
-            id=f"sharding-{name.replace('_', '-')}",
-            when={f"method.adapter.{name}": SET, "resources.sharding": divides_weights},
-            reason="PEFT copies the module for it, and a copy of divided weights is not gathered",
-            nearest={f"method.adapter.{name}": None},
-            also={"method.adapter.type": "lora", f"method.adapter.{name}": value, **FSDP},
-        )
-        for name, value in (("modules_to_save", "embed_tokens"), ("trainable_token_indices", (1,)))
-    ),
-    Rule(
         id="sharding-stack",
         when={"method.adapter_in": "stack", "resources.sharding": divides_weights},
         reason="a reference below stacked adapters was not tried in parts",
         nearest={"method.adapter_in": None}, also={"method.adapter.type": "lora", **FSDP},
     ),
     Rule(
-        id="sharding-quantization", when={"method.quantization.format": SET, "resources.sharding": divides_weights},
-        reason="PEFT and bitsandbytes read scales from a weight in few bits, and a part of it as a DTensor has none",
-        nearest=_with_whole_weights,
-        also={"method.adapter.type": "lora", "method.quantization.format": "nf4", **FSDP},
+        id="sharding-quantization",
+        when={
+            "method.quantization.format": tuple(name for name in FORMATS if name not in ("nf4", "fp4")),
+            "resources.sharding": divides_weights,
+        },
+        reason="of formats with few bits, bitsandbytes' 4 bits alone are plain bytes with their scales on the layer; "
+        "of a part of another's weights no layer finds the scales",
+        nearest={"method.quantization.format": "nf4"}, also={"method.adapter.type": "lora", **FSDP},
     ),
     Rule(
         id="sharding-quantized-model", when={"config.quantization_config": SET, "resources.sharding": divides_weights},

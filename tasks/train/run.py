@@ -108,7 +108,16 @@ from tasks.train.models.quantized_base import step_in_fp32
 from tasks.train.optim.diloco import divided
 from tasks.train.optim.optimizers import install_optimizer, optimizer_args
 from tasks.train.optim.schedules import install_schedule, schedule_args
-from tasks.train.sharding import Shards, is_divided, is_fsdp, name_accumulation, whole_on_first, zero_args, zero_stage
+from tasks.train.sharding import (
+    Shards,
+    divide_late,
+    is_divided,
+    keep_whole,
+    name_accumulation,
+    whole_on_first,
+    zero_args,
+    zero_stage,
+)
 from tasks.train.sharding import install as install_shards
 
 if TYPE_CHECKING:
@@ -188,9 +197,9 @@ class TrainingRun:
         of = (self.method, self.inputs[_POLICY], self.ctx)
         assert self.ctx.rank or self._kept
         if self._is_reward_model:
-            policy = models.load_reward_model(*of, self._base_dtype, whole=self._is_late)
+            policy = models.load_reward_model(*of, self._base_dtype, late=True)
         else:
-            policy = models.load_policy(*of, self._intake, self._base_dtype, whole=self._is_late)
+            policy = models.load_policy(*of, self._intake, self._base_dtype, late=True)
         freeze_unread(policy.model, self._trained_parts)
         if self.method.freeze:
             freeze(policy.model, self.method.freeze)
@@ -202,13 +211,8 @@ class TrainingRun:
             stop_at(policy.model.generation_config, turn_ends(policy.tokenizer))
         hold_in(policy.model, self._base_dtype)
         replace_kernels(policy.model, self.method.precision, self.ctx.resources)
+        keep_whole(policy.model, self.method, self.ctx.resources)
         return policy
-
-    @property
-    def _is_late(self) -> bool:
-        """Whether the policy is divided once it has its adapter, which reads whole weights."""
-        adapter = self.method.adapter
-        return bool(adapter and is_fsdp(self.ctx.resources) and (adapter.reads_whole or self.method.quantization))
 
     @cached_property
     def _kept(self) -> models.Kept:
@@ -229,6 +233,7 @@ class TrainingRun:
         if not self.method.has_own_loop:
             return start
         model = self._adapted(start.model) if self.method.adapter else start.model
+        divide_late(plain(model), self.ctx.resources)
         complete_head(model)
         freeze_unread(plain(model), self._trained_parts)
         if self.method.adapter:
@@ -248,7 +253,6 @@ class TrainingRun:
         adapter, config = self.method.adapter, self._peft_config(model)
         assert adapter
         below = stacked(model, self._intake.carried) if self.method.adapter_in == "stack" else None
-        before = {*model.parameters()}
         set_seed(self.method.seed)  # for the adapter's initial weights, as TRL's trainers do
         if self.method.adapter_in == "continue":
             adapted = continued(model, adapter, config, self._intake.carried[0])
@@ -260,10 +264,6 @@ class TrainingRun:
         save_only_the_trained(adapted)
         if adapter.changes_the_base:
             self._adapter_start = adapter_weights_of(adapted)
-        if self._is_late:
-            if self.method.has_reference and self.method.reference_kind == "copy" and not self.method.has_own_loop:
-                add_reference(adapted)
-            Shards(self.ctx.resources).divide(model, {*adapted.parameters()} - before)
         return adapted
 
     def _peft_config(self, model: "PreTrainedModel") -> "PeftConfig":
@@ -558,8 +558,7 @@ class TrainingRun:
             "ref_model": reference,
         }
         model: PreTrainedModel | PeftModel = policy.model
-        is_off = self.method.reference_kind == "off"
-        if self.method.adapter and "peft_config" in parameters and is_off and not self._is_late:
+        if self.method.adapter and "peft_config" in parameters and self.method.reference_kind == "off":
             shared["peft_config"] = self._peft_config(policy.model)
         elif self.method.adapter:
             model = self._adapted(policy.model)
@@ -612,6 +611,7 @@ class TrainingRun:
             install_scores(trainer.model)
         if self.method.has_reference and not self._precomputes and self.method.reference_kind == "copy":
             add_reference(trainer.model)
+        divide_late(plain(trainer.model), self.ctx.resources)
         complete_head(trainer.model)
         if self.method.neftune_alpha:
             add_noise(trainer.model, self.method.neftune_alpha)

@@ -45,6 +45,7 @@ STATE, OWN = "state.pt", "rank-{rank}.pt"  # files of a checkpoint: what workers
 _BUCKET_ELEMENTS = 50_000_000  # gradients in one all-reduce: 200 MB
 _EXCHANGED = 2**24  # gradients of weights that are not divided, which workers exchange at once
 
+_BELOW = "_posttrain_below"  # the weights of a model that gets an adapter before it is divided
 _4_BITS, _ROUNDED = "Params4bit", "_posttrain_rounded"  # class of bitsandbytes; what it holds beside its bytes
 
 Part = Literal["weights", "gradients", "optimizer"]
@@ -253,6 +254,26 @@ class Shards:
             each.set_modules_to_backward_prefetch(layers[max(0, place - resources.prefetch) : place][::-1])
         model._is_distributed_loading_by_transformers = True  # transformers' trainer puts neither DDP nor FSDP on it
         return model
+
+
+def is_late(method: "TrainingRecipe", resources: "Resources") -> bool:
+    """Whether FSDP2 divides a policy once it has its adapter, which reads whole weights."""
+    adapter = method.adapter
+    return bool(adapter and is_fsdp(resources) and (adapter.reads_whole or method.quantization))
+
+
+def keep_whole(model: "PreTrainedModel", method: "TrainingRecipe", resources: "Resources") -> None:
+    """Until ``divide_late``: transformers' trainer does not move the model, nor put DDP or FSDP on it."""
+    if not is_late(method, resources):
+        return
+    model._is_distributed_loading_by_transformers = True
+    vars(model)[_BELOW] = {*model.parameters()}
+
+
+def divide_late(model: "PreTrainedModel", resources: "Resources") -> None:
+    """Divides a model of ``keep_whole``, which has an adapter now; no other."""
+    if below := vars(model).pop(_BELOW, None):
+        Shards(resources).divide(model, {*model.parameters()} - below)
 
 
 def _plain_bytes(model: "PreTrainedModel") -> "dict[Module, Parameter]":

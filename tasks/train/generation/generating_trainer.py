@@ -531,10 +531,12 @@ class OnPolicyTrainer(DistillationTrainer):
         super().__init__(*args, **kwargs)
         self.method, self.ctx = method, ctx
         self._check = SamplerCheck(self, method, ctx, self.temperature)
-        if is_divided(self.model):
-            self._forward_redirection = lambda _wrapper, model, compute, *args, **kwargs: through(
-                plain(model), lambda: compute(*args, **kwargs)
-            )
+        redirect = self._forward_redirection
+        self._forward_redirection = lambda wrapper, model, compute, *args, **kwargs: (
+            through(plain(model), lambda: compute(*args, **kwargs))
+            if is_divided(model)
+            else redirect(wrapper, model, compute, *args, **kwargs)
+        )
 
     def _generate_single_turn(self, prompt_ids: Sequence[Sequence[int]], *args: object) -> list[list[int]]:
         first = self.ctx.rank * len(prompt_ids)

@@ -64,7 +64,7 @@ from tasks.train.models.quantized_base import (
     keep_layout,
     require_gradient,
 )
-from tasks.train.sharding import Shards, is_divided
+from tasks.train.sharding import Shards, is_divided, is_late
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -115,7 +115,7 @@ def load_config(directory: Path, **options: object) -> "PreTrainedConfig":
 
 def load_policy(
     method: TrainingRecipe, policy: Input, ctx: "TrainContext", taken: Intake | None = None, held: "Held" = "fp32",
-    *, whole: bool = False,
+    *, late: bool = False,
 ) -> Policy:  # fmt: skip
     """A causal language model to train, in fp32, which optimizers need; bf16 is the trainer's autocast.
 
@@ -124,11 +124,11 @@ def load_policy(
     Args:
         taken: its ``carried`` adapters are left out; None: all are merged.
         held: how it will be held: see ``whole_model``.
-        whole: on each worker, which divides it later.
+        late: whole on each worker, if it is divided once it has its adapter.
     """
     require_trainable(method, policy, ctx)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
-    shards = None if whole else Shards.of(ctx.resources)
+    shards = None if late and is_late(method, ctx.resources) else Shards.of(ctx.resources)
     model = whole_model(Kind.CHECKPOINT, policy.path, quantizer=quantizer, taken=taken, held=held, shards=shards)
     if not getattr(type(method), "reads", TEXT).trained:  # it generates
         text = model.config.get_text_config().to_dict()
@@ -141,7 +141,7 @@ def load_policy(
 
 
 def load_reward_model(
-    method: TrainingRecipe, policy: Input, ctx: "TrainContext", held: "Held" = "fp32", *, whole: bool = False
+    method: TrainingRecipe, policy: Input, ctx: "TrainContext", held: "Held" = "fp32", *, late: bool = False
 ) -> Policy:
     """The policy's backbone, as in ``load_policy``, under a new head with one output, initialized from the seed."""
     from transformers import set_seed
@@ -152,7 +152,7 @@ def load_reward_model(
     require_ends(tokenizer, policy.name, config.get_text_config().vocab_size)
     set_seed(method.seed)
     quantizer = Quantizer.of(method.quantization, method.precision, ctx)
-    shards = None if whole else Shards.of(ctx.resources)
+    shards = None if late and is_late(method, ctx.resources) else Shards.of(ctx.resources)
     model = whole_model(Kind.REWARD_MODEL, policy.path, config, quantizer=quantizer, held=held, shards=shards)
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     return Policy(model=model, tokenizer=tokenizer)

@@ -328,6 +328,8 @@ def divided(
     logger.info("island=%d of %d workers=%d state=joined", islands.index, setting.num_islands, workers)
     # Libraries (accelerate, TRL, DDP, DeepSpeed, FSDP2) ask for the default group by many names: this sets all of them.
     distributed_c10d._update_default_pg(own)
+    # A mesh of the default group finds its ranks by their numbers in there.
+    distributed_c10d._world.pg_group_ranks[own] = {each: each for each in range(workers)}
     try:
         yield islands
     finally:
