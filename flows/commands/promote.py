@@ -133,7 +133,11 @@ def _check_gates(pipeline: "Pipeline") -> list[Checked]:
         method = gate.stage.method
         assert isinstance(method, Gate)
         stubs = _stubs_of(plan, gate.inputs["report"])
-        for name, rule in method.rules.items():
+        rules = [
+            pair for name, rule in method.rules.items()
+            for pair in (rule.of_each(name, stubs.scores if stubs else ()) or {name: rule}).items()
+        ]  # fmt: skip
+        for name, rule in rules:
             scores = stubs.scores.get(rule.metric) if stubs else None
             if stubs is None or scores is None:
                 why = stubs.untested.get(rule.metric, "no stub is known for it") if stubs else "its report is unknown"
@@ -141,7 +145,7 @@ def _check_gates(pipeline: "Pipeline") -> list[Checked]:
                 continue
             values, error = {stub: scores.value(stub) for stub in scores.scores}, ""
             try:
-                method.require_tested(Stubs(scores={rule.metric: scores}), only=name)
+                method.require_tested(Stubs(scores={rule.metric: scores}), only=name.partition("/")[0])
             except ConfigError as refused:
                 error = str(refused)
             found.append(Checked(gate=gate.name, rule=name, metric=rule.metric, values=values, error=error))

@@ -472,7 +472,7 @@ def _check_rule(pipeline: Pipeline, gate: str, where: str, rule: Rule) -> None:
         if not isinstance(report.method, Evaluate) or report.method.measures is None:
             continue  # the metrics of a user's method are unknown
         metrics = [*report.method.policy_metrics(report.inputs), *["accuracy"] * ("reward_model" in report.inputs)]
-        if not any(rule.metric == each or (each[-1] == "*" and rule.metric.startswith(each[:-1])) for each in metrics):
+        if not any(_is_of(rule.metric, each) for each in metrics):
             raise ConfigError(
                 f"{where}.metric={rule.metric}: {name} does not measure it; it measures {listed(rule.metric, metrics)}"
             )
@@ -482,6 +482,12 @@ def _check_rule(pipeline: Pipeline, gate: str, where: str, rule: Rule) -> None:
                 raise ConfigError(
                     f"{where}.{field}={policy}: {name} measures no such policy; there are: {listed(policy, policies)}"
                 )
+
+
+def _is_of(metric: str, known: str) -> bool:
+    """Whether a metric is a known one; either may stand for all that begin like it."""
+    begins = metric.endswith("*") and known.startswith(metric[:-1])
+    return metric == known or begins or (known.endswith("*") and metric.startswith(known[:-1]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from lineage.store import InputRecord, Manifest, Store
 from tasks.data.kinds import HELD_OUT
 from tasks.judgement.check_rows import EXAMPLES, LEAKED, POLICY, RowCheck, describe_lost, rows_slot
 from tasks.method import Input, Method, Training
+from tasks.reward_functions.metric import Metric
 
 
 def inputs_as_planned(plan: Plan, planned: PlannedStage) -> dict[str, Manifest]:
@@ -238,6 +239,7 @@ def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> Job | None:
         return None
     check = RowCheck(
         method=method, stage=planned.name, chat_template=template, held_out=dict(_held_out(plan)),
+        benchmarks=tuple(_benchmarks(plan)),
         previous_percent=_previous_percent(plan, planned), leakage=directory / f"logs/leakage-{planned.name}.parquet",
     )  # fmt: skip
     inputs = {
@@ -272,6 +274,14 @@ def _held_out(plan: Plan) -> Iterator[tuple[str, Path]]:
         output = plan.entry(planned).output
         if planned.stage.method.produces in DATA and plan.entry(planned).is_finished() and (output / HELD_OUT).exists():
             yield planned.name, output
+
+
+def _benchmarks(plan: Plan) -> Iterator[Metric]:
+    """All benchmarks with local files that models are measured on."""
+    for planned in plan.stages:
+        beside = getattr(planned.stage.method, "evaluation", None)
+        found = [*getattr(planned.stage.method, "own_metrics", ()), *(beside.own_metrics if beside else ())]
+        yield from (each for each in found if each.local_task)
 
 
 def _previous_percent(plan: Plan, planned: PlannedStage) -> float | None:

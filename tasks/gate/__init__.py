@@ -67,7 +67,24 @@ class Gate(Method):
 
     def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
         found = super().measured_metrics(slots, of_steps=of_steps)
-        return found and (*found, *(f"{rule}/{key}" for rule in self.rules for key in _OF_RULES))
+        each = [f"{name}/*" if rule.metric.endswith("*") else name for name, rule in self.rules.items()]
+        return found and (*found, *(f"{name}/{key}" if name[-1] != "*" else name for name in each for key in _OF_RULES))
+
+    def _each(self, metrics: Collection[str]) -> dict[str, Rule]:
+        """Its rules, each on one of these metrics.
+
+        Raises:
+            ConfigError: a rule is on none of them.
+        """
+        found: dict[str, Rule] = {}
+        for name, rule in self.rules.items():
+            of_each = rule.of_each(name, metrics)
+            if not of_each:
+                raise ConfigError(
+                    f"rules.{name}.metric={rule.metric}: the report has none; it has {', '.join(metrics)}"
+                )
+            found |= of_each
+        return found
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         ctx.loaded()  # what it reads of the models is their names
@@ -83,7 +100,7 @@ class Gate(Method):
             min_rows=self.min_rows,
         )
         tested = self._test(inputs["report"])
-        results = [rule.judge(name, evidence) for name, rule in self.rules.items()]
+        results = [rule.judge(name, evidence) for name, rule in self._each(reports[0]).items()]
         verdict = Verdict(
             result=self._result(results),
             approval=self.approval,
@@ -105,7 +122,8 @@ class Gate(Method):
         """
         few = Bootstrap(confidence=self.confidence, num_resamples=1, seed=self.seed)  # only values are read
         for name in [only] if only else self.rules:
-            self.rules[name].require_tested(name, stubs.scores, few)
+            for own, rule in self.rules[name].of_each(name, stubs.scores).items():
+                rule.require_tested(own, stubs.scores, few)
 
     def _test(self, report: Input) -> str:
         """Tests the rules with the report's stubs; returns a sentence for the table.
@@ -116,7 +134,8 @@ class Gate(Method):
         failed = read_failed(report.path)
         for name, rule in self.rules.items():
             for key, reason in failed.items():
-                if key.partition("/")[2] == rule.metric:
+                metric = key.partition("/")[2]
+                if any(each.metric == metric for each in rule.of_each(name, [metric]).values()):
                     raise ConfigError(
                         f"rules.{name}.metric={rule.metric}: {report.name} could not measure it: {reason}"
                     )
@@ -124,7 +143,8 @@ class Gate(Method):
         if stubs is None:
             return f"Not tested with known answers: {report.name} has no stubs."
         self.require_tested(stubs)
-        untested = [name for name, rule in self.rules.items() if rule.metric not in stubs.scores]
+        known = {name: rule.of_each(name, stubs.scores).values() for name, rule in self.rules.items()}
+        untested = [name for name, of in known.items() if not any(each.metric in stubs.scores for each in of)]
         if untested:
             logger.warning("rules=%s state=untested: no known-right and known-wrong answers", ",".join(untested))
         rest = f" Not tested: {', '.join(untested)}." if untested else ""

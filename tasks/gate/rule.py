@@ -1,8 +1,8 @@
 """One rule of a gate: a bound on a metric, and whether the model meets it."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from annotated_types import Ge
@@ -43,7 +43,8 @@ class Rule(Setting):
     A gain is in units of the metric; for a perplexity it is a share of the baseline's: 0.1 is ten percent.
 
     Args:
-        metric: its name in the report without the policy: ``text_perplexity``.
+        metric: its name in the report without the policy: ``text_perplexity``; with ``*`` at its end every metric that
+            begins so, each of which must keep the bound: ``lm_eval/*``.
         policy: the policy to judge; None: the candidate.
         against: the baseline of a gain: ``parent``, ``champion`` or a policy of the report.
         at_least, at_most: bounds of the metric itself.
@@ -69,6 +70,13 @@ class Rule(Setting):
                 "min_gain and max_regression need `against` (parent, champion or a policy of the report); "
                 "at_least and at_most take none"
             )
+
+    def of_each(self, name: str, metrics: Collection[str]) -> "dict[str, Rule]":
+        """The rule for each of the metrics that it is on: by its own name, or of several by ``name/metric``."""
+        if not self.metric.endswith("*"):
+            return {name: self}
+        found = [each for each in metrics if each.startswith(self.metric[:-1])]
+        return {f"{name}/{each}": replace(self, metric=each) for each in found}
 
     def judge(self, name: str, evidence: Evidence) -> RuleResult:
         """The outcome, with its evidence.

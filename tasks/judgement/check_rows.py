@@ -1,7 +1,8 @@
 """Early checks of a training stage's rows: tokenization, labels, and leakage into other held-out sets."""
 
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING
 from lineage.artifact import DATA
 from lineage.filesystem.digest import DigestCache
 from lineage.fingerprint import digest_json, short
-from tasks.data.kinds import HELD_OUT, TRAIN
+from tasks.data.kinds import HELD_OUT, TEXT, TRAIN
 from tasks.recipe import Inputs, Method, TrainingRecipe
+from tasks.reward_functions.metric import Metric, asked_texts
 
 if TYPE_CHECKING:
     from tasks.context import Metrics, TrainContext
@@ -33,6 +35,7 @@ class RowCheck(Method):
         chat_template: that a stage before it, or itself, installs; None: that of the policy.
         held_out: data stage -> its output, of all that something may be measured on.
         previous_percent: of tokens that were trained the last time; None: nothing to compare with.
+        benchmarks: local benchmarks that something is measured on.
         leakage: the file for the held-out rows that it would also train on, if there are any.
     """
 
@@ -42,6 +45,7 @@ class RowCheck(Method):
     held_out: Mapping[str, Path]
     previous_percent: float | None
     leakage: Path
+    benchmarks: tuple[Metric, ...] = ()
 
     def run(self, inputs: Inputs, ctx: "TrainContext") -> "Metrics":
         """Counts the examples that the rows make, and those rows that it would also be measured on."""
@@ -49,7 +53,7 @@ class RowCheck(Method):
             self.method, inputs, ctx, stage=self.stage, chat_template=self.chat_template,
             previous_percent=self.previous_percent,
         )  # fmt: skip
-        found = leaked(inputs[rows_slot(self.method)], self.held_out, ctx)
+        found = leaked(inputs[rows_slot(self.method)], self.held_out, ctx, self.benchmarks)
         if found is None:
             return {**checked, LEAKED: 0}
         import pyarrow.parquet as pq
@@ -124,8 +128,10 @@ def rows_slot(method: TrainingRecipe) -> str:
     return next(slot for slot, kind in method.consumes.items() if kind in DATA)
 
 
-def leaked(rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext") -> Path | None:
-    """Finds rows of other data stages' held-out sets that these training rows repeat; None: there are none.
+def leaked(
+    rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext", benchmarks: Sequence[Metric] = ()
+) -> Path | None:
+    """Finds rows of other data stages' held-out sets and of benchmarks that these training rows repeat; None: none.
 
     Args:
         held_out: data stage -> its output; the rows' own stage is skipped, since it has made the comparison itself.
@@ -133,12 +139,22 @@ def leaked(rows: "Input", held_out: Mapping[str, Path], ctx: "TrainContext") -> 
     Returns:
         A Parquet file with a row per overlap, and the ids of both rows.
     """
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     assert ctx.cache_dir
     sets = {name: directory / HELD_OUT for name, directory in sorted(held_out.items()) if name != rows.name}
     cache = ctx.cache_dir / "leakage"
     cache.mkdir(parents=True, exist_ok=True)
+    for metric in benchmarks:
+        texts = asked_texts(metric)
+        file = cache / f"benchmark-{short(digest_json(texts))}.parquet"
+        if texts and not file.exists():
+            ids = [f"{index}-0" for index in range(len(texts))]
+            draft = file.with_suffix(f".{os.getpid()}.tmp")
+            pq.write_table(pa.table({"row_id": ids, "text": texts}, schema=TEXT.schema), draft)
+            draft.rename(file)
+        sets |= {metric.label: file} if texts else {}
     digests = DigestCache(cache / "digests.json")
     train = rows.path / TRAIN
     key = [digests.digest(train), {name: digests.digest(file) for name, file in sets.items()}, _VERSION]

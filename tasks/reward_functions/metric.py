@@ -1,6 +1,8 @@
 """Metrics that an evaluation is asked for: by name, by dotted path, or a benchmark of lm-eval."""
 
+import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -279,6 +281,28 @@ def data_files(task: Mapping[str, object], path: Path) -> dict[str, list[Path]]:
             if "://" not in str(each) and not each.is_file():
                 raise ConfigError(f"{path}: dataset_kwargs.data_files.{split}: there is no file {each}; correct it")
         found[str(split)] = paths
+    return found
+
+
+def asked_texts(metric: Metric) -> list[str]:
+    """What a local benchmark asks: of each row the columns that ``doc_to_text`` names, or all its texts.
+
+    Files that are not JSON or JSON Lines are left out.
+    """
+    task, found = local_task(metric), list[str]()
+    named = re.findall(r"{{\s*(\w+)", str(task.get("doc_to_text"))) or [str(task.get("doc_to_text"))]
+    for path in (each for paths in data_files(task, Path(metric.task)).values() for each in paths):
+        if path.suffix not in (".json", ".jsonl") or not path.is_file():
+            continue
+        text = path.read_text(encoding="utf-8")
+        rows = (
+            json.loads(text)
+            if text.lstrip().startswith("[")
+            else [json.loads(line) for line in text.splitlines() if line]
+        )
+        for row in (each for each in rows if isinstance(each, dict)):
+            texts = [row[name] for name in named if name in row] or [*row.values()]
+            found.append("\n".join(each for each in texts if isinstance(each, str)))
     return found
 
 

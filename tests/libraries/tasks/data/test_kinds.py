@@ -21,6 +21,7 @@ from tasks.data.tokens.tokenize_rows import show
 from tasks.evaluate.scoring import Scored
 from tasks.judgement.check_rows import check_rows, leaked
 from tasks.method import Input, Inputs, Training
+from tasks.reward_functions.metric import Metric
 from tasks.train.loop.evaluation import held_out_rows
 from tests import tiny
 from tests.libraries.tasks.data.tokens.tokens import rows_input, token_rows, tokenized
@@ -293,6 +294,27 @@ def test_what_another_stage_holds_out_is_found_among_single_answers_and_prompts(
     assert line["kind"] in ("prompt", "exact")
     clean = prepared(tmp_path / "clean", kind, ROWS[kind], ROWS[kind][:1])
     assert leaked(Input(name="mine", kind=kind, fingerprint="c" * 64, path=clean), sets, context) is None
+
+
+@pytest.mark.parametrize("text_of", ["{{question}} Answer:", "question", "Q: {{ question }}"])
+def test_what_a_local_benchmark_asks_is_found_among_training_rows(
+    text_of: str, directory: Path, context: TrainContext, tmp_path: Path
+) -> None:
+    asked = "why does the list return a new sorted copy"
+    row = {"question": asked, "choices": ["because", "so"], "answer": 0}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({**row, 'question': 'what is a list'})}\n{json.dumps(row)}\n")
+    (tmp_path / "task.yaml").write_text(
+        f"task: mine\ndataset_path: json\ndataset_kwargs: {{data_files: rows.jsonl}}\ndoc_to_text: '{text_of}'\n"
+    )
+    metric, kind = Metric(function=f"lm_eval:{tmp_path / 'task.yaml'}"), Kind.CONVERSATIONS
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": "it says so"}]
+    rows = prepared(tmp_path / "train", kind, [*ROWS[kind], {"messages": turns, "row_id": "t"}], ROWS[kind][:1])
+    given = Input(name="mine", kind=kind, fingerprint="m" * 64, path=rows)
+    found = leaked(given, {}, context, [metric])
+    assert found
+    (line,) = pq.read_table(found).to_pylist()
+    assert (line["train_row_id"], line["held_out_row_id"], line["held_out_set"]) == ("t", "1-0", "lm_eval/task")
+    assert leaked(given, {}, context) is None
 
 
 def test_a_trainer_gets_prompts_with_the_columns_of_all_of_them(directory: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from lineage.artifact import Kind, Source
 from lineage.errors import ArtifactError, ConfigError
 from lineage.record.verdict import Verdict, read_verdict
 from tasks.context import TrainContext
-from tasks.evaluate.row_scores import RowScores, write_scores
+from tasks.evaluate.row_scores import RowScores, read_policies, read_scores, write_scores
+from tasks.evaluate.stubs import Stubs
 from tasks.gate import Gate
 from tasks.gate.bootstrap import Bootstrap
 from tasks.gate.rule import Evidence, Rule
@@ -88,6 +89,30 @@ def test_the_outcome_is_the_side_of_the_bound_on_which_the_interval_lies(tmp_pat
     assert result.outcome == outcome
     assert verdict.result == ("pass" if outcome == "better" else "refuse")
     assert bool(verdict.complaints()) == (outcome != "better")
+
+
+def test_a_rule_on_several_metrics_is_one_on_each(tmp_path, inputs):
+    """What a model forgets: no task of a benchmark may lose more, and the difference has its interval."""
+    rows = read_scores(inputs["report"].path)["accuracy"]
+    tasks = [
+        replace(rows, metric=f"lm_eval/{task}/acc", scores={**rows.scores, "dpo": rows.scores[like]})
+        for task, like in (("kept", "sft"), ("lost", "base"))
+    ]
+    write_scores(inputs["report"].path, [rows, *tasks], read_policies(inputs["report"].path))
+    verdict = judge(tmp_path, inputs, metric="lm_eval/*", against="parent", max_regression=0.02)
+    found = {each.rule: each for each in verdict.rules}
+    assert {name: each.outcome for name, each in found.items()} == {
+        "rule/lm_eval/kept/acc": "better", "rule/lm_eval/lost/acc": "worse",
+    }  # fmt: skip
+    lost = found["rule/lm_eval/lost/acc"]
+    assert lost.low is not None and lost.low < lost.estimate == -0.25 < lost.high
+    known = {"right": [1.0] * 40, "empty": [0.0] * 40}
+    Stubs(scores={each.metric: replace(each, scores=known) for each in tasks}).write(inputs["report"].path)
+    judge(tmp_path, inputs, metric="lm_eval/*", against="parent", max_regression=0.02)
+    with pytest.raises(ConfigError, match="lm_eval/kept/acc passes a known-wrong model"):
+        judge(tmp_path, inputs, metric="lm_eval/*", against="parent", max_regression=1.0)
+    with pytest.raises(ConfigError, match=r"rules.rule.metric=other/\*: the report has none"):
+        judge(tmp_path, inputs, metric="other/*", at_least=0.5)
 
 
 def test_a_model_that_changes_while_the_gate_runs_changes_nothing(tmp_path, inputs):
