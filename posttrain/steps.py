@@ -2,5 +2,6 @@
 
 from flows.steps.client import AsyncClient, AsyncSession, CallError, Client, Session
 from tasks.steps import Row
+from tasks.train.steps.renderers import Conversation, Rollout, merged
 
-__all__ = ["AsyncClient", "AsyncSession", "CallError", "Client", "Row", "Session"]
+__all__ = ["AsyncClient", "AsyncSession", "CallError", "Client", "Conversation", "Rollout", "Row", "Session", "merged"]

@@ -10,6 +10,7 @@ from flows.steps.calls import CALLS
 from lineage.diagnosis.rules import RULES
 from lineage.markup import markdown_table
 from tasks.train.steps.losses import LOSSES
+from tasks.train.steps.renderers import RENDERERS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -32,7 +33,12 @@ def _steps() -> dict[str, str]:
          call.__doc__ or "")
         for name, call in CALLS.items()
     ]  # fmt: skip
+    families = [
+        (f"`{name}`", each.about, f"`{each.turn}...{each.end}`".replace("\n", "\\n"))
+        for name, each in RENDERERS.items()
+    ]
     return {
+        "renderers": markdown_table(("renderer", "models", "a turn"), families),
         "losses": markdown_table(("loss", "of each token", "columns", "options", "source"), rows),
         "primitives": markdown_table(("primitive", "arguments", "in the command log", "does"), calls),
     }

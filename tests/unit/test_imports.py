@@ -37,6 +37,7 @@ ALONE = {
     "flows.peers.*": "imported by name, when its command is called",
     "flows.serving.*": "imported by name, when its command is called",
     "flows.steps.client": "posttrain.steps: the SDK",
+    "tasks.train.steps.renderers": "posttrain.steps: the SDK",
     "flows.steps.command": "imported by name, when its command is called",
     "flows.steps.tinker": "the protocol of one client",
     "flows.steps.commit": "the index and sources: its command's file parses alone, also for --help",

@@ -1,0 +1,165 @@
+"""Renderers by family of models: conversations as tokens, so that each prompt is a prefix of the next.
+
+That is the extension property: a cache of keys and values serves all turns of a rollout, and its turns are one row of a
+training. It holds because the tokens that were sampled stay as they are: nothing is rendered or tokenized again.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lineage.errors import ConfigError
+from tasks.steps import Row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renderer:
+    """How the models of a family write a conversation.
+
+    Args:
+        about: the models.
+        marks: texts that are one token each in their vocabulary; empty: any model.
+        begin: before the first turn.
+        turn: a turn before its content; ``{role}`` is the role.
+        end: after the content of a turn.
+        stop: what ends a sampled turn; it is the beginning of ``end``.
+        roles: role -> its name in the text.
+    """
+
+    about: str
+    marks: tuple[str, ...] = ()
+    begin: str = ""
+    turn: str
+    end: str
+    stop: str
+    roles: Mapping[str, str]
+
+    def head(self, role: str) -> str:
+        """The text before the content of a turn.
+
+        Raises:
+            ConfigError: the family has no such role.
+        """
+        if role not in self.roles:
+            raise ConfigError(f"role={role}: {', '.join(self.roles)} are accepted")
+        return self.turn.format(role=self.roles[role])
+
+
+_ROLES = {each: each for each in ("system", "user", "assistant", "tool")}
+RENDERERS: Mapping[str, Renderer] = {
+    "chatml": Renderer(
+        about="Qwen, SmolLM2, Hermes and others with ChatML", marks=("<|im_start|>", "<|im_end|>"),
+        turn="<|im_start|>{role}\n", end="<|im_end|>\n", stop="<|im_end|>", roles=_ROLES,
+    ),
+    "llama3": Renderer(
+        about="Llama 3", marks=("<|start_header_id|>", "<|eot_id|>"), begin="<|begin_of_text|>",
+        turn="<|start_header_id|>{role}<|end_header_id|>\n\n", end="<|eot_id|>", stop="<|eot_id|>", roles=_ROLES,
+    ),
+    "gemma": Renderer(
+        about="Gemma 2 and 3", marks=("<start_of_turn>", "<end_of_turn>"), begin="<bos>",
+        turn="<start_of_turn>{role}\n", end="<end_of_turn>\n", stop="<end_of_turn>",
+        roles={"user": "user", "assistant": "model"},
+    ),
+    "role_colon": Renderer(
+        about="base models without marks of turns", turn="{role}: ", end="\n\n", stop="\n\n",
+        roles={"system": "System", "user": "User", "assistant": "Assistant"},
+    ),
+}  # fmt: skip
+
+
+def renderer_of(tokenizer: "PreTrainedTokenizerBase") -> Renderer:
+    """The renderer of a model's family, by the marks in its vocabulary."""
+    vocabulary = tokenizer.get_vocab()
+    return next(each for each in RENDERERS.values() if all(mark in vocabulary for mark in each.marks))
+
+
+class Conversation:
+    """A rollout of several turns, as tokens.
+
+    Attributes:
+        tokens: all so far.
+        sampled: for each token its log-probability under the sampler; None: it was not sampled.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", renderer: Renderer | None = None) -> None:
+        self.tokenizer, self.renderer = tokenizer, renderer or renderer_of(tokenizer)
+        self.tokens: list[int] = []
+        self.sampled: list[float | None] = []
+
+    def prompt(self, *messages: Message) -> list[int]:
+        """Adds messages, and begins the assistant's turn; returns all tokens, from which to sample."""
+        text = "" if self.tokens else self.renderer.begin
+        for each in messages:
+            text += f"{self.renderer.head(each['role'])}{each['content']}{self.renderer.end}"
+        self._add(text + self.renderer.head("assistant").rstrip(" "))
+        return list(self.tokens)
+
+    def answer(self, tokens: Sequence[int], logprobs: Sequence[float]) -> str:
+        """Adds a sampled turn with the token that stopped it; returns its text without that."""
+        if len(tokens) != len(logprobs):
+            raise ConfigError(f"{len(tokens)} tokens and {len(logprobs)} log-probabilities: as many are accepted")
+        self.tokens += tokens
+        self.sampled += logprobs
+        text = str(self.tokenizer.decode(list(tokens)))
+        is_whole = text.endswith(self.renderer.stop)
+        self._add(self.renderer.end.removeprefix(self.renderer.stop) if is_whole else self.renderer.end)
+        return text.removesuffix(self.renderer.stop)
+
+    def _add(self, text: str) -> None:
+        found = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        self.tokens += found
+        self.sampled += [None] * len(found)
+
+    def row(self, advantage: float) -> Row:
+        """One row for the losses of reinforcement: only sampled tokens have the advantage, and a weight."""
+        return _row(self.tokens, self.sampled, advantage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A prompt and what was sampled after it."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    advantage: float
+
+
+def merged(rollouts: Sequence[Rollout]) -> tuple[list[Row], int]:
+    """Rows of rollouts; one whose prompt extends an earlier one with the same advantage joins its row.
+
+    Returns:
+        The rows, and how many rollouts joined another.
+    """
+    found: list[tuple[list[int], list[float | None], float]] = []
+    count = 0
+    for each in rollouts:
+        prompt = list(each.prompt)
+        before = max(
+            (own for own in found if own[2] == each.advantage and prompt[: len(own[0])] == own[0]),
+            key=lambda own: len(own[0]), default=None,
+        )  # fmt: skip
+        if before is None:
+            before = ([], [], each.advantage)
+            found.append(before)
+        else:
+            count += 1
+        rest = prompt[len(before[0]) :]
+        before[0].extend([*rest, *each.tokens])
+        before[1].extend([*[None] * len(rest), *each.logprobs])
+    return [_row(*each) for each in found], count
+
+
+def _row(tokens: Sequence[int], sampled: Sequence[float | None], advantage: float) -> Row:
+    follow = sampled[1:]
+    return Row(
+        tokens=list(tokens[:-1]), target_tokens=list(tokens[1:]),
+        logprobs=[0.0 if each is None else each for each in follow],
+        advantages=[0.0 if each is None else advantage for each in follow],
+        weights=[float(each is not None) for each in follow],
+    )  # fmt: skip
