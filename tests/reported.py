@@ -34,7 +34,8 @@ def reported(root: Path, text: str = "What is a list?", rate: float = 0.1) -> Wr
     chats = store.stage(
         "chats", {"rows": store.source("chats", labels=["cc-by-4.0"])}, metrics=rows, produces="conversations"
     )
-    base = store.stage("base", {})
+    corpus = store.stage("corpus", {"rows": store.source("corpus")}, metrics={"rows": 5000.0})
+    base = store.stage("base", {"rows": corpus})  # its tokenizer was made of them
     final = {"loss": 0.5, "num_tokens": 1000.0 * STEPS, "tokens_per_second": 800.0, "train_seconds": 8.0}
     resources = {"num_workers": 1, "gpus_per_worker": 1, "price_per_gpu_hour": 3.6, "currency": "EUR"}
     sft = store.stage(

@@ -202,16 +202,18 @@ def _chain(graph: Graph) -> list[Node]:
 
 
 def _about(graph: Graph, chain: Sequence[Node]) -> str:
-    """What the method does, and what the model was made from, in two sentences."""
+    """What the method does, and what the model was made from."""
     manifest = chain[-1].manifest
     assert manifest
     does = _first_line(manifest.method)
     first = next((each.parent for each in graph.parents(chain[0].id) if each.slot == "policy"), None)
     start = graph.nodes[first].name.removeprefix(SOURCE) if first else chain[0].name
-    steps = [each.name for each in chain if each.name != start]
-    rows = sum(_count(each.manifest, "train_rows", "rows") for each in _data_of(graph))
+    trained = [each for each in chain if each.name != start]
+    read = {edge.parent for each in trained for edge in graph.parents(each.id)}
+    rows = sum(_count(each.manifest, "train_rows", "rows") for each in _data_of(graph) if each.id in read)
+    steps = [each.name for each in trained]
     on = f", on {rows:,} rows" if rows else ""
-    return f"{does} Made from {start} by {', then '.join(steps)}{on}." if steps else f"{does} A start{on}."
+    return f"{does} Made from {start} by {', then '.join(steps)}{on}." if steps else does
 
 
 def _first_line(method: str) -> str:

@@ -71,12 +71,11 @@ def test_every_section_has_what_the_record_says(full):
     assert (cost["memory"], cost["predicted_memory"], cost["predicted_seconds"]) == (2**30, 2**29, 12.0)
     assert cost["cost"] == pytest.approx(0.01) and cost["currency"] == "EUR"
     assert ("commit", f"{'c' * 40} with changes that are not committed") in found["versions"]
-    assert found["data"] == [
-        {
-            "name": "chats", "kind": "conversations", "train_rows": 80, "held_out_rows": 10, "labels": ["cc-by-4.0"],
-            "sources": ["chats: /data/chats.jsonl"],
-        }
-    ]  # fmt: skip
+    assert [each["name"] for each in found["data"]] == ["chats", "corpus"]
+    assert found["data"][0] == {
+        "name": "chats", "kind": "conversations", "train_rows": 80, "held_out_rows": 10, "labels": ["cc-by-4.0"],
+        "sources": ["chats: /data/chats.jsonl"],
+    }  # fmt: skip
 
 
 def test_scores_beside_the_training_stand_beside_those_of_its_start(full):
@@ -145,6 +144,12 @@ def test_what_no_training_has_has_no_column(full, tmp_path):
     whole = Page(model_page([report_of(full, "p/dpo")]))
     assert {"time", "GPU-hours", "cost, EUR", "0.01", "1.00 GiB", "0.50 GiB", "0:12"} <= set(whole.words)
     assert "time" in plain.words and not {"GPU-hours", "peak memory", "kWh"} & set(plain.words)
+
+
+def test_an_answer_of_blanks_is_said_to_be_nothing(tmp_path):
+    page = Page(model_page([report_of(reported(tmp_path / "artifacts", "\n \n"), "p/dpo")]))
+    assert "dpo says" in page.words  # without the blanks around it
+    assert not [word for word in page.words if word.startswith("dpo says") and word != word.strip()]
 
 
 def test_a_page_loads_nothing_and_runs_only_its_scripts(full):
