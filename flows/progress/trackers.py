@@ -202,7 +202,7 @@ class StageTracker(Tracker):
             end = "killed" if is_stopped else "failed", str(error) or type(error).__name__
             raise
         finally:
-            for stage in self._stages:
+            for stage in list(self._stages):
                 stage.ended = stage.ended or (*end, {})
             self._is_closing = True
             self._woken.set()
@@ -238,7 +238,7 @@ class StageTracker(Tracker):
         return _Stage(title, run, start, note, last if isinstance(last, int) else -1)
 
     def _end(self, title: str, status: Status, cause: str, metrics: Mapping[str, float]) -> None:
-        for stage in self._stages:
+        for stage in list(self._stages):
             if stage.title == title and stage.ended is None:
                 stage.ended = status, cause, metrics
 
