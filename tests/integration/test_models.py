@@ -298,6 +298,12 @@ def built(stage: Training, root: Path, tmp_path: Path, policy: Path) -> "Trainer
     return stage.trainer(TrainingRun(stage, training.inputs(root, stage, policy=policy), ctx))
 
 
+def test_a_reward_head_of_several_layers_is_refused(root: Path, tmp_path: Path) -> None:
+    policy = write_drawn(tmp_path / "policy", "modernbert-decoder")
+    with pytest.raises(ConfigError, match="ModernBertDecoderForSequenceClassification scores rows by more than one"):
+        training.train(training.method("reward"), root, tmp_path / "output", policy=policy)
+
+
 @pytest.mark.parametrize("slot", ["policy", "teacher"])
 def test_files_that_lack_a_weight_are_refused(root: Path, tmp_path: Path, slot: str) -> None:
     """transformers would draw it at random."""

@@ -501,6 +501,11 @@ def _full_model(
         )  # fmt: skip
     model, info = loaded
     require_all_weights(directory, model, info["missing_keys"], has_head=kind == Kind.CHECKPOINT)
+    if kind == Kind.REWARD_MODEL and not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise ConfigError(
+            f"{directory}: {type(model).__name__} scores rows by more than one linear layer; a model whose class of "
+            "transformers has such a head alone is accepted, such as llama or qwen3; start from one"
+        )
     for name in ("distributed_config", "hf_device_map"):  # transformers' own sharding, which is not ours
         vars(model).pop(name, None)
         vars(model.config).pop(name, None)
