@@ -730,6 +730,7 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
         "adapter": tree["adapter"], "quantization": tree["quantization"], "optimizer": tree["optimizer"],
         "schedule": tree["lr_schedule"], "save": root.save, "approval": root.gate.approval,
         "precision": root.precision if _applies_precision(cls) else None,
+        "images": {} if root.model and root.model.kind == "vlm" else None,
     }  # fmt: skip
     taken = set(field_names(cls))
     for key in defaults.keys() & taken:

@@ -328,6 +328,13 @@ class TrainingDefaults:
 
 
 @strict
+class ModelDefaults:
+    """What a model is for every training: ``vlm`` sets ``images`` where a method has it."""
+
+    kind: Literal["llm", "vlm"] | None = None
+
+
+@strict
 class Root:
     """The keys of ``conf/config.yaml`` with everything it composes.
 
@@ -350,6 +357,7 @@ class Root:
     lr_schedule: LearningRate | None
     save: Literal["adapter"] | None
     precision: Precision | None
+    model: ModelDefaults | None = None
     gate: GateDefaults
     training: TrainingDefaults
     aliases: dict[str, Alias]

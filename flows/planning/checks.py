@@ -188,7 +188,9 @@ def position_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
 def text_part_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
     """Notes on models that also read images or sound, whose text part alone is trained."""
     found: dict[tuple[str, ...], list[str]] = {}
-    for name, _, config in _trainings(pipeline):
+    for name, method, config in _trainings(pipeline):
+        if getattr(method, "images", None) is not None:
+            continue
         parts = tuple(part for part in ("vision_config", "audio_config") if config.get(part) is not None)
         if name in stages and parts:
             found.setdefault(parts, []).append(name)

@@ -21,6 +21,14 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '\\n<|im_start|>assistant\\n' }}{% endif %}"
 )
 
+# ChatML as above, with images: contents may be lists of texts and images.
+CHATML_IMAGES = CHATML.replace(
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}",
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{{ '<|im_end|>' }}",
+)
+
 # ChatML as above, with tools in the form of Hermes 2 Pro and Qwen 2.5: JSON schemas at the end of the system turn,
 # each call as JSON in <tool_call>, all results of a round in one user turn, each in <tool_response>.
 HERMES = (

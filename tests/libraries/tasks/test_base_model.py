@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.base_model import BaseModel
 from tasks.context import TrainContext
 from tasks.method import Input
+from tasks.model.tokenizers import tokenizer_of
+from tasks.model.vision import processor_of
 from tests.prepared import named
 from tests.tiny import text_rows, write_rows
 
@@ -66,3 +69,18 @@ def test_heads_of_an_odd_width_are_refused() -> None:
         "hidden_size=190 over num_heads=6 is not an even number of dimensions per head; "
         "give a hidden_size that is a multiple of 12"
     )
+
+
+def test_a_model_that_reads_images_has_a_tower_and_its_processor(tmp_path):
+    files = build(tmp_path, replace(SMALL, image_size=32))
+    assert build(tmp_path, replace(SMALL, image_size=32), out="second") == files
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "base", local_files_only=True)
+    tokenizer = tokenizer_of(tmp_path / "base")
+    processor = processor_of(tmp_path / "base", tokenizer, {})
+    content = [{"type": "image"}, {"type": "text", "text": "list"}]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+    assert text == "<|im_start|>user\n<image>list<|im_end|>"
+    seen = processor(text=[text], images=[[Image.new("RGB", (40, 20), "red")]], return_tensors="pt")
+    assert seen["input_ids"][0].tolist().count(model.config.image_token_id) == 16  # patches of 8 pixels
+    with torch.no_grad():
+        assert model(**seen).logits.shape[1] == seen["input_ids"].shape[1]

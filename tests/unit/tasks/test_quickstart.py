@@ -1,9 +1,14 @@
 """The rows of the quickstart."""
 
+import base64
+import io
+from itertools import islice
 from typing import Any
 
+from PIL import Image
+
 from tasks.evaluate.measured import is_one_sentence
-from tasks.quickstart import quickstart_rows, sorting
+from tasks.quickstart import quickstart_rows, shapes, sorting
 
 
 def test_every_answer_is_one_sentence_about_the_function_that_is_asked_about() -> None:
@@ -31,3 +36,17 @@ def test_problems_are_different_and_no_prompt_was_demonstrated() -> None:
         assert len(problem) == 5 and list(answer) == sorted(problem)
     assert list(sorting.prompts()) == list(sorting.prompts())
     assert sorting.answer("90210") == "00129"
+
+
+def test_pictures_show_what_their_answers_say() -> None:
+    for row in islice(shapes.rows(), 60):
+        (turn, answered), (image,) = row["messages"], row["images"]  # type: ignore[misc]
+        with Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2]))) as picture:
+            colours = {colour for _, colour in picture.getcolors()}
+            assert picture.size == (shapes.SIZE, shapes.SIZE) and len(colours) == 2
+        answer = answered["content"]
+        if turn["content"] == f"<image>{shapes.QUESTIONS[0]}":
+            assert shapes.COLOURS[answer] in colours
+        else:
+            assert answer in (*shapes.SHAPES, *shapes.NUMBERS)
+    assert list(islice(shapes.rows(), 3)) == list(islice(shapes.rows(), 3))

@@ -16,6 +16,7 @@ from flows.declare.store_root import store_root
 from flows.progress.declared import split_cli_args
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from tasks.data.images import Images
 
 CONF = Path(__file__).parents[3] / "conf"
 TOY = ["pipeline=toy", "model=none", "sources.rows.path=rows.txt"]
@@ -544,3 +545,13 @@ SFT = "stages.sft.method"
 def test_a_peers_name_is_answered_with_ours(override, ours):
     with pytest.raises(ConfigError, match=f"here it is .*{ours}"):
         load_pipeline([override])
+
+
+def test_the_kind_of_a_model_lets_the_trainings_that_can_read_images() -> None:
+    stages = load_pipeline(["model.kind=vlm"]).stages
+    assert stages["sft"].method.images == Images()
+    assert load_pipeline(["model.kind=llm"]).stages["sft"].method.images is None
+    trained = load_pipeline(["model.kind=vlm", "stages.sft.method.images.trains=[projector]"]).stages["sft"].method
+    assert trained.images == Images(trains=("projector",))
+    with pytest.raises(ConfigError, match=r"model.kind"):
+        load_pipeline(["model.kind=vllm"])
