@@ -62,7 +62,7 @@ check-style:
 check-imports:
 	$(BIN)/lint-imports --cache-dir $(VENV)/import-linter
 
-bench: $(TESTS)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows into tokens; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials; what a checkpoint costs; packed rows beside rows one by one; GRPO beside plain TRL; what a wrong resume would show
+bench: $(TESTS)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows into tokens; the record of 100,000 artifacts; DVC over 20 GB; a sweep of eight trials; what a checkpoint costs; packed rows beside rows one by one; GRPO beside plain TRL; what a wrong resume would show; what the server of steps costs
 	$(BIN)/python bench/run.py
 	$(BIN)/python bench/peers.py $(if $(PEER_DATA),--data $(PEER_DATA)) $(if $(LLAMAFACTORY),--llamafactory $(LLAMAFACTORY))
 	$(BIN)/python bench/data.py
@@ -73,6 +73,7 @@ bench: $(TESTS)  ## beside plain TRL scripts and LLaMA-Factory; 1 GB of rows int
 	$(BIN)/python bench/packing.py
 	$(BIN)/python bench/grpo.py
 	$(BIN)/python bench/resume_differences.py
+	$(BIN)/python bench/steps.py
 
 chaos: $(TESTS)  ## kills runs at random moments: KILLS=20 SEED=7 CHAOS=--cluster, or CHAOS='--pipeline sft-grpo'
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)

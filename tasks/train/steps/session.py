@@ -181,7 +181,7 @@ class Session:
                 losses = row.compute(logps_BT, columns, chosen).sum()
                 if backward:
                     losses.backward()
-                total += float(losses)
+                total += float(losses.detach())
                 kept = {"logprobs": logps_BT, "logits": logits_BTV}
                 if "hidden_states" in more:
                     kept["hidden_states"] = outputs.hidden_states[-1].float()

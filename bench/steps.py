@@ -1,0 +1,79 @@
+"""What the server costs: a step by `posttrain steps serve` and the SDK, beside the same session in this process.
+
+    python bench/steps.py [--hidden-size 576] [--layers 30] [--rows 16] [--tokens 512] [--steps 3]
+
+The defaults have the layers of SmolLM2-135M with a narrower inner width and 300 tokens, and random weights: steps are
+shorter than its own, so that the server's share is larger. Sides take turns, so that other work on the machine falls on
+both. A step is one backward call on all rows, and one step; seconds are medians.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests import tiny
+from tests.steps_server import Served, find
+
+
+def arguments() -> argparse.Namespace:
+    """What the benchmark is told."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden-size", type=int, default=576)
+    parser.add_argument("--layers", type=int, default=30)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=512, help="of a row")
+    parser.add_argument("--steps", type=int, default=3, help="of each side that are measured, after one that is not")
+    return parser.parse_args()
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """The seconds of a call."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Prints medians and the share that the server adds."""
+    from posttrain.steps import Client, Row
+    from tasks.context import TrainContext
+    from tasks.steps import Steps
+    from tasks.train.steps.session import Session
+
+    args, folder = arguments(), Path(tempfile.mkdtemp())
+    tiny.write_policy(folder / "policy", hidden_size=args.hidden_size, num_layers=args.layers)
+    settings = {"learning_rate": 1e-4, "max_length": args.tokens}
+    tokens = [[(7 * row + place) % 250 for place in range(args.tokens + 1)] for row in range(args.rows)]
+    weights = [1 / (args.rows * args.tokens)] * args.tokens
+    rows = [Row(tokens=each[:-1], target_tokens=each[1:], weights=weights) for each in tokens]
+    ctx = TrainContext(output_dir=folder / "output", work_dir=folder / "work")
+    with Served(folder / "steps").running() as served:
+        here = Session(Steps(**settings), find(str(folder / "policy")), ctx)  # type: ignore[arg-type]
+        there = Client(served.url, served.key).session(str(folder / "policy"), **settings)
+
+        def in_process() -> object:
+            return here.backward(rows), here.step()
+
+        def served_step() -> object:
+            return there.call("backward", data=rows), there.call("step")
+
+        times: dict[str, list[float]] = {"in process": [], "served": []}
+        for number in range(args.steps + 1):
+            for name, step in (("in process", in_process), ("served", served_step)):
+                taken = seconds(step)
+                if number:
+                    times[name].append(taken)
+    medians = {name: statistics.median(each) for name, each in times.items()}
+    overhead = 100 * (medians["served"] / medians["in process"] - 1)
+    print(json.dumps({"seconds": medians, "overhead_percent": round(overhead, 1), "all": times}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
