@@ -12,6 +12,7 @@ from flows.stages.job import Job
 from flows.stages.resources import Cluster, describe_workers
 from lineage.errors import AskedError, LostError, NoMemoryError, PipelineError, ShortError, StageError, StoppedError
 from tasks.context import Launcher
+from tasks.evaluate.evaluate import EvaluationCheck
 from tasks.judgement.check_rows import RowCheck
 from tasks.train.loop.heartbeat import UNWATCHED, Heartbeat, Phase, heartbeats, stacks
 
@@ -52,7 +53,7 @@ def failed(job: Job, rank: int | None, error: Exception | SystemExit) -> StageEr
         rank: None: it was no worker's.
     """
     cause, code = (str(error), error.exit_code) if isinstance(error, PipelineError) else (one_line(error), 1)
-    if isinstance(job.method, RowCheck):  # the log and the row on the screen are another stage's
+    if isinstance(job.method, RowCheck | EvaluationCheck):  # the log and the row on the screen are another stage's
         cause = f"its rows, looked at before any stage trains: {cause}"
     elif rank is not None and _step(job, rank) is not None:
         cause = f"{_who(job, [rank])} {_when(job, rank)}: {cause}"

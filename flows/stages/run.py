@@ -6,7 +6,7 @@ checked before the first of them trains.
 
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,9 @@ from lineage.filesystem.digest import DigestCache
 from lineage.record.tracker import Event, Listener, Tracker
 from lineage.source.sources import is_unchanged
 from lineage.store import InputRecord, Manifest, Store
+from tasks.context import Metrics
 from tasks.data.kinds import HELD_OUT
+from tasks.evaluate.evaluate import Evaluate, EvaluationCheck, agreed_thinking
 from tasks.judgement.check_rows import EXAMPLES, LEAKED, POLICY, RowCheck, describe_lost, rows_slot
 from tasks.method import Input, Method, Training
 from tasks.reward_functions.metric import Metric
@@ -200,14 +202,17 @@ class DataChecks:
                 run.announce(f"{lost}; its rows are checked again")
             except StageError as error:
                 return error
-        assert isinstance(job.method, RowCheck)
-        unused = describe_lost(found, job.method.method.max_length)
+        return self._counted(run, planned, job.method, found) if isinstance(job.method, RowCheck) else None
+
+    def _counted(self, run: "Run", planned: PlannedStage, check: RowCheck, found: Metrics) -> StageError | None:
+        """Announces what of the rows is not trained on, and returns the error where that is too much."""
+        unused = describe_lost(found, check.method.max_length)
         if EXAMPLES in found:
             self._examples[planned.fingerprint] = int(found[EXAMPLES])
             if planned.examples:
                 write_examples(planned.examples, int(found[EXAMPLES]), unused)
         if unused:
-            run.announce(f"{job.stage}: {unused}")
+            run.announce(f"{planned.name}: {unused}")
         most = planned.stage.resources.max_dropped
         if found.get("rows_dropped", 0) > most * found.get("rows", 0):
             return StageError(
@@ -219,17 +224,19 @@ class DataChecks:
             )
         if found[LEAKED]:
             rows = counted(int(found[LEAKED]), "held-out row")
-            run.announce(f"{job.stage}: {rows} among what it trains on: {job.method.leakage}")
+            run.announce(f"{planned.name}: {rows} among what it trains on: {check.leakage}")
         return None
 
 
 def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> Job | None:
-    """The check of one stage's rows; None: it does not train, or its inputs are not finished yet.
+    """The check of one stage's rows; None: it has no such check, or its inputs are not finished yet.
 
     Args:
         directory: of the stage that asks: the check goes to its log.
     """
     method = planned.stage.method
+    if isinstance(method, Evaluate):
+        return _evaluation_check(plan, planned, method, directory)
     if not isinstance(method, Training) or method.tokenization() is None or POLICY not in planned.inputs:
         return None
     slot = rows_slot(method)
@@ -250,13 +257,39 @@ def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> Job | None:
     return Job(stage=planned.name, method=check, resources=resources, directory=directory, inputs=inputs)
 
 
-def _tokenizer(plan: Plan, planned: PlannedStage) -> tuple[PlannedInput, str | None]:
+def _evaluation_check(plan: Plan, planned: PlannedStage, method: Evaluate, directory: Path) -> Job | None:
+    """The check of an evaluation's rows; None also where what its models were trained with is not in the plan."""
+    models = [each for slot, each in planned.inputs.items() if method.consumes.get(slot, Kind.CHECKPOINT) in MODELS]
+    outside = any(each.entry or (each.source and Path(each.source.path).name == "output") for each in models)
+    recipes = {each.name: plan.stage(each.name).stage.method.recipe() for each in models if not each.pinned}
+    lengths = [length for each in recipes.values() if isinstance(length := each.get("max_length"), int)]
+    if outside or "reference" not in planned.inputs or not (method.max_length or lengths):
+        return None
+    thinking = agreed_thinking({name: each["thinking"] for name, each in recipes.items() if "thinking" in each})
+    kept = "keep" in [each.get("control_tokens") for each in recipes.values()]
+    method = replace(
+        method, max_length=method.max_length or max(lengths), thinking=method.thinking or thinking,
+        control_tokens=method.control_tokens or ("keep" if kept else None),
+    )  # fmt: skip
+    tokenizer, template = _tokenizer(plan, planned, "reference")
+    rows = {slot: each for slot, each in planned.inputs.items() if method.consumes.get(slot) in DATA}
+    read = {**rows, "reference": tokenizer}
+    parents = {each.name: manifest for each in read.values() if (manifest := _manifest(plan, each))}
+    if any(each.pinned is None and each.name not in parents for each in read.values()):
+        return None
+    check = EvaluationCheck(method=method, chat_template=template)
+    inputs = {slot: job_input(plan, each, method.consumes[slot], parents) for slot, each in read.items()}
+    resources = used_resources(check, planned.stage.resources)
+    return Job(stage=planned.name, method=check, resources=resources, directory=directory, inputs=inputs)
+
+
+def _tokenizer(plan: Plan, planned: PlannedStage, slot: str = POLICY) -> tuple[PlannedInput, str | None]:
     """The model whose tokenizer a stage will be given, and the template that a stage between the two installs."""
     template: str | None = None
     while True:
         configured = planned.stage.method.recipe().get("chat_template")
         template = template or (str(configured) if configured else None)
-        input_ = planned.inputs[POLICY]
+        input_, slot = planned.inputs[slot], POLICY
         parent = None if input_.pinned else plan.stage(input_.name)
         if parent is None or not isinstance(parent.stage.method, Training) or POLICY not in parent.inputs:
             return input_, template

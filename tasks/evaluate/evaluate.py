@@ -543,6 +543,35 @@ class Evaluate(Method):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationCheck(Method):
+    """Draws the rows of an evaluation long before it runs; its reference is the model that brings the tokenizer.
+
+    Args:
+        method: the evaluation, with ``max_length``, ``thinking`` and ``control_tokens`` as it will have them.
+        chat_template: that a training before it installs; None: that of the reference.
+    """
+
+    method: Evaluate
+    chat_template: str | None
+
+    def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
+        """Raises what the evaluation would refuse of its rows."""
+        from tasks.model.chat_template import install_chat_template
+        from tasks.model.tokenizers import tokenizer_of
+
+        tokenizer, method = tokenizer_of(inputs["reference"].path), self.method
+        if self.chat_template:
+            install_chat_template(tokenizer, self.chat_template)
+        assert method.max_length
+        held_out.draw(
+            inputs, tokenizer, num_rows=method.num_rows, num_prompts=method.num_prompts,
+            num_questions=method.num_questions or method.num_prompts, lengths=method.lengths(method.max_length),
+            seed=method.seed, thinking=method.thinking, control_tokens=method.control_tokens,
+        )  # fmt: skip
+        return {}
+
+
 def _with_errors(scores: Sequence[RowScores]) -> dict[str, float]:
     """``policy/metric`` -> its value, and ``policy/metric/stderr``."""
     found: dict[str, float] = {}

@@ -19,6 +19,7 @@ from lineage.store import Store
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.data.tokens.template import Thinking
 from tasks.evaluate import Evaluate
+from tasks.evaluate.evaluate import EvaluationCheck
 from tasks.evaluate.measured import AnswerForm, is_one_sentence
 from tasks.evaluate.row_scores import WEIGHTS_FILE, read_policies, read_scores
 from tasks.evaluate.stubs import Stubs
@@ -441,6 +442,19 @@ def test_the_win_rate_is_over_the_answers_of_the_reference(tmp_path: Path, input
     assert rewards["dpo"] != rewards["sft"]
     apart = {**given, "reference": replace(given["reference"], fingerprint="other")}  # measured by itself
     assert evaluate(tmp_path / "apart", apart)["dpo/win_rate"] == metrics["dpo/win_rate"]
+
+
+def test_a_check_before_any_training_refuses_what_the_evaluation_would(
+    tmp_path: Path, inputs: dict[str, Input]
+) -> None:
+    method = replace(SMALL, max_length=24, max_new_tokens=2, max_cut=0)
+    with pytest.raises(DataError) as later:
+        evaluate(tmp_path, inputs, method)
+    read = {slot: inputs[slot] for slot in ("text", "conversations", "pairs", "reference")}
+    with pytest.raises(DataError) as sooner:
+        EvaluationCheck(method=method, chat_template="chatml").run(read, TrainContext.__new__(TrainContext))
+    assert str(sooner.value) == str(later.value) and "accepted; raise max_length" in str(later.value)
+    assert EvaluationCheck(method=SMALL, chat_template=None).run(read, TrainContext.__new__(TrainContext)) == {}
 
 
 def test_rows_are_as_long_as_those_that_the_models_were_trained_on(tmp_path: Path, inputs: dict[str, Input]) -> None:

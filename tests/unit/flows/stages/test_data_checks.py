@@ -65,9 +65,9 @@ def test_the_first_stage_that_trains_waits_for_the_checks_of_all(quickstart):
     require = Checked(plan, processes)
     require("cpt")
     assert processes.asked[0] == "cpt"
-    assert sorted(processes.asked) == ["cpt", "dpo", "reward", "sft"]
+    assert sorted(processes.asked) == ["cpt", "dpo", "evaluate", "reward", "sft"]
     require("dpo")
-    assert len(processes.asked) == 4  # no row is checked twice in a run
+    assert len(processes.asked) == 5  # no row is checked twice in a run
 
 
 def test_a_stage_that_does_not_train_asks_for_nothing(quickstart):
@@ -78,15 +78,27 @@ def test_a_stage_that_does_not_train_asks_for_nothing(quickstart):
     assert processes.asked == []
 
 
-def test_rows_that_the_last_stage_cannot_train_on_keep_the_first_from_training(quickstart):
+@pytest.mark.parametrize("last", ["dpo", "evaluate"])
+def test_rows_that_the_last_stage_cannot_read_keep_the_first_from_training(quickstart, last):
     plan = quickstart()
     finish(plan, *DATA, "base")
-    processes = Processes(dpo=StageError("dpo", "no answer is left", "log", 2))
+    processes = Processes(**{last: StageError(last, "no answer is left", "log", 2)})
     require = Checked(plan, processes)
     for stage in ("cpt", "dpo"):
         with pytest.raises(StageError, match="no answer is left"):
             require(stage)
-    assert processes.asked.count("dpo") == 1
+    assert processes.asked.count(last) == 1
+
+
+def test_the_rows_of_an_evaluation_are_checked_as_it_will_read_them(quickstart, tmp_path):
+    plan = quickstart("stages.dpo.method.max_length=96", "stages.dpo.method.control_tokens=keep")
+    finish(plan, *DATA, "base")
+    job = check_job(plan, plan.stage("evaluate"), tmp_path)
+    longest = max(plan.stage(name).stage.method.max_length for name in ("cpt", "sft", "dpo"))
+    assert (job.method.method.max_length, job.method.method.control_tokens) == (longest, "keep")
+    assert {slot: each.planned.name for slot, each in job.inputs.items()} == {
+        "text": "corpus", "conversations": "instructions", "pairs": "preferences", "reference": "base",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
