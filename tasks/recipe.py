@@ -274,6 +274,7 @@ class TrainingRecipe(Method):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
+        cls.optional |= {VERDICT}
         reads = getattr(cls, "reads", None)
         if reads is None or not {"reads", "models"} & cls.__dict__.keys():
             return
@@ -285,7 +286,6 @@ class TrainingRecipe(Method):
             )
         derived = {
             "consumes": {**slots, reads.slot: reads.kind, VERDICT: Kind.VERDICT},
-            "optional": cls.optional | {VERDICT},
             "produces": Kind.REWARD_MODEL if cls.models["policy"] == REWARD_HEAD else Kind.CHECKPOINT,
             "chat_slot": "policy" if reads.chat else None,
         }

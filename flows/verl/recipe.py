@@ -42,6 +42,7 @@ _INSTEAD = {  # field -> what verl does instead
     "value_coef": "has an optimizer of its own for the critic, whose loss has no factor",
     "save": "saves sharded checkpoints: python -m verl.model_merger makes a model of one",
     "best": "keeps no best model",
+    "evaluation": "scores no checkpoints by these metrics",
     "adapter.dropout": "has no dropout in a LoRA",
     "save_minutes": "saves by steps alone",
     "keep_best": "keeps the newest checkpoints alone",

@@ -109,8 +109,9 @@ SHORTER = {
     "cpt": 12, "sft": 34, "reward": 28, "dpo": 28, "distill": 34, "taid": 34, "kto": 28, "orpo": 28, "simpo": 28,
     "cpo": 28, **dict.fromkeys(training.GENERATING, 34),
 }  # fmt: skip
-# test_adapter_in.py, test_best.py, test_diloco.py, test_divergence.py, test_qlora.py, test_validation.py
-ELSEWHERE = {"adapter_in", "best", "diloco", "output", "on_divergence", "quantization", "validation"}
+# test_adapter_in.py, test_best.py, test_diloco.py, test_divergence.py, test_evaluation_beside.py, test_qlora.py,
+# test_validation.py
+ELSEWHERE = {"adapter_in", "best", "diloco", "evaluation", "output", "on_divergence", "quantization", "validation"}
 ELSEWHERE |= {"images"}  # test_vision.py
 # test_generating.py, test_ppo.py
 ELSEWHERE |= {"reward_model_weight", "equal_rewards_patience", "vllm", "epsilon", "epsilon_high", "kl_ratio"}

@@ -15,6 +15,7 @@ from tasks.reward_functions import RewardFunction
 from tasks.rloo import RLOO
 from tasks.sft import SFT
 from tasks.train.best import Best, KeepBest
+from tasks.train.evaluation import Evaluation
 from tasks.train.generation.generating import Generating, Sampling
 from tasks.train.losses.grpo_variants import VARIANTS
 from tasks.train.models.freeze import Freeze
@@ -160,6 +161,7 @@ OTHER: dict[str, object] = {
         Schedule(name="cosine_with_restarts", num_cycles=3), Schedule(adaptive=Adaptive()),
     ],
     "kl_coef": 0.2, "kl_target": 6.0, "kl_horizon": 500, "gamma": 0.9, "gae_lambda": 0.5, "clip_range": 0.5,
+    "evaluation": Evaluation(every_steps=2),
     "value_clip_range": 0.7, "value_coef": 0.3, "whiten_rewards": "scale", "whiten_advantages": False,
     "center_advantages": True, "num_ppo_epochs": 3, "num_minibatches": 2,
 }  # fmt: skip
@@ -182,7 +184,9 @@ def test_every_field_changes_the_settings_or_is_named(build) -> None:
             continue
         values = OTHER[each.name]
         for value in values if isinstance(values, list) else [values]:
-            if build is ppo and (each.name in ("best", "vllm") or (isinstance(value, Schedule) and value.adaptive)):
+            if build is ppo and (
+                each.name in ("best", "evaluation", "vllm") or (isinstance(value, Schedule) and value.adaptive)
+            ):
                 continue  # its own loop refuses them
             beside = BESIDE.get(each.name, {})
             before, after = exported(build(**beside)), exported(build(**{**beside, each.name: value}))
