@@ -233,6 +233,8 @@ def test_a_project_runs_and_its_model_talks_and_leaves(newcomer: Wheel) -> None:
         newcomer("posttrain", "chat", "sft", "--once", "Hello?", "--max-new-tokens", "4")
         newcomer("posttrain", "export", "gguf", "sft", "--out", "sft.gguf")
         assert "exported" in newcomer("posttrain", "lineage", "sft").stdout
+        newcomer("posttrain", "report", "sft", "--html", "sft.html")
+        assert "learning_rate" in (newcomer.folder / "sft.html").read_text()
         newcomer("posttrain", "verify")
     finally:
         newcomer.folder = home
