@@ -128,7 +128,12 @@ SINGLE = {"prompt": "Hi", "completion": "Hello", "label": True}
 @pytest.mark.parametrize(
     ("pipeline", "overrides", "rows", "message"),
     [
-        ("cpt-sft-dpo", [], [SINGLE], r"which gives unpaired; preferences is accepted.*use conf/stage/unpaired.yaml"),
+        (
+            "cpt-sft-dpo",
+            [],
+            [SINGLE],
+            r"which gives unpaired; preferences is accepted.*use pipeline=kto, or conf/stage/unpaired.yaml",
+        ),
         ("sft-kto", [], [PAIR], None),
         ("cpt-sft-dpo", [], [PAIR], None),
         ("cpt-sft-dpo", ["sources.preferences.format=preference"], [SINGLE], None),  # the stage says what it lacks
