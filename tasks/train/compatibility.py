@@ -730,6 +730,13 @@ RULES: tuple[Rule, ...] = (
         stage="ppo",
     ),
     Rule(
+        id="sharding-bias",
+        when={"method.adapter.bias": SET, "resources.sharding": divides_weights},
+        reason="biases are weights of the base, which are divided, and were not proven to be trained in parts",
+        nearest={"method.adapter.bias": None},
+        also={"method.adapter.type": "lora", "method.adapter.bias": "all", **FSDP},
+    ),
+    Rule(
         id="sharding-stack",
         when={"method.adapter_in": "stack", "resources.sharding": divides_weights},
         reason="a reference below stacked adapters was not tried in parts",
