@@ -202,6 +202,8 @@ def other_workers(planned: PlannedStage, workers: int | None = None) -> Resource
         return f"num_workers={num_workers} is no multiple of num_islands={method.num_islands}"
     if method.diloco and resources.sharding == "fsdp_hybrid" and not method.adapter:
         return f"sharding=fsdp_hybrid in islands: resumes with {resources.num_workers} workers only"
+    if num_workers == 1 and method.has_own_loop and resources.sharding != "none":
+        return f"sharding={resources.sharding}: a method with a loop of its own resumes with divided weights only"
     if num_workers == 1:  # which divides nothing
         resources = replace(resources, sharding="none", offload=False, wrap=None, prefetch=0, reduce_dtype="fp32")
     changed = replace(

@@ -137,6 +137,12 @@ def require_readable(checkpoint: Checkpoint, method: "TrainingRecipe", resources
         )
     wrote = (checkpoint.num_workers, checkpoint.sharding or ("zero2" if checkpoint.zero_stage else "none"))
     reads = (resources.num_workers, resources.sharding)
+    if method.has_own_loop and wrote[1].startswith("fsdp") != is_fsdp(resources):
+        raise ConfigError(
+            f"its checkpoint of step {checkpoint.step} was written with sharding={wrote[1]}, and sharding={reads[1]} "
+            "cannot resume from it: the optimizer of a method with a loop of its own has other groups of divided "
+            f"weights than of whole ones; set sharding={wrote[1]}"
+        )
     if wrote != reads and not checkpoint.can_move:
         raise ConfigError(
             f"its checkpoint of step {checkpoint.step} was written with num_workers={wrote[0]} and "

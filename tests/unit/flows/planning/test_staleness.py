@@ -218,6 +218,18 @@ def test_methods_with_more_state_than_transformers_saves_read_no_earlier_form(na
         require_readable(earlier, stage, resources)
 
 
+@pytest.mark.parametrize(("wrote", "reads"), [("fsdp", "none"), ("none", "fsdp")])
+def test_a_loop_of_its_own_resumes_divided_weights_as_divided(wrote, reads):
+    ours = {"state.pt": "", "rank-0.pt": ""}
+    record = Checkpoint(
+        step=7, time=1.0, train_seconds=1.0, num_workers=2, zero_stage=0, metrics={}, sharding=wrote, files=ours
+    )
+    resources = Resources(micro_batch_size=1, num_workers=2, sharding=reads)
+    require_readable(record, training.method("sft"), resources)
+    with pytest.raises(ConfigError, match=f"written with sharding={wrote}, and sharding={reads} cannot resume"):
+        require_readable(record, training.method("ppo"), resources)
+
+
 @pytest.mark.parametrize(
     ("num_workers", "zero_stage", "overrides"),
     [(2, 2, ()), (2, 2, TWO), (2, 0, (*TWO, ZERO)), (1, 0, (*TWO, ZERO)), (4, 2, (*TWO, ZERO))],
