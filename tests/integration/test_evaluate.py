@@ -242,7 +242,9 @@ def test_the_report_holds_metrics_answers_and_a_table_and_progress_is_told_by_po
         ["prompt", "right answer", "sft", "dpo"]
     ] * 4
     table = re.sub(" +", " ", (folder / "table.md").read_text())  # whatever the columns are padded to
-    assert f"| sft | {metrics['sft/text_perplexity']:.1f} |" in table
+    of_sft = next(line for line in table.splitlines() if line.startswith("| sft | "))
+    assert of_sft.startswith(f"| sft | {metrics['sft/exact_match']:.2f} |")  # what matters stands first
+    assert f" {metrics['sft/text_perplexity']:.1f} |" in of_sft
     assert table.count("| right answer | ") == 4  # a sample of each conversation that is asked, with what is right
     kinds = [metrics["reward_model/accuracy/cut"], metrics["reward_model/accuracy/wrong"]]
     assert metrics["reward_model/accuracy"] == pytest.approx(sum(kinds) / 2)

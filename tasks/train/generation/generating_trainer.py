@@ -532,7 +532,7 @@ class OnPolicyTrainer(DistillationTrainer):
         self.method, self.ctx = method, ctx
         self._check = SamplerCheck(self, method, ctx, self.temperature)
         redirect = self._forward_redirection
-        self._forward_redirection = lambda wrapper, model, compute, *args, **kwargs: (
+        self._forward_redirection: Callable[..., object] = lambda wrapper, model, compute, *args, **kwargs: (
             through(plain(model), lambda: compute(*args, **kwargs))
             if is_divided(model)
             else redirect(wrapper, model, compute, *args, **kwargs)
