@@ -59,13 +59,13 @@ posttrain serve-model cpt-sft-dpo/dpo
 posttrain serve-model alias:champion --port 8001
 posttrain serve-model models/ours --engine transformers""",
     "steps": """
-posttrain steps serve
 posttrain steps serve --port 8766 --root /data/steps store=/data/store
 posttrain steps key alice --max-tokens 1000000
 posttrain steps commit 0123456789abcdef --stage rl""",
     "replay": """
 posttrain replay rl
-posttrain replay rl@0123 --json""",
+posttrain replay rl@0123 --json
+posttrain replay mine/rl store=/data/store""",
     "stage": """
 posttrain stage corpus
 posttrain stage sft pipeline=sft data=chats.jsonl

@@ -21,6 +21,7 @@ class Bound(Setting):
 
 
     Args:
+        metric: such as ``answer_perplexity``; ``lm_eval/*`` is a rule on each that begins so.
         at_least, at_most: of the metric.
         min_gain, max_regression: against the start, as in a rule of a gate.
     """

@@ -126,9 +126,9 @@ def test_a_sweep_computes_the_reference_once(root: Path, tmp_path: Path, monkeyp
         computed.append(given)
         return original(*given)  # type: ignore[arg-type]
 
-    def counted_load(*given: object) -> object:
+    def counted_load(*given: object, **options: object) -> object:
         loaded.append(given)
-        return load(*given)  # type: ignore[arg-type]
+        return load(*given, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(reference_logps, "_compute", counted)
     monkeypatch.setattr(models, "load_policy", counted_load)

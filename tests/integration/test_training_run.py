@@ -132,6 +132,7 @@ def test_models_are_loaded_by_role(root: Path, tmp_path: Path) -> None:
     method = stage(Roles)
     assert method.consumes == {
         "policy": Kind.CHECKPOINT, "judge": Kind.REWARD_MODEL, "teacher": Kind.CHECKPOINT, "pairs": Kind.PREFERENCES,
+        "verdict": Kind.VERDICT,
     }  # fmt: skip
     given = dict(training.inputs(root, method))
     given["judge"] = Input(name="reward", kind=Kind.REWARD_MODEL, fingerprint="r" * 64, path=reward)

@@ -246,8 +246,8 @@ FAULTS = (
     # --- flows
     Fault(
         what="a stage with changed inputs is reused",
-        text="identity = fingerprint(recipe, {slot: input_.fingerprint for slot, input_ in inputs.items()})",
-        wrong="identity = fingerprint(recipe, {})",
+        text="fingerprint(recipe, stage.method.identity_of({slot: each.fingerprint for slot, each in inputs.items()}))",
+        wrong="fingerprint(recipe, {})",
         tests=("planning/test_plan",),
     ),
     Fault(

@@ -20,7 +20,7 @@ BETA = [
     ("flows/run.py", "execute(run, plan.stage(stage))", "flows/stages/execute.py", "def execute"),
     ("flows/stages/execute.py", "run.processes.run", "flows/stages/launch.py", "def run"),
     ("flows/stages/launch.py", "job.method.run(", "tasks/method.py", "def run"),
-    ("tasks/method.py", "train(self, inputs, ctx", "tasks/train/run.py", "def train"),
+    ("tasks/method.py", "train(self, {slot: each", "tasks/train/run.py", "def train"),
     ("tasks/method.py", "self.trainer(run)", "tasks/dpo.py", "def trainer"),
     ("tasks/dpo.py", '"beta": self.beta', "tasks/dpo.py", "class DPO"),
     ("tasks/dpo.py", "run.trl(", "tasks/train/run.py", "def trl"),

@@ -56,7 +56,7 @@ def test_prompts_and_answers_are_read_with_their_tools_as_in_training(tokenizer)
     trained = [row.input_ids for row in pairs_of([ROWS[0], ROWS[2], ROWS[3]], tokenizer).chosen]
     whole = Lengths(max_length=10**4, max_new_tokens=64)
     assert answered_tokens(prompts, answers_of(["chosen"] * 3), tokenizer, whole) == trained
-    asked, _ = prompt_tokens(prompts, tokenizer, 10**4)
+    asked, _, _ = prompt_tokens(prompts, tokenizer, 10**4)
     assert asked == [row[: len(ids)] for row, ids in zip(trained, asked, strict=True)]
     assert ["adder" in tokenizer.decode(ids) for ids in asked] == [True, False, False]
     for finished, end in ((True, "<|im_end|>"), (False, "")):  # one that was cut off does not end its turn

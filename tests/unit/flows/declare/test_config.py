@@ -204,7 +204,7 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
         ("stages.left.input.policy=model", "stages.left.input: unknown key.*did you mean inputs"),
         ("sources.row.path=x", "sources.row.path=x: no stage reads this source.*did you mean rows"),
         ("stor=x", "stor: unknown key.*did you mean store"),
-        ("modle=tiny", "modle: unknown key; accepted: name, store, .*pipeline, model, preset; did you mean model"),
+        ("modle=tiny", "modle: unknown key; accepted: name, store, .*model, .*pipeline, preset; did you mean model"),
         ("restart=left", r'restart="left": input should be a valid array; write restart=\[left\]'),
         (
             "resources.keep_best=loss",

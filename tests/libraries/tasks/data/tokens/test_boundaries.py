@@ -163,7 +163,7 @@ def test_an_evaluation_reads_the_tokens_of_the_training() -> None:
     row = row_of(Kind.UNPAIRED, messages)
     found = tokens(Kind.UNPAIRED, tokenizer, row).columns
     prompt = Prompt(messages=row["prompt"], tools=None)  # type: ignore[arg-type]
-    asking, cut = prompt_tokens([prompt], tokenizer, 10**6)
+    asking, cut, _ = prompt_tokens([prompt], tokenizer, 10**6)
     assert (asking, cut) == ([found["prompt_ids"]], 0)
     lengths = Lengths(max_length=10**6, max_new_tokens=8)
     answers = [Answer(text=str(messages[-1]["content"]), finished=finished, num_tokens=3) for finished in (True, False)]

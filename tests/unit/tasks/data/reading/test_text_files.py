@@ -63,7 +63,7 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
         read(file)
 
 
-@pytest.mark.parametrize("name", ["rows.xlsx", "rows.jsonl.xz", "rows", "rows.zip"])
+@pytest.mark.parametrize("name", ["rows.xlsx", "rows.jsonl.xz", "rows", "rows.tar"])
 def test_a_file_that_nothing_reads_is_refused(tmp_path: Path, name: str) -> None:
     file = write(tmp_path / name, "x")
     found = f"{file}: rows are not read from {file.suffix or 'a file without a suffix'}; accepted: .jsonl, .ndjson, "
