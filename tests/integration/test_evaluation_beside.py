@@ -1,11 +1,13 @@
 """Checkpoints that are scored beside a training: what is recorded, what is picked, and what changes nothing."""
 
 import json
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedModel
 
 from lineage.errors import ConfigError, DataError, PipelineError, StoppedError
 from tasks.evaluate import beside
@@ -36,6 +38,13 @@ def _in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         except ConfigError as error:
             return Scores(step=step, digest=request.digest, error=str(error), is_fatal=True)
 
+    load, lock = PreTrainedModel.from_pretrained.__func__, threading.RLock()
+
+    def alone(cls: type, *args: object, **options: object) -> object:
+        with lock:  # transformers changes torch while it loads: two threads would change each other's models
+            return load(cls, *args, **options)
+
+    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(alone))
     monkeypatch.setattr(Scoring, "_scored", scored)
 
 
