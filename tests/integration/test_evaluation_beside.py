@@ -1,13 +1,14 @@
 """Checkpoints that are scored beside a training: what is recorded, what is picked, and what changes nothing."""
 
 import json
-import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedModel
+import torch
+from transformers import TrainerState
 
 from lineage.errors import ConfigError, DataError, PipelineError, StoppedError
 from tasks.evaluate import beside
@@ -34,17 +35,19 @@ def _in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     def scored(self: Scoring, step: int) -> Scores:
         request = Request(step=step, model=self._folder(step), digest=self._digest(step))
         try:
-            return beside.score(self.job(), request)
+            with torch.random.fork_rng():
+                return beside.score(self.job(), request)
         except ConfigError as error:
             return Scores(step=step, digest=request.digest, error=str(error), is_fatal=True)
 
-    load, lock = PreTrainedModel.from_pretrained.__func__, threading.RLock()
+    def wait(self: Scoring, args: object, state: TrainerState, *others: object, **kwargs: object) -> None:
+        """Two threads would change each other's models and products: the training goes on when all is scored."""
+        step, end = state.global_step, time.monotonic() + 60
+        due = {0, step} if step and self._is_due(step) else {0}
+        while self._thread and time.monotonic() < end and (self._waiting or not due <= self.known.keys()):
+            time.sleep(0.005)
 
-    def alone(cls: type, *args: object, **options: object) -> object:
-        with lock:  # transformers changes torch while it loads: two threads would change each other's models
-            return load(cls, *args, **options)
-
-    monkeypatch.setattr(PreTrainedModel, "from_pretrained", classmethod(alone))
+    monkeypatch.setattr(Scoring, "on_step_begin", wait)
     monkeypatch.setattr(Scoring, "_scored", scored)
 
 
