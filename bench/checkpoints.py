@@ -26,7 +26,7 @@ ALONE = ("~stages.sft", "~stages.reward", "~stages.dpo", "~stages.evaluate", "tr
 
 
 def arguments() -> argparse.Namespace:
-    """What the benchmark is told."""
+    """Arguments of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden-size", type=int, default=768, help="of 12 layers; a multiple of 24")
     parser.add_argument("--steps", type=int, default=25)

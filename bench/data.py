@@ -30,7 +30,7 @@ RECENT = 1000  # lines that copies are drawn from
 
 
 def arguments() -> argparse.Namespace:
-    """What the benchmark is told."""
+    """Arguments of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=2)

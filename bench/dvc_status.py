@@ -24,7 +24,7 @@ GOAL_SHARE = 1.05
 
 
 def arguments() -> argparse.Namespace:
-    """What the benchmark is told."""
+    """Arguments of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=20.0)
     parser.add_argument("--files", type=int, default=100)

@@ -30,7 +30,7 @@ MODELS = ("llama", "gemma3_text", "qwen2_moe")
 
 
 def arguments() -> argparse.Namespace:
-    """What the benchmark is told."""
+    """Arguments of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=160)
     parser.add_argument("--rounds", type=int, default=3)

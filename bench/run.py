@@ -22,7 +22,7 @@ POLICY = {"cpt": "base", "sft": "cpt", "reward": "sft", "dpo": "sft"}
 
 
 def arguments() -> argparse.Namespace:
-    """What the benchmark is told."""
+    """Arguments of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fraction", type=float, default=1.0, help="of the recipe's steps")
     parser.add_argument("--no-gradient-checkpointing", action="store_true", help="for the scripts; TRL's default is on")

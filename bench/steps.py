@@ -23,7 +23,7 @@ from tests.steps_server import Served, find
 
 
 def arguments() -> argparse.Namespace:
-    """What the benchmark is told."""
+    """Arguments of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden-size", type=int, default=576)
     parser.add_argument("--layers", type=int, default=30)

@@ -29,7 +29,7 @@ CHAIN = ("~stages.evaluate", "~stages.reward", "tracking=none")
 
 
 def arguments() -> argparse.Namespace:
-    """What the benchmark is told."""
+    """Arguments of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fraction", type=float, default=0.3, help="of the recipe's steps")
     parser.add_argument("--trials", type=int, default=8)
