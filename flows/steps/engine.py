@@ -2,7 +2,7 @@
 
 A call is on the disk and in the database before its number is given back. The command log of a session is its calls
 that change it; its state is the last snapshot and the calls after that, so that a session that was killed, or unloaded
-because nobody used it, continues with the same bits.
+because nobody used it, continues to the bit.
 """
 
 import gc
