@@ -118,6 +118,8 @@ def test_a_save_that_fails_at_any_place_leaves_the_last_good_checkpoint(
     def fills(left: int) -> Callable[[], bool]:
         def at_step_4() -> bool:
             if reports[-1][0] == 3:
+                steps = Checkpoints(small_disk / "checkpoints").steps
+                wait_until(lambda: 2 in steps(), "the checkpoint of step 2, which a thread writes")
                 fill(small_disk, left)
             return False
 
