@@ -349,9 +349,7 @@ def _openai_preference(fields: Fields) -> CanonicalRow:
     given = required(fields, "input", "empty prompt")
     if not isinstance(given, Mapping):
         raise BadRowError(f"input is {named(given)}")
-    require_nothing_else(
-        given, ("messages", "tools", "parallel_tool_calls"), "input"
-    )  # the last one is irrelevant here
+    require_nothing_else(given, ("messages", "tools", "parallel_tool_calls"), "input")  # the last one is irrelevant
     asked = prompt_turns(required(given, "messages", "empty prompt"), "input.messages")
     names = ("preferred_output", "non_preferred_output")
     left, right = (answer(required(fields, name, "no answer"), name) for name in names)
@@ -362,6 +360,12 @@ def _oumi_preference(fields: Fields) -> CanonicalRow:
     """Oumi's format: ``messages`` is the prompt; ``chosen.messages``, ``rejected.messages``."""
     asked = prompt_turns(listed(fields, "messages", "empty prompt"), "messages")
     return _paired(asked, _oumi_answer(fields, "chosen"), _oumi_answer(fields, "rejected"), fields)
+
+
+def _recognize_oumi(fields: Fields) -> tuple[str, ...]:
+    """Its columns, but where ``messages`` repeats the chosen conversation, as in UltraFeedback."""
+    found = {"messages", "chosen", "rejected"} <= fields.keys() and fields["messages"] != fields["chosen"]
+    return ("messages", "chosen", "rejected") if found else ()
 
 
 def _oumi_answer(fields: Fields, name: str) -> list[Message]:
@@ -545,9 +549,7 @@ FORMATS: tuple[Format, ...] = (
         read=_sharegpt_ranking,
         accepted='{"conversations": [{"from": "human", "value": "..."}], "chosen": {"from": "gpt", "value": "..."}, '
         '"rejected": {"from": "gpt", "value": "..."}}',
-        mapping={
-            "conversations": "prompt", **_PAIR,
-        },
+        mapping={"conversations": "prompt", **_PAIR},
     ),
     Format(
         name="openai_preference", kind=Kind.PREFERENCES, needs=("input", "preferred_output", "non_preferred_output"),
@@ -561,6 +563,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         name="oumi_preference", kind=Kind.PREFERENCES, needs=("messages", "chosen", "rejected"), read=_oumi_preference,
+        by_value=_recognize_oumi,
         accepted='{"messages": [{"role": "user", "content": "..."}], '
         f'"chosen": {{"messages": [{_ANSWER}]}}, "rejected": {{"messages": [{_ANSWER}]}}}}',
         mapping={"messages": "prompt", **_PAIR},
@@ -568,9 +571,7 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="unpaired", kind=Kind.UNPAIRED, needs=("prompt", _COMPLETION, "label"), read=_unpaired,
         accepted='{"prompt": "...", "completion": "...", "label": true}, the texts strings or lists of messages',
-        mapping={
-            "prompt": "prompt", **dict.fromkeys(_COMPLETION, "completion"), "label": "label", **_ONE_ANSWER,
-        },
+        mapping={"prompt": "prompt", **dict.fromkeys(_COMPLETION, "completion"), "label": "label", **_ONE_ANSWER},
     ),
     Format(
         name="messages_label", kind=Kind.UNPAIRED, by_value=_recognize_judged, read=_messages_label,

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -18,6 +18,13 @@ _SPACES = "".join(character for character in map(chr, range(0x3001)) if characte
 _UNSEEN = _SPACES + "\u200b\u200c\u200d\u2060\ufeff"  # and characters without width
 SYSTEM = ("system", "system_prompt")  # columns that hold the first turn of the prompt
 _BAD_TOOLS, _BAD_CALL, _UNCLOSED = "tools that cannot be read", "tool call that cannot be read", "unclosed tool call"
+_CALL_ARGUMENTS = (
+    "arguments",
+    "input",
+    "parameters",
+    "input_schema",
+)  # of calls and tools, as OpenAI and Anthropic have them
+_MAY_BE_NULL = ("default", "const")  # keys of a JSON schema whose null says something
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 _OUTER = ("type", "id", "index")  # keys beside a function; ``index`` comes from streamed responses
 
@@ -160,22 +167,68 @@ def _not_json(value: object) -> object:
     raise TypeError(named(value))
 
 
+def tool_nulls(value: object, where: str = "", *, inside: bool = False) -> Iterator[str]:
+    """The places of nulls in the arguments of calls and in the schemas of tools that objects of a row hold.
+
+    Whoever writes all calls of a file with one set of keys (`datasets`, polars, pandas) writes them for the keys of
+    other calls; JSON text keeps those of its call alone.
+    """
+    if isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from tool_nulls(each, f"{where}[{index}]", inside=inside)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            place = f"{where}.{key}".lstrip(".")
+            if inside and each is None and key not in _MAY_BE_NULL:
+                yield place
+            yield from tool_nulls(each, place, inside=inside or _has_arguments(value, key))
+
+
+def without_tool_nulls(value: object, *, inside: bool = False) -> object:
+    """The same value without any null inside the arguments of calls and the schemas of tools."""
+    if isinstance(value, list):
+        return [without_tool_nulls(each, inside=inside) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: without_tool_nulls(each, inside=inside or _has_arguments(value, key))
+        for key, each in value.items()
+        if not (inside and each is None)
+    }
+
+
+def _has_arguments(value: Mapping[str, object], key: str) -> bool:
+    return key in _CALL_ARGUMENTS or (key == "input" and value.get("type") == _TOOL_USE)
+
+
 def canonical(value: object) -> str:
     """A canonical text, the same for equal rows."""
     return _CANONICAL.encode(value)
 
 
 def add_tools(row: CanonicalRow, fields: Fields, name: str = "tools") -> CanonicalRow:
-    """Adds the tools in a user's column, if any, to a row."""
+    """Adds the tools in a user's column, if any, to a row whose system prompt does not list them already."""
     listed = [] if is_nothing(fields.get(name)) else _items(fields[name], name, _BAD_TOOLS, _BAD_TOOLS)
     tools = [_function(tool, f"{name}[{index}]", _BAD_TOOLS) for index, tool in enumerate(listed)]
     if tools:
         bare = [
-            {key: item for key, item in function.items() if outer is not function or key != "type"}
+            {"parameters" if key == "input_schema" else key: item for key, item in function.items()
+             if outer is not function or key != "type"}
             for outer, function in tools
-        ]
+        ]  # fmt: skip
+        if _are_listed(row, fields, [str(function["name"]) for function in bare]):
+            return row
         row["tools"] = as_json([{"type": "function", "function": each} for each in bare], name)
     return row
+
+
+def _are_listed(row: CanonicalRow, fields: Fields, names: Sequence[str]) -> bool:
+    """Whether the system prompt lists tools of these names as text within ``<tools>``, as rows of Hermes do."""
+    turns = row.get("messages", row.get("prompt"))
+    assert isinstance(turns, list)
+    found = turns[0]["content"] if turns[0]["role"] == "system" else fields.get(one_of(fields, SYSTEM))
+    _, begun, listed = str(found).partition("<tools>")
+    return bool(begun) and "</tools>" in listed and all(name in listed for name in names)
 
 
 def calls_json(value: object, what: str) -> str:
@@ -240,6 +293,8 @@ OPENAI, FROM_VALUE = Spelling("role", "content"), Spelling("from", "value")
 _CALL_ROLE = "function_call"  # ShareGPT's role whose content is the JSON text of calls
 _EMPTY = {"assistant": "no answer", "user": "empty prompt", "system": "empty prompt", "tool": "no tool result"}
 _MEDIA = ("image", "audio", "video", "file")
+_TOOL_USE, _TOOL_RESULT = "tool_use", "tool_result"  # parts of Anthropic's messages
+_TEXTS = ("text", "input_text", "output_text")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of what the assistant thinks, as vLLM and TRL have it
 # Keys that say whether a turn, or as columns a row, is trained: of OpenAI, LLaMA-Factory, ms-swift and axolotl.
 _WEIGHTS, _SWITCHES = ("weight", "loss_weight"), ("loss", "train", "training")
@@ -248,6 +303,8 @@ _NO_THOUGHTS = frozenset({"on", "off", "true", "false", "yes", "no", "0", "1"}) 
 _THINK, _THOUGHT_ENDS = "<think>", "</think>"
 _CALLS = ("tool_calls", "function_call")  # the second is OpenAI's former name
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_RESPONSE = re.compile(r"<tool_response>((?:(?!</?tool_response>).)*)</tool_response>", re.DOTALL)
+_RESPONSES = re.compile(rf"\s*(?:{_RESPONSE.pattern}\s*)+", re.DOTALL)
 _WRITTEN = re.compile(f"{_OPEN}((?:(?!{_OPEN}).)*?){_CLOSE}", re.DOTALL)
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")}, "developer": "system", "function": "tool",
@@ -257,9 +314,10 @@ _ROLES = {
 }  # fmt: skip
 _WRITTEN_BY_MODEL = ("assistant", _CALL_ROLE)
 _START, _CALLED = "at the beginning", "after a tool call that no tool answered"
+_WROTE_CALL = "after a call in its text"  # which a tool may answer, or nobody
 _NEXT = {  # turn -> turns that may follow
     _START: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",),
-    _CALLED: ("tool",), "tool": ("tool", "assistant", "user"),
+    _CALLED: ("tool",), "tool": ("tool", "assistant", "user"), _WROTE_CALL: ("tool", "user"),
 }  # fmt: skip
 
 
@@ -374,7 +432,43 @@ def _each(value: object, what: str, spelling: Spelling, empty: str) -> list[Mess
     if not isinstance(value, list) or not value:
         found = "is empty" if value == [] else f"is {named(value)}"
         raise BadRowError(f"{what} {found}", empty if value in (None, []) else "no messages")
-    return [_message(turn, f"{what}[{index}]", spelling) for index, turn in enumerate(value)]
+    return [
+        _message(part, f"{what}[{index}]", spelling)
+        for index, turn in enumerate(value)
+        for part in _of_parts(turn, f"{what}[{index}]", spelling)
+    ]
+
+
+def _of_parts(turn: object, what: str, spelling: Spelling) -> list[object]:
+    """The turns of one with calls or results within its content, as Anthropic and Hermes write them, as OpenAI does."""
+    if not isinstance(turn, Mapping):
+        return [turn]
+    if turn.get("type") == "message":  # an item of OpenAI's Responses
+        turn = {key: item for key, item in turn.items() if key not in ("type", "id", "status")}
+    parts, role = turn.get(spelling.content), turn.get(spelling.role)
+    if isinstance(parts, str) and _ROLES.get(str(role).lower()) == "tool" and _RESPONSES.fullmatch(parts):
+        return [{**turn, spelling.content: each.strip()} for each in _RESPONSE.findall(parts)]  # templates mark them
+    if not isinstance(parts, list):
+        return [turn]
+    of_kind: dict[str, list[Mapping[str, object]]] = {_TOOL_USE: [], _TOOL_RESULT: []}
+    rest = list[object]()
+    for part in parts:
+        (of_kind.get(str(part.get("type")), rest) if isinstance(part, Mapping) else rest).append(part)
+    calls, answers = of_kind.values()
+    if not (calls or answers):
+        return [turn]
+    if role != ("assistant" if calls else "user") or (calls and answers):
+        found = " and ".join(kind for kind, found in of_kind.items() if found)
+        accepted = f"{_TOOL_USE} of the assistant, {_TOOL_RESULT} of the user"
+        raise BadRowError(f"{what} has the role {named(role)} and {found}", _BAD_CALL, accepted)
+    if calls:
+        called = [{"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")} for part in calls]
+        return [{**turn, spelling.content: rest or None, "tool_calls": called}]
+    answered = [
+        {spelling.role: "tool", spelling.content: part.get("content") or "", "tool_call_id": part.get("tool_use_id")}
+        for part in answers
+    ]
+    return [*answered, *([{**turn, spelling.content: rest}] if rest else [])]
 
 
 def _message(value: object, what: str, spelling: Spelling) -> Message:
@@ -504,8 +598,8 @@ def _part(value: object, what: str) -> str:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and any(medium in kind for medium in _MEDIA):
         raise images_are_not_read(f"{what} is of type {kind!r}")
-    # LLaMA-Factory's version 1 has the text as the value.
-    written = value.get("text", value.get("value")) if isinstance(value, Mapping) and kind == "text" else None
+    # LLaMA-Factory's version 1 has the text as the value; OpenAI's Responses call it input_text and output_text.
+    written = value.get("text", value.get("value")) if isinstance(value, Mapping) and kind in _TEXTS else None
     if not isinstance(written, str):
         raise BadRowError(f'{what} is {named(value)}, not {{"type": "text", "text": "..."}}', "not text")
     return written
@@ -563,10 +657,11 @@ def _check_order(messages: Sequence[Message], what: str, before: str = _START) -
     for index, turn in enumerate(messages):
         role = str(turn["role"])
         if role not in _NEXT[before]:
-            after = before if before in (_START, _CALLED) else f"after {before!r}"
+            after = before if before in (_START, _CALLED, _WROTE_CALL) else f"after {before!r}"
             found = f"{what}[{index}] has the role {role!r} {after}, not {' or '.join(_NEXT[before])}"
             raise BadRowError(found, _UNCLOSED if before == _CALLED else "wrong role order")
-        before = _CALLED if "tool_calls" in turn else role
+        writes = role == "assistant" and str(turn["content"]).rstrip().endswith(_CLOSE)
+        before = _CALLED if "tool_calls" in turn else _WROTE_CALL if writes else role
         if role == "tool" and (index + 1 == len(messages) or messages[index + 1]["role"] != "tool"):
             _check_answered(messages[: index + 1], what)
 
@@ -575,6 +670,8 @@ def _check_answered(messages: Sequence[Message], what: str) -> None:
     """Checks that the last turns, of tools, answer the calls before them, by id if all have one."""
     answered = [turn.get("tool_call_id") for turn in takewhile(lambda turn: turn["role"] == "tool", messages[::-1])]
     index = len(messages) - len(answered) - 1
+    if "tool_calls" not in messages[index]:
+        return  # they answer calls in a text, in one turn or in several
     calls = [call.get("id") for call in json.loads(str(messages[index]["tool_calls"]))]
     unknown = [each for each in reversed(answered) if each is not None and each not in calls]
     missing = [each for each in calls if each not in answered]

@@ -20,7 +20,15 @@ from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.data.formats.detect import WITHOUT_LOSS, Detected, detect, with_prompt, with_system
 from tasks.data.formats.trees import Into, is_tree, rows_of_trees
-from tasks.data.formats.turns import BadRowError, CanonicalRow, Fields, canonical, optional_name
+from tasks.data.formats.turns import (
+    BadRowError,
+    CanonicalRow,
+    Fields,
+    canonical,
+    optional_name,
+    tool_nulls,
+    without_tool_nulls,
+)
 from tasks.data.images import WITH_IMAGES, ImageFiles, with_images
 from tasks.data.kinds import HELD_OUT, ROW_KINDS, TRAIN, ordered_map, texts_of
 from tasks.data.preparing.options import Prepare
@@ -48,6 +56,7 @@ _BEYOND = {
     "byte order marks U+FEFF": "\ufeff",
     "replacement characters U+FFFD": "\ufffd",  # the text was broken by an earlier decoder
 }
+WITHOUT_NULLS = "nulls dropped from calls and tools"
 ROLE_MARKS = "role marks in an answer"  # probably a transcript instead of one turn
 _ROLE_MARKS = (
     "<|im_start|>", "<|start_header_id|>", "<|user|>", "<start_of_turn>", "[INST]", "### Instruction:", "USER:",
@@ -95,8 +104,17 @@ class ConvertRows:
     seed: int
     system_prompt: str | None
     prompt_template: str | None
+    tool_nulls: str | None = None
     detected: Detected | None = None
     images: ImageFiles | None = None
+
+    @staticmethod
+    def of(options: Prepare) -> "ConvertRows":
+        """The conversion of a data stage, without the detected format."""
+        return ConvertRows(
+            kind=options.produces, seed=options.seed, system_prompt=options.system_prompt,
+            prompt_template=options.prompt_template, tool_nulls=options.tool_nulls,
+        )  # fmt: skip
 
     def __call__(self, chunk: Chunk) -> Converted:
         found = Converted(split_by=chunk.split_by)
@@ -116,6 +134,11 @@ class ConvertRows:
                     raise _NOT_DETECTED
                 fields = with_images(fields, self.images) if self.images else fields
                 row = self.detected.convert(fields)
+                nulls = self._nulls_of_tools(fields, row)
+                if nulls:
+                    cleaned = without_tool_nulls(fields)
+                    assert isinstance(cleaned, dict)
+                    row = self.detected.convert(cleaned)
             except BadRowError as error:
                 found.rejects.append((place, _reject(entry, error)))
                 continue
@@ -125,7 +148,7 @@ class ConvertRows:
                 row = with_system(row, self.system_prompt)
             rows.append(row)
             named.append((place, content_hash(canonical(row)), share))
-            for words in remarks(row):
+            for words in (*remarks(row), *([WITHOUT_NULLS] if nulls else [])):
                 found.remarks.setdefault(words, Remark()).add(1, [entry.where])
         for names, count in shapes.items():
             assert self.detected
@@ -137,6 +160,30 @@ class ConvertRows:
             batch = record_batch(rows, kind.schema_with(kind.rare).remove(0))  # the first is the id
             found.rows, found.keys = _stream_of(batch), _keys(batch, named)
         return found
+
+    def _nulls_of_tools(self, fields: Fields, row: CanonicalRow) -> bool:
+        """Whether there are nulls in calls and tools, which are to be dropped.
+
+        Raises:
+            BadRowError: there are, and nothing says what they mean.
+        """
+        if self.tool_nulls == "keep" or not (self.detected and _has_tools(row)):
+            return False
+        mapping, ours = self.detected.format.mapping, self.detected.columns
+        read = {ours.get(name, name) for name in mapping}  # other columns of prompts are for a reward function
+        place = next(tool_nulls({name: fields[name] for name in fields if name in read}), None)
+        if place and self.tool_nulls is None:
+            raise BadRowError(
+                f"{place} is null, as `datasets` and polars write the keys of other calls", "null in a call or tool",
+                "arguments without nulls, or as JSON text",
+                "leave such nulls out with tool_nulls=drop, or take them as they are with tool_nulls=keep",
+            )  # fmt: skip
+        return place is not None
+
+
+def _has_tools(row: CanonicalRow) -> bool:
+    turns = [turn for value in row.values() if isinstance(value, list) for turn in value]
+    return "tools" in row or any("tool_calls" in turn for turn in turns)
 
 
 def _keys(batch: pa.RecordBatch, named: Sequence[tuple[int, int, int]]) -> pa.RecordBatch:
@@ -474,10 +521,7 @@ def check_rows(options: Prepare, sources: Mapping[str, Source], workers: int) ->
     Raises:
         DataError: no format fits the rows, or too many are bad.
     """
-    convert = ConvertRows(
-        kind=options.produces, seed=options.seed, system_prompt=options.system_prompt,
-        prompt_template=options.prompt_template,
-    )  # fmt: skip
+    convert = ConvertRows.of(options)
     with TemporaryDirectory(prefix="posttrain-rows-") as scratch:
         staging = stage(sources, convert, workers, Path(scratch))
         report = DataReport(counts={}, sources={slot: staged.report for slot, staged in staging.sources.items()})

@@ -45,6 +45,8 @@ class Prepare(Method):
             ``rejects.jsonl`` lists them.
         system_prompt: added to every conversation or prompt without one.
         prompt_template: builds the prompt of a row from its columns, such as ``{context}\\n\\n{question}``.
+        tool_nulls: nulls in the arguments of calls and in tools, which are objects: left out (``drop``), as those of
+            tables are, or what the user wrote (``keep``). None: a row with one is bad. In JSON text they are kept.
         proportions: slot -> share of the training rows, for all slots, with the sum 1. All held-out rows are kept.
         temperature: proportions by size: a slot of n rows weighs n^(1/temperature), so that 1 is the sizes themselves
             and more makes them more alike (Raffel et al. 2020, arXiv:1910.10683, section 3.5.2).
@@ -62,6 +64,7 @@ class Prepare(Method):
     max_bad_rows: Annotated[float | int, Ge(0)] | None = None
     system_prompt: Annotated[str, MinLen(1)] | None = None
     prompt_template: str | None = None
+    tool_nulls: Literal["drop", "keep"] | None = None
     proportions: Mapping[str, float] | None = None
     temperature: Annotated[float, Gt(0)] | None = None
     stopping: Literal["first_exhausted", "all_exhausted"] | None = None

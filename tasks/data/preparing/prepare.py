@@ -63,10 +63,7 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
     """
     sources = {slot: inputs[slot].source or Source(path=str(inputs[slot].path)) for slot in options.row_slots(inputs)}
     workers = ctx.resources.cpus_per_worker
-    convert = ConvertRows(
-        kind=options.produces, seed=options.seed, system_prompt=options.system_prompt,
-        prompt_template=options.prompt_template,
-    )  # fmt: skip
+    convert = ConvertRows.of(options)
     ctx.output_dir.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=ctx.work_dir) as scratch:
         staging = stage(sources, convert, workers, Path(scratch), opened)

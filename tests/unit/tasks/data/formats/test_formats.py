@@ -426,6 +426,62 @@ def test_a_call_without_arguments(arguments: object) -> None:
     assert detect([row], "rows.jsonl").convert(row) == {"messages": [Q, {**CALLING, "tool_calls": bare}]}
 
 
+WRITTEN = f"<tool_call>\n{json.dumps(CALL)}\n</tool_call>"
+RESPONSE = "<tool_response>\n{}\n</tool_response>"
+IN_SYSTEM = system(f"You call functions within <tools> </tools>: <tools> [{json.dumps(WEATHER)}] </tools>")
+ANTHROPIC_TOOL = {"name": "weather", "description": "d", "input_schema": WEATHER["parameters"]}
+USE = {"type": "tool_use", "id": "1", "name": "weather", "input": CALL["arguments"]}
+ANSWERED = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "sun"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "made"),
+    [
+        # Hermes: tools in the system turn and in a column, calls and results as text.
+        ({"conversations": [said("system", str(IN_SYSTEM["content"])), said("human", "q"), said("gpt", WRITTEN),
+                            said("tool", f"{RESPONSE.format('sun')}\n{RESPONSE.format(' rain ')}\n"),
+                            said("gpt", "a")], "tools": json.dumps([WEATHER])},
+         {"messages": [IN_SYSTEM, Q, assistant(WRITTEN), RESULT, {**RESULT, "content": "rain"}, A]}),
+        ({"messages": [Q, assistant(WRITTEN), Q, A], "tools": [WEATHER]},
+         {"messages": [Q, assistant(WRITTEN), Q, A], "tools": TOOLS}),
+        ({"messages": [user("<tool_response>q</tool_response> "), assistant(WRITTEN)], "system": IN_SYSTEM["content"],
+          "tools": [WEATHER]},
+         {"messages": [IN_SYSTEM, user("<tool_response>q</tool_response> "), assistant(WRITTEN)]}),
+        # Anthropic: calls and results as parts.
+        ({"messages": [Q, {**A, "content": [{"type": "text", "text": "wait"}, USE]},
+                       {**Q, "content": [ANSWERED, {"type": "text", "text": "q"}]}, A], "tools": [ANTHROPIC_TOOL]},
+         {"messages": [Q, {**CALLING, "content": "wait", "tool_calls": CALLS_1}, {**RESULT, "tool_call_id": "1"}, Q, A],
+          "tools": TOOLS}),
+        ({"prompt": "q", "chosen": [{**A, "content": [USE]}, {**Q, "content": [{**ANSWERED, "content": "sun"}]}, A],
+          "rejected": [B]},
+         {**PAIR, "chosen": [{**CALLING, "tool_calls": CALLS_1}, {**RESULT, "tool_call_id": "1"}, A]}),
+        # OpenAI's Responses.
+        ({"messages": [{**Q, "type": "message", "content": [{"type": "input_text", "text": "q"}]},
+                       {**A, "content": [{"type": "output_text", "text": "a", "annotations": []}]}]},
+         {"messages": [Q, A]}),
+        # UltraFeedback: both conversations, and the chosen one again.
+        ({"prompt": "q", "prompt_id": "1", "chosen": [Q, A], "rejected": [Q, B], "messages": [Q, A],
+          "score_chosen": 8.0, "score_rejected": 2.0}, PAIR),
+    ],
+)  # fmt: skip
+def test_calls_and_pairs_as_public_sets_have_them(row: Row, made: Row) -> None:
+    assert detect([row], "rows.jsonl").convert(row) == made
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([Q, {**A, "content": [USE]}, A], "role 'assistant' after a tool call that no tool answered"),
+        ([Q, {**A, "content": [ANSWERED]}], r"\[1\] has the role .*assistant.* and tool_result; accepted: tool_use"),
+        ([Q, {**A, "content": [USE]}, {**Q, "content": [{**ANSWERED, "tool_use_id": "2"}]}, A], "a tool answers '2'"),
+        ([Q, assistant(WRITTEN), A], "role 'assistant' after a call in its text"),
+    ],
+)
+def test_calls_in_parts_and_texts_that_nobody_answered(messages: list[Row], message: str) -> None:
+    with pytest.raises(BadRowError, match=message):
+        detect([{"messages": messages}], "rows.jsonl").convert({"messages": messages})
+
+
 def test_tools_and_arguments_keep_the_order_of_their_keys() -> None:
     row = CASES["function_calling"][0][0]
     made = detect([row], "rows").convert(row)

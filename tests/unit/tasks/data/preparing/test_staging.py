@@ -1,6 +1,7 @@
 """Prepared rows: refused by name, written in order, read back in bounded parts."""
 
 from pathlib import Path
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +13,7 @@ from tasks.data import kinds as ordered_pool
 from tasks.data.kinds import row_batches
 from tasks.data.preparing import convert_rows as staging
 from tasks.data.preparing.convert_rows import ConvertRows, detect_source
-from tasks.prepare_data import PrepareText
+from tasks.prepare_data import PrepareConversations, PrepareText
 from tests.prepared import SIDES, numbered, prepare, prepare_slots, report, side
 
 
@@ -50,6 +51,32 @@ def test_rows_behind_a_thousand_that_cannot_be_read_are_refused_by_name(tmp_path
         "its format is not known, since no row before it can be read; accepted: rows of one format; "
         "correct the first rows"
     )
+
+
+CALL = {"name": "f", "arguments": {"x": 1, "y": None}}  # as `datasets` writes JSON lines: with the keys of all calls
+TOOL = {"name": "f", "parameters": {"properties": {"x": {"type": "integer", "default": None}, "z": None}}}
+
+
+@pytest.mark.parametrize(("tool_nulls", "kept"), [(None, None), ("drop", False), ("keep", True)])
+@pytest.mark.parametrize("part", ["messages", "tools"])
+def test_nulls_of_other_calls_are_dropped_and_counted_or_kept_as_is_said(
+    tmp_path: Path, tool_nulls: Literal["drop", "keep"] | None, kept: bool | None, part: str
+) -> None:
+    answer = {"role": "assistant", "content": "", "tool_calls": [CALL]} if part == "messages" else "a"
+    more = {"tools": [TOOL]} if part == "tools" else {}
+    lines = [{"prompt": str(number), "completion": answer, **more} for number in range(9)]
+    method = PrepareConversations(held_out=0.3, tool_nulls=tool_nulls)
+    if kept is None:
+        message = r"(y|z) is null, as `datasets` .* tool_nulls=drop, or .* tool_nulls=keep"
+        with pytest.raises(DataError, match=message):
+            prepare_slots(tmp_path, method, {"rows": (lines, {})})
+        return
+    prepare_slots(tmp_path, method, {"rows": (lines, {})})
+    row = side(tmp_path, SIDES[0])[0]
+    text = str(row["tools"] if part == "tools" else row["messages"])
+    assert ("null" in text, '"x": ' in text) == (kept, True)
+    remarks = report(tmp_path)["sources"]["rows"]["remarks"]  # type: ignore[index]
+    assert remarks.get("nulls dropped from calls and tools", {}).get("count") == (None if kept else 9)
 
 
 @pytest.mark.parametrize(("bytes_at_once", "borders"), [(64, [3, 4, 20]), (2**25, [])])
