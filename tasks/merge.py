@@ -238,7 +238,7 @@ class Merge(Method):
             model = self._with_adapters(inputs, ctx, lambda adapted: before.extend(_golden(adapted, kept.directory)))
             ctx.loaded()
             cast_weights(model, torch_dtype(self.dtype or "fp32"))
-            save_whole(model, base, ctx.output_dir, kept.weights, partial(require_base, ctx))
+            save_whole(model, base, ctx.output_dir, kept.weights, partial(require_base, ctx), own=True)
         else:
             self._combine_weights(inputs, ctx)
             ctx.loaded()
@@ -500,5 +500,5 @@ def _merged_directory(slot: str, model_input: "Input", work: Path, *, again: boo
     if not adapters and not again:
         return base
     if not (work / slot).is_dir():
-        save_whole(whole_model(model_input.kind, model_input.path), base, work / slot)
+        save_whole(whole_model(model_input.kind, model_input.path), base, work / slot, own=True)
     return work / slot

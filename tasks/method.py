@@ -11,6 +11,7 @@ from lineage.fingerprint import set_fields
 from lineage.record.verdict import read_verdict
 from lineage.source.model_source import text_digest
 from tasks.context import Metrics, TrainContext
+from tasks.data.images import Images
 from tasks.data.tokens.template import Thinking
 from tasks.data.tokens.tokenization import ControlText, TooLong
 from tasks.model.chat_template import CHAT_TEMPLATES, template_text
@@ -194,6 +195,8 @@ class AnswerTraining(Training):
             template does, and a row whose thinking the template would drop is an error.
         control_tokens: what is done with rows whose texts spell a control token, such as ``<|im_end|>``: encode it as
             text (None), keep it as that token, drop the rows, or fail.
+        images: rows may have images, which the model reads; the language model alone is trained, unless
+            ``images.trains`` names other parts. None: rows with images are refused.
     """
 
     global_batch_size: Annotated[int, Gt(0)] = 64  # rows per step: conversations, pairs, or single answers
@@ -202,6 +205,7 @@ class AnswerTraining(Training):
     max_prompt_length: Annotated[int, Gt(0)] | None = None  # tokens
     thinking: Thinking | None = None
     control_tokens: ControlText | None = None
+    images: Images | None = None
 
 
 def _difference(name: str, found: object, default: object) -> tuple[str, object, object] | None:

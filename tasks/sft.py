@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from tasks.data.images import Images
 from tasks.data.kinds import CONVERSATIONS
 from tasks.data.tokens.tokenization import Packing
 from tasks.method import AnswerTraining
@@ -21,8 +20,6 @@ class SFT(AnswerTraining):
 
     Args:
         chat_template: for a model that has none; written into the output. From a file: ``sources.base.chat_template``.
-        images: conversations may have images, which the model reads; the language model alone is trained, unless
-            ``images.trains`` names other parts. None: rows with images are refused.
         packing: conversations share an example, and attend to themselves; ``global_batch_size`` then counts packs.
     """
 
@@ -37,7 +34,6 @@ class SFT(AnswerTraining):
     default_learning_rate: ClassVar = 2e-5
     chat_template: str | None = None  # chatml; hermes, which has tools; or a family of TRL's templates, such as qwen3
     packing: Packing | None = None
-    images: Images | None = None
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import SFTConfig, SFTTrainer

@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.context import Metrics, TrainContext
+from tasks.data.images import require_no_images
 from tasks.data.kinds import CONVERSATIONS, HELD_OUT, PROMPTS, ROW_ID, TRAIN, UNTRAINED, Row, untrained_of
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.recipe import Inputs, Method
@@ -117,6 +118,7 @@ class TeacherAnswers(Method):
         ctx.loaded("teacher")
         require_positions(model.config, self.max_length)
         prompts = inputs["prompts" if "prompts" in inputs else "rows"]
+        require_no_images(prompts.path, prompts.name, type(self).__name__)
         counts = Counter[str](dropped=0)
         for side in (TRAIN, HELD_OUT):
             asked = [_asked(row) for row in pq.read_table(prompts.path / side).to_pylist()]

@@ -1,5 +1,6 @@
 """Single answers of preference pairs, as KTO reads them: Ethayarajh et al. 2024, arXiv:2402.01306, section 4."""
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -30,6 +31,7 @@ class Unpair(Method):
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         import pyarrow.parquet as pq
 
+        from tasks.data.images import IMAGES
         from tasks.data.kinds import HELD_OUT, TRAIN
         from tasks.data.preparing.convert_rows import SplitFiles
 
@@ -44,6 +46,8 @@ class Unpair(Method):
             raise DataError(
                 f"{pairs.name!r} has no training pair; rows are split of one at least; give {pairs.name!r} more rows"
             )
+        if (pairs.path / IMAGES).exists():
+            shutil.copyfile(pairs.path / IMAGES, ctx.output_dir / IMAGES)
         counts = {f"{side.partition('.')[0]}_rows": float(count) for side, count in files.counts.items()}
         return {"rows": sum(counts.values()), **counts}
 

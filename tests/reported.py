@@ -9,6 +9,7 @@ from flows.planning.estimates import FILE, Features, Run
 from lineage.fingerprint import short
 from lineage.record.verdict import VERDICT_FILE, Judged, RuleResult, Verdict
 from lineage.store import Entry, Manifest
+from tasks.data.images import IMAGES, ImageFiles, marked, write_images
 from tasks.evaluate.report import write_report
 from tasks.evaluate.row_scores import RowScores, write_scores
 from tests.written_store import WrittenStore
@@ -22,12 +23,13 @@ def entry_of(store: WrittenStore, manifest: Manifest) -> Entry:
     return Entry(store.root / manifest.stage / short(manifest.fingerprint))
 
 
-def reported(root: Path, text: str = "What is a list?", rate: float = 0.1) -> WrittenStore:
+def reported(root: Path, text: str = "What is a list?", rate: float = 0.1, image: bytes | None = None) -> WrittenStore:
     """corpus -> base -> sft -> dpo, evaluated and judged.
 
     Args:
         text: of rows and answers.
         rate: learning rate of dpo.
+        image: that the evaluated question shows before its text.
     """
     store = WrittenStore(root)
     rows = {"rows": 90.0, "train_rows": 80.0, "held_out_rows": 10.0}
@@ -58,7 +60,12 @@ def reported(root: Path, text: str = "What is a list?", rate: float = 0.1) -> Wr
         entry.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     scores = [{"step": step, "digest": "d", "scores": {"exact_match": step / STEPS}} for step in (0, 20, 40)]
     (entry.path / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in scores))
-    evaluate(store, {"base": base, "sft": sft, "dpo": dpo}, text)
+    mark = ""
+    if image is not None:
+        stored = root / "stored"
+        mark = ImageFiles(root=None, store=stored).mark(image, "image")
+        write_images(marked([mark]), [stored], [], entry_of(store, chats).output / IMAGES)
+    evaluate(store, {"base": base, "sft": sft, "dpo": dpo}, text, chats, mark)
     judge(store, dpo)
     features = Features(
         method="SFT", family="llama", hardware="h", rows="r", max_length=64, model_bytes=1, row_bytes=1, flops=1.0,
@@ -78,7 +85,7 @@ def curve(step: int, has_rewards: bool) -> dict[str, float]:
     return found | ({"rewards/margins": math.log(step), "rewards/accuracies": 0.5} if has_rewards else {})
 
 
-def evaluate(store: WrittenStore, policies: dict[str, Manifest], text: str) -> Manifest:
+def evaluate(store: WrittenStore, policies: dict[str, Manifest], text: str, chats: Manifest, mark: str) -> Manifest:
     groups = [f"row-{index}" for index in range(20)]
     means = {"base": 0.1, "sft": 0.5, "dpo": 0.8}
     right = {name: [float(index < 20 * means[name]) for index in range(20)] for name in policies}
@@ -90,8 +97,9 @@ def evaluate(store: WrittenStore, policies: dict[str, Manifest], text: str) -> M
     metrics = {name: value for each in scores for name, value in each.metrics().items()}
     metrics |= {"dpo/lm_eval:arc": 0.4, "dpo/lm_eval:arc/stderr": 0.02}
     recipe = {"num_rows": 20, "max_new_tokens": 64}
-    made = store.stage("evaluate", {**policies, "reference": policies["sft"]}, metrics=metrics, recipe=recipe)
-    asked = [[{"role": "user", "content": text}]]
+    inputs = {**policies, "reference": policies["sft"], **({"conversations": chats} if mark else {})}
+    made = store.stage("evaluate", inputs, metrics=metrics, recipe=recipe)
+    asked = [[{"role": "user", "content": f"{mark}{text}"}]]
     answers = {name: [f"{name} says {text}"] for name in policies}
     output = entry_of(store, made).output
     write_report(output, metrics, asked, answers, questions=asked, references=["A type."], answered=answers)

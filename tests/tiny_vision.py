@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from lineage.artifact import Kind
 from tests.tiny import Message, sentence, write_tokenizer
 
 _TEXT = {
@@ -113,7 +114,7 @@ def picture(index: int) -> bytes:
     return file.getvalue()
 
 
-def write_image_rows(directory: Path, count: int, held_out: int = 0) -> Path:
+def write_image_rows(directory: Path, count: int, held_out: int = 0, kind: str = "conversations") -> Path:
     """Prepared rows: with no, one or two images, in one turn or two; several rows have one image in common."""
     import hashlib
 
@@ -121,7 +122,7 @@ def write_image_rows(directory: Path, count: int, held_out: int = 0) -> Path:
     import pyarrow.parquet as pq
 
     from tasks.data.images import IMAGES, write_images
-    from tasks.data.kinds import CONVERSATIONS, HELD_OUT, TRAIN
+    from tasks.data.kinds import HELD_OUT, ROW_KINDS, TRAIN
 
     store = directory / "store"
     store.mkdir(parents=True)
@@ -140,8 +141,13 @@ def write_image_rows(directory: Path, count: int, held_out: int = 0) -> Path:
             {"role": "user", "content": asked[index % 3]}, {"role": "assistant", "content": sentence(index + 1, 2)},
             {"role": "user", "content": second}, {"role": "assistant", "content": sentence(index + 2, 3)},
         ]  # fmt: skip
-        rows.append({"row_id": f"r{index}", "messages": messages[: 2 if index % 2 else 4]})
-    schema = pa.schema([field for field in CONVERSATIONS.schema if field.name != "tools"])
+        messages = messages[: 2 if index % 2 else 4]
+        rejected = [{"role": "assistant", "content": sentence(index + 5, 1 + index % 3)}]
+        rows.append({
+            "row_id": f"r{index}", "messages": messages, "prompt": messages[:-1], "chosen": messages[-1:],
+            "rejected": rejected, "completion": rejected if index % 4 else messages[-1:], "label": not index % 4,
+        })  # fmt: skip
+    schema = pa.schema([field for field in ROW_KINDS[Kind(kind)].schema if field.name != "tools"])
     for name, part in ((TRAIN, rows[:count]), (HELD_OUT, rows[count:])):
         if part:
             pq.write_table(pa.Table.from_pylist(part, schema), directory / name)

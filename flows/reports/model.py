@@ -3,18 +3,22 @@
 The record alone is read: manifests, reports of steps, run records, estimates, and the files of evaluations and gates.
 """
 
+import base64
 import html
+import io
 import json
 import math
 import pydoc
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from datetime import datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, cast
+from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
+
+from markupsafe import Markup
 
 from flows.planning.estimates import History
 from flows.progress.run_record import runs_of
@@ -29,6 +33,7 @@ from lineage.filesystem.files import read_jsonl
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Edge, Graph, Node, ancestry
 from lineage.graph.index import Index
+from lineage.graph.places import node_key
 from lineage.graph.refs import resolve
 from lineage.markup import html_page, markdown_table
 from lineage.record.attempts import attempts
@@ -39,6 +44,7 @@ from lineage.source.model_files import read_json
 from lineage.source.source_checks import is_hub_id
 from lineage.store import Entry, Manifest
 from tasks.context import Resources
+from tasks.data.images import MARK, StoredImages, marked
 from tasks.evaluate.report import ANSWERS_FILE
 from tasks.evaluate.row_scores import POLICIES_FILE, RowScores, lower_is_better, read_policies, read_scores
 from tasks.gate.bootstrap import Bootstrap
@@ -84,11 +90,15 @@ class Scores(TypedDict):
 
 
 class Answers(TypedDict):
-    """Answers to the same prompts; a row has ``prompt``, ``right`` and an answer of each policy."""
+    """Answers to the same prompts; a row has ``prompt``, ``right`` and an answer of each policy.
+
+    ``images``: mark of an image in a prompt -> a data URL of it, made small.
+    """
 
     stage: str
     policies: list[str]
     rows: list[dict[str, str | None]]
+    images: NotRequired[dict[str, str]]
 
 
 class Use(TypedDict):
@@ -127,6 +137,7 @@ class Report(TypedDict, total=False):
 
 _POINTS = 600  # of a curve
 _SAMPLES = 5  # rows, and answers
+_PICTURE = 256  # pixels of the longer side of an image on the page
 _LOG_BYTES = 200_000  # the beginning of a log, where the samples are
 _DRAWS = 200_000  # of a bootstrap: rows times resamples
 _SAMPLE = re.compile(r"sample \(trained tokens in ⟦ ⟧\): (.*?)(?=^\d{4}-\d\d-\d\d \d\d:|^--- |\Z)", re.M | re.S)
@@ -187,7 +198,7 @@ def model_report(ref: str, index: Index) -> Report:
     if use := _use(graph, node, manifest):
         sections["use"] = use
     for entry, slot, _ in reversed(readers):
-        if answers := _answers(entry, slot, graph):
+        if answers := _answers(entry, slot, graph, index):
             sections["answers"] = answers
     return cast("Report", {name: found for name, found in sections.items() if found})
 
@@ -618,7 +629,7 @@ def _interval(scores: RowScores, policy: str, baseline: str | None) -> Facts | N
     return interval
 
 
-def _answers(entry: Entry, slot: str, graph: Graph) -> Answers | None:
+def _answers(entry: Entry, slot: str, graph: Graph, index: Index) -> Answers | None:
     """Answers of the model and of its nearest ancestor to the same prompts."""
     columns = _columns(entry, slot, graph)[-2:]
     if not columns or not (entry.output / ANSWERS_FILE).exists():
@@ -634,7 +645,36 @@ def _answers(entry: Entry, slot: str, graph: Graph) -> Answers | None:
     rows.sort(key=lambda row: row["right"] is not None)  # of a question that is also a prompt, with its right answer
     found = list({row["prompt"]: row for row in rows}.values())
     found.sort(key=lambda row: row["right"] is None)
-    return Answers(stage=entry.path.parent.name, policies=columns, rows=found[:_SAMPLES]) if found else None
+    if not found:
+        return None
+    answers = Answers(stage=entry.path.parent.name, policies=columns, rows=found[:_SAMPLES])
+    if images := _images_of([str(row["prompt"]) for row in answers["rows"]], entry, index):
+        answers["images"] = images
+    return answers
+
+
+def _images_of(prompts: Iterable[str], entry: Entry, index: Index) -> dict[str, str]:
+    """The images that prompts of an evaluation have: of those rows that it read which are still there."""
+    manifest, found = entry.manifest(), dict[str, str]()
+    read = manifest.inputs.values() if manifest else ()
+    nodes = [node_key(each.artifact, each.fingerprint) for each in read if each.source is None]
+    outputs = [index.entry(node).output for node in nodes if index.artifact(node)]
+    for stored in filter(None, map(StoredImages.beside, outputs)):
+        for digest in (each for each in marked(prompts) if each in stored.places):
+            file, image = io.BytesIO(), stored.image(stored.places[digest])
+            image.thumbnail((_PICTURE, _PICTURE))
+            image.save(file, "PNG")
+            found[f"<image:{digest}>"] = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return found
+
+
+def _pictured(text: str, images: Mapping[str, str]) -> Markup:
+    """A text with its images in place of their marks; of one that is gone it says so."""
+    parts = [Markup.escape(each) for each in MARK.split(text)]
+    for place in range(1, len(parts), 2):
+        url = images.get(f"<image:{parts[place]}>")
+        parts[place] = Markup('<img alt="image" src="{}">').format(url) if url else Markup.escape("[image]")
+    return Markup("").join(parts)
 
 
 # --- the page
@@ -661,11 +701,12 @@ def compared(reports: Sequence[Report]) -> tuple[list[Scores], list[Answers]]:
         {(row["prompt"], row["right"]): row[found["policies"][-1]] for row in found["rows"]}
         for found in (report.get("answers", Answers(stage="", policies=[""], rows=[])) for report in reports)
     ]
+    images = {mark: url for report in reports for mark, url in report.get("answers", {}).get("images", {}).items()}
     asked = [key for key in said[0] if key in said[1]]
     both = [{"prompt": key[0], "right": key[1], names[0]: said[0][key], names[1]: said[1][key]} for key in asked]
     return (
         [Scores(stage="", policies=names, rows=rows, protocol=[], num_rows=0)] if rows else [],
-        [Answers(stage="", policies=names, rows=both)] if both else [],
+        [Answers(stage="", policies=names, rows=both, images=images)] if both else [],
     )
 
 
@@ -696,6 +737,7 @@ def model_page(reports: Sequence[Report], differences: Sequence[str] = ()) -> st
         "gib": gib,
         "number": short_number,
         "brief": partial(short_number, digits=3),
+        "pictured": _pictured,
     }
     body = environment.from_string(template).render(
         models=reports, sides=_SIDES if is_pair else "", differences=differences, groups=groups, scores=beside[0],

@@ -32,6 +32,7 @@ from lineage.record.attempts import Attempt, attempts
 from lineage.record.verdict import VERDICT_TABLE
 from lineage.secrets import redacted
 from lineage.store import Manifest
+from tasks.data.images import named_images
 from tasks.evaluate.report import ANSWERS_FILE, METRICS_FILE, RIGHT, TABLE_FILE, shown_columns
 from tasks.method import Training
 
@@ -287,7 +288,7 @@ def _measured(output: Path, slots: Sequence[str]) -> Iterator[str]:
 
 
 def _asked(prompt: Sequence[Mapping[str, str]], **answers: str) -> tuple[str, Mapping[str, str]]:
-    return prompt[-1]["content"], answers
+    return named_images(prompt[-1]["content"]), answers
 
 
 def _answers(question: str, answers: Mapping[str, str], before: str, after: str) -> Iterator[str]:

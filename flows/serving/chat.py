@@ -7,28 +7,35 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TextIO
 
 from flows.reports.wording import printable_text
 from flows.serving.model import Found, find_model, refs_among
 from lineage.errors import ConfigError
+from tasks.data.images import MARK
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from tasks.data.images import StoredImages
     from tasks.data.tokens.rendering import Renderer
     from tasks.evaluate.answers import Answer
+    from tasks.model.vision import Vision
 
 Message = dict[str, object]
 Write = Callable[[str], None]
 _CLEAR, _END = "/clear", ("/exit", "/quit")
-_HELP = f"{_CLEAR} forgets the conversation; {_END[0]} or Ctrl-D ends"
+_IMAGE = "/image "
+_HELP = f"{_CLEAR} forgets the conversation; {_IMAGE}FILE shows an image; {_END[0]} or Ctrl-D ends"
 _COLUMN = 40  # least characters of one of two columns
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", metavar="REF", help="a model; a second REF answers beside it: chat sft dpo")
     parser.add_argument("--once", metavar="TEXT", help="answer this and end; -: all of standard input")
+    parser.add_argument("--image", action="append", metavar="FILE", help="show it with the first message; repeat it")
     parser.add_argument("--system", metavar="TEXT", help="the system prompt")
     parser.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer; default 512")
     parser.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest token; default: the model's")
@@ -46,13 +53,19 @@ def run_chat(options: argparse.Namespace) -> int:
     found = [find_model(ref, options.overrides, options.config_dir) for ref in refs]
     speakers = [Speaker.of(each, sampling, options.seed, options.system) for each in found]
     turns: list[dict[str, object]] = []
+    pictures = Pictures()
+    for file in options.image or ():
+        pictures.show(file, speakers)
     for text in _texts(options.once, sys.stdin):
         if text == _CLEAR:
             for each in speakers:
                 each.messages = []
             continue
         try:
-            turns.append(_turn(speakers, text, quiet=options.json))
+            if text.startswith(_IMAGE):
+                pictures.show(text.removeprefix(_IMAGE).strip(), speakers)
+                continue
+            turns.append(_turn(speakers, text, pictures.taken(), quiet=options.json))
         except ConfigError as error:
             if options.once is not None or not sys.stdin.isatty():
                 raise
@@ -111,11 +124,46 @@ def _texts(once: str | None, stdin: TextIO) -> Iterator[str]:
                 yield text
 
 
+class Pictures:
+    """The images of a conversation, and those that the next message shows."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory()
+        self._known, self._next = list[str](), list[str]()
+
+    def show(self, name: str, speakers: "Sequence[Speaker]") -> None:
+        """Puts an image before the text of the next message.
+
+        Raises:
+            ConfigError: it is no image, or a model reads none.
+        """
+        from tasks.data.formats.turns import BadRowError
+        from tasks.data.images import ImageFiles, StoredImages, marked, write_images
+
+        file, folder = Path(name).expanduser().resolve(), Path(self._folder.name)
+        try:
+            mark = ImageFiles(root=file.parent, store=folder / "images").mark(file.name, f"image {name}")
+        except BadRowError as error:
+            raise ConfigError(str(error)) from error
+        self._known += marked([mark])
+        stored = folder / f"{len(self._known)}.arrow"
+        write_images(self._known, [folder / "images"], [], stored)
+        for each in speakers:
+            each.see(StoredImages(stored))
+        self._next.append(mark)
+
+    def taken(self) -> str:
+        """The marks of the images of the next message, which are then no longer those of the one after it."""
+        marks, self._next = "".join(self._next), []
+        return marks
+
+
 @dataclass(kw_only=True)
 class Speaker:
     """A model with its conversation so far."""
 
     name: str
+    path: Path
     model: "PreTrainedModel"
     tokenizer: "PreTrainedTokenizerBase"
     generation: "GenerationConfig"
@@ -123,6 +171,7 @@ class Speaker:
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
     renderer: "Renderer | None" = None  # None: it has no chat template
+    vision: "Vision | None" = None  # None: there is no image yet
 
     @staticmethod
     def of(found: Found, sampling: Mapping[str, object], seed: int, system: str | None) -> "Speaker":
@@ -148,9 +197,24 @@ class Speaker:
                 raise ConfigError(f"--system: {note}; a model with a chat template is accepted; leave --system out")
             print(f"posttrain: {note}", file=sys.stderr)
         return Speaker(
-            name=found.ref, model=model, tokenizer=tokenizer, generation=generation, seed=seed, system=system,
-            renderer=renderer,
+            name=found.ref, path=found.path, model=model, tokenizer=tokenizer, generation=generation, seed=seed,
+            system=system, renderer=renderer,
         )  # fmt: skip
+
+    def see(self, stored: "StoredImages") -> None:
+        """Reads these images where messages have their marks.
+
+        Raises:
+            ConfigError: it is a model of text, or has no chat template.
+        """
+        from tasks.data.tokens.rendering import Renderer
+        from tasks.model.vision import Vision, require_reads_images
+
+        require_reads_images(self.path, self.name)
+        if self.renderer is None:
+            raise ConfigError(f"{self.name} has no chat template, which says where an image stands; leave images out")
+        self.renderer = Renderer.of(self.tokenizer, images=True)
+        self.vision = Vision(directory=self.path, stored=stored, size={})
 
     def answer(self, text: str, write: Write) -> "Answer":
         """Answers the next message, and keeps both.
@@ -172,30 +236,34 @@ class Speaker:
                 write(text)
 
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
-        ids = self._prompt(messages)
+        ids, images = self._prompt(messages)
         generation = copy.copy(self.generation)
         generation.max_new_tokens = min(generation.max_new_tokens, self._left(len(ids)))
         fix_length(self.model, len(ids) + generation.max_new_tokens)
         set_seed(self.seed + len(self.messages))
         ids_1T = torch.tensor([ids], device=self.model.device)
+        seen = self.vision.inputs([images], ids_1T) if self.vision else {}
         with torch.inference_mode():
             found_1T = self.model.generate(
-                ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=generation,
+                ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=generation, **seen,
                 streamer=Streamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
             )  # fmt: skip
         (answer,) = answers_of(self.model, self.tokenizer, [found_1T[0, len(ids) :].tolist()])
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return answer
 
-    def _prompt(self, messages: Sequence[Message]) -> list[int]:
+    def _prompt(self, messages: Sequence[Message]) -> tuple[list[int], list[int]]:
+        """The tokens of a conversation, and its images."""
         from tasks.data.tokens.encoding import encode_rendered, encoder_of
 
         if self.renderer is None:
-            return list(self.tokenizer(str(messages[-1]["content"]))["input_ids"])
+            return list(self.tokenizer(str(messages[-1]["content"]))["input_ids"]), []
         begin: list[Message] = [{"role": "system", "content": self.system}] if self.system is not None else []
         rendered = self.renderer.prompt([*begin, *messages], None, "of the chat")
+        if self.vision:
+            rendered = self.vision.expanded(rendered, messages, "of the chat")
         (encoded,) = encode_rendered(encoder_of(self.tokenizer), [rendered])
-        return list(encoded.ids)
+        return list(encoded.ids), [place for _, _, place in rendered.images]
 
     def _left(self, length: int) -> int:
         """New tokens that the model's positions leave."""
@@ -208,8 +276,13 @@ class Speaker:
         return sys.maxsize if most is None else int(most) - length
 
 
-def _turn(speakers: Sequence[Speaker], text: str, *, quiet: bool) -> dict[str, object]:
-    """Lets every model answer, and shows the answers while they are generated."""
+def _turn(speakers: Sequence[Speaker], said: str, images: str, *, quiet: bool) -> dict[str, object]:
+    """Lets every model answer, and shows the answers while they are generated.
+
+    Args:
+        images: marks of those that stand before the text.
+    """
+    text = f"{images}{said}"
     shown = printable_text if sys.stdout.isatty() else str
 
     def write(piece: str) -> None:
@@ -226,7 +299,7 @@ def _turn(speakers: Sequence[Speaker], text: str, *, quiet: bool) -> dict[str, o
             answers.append(each.answer(text, write))
             print(flush=True)
     kept = [{"model": each.name, **asdict(answer)} for each, answer in zip(speakers, answers, strict=True)]
-    return {"user": text, "answers": kept}
+    return {"user": said, **({"images": MARK.findall(images)} if images else {}), "answers": kept}
 
 
 def _in_columns(speakers: Sequence[Speaker], text: str) -> "list[Answer]":

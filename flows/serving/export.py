@@ -197,7 +197,7 @@ class Loaded:
         before = golden_values(model, self.prompts)
         repair_generation(model, self.found.input)
         cast_weights(model, torch_dtype(dtype))
-        save_whole(model, base_and_adapters(path)[0], directory)
+        save_whole(model, base_and_adapters(path)[0], directory, own=True)
         copy_tokenizer(path, directory)
         require_output_loads(Kind.CHECKPOINT, model, directory, self.prompts, may_run=trusts(path))
         cast_weights(model, torch.float32)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGES = "images.arrow"  # beside the files of the splits
-WITH_IMAGES = frozenset({Kind.CONVERSATIONS})  # kinds of rows that may have images
+WITH_IMAGES = frozenset({Kind.CONVERSATIONS, Kind.PREFERENCES, Kind.UNPAIRED, Kind.PROMPTS})  # rows that may have some
 MARK = re.compile(r"<image:([0-9a-f]{64})>")
 MAX_BYTES = 2**25  # of the file of an image
 MAX_PIXELS = 2**26  # which are 192 MiB as RGB
@@ -44,6 +44,7 @@ COLUMNS = ("images", "image")
 _WRITTEN = "<image>"  # where an image of the column belongs, in a user's text
 _KINDS = ("image", "image_url", "image_path", "image_binary", "input_image")  # types of content items
 _PAYLOADS = ("image", "image_url", "url", "path", "bytes", "base64", "data", "binary", "source", "content", "value")
+_SIDES = ("chosen", "rejected")  # columns that may both begin with the prompt, and then have its images in common
 # Columns in which texts stand before those of other names, in the order of their images.
 _FIRST = (
     "system",
@@ -55,6 +56,7 @@ _FIRST = (
     "prompt",
     "messages",
     "conversations",
+    *_SIDES,
 )
 _ASKS = ("user", "human", "prompter")
 _ANSWERS = ("assistant", "gpt", "chatgpt", "bing", "bard", "model", "ai", "bot", "function_call")
@@ -261,13 +263,15 @@ def with_images(fields: Fields, files: ImageFiles) -> Fields:
     given = listed if isinstance(listed, list | tuple) else [listed]
     rest = {name: value for name, value in fields.items() if name not in COLUMNS}
     names = sorted(rest, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
-    marks = iter([files.mark(value, f"{columns[0]}[{index}]") for index, value in enumerate(given)])
-    count = sum(_places(rest[name]) for name in names)
+    marks = [files.mark(value, f"{columns[0]}[{index}]") for index, value in enumerate(given)]
+    starts, count = dict[str, int](), 0  # where the images of a column are among those of the row
+    for name in names:
+        starts[name] = starts.get(_SIDES[0], count) if name == _SIDES[1] else count
+        count = max(count, starts[name] + _places(rest[name]))
     if given and not count:  # as TRL does
-        first = "".join(marks)
         for name in names:
-            rest[name], placed = _before_first(rest[name], first)
-            if placed:
+            rest[name], placed = _before_first(rest[name], "".join(marks))
+            if placed and name != _SIDES[0]:
                 return rest
         raise bad_image(f"the row has {len(given)} images, and no text for them", "a text of the user")
     if given and count != len(given):
@@ -275,15 +279,27 @@ def with_images(fields: Fields, files: ImageFiles) -> Fields:
             f"the row has {len(given)} images, and {count} places for them", f"one {_WRITTEN} for each image",
             "correct the row",
         )  # fmt: skip
-    put = _Put(files=files, marks=marks if given else None)
-    made = {name: put(rest[name], name) for name in names}
-    return {name: made[name] for name in rest}
+    put = {name: _Put(files=files, marks=iter(marks[starts[name] :]) if given else None) for name in names}
+    return {name: put[name](value, name) for name, value in rest.items()}
+
+
+def require_none_in_answers(row: Fields, answers: Iterable[str]) -> None:
+    """Refuses an image in an answer of a converted row, which no model here writes.
+
+    Raises:
+        BadRowError: there is one.
+    """
+    for name in answers:
+        turns = row[name]
+        if isinstance(turns, list) and any(MARK.search(str(turn.get("content"))) for turn in turns):
+            raise bad_image(f"{name} has an image", "images in prompts", "move it into the prompt, or remove the row")
 
 
 def _has_images(fields: Fields) -> bool:
     if any(not is_nothing(fields.get(name)) for name in COLUMNS):
         return True
-    turns = (turn for value in fields.values() if isinstance(value, list) for turn in value)
+    values = [each for value in fields.values() for each in (value.values() if isinstance(value, dict) else [value])]
+    turns = (turn for value in values if isinstance(value, list) for turn in value)
     contents = (content for turn in turns if isinstance(turn, dict) for content in turn.values())
     return any(_is_image(part) for content in contents if isinstance(content, list) for part in content)
 
@@ -341,6 +357,9 @@ def _before_first(value: object, marks: str) -> tuple[object, bool]:
     """A prompt, or turns, with marks before the first text of the user; and whether there is one."""
     if isinstance(value, str):
         return marks + value, True
+    if isinstance(value, Mapping) and "messages" in value:
+        messages, placed = _before_first(value["messages"], marks)
+        return {**value, "messages": messages}, placed
     turns = list(value) if isinstance(value, list) else []
     for place, turn in enumerate(turns):
         if isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in _ASKS:
@@ -358,6 +377,11 @@ def _before_first(value: object, marks: str) -> tuple[object, bool]:
 def marked(texts: Iterable[str]) -> list[str]:
     """The digests of the images of texts, in their order."""
     return [digest for text in texts for digest in MARK.findall(text)]
+
+
+def named_images(text: str) -> str:
+    """A text for people, in which an image is ``[image]``."""
+    return MARK.sub("[image]", text)
 
 
 def write_images(digests: Iterable[str], folders: Sequence[Path], old: "Sequence[StoredImages]", file: Path) -> int:

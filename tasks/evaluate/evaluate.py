@@ -16,6 +16,7 @@ from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.digest import digest_of
 from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
+from tasks.data.images import WITH_IMAGES
 from tasks.data.tokens.template import Thinking
 from tasks.evaluate import rows as held_out
 from tasks.evaluate.answers import Answer, answers_of, greedy_answers, sampled_tokens
@@ -245,8 +246,9 @@ class Evaluate(Method):
         rows = held_out.draw(
             inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts,
             num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
-            thinking=thinking, control_tokens=control_tokens, vision=_vision(inputs, trained),
+            thinking=thinking, control_tokens=control_tokens, visions=_visions(inputs, trained),
         )  # fmt: skip
+        self._require_text(rows)
         functions, own = scorers(self.rewards or {}, tokenizer), self._own_scorers(rows, tokenizer)
         check_columns(functions, columns_of(rows))
         benchmarks = self.benchmarks()
@@ -258,7 +260,7 @@ class Evaluate(Method):
             reward_model = inputs["reward_model"]
             read = partial(
                 held_out.answered_tokens, tokenizer=tokenizer, lengths=lengths, thinking=thinking,
-                control_tokens=control_tokens,
+                control_tokens=control_tokens, vision=rows.visions.get(rows.asking),
             )  # fmt: skip
             of_rewards, by_kind, rewarded = self._rewards(reward_model, rows, read, measured, reference, ctx)
         if ctx.rank:  # the first worker calls the reward functions and writes the report
@@ -290,6 +292,23 @@ class Evaluate(Method):
         if benchmarks:
             write_settings(ctx.output_dir, benchmarks)
         return metrics
+
+    def _require_text(self, rows: held_out.Rows) -> None:
+        """Refuses samples of answers to images: they are drawn from tokens alone.
+
+        Raises:
+            ConfigError: an option asks for them.
+        """
+        asked = rows.question_images if rows.questions and not rows.has_own_prompts else rows.prompt_images
+        sampled = {
+            "kl_samples": self.kl_samples and any(rows.prompt_images),
+            "metrics.pass_at_k": self._sampling()[0] and any(asked),
+        }
+        for option in (name for name, is_asked in sampled.items() if is_asked):
+            raise ConfigError(
+                f"{option} of evaluate: it samples answers, which is not done of rows with images; rows of text are "
+                f"accepted; remove {option}"
+            )
 
     def _of_samples(self, rows: held_out.Rows, ratios: Mapping[str, Sequence[float]]) -> list[RowScores]:
         """``kl``, where it is asked for."""
@@ -442,11 +461,14 @@ class Evaluate(Method):
             "sampled", asked_of(rows).ids if count else [],
             {"count": count, "temperature": temperature, "seed": self.seed},
         )  # fmt: skip
+        pairs, asking = (rows.visions.get(slot) for slot in ("pairs", rows.asking))
+        questions = rows.visions.get("conversations")
         return Measured(
-            text=likely("text", rows.text), answers=likely("answers", rows.answers, rows.vision),
-            chosen=likely("answers", rows.pairs.chosen), rejected=likely("answers", rows.pairs.rejected),
-            unpaired=likely("answers", rows.unpaired.answers), greedy=answers("greedy", rows.prompt_ids, {}),
-            answered=answers("greedy", rows.question_ids, {}, rows.vision, rows.question_images),
+            text=likely("text", rows.text), answers=likely("answers", rows.answers, questions),
+            chosen=likely("answers", rows.pairs.chosen, pairs), rejected=likely("answers", rows.pairs.rejected, pairs),
+            unpaired=likely("answers", rows.unpaired.answers, rows.visions.get("unpaired")),
+            greedy=answers("greedy", rows.prompt_ids, {}, asking, rows.prompt_images),
+            answered=answers("greedy", rows.question_ids, {}, questions, rows.question_images),
             sampled=[sampled[at : at + count] for at in range(0, len(sampled), count or 1)],
         )  # fmt: skip
 
@@ -519,10 +541,12 @@ class Evaluate(Method):
         ctx.loaded("reward_model")
 
         def of_answers(policy: Measured) -> list[float]:
-            return rewards(model, read(rows.prompts, policy.greedy), batch_size)
+            vision = rows.visions.get(rows.asking)
+            return rewards(model, read(rows.prompts, policy.greedy), batch_size, vision, rows.prompt_images)
 
+        pairs = rows.visions.get("pairs")
         chosen, rejected = (
-            rewards(model, [row.input_ids for row in answers], batch_size)
+            rewards(model, [row.input_ids for row in answers], batch_size, pairs, [row.images for row in answers])
             for answers in (rows.pairs.chosen, rows.pairs.rejected)
         )
         wins = list(map(win, chosen, rejected))
@@ -568,6 +592,7 @@ class EvaluationCheck(Method):
             inputs, tokenizer, num_rows=method.num_rows, num_prompts=method.num_prompts,
             num_questions=method.num_questions or method.num_prompts, lengths=method.lengths(method.max_length),
             seed=method.seed, thinking=method.thinking, control_tokens=method.control_tokens,
+            visions=_visions(inputs, [inputs["reference"]]),
         )  # fmt: skip
         return {}
 
@@ -582,17 +607,17 @@ def _with_errors(scores: Sequence[RowScores]) -> dict[str, float]:
     return found
 
 
-def _vision(inputs: Inputs, models: Sequence[Input]) -> Vision | None:
-    """How the images of the conversations are read, by the reference's processor; None: they have none.
+def _visions(inputs: Inputs, models: Sequence[Input]) -> dict[str, Vision]:
+    """How the images of each slot's rows are read, by the reference's processor; without slots that have none.
 
     Raises:
         ConfigError: a model is one of text.
     """
-    rows = inputs.get("conversations")
-    vision = Vision.of(inputs["reference"].path, rows.path) if rows else None
-    for model in models if vision else ():
+    of_rows = {slot: rows.path for slot, rows in inputs.items() if rows.kind in WITH_IMAGES}
+    found = {slot: Vision.of(inputs["reference"].path, path) for slot, path in of_rows.items()}
+    for model in models if any(found.values()) else ():
         require_reads_images(model.path, model.name)
-    return vision
+    return {slot: each for slot, each in found.items() if each}
 
 
 def trained_length(models: Sequence[Input]) -> int:

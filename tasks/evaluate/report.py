@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lineage.markup import markdown_table
+from tasks.data.images import named_images
 from tasks.evaluate.row_scores import FAILED_FILE, KL, REWARD
 
 Message = dict[str, str]
@@ -144,7 +145,7 @@ def _samples(prompts: Sequence[Sequence[Message]], answers: Mapping[str, Sequenc
     blocks = []
     for index, prompt in enumerate(prompts[:_NUM_SAMPLES]):
         rows = [[name, _cell(texts[index])] for name, texts in answers.items()]
-        blocks.append(markdown_table(["policy", _cell(prompt[-1]["content"])], rows) + "\n")
+        blocks.append(markdown_table(["policy", _cell(named_images(prompt[-1]["content"]))], rows) + "\n")
     return "\n".join(blocks)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from dataclasses import field as dataclass_field
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind
@@ -98,8 +99,9 @@ class Rows:
         prompts, prompt_ids: of the slot ``prompts`` where it is filled, else of the pairs, else of the single answers.
         questions, question_ids: of the conversations, for exact match.
         has_own_prompts: whether the slot ``prompts`` is filled.
-        vision, question_images: how the images of conversations are read, and those of each question; None: there are
-            none.
+        visions: slot -> how the images of its rows are read, if they have any.
+        prompt_images, question_images: the places of the images of each prompt and question.
+        asking: the slot of the prompts.
         lost: metric -> number of rows that were dropped or cut, per kind: ``pairs/rows_dropped``.
     """
 
@@ -113,8 +115,10 @@ class Rows:
     lost: Mapping[str, float]
     unpaired: Unpaired = Unpaired()
     has_own_prompts: bool = False
-    vision: Vision | None = None
+    visions: Mapping[str, Vision] = dataclass_field(default_factory=dict)
+    prompt_images: Sequence[Sequence[int]] = ()
     question_images: Sequence[Sequence[int]] = ()
+    asking: str = "prompts"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,9 +160,12 @@ def draw(
     seed: int,
     thinking: Thinking | None = None,
     control_tokens: ControlText | None = None,
-    vision: Vision | None = None,
+    visions: Mapping[str, Vision] = MappingProxyType({}),
 ) -> Rows:
     """Draws rows of each kind that has an input, at most as many as stated.
+
+    Args:
+        visions: as of ``Rows``.
 
     Raises:
         DataError: a kind has no rows, or too many of them are dropped or cut.
@@ -167,34 +174,48 @@ def draw(
         draw_rows(inputs[slot], num_rows, seed) if slot in inputs else []
         for slot in ("text", "conversations", "pairs", "unpaired")
     )
-    asking = draw_rows(inputs["prompts"], num_rows, seed) if "prompts" in inputs else pairs or unpaired
-    prompts = distinct_prompts(asking, num_prompts)
+    asking = next((slot for slot in ("prompts", "pairs", "unpaired") if slot in inputs), "prompts")
+    asked = draw_rows(inputs["prompts"], num_rows, seed) if "prompts" in inputs else pairs or unpaired
+    prompts = distinct_prompts(asked, num_prompts)
     questions = questions_of(draw_rows(inputs["conversations"], num_questions, seed)) if conversations else []
-    of_chat = partial(_tokens, thinking=thinking, control_tokens=control_tokens)
+
+    def of_chat(kind: Kind, slot: str, rows: Sequence[Row]) -> Tokens:
+        options = Tokenization(
+            kind=kind, max_length=lengths.max_length, thinking=thinking, control_tokens=control_tokens
+        )  # fmt: skip
+        return _tokens(options, rows, tokenizer, visions.get(slot))
+
     tokens = {
         "text": _text(text, tokenizer, lengths.max_length, control_tokens),
-        "conversations": of_chat(Kind.CONVERSATIONS, conversations, tokenizer, lengths.max_length, vision=vision),
-        "pairs": of_chat(Kind.PREFERENCES, pairs, tokenizer, lengths.max_length),
-        **({"unpaired": of_chat(Kind.UNPAIRED, unpaired, tokenizer, lengths.max_length)} if unpaired else {}),
+        "conversations": of_chat(Kind.CONVERSATIONS, "conversations", conversations),
+        "pairs": of_chat(Kind.PREFERENCES, "pairs", pairs),
+        **({"unpaired": of_chat(Kind.UNPAIRED, "unpaired", unpaired)} if unpaired else {}),
     }
-    asked = [*prompts, *(question.prompt for question in questions)]
-    ids, num_cut, images = prompt_tokens(asked, tokenizer, lengths.max_prompt_length, thinking, control_tokens, vision)
+    ask = partial(
+        prompt_tokens, tokenizer=tokenizer, max_prompt_length=lengths.max_prompt_length, thinking=thinking,
+        control_tokens=control_tokens,
+    )  # fmt: skip
+    prompt_ids, prompts_cut, prompt_images = ask(prompts, vision=visions.get(asking))
+    question_ids, questions_cut, question_images = ask(
+        [question.prompt for question in questions], vision=visions.get("conversations")
+    )
+    num_cut = prompts_cut + questions_cut
     for slot, found in tokens.items():
         if slot in inputs:
             _require_enough(inputs[slot].name, slot, [each for _, each in found], lengths)
-    _require_whole(num_cut, len(asked), lengths)
+    _require_whole(num_cut, len(prompts) + len(questions), lengths)
     return Rows(
         text=text_tokens(tokens["text"]),
         answers=answer_tokens(tokens["conversations"]),
         pairs=pair_tokens(tokens["pairs"]),
         prompts=prompts,
-        prompt_ids=ids[: len(prompts)],
+        prompt_ids=prompt_ids,
         questions=questions,
-        question_ids=ids[len(prompts) :],
+        question_ids=question_ids,
         lost={**_lost(tokens), "asked/prompts_cut": float(num_cut)},
         unpaired=unpaired_tokens(tokens.get("unpaired", ())),
         has_own_prompts="prompts" in inputs,
-        vision=vision, question_images=images[len(prompts) :],
+        visions=visions, prompt_images=prompt_images, question_images=question_images, asking=asking,
     )  # fmt: skip
 
 
@@ -280,20 +301,12 @@ def _text(
 
 
 def _tokens(
-    kind: Kind,
-    rows: Sequence[Row],
-    tokenizer: "PreTrainedTokenizerBase",
-    max_length: int,
-    thinking: Thinking | None = None,
-    control_tokens: ControlText | None = None,
-    vision: Vision | None = None,
+    options: Tokenization, rows: Sequence[Row], tokenizer: "PreTrainedTokenizerBase", vision: Vision | None = None
 ) -> Tokens:
     """Tokenizes rows: a long one loses the beginning of its prompt. Where its answer leaves no capacity for a prompt,
     the prompt keeps half of ``max_length``, and the answer loses its end."""
-    by_prompt = Tokenization(
-        kind=kind, max_length=max_length, too_long="cut_prompt", thinking=thinking, control_tokens=control_tokens
-    )  # fmt: skip
-    by_answer = replace(by_prompt, too_long=None, max_prompt_length=max(1, max_length // 2))
+    by_prompt = replace(options, too_long="cut_prompt")
+    by_answer = replace(options, max_prompt_length=max(1, options.max_length // 2))
     found = list(RowTokenizer.of(by_prompt, tokenizer, vision)(rows))
     long = [index for index, each in enumerate(found) if each.outcome.dropped == ANSWER_TOO_LONG]
     again = RowTokenizer.of(by_answer, tokenizer, vision)([rows[index] for index in long])
@@ -383,7 +396,7 @@ def _answered_rows(rows: Tokens, name: str) -> list[Scored]:
     return [
         Scored.answer(
             each.columns["prompt_ids"], each.columns[f"{name}_ids"], str(row["row_id"]), prompt_of(row).name,
-            trained=each.columns[f"{name}_{TRAINED}"],
+            trained=each.columns[f"{name}_{TRAINED}"], images=each.columns.get(PLACES, ()),
         )
         for row, each in _kept(rows)
     ]  # fmt: skip
@@ -463,6 +476,7 @@ def answered_tokens(
     lengths: Lengths,
     thinking: Thinking | None = None,
     control_tokens: ControlText | None = None,
+    vision: Vision | None = None,
 ) -> list[list[int]]:
     """The tokens of each prompt with its answer, for a reward model; only a finished answer ends its turn.
 
@@ -470,10 +484,16 @@ def answered_tokens(
     prompt loses more.
     """
     # A policy may think even if it was not trained to.
-    renderer = Renderer.of(tokenizer, thinking or "keep", keeps_control=control_tokens == "keep")
-    asked = [prompt.rendered(renderer) for prompt in prompts]
+    renderer = Renderer.of(
+        tokenizer, thinking or "keep", keeps_control=control_tokens == "keep", images=vision is not None
+    )
+
+    def seen(rendered: Rendered, prompt: Prompt) -> Rendered:
+        return vision.expanded(rendered, messages_of(prompt.messages), prompt.name) if vision else rendered
+
+    asked = [seen(prompt.rendered(renderer), prompt) for prompt in prompts]
     texts = [
-        _answered(before.text, prompt.rendered(renderer, answer.text), answer)
+        _answered(before.text, seen(prompt.rendered(renderer, answer.text), prompt), answer)
         for before, prompt, answer in zip(asked, prompts, answers, strict=True)
     ]
     found = []

@@ -142,11 +142,16 @@ class Scored:
 
     @staticmethod
     def answer(
-        prompt: Sequence[int], answer: Sequence[int], row_id: str = "", group: str = "", trained: Sequence[int] = ()
+        prompt: Sequence[int],
+        answer: Sequence[int],
+        row_id: str = "",
+        group: str = "",
+        trained: Sequence[int] = (),
+        images: Sequence[int] = (),
     ) -> "Scored":
         """A prompt with its answer, whose tokens count; ``trained``: its mask, empty: all of them."""
         mask = [0] * len(prompt) + list(trained or [1] * len(answer))
-        return Scored(input_ids=[*prompt, *answer], mask=mask, row_id=row_id, group=group)
+        return Scored(input_ids=[*prompt, *answer], mask=mask, row_id=row_id, group=group, images=images)
 
     @property
     def num_tokens(self) -> int:
@@ -212,15 +217,23 @@ def _logps_with_images(model: "PreTrainedModel", rows: Sequence[Scored], vision:
     return [float(total) for total in (logps_BT.double() * mask_BT[:, 1:]).sum(1)]
 
 
-def rewards(model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size: int | Batches) -> list[float]:
-    """The reward model's score of each tokenized conversation, in order."""
+def rewards(
+    model: "PreTrainedModel", rows: Sequence[Sequence[int]], batch_size: int | Batches, vision: "Vision | None" = None,
+    images: Sequence[Sequence[int]] = (),
+) -> list[float]:  # fmt: skip
+    """The reward model's score of each tokenized conversation, in order.
+
+    Args:
+        images: the places of each one's images among those of ``vision``.
+    """
     import torch
 
     from tasks.train.losses.rewards import sequence_scores
 
     def scores(batch: Sequence[int]) -> list[float]:
         ids_BT, attention_BT = padded([rows[index] for index in batch], model.device, left=False)
-        found: list[float] = sequence_scores(model, ids_BT, attention_BT).tolist()
+        seen = vision.inputs([images[index] for index in batch], ids_BT) if vision else {}
+        found: list[float] = sequence_scores(model, ids_BT, attention_BT, **seen).tolist()
         return found
 
     with torch.inference_mode():

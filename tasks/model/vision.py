@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from lineage.errors import ConfigError, DataError
 from lineage.filesystem.digest import DigestCache, digest_file
 from lineage.source.model_files import PROCESSOR_FILES, read_json
 from tasks.data.images import Images, StoredImages, marked
-from tasks.data.kinds import PLACES, Message
+from tasks.data.kinds import MISMATCHED, PLACES, Message
 from tasks.data.tokens.encoding import ImageSpan, Rendered
 
 if TYPE_CHECKING:
@@ -190,17 +190,17 @@ class Vision:
         """What the model reads beside the tokens of a batch.
 
         Args:
-            images: the places of each row's images.
+            images: the places of each row's images; of pairs, whose rejected answers follow the chosen ones, of each
+                pair's.
         """
         import torch
 
-        rows = [list(map(self.stored.image, row)) for row in images if row]
+        rows, times = [list(map(self.stored.image, row)) for row in images if row], len(ids_BT) // len(images)
         if not rows:
             return {}
         text = [self.placeholder * len(row) for row in rows]
         found = dict(self.processor(text=text, images=rows, padding=True, return_tensors="pt"))
-        for name in _TEXT_INPUTS:
-            found.pop(name, None)
+        found = {name: torch.cat([each] * times) for name, each in found.items() if name not in _TEXT_INPUTS}
         for name in [name for name in found if name.endswith(_TYPES)]:
             known = torch.tensor([each for each in self.processor.image_token_ids if each is not None])
             found[name] = torch.isin(ids_BT.cpu(), known).long()
@@ -225,8 +225,13 @@ class VisionCollator:
     def __call__(self, examples: "list[dict[str, object]]") -> "dict[str, object]":
         batch = self.collate(examples)
         assert isinstance(batch, Mapping)
-        images = [each[PLACES] for each in examples]
-        return {**batch, **self.vision.inputs(images, batch["input_ids"])}  # type: ignore[arg-type]
+        images = [cast("Sequence[int]", each[PLACES]) for each in examples]
+        found = dict(batch)
+        for prefix in ("", MISMATCHED):
+            if (ids_BT := batch.get(f"{prefix}input_ids")) is not None:
+                inputs = self.vision.inputs(images, ids_BT)
+                found |= {f"{prefix}{name}": each for name, each in inputs.items()}
+        return found
 
 
 def write_size(output: Path, size: Mapping[str, int]) -> None:

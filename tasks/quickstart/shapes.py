@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
 
 SIZE = 32  # pixels of a side
@@ -17,21 +18,31 @@ COLOURS = {
 }  # fmt: skip
 SHAPES = ("square", "circle", "triangle", "cross")
 NUMBERS = ("one", "two", "three", "four")
-QUESTIONS = ("What colour is it?", "Which shape is it?", "How many are there?")
-_NUM_ROWS = 6000
+ANSWERS = {  # question -> its possible answers
+    "What colour is it?": (*COLOURS,), "Which shape is it?": SHAPES, "How many are there?": NUMBERS,
+    "Which bar is highest?": (*COLOURS,),
+}  # fmt: skip
+QUESTIONS = (*ANSWERS,)
+_NUM_ROWS, _NUM_PAIRS = 6000, 1500
+_BARS, _STEP = 3, 4  # of a chart: bars, and pixels from one height to the next
 
 
 def rows() -> Iterator[dict[str, object]]:
-    """Rows {messages, images}: a picture of one to four equal shapes, and one question about it."""
+    """Rows {messages, images}: a picture, and one question about it."""
     draw = random.Random(0)
     for _ in range(_NUM_ROWS):
-        colour, shape, count = draw.choice(list(COLOURS)), draw.choice(SHAPES), draw.randrange(len(NUMBERS))
-        question, answer = draw.choice(list(zip(QUESTIONS, (colour, shape, NUMBERS[count]), strict=True)))
-        data = picture(colour, shape, count + 1, draw)
-        yield {
-            "messages": [{"role": "user", "content": f"<image>{question}"}, {"role": "assistant", "content": answer}],
-            "images": ["data:image/bmp;base64," + base64.b64encode(data).decode()],
-        }
+        question, answer, image = _drawn(draw)
+        asked = {"role": "user", "content": f"<image>{question}"}
+        yield {"messages": [asked, {"role": "assistant", "content": answer}], "images": [image]}
+
+
+def pairs() -> Iterator[dict[str, object]]:
+    """Rows {prompt, chosen, rejected, images}: the right answer to a question about a picture, and a wrong one."""
+    draw = random.Random(1)
+    for _ in range(_NUM_PAIRS):
+        question, answer, image = _drawn(draw)
+        wrong = draw.choice([each for each in ANSWERS[question] if each != answer])
+        yield {"prompt": f"<image>{question}", "chosen": answer, "rejected": wrong, "images": [image]}
 
 
 def questions() -> Iterator[dict[str, object]]:
@@ -41,8 +52,20 @@ def questions() -> Iterator[dict[str, object]]:
             yield {"text": text}
 
 
+def _drawn(draw: random.Random) -> tuple[str, str, str]:
+    """A question, its answer, and its picture as a data URL."""
+    question = draw.choice(QUESTIONS)
+    if question == QUESTIONS[3]:
+        answer, data = chart(draw)
+    else:
+        colour, shape, count = draw.choice(list(COLOURS)), draw.choice(SHAPES), draw.randrange(len(NUMBERS))
+        answer = (colour, shape, NUMBERS[count])[QUESTIONS.index(question)]
+        data = picture(colour, shape, count + 1, draw)
+    return question, answer, "data:image/bmp;base64," + base64.b64encode(data).decode()
+
+
 def picture(colour: str, shape: str, count: int, draw: random.Random) -> bytes:
-    """Shapes of one size in some of the quarters, as BMP, which every version of Pillow writes alike."""
+    """Shapes of one size in some of the quarters."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (SIZE, SIZE), "white")
@@ -51,6 +74,24 @@ def picture(colour: str, shape: str, count: int, draw: random.Random) -> bytes:
         left = place % 2 * _CELL + draw.randrange(1, _CELL - side)
         top = place // 2 * _CELL + draw.randrange(1, _CELL - side)
         _draw(pen, shape, (left, top, left + side, top + side), COLOURS[colour])
+    return _bmp(image)
+
+
+def chart(draw: random.Random) -> tuple[str, bytes]:
+    """Bars of other colours and heights; and the colour of the highest."""
+    from PIL import Image, ImageDraw
+
+    image = Image.new("RGB", (SIZE, SIZE), "white")
+    pen, width = ImageDraw.Draw(image), SIZE // _BARS
+    colours, heights = draw.sample(list(COLOURS), _BARS), draw.sample(range(_STEP, SIZE, _STEP), _BARS)
+    for place, (colour, height) in enumerate(zip(colours, heights, strict=True)):
+        left = place * width + 1
+        pen.rectangle((left, SIZE - height, left + width - 3, SIZE - 1), COLOURS[colour])
+    return colours[heights.index(max(heights))], _bmp(image)
+
+
+def _bmp(image: "Image") -> bytes:
+    """As BMP, which every version of Pillow writes alike."""
     file = io.BytesIO()
     image.save(file, "BMP")
     return file.getvalue()

@@ -286,12 +286,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         also={"method.images.max_pixels": 4096, "method.packing": "best_fit"},
     ),
     Rule(
-        id="images-adapter", when={"method.images.trains": SET, "method.adapter.type": SET},
-        reason="under an adapter every weight of the base is frozen",
-        nearest={"method.images.trains": None},
-        also={"method.images.trains": ["projector"], "method.adapter.type": "lora", **_SEES},
-    ),
-    Rule(
         id="images-workers",
         when={"method.images.trains": SET, "resources.num_workers": lambda case: case.resources.num_workers > 1},
         reason="a batch without images gives the tower no gradient, for which other workers would wait",

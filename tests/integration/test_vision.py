@@ -1,5 +1,7 @@
 """Trainings on rows with images: tokens and losses are those of plain transformers with the model's own processor."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ from tasks.data.tokens.rendering import blocks_of
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import TokenizedRows, load_or_make
 from tasks.evaluate.evaluate import Evaluate
+from tasks.evaluate.row_scores import read_scores
 from tasks.method import Adapter, Input, Training
 from tasks.model.tokenizers import tokenizer_of
 from tasks.model.vision import processor_of
 from tasks.train.models.freeze import part_of
 from tests import tiny, training
+from tests.command import call
 from tests.integration.test_resume import stop_and_go_on
-from tests.tiny_vision import FAMILIES, write_image_rows, write_vision_model
+from tests.tiny import sentence
+from tests.tiny_vision import FAMILIES, picture, write_image_rows, write_vision_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +42,8 @@ def sft(**fields: object) -> Training:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("inputs")
-    write_image_rows(root / "conversations", 16, held_out=4)
+    for kind in ("conversations", "preferences", "unpaired"):
+        write_image_rows(root / kind, 16, held_out=4, kind=kind)
     return root
 
 
@@ -54,17 +60,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def tokens(root: Path, model: Path, **options: Any) -> TokenizedRows:
     tokenization = Tokenization(**{"kind": Kind.CONVERSATIONS, "images": Images(), "max_length": 512, **options})
-    rows = Input(name="rows", kind=Kind.CONVERSATIONS, fingerprint="f" * 64, path=root / "conversations")
+    kind = tokenization.kind
+    rows = Input(name="rows", kind=kind, fingerprint="f" * 64, path=root / kind.value)
     return load_or_make(tokenization, rows, model, None, 1)
 
 
-def plain(root: Path, model: Path) -> dict[str, torch.Tensor]:
-    """All rows in one batch, as plain transformers makes it."""
-    tokenizer, stored = tokenizer_of(model), StoredImages.beside(root / "conversations")
+def plain(rows: Path, model: Path, columns: tuple[tuple[str, ...], ...] = (("messages",),)) -> dict[str, torch.Tensor]:
+    """All rows in one batch, as plain transformers makes it; of pairs the chosen answers, and then the others."""
+    tokenizer, stored = tokenizer_of(model), StoredImages.beside(rows)
     assert stored
     texts, images = [], []
-    for row in pq.read_table(root / "conversations" / TRAIN).to_pylist():
-        messages = messages_of(row["messages"])
+    for row, names in [(row, names) for names in columns for row in pq.read_table(rows / TRAIN).to_pylist()]:
+        messages = [message for name in names for message in messages_of(row[name])]
         found = [digest for each in messages for digest in MARK.findall(str(each["content"]))]
         images.append([stored.image(stored.places[digest]) for digest in found])
         parts = [{**each, "content": blocks_of(str(each["content"]))} for each in messages]
@@ -80,7 +87,7 @@ def test_tokens_and_loss_are_those_of_plain_transformers(root: Path, models: Any
 
     model = models(family)
     rows = tokens(root, model)
-    expected = plain(root, model)
+    expected = plain(root / "conversations", model)
     lengths = expected["attention_mask"].sum(1).tolist()
     ids = [row[:length] for row, length in zip(expected["input_ids"].tolist(), lengths, strict=True)]
     assert rows.columns["input_ids"] == ids
@@ -98,6 +105,88 @@ def test_tokens_and_loss_are_those_of_plain_transformers(root: Path, models: Any
         for size in (16, 2)
     ]
     assert [run.losses[0] for run in runs] == pytest.approx([float(loss)] * 2, rel=1e-5)
+
+
+SIDES = (("prompt", "chosen"), ("prompt", "rejected"))
+
+
+def answered(found: TokenizedRows, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which tokens of a batch of pairs are those of their answers."""
+    columns = found.columns
+    mask = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+    rows = [(at, name) for name in ("chosen", "rejected") for at in range(len(found))]
+    for place, (at, name) in enumerate(rows):
+        prompt, answer = columns["prompt_ids"][at], columns[f"{name}_ids"][at]
+        ids = batch["input_ids"][place, : int(batch["attention_mask"][place].sum())]
+        assert ids.tolist() == prompt + answer
+        mask[place, len(prompt) : len(prompt) + len(answer)] = True
+    return mask
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_pairs_have_the_log_probabilities_of_plain_transformers(
+    root: Path, models: Any, tmp_path: Path, family: str
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    model = models(family)
+    batch = plain(root / "preferences", model, SIDES)
+    mask = answered(tokens(root, model, kind=Kind.PREFERENCES), batch)
+    with torch.no_grad():
+        whole = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+        logps = whole(**batch).logits[:, :-1].log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
+    chosen, rejected = (logps * mask[:, 1:]).sum(1).chunk(2)
+    fields = {"num_steps": 1, "global_batch_size": 16, "max_length": 512, "images": Images()}
+    for name, size in (("dpo", 16), ("dpo", 2), ("simpo", 4)):
+        stage, out = training.method(name, **fields), tmp_path / f"{name}-{size}"
+        run = training.train(stage, root, out, policy=model, resources=Resources(micro_batch_size=size))
+        found = run.reports[0][1]
+        assert found["logps/chosen"] == pytest.approx(float(chosen.mean()), rel=1e-5)
+        assert found["logps/rejected"] == pytest.approx(float(rejected.mean()), rel=1e-5)
+        if name == "dpo":
+            assert found["loss"] == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_a_reward_model_has_the_loss_of_plain_transformers(root: Path, models: Any, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    model = models("gemma3")
+    stage = training.method(
+        "reward", num_steps=1, global_batch_size=16, max_length=512, images=Images(), learning_rate=1e-12
+    )
+    runs = [
+        training.train(stage, root, tmp_path / str(size), policy=model, resources=Resources(micro_batch_size=size))
+        for size in (16, 2)
+    ]
+    batch = plain(root / "preferences", model, SIDES)
+    with torch.no_grad():
+        whole = AutoModelForSequenceClassification.from_pretrained(runs[0].output, dtype=torch.float32).eval()
+        hidden = whole.model(**batch).last_hidden_state
+        last = batch["attention_mask"].sum(1) - 1
+        chosen, rejected = whole.score(hidden[torch.arange(len(last)), last]).squeeze(1).chunk(2)
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+    assert abs(float(loss) - math.log(2)) > 1e-3
+    assert [run.losses[0] for run in runs] == pytest.approx([float(loss)] * 2, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_preferences_on_images_are_learnt(root: Path, models: Any, tmp_path: Path, name: str) -> None:
+    stage = training.method(name, max_length=512, images=Images(trains=("projector",)), num_steps=3)
+    run = training.train(stage, root, tmp_path / "out", policy=models("qwen2_vl"))
+    assert changed(models("qwen2_vl"), run.output) == {"text", "projector"}
+    assert run.losses[2] < run.losses[0]
+
+
+def test_a_precomputed_reference_is_that_of_the_step(root: Path, models: Any, tmp_path: Path) -> None:
+    stage = training.method("dpo", max_length=512, images=Images(), num_steps=2)
+    runs = [
+        training.train(
+            stage, root, tmp_path / str(ahead), policy=models("qwen2_vl"),
+            resources=Resources(micro_batch_size=4, precompute_reference=ahead),
+        )
+        for ahead in (False, True)
+    ]  # fmt: skip
+    assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-5)
 
 
 def changed(before: Path, after: Path) -> set[str]:
@@ -128,10 +217,20 @@ def test_the_language_model_alone_is_trained_unless_other_parts_are_named(
     assert again.losses
 
 
-def test_an_adapter_trains_the_language_model(root: Path, models: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trains", [(), ("projector",), ("vision", "projector")])
+def test_an_adapter_trains_the_language_model_and_the_parts_that_are_named(
+    root: Path, models: Any, tmp_path: Path, trains: Any
+) -> None:
     model = models("qwen2_vl")
-    run = training.train(sft(adapter=Adapter(rank=2), learning_rate=1e-2), root, tmp_path / "out", policy=model)
-    assert changed(model, run.output) == {"text"} and run.losses[1] < run.losses[0]
+    stage = sft(adapter=Adapter(rank=2), learning_rate=1e-2, images=Images(trains=trains or None))
+    run = training.train(stage, root, tmp_path / "out", policy=model)
+    assert changed(model, run.output) == {"text", *trains} and run.losses[1] < run.losses[0]
+
+
+def test_a_part_without_a_linear_layer_gets_no_adapter(root: Path, models: Any, tmp_path: Path) -> None:
+    stage = sft(adapter=Adapter(rank=2), images=Images(trains=("projector",)))
+    with pytest.raises(ConfigError, match="no linear layer there for an adapter; remove it"):
+        training.train(stage, root, tmp_path / "out", policy=models("gemma3"))
 
 
 def test_a_resumed_training_has_the_bits_of_an_unbroken_one(root: Path, models: Any, tmp_path: Path) -> None:
@@ -174,12 +273,44 @@ def test_rows_with_images_are_refused_where_nothing_reads_them(root: Path, model
         training.train(sft(), root, tmp_path / "text-out", policy=text)
 
 
+def test_a_model_that_reads_images_is_exported_and_asked(models: Any, tmp_path: Path) -> None:
+    """The export loads as a user loads it, and its answer is that of plain generation."""
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    model, picture_file = models("gemma3"), tmp_path / "a picture.png"
+    picture_file.write_bytes(picture(3))
+    done = call(["export", "merged", str(model), "--out", str(tmp_path / "merged")], tmp_path, {})
+    assert done.returncode == 0, done.stderr
+    assert {each.dtype for each in load_file(tmp_path / "merged" / "model.safetensors").values()} == {torch.bfloat16}
+    processor = AutoProcessor.from_pretrained(tmp_path / "merged")
+    words = [{"type": "image", "path": str(picture_file)}, {"type": "text", "text": sentence(1, 4)}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": words}], add_generation_prompt=True, tokenize=True, return_dict=True,
+        return_tensors="pt",
+    )  # fmt: skip
+    before, after = (
+        AutoModelForImageTextToText.from_pretrained(each, dtype=torch.float32).eval()
+        for each in (model, tmp_path / "merged")
+    )
+    with torch.no_grad():
+        logps = [each(**inputs).logits.log_softmax(-1) for each in (before, after)]
+        torch.testing.assert_close(*logps, atol=0.05, rtol=0.05)  # bf16
+        ids = before.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    said = ["chat", str(model), "--once", sentence(1, 4), "--image", str(picture_file), "--json"]
+    told = call([*said, "--max-new-tokens", "6", "--temperature", "0"], tmp_path, {})
+    assert json.loads(told.stdout)["turns"][0]["answers"][0]["text"] == processor.decode(ids, skip_special_tokens=True)
+    text = tiny.write_policy(tmp_path / "text")
+    refused = call(["chat", str(text), "--once", "a", "--image", str(picture_file)], tmp_path, {})
+    assert refused.returncode == 2 and "reads no images" in refused.stderr
+
+
 def test_answers_to_images_are_measured(root: Path, models: Any, tmp_path: Path) -> None:
     """Perplexity is that of the plain forward; answers are those of plain generation."""
     model = models("qwen2_vl")
     rows = Input(name="rows", kind=Kind.CONVERSATIONS, fingerprint="f" * 64, path=root / "conversations")
     policy = Input(name="policy", kind=Kind.CHECKPOINT, fingerprint="e" * 64, path=model)
-    given = {"conversations": rows, "reference": policy, "sft": policy}
+    pairs = Input(name="pairs", kind=Kind.PREFERENCES, fingerprint="d" * 64, path=root / "preferences")
+    given = {"conversations": rows, "pairs": pairs, "reference": policy, "sft": policy}
     reports: list[tuple[int, Any]] = []
     found: dict[str, dict[str, float]] = {}
     for size in (1, 4):
@@ -191,5 +322,9 @@ def test_answers_to_images_are_measured(root: Path, models: Any, tmp_path: Path)
         found[str(size)] = dict(Evaluate(max_length=512, max_new_tokens=8).run(given, ctx))
     assert found["1"]["sft/answer_perplexity"] == pytest.approx(found["4"]["sft/answer_perplexity"], rel=1e-5)
     assert found["1"]["sft/exact_match"] == found["4"]["sft/exact_match"]
+    for name in ("logp_accuracy", "preference_accuracy"):
+        assert found["1"][f"sft/{name}"] == found["4"][f"sft/{name}"]
+    scored = {size: read_scores(tmp_path / size)["mean_logp_accuracy"].scores["sft"] for size in ("1", "4")}
+    assert scored["1"] == scored["4"]
     one, four = ((tmp_path / size / "answers.jsonl").read_text() for size in ("1", "4"))
     assert one == four

@@ -29,7 +29,7 @@ from tasks.data.formats.turns import (
     tool_nulls,
     without_tool_nulls,
 )
-from tasks.data.images import WITH_IMAGES, ImageFiles, with_images
+from tasks.data.images import WITH_IMAGES, ImageFiles, require_none_in_answers, with_images
 from tasks.data.kinds import HELD_OUT, ROW_KINDS, TRAIN, ordered_map, texts_of
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.repeats import BANDS, band_hashes
@@ -139,6 +139,7 @@ class ConvertRows:
                     cleaned = without_tool_nulls(fields)
                     assert isinstance(cleaned, dict)
                     row = self.detected.convert(cleaned)
+                require_none_in_answers(row, ROW_KINDS[self.kind].answers if self.images else ())
             except BadRowError as error:
                 found.rejects.append((place, _reject(entry, error)))
                 continue

@@ -38,7 +38,16 @@ from tasks.data.kinds import (
     tools_of,
     untrained_of,
 )
-from tasks.data.tokens.encoding import Encoded, Encoder, Rendered, Span, common_prefix, encode_rendered, encoder_of
+from tasks.data.tokens.encoding import (
+    Encoded,
+    Encoder,
+    ImageSpan,
+    Rendered,
+    Span,
+    common_prefix,
+    encode_rendered,
+    encoder_of,
+)
 from tasks.data.tokens.rendering import ControlTokens, Renderer, StopTokens, Turns
 from tasks.data.tokens.tokenization import FILLS_NO_CHUNK, Tokenization, TokenPart, chunked, pack
 from tasks.model.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
@@ -121,11 +130,13 @@ class Answered:
     Args:
         start: where the answer begins.
         gaps: start and end of what others than the assistant say within the answer, such as the result of a call.
+        images: start and end of the tokens of each image, and its place.
     """
 
     ids: list[int]
     start: int
     gaps: Sequence[tuple[int, int]]
+    images: Sequence[ImageSpan]
 
     def trained(self, kept: Kept, start: int) -> list[int]:
         """1 for each kept token from ``start`` on that is trained, 0 for the others; empty: all are."""
@@ -257,16 +268,20 @@ class RowTokenizer:
                 labels[start:end] = whole.ids[start:end]
         kept = keep(self.tokenization, outcome, places[0][0], self._head(whole.ids))
         columns = {"input_ids": kept.of(whole.ids), "labels": kept.of(labels)}
-        if self.vision:
-            images = [(whole.tokens_before(start), whole.tokens_before(end)) for start, end, _ in turns.images]
-            if not all(kept.has(*image) for image in images):
-                outcome.dropped = outcome.dropped or IMAGE_CUT
-            columns[PLACES] = [place for _, _, place in turns.images]
+        columns |= self._places(_images_of(turns, whole), kept, outcome)
         predicted = columns["labels"][1:]
         outcome.tokens, outcome.trained = len(columns["labels"]), len(predicted) - predicted.count(IGNORED)
         if not outcome.trained:
             outcome.dropped = outcome.dropped or NOTHING_TO_TRAIN
         return outcome, columns
+
+    def _places(self, images: Sequence[ImageSpan], kept: Kept, outcome: RowOutcome) -> dict[str, list[int]]:
+        """The column of a row's images; a row that would lose a part of one is dropped."""
+        if not self.vision:
+            return {}
+        if not all(kept.has(start, end) for start, end, _ in images):
+            outcome.dropped = outcome.dropped or IMAGE_CUT
+        return {PLACES: [place for _, _, place in images]}
 
     def _tokens_of(self, turns: Turns, span: Span, whole: Encoded, outcome: RowOutcome) -> tuple[int, int]:
         """Where a turn begins and ends in the tokens; records the token that ends it.
@@ -304,7 +319,8 @@ class RowTokenizer:
         self._count(outcome, turns, whole)
         places = [self._tokens_of(turns, span, whole, outcome) for span in turns.spans]
         gaps = [(end, start) for (_, end), (start, _) in pairwise(places)]
-        return Answered(ids=whole.ids[: places[-1][1]], start=places[0][0], gaps=gaps)
+        images = _images_of(turns, whole)
+        return Answered(ids=whole.ids[: places[-1][1]], start=places[0][0], gaps=gaps, images=images)
 
     def _pair(self, outcome: RowOutcome, chosen: "Answered", rejected: "Answered") -> TokenRow:
         """A pair from the tokens of each side; the prompt is what both share."""
@@ -323,6 +339,7 @@ class RowTokenizer:
         elif good == bad:
             outcome.dropped = outcome.dropped or "equal_after_the_cut"
         columns = {"prompt_ids": prompt, "chosen_ids": good, "rejected_ids": bad, **masks}
+        columns |= self._places(chosen.images, kept, outcome)
         return TokenRow(outcome=outcome, columns=columns)
 
     def unpaired(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
@@ -340,6 +357,7 @@ class RowTokenizer:
             if not answer:
                 outcome.dropped = outcome.dropped or NOTHING_TO_TRAIN
             columns = {"prompt_ids": prompt, "completion_ids": answer, f"completion_{TRAINED}": mask}
+            columns |= self._places(answered.images, kept, outcome)
             yield TokenRow(outcome=outcome, columns=columns, rest={"label": outcome.label})
 
     def prompts(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
@@ -349,16 +367,20 @@ class RowTokenizer:
         """
         renderer, texts = self._required_renderer(), list[Rendered]()
         for row in rows:
-            texts.append(renderer.prompt(messages_of(row["prompt"]), tools_of(row), str(row["row_id"])))
+            messages, row_id = messages_of(row["prompt"]), str(row["row_id"])
+            rendered = renderer.prompt(messages, tools_of(row), row_id)
+            texts.append(self.vision.expanded(rendered, messages, row_id) if self.vision else rendered)
         for row, text, whole in zip(rows, texts, encode_rendered(self.encoder, texts), strict=True):
             outcome = RowOutcome(row_id=str(row["row_id"]), length=len(whole.ids))
             self._count(outcome, text, whole)
-            ids = keep_end(self.tokenization, outcome, self._head(whole.ids)).of(whole.ids)
+            kept = keep_end(self.tokenization, outcome, self._head(whole.ids))
+            ids = kept.of(whole.ids)
+            places = self._places(_images_of(text, whole), kept, outcome)
             outcome.tokens = len(ids)
             prompt = json.dumps(messages_of(row["prompt"]), ensure_ascii=False)
             columns = columns_of(row)
             rest = {"prompt": prompt, "columns": json.dumps(columns, ensure_ascii=False) if columns else None}
-            yield TokenRow(outcome=outcome, columns={"prompt_ids": ids}, rest=rest)
+            yield TokenRow(outcome=outcome, columns={"prompt_ids": ids, **places}, rest=rest)
 
     def _required_renderer(self) -> Renderer:
         if self.renderer is None:
@@ -399,6 +421,11 @@ class RowTokenizer:
     def _head(self, ids: Sequence[int]) -> int:
         """How many first tokens are never cut."""
         return int(self.bos is not None and ids[0] == self.bos)
+
+
+def _images_of(turns: Rendered, whole: Encoded) -> list[ImageSpan]:
+    """Where the tokens of a text's images are, and the place of each."""
+    return [(whole.tokens_before(start), whole.tokens_before(end), place) for start, end, place in turns.images]
 
 
 def joined(outcomes: Sequence[RowOutcome]) -> RowOutcome:
@@ -766,8 +793,8 @@ def _tokenized(tokenizer: RowTokenizer, rows: "pa.RecordBatch") -> TokenPart:
     examples = [
         {**columns, **row.rest} for row in found if not row.outcome.dropped for columns in (row.columns, *row.more)
     ]
-    tokens = _columns(tokenizer)
-    schema = arrow_schema({name: tokens[name] for name in (*found[0].columns, *found[0].rest)})
+    names = {*found[0].columns, *found[0].rest}
+    schema = arrow_schema({name: column for name, column in _columns(tokenizer).items() if name in names})
     columns = [pa.array([row[name] for row in examples], schema.field(name).type) for name in schema.names]
     batch = pa.RecordBatch.from_arrays(columns, schema=schema)
     return TokenPart(outcomes=[row.outcome for row in found], columns=batch)

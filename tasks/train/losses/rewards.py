@@ -26,16 +26,19 @@ if TYPE_CHECKING:
     from tasks.train.kernels.padding_free import Batch, Collator, Example
 
 
-def sequence_scores(model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mask_BT: "Tensor") -> "Tensor":
+def sequence_scores(
+    model: "PreTrainedModel", input_ids_BT: "Tensor", attention_mask_BT: "Tensor", **seen: "Tensor"
+) -> "Tensor":
     """The score (B) of each row in fp32, for a finished reward model or one in training.
 
     Args:
         attention_mask_BT: 1 on the row's own tokens; padding is on the right.
+        seen: what the model reads of images.
     """
 
     def scores() -> "Tensor":
         hidden_BTH = model.base_model(
-            input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False
+            input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False, **seen
         ).last_hidden_state
         rows_B = torch.arange(len(input_ids_BT), device=hidden_BTH.device)
         return _score(model, hidden_BTH[rows_B, last_tokens(attention_mask_BT)])

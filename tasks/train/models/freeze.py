@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 TOWERS = ("vision", "visual", "audio", "multi_modal_projector")  # in the names of what reads no text
 _EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of what lies before the blocks
-_TRAINED = "_trained_beside_text"  # attribute of a model: names of parameters that text does not reach
+_TRAINED = "_trained_beside_text"  # attribute of a model: its parts that text does not reach, and images train
 logger = logging.getLogger(__name__)
 
 
@@ -136,40 +136,34 @@ def part_of(parameter: str) -> Part:
     return "projector" if any(word in parameter for word in _PROJECTORS) else "vision"
 
 
-def kept_by(trains: Collection[Part] | None, unread: Collection[str]) -> set[str]:
-    """The parameters, of those that text does not reach, that are trained.
-
-    Raises:
-        ConfigError: a part has none.
-    """
-    found = {name for name in unread if trains and part_of(name) in trains}
-    for part in trains or ():
-        if not any(part_of(name) == part for name in found):
-            raise ConfigError(f"images.trains={part}: the model has no such part; remove it")
-    return found
-
-
 def freeze_unread(model: "PreTrainedModel", trains: Collection[Part] | None = None) -> None:
     """Freezes what text does not reach: workers would wait for its gradients, which never come.
 
     Args:
-        trains: parts of it that are trained all the same, on rows with images; ``untouched`` then leaves them out.
+        trains: parts of it that are trained all the same, on rows with images: with all of their weights, or by what an
+            adapter has there. ``untouched`` then leaves them out.
+
+    Raises:
+        ConfigError: nothing of a part can be trained.
     """
-    unread = unread_by_text(model)
-    kept = kept_by(trains, unread)
-    vars(model)[_TRAINED] = kept
-    unread -= kept
-    for name, parameter in model.named_parameters():
-        if name in unread:
-            parameter.requires_grad_(False)
+    vars(model)[_TRAINED] = frozenset(trains or ())
+    unread, parameters = untouched(model), dict(model.named_parameters())
+    trained = {part_of(name) for name in unread_by_text(model) if parameters[name].requires_grad}
+    for part in trains or ():
+        if part not in trained:
+            raise ConfigError(
+                f"images.trains={part}: the model has no such part, or no linear layer there for an adapter; remove it"
+            )
+    for name in unread:
+        parameters[name].requires_grad_(False)
     if unread:
         logger.info("frozen=%d parameters, which text does not reach: %s", len(unread), ", ".join(_parts(unread)))
 
 
 def untouched(model: "PreTrainedModel") -> set[str]:
     """The parameters that are those of the base: text does not reach them, and images do not train them."""
-    trained: set[str] = vars(model).get(_TRAINED, set())
-    return unread_by_text(model) - trained
+    trained = vars(model).get(_TRAINED, ())
+    return {name for name in unread_by_text(model) if part_of(name) not in trained}
 
 
 def _parts(names: Iterable[str]) -> list[str]:

@@ -420,7 +420,7 @@ def require_base(ctx: "TrainContext") -> None:
 
 def save_whole(
     model: "PreTrainedModel", base: Path, output: Path, before: Places | None = None,
-    require: Callable[[], None] = lambda: None,
+    require: Callable[[], None] = lambda: None, *, own: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """Saves a model with all weights of the one that it was made from: those that were not trained, byte for byte.
 
@@ -432,6 +432,7 @@ def save_whole(
         base: the directory that the model was loaded from.
         before: the files of its tensors then; None: as they are now.
         require: is called before weights of the base are read.
+        own: all weights of the model are saved, a vision tower too: an adapter or a cast may have changed it.
 
     Returns:
         The number of weights that are left out, as a metric.
@@ -439,7 +440,7 @@ def save_whole(
     Raises:
         PipelineError: a weight of the base is neither in the output nor logged as left out.
     """
-    unread = untouched(model)
+    unread = set[str]() if own else untouched(model)
     state = {name: each for name, each in model.state_dict().items() if name not in unread} if unread else None
     model.save_pretrained(output, safe_serialization=True, state_dict=state)
     before, after = before or places_of(base), places_of(output)

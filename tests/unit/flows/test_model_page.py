@@ -2,14 +2,18 @@
 
 import base64
 import hashlib
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from flows.reports.model import model_page, model_report
 from lineage.errors import ConfigError
 from lineage.graph.index import Index
+from tasks.data.images import IMAGES
 from tests.command import call
 from tests.drawn_graphs import ATTACK, Page
 from tests.reported import reported
@@ -218,3 +222,15 @@ def test_a_gap_between_attempts_does_not_count_as_minutes(tmp_path: Path):
     entry.metrics.write_text("".join(lines))
     (trace,) = report_of(store, node(made))["curves"][0]["charts"][0]["traces"]
     assert trace["minutes"] == [1.0, 2.0, 3.0]
+
+
+def test_an_image_is_beside_the_answers_and_one_that_is_gone_is_named(tmp_path):
+    file = io.BytesIO()
+    Image.new("RGB", (600, 300), "red").save(file, "BMP")
+    store = reported(tmp_path / "artifacts", image=file.getvalue())
+    html = model_page([report_of(store, "p/dpo")])
+    (url,) = re.findall(r'<img alt="image" src="data:image/png;base64,([^"]+)">What is a list\?', html)
+    with Image.open(io.BytesIO(base64.b64decode(url))) as shown:
+        assert shown.size == (256, 128) and shown.getpixel((9, 9)) == (255, 0, 0)
+    next(store.root.glob(f"chats/*/output/{IMAGES}")).unlink()
+    assert "[image]What is a list?" in model_page([report_of(store, "p/dpo")])

@@ -43,10 +43,19 @@ def test_pictures_show_what_their_answers_say() -> None:
         (turn, answered), (image,) = row["messages"], row["images"]  # type: ignore[misc]
         with Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2]))) as picture:
             colours = {colour for _, colour in picture.getcolors()}
-            assert picture.size == (shapes.SIZE, shapes.SIZE) and len(colours) == 2
-        answer = answered["content"]
-        if turn["content"] == f"<image>{shapes.QUESTIONS[0]}":
+            assert picture.size == (shapes.SIZE, shapes.SIZE)
+            columns = {picture.crop((left, 0, left + 1, shapes.SIZE)).tobytes() for left in range(shapes.SIZE)}
+        answer, question = answered["content"], turn["content"].removeprefix("<image>")
+        assert answer in shapes.ANSWERS[question] and len(colours) == (4 if question == shapes.QUESTIONS[3] else 2)
+        if question == shapes.QUESTIONS[0]:
             assert shapes.COLOURS[answer] in colours
-        else:
-            assert answer in (*shapes.SHAPES, *shapes.NUMBERS)
+        if question == shapes.QUESTIONS[3]:
+            assert bytes(shapes.COLOURS[answer]) in min(columns, key=lambda column: column.count(b"\xff\xff\xff"))
     assert list(islice(shapes.rows(), 3)) == list(islice(shapes.rows(), 3))
+
+
+def test_the_rejected_answer_to_a_picture_is_a_wrong_one() -> None:
+    for row in islice(shapes.pairs(), 60):
+        assert row["chosen"] != row["rejected"]
+        question = str(row["prompt"]).removeprefix("<image>")
+        assert {row["chosen"], row["rejected"]} <= {*shapes.ANSWERS[question]}

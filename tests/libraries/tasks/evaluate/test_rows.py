@@ -7,6 +7,7 @@ from transformers import AutoTokenizer
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
+from tasks.data.tokens.tokenization import Tokenization
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.rows import (
     Lengths,
@@ -40,7 +41,7 @@ def tokenizer(tmp_path_factory):
 
 
 def pairs_of(rows, tokenizer):
-    return pair_tokens(_tokens(Kind.PREFERENCES, rows, tokenizer, 10**4))
+    return pair_tokens(_tokens(Tokenization(kind=Kind.PREFERENCES, max_length=10**4), rows, tokenizer))
 
 
 def answers_of(texts, finished=True):

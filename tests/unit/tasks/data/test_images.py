@@ -17,10 +17,11 @@ from lineage.errors import DataError
 from tasks.context import TrainContext
 from tasks.data.formats.detect import detect
 from tasks.data.formats.turns import BadRowError
-from tasks.data.images import IMAGES, MARK, ImageFiles, StoredImages, with_images
+from tasks.data.images import IMAGES, MARK, ImageFiles, StoredImages, require_none_in_answers, with_images
 from tasks.data.kinds import messages_of
 from tasks.method import Input
 from tasks.prepare_data import PrepareConversations, PreparePreferences
+from tasks.unpair import Unpair
 from tests import prepared
 
 ANSWER = {"role": "assistant", "content": "a"}
@@ -219,12 +220,54 @@ def test_a_bad_image_is_a_bad_row_with_its_line(tmp_path: Path) -> None:
         run(tmp_path, Source(path=str(tmp_path / "rows.jsonl")))
 
 
-def test_pairs_with_images_are_refused(tmp_path: Path) -> None:
+ASKED = {"role": "user", "content": [{"type": "image"}, WHAT]}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in "ab")
+PAIRS: Mapping[str, Mapping[str, object]] = {
+    "texts": {"prompt": "<image>What?", "chosen": "a", "rejected": "b", "images": [URL]},
+    "no mark": {"prompt": "What?", "chosen": "a", "rejected": "b", "image": "red.png"},
+    "messages": {"prompt": [user({"type": "image", "image": "red.png"}, WHAT)["messages"][0]],  # type: ignore[index]
+                 "chosen": [GOOD], "rejected": [BAD]},
+    "TRL": {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "images": ["red.png"]},
+    "TRL, no prompt": {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD], "images": ["red.png"]},
+    "no prompt, no mark": {"chosen": [{"role": "user", "content": "What?"}, GOOD],
+                           "rejected": [{"role": "user", "content": "What?"}, BAD], "images": ["red.png"]},
+    "LLaMA-Factory": {"conversations": [{"from": "human", "value": "<image>What?"}],
+                      "chosen": {"from": "gpt", "value": "a"}, "rejected": {"from": "gpt", "value": "b"},
+                      "images": ["red.png"]},
+    "OpenAI": {"input": {"messages": [{"role": "user", "content": [
+                   {"type": "image_url", "image_url": {"url": URL}}, WHAT]}]},
+               "preferred_output": [GOOD], "non_preferred_output": [BAD]},
+    "Oumi": {"messages": [{"role": "user", "content": [{"type": "image_path", "content": "red.png"}, WHAT]}],
+             "chosen": {"messages": [GOOD]}, "rejected": {"messages": [BAD]}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_have_images_in_their_prompts(files: ImageFiles, name: str) -> None:
+    row = with_images(PAIRS[name], files)
+    made = detect([row], "rows").convert(row)
+    require_none_in_answers(made, ("chosen", "rejected"))
+    (mark,) = [path.name for path in files.store.iterdir()]
+    assert messages_of(made["prompt"]) == [{"role": "user", "content": f"<image:{mark}>What?"}]
+    assert [messages_of(made[side])[0]["content"] for side in ("chosen", "rejected")] == ["a", "b"]
+
+
+def test_an_image_in_an_answer_of_a_pair_is_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(
-        json.dumps({"prompt": "<image>?", "chosen": "a", "rejected": "b", "images": [URL]}) + "\n"
+        json.dumps({"prompt": "What?", "chosen": "<image>a", "rejected": "b", "images": [URL]}) + "\n"
     )
-    with pytest.raises(DataError, match="the row has images; accepted: text, and images in conversations"):
+    with pytest.raises(DataError, match=r"rows.jsonl:1: chosen has an image; accepted: images in prompts"):
         run(tmp_path, Source(path=str(tmp_path / "rows.jsonl")), PreparePreferences(held_out=0.5))  # type: ignore[arg-type]
+
+
+def test_single_answers_of_pairs_keep_their_images(tmp_path: Path) -> None:
+    rows = [{**PAIRS["texts"], "prompt": f"<image>{number}?"} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run(tmp_path, Source(path=str(tmp_path / "rows.jsonl")), PreparePreferences(held_out=0.5))  # type: ignore[arg-type]
+    pairs = Input(name="pairs", kind=Kind.PREFERENCES, fingerprint="", path=tmp_path / "out")
+    Unpair().run({"pairs": pairs}, TrainContext(output_dir=tmp_path / "single", work_dir=tmp_path))
+    stored = StoredImages.beside(tmp_path / "single")
+    assert stored and [stored.read(0)] == [RED]
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_rows_with_images_are_refused_and_rows_without_are_not():
     with pytest.raises(BadRowError) as refusal:
         detected.convert(rows[0])
     assert str(refusal.value) == (
-        "the row has images; accepted: text, and images in conversations: audio and video are not read; correct "
+        "the row has images; accepted: text, and images in rows of messages: no audio, no video; correct "
         "or remove the row"
     )
     assert refusal.value.reason == "images are not read"
