@@ -537,10 +537,11 @@ class TrainingRecipe(Method):
                 f"evaluation: {type(self).__name__} trains a reward model, which answers nothing; set evaluation=null, "
                 "and measure it with the stage evaluate"
             )
-        if self.evaluation.pick != "last" and (self.output == "best" or self.best is not None):
+        if self.evaluation.decides and (self.output == "best" or self.best is not None):
             raise ConfigError(
-                f"evaluation.pick={self.evaluation.pick} with output={self.output}: both choose the model that is the "
-                "output; set evaluation.pick=last, or output=last and best=null"
+                f"evaluation.pick={self.evaluation.pick}, evaluation.patience={self.evaluation.patience} with "
+                f"output={self.output}: both choose the model that is the output; set evaluation.pick=last and "
+                "evaluation.patience=null, or output=last and best=null"
             )
         if self.adapter and self.adapter.changes_the_base:
             raise ConfigError(

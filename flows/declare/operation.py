@@ -1,12 +1,15 @@
 """How a pipeline is operated: tracking, aliases, schedules, triggers and retraining."""
 
 import importlib.util
+import netrc
+import os
 import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, TypeVar, dataclass_transform
+from urllib.parse import urlsplit
 from zoneinfo import ZoneInfo
 
 from annotated_types import Gt
@@ -109,10 +112,10 @@ class Tracking:
 
     @property
     def others(self) -> list[str]:
-        """The trackers beside MLflow, each of which is installed.
+        """The trackers beside MLflow, each of which is installed, and has an account where it needs one.
 
         Raises:
-            ConfigError: one is not installed.
+            ConfigError: one is not installed, or Weights & Biases would ask a person for a key.
         """
         chosen = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
         for name, package in chosen.items():
@@ -121,10 +124,32 @@ class Tracking:
                     f"tracking.{name}=true: the package {package} is not installed; run: pip install "
                     f"'posttrain[{name}]', or leave it out"
                 )
+        if self.wandb:
+            _require_account()
         return [name for name in chosen if getattr(self, name)]
 
     def names(self) -> RunNames:
         return RunNames(experiment=self.experiment or "", run_name=self.run_name or "", tags=self.tags)
+
+
+def _require_account() -> None:
+    """Refuses a run for which Weights & Biases would ask a person for a key.
+
+    Raises:
+        ConfigError: there is no key, and nothing says that it is offline.
+    """
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    named = any(os.environ.get(f"WANDB_{name}") for name in ("API_KEY", "IDENTITY_TOKEN_FILE"))
+    is_away = os.environ.get("WANDB_MODE", "online") not in ("online", "shared")
+    try:
+        known = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        known = None
+    if not (is_away or named or known):
+        raise ConfigError(
+            f"tracking.wandb=true: there is no key for {host}; log in with `wandb login`, set WANDB_API_KEY, or keep "
+            "the runs in the store with WANDB_MODE=offline, for `wandb sync` later"
+        )
 
 
 @strict

@@ -130,8 +130,7 @@ def _unread_columns(source: Source, template: str | None) -> list[str]:
     if is_tree(rows):
         return []
     detected = detect(rows, source.path, columns=source.columns, configured=source.format)
-    group = detected.columns.get("group", "group")
-    return sorted({name for row in rows for name in row.keys() - detected.read_columns(row) if name != group})
+    return sorted({name for row in rows for name in row.keys() - detected.read_columns(row)})
 
 
 def _first_rows(source: Source, template: str | None) -> list[Fields]:
@@ -449,6 +448,8 @@ def require_metric(where: str, name: str, stage: Stage, metric: str, *, of_steps
         raise ConfigError(f"{where}: {name} reports nothing while it runs; name a stage that trains")
     validated = metric in (HELD_OUT_LOSS, VAL_LOSS) and isinstance(method, Training) and not by_reward
     lacks = "; set validation.every_steps" if validated else ""
+    if isinstance(method, Training) and metric.startswith("evaluation/") and not method.evaluation:
+        lacks = "; set evaluation.every_steps"
     raise ConfigError(f"{where}: {name} does not measure it{lacks}; it measures {listed(metric, sorted(known))}")
 
 

@@ -203,9 +203,9 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
         placed: name of a source -> the artifact that replaces it; aliases are resolved anyway.
 
     Raises:
-        ConfigError: one of the checks of ``flows.planning`` refuses the pipeline, a source does not exist, the code of
-            a reused stage changed (``code_drift=refuse``), a value is outside its range (``advice=strict``), or a
-            stage cannot resume from its checkpoints.
+        ConfigError: one of the checks of ``flows.planning`` refuses the pipeline, a tracker is not installed or has no
+            account, a source does not exist, the code of a reused stage changed (``code_drift=refuse``), a value is
+            outside its range (``advice=strict``), or a stage cannot resume from its checkpoints.
     """
     check_store(pipeline)
     check_gates(pipeline)
@@ -240,6 +240,8 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
         planned = _plan_stage(name, stage, inputs, store, resolved, memo)
         known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint, tokenizer=_tokenizer(planned))
         stages.append(planned)
+    if any(planned.state != "reuse" for planned in stages):
+        _ = pipeline.tracking.others  # refuses those that cannot record
     effects = batch_notes(resolved)
     notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
     resolutions = [note for planned in stages for note in planned.stage.notes if planned.state != "reuse"]

@@ -6,8 +6,6 @@ One thread per tracker writes what the stages have reported; no stage waits for 
 import contextlib
 import contextvars
 import json
-import netrc
-import os
 import sys
 import threading
 import time
@@ -15,9 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
-from urllib.parse import urlsplit
 
-from lineage.errors import ConfigError, StoppedError, TakenOverError
+from lineage.errors import StoppedError, TakenOverError
 from lineage.filesystem.files import atomic_write
 from lineage.fingerprint import short
 from lineage.markup import markdown_table
@@ -135,26 +132,6 @@ class Trackio:
 
 def _silent(*words: object, **options: object) -> None:
     """In place of ``print``."""
-
-
-def require_account() -> None:
-    """Refuses a run that Weights & Biases would ask a person for a key.
-
-    Raises:
-        ConfigError: there is no key, and nothing says that it is offline.
-    """
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    named = any(os.environ.get(f"WANDB_{name}") for name in ("API_KEY", "IDENTITY_TOKEN_FILE"))
-    is_away = os.environ.get("WANDB_MODE", "online") not in ("online", "shared")
-    try:
-        known = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
-    except (OSError, netrc.NetrcParseError):
-        known = None
-    if not (is_away or named or known):
-        raise ConfigError(
-            f"tracking.wandb=true: there is no key for {host}; log in with `wandb login`, set WANDB_API_KEY, or keep "
-            "the runs in the store with WANDB_MODE=offline, for `wandb sync` later"
-        )
 
 
 class _Stage:

@@ -32,10 +32,8 @@ def make_tracker(tracking: Tracking) -> Tracker:
         found = MlflowTracker(uri, tracking.names())
     if not others:
         return found
-    from flows.progress.trackers import OPENERS, StageTracker, Trackers, require_account
+    from flows.progress.trackers import OPENERS, StageTracker, Trackers
 
-    if tracking.wandb:
-        require_account()
     return Trackers(found, [StageTracker(name, OPENERS[name], tracking.names()) for name in others])
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +20,15 @@ from lineage.source.source_checks import PYTHON
 from lineage.store import InputRecord, Manifest, SourceRecord
 
 _DIGEST_LENGTH = 36  # characters that MLflow keeps of a data set's digest
+# Slots of the rows that a metric is measured on, the first that is filled; other metrics are of answers.
+_MEASURED_ON = {
+    "text_perplexity": ("text",),
+    **dict.fromkeys(("answer_perplexity", "exact_match", "one_sentence_share", "answer_tokens"), ("conversations",)),
+    **dict.fromkeys(("preference_accuracy", "logp_accuracy", "mean_logp_accuracy", "accuracy"), ("pairs",)),
+    **dict.fromkeys(("unpaired_accuracy", "unpaired_auc"), ("unpaired",)),
+    "lm_eval": (),  # they have rows of their own
+}
+_ANSWERED, _TRAINED_ON = ("prompts", "conversations", "pairs", "unpaired"), ("rows", "pairs", "prompts")
 MAX_ROWS = 50  # of a table in a description: MLflow accepts 8,000 characters
 
 
@@ -178,6 +187,28 @@ def stage_data(slot: str, manifest: Manifest, output: Path, labels: list[str]) -
     return _data(slot, manifest.stage, "local", {"uri": output.as_uri()}, about, manifest.metrics.get("rows"))
 
 
+def metrics_of_models(
+    metrics: Iterable[Metric], own: str | None, models: Mapping[str, str | None], data: Mapping[str, DatasetInput]
+) -> list[Metric]:
+    """Metrics of models, each with the model and the data set that it was measured on.
+
+    Args:
+        own: the model that the run gave, whose are all of its metrics but those of its start; None: a metric's name
+            begins with the slot of its model.
+        models, data: slot -> model or rows of the run.
+    """
+    found = []
+    for each in metrics:
+        slot, _, name = each.key.partition("/")
+        of = models.get("policy") if each.key.startswith("evaluation/base/") else own or models.get(slot)
+        slots = _TRAINED_ON if own else _MEASURED_ON.get(name.partition("/")[0], _ANSWERED)
+        rows = next((data[slot].dataset for slot in slots if slot in data), None)
+        at = (each.key, each.value, each.timestamp, each.step)
+        if of:
+            found.append(Metric(*at, of, rows and rows.name, rows and rows.digest))
+    return found
+
+
 def _place(source: SourceRecord) -> tuple[str, dict[str, object]]:
     """Type and location of a source, as MLflow's own classes write them."""
     for prefix, kind in ((QUICKSTART, "quickstart"), (PYTHON, "code"), (WHEEL, "wheel")):
@@ -205,11 +236,15 @@ class Reports:
 
     Args:
         logged: metric -> the last step that is recorded: a resumed stage reports its last steps again.
+
+    Attributes:
+        latest: metric -> what was last reported.
     """
 
     def __init__(self, path: Path, logged: Mapping[str, int] | None = None) -> None:
         self._file = ReportFile(path)
         self.logged = dict(logged or {})
+        self.latest: dict[str, Metric] = {}
 
     @property
     def last_step(self) -> int:
@@ -221,6 +256,7 @@ class Reports:
         for report in self._file.read():
             for name, value in report.metrics.items():
                 metric = Metric(accepted(name), float(value), int(report.time * 1000), report.step)
+                self.latest[metric.key] = metric
                 if metric.step > self.logged.get(metric.key, -1):
                     self.logged[metric.key] = metric.step
                     found.append(metric)

@@ -20,6 +20,7 @@ from lineage.mlflow.entities import (
     input_tags,
     is_model,
     is_model_source,
+    metrics_of_models,
     model_name,
     model_tags,
     output_models,
@@ -132,8 +133,8 @@ class Mirror:
         run_id, experiment = str(run.info.run_id), str(run.info.experiment_id)
         metrics = reports.new()
         last = reports.last_step
-        final = {accepted(name): value for name, value in manifest.metrics.items()}
-        metrics += [Metric(name, value, end, last) for name, value in final.items() if name not in reports.logged]
+        final = [Metric(accepted(name), value, end, last) for name, value in manifest.metrics.items()]
+        metrics += [each for each in final if each.key not in reports.logged]
         labels, origins = self.labels(manifest), self._origins(manifest)
         tags = {Tag.DIGEST: manifest.output_digest, Tag.LABELS: json.dumps(labels), Tag.NOTE: origins}
         if manifest.provenance.resumed_at:
@@ -157,6 +158,9 @@ class Mirror:
             model_id = self._model(manifest.stage, experiment, run_id, produces(manifest), about)
             if model_id not in output_models(self.client.get_run(run_id)):
                 self.client.log_outputs(run_id, [LoggedModelOutput(model_id, last)])
+        data, models = self._inputs(manifest, experiment)
+        shown = (reports.latest.get(each.key, each) for each in final)  # as the run has them, to which they are added
+        self.client.log_batch(run_id, metrics=metrics_of_models(shown, model_id, models, data))
         tags = self.client.get_run(run_id).data.tags
         if Tag.CAUSE in tags:  # of the previous attempt
             self.client.delete_tag(run_id, Tag.CAUSE)
@@ -196,7 +200,8 @@ class Mirror:
         RunFile.change(entry.path, opened_here)
         params = [Param(*each) for each in parameters(start.recipe) if each[0] not in run.data.params]
         self.client.log_batch(run_id, params=params)
-        self._add_inputs(run_id, *self._inputs(start, str(run.info.experiment_id)))
+        data, models = self._inputs(start, str(run.info.experiment_id))
+        self._add_inputs(run_id, [*data.values()], [each for each in dict.fromkeys(models.values()) if each])
         histories = {name: self.client.get_metric_history(run_id, name) for name in run.data.metrics}
         logged = {name: max(each.step for each in history) for name, history in histories.items()}
         self._open[entry.path] = began, run, Reports(entry.metrics, logged)
@@ -296,18 +301,19 @@ class Mirror:
             lines.append(f"- {slot}: {_link(parent, self.recorded(parent)) if parent else record.artifact} {place}")
         return "\n".join(["Made from", "", *lines]) if lines else "Made from nothing"
 
-    def _inputs(self, start: Manifest, experiment: str) -> tuple[list[DatasetInput], list[str]]:
-        """Data and models that are known when a stage starts; a source's rows are counted only at its end."""
-        parents, data, models = self.parents(start), [], []
+    def _inputs(self, start: Manifest, experiment: str) -> tuple[dict[str, DatasetInput], dict[str, str | None]]:
+        """By slot, data and models that are known when a stage starts; a source's rows are counted only at its end."""
+        parents = self.parents(start)
+        data, models = dict[str, DatasetInput](), dict[str, str | None]()
         for slot, record in start.inputs.items():
             parent = parents.get(record.artifact)
             if parent and is_model(parent):
-                models.append(self.recorded(parent).model_id)
+                models[slot] = self.recorded(parent).model_id
             elif parent:
-                data.append(stage_data(slot, parent, self._entry(parent).output.absolute(), self.labels(parent)))
+                data[slot] = stage_data(slot, parent, self._entry(parent).output.absolute(), self.labels(parent))
             elif is_model_source(record):
-                models.append(self._source_model(record, experiment))
-        return data, [model for model in dict.fromkeys(models) if model]
+                models[slot] = self._source_model(record, experiment)
+        return data, models
 
     def _add_inputs(self, run_id: str, data: list[DatasetInput], models: list[str]) -> None:
         known = self.client.get_run(run_id).inputs

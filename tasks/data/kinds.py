@@ -35,6 +35,7 @@ TRAINED = "trained"  # CHOSEN_trained: a 1 for each token of an answer with loss
 _COMPLETION_TRAINED = f"completion_{TRAINED}"
 PLACES = "image_places"  # of tokens: which images of the rows a row has, where rows have any; TRL reads "images"
 UNTRAINED = "untrained"  # of conversations: JSON list of those of the assistant's turns that get no loss, from 0
+DOMAIN = "domain"  # a row's label, by which perplexities are reported
 TRAIN, HELD_OUT = "train.parquet", "held_out.parquet"  # the files of the splits
 RESTING = "resting.parquet"  # rows of earlier models that are not replayed this time
 LABEL_NAMES = {True: "desirable", False: "undesirable"}  # of single answers
@@ -323,13 +324,13 @@ _LABELLED = {"input_ids": Column.IDS, "labels": Column.IDS}
 _TOOLS = {"tools": Column.TEXT}  # JSON text
 
 TEXT = RowKind(
-    kind=Kind.TEXT, slot="rows", asked="text", tokens=_LABELLED, chat=False, joined=True,
+    kind=Kind.TEXT, slot="rows", asked="text", rare={DOMAIN: Column.TEXT}, tokens=_LABELLED, chat=False, joined=True,
     tokenize="texts", collator=_language_modeling, sample=_labelled_text,
 )  # fmt: skip
 
 CONVERSATIONS = RowKind(
-    kind=Kind.CONVERSATIONS, slot="rows", asked="messages", others=_TOOLS, rare={UNTRAINED: Column.TEXT},
-    tokens=_LABELLED,
+    kind=Kind.CONVERSATIONS, slot="rows", asked="messages", others=_TOOLS,
+    rare={UNTRAINED: Column.TEXT, DOMAIN: Column.TEXT}, tokens=_LABELLED,
     tokenize="conversations", collator=_language_modeling, sample=_labelled_text,
 )  # fmt: skip
 

@@ -10,7 +10,10 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, PipelineError
@@ -21,9 +24,11 @@ from tasks.evaluate.stubs import Stubs
 from tasks.gate import Gate
 from tasks.gate.bootstrap import Bootstrap
 from tasks.gate.rule import Evidence, Rule
+from tasks.model.fetch_model import PARTS_FILE
 from tasks.recipe import Input
 from tasks.train.evaluation import Evaluation
 from tasks.train.loop.evaluation import BASE, MODEL, Job, Request, Scores
+from tasks.train.loop.saved_state import divided_weights, read_tensors
 
 _EVALUATE: Callable[..., Evaluate] = Evaluate
 _NICENESS, _POLL_SECONDS = 10, 1.0
@@ -35,14 +40,15 @@ def score(job: Job, request: Request) -> Scores:
     draft = place.with_name(f"{place.name}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
-    model = Input(
-        name=f"step-{request.step}", kind=Kind.CHECKPOINT, fingerprint=request.digest, path=request.model,
-        source=Source(path=str(request.model), kind=Kind.CHECKPOINT), digest=request.digest,
-    )  # fmt: skip
-    policies = {BASE: job.base, MODEL: model if request.step else job.base}
     resources = Resources(cpus_per_worker=job.setting.cpus, gpus_per_worker=job.setting.gpus, micro_batch_size="auto")
     context = TrainContext(output_dir=draft, work_dir=draft, resources=resources, cache_dir=job.cache)
-    metrics = _EVALUATE(**job.options).run({**job.rows, "reference": job.base, **policies}, context)
+    with _whole(request.model) as path:
+        model = Input(
+            name=f"step-{request.step}", kind=Kind.CHECKPOINT, fingerprint=request.digest, path=path,
+            source=Source(path=str(path), kind=Kind.CHECKPOINT), digest=request.digest,
+        )  # fmt: skip
+        policies = {BASE: job.base, MODEL: model if request.step else job.base}
+        metrics = _EVALUATE(**job.options).run({**job.rows, "reference": job.base, **policies}, context)
     found = read_scores(draft)
     rules = {}
     if job.setting.gate:
@@ -64,6 +70,25 @@ def score(job: Job, request: Request) -> Scores:
         step=request.step, digest=request.digest, seconds=time.monotonic() - start, scores=of[MODEL], base=of[BASE],
         small_is_good=tuple(name for name, each in found.items() if each.lower_is_better), failed=failed, rules=rules,
     )  # fmt: skip
+
+
+@contextmanager
+def _whole(model: Path) -> Iterator[Path]:
+    """The directory of a model; where each of FSDP2's workers wrote a part of its weights, for a while one with all."""
+    from safetensors.torch import save_file
+
+    source = Path(json.loads((model / PARTS_FILE).read_text())["weights"])
+    weights = divided_weights(source)
+    if not weights:
+        yield model
+        return
+    with TemporaryDirectory(dir=model.parent) as folder:
+        read_tensors(source, weights)
+        save_file(weights, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+        weights.clear()
+        for path in (each for each in model.iterdir() if each.name != PARTS_FILE):
+            shutil.copyfile(path, Path(folder, path.name))
+        yield Path(folder)
 
 
 def _rules(setting: Evaluation) -> dict[str, Rule]:

@@ -25,6 +25,7 @@ from tasks.evaluate.measured import (
     AnswerForm,
     Measured,
     asked_of,
+    by_label,
     columns_of,
     function_scores,
     metric_scores,
@@ -35,7 +36,7 @@ from tasks.evaluate.measured import (
     win,
 )
 from tasks.evaluate.report import LOST, POLICY_METRICS, write_report
-from tasks.evaluate.row_scores import KL, REWARD, RowScores, write_scores
+from tasks.evaluate.row_scores import KL, REWARD, RowScores, is_perplexity, write_scores
 from tasks.evaluate.scoring import Batches, Cache, Loading, Scored, logps, rewards
 from tasks.evaluate.stubs import Stubs, stubs_of
 from tasks.model.vision import Vision, require_reads_images
@@ -180,6 +181,7 @@ class Evaluate(Method):
         """
         slots = {*slots, *(["answer_form"] if self.answer_form else [])}
         found = [name for name, needs in POLICY_METRICS.items() if slots.intersection(needs)]
+        found += [f"{name}/*" for name in found if is_perplexity(name)]  # by label
         own = [f"{each.label}/*" if each.is_benchmark else each.label for each in self.own_metrics]
         return (*found, *(f"{REWARD}{name}" for name in self.rewards or {}), *([KL] if self.kl_samples else []), *own)
 
@@ -281,7 +283,8 @@ class Evaluate(Method):
             questions=[question.prompt.messages for question in rows.questions],
             references=[question.reference for question in rows.questions],
             answered={name: [answer.text for answer in policy.answered] for name, policy in measured.items()},
-            own=[*dict.fromkeys([each.metric for each in (*of_own, *of_benchmarks.scores)])], failed=failed,
+            own=[*dict.fromkeys([each.metric for each in (*by_label(scores), *of_own, *of_benchmarks.scores)])],
+            failed=failed,
         )  # fmt: skip
         write_scores(
             ctx.output_dir, [*scores, *of_own, *of_benchmarks.scores],

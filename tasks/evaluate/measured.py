@@ -8,7 +8,7 @@ from typing import Literal
 
 from lineage.errors import DataError, PipelineError
 from tasks.evaluate.answers import Answer
-from tasks.evaluate.row_scores import REWARD, RowScores
+from tasks.evaluate.row_scores import REWARD, RowScores, is_perplexity
 from tasks.evaluate.rows import Question, Rows
 from tasks.evaluate.scoring import Scored
 from tasks.reward_functions import Scorer
@@ -289,7 +289,10 @@ def is_one_sentence(text: str) -> bool:
 
 
 def perplexities(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
-    """Perplexities of the documents and of the answers in the conversations, as far as there are rows."""
+    """Perplexities of the documents and of the answers in the conversations, as far as there are rows.
+
+    Where rows have labels, ``text_perplexity/LABEL`` too.
+    """
     text = {name: policy.text for name, policy in measured.items()}
     answers = {name: policy.answers for name, policy in measured.items()}
     scores = [
@@ -298,7 +301,33 @@ def perplexities(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores
             ("text_perplexity", rows.text, text), ("answer_perplexity", rows.answers, answers)
         )
     ]  # fmt: skip
-    return [each for each in scores if each.row_ids]
+    of_labels = (
+        of_label
+        for each, scored in zip(scores, (rows.text, rows.answers), strict=True)
+        for of_label in _by_label(each, scored)
+    )
+    return [each for each in (*scores, *of_labels) if each.row_ids]
+
+
+def by_label(scores: Sequence[RowScores]) -> list[RowScores]:
+    """The perplexities of labels among metrics."""
+    return [each for each in scores if is_perplexity(each.metric.partition("/")[0]) and "/" in each.metric]
+
+
+def _by_label(scores: RowScores, rows: Sequence[Scored]) -> list[RowScores]:
+    """A perplexity of the rows of each label."""
+    places: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        if row.domain is not None:
+            places.setdefault(row.domain, []).append(place)
+    return [
+        replace(
+            scores, metric=f"{scores.metric}/{label}", row_ids=[scores.row_ids[each] for each in at],
+            groups=[scores.groups[each] for each in at], weights=[scores.weights[each] for each in at],
+            scores={name: [values[each] for each in at] for name, values in scores.scores.items()},
+        )
+        for label, at in sorted(places.items())
+    ]  # fmt: skip
 
 
 def over_rows(metric: str, rows: Sequence[Scored | Question], scores: Mapping[str, Sequence[float]]) -> RowScores:

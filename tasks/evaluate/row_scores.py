@@ -72,16 +72,17 @@ class RowScores:
 
 def is_perplexity(metric: str) -> bool:
     """Whether a metric is the exponential of a mean, and its scores are log-probabilities."""
-    return metric.endswith("perplexity") and not metric.startswith(REWARD)
+    of_label = metric.startswith(("text_perplexity/", "answer_perplexity/"))  # whatever the label
+    return of_label or (metric.endswith("perplexity") and not metric.startswith(REWARD))
 
 
 def lower_is_better(metric: str) -> bool:
     """True for perplexities, losses, the share of unfinished answers, tokens per answer, and KL."""
-    endings = ("perplexity", "loss", "unfinished_share", "answer_tokens")
+    endings = ("loss", "unfinished_share", "answer_tokens")
     if metric.startswith(REWARD):
         known = BUILT_IN.get(metric.removeprefix(REWARD))
         return known is not None and known.small_is_good
-    return metric == KL or metric.endswith(endings)
+    return metric == KL or is_perplexity(metric) or metric.endswith(endings)
 
 
 def is_bounded(metric: str) -> bool:
@@ -89,7 +90,7 @@ def is_bounded(metric: str) -> bool:
     if metric.startswith(REWARD):  # a function of the user's may return any number
         known = BUILT_IN.get(metric.removeprefix(REWARD))
         return known is not None and known.bounded
-    return metric.endswith(("accuracy", "exact_match", "win_rate", "_share"))
+    return not is_perplexity(metric) and metric.endswith(("accuracy", "exact_match", "win_rate", "_share"))
 
 
 def write_scores(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.data.formats.turns import canonical
-from tasks.data.kinds import HELD_OUT, IGNORED, PLACES, TRAINED, TokenRow, columns_of, messages_of, tools_of
+from tasks.data.kinds import DOMAIN, HELD_OUT, IGNORED, PLACES, TRAINED, TokenRow, columns_of, messages_of, tools_of
 from tasks.data.tokens.encoding import Rendered, common_prefix, encode_rendered, encoder_of
 from tasks.data.tokens.rendering import Renderer
 from tasks.data.tokens.template import Thinking
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tasks.recipe import Input, Inputs
 
 Row = dict[str, object]
+_MAX_LABELS = 50
 Message = dict[str, str]  # as in a file of prepared rows
 
 
@@ -174,6 +175,8 @@ def draw(
         draw_rows(inputs[slot], num_rows, seed) if slot in inputs else []
         for slot in ("text", "conversations", "pairs", "unpaired")
     )
+    _require_labels("text", text)
+    _require_labels("conversations", conversations)
     asking = next((slot for slot in ("prompts", "pairs", "unpaired") if slot in inputs), "prompts")
     asked = draw_rows(inputs["prompts"], num_rows, seed) if "prompts" in inputs else pairs or unpaired
     prompts = distinct_prompts(asked, num_prompts)
@@ -247,7 +250,8 @@ def words_of_rows(
 
     def scored(row: Row, text: object) -> Scored:
         length = len(str(text).split()) + 1
-        return Scored(input_ids=range(length), mask=[1] * length, row_id=str(row["row_id"]), group=_content(row))
+        of_row = partial(Scored, row_id=str(row["row_id"]), group=_content(row), domain=_domain(row))
+        return of_row(input_ids=range(length), mask=[1] * length)
 
     pairs, unpaired = drawn("pairs", num_rows), drawn("unpaired", num_rows)
     questions = questions_of(drawn("conversations", num_questions))
@@ -363,8 +367,11 @@ def text_tokens(rows: Tokens) -> list[Scored]:
     """Each document with its end token; all tokens but the first count."""
     kept = [(row, each.columns["input_ids"]) for row, each in _kept(rows)]
     return [
-        Scored(input_ids=ids, mask=[1] * len(ids), row_id=str(row["row_id"]), group=_content(row)) for row, ids in kept
-    ]
+        Scored(
+            input_ids=ids, mask=[1] * len(ids), row_id=str(row["row_id"]), group=_content(row), domain=_domain(row)
+        )
+        for row, ids in kept
+    ]  # fmt: skip
 
 
 def answer_tokens(rows: Tokens) -> list[Scored]:
@@ -372,7 +379,7 @@ def answer_tokens(rows: Tokens) -> list[Scored]:
     return [
         Scored(
             input_ids=columns["input_ids"], mask=[int(label != IGNORED) for label in columns["labels"]],
-            row_id=str(row["row_id"]), group=_content(row), images=columns.get(PLACES, ()),
+            row_id=str(row["row_id"]), group=_content(row), images=columns.get(PLACES, ()), domain=_domain(row),
         )
         for row, each in _kept(rows)
         for columns in (each.columns, *each.more)
@@ -430,6 +437,21 @@ def questions_of(rows: Sequence[Row]) -> list[Question]:
 def _content(row: Row) -> str:
     """The name that a row shares with its duplicates, which are not independent of it."""
     return str(row["row_id"]).partition("-")[0]
+
+
+def _domain(row: Row) -> str | None:
+    """The label of a row, of those that have one."""
+    return None if row.get(DOMAIN) is None else str(row[DOMAIN])
+
+
+def _require_labels(slot: str, rows: Sequence[Row]) -> None:
+    found = {_domain(row) for row in rows}
+    if len(found) > _MAX_LABELS:
+        raise DataError(
+            f"the {len(rows)} held-out rows of {slot} have {len(found)} labels, such as {max(map(str, found))!r}, and "
+            f"a perplexity is reported for each; at most {_MAX_LABELS} are accepted; name another column in "
+            f"columns.{DOMAIN} of their source, or none"
+        )
 
 
 def distinct_prompts(rows: Sequence[Row], count: int) -> list[Prompt]:

@@ -132,6 +132,7 @@ class Scored:
         row_id: of the prepared row.
         group: rows of one group are not independent of each other.
         images: the places of its images.
+        domain: the label of the row; None: it has none.
     """
 
     input_ids: Sequence[int]
@@ -139,6 +140,7 @@ class Scored:
     row_id: str = ""
     group: str = ""
     images: Sequence[int] = ()
+    domain: str | None = None
 
     @staticmethod
     def answer(

@@ -152,7 +152,9 @@ def _built_in_metrics(
     found = []
     for each in policy_scores(rows, stubs, undecided, form):
         refused = [
-            name for name in _MUST_REFUSE.get(each.metric, ()) if name != SHUFFLED or texts[SHUFFLED] is not right
+            name
+            for name in _MUST_REFUSE.get(each.metric.partition("/")[0], ())  # after the / a label
+            if name != SHUFFLED or texts[SHUFFLED] is not right
         ]
         found.append(replace(each, scores={name: each.scores[name] for name in (RIGHT, *refused)}))
     return found

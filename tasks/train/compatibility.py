@@ -7,7 +7,7 @@ from it.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 
 from lineage.errors import ConfigError
@@ -128,13 +128,15 @@ def _leaves_a_worker_idle(case: Case) -> bool:
     return case.method.global_batch_size < num_minibatches * case.resources.num_workers
 
 
-def _ends_before_its_patience(case: Case) -> bool:
+def _ends_before_its_patience(setting: str) -> Callable[[Case], bool]:
     """Whether no measurement can end the training early; the one after the last step does not count."""
-    patience, every = case.get("method.validation.patience"), case.get("method.validation.every_steps")
-    steps = case.method.num_steps
-    if not (isinstance(patience, int) and isinstance(every, int) and steps):
-        return False
-    return patience > (steps - 1) // every
+
+    def ends(case: Case) -> bool:
+        patience, every = (case.get(f"method.{setting}.{name}") for name in ("patience", "every_steps"))
+        steps = case.method.num_steps
+        return isinstance(patience, int) and isinstance(every, int) and bool(steps) and patience > (steps - 1) // every
+
+    return ends
 
 
 def _too_much_decay(case: Case) -> bool:
@@ -439,20 +441,18 @@ RULES: tuple[Rule, ...] = (
         nearest={"method.schedule.adaptive": None},
         also={"method.schedule.adaptive.smoothing": 0.9, "method.schedule.name": "constant"},
     ),
-    Rule(
-        id="validation-patience",
-        when={
-            "method.validation.patience": _ends_before_its_patience, "method.validation.every_steps": shown,
-            "method.num_steps": shown,
-        },
-        reason="the training takes its last step before it has measured so often, so the patience never ends it",
-        nearest={"method.validation.patience": None},
-        also={"method.validation.patience": 2, "method.validation.every_steps": 2, "method.num_steps": 4},
-    ),
-    Rule(
-        id="evaluation-sharding", when={"method.evaluation.rows": SET, "resources.sharding": sharded},
-        reason="a checkpoint of divided weights is in parts, which the process that scores cannot load",
-        nearest={"method.evaluation": None}, also={"method.evaluation.every_steps": 2, **ZERO},
+    *(
+        Rule(
+            id=f"{each}-patience",
+            when={
+                f"method.{each}.patience": _ends_before_its_patience(each), f"method.{each}.every_steps": shown,
+                "method.num_steps": shown,
+            },
+            reason="the training takes its last step before it has measured so often, so the patience never ends it",
+            nearest={f"method.{each}.patience": None},
+            also={f"method.{each}.patience": 2, f"method.{each}.every_steps": 2, "method.num_steps": 4},
+        )
+        for each in ("validation", "evaluation")
     ),
     Rule(
         id="plateau-validation", when={"method.schedule.name": PLATEAU, "method.validation": None},

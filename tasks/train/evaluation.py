@@ -37,7 +37,7 @@ class Bound(Setting):
 class Evaluation(Setting):
     """Scores checkpoints in a process beside the training, and may choose among them.
 
-    What is scored is not identity; with ``pick`` other than last, all of it but ``cpus`` and ``gpus`` is.
+    What is scored is not identity; with ``patience`` or ``pick`` other than last, all but ``cpus`` and ``gpus`` is.
 
     Args:
         every_steps, every_epochs: between the checkpoints that are scored; one of the two is set. The start and the
@@ -48,6 +48,8 @@ class Evaluation(Setting):
         pick: which model is the output: of the last step, the best by ``metric``, or the best of those that pass
             ``gate``.
         metric: ranks them; None: the first of ``metrics``, else the first that the rows have.
+        patience: number of consecutive scores without a better ``metric`` after which training stops; the last of them
+            is the end, whatever was trained meanwhile. None: never.
         gate: name -> a bound that the output must keep.
         cpus, gpus: of the process that scores.
     """
@@ -59,6 +61,7 @@ class Evaluation(Setting):
     max_new_tokens: Annotated[int, Gt(0)] = 64
     pick: Literal["last", "best", "gate"] = "last"
     metric: str | None = None
+    patience: Annotated[int, Gt(0)] | None = None
     gate: Mapping[str, Bound] | None = None
     cpus: Annotated[int, Gt(0)] = 1
     gpus: Annotated[int, Ge(0), Le(1)] = 0
@@ -71,8 +74,10 @@ class Evaluation(Setting):
                 f"evaluation.pick={self.pick} with evaluation.gate={'set' if self.gate else 'null'}: a gate chooses "
                 "where pick=gate, and needs its bounds there; set both, or neither"
             )
-        if self.metric and self.pick == "last":
-            raise ConfigError(f"evaluation.metric={self.metric}: it ranks nothing with pick=last; set pick=best")
+        if self.metric and not self.decides:
+            raise ConfigError(
+                f"evaluation.metric={self.metric}: it ranks nothing with pick=last; set pick=best, or patience"
+            )
         for name, bound in (self.gate or {}).items():
             if sum(getattr(bound, each) is not None for each in _BOUNDS) != 1:
                 raise ConfigError(f"evaluation.gate.{name}: exactly one of {', '.join(_BOUNDS)} is accepted; set one")
@@ -81,9 +86,14 @@ class Evaluation(Setting):
     def own_metrics(self) -> tuple[Metric, ...]:
         return metrics_of(self.metrics)
 
+    @property
+    def decides(self) -> bool:
+        """Whether scores may change the output."""
+        return self.pick != "last" or self.patience is not None
+
     def identity(self) -> dict[str, object] | None:
         """What may change the output; None: nothing."""
-        if self.pick == "last":
+        if not self.decides:
             return None
         found = {key: value for key, value in set_fields(self).items() if key not in ("cpus", "gpus")}
         return found | ({"metrics": {each.label: each.identity() for each in self.own_metrics}} if self.metrics else {})

@@ -846,7 +846,9 @@ def fit(
             with deterministic_kernels(ctx.resources.is_deterministic), fast, collecting as collect:
                 _take_steps(trainer, ctx, watching, checkpointing, collect)
             saver.finish()
-            if checkpointing.stopped_at is not None and not (validation and validation.ended_at):
+            if checkpointing.stopped_at is not None and not any(
+                each.ended_at for each in (validation, scoring) if each
+            ):
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
             saver.settle()
@@ -858,13 +860,14 @@ def fit(
     num_steps, notes = trainer.state.global_step, dict[str, float]()
     seconds = before + time.perf_counter() - start
     notes |= scoring.finish() if scoring else {}
+    num_steps = (scoring and scoring.ended_at) or num_steps
     if best and (method.output == "best" or divergence.step is not None):
         notes["best_step"] = float(best.end_at_best())
     notes |= rate.metrics if rate else {}
     ended = {"ended_early_at_step": validation and validation.ended_at, "diverged_at_step": divergence.step}
     notes |= {name: float(at) for name, at in ended.items() if at is not None}
-    step = int(notes.get("best_step", num_steps))
-    metrics = summary(trainer.state.log_history, seconds, speed, num_steps=num_steps, output_step=step)
+    step, log = int(notes.get("best_step", num_steps)), [x for x in trainer.state.log_history if x["step"] <= num_steps]
+    metrics = summary(log, seconds, speed, num_steps=num_steps, output_step=step)
     held_out_loss = {VAL_LOSS: metrics[HELD_OUT_LOSS]} if method.validation and HELD_OUT_LOSS in metrics else {}
     return {**metrics, **notes, **held_out_loss}
 

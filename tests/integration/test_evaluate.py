@@ -24,9 +24,10 @@ from tasks.evaluate.measured import AnswerForm, is_one_sentence
 from tasks.evaluate.row_scores import WEIGHTS_FILE, read_policies, read_scores
 from tasks.evaluate.stubs import Stubs
 from tasks.method import Input
+from tasks.prepare_data import PrepareText
 from tasks.reward_functions import RewardFunction, Rewards
 from tasks.reward_functions.metric import Metric
-from tests.prepared import named
+from tests.prepared import named, prepare, side
 from tests.tiny import (
     conversation_rows,
     preference_rows,
@@ -257,7 +258,8 @@ def test_the_report_holds_metrics_answers_and_a_table_and_progress_is_told_by_po
 def test_the_scores_of_the_rows_make_up_the_metrics(tmp_path: Path, inputs: dict[str, Input]) -> None:
     metrics = evaluate(tmp_path, inputs, replace(SMALL, answer_form="one_sentence"))
     scores = read_scores(tmp_path)
-    assert set(scores) == {*replace(SMALL, answer_form="one_sentence").policy_metrics(inputs), "accuracy"}
+    named_before = replace(SMALL, answer_form="one_sentence").policy_metrics(inputs)
+    assert set(scores) == {*(each for each in named_before if not each.endswith("/*")), "accuracy"}
     made = {name: value for each in scores.values() for name, value in each.metrics().items()}
     counts = ("rows_dropped", "rows_cut", "prompts_cut", "max_length")
     notes = ("reward_model/accuracy/", "weights/")
@@ -269,6 +271,33 @@ def test_the_scores_of_the_rows_make_up_the_metrics(tmp_path: Path, inputs: dict
     prompts = [str(row["prompt"]) for row in held_out(inputs, "pairs")]
     assert len(set(scores["logp_accuracy"].groups)) == len(set(prompts))
     assert sum(scores["text_perplexity"].weights) > len(scores["text_perplexity"].weights)
+
+
+def test_perplexities_of_labels_are_those_of_their_rows(tmp_path: Path, inputs: dict[str, Input]) -> None:
+    labels = ("law", 7, "ends in accuracy")
+    rows = [{"text": row["text"], "meta": {"topic": labels[i % 3]}} for i, row in enumerate(text_rows(24))]
+    rows += [{"text": "It has no label.", "meta": {}}]
+    prepare(tmp_path, PrepareText(held_out=0.8), rows, columns={"domain": "meta.topic"})
+    folder = tmp_path / "report"
+    few = {
+        **{slot: inputs[slot] for slot in ("reference", "sft")},
+        "text": replace(inputs["text"], path=tmp_path / "out"),
+    }
+    metrics, held = evaluate(folder, few, replace(SMALL, num_rows=25)), side(tmp_path, "held_out")
+    scores = read_scores(folder)
+    found = {each.partition("/")[2]: scores[each] for each in scores if each.startswith("text_perplexity/")}
+    assert set(found) == set(map(str, labels))
+    for label, each in found.items():
+        assert sorted(each.row_ids) == sorted(str(row["row_id"]) for row in held if row["domain"] == label)
+        assert each.lower_is_better and not each.is_bounded
+        assert f"| text_perplexity/{label} " in (folder / "table.md").read_text()
+        logs = -sum(each.scores["sft"]) / sum(each.weights)
+        assert metrics[f"sft/text_perplexity/{label}"] == pytest.approx(math.exp(logs))
+    whole = dict(zip(scores["text_perplexity"].row_ids, scores["text_perplexity"].scores["sft"], strict=True))
+    parts = {row: score for each in found.values() for row, score in zip(each.row_ids, each.scores["sft"], strict=True)}
+    assert parts.items() < whole.items()
+    stubs = Stubs.read(folder)
+    assert stubs and set(stubs.scores) >= {f"text_perplexity/{label}" for label in found}
 
 
 @pytest.mark.parametrize("wrong", ["path", "files"])

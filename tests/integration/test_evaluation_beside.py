@@ -15,8 +15,9 @@ from tasks.evaluate import beside
 from tasks.gate import Gate
 from tasks.method import Adapter
 from tasks.reward_functions.metric import Metric
-from tasks.train.best import Best
+from tasks.train.best import Best, Validation
 from tasks.train.evaluation import Bound, Evaluation
+from tasks.train.loop import evaluation
 from tasks.train.loop.evaluation import Request, Scores, Scoring
 from tests import training
 from tests.stage_folder import StageFolder
@@ -137,6 +138,36 @@ def test_an_evaluation_that_dies_leaves_the_training_untouched(root: Path, tmp_p
         StageFolder(tmp_path / "none", root)(replace(stage, evaluation=replace(EVERY, metrics=(dies,), pick="best")))
 
 
+def test_patience_ends_a_training_at_a_score_whatever_was_trained_until_it_was_known(
+    root: Path, tmp_path: Path
+) -> None:
+    equal = own(tmp_path / "equal.py", "return [1.0] * len(completions)")
+    stage = training.method("sft", **{**STEADY, "num_steps": 9})
+    scored = replace(stage, evaluation=replace(EVERY, metrics=(equal,), patience=1))
+    four, late = StageFolder(tmp_path / "four", root), StageFolder(tmp_path / "late", root)
+    plain = four(replace(stage, num_steps=4))
+    broken = StageFolder(tmp_path / "broken", root)
+    with pytest.raises(StoppedError):
+        broken(scored, should_stop=lambda: len(broken.reports) == 2)
+    ended = {"broken": broken(scored, resume=3), "late": late(replace(scored, num_steps=5))}
+    assert [step for step, _ in broken.reports] == [1, 2, 3, 4, 5]  # the score of step 4 is known in step 5
+    for folder, metrics in ((broken, ended["broken"]), (late, ended["late"])):
+        assert metrics["ended_early_at_step"] == metrics["steps"] == 4.0 and "best_step" not in metrics
+        assert all(metrics[name] == plain[name] for name in ("loss", "num_tokens", "epochs"))
+        assert metrics["evaluation/score"] == 1.0 and same(weights(folder.output), weights(four.output))
+
+
+def test_the_last_model_is_scored_where_the_held_out_loss_ends_the_training(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "held_out_loss", lambda trainer, *given: trainer.state.global_step)
+    validation = Validation(every_steps=1, patience=2)
+    ran = StageFolder(tmp_path / "ran", root)
+    metrics = ran(training.method("sft", **STEADY, validation=validation, evaluation=EVERY))
+    assert metrics["ended_early_at_step"] == 3.0 and set(recorded(ran)) == {0, 2, 3}
+    assert metrics["evaluation/answer_perplexity"] == recorded(ran)[3]["scores"]["answer_perplexity"]  # type: ignore[index]
+
+
 def test_a_resumed_training_scores_what_is_not_scored_and_picks_the_same(root: Path, tmp_path: Path) -> None:
     equal = own(tmp_path / "equal.py", "return [1.0] * len(completions)")
     stage = training.method("sft", **STEADY, evaluation=replace(EVERY, metrics=(equal,), pick="best"))
@@ -166,7 +197,8 @@ def test_what_is_scored_is_no_identity_and_what_is_picked_is() -> None:
     best = replace(EVERY, metrics=("f1",), pick="best")
     changes: list[dict[str, object]] = [
         {}, {"rows": 9}, {"metrics": ("f1", "exact")}, {"metric": "exact_match"}, {"every_steps": 3},
-        {"max_new_tokens": 9}, {"pick": "gate", "gate": {"a": Bound(metric="f1", at_least=0.5)}},
+        {"max_new_tokens": 9}, {"pick": "last", "patience": 2},
+        {"pick": "gate", "gate": {"a": Bound(metric="f1", at_least=0.5)}},
     ]  # fmt: skip
     recipes = [json.dumps(replace(stage, evaluation=replace(best, **change)).recipe()) for change in changes]
     assert len({*recipes, json.dumps(stage.recipe())}) == len(changes) + 1
@@ -180,6 +212,11 @@ def test_what_is_scored_is_no_identity_and_what_is_picked_is() -> None:
         (
             "sft",
             {"evaluation": Evaluation(every_steps=1, pick="best"), "best": Best(every_steps=1)},
+            "both choose the model",
+        ),
+        (
+            "sft",
+            {"evaluation": Evaluation(every_steps=1, patience=2), "best": Best(every_steps=1)},
             "both choose the model",
         ),
         ("reward", {"evaluation": EVERY}, "trains a reward model"),

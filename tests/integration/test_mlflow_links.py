@@ -72,6 +72,40 @@ def test_reports_read_models_and_make_none(uri, client, store):
     assert (names, run.outputs.model_outputs) == ({"cpt", "dpo"}, [])
 
 
+def test_metrics_of_models_belong_to_the_data_that_they_were_measured_on(uri, client, store):
+    metrics = {"loss": 0.4, "evaluation/f1": 0.5, "evaluation/base/f1": 0.2}
+    made = store.chain(metrics=metrics)
+    _, of_dpo = record(uri, store, made["dpo"], [made["cpt"], made["pairs"]])
+    policies = {"cpt": made["cpt"], "dpo": made["dpo"], "text": made["corpus"]}
+    measured = {"dpo/text_perplexity": 3.0, "cpt/text_perplexity": 4.0, "dpo/lm_eval/arc/acc": 0.3, "max_length": 9.0}
+    report = store.stage("evaluate", policies, metrics=measured, recipe={"seed": 1})
+    _, of_report = record(uri, store, report, [*policies.values()])
+
+    def of(run_id):
+        run = client.get_run(run_id)
+        ids = [each.model_id for each in (*run.inputs.model_inputs, *run.outputs.model_outputs)]
+        models = [client.get_logged_model(each) for each in ids]
+        assert run.data.metrics == {"loss": 0.4, **metrics} if run_id == of_dpo.stage else measured
+        return {
+            (model.name, each.key, each.value, each.dataset_name, each.dataset_digest)
+            for model in models for each in model.metrics or [] if each.run_id == run_id
+        }  # fmt: skip
+
+    pairs, corpus = made["pairs"].output_digest[:36], made["corpus"].output_digest[:36]
+    assert of(of_dpo.stage) == {
+        ("dpo", "loss", 0.4, "pairs", pairs), ("dpo", "evaluation/f1", 0.5, "pairs", pairs),
+        ("cpt", "evaluation/base/f1", 0.2, "pairs", pairs),
+    }  # fmt: skip
+    assert of(of_report.stage) == {
+        ("dpo", "dpo/text_perplexity", 3.0, "corpus", corpus), ("cpt", "cpt/text_perplexity", 4.0, "corpus", corpus),
+        ("dpo", "dpo/lm_eval/arc/acc", 0.3, None, None),
+    }  # fmt: skip
+    experiment = client.get_run(of_report.stage).info.experiment_id
+    on = [{"dataset_name": "corpus", "dataset_digest": corpus}]
+    better = client.search_logged_models([experiment], "metrics.`dpo/text_perplexity` < 3.5", datasets=on)
+    assert [each.name for each in better] == ["dpo"]
+
+
 def test_the_same_bytes_are_registered_once_and_others_again(uri, client, store):
     manifest = store.stage("base", {})
     for each in (manifest, manifest, replace(manifest, output_digest="f" * 64)):

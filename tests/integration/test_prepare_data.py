@@ -79,6 +79,23 @@ def test_a_count_holds_out_as_many_rows_and_leaves_as_many_between_the_sides(tmp
     assert prepare(tmp_path, PrepareText(held_out=25), grouped, "grouped")["held_out_rows"] == 30  # whole groups
 
 
+def test_labels_are_kept_beside_a_row_and_are_no_part_of_it(tmp_path: Path) -> None:
+    rows = [{**row, "topic": topic} for row, topic in zip(numbered(4), ("law", 7, None, ""), strict=True)]
+    prepare(tmp_path, METHOD, rows)
+    prepare(tmp_path, METHOD, rows, "labelled", columns={"domain": "topic"})
+    plain, labelled = ([row for name in SIDES for row in side(tmp_path, name, out)] for out in ("out", "labelled"))
+    unread = [of_rows(tmp_path, out)["ignored_columns"] for out in ("out", "labelled")]
+    assert unread == [{"topic": 4}, {}]
+    found = {row["text"]: row.pop("domain") for row in labelled}
+    assert labelled == plain and found == dict(
+        zip((row["text"] for row in rows), ("law", "7", None, None), strict=True)
+    )
+    with pytest.raises(DataError, match=r"rows.jsonl:1: domain is an object.*; accepted: a text of at most 100"):
+        prepare(tmp_path, METHOD, [{"text": "a", "topic": {"a": 1}}], columns={"domain": "topic"})
+    with pytest.raises(DataError, match=r"columns.domain=topic: a perplexity is .*; rows of text or conversations are"):
+        prepare(tmp_path, PreparePreferences(), [{**PAIR, "topic": "law"}], columns={"domain": "topic"})
+
+
 def group_of(row: dict[str, object]) -> object:
     """Of the rows below: every twentieth has the same prompt, or the same group."""
     if "text" in row:

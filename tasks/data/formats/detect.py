@@ -46,7 +46,7 @@ from tasks.data.formats.turns import (
     without_marks,
 )
 from tasks.data.images import COLUMNS, WITH_IMAGES
-from tasks.data.kinds import RESERVED_COLUMNS
+from tasks.data.kinds import DOMAIN, RESERVED_COLUMNS, ROW_KINDS
 
 REST = "*"  # in a mapping: all other columns
 _COMPLETION = ("completion", "response")
@@ -591,8 +591,8 @@ BY_NAME = {each.name: each for each in FORMATS}
 
 WITHOUT_LOSS = "without loss by a column of theirs"  # reason why rows that are not bad are left out
 _MEDIA = frozenset({*COLUMNS, "videos", "video", "audios", "audio"})
-# Columns that formats read, and the column that groups rows for the split.
-_KNOWN_NAMES = frozenset({"group", *(name for each in FORMATS for name in each.mapping if name != REST)})
+# Columns that formats read, the column that groups rows for the split, and that of labels.
+_KNOWN_NAMES = frozenset({"group", DOMAIN, *(name for each in FORMATS for name in each.mapping if name != REST)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -645,16 +645,22 @@ class Detected:
         )
 
     def read_columns(self, fields: Fields) -> set[str]:
-        """The columns of a row that are read; others are ignored."""
+        """The columns of a row that are read, by the format or as its group or label; others are ignored."""
         if REST in self.format.mapping:
             return set(fields)
         return (fields.keys() & self._read) | {*_named(tuple(fields), _WEIGHTS | _SWITCHES)}
+
+    @property
+    def domain(self) -> str | None:
+        """The column of labels, which a source names where its rows keep them."""
+        return self.columns.get(DOMAIN) if DOMAIN in ROW_KINDS[self.format.kind].rare else None
 
     @cached_property
     def _read(self) -> frozenset[str]:
         kept = self.format.mapping.keys() - set(self.columns.values())
         theirs = {theirs for ours, theirs in self.columns.items() if ours in self.format.mapping}
         images = COLUMNS if self.format.kind in WITH_IMAGES else ()
+        theirs |= {self.columns.get("group", "group"), *([self.domain] if self.domain else [])}
         return frozenset(kept | theirs | {each.partition(".")[0] for each in theirs} | {*images})
 
     def convert(self, fields: Fields) -> CanonicalRow:
@@ -737,6 +743,12 @@ def detect(
     if not fitting:
         raise DataError(f"{place}: {_misfit(fits, rows, present, place)}")
     best = fitting[0]
+    rare = ROW_KINDS[best.format.kind].rare if best.format.kind in ROW_KINDS else ()
+    if DOMAIN in (columns or {}) and not {REST, DOMAIN} & {*best.format.mapping, *rare}:
+        raise DataError(
+            f"{place}: columns.{DOMAIN}={(columns or {})[DOMAIN]}: a perplexity is reported for each label, and of "
+            f"{best.format.kind} none is measured; rows of text or conversations are accepted; remove it"
+        )
     return Detected(
         name=best.format.name, columns=columns or {}, configured=configured is not None,
         seen=best.columns | (best.format.mapping.keys() & present),

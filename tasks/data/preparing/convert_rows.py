@@ -19,18 +19,20 @@ from duckdb import DuckDBPyConnection
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.data.formats.detect import WITHOUT_LOSS, Detected, detect, with_prompt, with_system
+from tasks.data.formats.proposals import with_inner
 from tasks.data.formats.trees import Into, is_tree, rows_of_trees
 from tasks.data.formats.turns import (
     BadRowError,
     CanonicalRow,
     Fields,
     canonical,
+    named,
     optional_name,
     tool_nulls,
     without_tool_nulls,
 )
 from tasks.data.images import WITH_IMAGES, ImageFiles, require_none_in_answers, with_images
-from tasks.data.kinds import HELD_OUT, ROW_KINDS, TRAIN, ordered_map, texts_of
+from tasks.data.kinds import DOMAIN, HELD_OUT, ROW_KINDS, TRAIN, ordered_map, texts_of
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.repeats import BANDS, band_hashes
 from tasks.data.preparing.report import REJECTS, DataReport, Remark, SourceReport
@@ -39,6 +41,7 @@ from tasks.data.reading.read import read_chunks
 
 GROUP = "group"
 SAMPLE = 1000  # rows for the detection of the format
+_MAX_DOMAIN = 100  # characters of a label
 _MAX_RAW = 2000  # characters of a bad row in the file of rejects
 KEYS = pa.schema([
     ("place", pa.int64()), ("content", pa.uint64()), ("share", pa.uint64()), ("bytes", pa.int64()),
@@ -121,7 +124,8 @@ class ConvertRows:
         rows: list[CanonicalRow] = []
         named: list[tuple[int, int, int]] = []  # place, content and share of each
         shapes: Counter[tuple[str, ...]] = Counter()
-        group_column = self.detected.columns.get(GROUP, GROUP) if self.detected else GROUP
+        columns = self.detected.columns if self.detected else {}
+        group_column, label = columns.get(GROUP, GROUP), self.detected.domain if self.detected else None
         for place, entry in enumerate(chunk.rows()):
             found.count += 1
             if isinstance(entry, Broken):
@@ -140,6 +144,7 @@ class ConvertRows:
                     assert isinstance(cleaned, dict)
                     row = self.detected.convert(cleaned)
                 require_none_in_answers(row, ROW_KINDS[self.kind].answers if self.images else ())
+                domain = domain_of(with_inner(fields, columns).get(label)) if label else None
             except BadRowError as error:
                 found.rejects.append((place, _reject(entry, error)))
                 continue
@@ -151,9 +156,11 @@ class ConvertRows:
             named.append((place, content_hash(canonical(row)), share))
             for words in (*remarks(row), *([WITHOUT_NULLS] if nulls else [])):
                 found.remarks.setdefault(words, Remark()).add(1, [entry.where])
+            if domain:  # no part of its content
+                row[DOMAIN] = domain
         for names, count in shapes.items():
             assert self.detected
-            read = {*self.detected.read_columns(dict.fromkeys(names)), group_column}
+            read = self.detected.read_columns(dict.fromkeys(names))
             found.ignored.update({name: count for name in names if name not in read})
         if rows:
             kind = ROW_KINDS[self.kind]
@@ -185,6 +192,19 @@ class ConvertRows:
 def _has_tools(row: CanonicalRow) -> bool:
     turns = [turn for value in row.values() if isinstance(value, list) for turn in value]
     return "tools" in row or any("tool_calls" in turn for turn in turns)
+
+
+def domain_of(value: object) -> str | None:
+    """The label of a row: a short text, a whole number, or true and false.
+
+    Raises:
+        BadRowError: it is none of these.
+    """
+    if value is None or (isinstance(value, str | int) and len(str(value)) <= _MAX_DOMAIN):
+        return str(value).strip() or None if value is not None else None
+    raise BadRowError(
+        f"{DOMAIN} is {named(value)}", "not a label", f"a text of at most {_MAX_DOMAIN} characters, a number or null"
+    )
 
 
 def _keys(batch: pa.RecordBatch, named: Sequence[tuple[int, int, int]]) -> pa.RecordBatch:

@@ -491,6 +491,9 @@ class Scoring(TrainerCallback):
     """Has checkpoints scored by a process beside the training (``tasks.evaluate.beside``), and picks the output.
 
     Checkpoints that wait for it are kept. Rank 0 starts it; the training waits for it after its last step alone.
+
+    Attributes:
+        ended_at: the step whose score ended the training by ``patience``; None: none did.
     """
 
     def __init__(
@@ -507,6 +510,7 @@ class Scoring(TrainerCallback):
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._is_over = False
+        self.ended_at: int | None = None
         checkpointing.saver.scoring = self
 
     def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
@@ -536,14 +540,39 @@ class Scoring(TrainerCallback):
                 self.committed(each)
 
     def on_log(self, args: "Args", state: "State", control: "Control", logs: "Logs", **kwargs: object) -> None:
-        if "loss" in logs and not has_diverged(logs) and self._is_due(state.global_step):
-            control.should_save = True
-        fatal = next((each.error for each in self.known.values() if each.is_fatal), "")
+        fatal = next((each.error for each in self._in_order() if each.is_fatal), "")
         if fatal:
             raise ConfigError(f"evaluation: {fatal}")
+        if "loss" not in logs or has_diverged(logs):
+            return
+        if state.global_step < state.max_steps and self._has_ended():
+            state.max_steps = state.global_step  # as in ``Validating``
+            control.should_training_stop, control.should_save = True, False
+        elif self._is_due(state.global_step):
+            control.should_save = True
+
+    def _has_ended(self) -> bool:
+        """Whether ``patience`` ends the training, by the scores so far; on all workers."""
+        if self.setting.patience:
+            self.ended_at = int(agreed(float(self._ends_at() or 0), self.trainer.args)) or None
+        return self.ended_at is not None
+
+    def _ends_at(self) -> int | None:
+        """The step whose score exhausts the patience, which does not depend on when it is known."""
+        patience = Patience()
+        for each in self._in_order():
+            if each.step and self._value(each) is not None and each.step != self.trainer.args.max_steps:
+                patience.add(-self._worth(each))
+                if self.setting.patience and patience.waited >= self.setting.patience:
+                    return each.step
+        return None
+
+    def _in_order(self) -> "list[Scores]":
+        """What is known now, by step; the thread adds to it."""
+        return sorted(list(self.known.values()), key=lambda each: each.step)
 
     def _is_due(self, step: int) -> bool:
-        is_last = step == self.trainer.args.max_steps
+        is_last = step in (self.trainer.args.max_steps, self.trainer.state.max_steps)  # the second where it ends early
         return is_last or self.setting.is_due(step, self.num_rows, self.method.rows_per_step)
 
     def committed(self, step: int) -> None:
@@ -554,15 +583,16 @@ class Scoring(TrainerCallback):
 
     @property
     def reads(self) -> set[int]:
-        """Steps whose checkpoints must stay: those that wait, and the one that would be picked now."""
-        best = None if self.setting.pick == "last" else self._best()
-        return self._waiting | ({best} if best else set())
+        """Steps whose checkpoints must stay: those that wait, and the one that would be the output now."""
+        kept = self._ends_at() if self.setting.pick == "last" else self._best()
+        return self._waiting | ({kept} if kept else set())
 
     def finish(self) -> dict[str, float]:
         """Waits for the last score, and loads the model that is picked; on all workers.
 
         Returns:
-            ``evaluation/METRIC`` of the output and ``evaluation/base/METRIC``, and ``best_step`` where one is picked.
+            ``evaluation/METRIC`` of the output and ``evaluation/base/METRIC``, and ``best_step`` where one is picked;
+            ``ended_early_at_step`` where ``patience`` ended it.
 
         Raises:
             PipelineError: no model was scored, or none passes the gate.
@@ -575,12 +605,17 @@ class Scoring(TrainerCallback):
             if self._thread:
                 self._thread.join(_JOIN_SECONDS)
         self.end()
-        picked = step if self.setting.pick == "last" else int(agreed(float(self._best() or 0), self.trainer.args))
+        if self._has_ended():
+            logger.info("state=ended early step=%s of=%d (evaluation.patience)", self.ended_at, step)
+        picked = self.ended_at or step
+        if self.setting.pick != "last":
+            picked = int(agreed(float(self._best() or 0), self.trainer.args))
         if not picked:
             raise PipelineError(f"evaluation.pick={self.setting.pick}: {self._why_none()}")
         if picked != step:
             self.checkpointing.load_model(self.store.path(picked))
         notes = {"best_step": float(picked)} if self.setting.pick != "last" else {}
+        notes |= {"ended_early_at_step": float(self.ended_at)} if self.ended_at else {}
         found = self.known.get(picked)
         if self.ctx.rank or not found:
             return notes
@@ -599,7 +634,9 @@ class Scoring(TrainerCallback):
 
     def _best(self) -> int | None:
         """The step that ranks first, of equal ones the earlier; None: none was scored, or passes the gate."""
-        scored = [each for each in self.known.values() if each.step and self._value(each) is not None and each.passes]
+        end = self._ends_at() or math.inf
+        scored = [each for each in self._in_order() if 0 < each.step <= end and each.passes]
+        scored = [each for each in scored if self._value(each) is not None]
         ranked = sorted(scored, key=lambda each: (-self._worth(each), each.step))
         return ranked[0].step if ranked else None
 

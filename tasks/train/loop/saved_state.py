@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict, cast, runtime_checkable
 import numpy as np
 import psutil
 import torch
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from lineage.checkpoints import Checkpoint
@@ -35,6 +36,7 @@ _CONTAINER = Path("/sys/fs/cgroup")
 
 # --- the state of a training, divided into tensors and the rest
 
+_PARTS = "DCP_SHARDING_INFO"  # of a file of parts: where each begins
 _PLACE, _OWN_PLACE = "__tensor__", "__own_tensor__"
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -174,6 +176,21 @@ def read_tensors(folder: Path, wanted: "Mapping[str, Tensor]") -> None:
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         load(dict(wanted), storage_reader=HuggingFaceStorageReader(str(folder)), planner=planner, no_dist=True)
+
+
+def divided_weights(folder: Path, name: str = "model") -> "dict[str, Tensor]":
+    """Tensors without values, as large as those of which each file of a checkpoint has a part; empty: none has."""
+    sizes, dtypes = dict[str, list[int]](), {text: dtype for dtype, text in _DTYPES.items()}
+    found = dict[str, torch.dtype]()
+    for path in folder.glob(f"{name}-*-of-*.safetensors"):
+        with safe_open(path, "pt") as file:
+            offsets = json.loads((file.metadata() or {}).get(_PARTS, "{}"))
+            for key, each in offsets.items():
+                part = file.get_slice(key)
+                ends = map(sum, zip(each["saved_offsets"], part.get_shape(), strict=True))
+                sizes[key] = [*map(max, ends, sizes.get(key, [0] * len(part.get_shape())))]
+                found[key] = dtypes[part.get_dtype()]
+    return {key: torch.empty(size, dtype=found[key]) for key, size in sizes.items()}
 
 
 def read_state(folder: Path, rank: int, parameters: "Mapping[str, Tensor] | None" = None) -> dict[str, object]:
@@ -422,7 +439,7 @@ def write_tensors(path: Path, chunks: Mapping[str, Chunk], *, is_part: bool) -> 
     # The widest first, so that each begins at a multiple of its width.
     ordered = sorted(chunks.items(), key=lambda each: -each[1].tensor.element_size())
     offsets = {key: {"saved_offsets": list(each.offsets)} for key, each in ordered}
-    about = {"format": "pt", **({"DCP_SHARDING_INFO": json.dumps(offsets)} if is_part else {})}
+    about = {"format": "pt", **({_PARTS: json.dumps(offsets)} if is_part else {})}
     header: dict[str, object] = {"__metadata__": about}
     end = 0
     for key, each in ordered:

@@ -1,6 +1,7 @@
 """TensorBoard, Weights & Biases and trackio: each gets a run per stage, which a resumed stage continues."""
 
 import contextlib
+import importlib.util
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.declare.operation import Tracking
+from flows.planning.plan import make_plan
 from flows.progress.trackers import OPENERS, StageTracker
 from flows.progress.tracking import make_tracker
 from lineage.errors import ConfigError, PipelineError
@@ -205,6 +207,17 @@ def test_weights_and_biases_without_a_key_is_refused_before_anything_runs(monkey
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             assert make_tracker(tracking)
+
+
+def test_the_plan_names_a_tracker_that_cannot_record(monkeypatch):
+    real = importlib.util.find_spec
+    for found, why in ((None, "pip install 'posttrain.wandb.'"), (real("json"), "set WANDB_API_KEY")):
+        monkeypatch.setattr(
+            "importlib.util.find_spec",
+            lambda name, *rest, found=found: found if name == "wandb" else real(name, *rest),
+        )
+        with pytest.raises(ConfigError, match=f"tracking.wandb=true: .*{why}"):
+            make_plan(load_pipeline(["pipeline=cpt", "tracking=[none,wandb]"]))
 
 
 def test_a_tracker_that_is_not_installed_is_refused_before_anything_runs(monkeypatch):

@@ -128,6 +128,8 @@ def test_an_objective_is_either_a_metric_or_a_function(stated):
         ("dpo/rewards/margins", None),
         ("cpt/held_out_loss", r"cpt does not measure it; set validation.every_steps; it measures"),
         ("cpt/learning_rate", "cpt does not measure it"),
+        ("sft/evaluation/f1", None),
+        ("cpt/evaluation/f1", "cpt does not measure it; set evaluation.every_steps"),
     ],
 )
 def test_a_metric_that_a_stage_will_not_measure_is_refused_by_the_plan(metric, why):
@@ -136,6 +138,7 @@ def test_a_metric_that_a_stage_will_not_measure_is_refused_by_the_plan(metric, w
     words += ["stages.merge.inputs={policy: sft, other: dpo}", "+stage@stages.gate.method=gate"]
     words += ["stages.gate.inputs={report: evaluate, candidate: dpo}"]
     words += ["stages.gate.method.rules.good={metric: text_perplexity, at_most: 9}"]
+    words += ["+stages.sft.evaluation={every_steps: 5, metrics: [f1]}"]
     if why is None:
         assert read_sweep(words).num_trials == 2
         return
