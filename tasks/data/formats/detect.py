@@ -743,8 +743,7 @@ def detect(
     if not fitting:
         raise DataError(f"{place}: {_misfit(fits, rows, present, place)}")
     best = fitting[0]
-    rare = ROW_KINDS[best.format.kind].rare if best.format.kind in ROW_KINDS else ()
-    if DOMAIN in (columns or {}) and not {REST, DOMAIN} & {*best.format.mapping, *rare}:
+    if DOMAIN in (columns or {}) and not {REST, DOMAIN} & {*best.format.mapping, *ROW_KINDS[best.format.kind].rare}:
         raise DataError(
             f"{place}: columns.{DOMAIN}={(columns or {})[DOMAIN]}: a perplexity is reported for each label, and of "
             f"{best.format.kind} none is measured; rows of text or conversations are accepted; remove it"
@@ -900,13 +899,3 @@ def with_prompt(fields: Fields, template: str) -> Fields:
         raise BadRowError("prompt is there already", accepted=accepted, remedy="put {prompt} into the template")
     made = template.format_map({name: fields[name] for name in names})
     return {**{name: value for name, value in fields.items() if name not in names}, "prompt": made}
-
-
-def with_system(row: CanonicalRow, text: str) -> CanonicalRow:
-    """A row with this system turn, unless it has its own."""
-    name = "messages" if "messages" in row else "prompt"
-    turns = row[name]
-    assert isinstance(turns, list), "rows of text have no turns"
-    if turns[0]["role"] == "system":
-        return row
-    return {**row, name: [{"role": "system", "content": text}, *turns]}

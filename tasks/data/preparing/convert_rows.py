@@ -18,7 +18,7 @@ from duckdb import DuckDBPyConnection
 
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
-from tasks.data.formats.detect import WITHOUT_LOSS, Detected, detect, with_prompt, with_system
+from tasks.data.formats.detect import WITHOUT_LOSS, Detected, detect, with_prompt
 from tasks.data.formats.proposals import with_inner
 from tasks.data.formats.trees import Into, is_tree, rows_of_trees
 from tasks.data.formats.turns import (
@@ -205,6 +205,16 @@ def domain_of(value: object) -> str | None:
     raise BadRowError(
         f"{DOMAIN} is {named(value)}", "not a label", f"a text of at most {_MAX_DOMAIN} characters, a number or null"
     )
+
+
+def with_system(row: CanonicalRow, text: str) -> CanonicalRow:
+    """A row with this system turn, unless it has its own."""
+    name = "messages" if "messages" in row else "prompt"
+    turns = row[name]
+    assert isinstance(turns, list), "rows of text have no turns"
+    if turns[0]["role"] == "system":
+        return row
+    return {**row, name: [{"role": "system", "content": text}, *turns]}
 
 
 def _keys(batch: pa.RecordBatch, named: Sequence[tuple[int, int, int]]) -> pa.RecordBatch:

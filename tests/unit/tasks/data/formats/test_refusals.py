@@ -6,10 +6,10 @@ from datetime import date
 import pytest
 
 from lineage.errors import ConfigError
-from tasks.data.formats.detect import BY_NAME, placeholders, with_prompt, with_system
+from tasks.data.formats.detect import BY_NAME, placeholders, with_prompt
 from tasks.data.formats.turns import BadRowError, optional_name
 from tasks.data.kinds import messages_of
-from tasks.data.preparing.convert_rows import remarks
+from tasks.data.preparing.convert_rows import remarks, with_system
 from tasks.data.reading.chunk import Unread
 
 Q = {"role": "user", "content": "q"}
