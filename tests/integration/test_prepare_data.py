@@ -92,7 +92,7 @@ def test_labels_are_kept_beside_a_row_and_are_no_part_of_it(tmp_path: Path) -> N
     )
     with pytest.raises(DataError, match=r"rows.jsonl:1: domain is an object.*; accepted: a text of at most 100"):
         prepare(tmp_path, METHOD, [{"text": "a", "topic": {"a": 1}}], columns={"domain": "topic"})
-    with pytest.raises(DataError, match=r"columns.domain=topic: a perplexity is .*; rows of text or conversations are"):
+    with pytest.raises(DataError, match=r"columns.domain: these are preferences, and labels of text and conv"):
         prepare(tmp_path, PreparePreferences(), [{**PAIR, "topic": "law"}], columns={"domain": "topic"})
 
 

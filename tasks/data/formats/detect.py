@@ -744,10 +744,8 @@ def detect(
         raise DataError(f"{place}: {_misfit(fits, rows, present, place)}")
     best = fitting[0]
     if DOMAIN in (columns or {}) and not {REST, DOMAIN} & {*best.format.mapping, *ROW_KINDS[best.format.kind].rare}:
-        raise DataError(
-            f"{place}: columns.{DOMAIN}={(columns or {})[DOMAIN]}: a perplexity is reported for each label, and of "
-            f"{best.format.kind} none is measured; rows of text or conversations are accepted; remove it"
-        )
+        found = f"columns.{DOMAIN}: these are {best.format.kind}, and labels of text and conversations are accepted"
+        raise DataError(f"{place}: {found}; remove it")
     return Detected(
         name=best.format.name, columns=columns or {}, configured=configured is not None,
         seen=best.columns | (best.format.mapping.keys() & present),

@@ -124,8 +124,7 @@ class ConvertRows:
         rows: list[CanonicalRow] = []
         named: list[tuple[int, int, int]] = []  # place, content and share of each
         shapes: Counter[tuple[str, ...]] = Counter()
-        columns = self.detected.columns if self.detected else {}
-        group_column, label = columns.get(GROUP, GROUP), self.detected.domain if self.detected else None
+        group_column = self.detected.columns.get(GROUP, GROUP) if self.detected else GROUP
         for place, entry in enumerate(chunk.rows()):
             found.count += 1
             if isinstance(entry, Broken):
@@ -144,7 +143,7 @@ class ConvertRows:
                     assert isinstance(cleaned, dict)
                     row = self.detected.convert(cleaned)
                 require_none_in_answers(row, ROW_KINDS[self.kind].answers if self.images else ())
-                domain = domain_of(with_inner(fields, columns).get(label)) if label else None
+                label = self._label(fields)
             except BadRowError as error:
                 found.rejects.append((place, _reject(entry, error)))
                 continue
@@ -156,8 +155,7 @@ class ConvertRows:
             named.append((place, content_hash(canonical(row)), share))
             for words in (*remarks(row), *([WITHOUT_NULLS] if nulls else [])):
                 found.remarks.setdefault(words, Remark()).add(1, [entry.where])
-            if domain:  # no part of its content
-                row[DOMAIN] = domain
+            row.update(label)  # no part of its content
         for names, count in shapes.items():
             assert self.detected
             read = self.detected.read_columns(dict.fromkeys(names))
@@ -168,6 +166,20 @@ class ConvertRows:
             batch = record_batch(rows, kind.schema_with(kind.rare).remove(0))  # the first is the id
             found.rows, found.keys = _stream_of(batch), _keys(batch, named)
         return found
+
+    def _label(self, fields: Fields) -> dict[str, str]:
+        """The label of a row, where its source names a column of them.
+
+        Raises:
+            BadRowError: it is no short text, whole number, true or false.
+        """
+        if not (self.detected and self.detected.domain):
+            return {}
+        value = with_inner(fields, self.detected.columns).get(self.detected.domain)
+        if value is not None and (not isinstance(value, str | int) or len(str(value)) > _MAX_DOMAIN):
+            accepted = f"a text of at most {_MAX_DOMAIN} characters, a number or null"
+            raise BadRowError(f"{DOMAIN} is {named(value)}", "not a label", accepted)
+        return {} if value in (None, "") else {DOMAIN: str(value)}
 
     def _nulls_of_tools(self, fields: Fields, row: CanonicalRow) -> bool:
         """Whether there are nulls in calls and tools, which are to be dropped.
@@ -192,19 +204,6 @@ class ConvertRows:
 def _has_tools(row: CanonicalRow) -> bool:
     turns = [turn for value in row.values() if isinstance(value, list) for turn in value]
     return "tools" in row or any("tool_calls" in turn for turn in turns)
-
-
-def domain_of(value: object) -> str | None:
-    """The label of a row: a short text, a whole number, or true and false.
-
-    Raises:
-        BadRowError: it is none of these.
-    """
-    if value is None or (isinstance(value, str | int) and len(str(value)) <= _MAX_DOMAIN):
-        return str(value).strip() or None if value is not None else None
-    raise BadRowError(
-        f"{DOMAIN} is {named(value)}", "not a label", f"a text of at most {_MAX_DOMAIN} characters, a number or null"
-    )
 
 
 def with_system(row: CanonicalRow, text: str) -> CanonicalRow:
