@@ -213,6 +213,7 @@ class TrainContext:
         should_stop: whether the stage was asked to save and stop.
         mark: ``mark(step, phase)``, the heartbeat, which every rank calls regularly (``report`` does too); a rank
             without a heartbeat for ``resources.hang_minutes`` counts as hung; step None: not started yet.
+        part: ``part(what, done, of)``: how many rows of the work before the next report are done, for the screen.
         loaded: ``loaded(*slots)``: raises if models that were just loaded are not those of the plan, for these slots or
             all; what changes them later does not fail the stage.
         changed_models: slot -> the source of a model whose bytes are no longer those of the plan.
@@ -231,6 +232,7 @@ class TrainContext:
     resume_from: Path | None = None
     should_stop: Callable[[], bool] = lambda: False
     mark: Callable[[int | None, Phase], None] = lambda step, phase: None
+    part: Callable[[str, int, int], None] = lambda what, done, of: None
     loaded: Callable[..., None] = lambda *slots: None
     changed_models: Callable[[], Mapping[str, str]] = dict
     islands: "Islands | None" = None

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from flows.reports.wording import relative
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.files import local_path
 from lineage.secrets import redacted
@@ -96,5 +97,5 @@ def write_rendered(parser: argparse.ArgumentParser, file: Path, render: Callable
     except PipelineError as error:
         print(f"posttrain: {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{file} is written")
+    print(f"{relative(file)} is written")
     return 0

@@ -19,6 +19,7 @@ from flows.declare.config import Composer
 from flows.declare.pipeline import listed
 from flows.declare.project import PROJECT, data_sources
 from flows.declare.store_root import CONFIG
+from flows.reports.wording import relative
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.filesystem.files import local_path
@@ -104,7 +105,7 @@ def run_init(options: argparse.Namespace) -> int:
         recipes, why = _recipes(settings)
         _write(folder.name or "project", settings, looked, recipes, why)
         tracked = _track()
-    print(f"{folder / PROJECT}: pipeline {settings['pipeline']}, model {settings['model']}{tracked}")
+    print(f"{relative(folder / PROJECT)}: pipeline {settings['pipeline']}, model {settings['model']}{tracked}")
     print(f"next: cd {shlex.quote(str(folder))} && posttrain plan, then posttrain run")
     return 0
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flows.commands.arguments import add_json, add_overrides, name_among, recorded_cli_args, write_output
 from flows.declare.store_root import asked_store
+from flows.reports.wording import relative
 from lineage.filesystem.files import local_path
 
 
@@ -31,7 +32,7 @@ def run_lineage(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(graph.to_dict(options.ref), indent=2))
     else:
-        print(f"wrote {options.html}" if options.html else ancestry_tree(graph))
+        print(f"wrote {relative(options.html)}" if options.html else ancestry_tree(graph))
     return 0
 
 
@@ -73,7 +74,7 @@ def run_report(options: argparse.Namespace) -> int:
     else:
         place = options.html or Path(f"report-{'-'.join(each['id'].replace('@', '-') for each in reports)}.html")
         write_output(place, model_page(reports, diff_text(found).splitlines() if found else ()))
-        print(f"wrote {place}")
+        print(f"wrote {relative(place)}")
     return 0
 
 
@@ -167,5 +168,5 @@ def run_diagnose(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(diagnosis_dict(found), indent=2))
     else:
-        print("\n".join([diagnosis_text(found), *(f"wrote {path}" for path, _ in files if path)]))
+        print("\n".join([diagnosis_text(found), *(f"wrote {relative(path)}" for path, _ in files if path)]))
     return 0

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_json, add_overrides, name_among
+from flows.reports.wording import relative
 from lineage.errors import ConfigError
 from lineage.fingerprint import short
 
@@ -215,10 +216,10 @@ def _report(pipeline: "Pipeline", moved: "Moved", *, as_json: bool) -> None:
         return
     before = _name(moved.before)
     if moved.event is None:
-        print(f"alias {moved.alias} names {model} already: {moved.entry.output}")
+        print(f"alias {moved.alias} names {model} already: {relative(moved.entry.output)}")
         return
     forced = " (forced: no passing verdict)" if moved.event.forced else ""
-    print(f"alias {moved.alias}: {before or 'nothing'} -> {model}{forced}: {moved.entry.output}")
+    print(f"alias {moved.alias}: {before or 'nothing'} -> {model}{forced}: {relative(moved.entry.output)}")
 
 
 def _moved_dict(moved: "Moved", model: str) -> dict[str, object]:

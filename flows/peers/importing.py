@@ -17,6 +17,7 @@ import yaml
 
 from flows.declare.peer_names import FIELDS, VALUES
 from flows.peers.datasets import READERS, Draft, Values, as_list, section, slug
+from flows.reports.wording import relative
 from lineage.errors import ConfigError
 from lineage.filesystem.files import local_path
 
@@ -799,7 +800,7 @@ def run_import(options: argparse.Namespace) -> int:
         width = max(map(len, found), default=0)
         for key, what in found.items():
             print(f"  {key:<{width}}  {what}")
-    print(f"wrote {out}")
+    print(f"wrote {relative(out)}")
     is_placed = out.absolute().parent.name == "pipeline"
     moved = "" if is_placed else f"mkdir -p conf/pipeline && mv {shlex.quote(str(out))} conf/pipeline/ && "
     placed = str(out) if is_placed else f"conf/pipeline/{out.name}"

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from flows.progress.stage_progress import Progress, line_of, progress_of
-from flows.reports.wording import clock, printable
+from flows.reports.wording import clock, printable, relative
 from lineage.record.tracker import Event
 
 PLAIN_INTERVAL_SECONDS = 30.0
@@ -89,7 +89,7 @@ class Screen:
 
     def _print(self, text: str, style: str = "") -> None:
         with self._lock, contextlib.suppress(OSError):  # the reader is gone; the run continues
-            self._console.print(text, markup=False, soft_wrap=True, style=style)
+            self._console.print(relative(text), markup=False, soft_wrap=True, style=style)
 
     def _render(self) -> Table:
         grid = Table.grid(padding=(0, 2))
@@ -104,14 +104,17 @@ class Screen:
         return grid
 
     def _whole(self) -> str:
-        """``5 of 9 stages done  ETA 4:10``, with a plus where the time of a stage is not known."""
+        """``stage 6 of 9  ETA 4:10``, with a plus where the time of a stage is not known."""
         lefts = {name: progress.seconds_left() for name, progress in self._running.items()}
         begun = {name: self._expected.get(name) if left is None else left for name, left in lefts.items()}
         coming = [self._expected.get(name) for name in self._left if name not in begun]
         seconds = max((left for left in begun.values() if left is not None), default=0.0)
         seconds += sum(each for each in coming if each is not None)
         more = "+" if None in (*begun.values(), *coming) else ""
-        return f"{self._count - len(self._left)} of {self._count} stages done  ETA {clock(seconds)}{more}"
+        first = self._count - len(self._left) + 1
+        last = first + len(self._running) - 1
+        which = f"stages {first} to {last}" if last > first else f"stage {first}"
+        return f"{which} of {self._count}  ETA {clock(seconds)}{more}"
 
     def _plain_progress(self) -> None:
         while not self._done.wait(PLAIN_INTERVAL_SECONDS):

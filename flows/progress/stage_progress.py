@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.reports.wording import clock
-from lineage.record.metrics_file import ReportFile, headline_metric
+from lineage.record.metrics_file import Part, ReportFile, headline_metric, read_part
 from lineage.record.tracker import Event, StageStart
 from lineage.store import Entry
 
@@ -29,6 +29,7 @@ class Progress:
     step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     last_time: float = 0.0  # of the latest report
+    part: Part | None = None  # of the work until the next report
     _first: tuple[int, float] | None = None  # step and time of the earliest report since it began
     _from_step: int = 0  # of the last report before that: of the attempt that it resumes
 
@@ -48,11 +49,16 @@ class Progress:
             else:
                 self._first = self._first or (report.step, report.time)
             self.metrics.update(report.metrics)
+        self.part = read_part(Entry(self.path.parent).work, self.step)
 
     def seconds_left(self) -> float | None:
         """The remaining seconds at the pace of the reports so far; None: the pace is unknown."""
-        if not self.total or self._first is None:
+        if not self.total or (self._first is None and not self.part):
             return None
+        if self.part:  # of a stage whose steps are few and long
+            done = self.step + self.part.done / self.part.of
+            return max(0.0, time.time() - self.started) / max(1e-9, done) * max(0.0, self.total - done)
+        assert self._first
         first_step, first_time = self._first
         if self.step > first_step:
             pace = (self.last_time - first_time) / (self.step - first_step)
@@ -71,6 +77,7 @@ class Progress:
         """``120/300  loss 3.410  9,800 tok/s  ETA 0:21``"""
         elapsed = max(0.0, time.time() - self.started)
         parts = [f"{self.step}/{self.total}" if self.total else f"{elapsed:.0f} s"]
+        parts += [f"{self.part.what}: {self.part.done:,} of {self.part.of:,} rows"] if self.part else []
         parts += _highlights(self.metrics)
         left = self.seconds_left()
         if left is not None:

@@ -234,11 +234,15 @@ def summary(
         page: of the pipeline's model; None: there is none.
     """
     table = empty_table("stage", "time", "tokens/s", "output", numbers=("time", "tokens/s"))
+    store = plan.pipeline.store
+    is_far = relative(store) == str(store.absolute())
     for planned in plan.stages:
         speed = _manifest(plan, planned).metrics.get("tokens_per_second")
         took = clock(seconds[planned.name]) if seconds.get(planned.name) else "reused"  # 0: another run made it
-        table.add_row(planned.name, took, f"{speed:,.0f}" if speed else "", relative(plan.entry(planned).output))
-    parts = [plain_text(table)]
+        output = plan.entry(planned).output
+        shown = str(output.relative_to(store)) if is_far and output.is_relative_to(store) else relative(output)
+        table.add_row(planned.name, took, f"{speed:,.0f}" if speed else "", shown)
+    parts = [*([f"store {store}"] if is_far else []), plain_text(table)]
     if not plan.stale:
         parts.append(f"nothing to do: all {len(plan.stages)} stages are finished ({wall:.1f} s)")
     else:

@@ -29,10 +29,13 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB"
 
 
-def relative(path: Path) -> str:
-    """A path below the current folder without that folder; any other as it is."""
-    here = os.getcwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+def relative(text: str | Path) -> str:
+    """A path, or a text with paths: those below the current folder without that folder, all others as they are."""
+    try:
+        here = re.escape(os.getcwd().rstrip("/"))
+    except FileNotFoundError:  # another process has deleted it
+        return str(text)
+    return re.sub(rf"(?<![\w./~-]){here}/(?=[^\s/])", "", str(text)) if here else str(text)
 
 
 def counted(number: int, what: str) -> str:
@@ -41,8 +44,8 @@ def counted(number: int, what: str) -> str:
 
 
 def printable(line: str) -> str:
-    """A line with invisible characters escaped and secrets of URLs removed."""
-    line = redacted(line)
+    """A line with invisible characters escaped, secrets of URLs removed, and relative paths."""
+    line = relative(redacted(line))
     if line.isprintable():
         return line
     shown = (char.isprintable() or unicodedata.category(char) == "Zs" for char in line)
@@ -102,7 +105,7 @@ def empty_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
 
 def plain_text(table: Table) -> str:
     """The table with columns two spaces apart."""
-    rows = [table.columns, *table.rows]
+    rows = [table.columns, *(tuple(map(relative, row)) for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     aligned = [str.rjust if name in table.numbers else str.ljust for name in table.columns]
     return "\n".join(

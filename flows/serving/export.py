@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import name_among
-from flows.reports.wording import counted
+from flows.reports.wording import counted, relative
 from flows.serving.model import Found, find_model
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, PipelineError
@@ -90,7 +90,7 @@ def _show(export: Export, found: Found, options: argparse.Namespace) -> None:
         print(json.dumps({**asdict(export), "recorded": found.store is not None}, indent=2))
         return
     golden = export.golden
-    print(f"wrote {export.place} ({counted(len(export.files), 'file')})")
+    print(f"wrote {relative(export.place)} ({counted(len(export.files), 'file')})")
     print(
         f"golden texts: mean log-probability {golden['before']:.4f} before, {golden['after']:.4f} after; none moved by "
         f"more than {golden['difference']:.2g} nats"
@@ -299,8 +299,8 @@ def _export_verl(name: str, options: argparse.Namespace) -> int:
         }  # fmt: skip
         print(json.dumps(values, indent=2))
         return 0
-    print(f"{found.folder / COMMAND} trains {name} by verl on {found.num_rows['train']} prompts")
-    print(f"not carried over ({found.folder / NOTES}):")
+    print(f"{relative(found.folder / COMMAND)} trains {name} by verl on {found.num_rows['train']} prompts")
+    print(f"not carried over ({relative(found.folder / NOTES)}):")
     for note in found.notes:
         print(f"  {note}")
     return 0

@@ -60,6 +60,7 @@ from lineage.filesystem.disk import explain_full_disk
 from lineage.filesystem.files import append_jsonl
 from lineage.filesystem.remote_files import private_folder
 from lineage.record.environment import hardware
+from lineage.record.metrics_file import Part, write_part
 from lineage.store import COMPILED
 from posttrain import PACKAGES, hold
 from tasks.context import Launcher, Metrics, Resources, TrainContext
@@ -148,6 +149,7 @@ def modules_of(methods: Sequence[type[Method]]) -> list[str]:
 
 
 _GRACE_SECONDS = 5.0  # for a process that has answered
+_PART_SECONDS = 1.0  # between notes of how far a stage is between two reports
 _POLL_SECONDS = 0.1
 _WHOLE_SECONDS = 2.0  # until it is known whether the run, not just one stage, was asked to end
 _SAVE_SECONDS = 20.0  # for a training that saves first; the process that stops us gives 30 s in all
@@ -451,8 +453,19 @@ def keep_compiled(folder: Path) -> None:
 def context_of(job: Job, rank: int = 0, world_size: int = 1, heartbeat: HeartbeatFile | None = None) -> TrainContext:
     """The method's view of the job."""
 
+    last_step, shown = 0, 0.0
+
+    def part(what: str, done: int, of: int) -> None:
+        nonlocal shown
+        if rank == 0 and time.monotonic() - shown > _PART_SECONDS:
+            shown = time.monotonic()
+            with contextlib.suppress(OSError):  # it is for the screen alone
+                write_part(entry.work, Part(step=last_step, what=what, done=done, of=of))
+
     def report(step: int, metrics: Metrics) -> None:
         """Appends a line to ``metrics.jsonl``; also where a worker ends that outlived its driver and its lock."""
+        nonlocal last_step
+        last_step = step
         if heartbeat:
             heartbeat.mark(step, Phase.BETWEEN)
         if rank == 0:
@@ -465,7 +478,7 @@ def context_of(job: Job, rank: int = 0, world_size: int = 1, heartbeat: Heartbea
     entry = job.entry
     context = TrainContext(
         output_dir=entry.output, work_dir=entry.work, resources=job.resources, rank=rank, world_size=world_size,
-        report=report, cache_dir=job.cache, checkpoint_dir=entry.checkpoints.directory,
+        report=report, part=part, cache_dir=job.cache, checkpoint_dir=entry.checkpoints.directory,
         require_lease=job.require_lease, resume_from=job.resume_from, should_stop=job.is_asked_to_stop,
         loaded=job.require_loaded, changed_models=job.changed_models,
     )  # fmt: skip

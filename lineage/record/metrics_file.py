@@ -1,12 +1,13 @@
 """``metrics.jsonl`` of a stage: reads all reports or new ones, and truncates the file before a resume."""
 
 import contextlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from lineage.filesystem.files import parse_jsonl, read_jsonl, replace_jsonl
+from lineage.filesystem.files import atomic_write, parse_jsonl, read_jsonl, replace_jsonl
 
 _MACHINE = ("seconds", "per_second", "per_second_per_worker", "_gib", "mfu")
 
@@ -76,6 +77,37 @@ class ReportFile:
             self._offset += content.rfind(b"\n") + 1
             return parse_jsonl(content, _report)
         return []
+
+
+PART_FILE = "part.json"  # in a stage's folder of work
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """How far the work is that a stage does before its next report.
+
+    Args:
+        step: of its last report.
+        what: the rows belong to, such as a policy.
+    """
+
+    step: int
+    what: str
+    done: int
+    of: int
+
+
+def write_part(work: Path, part: Part) -> None:
+    """Replaces what the folder of work says of the part."""
+    atomic_write(work / PART_FILE, json.dumps(asdict(part)))
+
+
+def read_part(work: Path, step: int) -> Part | None:
+    """The part after the report of a step; None: nothing is known of it."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        part = Part(**json.loads((work / PART_FILE).read_text(encoding="utf-8")))
+        return part if part.step == step and part.of > 0 else None
+    return None
 
 
 def _report(step: int, time: float, metrics: Mapping[str, float]) -> StageReport:

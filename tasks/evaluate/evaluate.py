@@ -394,8 +394,10 @@ class Evaluate(Method):
         known, sampled = dict[str, Measured](), dict[str, tuple[list[Scored], list[float]]]()
         ratios, step, batch_size = dict[str, list[float]](), 0, Batches.of(ctx)
         of_benchmarks, caching = list[Measurement](), self._cache(tokenizer, ctx, batch_size)
+        asked = len(asked_of(rows).ids) * self._sampling()[0] + rows.count
         for fingerprint, names in slots.items():
             model = Loading(partial(load_on_device, policies.get(names[0], reference), ctx))
+            caching = replace(caching, batches=batch_size.counted(ctx.part, names[0], asked))
             known[fingerprint] = self._measure(model, rows, tokenizer, caching, weights[names[0]])
             by_benchmark = [self._benchmark(each, model, tokenizer, caching, weights[names[0]]) for each in benchmarks]
             ctx.loaded(*names)
@@ -540,7 +542,12 @@ class Evaluate(Method):
         """
         from tasks.train.models.load import load_on_device
 
-        model, batch_size = load_on_device(reward_model, ctx), Batches.of(ctx)
+        num_models = len({id(each) for each in (*measured.values(), reference)})
+        num_rows = 2 * len(rows.pairs.chosen) + len(rows.prompts) * num_models
+        model, batch_size = (
+            load_on_device(reward_model, ctx),
+            Batches.of(ctx).counted(ctx.part, "reward_model", num_rows),
+        )
         ctx.loaded("reward_model")
 
         def of_answers(policy: Measured) -> list[float]:

@@ -121,6 +121,12 @@ class Rows:
     question_images: Sequence[Sequence[int]] = ()
     asking: str = "prompts"
 
+    @property
+    def count(self) -> int:
+        """Rows that a policy reads and prompts that it answers."""
+        read = (self.text, self.answers, self.pairs.chosen, self.pairs.rejected, self.unpaired.answers)
+        return sum(map(len, (*read, self.prompt_ids, self.question_ids)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:

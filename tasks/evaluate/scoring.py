@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,12 +37,14 @@ class Batches:
     Args:
         rows, tokens: of a batch, at most; tokens include padding; None: any number.
         rank, world_size: of this worker; each computes its own batches, and all get all results.
+        count: is called with the number of rows of each batch, by any worker, once it is computed.
     """
 
     rows: int | None = None
     tokens: int | None = None
     rank: int = 0
     world_size: int = 1
+    count: Callable[[int], None] = lambda rows: None
 
     @staticmethod
     def of(ctx: "TrainContext") -> "Batches":
@@ -52,6 +54,17 @@ class Batches:
             rows=None if rows == "auto" else rows, tokens=_AUTO_TOKENS if rows == "auto" else None,
             rank=ctx.rank, world_size=ctx.world_size,
         )  # fmt: skip
+
+    def counted(self, part: Callable[[str, int, int], None], what: str, rows: int) -> "Batches":
+        """The same, reporting how many of that many rows are done."""
+        done = 0
+
+        def count(more: int) -> None:
+            nonlocal done
+            done = min(rows, done + more)
+            part(what, done, rows)
+
+        return replace(self, count=count)
 
     def size(self, longest: int, max_tokens: int | None) -> int:
         """Rows of the batch of a row and others that are no longer."""
@@ -313,6 +326,7 @@ def in_batches(
         if number % batches.world_size == batches.rank:
             found.update(zip(batch, compute(batch), strict=True))
         start, number = start + len(batch), number + 1
+        batches.count(len(batch))
     found = _of_all_workers(found, batches)
     return [found[index] for index in range(len(lengths))]
 

@@ -9,10 +9,10 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from lineage.artifact import WHEEL, Kind, Source
 from lineage.errors import ConfigError, PipelineError
@@ -201,12 +201,13 @@ def require_all_weights(
 
 
 def load_gguf(
-    gguf: Path, config: "PreTrainedConfig | None" = None
+    gguf: Path, config: "PreTrainedConfig | None" = None, names: "Mapping[str, Sequence[str]] | None" = None
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """The model of a GGUF file in fp32, and its tokenizer.
 
     Args:
         config: of the model; None: what transformers reads in the file.
+        names: of the weights of a Mixtral, whose file transformers reads as a llama without experts; with ``config``.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -215,6 +216,8 @@ def load_gguf(
     disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     split_as_in_gguf(tokenizer, gguf)
+    if names and config:
+        return _load_mixtral(gguf, config, names), tokenizer
     model, info = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, local_files_only=True, dtype=torch.float32, output_loading_info=True,
         # Otherwise the model counts as quantized, and can be neither saved nor trained.
@@ -222,6 +225,23 @@ def load_gguf(
     )  # fmt: skip
     require_all_weights(gguf, model, info["missing_keys"])
     return model, tokenizer
+
+
+def _load_mixtral(gguf: Path, config: "PreTrainedConfig", names: "Mapping[str, Sequence[str]]") -> "PreTrainedModel":
+    import torch
+    from gguf import GGUFReader, dequantize
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
+
+    as_llama = LlamaTensorProcessor(config.to_dict())
+    read = {each.name: dequantize(each.data, each.tensor_type) for each in GGUFReader(gguf).tensors}
+    parts = {name: torch.from_numpy(as_llama.process(values, name).weights.copy()) for name, values in read.items()}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    weights = {
+        name: torch.cat([parts[one] for one in its], dim=1 if len(its) > 1 else 0) for name, its in names.items()
+    }
+    model.load_state_dict(weights, strict=not config.tie_word_embeddings)
+    return cast("PreTrainedModel", model.eval())
 
 
 # How tokenizers split text that transformers reads as GPT-2's, by their names in `tokenizer.ggml.pre`.

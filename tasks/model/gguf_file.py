@@ -27,17 +27,19 @@ if TYPE_CHECKING:
     from gguf import GGMLQuantizationType, GGUFWriter
     from numpy import ndarray
     from torch import Tensor
+    from torch.nn import Module
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # By how much the mean log-probability of a golden text may move, in nats per token: weights of 11 bits, and of 8.
 BOUNDS: Mapping[str, float] = {"f16": 0.005, "q8_0": 0.05}
-# model_type -> its architecture in GGUF: the families that transformers reads back.
+# model_type -> its architecture in GGUF.
 ARCHITECTURES = {
-    "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
 }  # fmt: skip
+# How rotary positions may be scaled. By tensors of factors: llama.cpp reads those of llama alone.
+_ROPE_OF_ALL, _ROPE_OF_LLAMA = ("linear", "yarn"), ("llama3", "longrope")
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
-_ROPE_FACTORS = "rope_freqs.weight"  # by which llama.cpp divides the frequencies of rotary positions
 _SPACE = "\u2581"  # of SentencePiece
 _BLOCK = 32  # values that share a scale in q8_0
 # Fields of a config that do not change what the weights compute, or that GGUF has elsewhere.
@@ -45,7 +47,7 @@ _APART = {
     "architectures", "dtype", "transformers_version", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
     "tie_word_embeddings", "initializer_range", "attention_dropout", "pretraining_tp", "model_type", "id2label",
     "label2id", "max_window_layers", "_name_or_path", "output_attentions", "output_hidden_states", "return_dict",
-    "output_router_logits", "router_aux_loss_coef",
+    "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
 }  # fmt: skip
 
 
@@ -127,15 +129,53 @@ class GgufModel:
             tensor = state[name].squeeze(0) if name.endswith("shared_expert_gate.weight") else state[name]
             for one, part in zip(its, tensor.chunk(len(its), dim=1) if len(its) > 1 else (tensor,), strict=True):
                 yield one, name, part.contiguous()
-        if _rope_type(self.model.config) == "llama3":
-            rotary = next(module for module in self.model.modules() if hasattr(module, "inv_freq"))
-            yield _ROPE_FACTORS, _ROPE_FACTORS, self._plain_frequencies() / rotary.inv_freq.float().cpu()
+        for name, factors in self._rope_factors().items():
+            yield name, name, factors
 
-    def _plain_frequencies(self) -> "Tensor":
+    def _rope_factors(self) -> "dict[str, Tensor]":
+        """By which llama.cpp divides the frequencies of rotary positions."""
         import torch
 
-        head, base = _head_size(self.model.config), _rope_theta(self.model.config)
-        return 1.0 / base ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head)
+        config = self.model.config
+        if _rope_type(config) == "longrope":
+            kinds = ("long", "short")
+            return {
+                f"rope_factors_{kind}.weight": torch.tensor(config.rope_parameters[f"{kind}_factor"]) for kind in kinds
+            }
+        if _rope_type(config) != "llama3":
+            return {}
+        head, base = _head_size(config), _rope_theta(config)
+        plain = 1.0 / base ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head)
+        return {"rope_freqs.weight": plain / self._rotary().inv_freq.float().cpu()}
+
+    def _rotary(self) -> "Module":
+        """What computes rotary positions; it has ``inv_freq`` and ``attention_scaling``."""
+        return next(module for module in self.model.modules() if hasattr(module, "inv_freq"))
+
+    def _add_rope_scaling(self, writer: "GGUFWriter") -> None:
+        from gguf import RopeScalingType
+
+        config = self.model.config
+        kind, found = _rope_type(config), config.rope_parameters
+        if kind not in ("linear", "yarn", "longrope"):
+            return
+        writer.add_rope_scaling_type(RopeScalingType(kind))
+        by_itself = 1.0  # what llama.cpp scales attention by
+        if kind in ("linear", "yarn"):
+            writer.add_rope_scaling_factor(found["factor"])
+        if kind == "yarn":
+            by_itself = 0.1 * math.log(max(1.0, found["factor"])) + 1.0
+            for field, add in (
+                ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
+                ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
+            ):
+                if found.get(field):
+                    add(found[field])
+        if kind in ("yarn", "longrope"):
+            writer.add_rope_scaling_orig_ctx_len(found["original_max_position_embeddings"])
+            scaling = self._rotary().attention_scaling
+            if not math.isclose(scaling, by_itself, rel_tol=1e-6):
+                writer.add_rope_scaling_attn_factors(scaling / by_itself)
 
     def _stored(self, its: str, weight: str, tensor: "Tensor", kind: str) -> "ndarray":
         """A weight as llama.cpp keeps it.
@@ -163,7 +203,7 @@ class GgufModel:
     def _write_header(self, path: Path, name: str, kind: str, shapes: "Mapping[str, tuple[int, ...]]") -> "GGUFWriter":
         """Writes everything but the weights."""
         import numpy as np
-        from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType, RopeScalingType
+        from gguf import GGML_QUANT_VERSION, GGUFWriter, LlamaFileType
         from gguf.quants import quant_shape_to_byte_shape
 
         config = self.model.config
@@ -195,12 +235,11 @@ class GgufModel:
         if (experts := getattr(config, "num_experts", None)) is not None:
             writer.add_expert_count(experts)
             writer.add_expert_used_count(config.num_experts_per_tok)
-            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+            if own := getattr(config, "moe_intermediate_size", None):
+                writer.add_expert_feed_forward_length(own)
             if shared := getattr(config, "shared_expert_intermediate_size", None):
                 writer.add_expert_shared_feed_forward_length(shared)
-        if _rope_type(config) == "linear":
-            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        self._add_rope_scaling(writer)
         self._add_tokenizer(writer)
         for tensor, shape in shapes.items():
             form = _type_of(tensor, shape, kind)
@@ -260,7 +299,10 @@ class GgufModel:
             writer.add_chat_template(tokenizer.chat_template)
 
     def _require_same(self, path: Path, kind: str, prompts: Golden) -> dict[str, float]:
-        loaded, tokenizer = load_gguf(path, deepcopy(self.model.config) if self.lost else None)
+        loaded, tokenizer = load_gguf(
+            path, deepcopy(self.model.config) if self.lost else None,
+            self.names if self.model.config.model_type == "mixtral" else None,
+        )  # fmt: skip
         remedy = "nothing is exported; report the config.json and tokenizer.json of the model"
         texts = [
             unicodedata.normalize("NFC", PROBE),
@@ -407,8 +449,9 @@ def _require_same_config(label: str, config: "PreTrainedConfig", header: Path) -
 
     found = AutoConfig.from_pretrained(header.parent, gguf_file=header.name, local_files_only=True).to_dict()
     ours, lost = config.to_dict(), list[str]()
-    carried = {"moe_intermediate_size", "shared_expert_intermediate_size"}
-    carried |= {"rope_parameters"} if _rope_type(config) in ("llama3", "linear") else set()
+    carried = {"moe_intermediate_size", "shared_expert_intermediate_size", "num_local_experts"}
+    carried |= {"num_experts_per_tok"} if config.model_type == "mixtral" else set()
+    carried |= {"rope_parameters"} if _has_rope(label, config) else set()
     for field in type(config)().to_dict():
         if field in carried and not _same(ours.get(field), found.get(field)):
             lost.append(field)
@@ -419,6 +462,26 @@ def _require_same_config(label: str, config: "PreTrainedConfig", header: Path) -
                 "convert it with llama.cpp"
             )
     return tuple(lost)
+
+
+def _has_rope(label: str, config: "PreTrainedConfig") -> bool:
+    """Whether a file says how the model scales rotary positions.
+
+    Raises:
+        ConfigError: llama.cpp does not scale them so.
+    """
+    kind, architecture = _rope_type(config), ARCHITECTURES[config.model_type]
+    if kind in ("", "default"):
+        return False
+    accepted = (*_ROPE_OF_ALL, *(_ROPE_OF_LLAMA if architecture == "llama" else ()))
+    truncate = config.rope_parameters.get("truncate", True)
+    if kind not in accepted or not truncate:
+        found = f"rope_type={kind}" if kind not in accepted else f"rope_type={kind} with truncate=false"
+        raise ConfigError(
+            f"{label}: llama.cpp does not scale rotary positions by {found} in a file of {architecture}; accepted: "
+            f"{', '.join(accepted)}; export merged"
+        )
+    return True
 
 
 def _same(ours: object, theirs: object) -> bool:

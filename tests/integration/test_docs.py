@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from flows.declare.config import load_pipeline
 from flows.declare.pipeline import Pipeline
 from flows.reports import pages
 from flows.reports.compat import choices, shipped, trainings
+from flows.sweep.plan import read_sweep
 from flows.sweep.space import fixed_and_swept
 from tasks.context import Resources
 from tasks.recipe import TrainingRecipe
@@ -27,7 +29,10 @@ from tests import tiny, training
 ROOT = Path(__file__).parents[2]
 METHOD_PAGE = ROOT / "docs" / "add_a_method.md"
 FILE = re.compile(r'^```\w+ title="([^"]+)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHELL = re.compile(r"^```(?:sh|bash)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"^(?:\w+=\S+ )*posttrain ([a-z].*)", re.MULTILINE)
+COMPOSED = set[tuple[str, ...]]()  # by an earlier page
+BRACES = re.compile(r"([^{=]*)\{([\w,-]+)\}(.*)")  # which a shell expands
 # What makes it small: the page's own numbers are those of a real training.
 SMALL = (
     "stages.alphapo.method.num_steps=12 stages.alphapo.method.global_batch_size=8 "
@@ -39,6 +44,7 @@ PAGES = [
     README,
     *map(ROOT.joinpath, ("CONTRIBUTING.md", "AGENTS.md")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "notes").glob("*.md")),
     *RUNBOOKS,
 ]
 RENDERED = ("methods.md", "settings.md")  # their tables are as long as the options are many
@@ -48,13 +54,21 @@ LINK = re.compile(r"\]\(([^)#:]+)\)")
 MAKE = re.compile(r"(?:^ {4}|^|`)make ([a-z][\w-]*)", re.MULTILINE)
 
 
-def commands() -> list[str]:
-    """Of the README, the runbooks, and the page on reports."""
-    blocks = [
-        block for page in (README, *RUNBOOKS, ROOT / "docs" / "report.md") for block in SHELL.findall(page.read_text())
+def commands(page: Path) -> list[str]:
+    """All that a page shows; docs/add_a_method.md, which tests run, has none here."""
+    found = [command for block in SHELL.findall(page.read_text()) for command in COMMAND.findall(block)]
+    return [] if page == METHOD_PAGE else list(dict.fromkeys(found))
+
+
+def shell_words(command: str) -> list[str]:
+    """As a shell passes them on, without what redirects them."""
+    words = list(takewhile(lambda word: word not in ("<", ">", "|", "&&"), shlex.split(command, comments=True)))
+    braces = [BRACES.fullmatch(word) for word in words]
+    return [
+        each
+        for word, found in zip(words, braces, strict=True)
+        for each in ([f"{found[1]}{part}{found[3]}" for part in found[2].split(",")] if found else [word])
     ]
-    lines = [line for block in blocks for line in block.splitlines()]
-    return [line[line.index("posttrain ") :] for line in lines if "posttrain " in line]
 
 
 def loaded(overrides: list[str], config_dir: Path | None = None) -> list[Pipeline]:
@@ -78,12 +92,20 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_readme_and_the_runbooks_composes(reader: Path, command: str) -> None:
-    words = shlex.split(command, comments=True)[1:]
-    options = _parser(words).parse_args(words)
-    if "config_dir" in options and words[0] != "data":  # which takes a file
-        assert loaded(options.overrides, options.config_dir)
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
+def test_the_commands_of_a_page_compose(reader: Path, page: Path) -> None:
+    for command in commands(page):
+        words = shell_words(command)
+        options, rest = _parser(words).parse_known_args(words)
+        given = [*options.overrides, *rest] if "config_dir" in options and words[0] != "data" else rest
+        overrides = tuple(word for word in given if "=" in word or word.startswith("~"))
+        assert not [word for word in rest if word.startswith("-")], command
+        if overrides and overrides not in COMPOSED and words[0] != "data":
+            if any(word.startswith("sweep=") for word in overrides):
+                assert read_sweep(list(overrides), options.config_dir), command
+            else:
+                assert loaded(list(overrides), options.config_dir), command
+            COMPOSED.add(overrides)
 
 
 # The table of settings.md shows what is refused: tests/unit/flows/declare/test_compatibility.py tries each of its rows.

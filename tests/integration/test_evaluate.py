@@ -76,9 +76,13 @@ def evaluate(directory: Path, inputs: Mapping[str, Input], method: Evaluate = SM
 @pytest.fixture(scope="module")
 def plain(inputs: dict[str, Input], tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """One evaluation of all that can be measured: its metrics, what it reported, and where it wrote."""
-    folder, seen = tmp_path_factory.mktemp("plain"), list[tuple[int, Metrics]]()
-    context = TrainContext(output_dir=folder, work_dir=folder, report=lambda *report: seen.append(report))
-    return SimpleNamespace(metrics=named(SMALL, inputs, SMALL.run(inputs, context)), seen=seen, folder=folder)
+    folder, seen, parts = tmp_path_factory.mktemp("plain"), list[tuple[int, Metrics]](), list[tuple[str, int, int]]()
+    context = TrainContext(
+        output_dir=folder, work_dir=folder, report=lambda *report: seen.append(report),
+        part=lambda *part: parts.append(part),
+    )  # fmt: skip
+    metrics = named(SMALL, inputs, SMALL.run(inputs, context))
+    return SimpleNamespace(metrics=metrics, seen=seen, folder=folder, parts=parts)
 
 
 def held_out(inputs: Mapping[str, Input], slot: str) -> list[dict[str, object]]:
@@ -99,6 +103,15 @@ def answer_logp(directory: Path, prompt: object, answer: object) -> tuple[float,
         logps = model(torch.tensor([whole])).logits[0].log_softmax(-1)
     places = range(len(before), len(whole))
     return sum(float(logps[place - 1, whole[place]]) for place in places), len(places)
+
+
+def test_the_rows_that_a_model_has_read_and_answered_are_counted(plain: SimpleNamespace) -> None:
+    names = [name for name, _, _ in plain.parts]
+    assert list(dict.fromkeys(names)) == ["dpo", "sft", "reward_model"] and len(names) > len({*names})
+    for name in {*names}:
+        done = [done for its, done, _ in plain.parts if its == name]
+        (of,) = {of for its, _, of in plain.parts if its == name}
+        assert done == sorted(done) and 0 < done[0] < done[-1] == of
 
 
 def test_accuracies_and_perplexities_are_those_computed_by_hand(

@@ -50,6 +50,7 @@ MIXTURES: dict[str, dict[str, object]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
         "head_dim": 128, "decoder_sparse_step": 1,
     },
+    "mixtral": {"intermediate_size": 32},
 }  # fmt: skip
 LLAMA_3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -122,7 +123,7 @@ def test_an_export_is_in_the_lineage_and_verified_as_long_as_it_is_there(store, 
     exported(tmp_path, "merged", "p/base", "--out", "out")
     exported(tmp_path, "gguf", "p/base", "--out", "base.gguf")
     shown = call(["lineage", "p/sft"], tmp_path, {}).stdout
-    assert f"exported merged bf16 to {tmp_path / 'out'}" in shown and "exported gguf f16" in shown
+    assert "exported merged bf16 to out" in shown and "exported gguf f16" in shown
     nodes = json.loads(call(["lineage", "p/sft", "--json"], tmp_path, {}).stdout)["nodes"]
     assert [len(each.get("exports", ())) for each in nodes if each["name"] in ("sft", "base")] == [0, 2]
 
@@ -175,11 +176,14 @@ def test_a_mixture_of_experts_is_written_with_each_expert(tmp_path, family):
     write_model(tmp_path / "model", family, **WIDE, **MIXTURES[family])
     ran = export(tmp_path, "gguf", "model", "--out", "m.gguf")
     assert ran.returncode == 0, ran.stderr
-    assert "note: transformers does not read moe_intermediate_size" in ran.stderr  # and llama.cpp does
-    fields = GGUFReader(tmp_path / "m.gguf").fields
-    name = family.replace("_", "")
+    of_experts, name = ("feed_forward_length", "llama"), family.replace("_", "")
+    lost = "num_experts_per_tok, num_local_experts"
+    if family != "mixtral":
+        of_experts, lost = ("expert_feed_forward_length", name), "moe_intermediate_size"
+    assert f"note: transformers does not read {lost}" in ran.stderr  # and llama.cpp does
+    fields, name = GGUFReader(tmp_path / "m.gguf").fields, of_experts[1]
     assert fields[f"{name}.expert_count"].contents() == 4 and fields[f"{name}.expert_used_count"].contents() == 2
-    assert fields[f"{name}.expert_feed_forward_length"].contents() == 32
+    assert fields[f"{name}.{of_experts[0]}"].contents() == 32
     found, state = tensors(tmp_path / "m.gguf"), loaded(tmp_path / "model").state_dict()
     joined = state["model.layers.1.mlp.experts.gate_up_proj"].half().numpy()
     assert (found["blk.1.ffn_gate_exps.weight"].data == joined[:, :32]).all()
@@ -208,6 +212,47 @@ def test_scaled_rotary_positions_are_written_as_llama_cpp_reads_them(tmp_path):
     fields = GGUFReader(tmp_path / "linear.gguf").fields
     assert fields["llama.rope.scaling.type"].contents() == "linear"
     assert fields["llama.rope.scaling.factor"].contents() == 2.0
+
+
+@pytest.mark.parametrize("own", [{}, {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.4}])
+def test_yarn_is_written_as_llama_cpp_reads_it(tmp_path, own):
+    """The rotations that llama.cpp computes from the file are those of the model."""
+    from gguf import GGUFReader
+
+    write_model(tmp_path / "model", "llama", **WIDE, head_dim=32)
+    edit(tmp_path / "model" / CONFIG, rope_parameters={**YARN, **own})
+    exported(tmp_path, "gguf", "model", "--out", "m.gguf")
+    fields = GGUFReader(tmp_path / "m.gguf").fields
+    told = {key.partition("scaling.")[2]: each.contents() for key, each in fields.items() if "scaling." in key}
+    assert told["type"] == "yarn" and told["original_context_length"] == 64
+    rotary, head = loaded(tmp_path / "model").model.rotary_emb, 32
+
+    def turns(beta: float) -> float:
+        return head * math.log(64 / (beta * 2 * math.pi)) / (2 * math.log(10000.0))
+
+    low = max(0, math.floor(turns(told.get("yarn_beta_fast", 32.0))))
+    high = min(head - 1, math.ceil(turns(told.get("yarn_beta_slow", 1.0))))
+    for at, frequency in enumerate(rotary.inv_freq.tolist()):
+        kept = 1 - min(1.0, max(0.0, (at - low) / max(0.001, high - low)))
+        plain = 10000.0 ** (-2 * at / head)
+        assert frequency == pytest.approx(plain / told["factor"] * (1 - kept) + plain * kept, rel=1e-5)
+    scaled = (1 + 0.1 * math.log(told["factor"])) * told.get("attn_factor", 1.0)
+    assert rotary.attention_scaling == pytest.approx(scaled, rel=1e-6)
+
+
+def test_longrope_is_written_with_the_factors_of_short_and_long_texts(tmp_path):
+    from gguf import GGUFReader
+
+    write_model(tmp_path / "model", "llama", **WIDE)
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    edit(tmp_path / "model" / CONFIG, rope_parameters={**YARN, "rope_type": "longrope", **factors})
+    exported(tmp_path, "gguf", "model", "--out", "m.gguf")
+    fields, found = GGUFReader(tmp_path / "m.gguf").fields, tensors(tmp_path / "m.gguf")
+    for name, values in factors.items():
+        assert found[f"rope_factors_{name.partition('_')[0]}.weight"].data.tolist() == pytest.approx(values)
+    scaling = loaded(tmp_path / "model").model.rotary_emb.attention_scaling
+    assert fields["llama.rope.scaling.attn_factor"].contents() == pytest.approx(scaling, rel=1e-6) != 1.0
+    assert fields["llama.rope.scaling.original_context_length"].contents() == 64
 
 
 def sentencepiece(folder: Path, kind: str) -> None:
@@ -307,6 +352,7 @@ def test_a_gguf_file_keeps_bos_unused_rows_and_a_second_stop_token(tmp_path):
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 
 
 @pytest.mark.parametrize(
@@ -314,7 +360,9 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     [
         ("gpt2", CONFIG, {}, "of type gpt2 is not exported"),
         ("mistral", CONFIG, {"sliding_window": 8}, "sliding_window=8 is lost"),
-        ("llama", CONFIG, {"rope_parameters": {**LINEAR, "rope_type": "yarn"}}, "rope_parameters="),
+        ("llama", CONFIG, {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "by rope_type=dynamic in a file"),
+        ("llama", CONFIG, {"rope_parameters": {**YARN, "truncate": False}}, "rope_type=yarn with truncate=false"),
+        ("qwen2", CONFIG, {"rope_parameters": LLAMA_3}, "in a file of qwen2; accepted: linear, yarn"),
         ("qwen3", CONFIG, {}, "head_dim=8 is lost"),
         ("llama", TOKENIZER, {"normalizer": {"type": "Lowercase"}}, "changes text first (Lowercase)"),
         ("llama", TOKENIZER, {"pre_tokenizer": {"type": "Whitespace"}}, "without byte-level splits"),

@@ -10,6 +10,7 @@ from flows.progress import stage_progress as progress
 from flows.progress.screen import Screen
 from flows.progress.stage_progress import Progress
 from flows.reports.wording import clock, coloured, counted
+from lineage.record.metrics_file import Part, write_part
 from tests.finished import event
 
 
@@ -65,11 +66,13 @@ def test_a_run_of_several_stages_says_how_many_are_done_and_when_all_will_be(tmp
     stream = Terminal()
     with Screen(stream, ["data", "sft", "dpo"], expected={"sft": 100.0, "dpo": 60.0}) as board:
         board.on(event("running", directory=tmp_path, title="data"))
-        assert board._whole() == "0 of 3 stages done  ETA 2:40+"  # that of data is not known
+        assert board._whole() == "stage 1 of 3  ETA 2:40+"  # that of data is not known
         board.on(event("done", title="data"))
         board.on(event("running", directory=tmp_path, num_steps=10, title="sft"))
         board._live.refresh()
-        assert "1 of 3 stages done  ETA 2:40" in stream.getvalue() and board._whole().endswith("2:40")
+        assert "stage 2 of 3  ETA 2:40" in stream.getvalue() and board._whole().endswith("2:40")
+        board.on(event("running", directory=tmp_path, title="dpo"))
+        assert board._whole().startswith("stages 2 to 3 of 3  ")
         board.on(event("done", title="sft"))
         assert "\x1b[32msft" in stream.getvalue()
 
@@ -145,6 +148,17 @@ def test_the_pace_is_that_of_the_last_attempt_not_of_the_one_that_it_goes_on_wit
         file.write(report(52, when=1006.0))
     found.refresh()
     assert found.seconds_left() == pytest.approx(2.0 * 48)
+
+
+def test_between_two_reports_the_rows_that_are_done_are_shown_and_move_the_time_left(path, monkeypatch):
+    monkeypatch.setattr(progress.time, "time", lambda: 40.0)
+    path.write_text(report(1, when=10.0))
+    work = path.parent / "work"
+    work.mkdir()
+    write_part(work, Part(step=1, what="dpo", done=300, of=1200))
+    assert read(path, total=3, started=20.0).describe() == "1/3  dpo: 300 of 1,200 rows  ETA 0:28"
+    write_part(work, Part(step=0, what="sft", done=300, of=1200))  # before that report
+    assert "rows" not in read(path, total=3, started=20.0).describe()
 
 
 def test_times_are_read_as_clocks():
