@@ -9,7 +9,7 @@ from annotated_types import Gt
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.fingerprint import Setting
-from tasks.context import Metrics
+from tasks.context import Metrics, Resources, Sharding
 from tasks.data.kinds import PROMPTS
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.method import LOOP_FIELDS, Schedule, Training
@@ -18,7 +18,15 @@ from tasks.train.models.adapters import FROM_DATA
 if TYPE_CHECKING:
     from tasks.train.run import TrainingRun
 
-
+# Of ``resources.sharding``, with what does the same.
+_GATHERS = "it divides the weights over all workers, which would gather them for each token that generate samples"
+REFUSED: "Mapping[Sharding, str]" = {
+    "fsdp": f"{_GATHERS}; set sharding=zero2, or over several machines fsdp_hybrid",
+    "fsdp_grad": f"{_GATHERS}; set sharding=zero2",
+    "zero3": f"{_GATHERS}; set sharding=zero2",
+    "zero3_offload": f"{_GATHERS}; set sharding=zero2",
+    "zero2_offload": "a session's optimizer stays where its weights are; set sharding=zero2",
+}
 _IGNORED = -100
 
 
@@ -86,7 +94,9 @@ class Steps(Training):
             "adapter.type=adalora: it prunes ranks by the steps that remain; set adapter.type=lora": (
                 self.adapter is not None and self.adapter.type == "adalora"
             ),
-            "diloco: a session has one worker; set diloco=null": self.diloco is not None,
+            "diloco: its islands exchange weights after steps of a loop, which a session has not; set diloco=null": (
+                self.diloco is not None
+            ),
             "adapter.init: it reads rows before the first step, which a session has not; set adapter.init=null": (
                 self.adapter is not None and self.adapter.init in FROM_DATA
             ),
@@ -103,3 +113,23 @@ class Steps(Training):
     def tokenization(self) -> Tokenization | None:
         """None: the caller sends tokens."""
         return None
+
+
+def require_workers(method: Steps, resources: Resources) -> None:
+    """Requires that a session can have these workers.
+
+    Raises:
+        ConfigError: it cannot; says why, and what comes nearest.
+    """
+    from tasks.train.compatibility import refusals
+    from tasks.train.rule import Case
+
+    sharding, workers = resources.sharding, resources.num_workers
+    if sharding in REFUSED:
+        raise ConfigError(f"resources.sharding={sharding}: {REFUSED[sharding]}")
+    method, resources = replace(method, global_batch_size=workers), replace(resources, micro_batch_size=1)
+    for refusal in refusals(Case(method=method, resources=resources)):
+        if refusal.rule == "hybrid-nodes":
+            raise ConfigError(f"resources.sharding={sharding}: {refusal.reason}; set sharding=zero2")
+        if refusal.rule != "zero-own-loop":  # a session divides its optimizer by itself
+            raise ConfigError(refusal.text("session"))

@@ -25,7 +25,8 @@ def _rules() -> dict[str, str]:
 def _steps() -> dict[str, str]:
     rows = [
         (f"`{name}`", f"`{each.about}`", ", ".join(f"`{column}`" for column in each.reads),
-         ", ".join(f"`{option}={value:g}`" for option, value in each.options.items()), each.paper)
+         ", ".join(f"`{option}`" if of is None else f"`{option}={of:g}`" for option, of in each.options.items()),
+         each.paper)
         for name, each in LOSSES.items()
     ]  # fmt: skip
     calls = [

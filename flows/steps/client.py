@@ -85,7 +85,8 @@ class Client:
 
         Args:
             model: a REF of the server's store, or a directory there.
-            settings: fields of ``tasks.steps.Steps``.
+            settings: fields of ``tasks.steps.Steps``; ``resources``, as ``{"num_workers": 2, "sharding": "zero2"}``;
+                ``start``, the saved state that it starts from, as the arguments of ``load``.
         """
         about = self.request("POST", "/v1/sessions", _body({"model": model, **settings}))
         return Session(self, str(about["session"]), about)

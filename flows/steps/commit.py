@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from operator import attrgetter, methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from flows.declare.config import typed
 from flows.serving.model import find_model
-from flows.steps.calls import CALLS, Load, Place
-from flows.steps.engine import Engine, threads_of
+from flows.steps.calls import CALLS, Load, Place, Save
+from flows.steps.engine import CREATE, Engine
+from flows.steps.group import Here, session_of, threads_of
 from lineage.artifact import SOURCE, Kind, Source
 from lineage.errors import ArtifactError, ConfigError
 from lineage.filesystem.digest import DigestCache, digest_files, digest_of
@@ -31,9 +34,13 @@ from tasks.steps import Steps
 
 if TYPE_CHECKING:
     from flows.serving.model import Found
-    from tasks.train.steps.session import Session
+    from flows.steps.group import Group
 
-LOG = "commands.jsonl"  # in the output: settings of the session in the first line, then a call a line
+# In the output: the session's settings in the first line, then a call a line; those of sessions whose saved states it
+# loaded come before, with a number, after a line of that session's settings.
+LOG = "commands.jsonl"
+_ADAPTER_CONFIG = "adapter_config.json"
+_Line = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,7 @@ class Replayed:
     """A command log that was executed again.
 
     Args:
-        files: of weights.
+        files: of weights, and of adapters' settings.
         differ: those of them that are others than those committed.
     """
 
@@ -58,7 +65,7 @@ def commit(
     """Writes the model of a session as an artifact of the store; returns its output.
 
     Raises:
-        ConfigError: there is no such session, it took no step, or it depends on another session.
+        ConfigError: there is no such session, it took no step, or it loaded the state of another model.
     """
     if stage in RESERVED or "/" in stage or ENTRY_NAME.fullmatch(stage) or not stage.strip("."):
         raise ConfigError(f"--stage {stage}: a name of letters, digits and dashes is accepted; choose another")
@@ -66,11 +73,10 @@ def commit(
     if found is None:
         known = ", ".join(each["id"] for each in engine.records.sessions()) or "none"
         raise ConfigError(f"session {session}: there is none below {engine.root}; {known} is there")
-    start, log = time.time(), _log(engine, session, found["start"])
-    settings = json.loads(found["settings"])
-    head = {"settings": settings, "resources": asdict(engine.resources), "threads": threads_of(engine.resources)}
-    text = "".join(json.dumps(each, sort_keys=True) + "\n" for each in (head, *log))
-    method = replace(typed(Steps, settings, "session"), commands=_sha256(text))
+    start, lines = time.time(), _Log(engine, session).lines
+    text = "".join(json.dumps(each, sort_keys=True) + "\n" for each in lines)
+    method, resources = engine.settings_of(json.loads(found["settings"]))
+    method = replace(method, commands=_sha256(text))
     record, policy = _input(find(found["model"]))
     identity = fingerprint(method.recipe(), {"policy": policy})
     create_store(store)
@@ -82,10 +88,14 @@ def commit(
         raise ConfigError(f"{entry.path}: another process writes it; wait for its end")
     with lock.holding():
         entry.begin()
-        with _alone(engine.resources):
+        with _alone(resources):
             live = engine.loaded(session)
-            live.run.ctx = replace(live.run.ctx, output_dir=entry.output, work_dir=entry.work)
-            metrics = {**live.write_model(), "steps": float(live.step_number)}
+            steps = live.apply(attrgetter("step_number"))
+            metrics = {
+                **live.apply(methodcaller("write_model", entry.output, entry.work, policy)),
+                "steps": float(steps),
+            }
+            live.close()
         (entry.output / LOG).write_text(text)
         for number, metric in enumerate(_reports(engine, session), start=1):
             append_jsonl(entry.metrics, {"step": number, "time": start, "metrics": metric})
@@ -93,7 +103,7 @@ def commit(
         files = digest_files(entry.output)
         made_by = replace(
             provenance_here(start), end=time.time(), code_digest=method.code_digest(), seed=method.seed,
-            resources=json.loads(json.dumps(asdict(engine.resources))), hardware=hardware(),
+            resources=json.loads(json.dumps(asdict(resources))), hardware=hardware(),
         )  # fmt: skip
         manifest = Manifest(
             pipeline=pipeline, stage=stage, method=f"{Steps.__module__}.{Steps.__qualname__}", recipe=method.recipe(),
@@ -104,20 +114,66 @@ def commit(
     return entry.output
 
 
-def _log(engine: Engine, session: str, start: object) -> list[dict[str, object]]:
-    """The calls that changed a session, with their arguments."""
-    other = "the state of another session is no artifact; commit that session, and start this one from its stage"
-    if start:
-        raise ConfigError(f"session {session}: it started from {start}: {other}")
-    found = []
-    for each in engine.log(session):
-        body = engine.body(session, each["id"])
-        if each["name"] == Load.name and body.get("session") not in (None, session):
-            raise ConfigError(f"session {session}: call {each['seq']} loads of session {body['session']}: {other}")
-        found.append({"seq": each["seq"], "name": each["name"], "body": body})
-    if not any(each["name"] == "step" for each in found):
-        raise ConfigError(f"session {session}: it took no step, so that its model is its base; call step first")
-    return found
+class _Log:
+    """The calls that a session's weights depend on, in an order in which they can be executed.
+
+    Attributes:
+        lines: of the file.
+    """
+
+    def __init__(self, engine: Engine, session: str) -> None:
+        self.engine, self.session, self.lines = engine, session, list[_Line]()
+        self._numbers = {session: 0}  # sessions have no names in the log: these are random
+        self._done: dict[str, int] = {}  # session -> its last call that is in the log
+        log = engine.log(session)
+        if not any(each["name"] == "step" for each in log):
+            raise ConfigError(f"session {session}: it took no step, so that its model is its base; call step first")
+        head = self._head(session)
+        self._add(session, int(log[-1]["seq"]))
+        self.lines.insert(0, head)
+
+    def _head(self, session: str) -> _Line:
+        found = self.engine.records.session(session)
+        assert found is not None
+        settings = json.loads(found["settings"])
+        _, resources = self.engine.settings_of(settings)
+        start = {"start": self._load(session, json.loads(found["start"]), CREATE)} if found["start"] else {}
+        return {"settings": settings, "resources": asdict(resources), "threads": threads_of(resources), **start}
+
+    def _add(self, session: str, last: int) -> None:
+        """Adds the calls of a session up to one of them, each after what it loads."""
+        number = self._numbers[session]
+        own = {"session": number} if number else {}
+        for each in self.engine.log(session):
+            if not self._done.get(session, 0) < each["seq"] <= last:
+                continue
+            body = self.engine.body(session, each["id"])
+            if each["name"] == Load.name:
+                body = self._load(session, body, f"call {each['seq']}")
+            self.lines.append({"seq": each["seq"], "name": each["name"], "body": body, **own})
+            self._done[session] = each["seq"]
+
+    def _load(self, session: str, body: _Line, what: str) -> _Line:
+        """The arguments of ``load``, once the calls that lead to the saved state are in the log."""
+        other = str(body.get("session") or session)
+        if other == session:
+            return {**body, "session": None} if "session" in body else body
+        records = self.engine.records
+        mine, theirs = records.session(session), records.session(other)
+        if mine is None or theirs is None or mine["model"] != theirs["model"]:
+            raise ConfigError(
+                f"session {session}: {what} loads of session {other}, which has another model: a stage has one; "
+                "commit that session, and start this one from its stage"
+            )
+        saves = [
+            each for each in self.engine.log(other)
+            if each["name"] == Save.name and self.engine.body(other, each["id"])["to"] == body["saved"]
+        ]  # fmt: skip
+        if other not in self._numbers:
+            number = self._numbers[other] = len(self._numbers)
+            self.lines.append({"session": number, **self._head(other)})
+        self._add(other, int(saves[0]["seq"]))
+        return {**body, "session": self._numbers[other]}
 
 
 def _reports(engine: Engine, session: str) -> Iterator[dict[str, float]]:
@@ -162,30 +218,35 @@ def replay(ref: str, store: Path, config_dir: Path | None = None) -> Replayed:
     if entry is None or manifest is None or LOG not in manifest.files:
         raise ConfigError(f"{ref}: has no command log; a stage that posttrain steps commit wrote is accepted")
     text = (entry.output / LOG).read_text()
-    head, *calls = map(json.loads, text.splitlines())
-    method = replace(typed(Steps, head["settings"], "session"), commands=_sha256(text))
+    head, *lines = map(json.loads, text.splitlines())
+    settings = {name: value for name, value in head["settings"].items() if name != "resources"}
+    method = replace(typed(Steps, settings, "session"), commands=_sha256(text))
     if json.loads(json.dumps(method.recipe())) != manifest.recipe:
         raise ArtifactError(
             f"{entry.output / LOG}: is not the log of the recipe; restore it: posttrain verify says more"
         )
     policy, start = _policy(manifest, store, config_dir), time.perf_counter()
-    resources = Resources(**head["resources"])
-    with tempfile.TemporaryDirectory() as scratch, _alone(resources):
-        from tasks.train.steps.session import Session
-
-        ctx = TrainContext(output_dir=Path(scratch, "output"), work_dir=Path(scratch, "work"), resources=resources)
-        session = Session(replace(method, commands=None), policy, ctx)
-        _execute(session, calls, Path(scratch, "saves"))
-        session.write_model()
-        files = _weights(digest_files(ctx.output_dir))
-    committed = _weights(manifest.files)
+    with tempfile.TemporaryDirectory() as scratch, _alone(Resources(**head["resources"])):
+        output = Path(scratch, "output")
+        session = _executed(head, lines, policy, Path(scratch))
+        session.apply(methodcaller("write_model", output))
+        session.close()
+        files = _compared(output, digest_files(output))
+    committed = _compared(entry.output, manifest.files)
     differ = sorted(name for name in files.keys() | committed.keys() if files.get(name) != committed.get(name))
-    return Replayed(ref=ref, calls=len(calls), files=len(files), seconds=time.perf_counter() - start, differ=differ)
+    calls = sum("name" in each for each in lines)
+    return Replayed(ref=ref, calls=calls, files=len(files), seconds=time.perf_counter() - start, differ=differ)
 
 
-def _weights(files: Mapping[str, str]) -> dict[str, str]:
-    """The files of weights; an adapter's config has its layers in another order each time."""
-    return {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
+def _compared(output: Path, files: Mapping[str, str]) -> dict[str, str]:
+    """Digests of weights, and of adapters' settings, whose sets of layers are in another order each time."""
+    found = {name: digest for name, digest in files.items() if name.endswith(".safetensors")}
+    for name in files:
+        if Path(name).name == _ADAPTER_CONFIG:
+            config = json.loads((output / name).read_text())
+            ordered = {key: sorted(each, key=str) if isinstance(each, list) else each for key, each in config.items()}
+            found[name] = _sha256(json.dumps(ordered, sort_keys=True))
+    return found
 
 
 def _policy(manifest: Manifest, store: Path, config_dir: Path | None) -> Input:
@@ -202,15 +263,44 @@ def _policy(manifest: Manifest, store: Path, config_dir: Path | None) -> Input:
     return Input(name=name, kind=Kind.CHECKPOINT, fingerprint=record.fingerprint, path=path)
 
 
-def _execute(session: "Session", calls: list[dict[str, object]], saves: Path) -> None:
-    for each in calls:
-        name, body = str(each["name"]), each["body"]
-        assert isinstance(body, dict)
-        if name == Load.name:
-            body = {**body, "session": None}
-        place = Place(session="", request_id=f"{each['seq']}", saves={"": saves})
+def _executed(head: _Line, lines: list[_Line], policy: Input, scratch: Path) -> "Here | Group":
+    """The session of a log, after its last call."""
+    heads: dict[object, _Line] = {0: head}
+    sessions: dict[object, Here | Group] = {}
+    saves = {str(number): scratch / f"saves-{number}" for number in (each.get("session", 0) for each in lines)}
+
+    def run(number: object, name: str, body: _Line, request: str) -> None:
+        body = {**body, "session": str(body["session"])} if body.get("session") is not None else body
         call = typed(CALLS[name], body, name)
-        call.run(session, place)
+        place = Place(session=str(number), request_id=request, saves=saves)
+        sessions[number].apply(partial(call.run, place=place))
+
+    for line in lines:
+        number = line.get("session", 0)
+        if "name" not in line:
+            heads[number] = line
+            continue
+        if number not in sessions:
+            sessions[number] = _opened(heads[number], policy, scratch / f"work-{number}")
+            if start := heads[number].get("start"):
+                run(number, Load.name, cast(_Line, start), CREATE)
+        if line["name"] not in CALLS or not isinstance(line["body"], dict):
+            raise ArtifactError(
+                f"{LOG}: call {line['seq']} is {line['name']}, and {', '.join(CALLS)} with arguments are accepted; "
+                "replay it with the version of posttrain that wrote it"
+            )
+        run(number, str(line["name"]), line["body"], f"{line['seq']}")
+    for number, each in sessions.items():
+        if number:
+            each.close()
+    return sessions[0]
+
+
+def _opened(head: _Line, policy: Input, folder: Path) -> "Here | Group":
+    settings = {name: value for name, value in cast(_Line, head["settings"]).items() if name != "resources"}
+    resources = Resources(**cast("dict[str, object]", head["resources"]))  # type: ignore[arg-type]
+    ctx = TrainContext(output_dir=folder / "output", work_dir=folder / "work", resources=resources)
+    return session_of(typed(Steps, settings, "session"), policy, ctx)
 
 
 @contextmanager

@@ -9,14 +9,15 @@ import gc
 import heapq
 import json
 import logging
-import os
 import re
 import shutil
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +25,12 @@ import orjson
 
 from flows.declare.config import typed
 from flows.steps.calls import CALLS, Call, Generate, Load, Place
+from flows.steps.group import Group, Here, session_of, threads_of
 from flows.steps.records import DONE, FAILED, QUEUED, Records
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.fingerprint import digest_json
 from tasks.context import Resources, TrainContext
-from tasks.steps import Steps
+from tasks.steps import Steps, require_workers
 
 if TYPE_CHECKING:
     from sqlalchemy import RowMapping
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 CREATE = "create"
 _ID, _SESSION = re.compile(r"[A-Za-z0-9-]{1,64}"), re.compile(r"[A-Za-z0-9:-]{1,64}")
 _SNAPSHOT = "snapshot"
+_RESOURCES = ("num_workers", "num_nodes", "sharding", "cpus_per_worker")  # that a session sets; the server has the rest
 
 
 class RefusedError(PipelineError):
@@ -107,7 +110,7 @@ class _Live:
         since: seconds of computation since the last snapshot.
     """
 
-    session: "Session"
+    session: Here | Group
     applied: int
     used: float
     since: float = 0.0
@@ -175,8 +178,8 @@ class Engine:
         """Accepts a new session.
 
         Args:
-            body: ``model``, the fields of ``tasks.steps.Steps``, and ``start``: the saved state that it starts from, as
-                the arguments of ``load``.
+            body: ``model``, the fields of ``tasks.steps.Steps``, ``resources``: its workers and their ``sharding``, and
+                ``start``: the saved state that it starts from, as the arguments of ``load``.
             session: its name; None: a new one.
         """
         settings = dict(body)
@@ -192,7 +195,7 @@ class Engine:
             if loading is None or loading.session is None:
                 raise RefusedError(422, "start: an object with session and saved is accepted")
             self.require_session(key, loading.session)
-        typed(Steps, settings, "session")
+        require_workers(*self.settings_of(settings))
         body_digest = digest_json(body)
         known = self.records.call_at(name, 0)
         if known is not None:
@@ -207,6 +210,20 @@ class Engine:
             self._orders[name] = _Order()
             self._add(key["name"], client, name, request_id, 0, CREATE, body_digest, changes=True)
         return self.outcome(request_id)
+
+    def settings_of(self, settings: Mapping[str, object]) -> tuple[Steps, Resources]:
+        """The training of a session's settings, and its workers.
+
+        Raises:
+            ConfigError: they are no settings of a session.
+        """
+        own, given = dict(settings), settings.get("resources") or {}
+        own.pop("resources", None)
+        if not isinstance(given, dict) or (unknown := sorted(given.keys() - set(_RESOURCES))):
+            found = unknown[0] if isinstance(given, dict) else json.dumps(given)
+            raise ConfigError(f"session.resources: {found}; an object of {', '.join(_RESOURCES)} is accepted")
+        values = {**asdict(self.resources), **given}
+        return typed(Steps, own, "session"), typed(Resources, values, "session.resources")
 
     def accept(
         self, key: "RowMapping", session: str, name: str, body: Mapping[str, object], *, seq: int | None = None,
@@ -414,7 +431,8 @@ class Engine:
             result, status, state = {"error": str(error)}, 400, FAILED
         except Exception as error:
             logger.exception("session=%s request=%s state=failed", session, request_id)
-            self._live.pop(session, None)  # its next call starts from the log, without a part of this one
+            if live := self._live.pop(session, None):  # its next call starts from the log, without a part of this one
+                live.session.close()
             result, status, state = {"error": f"{type(error).__name__}: {error}"}, 500, FAILED
         if state == FAILED and found["name"] == CREATE:
             self.records.set_session(session, state="failed")
@@ -434,16 +452,15 @@ class Engine:
         assert found is not None
         self.records.set_session(session, path=str(self._find(found["model"]).path))
         live = self._loaded(session, done=False)
-        trained = sum(each.numel() for each in live.session.trained.values())
         return {
-            "session": session, "vocabulary": live.session.vocabulary, "trained_weights": trained,
-            "max_length": live.session.method.max_length, "weights": live.session.digest(),
+            "session": session, **live.session.apply(_about),
             "started_from": (found["start"] and json.loads(found["start"])) or None,
         }  # fmt: skip
 
     def _called(self, found: "RowMapping") -> dict[str, object]:
         live = self._loaded(found["session"])
-        return dict(self._call(found).run(live.session, self._place(found["session"], found["id"])))
+        place = self._place(found["session"], found["id"])
+        return dict(live.session.apply(partial(self._call(found).run, place=place)))
 
     def _call(self, found: "RowMapping") -> Call:
         call = typed(CALLS[found["name"]], self.body(found["session"], found["id"]), found["name"])
@@ -463,7 +480,7 @@ class Engine:
 
     # --- sessions in memory
 
-    def loaded(self, name: str) -> "Session":
+    def loaded(self, name: str) -> Here | Group:
         """A session as its log leaves it, in memory."""
         return self._loaded(name).session
 
@@ -482,20 +499,20 @@ class Engine:
             try:
                 self._redo(name, live)
             except BaseException:
-                del self._live[name]
+                self._live.pop(name).session.close()
                 raise
         return live
 
-    def _new(self, name: str) -> "Session":
-        from tasks.train.steps.session import Session
-
+    def _new(self, name: str) -> Here | Group:
         found = self.records.session(name)
         assert found is not None
         policy, folder = self._find(found["model"]), self._folder(name)
-        ctx = TrainContext(output_dir=folder / "output", work_dir=folder / "work", resources=self.resources)
-        made = Session(typed(Steps, json.loads(found["settings"]), "session"), policy, ctx, self._bases)
+        method, resources = self.settings_of(json.loads(found["settings"]))
+        ctx = TrainContext(output_dir=folder / "output", work_dir=folder / "work", resources=resources)
+        made = session_of(method, policy, ctx, self._bases)
         if found["start"]:
-            typed(Load, json.loads(found["start"]), "start").run(made, self._place(name, CREATE))
+            load = typed(Load, json.loads(found["start"]), "start")
+            made.apply(partial(load.run, place=self._place(name, CREATE)))
         return made
 
     def _redo(self, name: str, live: _Live) -> None:
@@ -503,12 +520,13 @@ class Engine:
         snapshot = self._folder(name) / _SNAPSHOT
         if (snapshot / "applied").exists():
             live.applied = int((snapshot / "applied").read_text())
-            live.session.load(snapshot / str(live.applied))
+            live.session.apply(methodcaller("load", snapshot / str(live.applied)))
         start, count = time.perf_counter(), 0
         for found in self.log(name):
             if found["seq"] <= live.applied:
                 continue
-            result = orjson.dumps(self._call(found).run(live.session, self._place(name, found["id"])))
+            call = partial(self._call(found).run, place=self._place(name, found["id"]))
+            result = orjson.dumps(live.session.apply(call))
             if result != self._result(name, found["id"]).read_bytes():
                 raise PipelineError(
                     f"session {name}: call {found['seq']} ({found['name']}) gave another result when it was executed "
@@ -529,7 +547,7 @@ class Engine:
 
     def _snapshot(self, name: str, live: _Live) -> None:
         folder = self._folder(name) / _SNAPSHOT
-        live.session.save(folder / str(live.applied))
+        live.session.apply(methodcaller("save", folder / str(live.applied)))
         _replace(folder / "applied", str(live.applied).encode())
         for each in folder.iterdir():
             if each.is_dir() and each.name != str(live.applied):
@@ -540,6 +558,7 @@ class Engine:
         live = self._live.pop(name)
         if live.since and live.applied:
             self._snapshot(name, live)
+        live.session.close()
         if not self._live:
             self._bases.clear()
         gc.collect()
@@ -570,9 +589,11 @@ class Engine:
         _replace(self._body(session, request_id), orjson.dumps(body))
 
 
-def threads_of(resources: Resources) -> int:
-    """Threads that a session computes with."""
-    return min(resources.cpus_per_worker, os.cpu_count() or 1)
+def _about(session: "Session") -> dict[str, object]:
+    return {
+        "vocabulary": session.vocabulary, "trained_weights": sum(each.numel() for each in session.trained.values()),
+        "max_length": session.method.max_length, "weights": session.digest(), "workers": session.workers.size,
+    }  # fmt: skip
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 LONGEST_WAIT = 60.0  # seconds that a request may wait for a result
 MAX_BODY_BYTES = 64 * 2**20
+_SETTINGS = "Starts a session; settings: the fields of tasks.steps.Steps, resources of its workers, and a start."
 OWN = ("seq", "id")  # of a body: the number of the call, and the id of the request
 _CODES = {400: "the call was refused", 401: "no key", 403: "of another key", 404: "there is none", 422: "not valid"}
 
@@ -162,7 +163,8 @@ def app_of(
 
 def _add_sessions(app: FastAPI, engine: Engine) -> None:
     responses: dict[int | str, dict[str, object]] = {code: {"description": text} for code, text in _CODES.items()}
-    schema = _schema(Steps, {"model": {"type": "string"}}, ["model"])
+    objects = {name: {"type": "object"} for name in ("resources", "start")}
+    schema = _schema(Steps, {"model": {"type": "string"}, **objects}, ["model"])
 
     @app.post("/v1/sessions", responses=responses, openapi_extra=schema, description="Starts a session.")
     async def create(request: Request, wait: float = LONGEST_WAIT) -> Response:
@@ -268,7 +270,7 @@ def _tools(engine: Engine, url: str) -> "MCPServer | None":
         body = {"model": model, **(settings or {})}
         return await _told(engine, CREATE, None, lambda key: engine.create(key, body, client="mcp"))
 
-    server.add_tool(create_session, description="Starts a session; settings: the fields of tasks.steps.Steps.")
+    server.add_tool(create_session, description=_SETTINGS)
     for name, cls in CALLS.items():
         server.add_tool(_tool(engine, name, cls), name=name, description=cls.__doc__)
     return server

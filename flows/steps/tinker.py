@@ -25,11 +25,14 @@ from lineage.source.model_files import read_json
 if TYPE_CHECKING:
     from sqlalchemy import RowMapping
 
-_PREFIX, _SCHEME = "/api/v1", "tinker://"
+_PREFIX, _SCHEME, _OWN = "/api/v1", "tinker://", "posttrain."
 _POLL_SECONDS = 30.0
 _LONGEST = 32_768  # tokens of a row, where the model's positions allow it
-_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo")
-_COLUMNS = ("target_tokens", "weights", "logprobs", "advantages")
+_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
+# Of the client -> ours.
+_COLUMNS = {
+    **{name: name for name in ("target_tokens", "weights", "logprobs", "advantages")}, "sequence_ratio_mask": "weights"
+}  # fmt: skip
 _PROTO = "application/x-protobuf"
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _CODES = {_FLOAT32: "f", _INT64: "q", _INT32: "i"}
@@ -108,7 +111,7 @@ def rows_of(request: object) -> list[dict[str, object]]:
                 raise RefusedError(422, f"data[{number}].{name}: {', '.join(_COLUMNS)} are accepted")
             if tensor.HasField("sparse_csr") or len(tensor.shape) > 1:
                 raise RefusedError(422, f"data[{number}].{name}: one value for each token is accepted, not a matrix")
-            row[name] = _numbers(tensor.dense, tensor.dtype)
+            row[_COLUMNS[name]] = _numbers(tensor.dense, tensor.dtype)
         found.append(row)
     return found
 
@@ -133,7 +136,7 @@ def settings_of(body: Mapping[str, object], path: Path) -> dict[str, object]:
     config = read_json(path, "config.json")
     positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
     longest = min(_LONGEST, positions) if isinstance(positions, int) and positions > 0 else _LONGEST
-    found: dict[str, object] = {"max_length": longest}
+    found: dict[str, object] = {"max_length": longest, **_workers(body)}
     lora = cast("Mapping[str, object]", body.get("lora_config") or {})
     if lora.get("seed") is not None:
         found["seed"] = lora["seed"]
@@ -144,6 +147,14 @@ def settings_of(body: Mapping[str, object], path: Path) -> dict[str, object]:
         raise RefusedError(422, "lora_config: train_attn and train_mlp are false; the head alone is not accepted")
     targets = "all-linear" if attention and mlp else "attention" if attention else "mlp"
     return {**found, "adapter": {"rank": lora["rank"], "target_modules": targets}}
+
+
+def _workers(body: Mapping[str, object]) -> dict[str, object]:
+    """The workers that ``user_metadata`` names, as ``posttrain.num_workers``: the protocol has no word for them."""
+    given = cast("Mapping[str, object]", body.get("user_metadata") or {})
+    own = {name.removeprefix(_OWN): value for name, value in given.items() if name.startswith(_OWN)}
+    numbers = {name: int(value) if str(value).isdigit() else value for name, value in own.items()}  # type: ignore[call-overload]
+    return {"resources": numbers} if numbers else {}
 
 
 def place_of(path: object) -> tuple[str, str]:

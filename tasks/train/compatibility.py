@@ -539,7 +539,7 @@ RULES: tuple[Rule, ...] = (
             "resources.sharding": by_deepspeed,
             "method.optimizer.name": tuple(name for name, row in OPTIMIZERS.items() if not row.optim),
         },
-        reason="DeepSpeed's engine was tried with AdamW alone",
+        reason="ZeRO was tried with AdamW alone",
         nearest={"method.optimizer.name": "adamw_torch_fused"}, also=ZERO,
     ),
     Rule(

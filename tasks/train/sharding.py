@@ -448,7 +448,7 @@ def _whole(tensor: "Tensor", *, keeps: bool) -> "Tensor | None":
 def in_parts(state: "Mapping[str, Tensor]", model: "Module") -> "dict[str, Tensor]":
     """A worker's part of the whole weights of a model."""
     like = model.state_dict()
-    return {name: _divided_as(each, like[name]) for name, each in state.items()}
+    return {name: divided_as(each, like[name]) for name, each in state.items()}
 
 
 def optimizer_in_parts(state: "_State", optimizer: "Optimizer") -> "_State":
@@ -459,14 +459,16 @@ def optimizer_in_parts(state: "_State", optimizer: "Optimizer") -> "_State":
     for place, values in state["state"].items():
         for name, value in values.items():
             if getattr(value, "shape", None) == trained[place].shape:
-                values[name] = _divided_as(value, trained[place])
+                values[name] = divided_as(value, trained[place])
     return state
 
 
-def _divided_as(whole: "Tensor", like: "Tensor") -> "Tensor":
+def divided_as(whole: "Tensor", like: "Tensor") -> "Tensor":
+    """This worker's part of a whole tensor, if ``like`` is divided."""
     from torch.distributed.tensor import DTensor
 
-    return as_part(_part_of(whole, like), like) if isinstance(like, DTensor) else whole
+    is_whole = isinstance(like, DTensor) and not isinstance(whole, DTensor)
+    return as_part(_part_of(whole, like), like) if is_whole else whole
 
 
 def as_part(part: "Tensor", like: "Tensor") -> "Tensor":

@@ -1,6 +1,9 @@
 """A session becomes a stage: its command log is the recipe; replay, lineage, diff and verify know it."""
 
 import json
+import secrets
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,7 @@ SETTINGS = {"learning_rate": 1e-2, "max_length": 64}
 def trained(root: Path, model: Path, *rates: float, **settings: object) -> str:
     """A session that took a step at each of these rates, with a saved state that it goes back to."""
     engine = Engine(root, find)
-    key = engine.authenticate(engine.records.add_key(f"key{rates}{settings}"[:60]))
+    key = engine.authenticate(engine.records.add_key(secrets.token_hex(8)))
     engine.start()
     name = engine.create(key, {"model": str(model), **SETTINGS, **settings}).session
     for rate in rates:
@@ -27,8 +30,6 @@ def trained(root: Path, model: Path, *rates: float, **settings: object) -> str:
     engine.accept(key, name, "save", {"to": "here"})
     engine.accept(key, name, "backward", {"data": [ROW]})
     last = engine.accept(key, name, "load", {"saved": "here"})
-    import threading
-
     done = threading.Event()
     engine.when_done(last.request_id, done.set)
     assert done.wait(60) and engine.outcome(last.request_id).status == 200
@@ -54,7 +55,7 @@ def test_a_committed_session_is_replayed_to_the_bit(
     code = main(["replay", refs[0], "--json", store])
     found = json.loads(capsys.readouterr().out)
     assert (code, found["differ"]) == (0, [])
-    assert found["equal"] and found["calls"] == 5 and found["files"] == (2 if adapter else 1)
+    assert found["equal"] and found["calls"] == 5 and found["files"] == (3 if adapter else 1)
     manifest = json.loads((outputs[1].parent / "manifest.json").read_text())
     assert manifest["method"] == "tasks.steps.Steps" and manifest["metrics"]["steps"] == 2
     assert manifest["inputs"]["policy"]["source"]["files"]
@@ -98,3 +99,52 @@ def test_a_session_without_a_step_or_of_another_session_is_not_committed(
     assert main(["steps", "commit", "nothing", "--stage", "rl", "--root", str(root), store]) == 2
     assert f"{name} is there" in capsys.readouterr().err
     assert main(["steps", "commit", name, "--stage", "cache", "--root", str(root), store]) == 2
+
+
+def test_a_session_that_started_from_others_is_committed_with_their_calls(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that starts from a saved state, and loads another later; replay executes the calls that lead to both."""
+    training.write_models(tmp_path)
+    root, store = tmp_path / "steps", f"store={tmp_path / 'store'}"
+    first, second = trained(root, tmp_path / "policy", 1e-2), trained(root, tmp_path / "policy", 3e-3, seed=1)
+    engine = Engine(root, find)
+    key = engine.authenticate(engine.records.add_key("both"))
+    for name in (first, second):
+        engine.records.set_session(name, key="both")
+    engine.start()
+    other = engine.create(
+        key, {"model": str(tmp_path / "policy"), **SETTINGS, "start": {"session": first, "saved": "here"}}
+    )
+    for call, body in (
+        ("backward", {"data": [ROW]}), ("step", {}), ("save", {"to": "mine"}),
+        ("load", {"saved": "here", "session": second, "optimizer": False}), ("backward", {"data": [ROW]}), ("step", {}),
+    ):  # fmt: skip
+        last = engine.accept(key, other.session, call, body)
+    done = threading.Event()
+    engine.when_done(last.request_id, done.set)
+    assert done.wait(60) and engine.outcome(last.request_id).status == 200
+    engine.close()
+    assert main(["steps", "commit", other.session, "--stage", "rl", "--root", str(root), store]) == 0
+    output = Path(capsys.readouterr().out.strip())
+    lines = [json.loads(line) for line in (output / "commands.jsonl").read_text().splitlines()]
+    # Those of the first session up to its save, then its own, those of the second, and the rest of its own.
+    expected = [(1, "backward"), (1, "step"), (1, "save"), (0, "backward"), (0, "step"), (0, "save")]
+    expected += [(2, "backward"), (2, "step"), (2, "save"), (0, "load"), (0, "backward"), (0, "step")]
+    assert [(each.get("session", 0), each["name"]) for each in lines if "name" in each] == expected
+    assert first not in str(lines) and lines[0]["start"] == {"saved": "here", "session": 1}
+    assert main(["replay", "rl", "--json", store]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"] and found["calls"] == 12
+
+
+def test_the_state_of_another_model_is_not_committed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training.write_models(tmp_path)
+    root, store = tmp_path / "steps", f"store={tmp_path / 'store'}"
+    shutil.copytree(tmp_path / "policy", tmp_path / "copy")
+    first, second = trained(root, tmp_path / "policy", 1e-2), trained(root, tmp_path / "copy", 1e-2)
+    engine = Engine(root, find)
+    engine.records.set_session(second, start=json.dumps({"session": first, "saved": "here"}))
+    engine.close()
+    assert main(["steps", "commit", second, "--stage", "rl", "--root", str(root), store]) == 2
+    assert f"loads of session {first}, which has another model" in capsys.readouterr().err

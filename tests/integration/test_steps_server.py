@@ -2,8 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -69,28 +71,42 @@ def by_async_sdk(served: Served, model: str) -> list[object]:
     return asyncio.run(run())
 
 
-def by_mcp(served: Served, model: str) -> list[object]:
+@contextmanager
+def tools(served: Served) -> Iterator[Callable[[str, dict[str, object]], Any]]:
+    """Calls a tool of MCP; its error is an ``AssertionError``."""
     import httpx2
     from mcp import Client as McpClient
     from mcp.client.streamable_http import streamable_http_client
 
-    async def run() -> list[object]:
-        http_client = httpx2.AsyncClient(headers={"Authorization": f"Bearer {served.key}"}, timeout=60)
-        async with McpClient(streamable_http_client(f"{served.url}/mcp", http_client=http_client)) as client:
-            tools = {each.name: each for each in (await client.list_tools()).tools}
-            assert set(CALLS) < set(tools)
-            assert "data" in tools["backward"].input_schema["required"]
-            made = await client.call_tool("create_session", {"model": model, "settings": SETTINGS})
-            name, found = made.structured_content["session"], []
-            for each, body in BODIES.items():
-                told = await client.call_tool(each, {"session": name, **body})
-                assert not told.is_error, told
-                found.append(told.structured_content["result"])
-            refused = await client.call_tool("backward", {"session": name, "data": []})
-            assert refused.is_error and "data has no rows" in refused.content[0].text
-            return found
+    headers = {"Authorization": f"Bearer {served.key}"}
 
-    return asyncio.run(run())
+    async def run(name: str, arguments: dict[str, object]) -> Any:
+        http_client = httpx2.AsyncClient(headers=headers, timeout=60)
+        async with McpClient(streamable_http_client(f"{served.url}/mcp", http_client=http_client)) as client:
+            if name == "list":
+                return {each.name: each for each in (await client.list_tools()).tools}
+            return await client.call_tool(name, arguments)
+
+    def call(name: str, arguments: dict[str, object]) -> Any:
+        told = runner.run(run(name, arguments))
+        if name == "list":
+            return told
+        assert not told.is_error, told.content[0].text
+        return told.structured_content
+
+    with asyncio.Runner() as runner:
+        yield call
+
+
+def by_mcp(served: Served, model: str) -> list[object]:
+    with tools(served) as call:
+        known = call("list", {})
+        assert set(CALLS) < set(known) and "data" in known["backward"].input_schema["required"]
+        name = call("create_session", {"model": model, "settings": SETTINGS})["session"]
+        found = [call(each, {"session": name, **body})["result"] for each, body in BODIES.items()]
+        with pytest.raises(AssertionError, match="data has no rows"):
+            call("backward", {"session": name, "data": []})
+        return found
 
 
 def test_every_primitive_has_one_meaning_by_rest_sdk_and_mcp_to_the_bit(served: Served, model: str) -> None:
@@ -207,6 +223,27 @@ def test_a_custom_loss_trains_as_in_one_process(served: Served, model: str) -> N
     assert found["metrics"] == {"rows": 1.0} and found["grad_norm"] and found["loss"]
     plain = session.call("forward", data=[{**ROW, "weights": [1.0] * 3}])
     assert found["loss"] == pytest.approx(plain["loss"] ** 2, rel=1e-5)
+
+
+def test_a_custom_loss_has_one_meaning_by_rest_sdk_and_mcp(served: Served, model: str) -> None:
+    """The square of the sum of all log-probabilities: by its derivative, which needs no torch."""
+
+    def loss(data: list[Row], logps: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return logps[0].double().sum() ** 2, {}
+
+    def by_hand(call: Callable[[str, dict[str, object]], Any]) -> object:
+        read = call("forward", {"data": [{**ROW, "weights": [1.0] * 3}]})["logprobs"][0]
+        return call("backward", {"data": [{**ROW, "weights": [-2 * sum(read)] * 3}]})["grad_norm"]
+
+    session = Client(served.url, served.key).session(model, **SETTINGS)
+    norms = [session.forward_backward_custom([Row(**ROW)], loss)["grad_norm"]]  # type: ignore[arg-type]
+    with http(served) as client:
+        place = f"/v1/sessions/{client.post('/v1/sessions', json={'model': model, **SETTINGS}).json()['session']}"
+        norms.append(by_hand(lambda name, body: client.post(f"{place}/{name}", json=body).json()["result"]))
+    with tools(served) as call:
+        own = call("create_session", {"model": model, "settings": SETTINGS})["session"]
+        norms.append(by_hand(lambda name, body: call(name, {"session": own, **body})["result"]))
+    assert norms[0] and norms == pytest.approx([norms[0]] * 3, rel=1e-6)
 
 
 def train(engine: Engine, name: str, first: int, last: int) -> None:

@@ -77,10 +77,11 @@ class Optimization:
         context: AbstractContextManager[None] = self._trainer.accelerator.autocast()
         return context
 
-    def step(self, **changed: object) -> float:
+    def step(self, norm: float | None = None, **changed: object) -> float:
         """Updates the weights with the mean of the workers' gradients, and clears them; non-finite ones update nothing.
 
         Args:
+            norm: of gradients that the workers have exchanged already; None: not yet.
             changed: settings of this update alone: ``max_grad_norm`` (0: no clipping), and of the optimizer's groups.
 
         Returns:
@@ -91,9 +92,13 @@ class Optimization:
         groups = trainer.optimizer.param_groups
         if unknown := sorted(changed.keys() - groups[0].keys()):
             raise ConfigError(f"{unknown[0]}: the optimizer {self._name} has no such setting; leave it out")
-        if self.world_size > 1:
-            exchange(each for each in trainer.model.parameters() if each.requires_grad)
-        grad_norm = float(trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), limit))
+        if norm is None:
+            if self.world_size > 1:
+                exchange(each for each in trainer.model.parameters() if each.requires_grad)
+            grad_norm = float(trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), limit))
+        elif (grad_norm := norm) > limit:  # as torch's clip_grad_norm_
+            for each in (each for group in groups for each in group["params"] if each.grad is not None):
+                each.grad.mul_(limit / (norm + 1e-6))
         if math.isfinite(grad_norm):
             own = [{name: group[name] for name in changed} for group in groups]
             for group in groups:

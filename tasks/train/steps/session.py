@@ -23,16 +23,17 @@ from lineage.errors import ArtifactError, ConfigError
 from tasks.data.kinds import PROMPTS
 from tasks.data.tokens.tokenize_rows import TokenizedRows, TokenStats
 from tasks.model.merging import golden_texts_for
-from tasks.steps import Row, Steps
+from tasks.steps import Row, Steps, require_workers
 from tasks.train.generation.generating import Sampling
-from tasks.train.generation.one_policy import Sampled, token_logps, weights_of
+from tasks.train.generation.one_policy import Sampled, active_adapters, digest_of, token_logps
 from tasks.train.generation.rollouts import sample, seeds_of
 from tasks.train.kernels.machine import deterministic_kernels, plain
 from tasks.train.loop.callbacks import seed_worker
-from tasks.train.loop.own_loop import Optimization
 from tasks.train.loop.saved_state import Divided, RandomState, random_state, set_random_state
 from tasks.train.run import TrainingRun
-from tasks.train.steps.losses import LOSSES, Loss
+from tasks.train.sharding import divided_as, gather_again
+from tasks.train.steps.losses import LOSSES, OF_STEP, RANGES, Loss
+from tasks.train.steps.workers import Optimization, Workers, whole
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -110,17 +111,19 @@ class Session:
     """
 
     def __init__(self, method: Steps, policy: "Input", ctx: "TrainContext", bases: Bases | None = None) -> None:
-        if ctx.world_size > 1:
-            raise ConfigError(f"{ctx.world_size} workers: a session has one; set resources.num_workers=1")
-        before = random_state()
-        ctx = replace(ctx, resources=replace(ctx.resources, micro_batch_size=1))  # a call's rows are of no batch
-        self.run = _Run(method, policy, ctx, bases)
+        require_workers(method, ctx.resources)
+        before, self.workers = random_state(), Workers(ctx)
+        resources = replace(ctx.resources, micro_batch_size=1)  # a call's rows are of no batch
+        ctx = replace(ctx, resources=resources.sharded("none") if self.workers.zero else resources)
+        self.run = _Run(
+            replace(method, global_batch_size=ctx.world_size), policy, ctx, None if self.workers.is_divided else bases
+        )
         self.method, self.ctx = method, ctx
         self.model: PreTrainedModel | PeftModel = self.run.policy.model
         self.tokenizer = self.run.tokenizer
-        self.optimization = Optimization(self.run, self.model)
+        self.optimization = Optimization(self.run, self.model, self.workers)
         self.step_number = self.num_accumulated = self.num_calls = 0
-        seed_worker(method.seed, 0, 0)
+        seed_worker(method.seed, 0, ctx.rank)
         self._random = random_state()
         set_random_state(before)
         self.trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
@@ -155,24 +158,19 @@ class Session:
         Returns:
             Also ``grad_norm`` of all gradients so far, and ``overflow``: whether that is non-finite.
         """
-        with self._own_random():
+        with self._own_random(), self.workers.adding(self.trained, self.optimization):
             found = self._passes(data, loss, options, set(), backward=True)
         self.num_accumulated += 1
-        gradients = [each.grad for each in self.trained.values() if each.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        return {**found, **_norm(norm), "num_accumulated": self.num_accumulated}
+        norm = _norm(self.workers.norm(self.trained))
+        return {**found, **norm, "num_accumulated": self.num_accumulated}
 
     def _passes(
         self, data: Sequence[Row], loss: str, options: Mapping[str, float] | None, more: set[str], *, backward: bool
     ) -> dict[str, object]:
         row, chosen = loss_of(loss, options)
-        rows = self._checked(data, row)
-        size = self.method.micro_batch_size
-        size = max(2, size - size % 2) if row.pairs else size
-        total, found = 0.0, {name: list[list[object]]() for name in ("logprobs", *sorted(more))}
+        rows, own = self._checked(data, row), dict[int, tuple[float, dict[str, list[list[object]]]]]()
         with deterministic_kernels(self.ctx.resources.is_deterministic):
-            for start in range(0, len(rows), size):
-                part = rows[start : start + size]
+            for start, part, factor in self.workers.share(rows, self.method.micro_batch_size, 2 if row.pairs else 1):
                 columns = self._columns(part, row)
                 outputs = self._outputs(columns["tokens"], "hidden_states" in more)
                 logits_BTV = outputs.logits.float()
@@ -180,13 +178,21 @@ class Session:
                 logps_BT = logps_BT.view(columns["tokens"].shape)
                 losses = row.compute(logps_BT, columns, chosen).sum()
                 if backward:
-                    losses.backward()
-                total += float(losses.detach())
+                    (losses * factor).backward()
+                if not factor:
+                    continue
                 kept = {"logprobs": logps_BT, "logits": logits_BTV}
                 if "hidden_states" in more:
                     kept["hidden_states"] = outputs.hidden_states[-1].float()
-                for name, values in found.items():
-                    values += [value[: len(each.tokens)].tolist() for each, value in zip(part, kept[name], strict=True)]
+                values = {
+                    name: [value[: len(each.tokens)].tolist() for each, value in zip(part, kept[name], strict=True)]
+                    for name in ("logprobs", *sorted(more))
+                }
+                own[start] = float(losses.detach()), values
+            gather_again(self.model)
+        parts = [part for _, part in sorted(item for each in self.workers.gathered(own) for item in each.items())]
+        found = {name: [value for _, values in parts for value in values[name]] for name in parts[0][1]}
+        total = sum(loss for loss, _ in parts)
         return {"loss": total, "num_tokens": sum(len(each.tokens) for each in rows), **found}
 
     def _outputs(self, ids_BT: "Tensor", hidden: bool) -> "_Outputs":
@@ -280,21 +286,22 @@ class Session:
         texts, stops = self._stops(stop)
         sampling = Sampling(temperature=temperature or 1.0, top_p=top_p, top_k=1 if temperature == 0 else top_k)
         repeated = [list(each) for each in prompts for _ in range(num_samples)]
-        seeds, found = seeds_of(seed, 0, 0, len(repeated)), list[Completion]()
+        seeds, own = seeds_of(seed, 0, 0, len(repeated)), dict[int, list[Completion]]()
         pad = self.tokenizer.pad_token_id
         with deterministic_kernels(self.ctx.resources.is_deterministic), self.optimization.autocast():
-            for start in range(0, len(repeated), _LONGEST):
-                part, sampled = slice(start, start + _LONGEST), Sampled()
+            for start, part in self.workers.share_prompts(repeated, _LONGEST):
+                sampled = Sampled()
                 made = sample(
-                    self.model, repeated[part], sampling, seeds[part], max_new_tokens=max_tokens,
+                    self.model, part, sampling, seeds[start : start + len(part)], max_new_tokens=max_tokens,
                     pad_token_id=0 if pad is None else pad, stop_tokens=stops, sampled=sampled,
                 )  # fmt: skip
-                found += map(functools.partial(self._completion, texts, stops), made, sampled.logps)
+                own[start] = list(map(functools.partial(self._completion, texts, stops), made, sampled.logps))
+        parts = {start: part for each in self.workers.gathered(own) for start, part in each.items()}
+        found = [each for start in sorted(parts) for each in parts[start]]
         groups = [found[start : start + num_samples] for start in range(0, len(found), num_samples)]
         num_tokens = sum(map(len, repeated)) + sum(len(each.tokens) for each in found)
-        weights = weights_of(self.model).digest
         completions = [[vars(each) for each in group] for group in groups]
-        return {"completions": completions, "seed": seed, "weights": weights, "num_tokens": num_tokens}
+        return {"completions": completions, "seed": seed, "weights": self.digest(), "num_tokens": num_tokens}
 
     def _stops(self, stop: str | Sequence[str | int] | None) -> tuple[list[str], list[int]]:
         if stop is None:
@@ -340,8 +347,9 @@ class Session:
                 raise ConfigError(f"step: {name}={value}; finite numbers of 0 or more are accepted")
         rate = self.optimization.learning_rate if learning_rate is None else learning_rate
         with self._own_random(), deterministic_kernels(self.ctx.resources.is_deterministic):
-            norm = self.optimization.step(**changed)
-        self.num_accumulated = 0
+            own = self.workers.norm(self.trained) if self.workers.size > 1 else None
+            norm = self.optimization.step(own, **changed)
+        self.zero_grad()
         self.step_number += math.isfinite(norm)
         return {"step": self.step_number, "learning_rate": rate, **_norm(norm)}
 
@@ -356,23 +364,31 @@ class Session:
 
     def digest(self) -> str:
         """A short digest of the trained weights."""
-        return str(weights_of(self.model).digest)
+        gather_again(self.model)
+        trained = {name: whole(each) for name, each in plain(self.model).named_parameters() if each.requires_grad}
+        return digest_of(cast("Mapping[str, Tensor]", trained), active_adapters(self.model))
 
     def save(self, folder: Path) -> dict[str, object]:
         """Writes everything that later calls depend on: weights, gradients, optimizer, schedule, random state."""
         gradients = {name: each.grad for name, each in self.trained.items() if each.grad is not None}
+        random, parts = self.workers.gathered(self._random), [gradients]
+        if self.workers.zero == 2:
+            parts = self.workers.gathered(gradients)
         state = {
-            "weights": self.trained, "gradients": gradients, "optimization": self.optimization.state_dict(),
-            "random": self._random,
+            "weights": whole(self.trained), "optimization": self.optimization.state_dict(),
+            "gradients": whole({name: each for part in parts for name, each in part.items()}),
+            "random": random if len(random) > 1 else self._random,
             "counts": [self.step_number, self.num_accumulated, self.num_calls],
         }  # fmt: skip
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / f".{STATE_FILE}.{os.getpid()}"
-        with draft.open("wb") as file:
-            torch.save(Divided({}, in_one=True).divide(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(folder / STATE_FILE)
+        if not self.ctx.rank:
+            folder.mkdir(parents=True, exist_ok=True)
+            draft = folder / f".{STATE_FILE}.{os.getpid()}"
+            with draft.open("wb") as file:
+                torch.save(Divided({}, in_one=True).divide(state), file)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(folder / STATE_FILE)
+        self.workers.gathered(None)  # it is written once each of them returns
         return {"step": self.step_number, "weights": self.digest()}
 
     def load(self, folder: Path, *, optimizer: bool = True) -> dict[str, object]:
@@ -388,14 +404,24 @@ class Session:
         state = read_saved(folder)
         self._fill(cast("Mapping[str, Tensor]", state["weights"]))
         self.zero_grad()
-        self.optimization = Optimization(self.run, self.model)
+        self.optimization = Optimization(self.run, self.model, self.workers)
         if optimizer:
             self.optimization.load_state_dict(cast("Mapping[str, object]", state["optimization"]))
             for name, gradient in cast("Mapping[str, Tensor]", state["gradients"]).items():
-                self.trained[name].grad = gradient.to(self.run.device)
-            self._random = cast(RandomState, state["random"])
+                if self.workers.zero != 2 or self.optimization.owns(self.trained[name]):
+                    self.trained[name].grad = divided_as(gradient.to(self.run.device), self.trained[name])
             self.step_number, self.num_accumulated, self.num_calls = cast("list[int]", state["counts"])
+            self._load_random(state["random"])
         return {"step": self.step_number, "weights": self.digest()}
+
+    def _load_random(self, saved: object) -> None:
+        """Each worker's own; of other workers, a new one: dropout then has other noise."""
+        states = cast("list[RandomState]", saved if isinstance(saved, list) else [saved])
+        if len(states) == self.workers.size:
+            self._random = states[self.workers.rank]
+            return
+        with self._own_random():
+            seed_worker(self.method.seed, self.step_number, self.workers.rank)
 
     @contextmanager
     def weights_of(self, folder: Path) -> Iterator[None]:
@@ -416,10 +442,21 @@ class Session:
             )
         with torch.no_grad():
             for name, each in self.trained.items():
-                each.copy_(weights[name])
+                each.copy_(divided_as(weights[name], each))
+        gather_again(self.model)
 
-    def write_model(self) -> dict[str, float]:
-        """Writes the model as every training does, into ``ctx.output_dir``."""
+    def write_model(
+        self, output: Path | None = None, work: Path | None = None, fingerprint: str | None = None
+    ) -> dict[str, float]:
+        """Writes the model as every training does, into ``output`` or ``ctx.output_dir``; one that FSDP2 divides is
+        whole then, and can be trained no further.
+
+        Args:
+            fingerprint: of the model that it started from; None: that of the session's.
+        """
+        own, (policy,) = self.run.ctx, self.run.inputs.values()
+        self.run.ctx = replace(own, output_dir=output or own.output_dir, work_dir=work or own.work_dir)
+        self.run.inputs = {"policy": replace(policy, fingerprint=fingerprint or policy.fingerprint)}
         return self.run.save()
 
     @contextmanager
@@ -458,6 +495,11 @@ def loss_of(name: str, options: Mapping[str, float] | None) -> tuple[Loss, dict[
     Raises:
         ConfigError: there is no such loss, or it has no such option.
     """
+    if name in OF_STEP:
+        raise ConfigError(
+            f"loss={name}: it compares each pair with all others of a step; of all log-probabilities it is a function "
+            "for forward_backward_custom, or set loss=dpo"
+        )
     if name not in LOSSES:
         raise ConfigError(
             f"loss={name}: {', '.join(LOSSES)} are accepted; another one is a function of the log-probabilities, by "
@@ -469,7 +511,17 @@ def loss_of(name: str, options: Mapping[str, float] | None) -> tuple[Loss, dict[
             raise ConfigError(f"{name} has no option {option}; it has {', '.join(loss.options) or 'none'}")
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise ConfigError(f"{option}={value}: a finite number is accepted")
-    return loss, {**loss.options, **given}
+    chosen = {name: value for name, value in {**loss.options, **given}.items() if value is not None}
+    if missing := sorted(loss.options.keys() - chosen.keys()):
+        raise ConfigError(f"{name} needs {missing[0]}; set it in options")
+    for option, value in chosen.items():
+        low, high = RANGES.get(option, (-math.inf, math.inf))
+        if not low < value < high:
+            ends = f"above {low:g}" if high == math.inf else f"above {low:g} and below {high:g}"
+            raise ConfigError(f"{option}={value}: a number {ends} is accepted")
+    if chosen.get("clip_low_threshold", -math.inf) > chosen.get("clip_high_threshold", math.inf):
+        raise ConfigError(f"{name}: clip_low_threshold is above clip_high_threshold; set it below")
+    return loss, chosen
 
 
 def custom_weights(
