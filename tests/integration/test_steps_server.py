@@ -173,6 +173,10 @@ def test_bad_input_is_refused_with_a_sentence_and_the_session_stays_usable(serve
         assert client.post(f"/v1/sessions/{name}/backward", content="[1]").status_code == 422
         assert client.post("/v1/sessions", json={"model": model, "rank": 2}).status_code == 422
         assert client.post("/v1/sessions", json={}).status_code == 422
+        divided = client.post(
+            "/v1/sessions", json={"model": model, "resources": {"num_workers": 2, "sharding": "fsdp"}}
+        )
+        assert divided.status_code == 422 and "set sharding=zero2" in divided.json()["error"]
         missing = client.post("/v1/sessions", json={"model": "/nowhere", **SETTINGS})
         assert missing.status_code in (400, 500) and missing.json()["error"]
         assert client.post(f"/v1/sessions/{name}/backward", json={"data": [ROW]}).status_code == 200

@@ -138,6 +138,7 @@ def test_one_worker_divides_nothing() -> None:
         require_workers(Steps(), replace(PLAIN, sharding="zero2"))
 
 
+@pytest.mark.slow
 def test_a_session_of_the_server_has_the_workers_that_it_names(root: Path, tmp_path: Path) -> None:
     """By REST; its worker is killed, and its next call continues from its log."""
     model, settings = str(root / "policy"), {"learning_rate": 1e-2, "max_length": 64}
