@@ -1,6 +1,6 @@
 """Rows into tokens: what the data stage and the token cache do, beside plain datasets and transformers.
 
-    python bench/data.py [--megabytes 1000] [--workers 2] [--keep DIR] [--only ours plain plain-unbatched]
+    python bench/data.py [--megabytes 1000] [--workers 2] [--keep DIR] [--only ours ours-ray plain plain-unbatched]
 
 Conversations are drawn from the quickstart's rows: the same bytes for the same size. Each side is a process of its own,
 with the same tokenizer and as many workers; ours makes every check, search for near duplicates included. Memory is that
@@ -25,7 +25,7 @@ from bench.measure import MB, measure
 
 HERE = Path(__file__).parent
 COPY, NEAR_COPY = 1 / 200, 1 / 100  # shares of the lines
-SIDES = ("ours", "plain", "plain-unbatched")
+SIDES = ("ours", "ours-ray", "plain", "plain-unbatched")
 RECENT = 1000  # lines that copies are drawn from
 
 
@@ -90,7 +90,8 @@ def write_tokenizer(directory: Path) -> None:
 def run_side(side: str, rows: Path, tokenizer: Path, folder: Path, workers: int) -> dict[str, object]:
     """Runs one side: seconds, CPU seconds and memory."""
     script, *extra = {
-        "ours": ("own_data.py",), "plain": ("plain_data.py",), "plain-unbatched": ("plain_data.py", "--unbatched"),
+        "ours": ("own_data.py",), "ours-ray": ("own_data.py", "--rows", "ray"),
+        "plain": ("plain_data.py",), "plain-unbatched": ("plain_data.py", "--unbatched"),
     }[side]  # fmt: skip
     command = [
         sys.executable, str(HERE / script), str(rows), "--tokenizer", str(tokenizer), "--cache", str(folder / side),

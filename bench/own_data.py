@@ -1,6 +1,6 @@
 """The same by posttrain: the data stage with every check, then the token cache that training stages read.
 
-    python bench/own_data.py ROWS.jsonl --tokenizer DIR --cache DIR [--workers 2]
+    python bench/own_data.py ROWS.jsonl --tokenizer DIR --cache DIR [--workers 2] [--rows ray]
 
 Both sides of the split are tokenized: as many rows as the plain side has.
 """
@@ -14,6 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from flows.stages.job import Job
+from flows.stages.process_settings import set_environment
+from flows.stages.resources import rows_mapped
 from lineage.artifact import Kind, Source
 from lineage.filesystem.digest import DigestCache
 from lineage.source.sources import pin
@@ -34,12 +37,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer", required=True, type=Path)
     parser.add_argument("--cache", required=True, type=Path, help="directory for all that is written")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rows", choices=("local", "ray"), default="local", help="as resources.rows")
     return parser.parse_args()
 
 
 def main() -> None:
     """Digests, prepares and tokenizes, and prints the seconds of each as one JSON line."""
     args = arguments()
+    set_environment()
     output, work = args.cache / "output", args.cache / "work"
     for directory in (output, work):
         directory.mkdir(parents=True)
@@ -49,15 +54,17 @@ def main() -> None:
     given = Input(
         name="source:rows", kind=Kind.ROWS, fingerprint=pinned.fingerprint, path=Path(args.rows), source=pinned.source
     )
-    context = TrainContext(output_dir=output, work_dir=work, resources=Resources(cpus_per_worker=args.workers))
-    metrics = PrepareConversations(held_out=0.01).run({"rows": given}, context)
-    times.append(time.perf_counter())
+    method, resources = PrepareConversations(held_out=0.01), Resources(cpus_per_worker=args.workers, rows=args.rows)
+    context = TrainContext(output_dir=output, work_dir=work, resources=resources)
     prepared = Input(name="rows", kind=Kind.CONVERSATIONS, fingerprint="0" * 64, path=output)
     tokenization = Tokenization(kind=Kind.CONVERSATIONS, max_length=MAX_LENGTH)
-    made = [
-        load_or_make(tokenization, prepared, args.tokenizer, args.cache, args.workers, side=side)
-        for side in (TRAIN, HELD_OUT)
-    ]
+    with rows_mapped(Job(stage="rows", method=method, inputs={}, resources=resources, directory=args.cache)):
+        metrics = method.run({"rows": given}, context)
+        times.append(time.perf_counter())
+        made = [
+            load_or_make(tokenization, prepared, args.tokenizer, args.cache, args.workers, side=side)
+            for side in (TRAIN, HELD_OUT)
+        ]
     times.append(time.perf_counter())
     seconds = [round(after - before, 1) for before, after in pairwise(times)]
     said = dict(zip(("digest", "prepare", "tokenize"), seconds, strict=True))

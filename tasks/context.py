@@ -1,5 +1,6 @@
 """The execution of a stage: resources, directories, reports. Nothing here may change the model."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -54,6 +55,7 @@ class Resources:
     gpus_per_worker: Annotated[int, Ge(0), Le(1)] = 0  # more would be DataParallel, with another global batch
     micro_batch_size: Annotated[int, Gt(0)] | Literal["auto"] = 8  # rows per worker in a forward pass; auto: by tokens
     launcher: Launcher = Launcher.AUTO  # auto: process for one worker, cluster (Ray) for more
+    rows: Literal["auto", "local", "ray"] = "auto"  # rows are read and tokenized on Ray Data; auto: with RAY_ADDRESS
     sharding: Sharding = "none"  # what the workers divide among them: docs/sharding.md
     zero_stage: Literal[0, 2] = 0  # old name of sharding; 2: zero2
     offload: bool = False  # fsdp: weights, gradients and optimizer state are in the CPU's memory between their uses
@@ -108,6 +110,11 @@ class Resources:
     @property
     def on_cluster(self) -> bool:
         return self.launcher == Launcher.CLUSTER or (self.launcher == Launcher.AUTO and self.num_workers > 1)
+
+    @property
+    def rows_on_ray(self) -> bool:
+        """Whether Ray Data converts and tokenizes rows, not processes of this machine."""
+        return self.rows == "ray" or (self.rows == "auto" and bool(os.environ.get("RAY_ADDRESS")))
 
     @property
     def rows_at_once(self) -> int:

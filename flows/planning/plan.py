@@ -82,6 +82,11 @@ class PlannedStage:
         return used_resources(self.stage.method, self.stage.resources)
 
     @property
+    def row_processes(self) -> int:
+        """Processes of a cluster that convert or tokenize its rows, on all CPUs of its resources."""
+        return self.stage.resources.num_workers * self.stage.resources.cpus_per_worker
+
+    @property
     def asks(self) -> tuple[int, int]:
         """CPUs and GPUs of all its workers."""
         resources = self.resources

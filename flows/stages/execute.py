@@ -109,6 +109,7 @@ def _execute(run: Run, planned: PlannedStage, entry: Entry) -> Result:
             job = Job(
                 stage=planned.name, method=method, resources=resources, directory=entry.path,
                 inputs=job_inputs(run.plan, planned, parents), visible_gpus=visible_gpus, token=lock.token,
+                row_processes=planned.row_processes,
             )  # fmt: skip
             with saving_first(job):
                 known = _known_at_start(run, planned, parents)

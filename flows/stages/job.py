@@ -52,6 +52,7 @@ class Job:
         directory: of the stage in the store.
         visible_gpus: devices that the stage was admitted to, as CUDA_VISIBLE_DEVICES names them.
         resume_from: the checkpoint to resume from.
+        row_processes: of a cluster, that convert or tokenize its rows.
         token: of the lock that it writes the directory under; None: under none.
     """
 
@@ -61,6 +62,7 @@ class Job:
     resources: Resources
     directory: Path
     visible_gpus: tuple[str, ...] = ()
+    row_processes: int = 1
     resume_from: Path | None = None
     token: str | None = None
 

@@ -6,7 +6,6 @@ Ray Train is around a training: local mode for one worker, a cluster for more.
 import atexit
 import contextlib
 import gc
-import importlib
 import logging
 import math
 import multiprocessing
@@ -29,7 +28,6 @@ from typing import TypedDict, cast
 
 import psutil
 
-from flows.progress.run_record import dashboard_file
 from flows.stages.exit_reasons import (
     HangWatch,
     asked,
@@ -44,12 +42,19 @@ from flows.stages.exit_reasons import (
     one_line,
 )
 from flows.stages.job import Job
-from flows.stages.process_settings import WORKER_ENVIRONMENT, set_environment, stage_environment
-from flows.stages.resources import describe_workers, join, joined_cluster, node_label
+from flows.stages.process_settings import set_environment, stage_environment
+from flows.stages.resources import (
+    connect,
+    describe_workers,
+    joined_cluster,
+    last_line,
+    node_label,
+    own_sigterm,
+    rows_mapped,
+)
 from flows.stages.stops import ended, hurried
 from lineage.errors import (
     ArtifactError,
-    ConfigError,
     LostError,
     PipelineError,
     StageError,
@@ -58,11 +63,10 @@ from lineage.errors import (
 )
 from lineage.filesystem.disk import explain_full_disk
 from lineage.filesystem.files import append_jsonl
-from lineage.filesystem.remote_files import private_folder
 from lineage.record.environment import hardware
 from lineage.record.metrics_file import Part, write_part
 from lineage.store import COMPILED
-from posttrain import PACKAGES, hold
+from posttrain import hold
 from tasks.context import Launcher, Metrics, Resources, TrainContext
 from tasks.judgement.check_rows import POLICY
 from tasks.judgement.disk_need import require_disk
@@ -418,6 +422,7 @@ def run_worker(job: Job, rank: int = 0, world_size: int = 1, node: str = "") -> 
         if isinstance(job.method, Training) and POLICY in inputs and rank == 0:
             model, _ = base_and_adapters(inputs[POLICY].path)
             require_disk(job.stage, job.method, job.resources, model, job.entry)
+        stack.enter_context(rows_mapped(job))
         metrics = job.method.run(inputs, context)
     logger.info("stage=%s rank=%s state=done seconds=%.1f", job.stage, rank, time.perf_counter() - start)
     return metrics
@@ -503,7 +508,6 @@ _NODE_GONE = ": its node is gone"
 _POLL_NODES_SECONDS = 1.0
 # Torch's own limit of a wait for others comes last: `HangWatch` finds who hangs, and a save takes as long as it takes.
 _WAIT_SECONDS = 7 * 24 * 3600
-_LONGEST_PARENT = 38  # of the 107 characters of a socket's path; the rest is /ray/SESSION/sockets/plasma_store
 
 
 def train(job: Job, work: Work) -> Metrics:
@@ -529,8 +533,8 @@ def _train_on_cluster(job: Job, work: Work) -> Metrics:
     # Of a wait for the nodes of a cluster, which has ended before unless another stage was faster.
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(60 * resources.wait_minutes)
     try:
-        with _own_sigterm():
-            _connect(job)
+        with own_sigterm():
+            connect(job)
         nodes = _reserve(job) if joins else []
         trainer = TorchTrainer(
             _worker_loop,
@@ -596,22 +600,6 @@ def _reserve(job: Job) -> list[str]:
         remove_placement_group(group)
 
 
-@contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Keeps what SIGTERM means to us, which ``ray.init`` replaces.
-
-    The processes that it starts do not hear it at all: a machine that is to go down sends it to every process,
-    and the workers must still save. They end with us.
-    """
-    handler = signal.getsignal(signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-
 class _Config(TypedDict):
     """The settings of a worker.
 
@@ -642,57 +630,6 @@ def _worker_loop(config: _Config) -> dict[str, float]:
         raise
 
 
-def _connect(job: Job) -> None:
-    """Joins the cluster at RAY_ADDRESS, or starts one on this machine that ends with this process."""
-    import ray
-
-    resources = job.resources
-    environment = {
-        "py_modules": _packages(job),
-        "worker_process_setup_hook": "posttrain.hold",  # Ray puts the current folder before all others
-        "env_vars": {**WORKER_ENVIRONMENT, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
-    }
-    if os.environ.get("RAY_ADDRESS"):
-        address = join(runtime_env=environment, log_to_driver=True)
-        if address:
-            dashboard_file(job.directory).write_text(address)
-        return
-    ray.init(
-        address="local",  # a cluster of our own, whatever else runs here
-        # One CPU more, for Ray Train's own controller: the workers have theirs to themselves.
-        num_cpus=resources.num_workers * resources.cpus_per_worker + 1,
-        num_gpus=resources.num_workers * resources.gpus_per_worker,
-        include_dashboard=False,
-        runtime_env=environment,
-        log_to_driver=True,
-        _temp_dir=str(_session_parent()),
-    )
-
-
-def _session_parent() -> Path:
-    """The directory of Ray's session, inside one that no other account can enter: Ray gives the session mode 0777."""
-    folder = private_folder(os.environ.get("RAY_TMPDIR"))
-    if len(str(folder)) > _LONGEST_PARENT:
-        folder = private_folder("/tmp")
-    return folder / "ray"
-
-
-def _packages(job: Job) -> list[str]:
-    """The package directories that the workers need: ours, and that of the user's own method.
-
-    Raises:
-        ConfigError: the method is a single file, which does not travel.
-    """
-    own = type(job.method).__module__.partition(".")[0]
-    modules = [importlib.import_module(name) for name in sorted({"posttrain", *PACKAGES, own})]
-    if not all(hasattr(module, "__path__") for module in modules):
-        raise ConfigError(
-            f"stages.{job.stage}.method: {own}.py is a single file and code travels to a cluster as packages; "
-            f"make it {own}/__init__.py, or a module of a package"
-        )
-    return [next(iter(module.__path__)) for module in modules]
-
-
 # What gloo and NCCL say of a peer that is gone: it follows from what ended the peer, and is no cause.
 _PEER_GONE = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process exited",
@@ -720,12 +657,12 @@ def failure_of(job: Job, error: Exception, memory_kills_before: int | None) -> P
     if isinstance(error, WorkerGroupError):
         return _of_workers(job, error.worker_failures, memory_kills_before)
     if not isinstance(error, ControllerError):
-        return cluster_lost(job, _text(error))
+        return cluster_lost(job, last_line(error))
     if isinstance(error.controller_failure, WorkerGroupStartupTimeoutError):
         return no_capacity(job, joined_cluster())
     if isinstance(error.controller_failure, WorkerGroupStartupFailedError):
-        return LostError(job.stage, f"a worker was lost while it started: {_text(error)}", str(job.entry.log))
-    return StageError(job.stage, f"Ray Train: {_text(error)}", str(job.entry.log))
+        return LostError(job.stage, f"a worker was lost while it started: {last_line(error)}", str(job.entry.log))
+    return StageError(job.stage, f"Ray Train: {last_line(error)}", str(job.entry.log))
 
 
 def _of_workers(job: Job, failures: Mapping[int, Exception], memory_kills_before: int | None) -> PipelineError:
@@ -791,9 +728,3 @@ def _root(error: Exception) -> Exception:
         return _root(error.health_check_failure)
     is_wrapper = type(error).__module__.startswith("ray.") and not isinstance(error, RayActorError)
     return error.__cause__ if is_wrapper and isinstance(error.__cause__, Exception) else error
-
-
-def _text(error: Exception) -> str:
-    """An error's type, and its most specific line: the first lines of Ray's errors are all the same."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__

@@ -7,34 +7,47 @@ back by itself when its owner dies.
 """
 
 import contextlib
+import importlib
 import json
 import logging
 import os
+import pickle
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from traceback import format_exception
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from filelock import FileLock, Timeout
 
 from flows.prefect.address import configured_api_url
+from flows.progress.run_record import dashboard_file
 from flows.reports.wording import counted
-from flows.stages.process_settings import stage_environment
+from flows.stages.job import Job
+from flows.stages.process_settings import WORKER_ENVIRONMENT, stage_environment
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.remote_files import private_folder
 from lineage.record.environment import list_gpus
+from posttrain import PACKAGES
 from tasks.context import Launcher, Resources
+from tasks.data.kinds import ELSEWHERE, ONE_THREAD
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from ray import ObjectRef
 
 _LEASE_SECONDS = 60.0  # the shortest that Prefect accepts
 _GPU_NAME = re.compile(r"\w+\s+((?:[A-Z]+\s+)*[A-Z0-9]*\d[A-Z0-9]*)")  # as Ray reads it
 _PROBE_SECONDS = 2.0
 _ASK_SECONDS = 120.0  # joining a cluster takes seconds
+_LONGEST_PARENT = 38  # of the 107 characters of a socket's path; the rest is /ray/SESSION/sockets/plasma_store
 _ACCELERATOR = "accelerator_type:"  # prefix of a node's resource in Ray
 
 logger = logging.getLogger(__name__)
@@ -404,6 +417,184 @@ def join(**options: object) -> str:
             f"RAY_ADDRESS={address}: cannot be joined ({cause}); start the cluster, correct the address, "
             "or unset it for a cluster of our own"
         ) from error
+
+
+@contextlib.contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Keeps what SIGTERM means to us, which ``ray.init`` replaces.
+
+    The processes that it starts do not hear it at all: a machine that is to go down sends it to every process,
+    and the workers must still save. They end with us.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def connect(job: Job) -> None:
+    """Joins the cluster at RAY_ADDRESS, or starts one on this machine that ends with this process."""
+    import ray
+
+    resources = job.resources
+    environment = {
+        "py_modules": _packages(job),
+        "worker_process_setup_hook": "posttrain.hold",  # Ray puts the current folder before all others
+        "env_vars": {**WORKER_ENVIRONMENT, "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"},
+    }
+    if os.environ.get("RAY_ADDRESS"):
+        address = join(runtime_env=environment, log_to_driver=True)
+        if address:
+            dashboard_file(job.directory).write_text(address)
+        return
+    ray.init(
+        address="local",  # a cluster of our own, whatever else runs here
+        # One CPU more, for Ray Train's own controller: the workers have theirs to themselves.
+        num_cpus=resources.num_workers * resources.cpus_per_worker + 1,
+        num_gpus=resources.num_workers * resources.gpus_per_worker,
+        include_dashboard=False,
+        runtime_env=environment,
+        log_to_driver=True,
+        _temp_dir=str(_session_parent()),
+    )
+
+
+def _session_parent() -> Path:
+    """The directory of Ray's session, inside one that no other account can enter: Ray gives the session mode 0777."""
+    folder = private_folder(os.environ.get("RAY_TMPDIR"))
+    if len(str(folder)) > _LONGEST_PARENT:
+        folder = private_folder("/tmp")
+    return folder / "ray"
+
+
+def _packages(job: Job) -> list[str]:
+    """The package directories that the workers need: ours, and that of the user's own method.
+
+    Raises:
+        ConfigError: the method is a single file, which does not travel.
+    """
+    own = type(job.method).__module__.partition(".")[0]
+    modules = [importlib.import_module(name) for name in sorted({"posttrain", *PACKAGES, own})]
+    if not all(hasattr(module, "__path__") for module in modules):
+        raise ConfigError(
+            f"stages.{job.stage}.method: {own}.py is a single file and code travels to a cluster as packages; "
+            f"make it {own}/__init__.py, or a module of a package"
+        )
+    return [next(iter(module.__path__)) for module in modules]
+
+
+def last_line(error: Exception) -> str:
+    """An error's type, and its most specific line: the first lines of Ray's errors are all the same."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1][:200]}" if lines else type(error).__name__
+
+
+# --- rows on Ray Data
+
+_AHEAD_BYTES = 2**24  # of rows per process that are handed to Ray at once; the next are read when their results are
+_ROW_RETRIES = 3  # of rows whose process was killed, or whose node is gone
+_map_rows: dict["ObjectRef[bytes]", Callable[[object], object]] = {}  # of a process of Ray's, which maps many batches
+
+
+@contextlib.contextmanager
+def rows_mapped(job: Job) -> Iterator[None]:
+    """Within it, Ray Data maps what is more than the rows of a moment, if ``resources.rows`` asks for it."""
+    token = ELSEWHERE.set(partial(_mapped_on_ray, job) if job.resources.rows_on_ray else None)
+    try:
+        yield
+    finally:
+        ELSEWHERE.reset(token)
+
+
+def _mapped_on_ray(job: Job, function: Callable[[object], object], items: Iterator[object]) -> Iterator[object]:
+    """Maps items in order on the cluster, some MB at a time: they are read here, since sources may be here alone.
+
+    Inside a worker of Ray Train it uses the CPUs that the training has and does not use yet.
+
+    Raises:
+        PipelineError: processes died again and again, or the cluster has no CPU for ``wait_minutes``.
+    """
+    import ray
+    from ray.data.exceptions import ExecutionTimeoutError
+    from ray.exceptions import RayError
+
+    used = job.resources.num_workers * job.resources.cpus_per_worker
+    is_inside = ray.is_initialized()
+    if not is_inside:
+        with own_sigterm():
+            connect(job)
+    processes = max(used, job.row_processes) if os.environ.get("RAY_ADDRESS") else used
+    logger.info("stage=%s rows=ray processes=%d", job.stage, processes)
+    try:
+        sent = ray.put(pickle.dumps(function))
+        while batch := list(_up_to(processes * _AHEAD_BYTES, items)):
+            for result, error in _mapped_batch(job, sent, batch, processes, 0 if is_inside else 1):
+                if error is not None:
+                    raise error
+                yield result
+    except ExecutionTimeoutError as error:
+        raise PipelineError(
+            f"Ray Data mapped no rows for {job.resources.wait_minutes:g} minutes (resources.wait_minutes): no CPU of "
+            "the cluster is free; wait for other stages, add nodes, or set resources.rows=local"
+        ) from error
+    except RayError as error:
+        raise PipelineError(
+            f"processes of Ray that work on rows died {_ROW_RETRIES + 1} times ({last_line(error)}); out of memory? "
+            "Free some, or set fewer cpus_per_worker or num_workers: each CPU is one process"
+        ) from error
+    finally:
+        if not is_inside:
+            ray.shutdown()
+
+
+def _up_to(most: int, items: Iterator[object]) -> Iterator[bytes]:
+    """The next items, pickled, until they have this many bytes."""
+    size = 0
+    while size < most and (item := next(items, items)) is not items:
+        raw = pickle.dumps(item)
+        size += len(raw)
+        yield raw
+
+
+def _mapped_batch(
+    job: Job, sent: "ObjectRef[bytes]", items: Sequence[bytes], processes: int, cpus: int
+) -> Iterator[tuple[object, Exception | None]]:
+    """The results of some items in order; after the first error there are none."""
+    import pyarrow as pa
+    from ray import data
+
+    context = data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = context.print_on_execution_start = False
+    context.execution_no_progress_timeout_s = 60 * job.resources.wait_minutes
+    blocks = [pa.table({"item": pa.array([item], pa.large_binary())}) for item in items]
+    mapped = data.from_arrow(blocks).map_batches(
+        partial(_map_block, sent), batch_size=None, batch_format="pyarrow", num_cpus=cpus,
+        compute=data.TaskPoolStrategy(size=processes), max_retries=_ROW_RETRIES,
+    )  # fmt: skip
+    for block in mapped.iter_batches(batch_size=None, batch_format="pyarrow"):
+        yield from map(pickle.loads, block["result"].to_pylist())
+
+
+def _map_block(sent: "ObjectRef[bytes]", block: "pa.Table") -> "pa.Table":
+    """Maps the item of a block, in a process of Ray's; an error of the function is its result."""
+    import pyarrow as pa
+    import ray
+
+    if sent not in _map_rows:
+        os.environ.update(ONE_THREAD)
+        _map_rows.clear()
+        _map_rows[sent] = pickle.loads(ray.get(sent))
+    results: list[tuple[object, Exception | None]] = []
+    for item in block["item"].to_pylist():
+        try:
+            results.append((_map_rows[sent](pickle.loads(item)), None))
+        except Exception as error:
+            results.append((None, error))
+    return pa.table({"result": pa.array(list(map(pickle.dumps, results)), pa.large_binary())})
 
 
 if __name__ == "__main__":

@@ -254,7 +254,10 @@ def check_job(plan: Plan, planned: PlannedStage, directory: Path) -> Job | None:
         POLICY: job_input(plan, tokenizer, method.consumes[POLICY], parents),
     }
     resources = used_resources(check, planned.stage.resources)
-    return Job(stage=planned.name, method=check, resources=resources, directory=directory, inputs=inputs)
+    return Job(
+        stage=planned.name, method=check, resources=resources, directory=directory, inputs=inputs,
+        row_processes=planned.row_processes,
+    )  # fmt: skip
 
 
 def _evaluation_check(plan: Plan, planned: PlannedStage, method: Evaluate, directory: Path) -> Job | None:
@@ -280,7 +283,10 @@ def _evaluation_check(plan: Plan, planned: PlannedStage, method: Evaluate, direc
     check = EvaluationCheck(method=method, chat_template=template)
     inputs = {slot: job_input(plan, each, method.consumes[slot], parents) for slot, each in read.items()}
     resources = used_resources(check, planned.stage.resources)
-    return Job(stage=planned.name, method=check, resources=resources, directory=directory, inputs=inputs)
+    return Job(
+        stage=planned.name, method=check, resources=resources, directory=directory, inputs=inputs,
+        row_processes=planned.row_processes,
+    )  # fmt: skip
 
 
 def _tokenizer(plan: Plan, planned: PlannedStage, slot: str = POLICY) -> tuple[PlannedInput, str | None]:

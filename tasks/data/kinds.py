@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -432,18 +433,20 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 INLINE_SECONDS = 2.0  # about the time that a process takes to start
+Pool = Callable[[Callable[[Item], Result], Iterator[Item]], Iterator[Result]]  # maps in order, elsewhere
+ELSEWHERE: ContextVar["Pool[object, object] | None"] = ContextVar("ELSEWHERE", default=None)  # None: in processes here
 _AHEAD = 3  # items per worker that are read ahead, so that no worker waits for the reader
-_ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"} | dict.fromkeys(
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false"} | dict.fromkeys(
     ("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "ARROW_NUM_THREADS"), "1"
 )
 
 
 def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """Maps ``function`` over items, in order: for ``INLINE_SECONDS`` in this process, then in a process pool.
+    """Maps ``function`` over items, in order: for ``INLINE_SECONDS`` in this process, then ``ELSEWHERE`` or in a pool.
 
     Args:
         function: sent to each process once, so that it may cache state between items.
-        workers: number of single-threaded processes, at most the number of CPUs; 1: only this process.
+        workers: number of single-threaded processes here, at most the number of CPUs; 1: only this process.
 
     Raises:
         PipelineError: a process died. Exceptions of ``function`` and ``items`` are raised unchanged.
@@ -455,12 +458,16 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], worke
 
     workers = min(workers, os.cpu_count() or 1)
     remaining, start = iter(items), time.monotonic()
-    while workers == 1 or time.monotonic() - start < INLINE_SECONDS:
+    elsewhere = cast("Pool[Item, Result] | None", ELSEWHERE.get())
+    while (workers == 1 and not elsewhere) or time.monotonic() - start < INLINE_SECONDS:
         try:
             item = next(remaining)
         except StopIteration:
             return
         yield function(item)
+    if elsewhere:
+        yield from elsewhere(function, remaining)
+        return
     pool = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),  # a fork would copy locks that threads hold
@@ -494,7 +501,7 @@ def _begin(function: bytes) -> None:
     import pickle
 
     global _work_on
-    os.environ.update(_ONE_THREAD)
+    os.environ.update(ONE_THREAD)
     threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
     _work_on = pickle.loads(function)
 

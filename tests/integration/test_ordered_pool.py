@@ -63,3 +63,22 @@ def test_items_after_the_first_seconds_go_to_processes(monkeypatch: pytest.Monke
     results = list(ordered_map(slow_first, range(6), 2))
     assert [item for item, _ in results] == list(range(6))
     assert [process == os.getpid() for _, process in results] == [True, True, False, False, False, False]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_is_set_maps_the_items_after_the_first_seconds(monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    clock, mapped = iter(range(100)), list[int]()
+
+    def elsewhere(function, items):
+        for item in items:
+            mapped.append(item)
+            yield function(item)
+
+    monkeypatch.setattr(ordered_pool, "INLINE_SECONDS", 3.0)
+    monkeypatch.setattr(ordered_pool, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    token = ordered_pool.ELSEWHERE.set(elsewhere)
+    try:
+        assert [item for item, _ in ordered_map(slow_first, range(6), workers)] == list(range(6))
+    finally:
+        ordered_pool.ELSEWHERE.reset(token)
+    assert mapped == [2, 3, 4, 5]

@@ -15,7 +15,7 @@ CONNECT = """
 import ipaddress, json, os, pathlib, socket, time
 import psutil, ray
 from flows.stages.job import Job
-from flows.stages.launch import _connect
+from flows.stages.resources import connect
 from tasks.context import Resources
 from tests.toy_methods import ToyTraining
 
@@ -30,7 +30,7 @@ def listening():
     return found
 
 resources = Resources(num_workers=1)
-_connect(Job(stage="left", method=ToyTraining(), inputs={}, resources=resources, directory=pathlib.Path.cwd()))
+connect(Job(stage="left", method=ToyTraining(), inputs={}, resources=resources, directory=pathlib.Path.cwd()))
 while socket.socket().connect_ex(("127.0.0.1", int(os.environ["AUTOSCALER_METRIC_PORT"]))):
     time.sleep(0.1)
 session = pathlib.Path(ray._private.worker._global_node.get_session_dir_path())

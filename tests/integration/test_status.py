@@ -90,13 +90,13 @@ def test_a_run_that_was_killed_is_shown_as_died_with_the_command_that_goes_on(to
 
 
 def test_a_stage_that_joins_a_cluster_leaves_the_address_of_its_dashboard(tmp_path, monkeypatch):
-    from flows.stages.launch import _connect
+    from flows.stages.resources import connect
 
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
     monkeypatch.setattr("ray.init", lambda **_: SimpleNamespace(dashboard_url="10.0.0.2:8265"))
     (tmp_path / "work").mkdir()
     resources = Resources(launcher=Launcher.CLUSTER)
-    _connect(Job(stage="left", method=ToyTraining(), inputs={}, resources=resources, directory=tmp_path))
+    connect(Job(stage="left", method=ToyTraining(), inputs={}, resources=resources, directory=tmp_path))
     assert dashboard_file(tmp_path).read_text() == "10.0.0.2:8265"
 
 

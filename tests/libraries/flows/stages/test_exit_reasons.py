@@ -208,7 +208,7 @@ def test_torch_waits_for_a_worker_longer_than_whoever_looks_whether_one_hangs(tm
         return SimpleNamespace(fit=lambda: SimpleNamespace(return_value={"loss": 1.0}))
 
     monkeypatch.setattr("ray.train.torch.TorchTrainer", trainer)
-    monkeypatch.setattr(launch, "_connect", lambda job: None)
+    monkeypatch.setattr(launch, "connect", lambda job: None)
     day = Resources(num_workers=2, hang_minutes=1440.0)
     job = Job(stage="sft", method=ToyTraining(), inputs={}, resources=day, directory=tmp_path)
     assert launch.train(job, lambda rank, num_workers: {}) == {"loss": 1.0}
@@ -225,7 +225,7 @@ def test_the_session_of_our_own_cluster_lies_where_no_other_account_can_enter(tm
         if parent:
             Path(parent).mkdir()
             monkeypatch.setenv("RAY_TMPDIR", parent)
-        launch._connect(job)
+        launch.connect(job)
         folder = Path(options["_temp_dir"])
         assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
         assert len(f"{folder}/session_2026-11-22_16-51-55_123456_1234567/sockets/plasma_store") <= 107

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.stages import launch
+from flows.stages import launch, resources
 from flows.stages.job import Job
 from flows.stages.launch import StageProcesses, context_of, saving_first
 from flows.stages.process_settings import set_environment, stage_environment
@@ -17,6 +17,7 @@ from flows.stages.stops import stoppable
 from lineage.errors import ArtifactError, PrunedError, StageError
 from lineage.filesystem.lock import Lock, acquire_or
 from tasks.context import Launcher, Resources
+from tasks.data.kinds import ELSEWHERE
 from tasks.method import Method
 from tests.toy_methods import ToyModel, ToyTraining
 
@@ -183,3 +184,22 @@ def test_a_stop_that_comes_while_the_fork_server_starts_is_not_lost(number, monk
     monkeypatch.setattr("multiprocessing.forkserver.ensure_running", lambda: signal.raise_signal(number))
     with pytest.raises(KeyboardInterrupt), stoppable():
         StageProcesses().warm_up([])
+
+
+@pytest.mark.parametrize(
+    ("rows", "address", "on_ray"),
+    [("auto", "", False), ("auto", "10.0.0.1:6379", True), ("local", "10.0.0.1:6379", False), ("ray", "", True)],
+)
+def test_rows_are_mapped_on_ray_where_it_is_joined_or_asked_for(monkeypatch, tmp_path, rows, address, on_ray):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    job = replace(job_of(ToyModel(), tmp_path), resources=replace(HERE, rows=rows))
+    with launch.rows_mapped(job):
+        assert (ELSEWHERE.get() is not None) == on_ray
+    assert ELSEWHERE.get() is None
+
+
+def test_few_bytes_of_rows_are_with_ray_at_once():
+    items = iter([b"x" * 1000] * 50)
+    assert len(list(resources._up_to(10_000, items))) == 10
+    assert len(list(resources._up_to(10**6, items))) == 40
+    assert list(resources._up_to(10_000, items)) == []
