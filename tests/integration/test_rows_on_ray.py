@@ -1,0 +1,118 @@
+"""Rows on Ray Data: the same bytes as in processes of this machine, also after a kill; errors; bounded memory."""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from flows.stages import resources as ray_rows
+from flows.stages.job import Job
+from flows.stages.process_settings import stage_environment
+from flows.stages.resources import rows_mapped
+from lineage.errors import DataError, PipelineError
+from lineage.filesystem.digest import digest_files
+from tasks.base_model import train_tokenizer
+from tasks.context import Resources
+from tasks.data import kinds
+from tasks.data.kinds import ordered_map
+from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenize_rows import load_or_make
+from tasks.method import Input
+from tasks.prepare_data import PrepareConversations
+from tests.prepared import prepare
+from tests.toy_methods import ToyModel
+
+# test_ordered_pool.py and test_launch.py have a quick test of each decision.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def on_ray(tmp_path, monkeypatch):
+    """A job whose rows are mapped by Ray Data from the first on."""
+    for name, value in stage_environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(kinds, "INLINE_SECONDS", 0.0)
+    monkeypatch.setattr(ray_rows, "_AHEAD_BYTES", 2**20)  # several batches of Ray Data
+    resources = Resources(rows="ray", cpus_per_worker=2, wait_minutes=2.0)
+    return Job(stage="rows", method=ToyModel(), inputs={}, resources=resources, directory=tmp_path)
+
+
+def mapped(job, function, items):
+    with rows_mapped(job):
+        yield from ordered_map(function, items, 1)
+
+
+def slowly(item: int) -> tuple[int, int]:
+    time.sleep(0.2 if item % 2 else 0.05)
+    return item, os.getpid()
+
+
+def refuse_three(item: int) -> int:
+    if item == 3:
+        raise DataError("row 3 is wrong")
+    return item
+
+
+def die(item: int) -> int:
+    os._exit(item)
+
+
+def test_rows_and_tokens_have_the_bytes_that_they_have_without(on_ray, tmp_path):
+    texts = [f"{place} " + " ".join(f"word{place * step % 997}" for step in range(150)) for place in range(3000)]
+    roles = ("user", "assistant")
+    rows = [{"messages": [{"role": role, "content": text} for role in roles]} for text in texts]
+    method, found = PrepareConversations(held_out=0.1), {}
+    tokenizer, corpus = tmp_path / "tokenizer", tmp_path / "corpus.parquet"
+    pq.write_table(pa.table({"text": texts[:200]}), corpus)
+    train_tokenizer(corpus, 500).save_pretrained(tokenizer)
+    tokenization = Tokenization(kind=method.produces, max_length=256)
+    for out, rows_on in (("local", "local"), ("ray", "ray")):
+        with rows_mapped(replace(on_ray, resources=replace(on_ray.resources, rows=rows_on))):
+            metrics = prepare(tmp_path, method, rows, out)
+            made = Input(name="rows", kind=method.produces, fingerprint="0" * 64, path=tmp_path / out)
+            load_or_make(tokenization, made, tokenizer, tmp_path / f"{out}-cache", 1)
+        found[out] = metrics, digest_files(tmp_path / out), digest_files(tmp_path / f"{out}-cache" / "tokens")
+        found[out][2].pop("digests.json", None)
+    assert found["ray"] == found["local"]
+    assert len(found["ray"][1]) > 2 and any(name.endswith("tokens.arrow") for name in found["ray"][2])
+
+
+def test_a_killed_process_neither_loses_nor_doubles_rows(on_ray):
+    results, killed = [], 0
+    for result, pid in mapped(on_ray, slowly, iter(range(60))):
+        results.append(result)
+        if result in (5, 30):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+    assert results == list(range(60)) and killed == 2
+
+
+def test_an_error_comes_out_as_itself_after_the_results_before_it(on_ray):
+    results = mapped(on_ray, refuse_three, iter(range(9)))
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(DataError, match="row 3 is wrong"):
+        next(results)
+
+
+def test_processes_that_die_again_and_again_end_the_stage(on_ray):
+    with pytest.raises(PipelineError, match=r"processes of Ray that work on rows died.*out of memory"):
+        list(mapped(on_ray, die, iter(range(1, 3))))
+
+
+def test_few_rows_are_ahead_of_their_results(on_ray):
+    taken = [0]
+
+    def items() -> Iterator[bytes]:
+        for place in range(40):
+            taken[0] += 1
+            yield bytes([place]) * 2**18
+
+    ahead = [taken[0] - place for place, _ in enumerate(mapped(on_ray, len, items()))]
+    assert len(ahead) == 40 and max(ahead) <= 8  # two processes, 1 MB of each
