@@ -55,7 +55,7 @@ class Resources:
     gpus_per_worker: Annotated[int, Ge(0), Le(1)] = 0  # more would be DataParallel, with another global batch
     micro_batch_size: Annotated[int, Gt(0)] | Literal["auto"] = 8  # rows per worker in a forward pass; auto: by tokens
     launcher: Launcher = Launcher.AUTO  # auto: process for one worker, cluster (Ray) for more
-    rows: Literal["auto", "local", "ray"] = "auto"  # rows are read and tokenized on Ray Data; auto: with RAY_ADDRESS
+    rows: Literal["auto", "local", "ray"] = "auto"  # Ray Data converts and tokenizes rows; auto: with RAY_ADDRESS
     sharding: Sharding = "none"  # what the workers divide among them: docs/sharding.md
     zero_stage: Literal[0, 2] = 0  # old name of sharding; 2: zero2
     offload: bool = False  # fsdp: weights, gradients and optimizer state are in the CPU's memory between their uses

@@ -495,21 +495,24 @@ def last_line(error: Exception) -> str:
 # --- rows on Ray Data
 
 _AHEAD_BYTES = 2**24  # of rows per process that are handed to Ray at once; the next are read when their results are
-_ROW_RETRIES = 3  # of rows whose process was killed, or whose node is gone
+_ROW_RETRIES = 3  # Ray's own default: of rows whose process was killed, or whose node is gone
 _map_rows: dict["ObjectRef[bytes]", Callable[[object], object]] = {}  # of a process of Ray's, which maps many batches
 
 
 @contextlib.contextmanager
 def rows_mapped(job: Job) -> Iterator[None]:
     """Within it, Ray Data maps what is more than the rows of a moment, if ``resources.rows`` asks for it."""
-    token = ELSEWHERE.set(partial(_mapped_on_ray, job) if job.resources.rows_on_ray else None)
-    try:
-        yield
-    finally:
-        ELSEWHERE.reset(token)
+    with contextlib.ExitStack() as connected:
+        token = ELSEWHERE.set(partial(_mapped_on_ray, job, connected) if job.resources.rows_on_ray else None)
+        try:
+            yield
+        finally:
+            ELSEWHERE.reset(token)
 
 
-def _mapped_on_ray(job: Job, function: Callable[[object], object], items: Iterator[object]) -> Iterator[object]:
+def _mapped_on_ray(
+    job: Job, connected: contextlib.ExitStack, function: Callable[[object], object], items: Iterator[object]
+) -> Iterator[object]:
     """Maps items in order on the cluster, some MB at a time: they are read here, since sources may be here alone.
 
     Inside a worker of Ray Train it uses the CPUs that the training has and does not use yet.
@@ -522,16 +525,16 @@ def _mapped_on_ray(job: Job, function: Callable[[object], object], items: Iterat
     from ray.exceptions import RayError
 
     used = job.resources.num_workers * job.resources.cpus_per_worker
-    is_inside = ray.is_initialized()
-    if not is_inside:
+    if not ray.is_initialized():
         with own_sigterm():
             connect(job)
+        connected.callback(ray.shutdown)
     processes = max(used, job.row_processes) if os.environ.get("RAY_ADDRESS") else used
     logger.info("stage=%s rows=ray processes=%d", job.stage, processes)
     try:
         sent = ray.put(pickle.dumps(function))
         while batch := list(_up_to(processes * _AHEAD_BYTES, items)):
-            for result, error in _mapped_batch(job, sent, batch, processes, 0 if is_inside else 1):
+            for result, error in _mapped_batch(job, sent, batch, processes, 0 if job.resources.on_cluster else 1):
                 if error is not None:
                     raise error
                 yield result
@@ -546,8 +549,8 @@ def _mapped_on_ray(job: Job, function: Callable[[object], object], items: Iterat
             "Free some, or set fewer cpus_per_worker or num_workers: each CPU is one process"
         ) from error
     finally:
-        if not is_inside:
-            ray.shutdown()
+        if job.method.trains:  # it goes on without the cluster, which may end before it
+            connected.close()
 
 
 def _up_to(most: int, items: Iterator[object]) -> Iterator[bytes]:
@@ -573,7 +576,7 @@ def _mapped_batch(
     blocks = [pa.table({"item": pa.array([item], pa.large_binary())}) for item in items]
     mapped = data.from_arrow(blocks).map_batches(
         partial(_map_block, sent), batch_size=None, batch_format="pyarrow", num_cpus=cpus,
-        compute=data.TaskPoolStrategy(size=processes), max_retries=_ROW_RETRIES,
+        compute=data.TaskPoolStrategy(size=processes),
     )  # fmt: skip
     for block in mapped.iter_batches(batch_size=None, batch_format="pyarrow"):
         yield from map(pickle.loads, block["result"].to_pylist())
