@@ -495,7 +495,7 @@ def last_line(error: Exception) -> str:
 # --- rows on Ray Data
 
 _AHEAD_BYTES = 2**24  # of rows per process that are handed to Ray at once; the next are read when their results are
-_ROW_RETRIES = 3  # Ray's own default: of rows whose process was killed, or whose node is gone
+_ROW_RETRIES = 3  # of rows whose process was killed, or whose node is gone; Ray Data itself never stops trying
 _map_rows: dict["ObjectRef[bytes]", Callable[[object], object]] = {}  # of a process of Ray's, which maps many batches
 
 
@@ -576,7 +576,7 @@ def _mapped_batch(
     blocks = [pa.table({"item": pa.array([item], pa.large_binary())}) for item in items]
     mapped = data.from_arrow(blocks).map_batches(
         partial(_map_block, sent), batch_size=None, batch_format="pyarrow", num_cpus=cpus,
-        compute=data.TaskPoolStrategy(size=processes),
+        compute=data.TaskPoolStrategy(size=processes), max_retries=_ROW_RETRIES,
     )  # fmt: skip
     for block in mapped.iter_batches(batch_size=None, batch_format="pyarrow"):
         yield from map(pickle.loads, block["result"].to_pylist())
