@@ -1,13 +1,17 @@
 """Files of the record survive a kill in the middle of a write, and a full disk."""
 
 import errno
+import hashlib
 import os
+import random
 from collections.abc import Callable
+from fcntl import F_GETFL, fcntl
 from pathlib import Path
 
 import pytest
 
 from lineage.errors import ArtifactError, ConfigError, PipelineError
+from lineage.filesystem import digest
 from lineage.filesystem.disk import explain_full_disk, free_bytes, gigabytes
 from lineage.filesystem.files import append_jsonl, atomic_write, read_jsonl, replace_jsonl
 from lineage.record.metrics_file import ReportFile, cut_reports, last_step, read_reports
@@ -129,3 +133,34 @@ def test_other_errors_stay_what_they_are(tmp_path: Path, error: Exception) -> No
 def test_room_is_that_of_the_file_system_also_of_what_is_not_there_yet(tmp_path: Path) -> None:
     assert free_bytes(tmp_path / "a" / "b") > 0
     assert (gigabytes(3_140_000_000), gigabytes(21_000)) == ("3.1 GB", "21.0 kB")
+
+
+PIECE = 2**16
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("size", [0, 1, PIECE - 1, PIECE, PIECE + 1, 3 * PIECE, 3 * PIECE + 4096])
+def test_what_is_digested_while_it_is_written_is_whole(tmp_path, monkeypatch, size, direct):
+    monkeypatch.setattr(digest, "_PIECE_BYTES", PIECE)
+    if not direct:  # a file system that takes the flag, and no write with it
+        write = digest._write_whole
+        monkeypatch.setattr(digest, "_write_whole", lambda file, piece: write(Refusing(file), piece))
+    content = random.Random(size).randbytes(size)
+    parts = [content[:100], memoryview(content)[100 : size // 2], b"", content[max(100, size // 2) :]]
+    assert digest.write_digested(tmp_path / "file", parts) == hashlib.sha256(content).hexdigest()
+    assert (tmp_path / "file").read_bytes() == content
+
+
+class Refusing:
+    """A file that accepts no direct write."""
+
+    def __init__(self, file):
+        self._file = file
+
+    def fileno(self):
+        return self._file.fileno()
+
+    def write(self, piece):
+        if fcntl(self._file, F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return self._file.write(piece)
