@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
+from tasks.data.images import Images
 from tasks.train.best import CLIPPED, REWARDED
 from tasks.train.losses.grpo_variants import Loss, Scale, VariantOptions
 
@@ -16,7 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(VariantOptions):
-    """Makes completions likelier that got a higher reward than others of the same prompt."""
+    """Makes completions likelier that got a higher reward than others of the same prompt.
+
+    Args:
+        images: prompts may have images, as of ``sft``.
+    """
 
     version: ClassVar[int] = 2  # 1 took the rounding of equal rewards for a signal, and steps without one
     measures: ClassVar = (*REWARDED, *CLIPPED)
@@ -29,6 +34,7 @@ class GRPO(VariantOptions):
     epsilon_high: Annotated[float, Gt(0)] | None = None  # bound of the ratio above 1; None: that of the loss's paper
     scale_rewards: Scale | None = None  # the standard deviation that divides advantages; None: as the loss's paper
     mask_truncated: bool = False  # completions without an end get no loss
+    images: Images | None = None
     kl_ratio: bool = False  # multiply the KL by the ratio: an unbiased gradient off policy; false: as in the paper
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ _QWEN = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
 _PATCHES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
             "size": {"shortest_edge": 64, "longest_edge": 1024}}  # fmt: skip
-_SQUARE = {"height": 28, "width": 28}
+_SQUARE, _GRID = {"height": 28, "width": 28}, [[28, 56], [56, 28], [56, 56]]
 # text and vision config, other fields of the config (tokens by name), special tokens, files of the processor
 Family = tuple[dict[str, object], dict[str, object], dict[str, object], dict[str, str], dict[str, object]]
 FAMILIES: Mapping[str, Family] = {
@@ -55,6 +55,40 @@ FAMILIES: Mapping[str, Family] = {
          "image_processor": {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 64},
                              "max_image_size": {"longest_edge": 32}, "do_image_splitting": True}},
     ),
+    "smolvlm": (
+        {"model_type": "llama"}, {**_TOWER, "image_size": 32, "patch_size": 8},
+        {"image_token_id": "<image>", "scale_factor": 2},
+        {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>",
+         "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"},
+        {"processor_class": "SmolVLMProcessor", "image_seq_len": 4,
+         "image_processor": {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 64},
+                             "max_image_size": {"longest_edge": 32}, "do_image_splitting": True}},
+    ),
+    "qwen3_vl": (
+        _MROPE, {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
+                 "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,
+                 "deepstack_visual_indexes": [0]},
+        dict(_QWEN), {"image_token": "<|image_pad|>"},
+        {"processor_class": "Qwen3VLProcessor", "image_processor": _PATCHES},
+    ),
+    "llava_next": (
+        {"model_type": "llama"}, {"model_type": "clip_vision_model", "projection_dim": 32, **_TOWER},
+        {"image_token_index": "<image>", "vision_feature_layer": -1, "image_grid_pinpoints": _GRID},
+        {"image_token": "<image>"},
+        {"processor_class": "LlavaNextProcessor", "patch_size": 14, "vision_feature_select_strategy": "default",
+         "num_additional_image_tokens": 1,
+         "image_processor": {"image_processor_type": "LlavaNextImageProcessor", "size": {"shortest_edge": 28},
+                             "crop_size": _SQUARE, "image_grid_pinpoints": _GRID}},
+    ),
+    "internvl": (
+        {"model_type": "qwen2"}, {**_TOWER, "image_size": [56, 56], "patch_size": [14, 14]},
+        {"image_token_id": "<IMG_CONTEXT>", "image_seq_length": 4, "downsample_ratio": 0.5},
+        {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+         "video_token": "<video>"},
+        {"processor_class": "InternVLProcessor", "image_seq_length": 4,
+         "image_processor": {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 56, "width": 56},
+                             "crop_to_patches": True, "max_patches": 3}},
+    ),
     "gemma3": (
         {}, _TOWER, {"mm_tokens_per_image": 4, "image_token_index": "<image_soft_token>",
                      "boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"},
@@ -63,8 +97,8 @@ FAMILIES: Mapping[str, Family] = {
          "image_processor": {"image_processor_type": "Gemma3ImageProcessor", "size": _SQUARE}},
     ),
 }  # fmt: skip
-_WRITTEN = {"qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>", "gemma3": "<start_of_image>"}
-_WRITTEN["qwen2_5_vl"] = _WRITTEN["qwen2_vl"]
+_WRITTEN = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>")
+_WRITTEN |= {"gemma3": "<start_of_image>", "internvl": "<IMG_CONTEXT>"}
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ 'MARK' }}"
@@ -83,7 +117,7 @@ def write_vision_model(directory: Path, family: str) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokens = {*named.values(), *(str(value) for value in whole.values() if str(value).startswith("<"))}
     rows = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
-    tokenizer.add_tokens(sorted({*tokens, *(rows if family == "idefics3" else [])}), special_tokens=True)
+    tokenizer.add_tokens(sorted({*tokens, *(rows if family in ("idefics3", "smolvlm") else [])}), special_tokens=True)
     tokenizer.save_pretrained(directory)
     file = directory / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "extra_special_tokens": named}))

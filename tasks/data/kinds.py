@@ -264,6 +264,7 @@ def _with_columns(examples: "Dataset") -> "Dataset":
             **columns,
             "prompt": [json.loads(str(text)) for text in batch["prompt"]],
             "prompt_ids": [*batch["prompt_ids"]],
+            **({PLACES: [*batch[PLACES]]} if PLACES in batch else {}),
         }
 
     return examples.with_transform(decoded)

@@ -782,12 +782,15 @@ RULES: tuple[Rule, ...] = (
             "method.vllm": SET,
             "resources.gpus_per_worker": lambda case: (
                 not case.on_gpu or find_spec("vllm") is None or divides_weights(case) or case.method.diloco
+                or case.get("method.images") is not None
             ),
             "resources.sharding": shown, "method.diloco.num_islands": shown,
         },
         reason="vLLM generates on a GPU, must be installed, and is sent the whole weights of one policy",
         detail=lambda case: (
-            "vLLM is sent whole weights, and no worker has them"
+            "vLLM is sent tokens alone, and rows may have images"
+            if case.get("method.images") is not None
+            else "vLLM is sent whole weights, and no worker has them"
             if divides_weights(case)
             else "vLLM has one policy, and islands have policies of their own"
             if case.method.diloco

@@ -24,6 +24,11 @@ _IN_FOUR_BITS: Fields = {
 }
 _ADALORA: Fields = {"method.num_steps": ADALORA_STEPS}
 _SEES: Fields = {"config.vision_config": {"patch_size": 14}, "config.model_type": "qwen2_vl"}
+# Why rows with images are refused of a family.
+_UNREAD_IMAGES = {
+    "mllama": "its layers attend to images beside the text, by a mask that is not made here",
+    "llama4": "transformers has no Pillow processor of its images, and by torchvision they would have other pixels",
+}
 _IN_GPTQ: Fields = {"method.adapter.type": "lora", "config.quantization_config": {"quant_method": "gptq"}}
 
 
@@ -297,6 +302,12 @@ MODEL_RULES: tuple[Rule, ...] = (
         when={"method.images": _reads_images, "resources.sharding": sharded},
         reason="rows with images were not tried where workers divide the training",
         nearest=unsharded, also={"method.images.max_pixels": 4096, **ZERO, **_SEES},
+    ),
+    Rule(
+        id="images-family", when={"method.images": _reads_images, "config.model_type": tuple(_UNREAD_IMAGES)},
+        reason="it was not tried with images", detail=lambda case: _UNREAD_IMAGES[str(case.get("config.model_type"))],
+        nearest={"method.images": None},
+        also={"method.images.max_pixels": 4096, **_SEES, "config.model_type": "mllama"},
     ),
     Rule(
         id="images-text-model", when={"method.images": _reads_text_alone, "config.model_type": shown},

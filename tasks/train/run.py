@@ -181,6 +181,7 @@ class TrainingRun:
         if method.precision == "auto":  # a plan resolves it before
             method = replace(method, precision=ctx.resources.resolved_precision("auto"))
         self.method, self.inputs, self.ctx = method, inputs, ctx
+        self._images: Images | None = getattr(method, "images", None)  # how the rows' images are read
         self.trained: PreTrainedModel | PeftModel | None = None
         self.share: dict[str, float] = {}
         self.writers: list[Callable[[Path], None]] = []
@@ -451,18 +452,18 @@ class TrainingRun:
         if self._packs or (is_line and tokenization and reads.kind != Kind.TEXT):  # chunks have no padding
             pairs = reads.kind == Kind.PREFERENCES
             collate = collator_for(self._start.model, collate, pairs=pairs, packs=self._packs)
-        if vision := Vision.of(self.inputs[_POLICY].path, self.inputs[reads.slot].path, self._images):
-            collate = cast(Collator, vision.collator(cast("Callable[[list[dict[str, object]]], object]", collate)))
+        if self.vision and reads.trained:  # prompts are padded when they are answered
+            collate = cast(Collator, self.vision.collator(cast("Callable[[list[dict[str, object]]], object]", collate)))
         return collate
+
+    @cached_property
+    def vision(self) -> Vision | None:
+        """How the images of the rows are read; None: they have none."""
+        return Vision.of(self.inputs[_POLICY].path, self.inputs[type(self.method).reads.slot].path, self._images)
 
     @property
     def _trained_parts(self) -> tuple[Part, ...]:
         return (self._images.trains if self._images else None) or ()
-
-    @property
-    def _images(self) -> Images | None:
-        """How the rows' images are read; None: they have none."""
-        return getattr(self.method, "images", None)
 
     @property
     def stop_tokens(self) -> list[int]:

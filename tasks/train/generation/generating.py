@@ -82,7 +82,8 @@ class Completing(Training):
                 f"{max(limit, 1) + self.max_completion_length} or more"
             )
         return Tokenization(
-            kind=PROMPTS.kind, max_length=limit, too_long=self.too_long, control_tokens=self.control_tokens
+            kind=PROMPTS.kind, max_length=limit, too_long=self.too_long, control_tokens=self.control_tokens,
+            images=getattr(self, "images", None),
         )  # fmt: skip
 
 

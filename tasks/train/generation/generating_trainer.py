@@ -16,12 +16,14 @@ from unittest import mock
 
 import torch
 from accelerate.utils import DistributedType, send_to_device
+from torch.nn.utils.rnn import pad_sequence
 from trl import DistillationConfig, DistillationTrainer, GRPOTrainer, RLOOTrainer
 from trl.generation import vllm_generation
 from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import add_fused_lm_head, nanstd, split_tensor_dict, use_adapter
 
 from lineage.errors import ConfigError
+from tasks.data.kinds import PLACES
 from tasks.train.generation.generating import Generating, Sampling
 from tasks.train.generation.one_policy import (
     COMPARED_ROWS,
@@ -36,6 +38,7 @@ from tasks.train.generation.one_policy import (
 )
 from tasks.train.generation.rollouts import (
     Rollouts,
+    images_of,
     number_real_tokens,
     read_prompts_once,
     sample,
@@ -52,6 +55,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
     from tasks.context import TrainContext
+    from tasks.model.vision import Vision
     from tasks.train.generation.generating import Completing
     from tasks.train.run import TrainingRun
 
@@ -198,8 +202,11 @@ class WithRollouts(_BaseTrainer):
         """Also reports the share of equal rewards: TRL's is that of the whole batch with ``scale_rewards=batch``, and
         of rewards less the KL in RLOO. Rounding gives the completions of a group with equal rewards no advantage: a
         mean of 0.3 in fp32 is not 0.3, and Adam turns any gradient into a full step."""
-        self._examples = inputs
+        self._examples, self._images = inputs, images_of(inputs)
         found: dict[str, Tensor] = super()._generate_and_score_completions(inputs)
+        if self.rollouts.run.vision:
+            places = [torch.tensor(each, dtype=torch.long) for each in self._images]
+            found[PLACES] = pad_sequence(places, batch_first=True, padding_value=-1).to(found["completion_ids"].device)
         rollouts, rewards_NK, metrics = self.rollouts, self._rewards_NK, self._metrics["train"]
         plain_GN = rollouts.gathered(found["advantages"]).view(-1, self.num_generations)
         advantages_GN = scaled(plain_GN, rollouts.total(rewards_NK).view_as(plain_GN), self.scale)
@@ -256,6 +263,7 @@ class WithRollouts(_BaseTrainer):
         return rewards_NK
 
     def _compute_loss(self, model: "PreTrainedModel", inputs: "Mapping[str, Tensor]") -> object:
+        self._images = _images_in(inputs)
         num_tokens = self.accelerator.reduce(inputs["completion_mask"].sum().float(), "sum")
         of_ratios = _OF_RATIOS if getattr(self, "importance_sampling_level", None) == "token" else ()
         for name in (*_OF_TOKENS, *of_ratios):
@@ -271,19 +279,22 @@ class WithRollouts(_BaseTrainer):
     def _get_per_token_logps_and_entropies(
         self, model: object, *args: object, **kwargs: object
     ) -> "tuple[Tensor, Tensor | None, Tensor | None]":
+        vision = self.rollouts.run.vision
+        seeing = _Seeing(cast("Callable[..., object]", model), vision, self._images) if vision else model
         found: tuple[Tensor, Tensor | None, Tensor | None] = super()._get_per_token_logps_and_entropies(
-            model, *args, **kwargs
+            seeing, *args, **kwargs
         )
         self._check.trainer_BC = found[0].detach()
         return found
 
     def measure(self, batch: "Mapping[str, Tensor]") -> None:
         """Computes the policy's log-probabilities of completions, for ``SamplerCheck``."""
+        self._images = _images_in(batch)
         self._get_per_token_logps_and_entropies(self.model, *_whole(batch))
 
     def _prove(self, proof: "Callable[[Tensor], None]", batch: "Mapping[str, Tensor]") -> None:
         """Requires that policy and reference agree on the first micro batch."""
-        arguments = _whole(batch)
+        arguments, self._images = _whole(batch), _images_in(batch)
         self.model.eval()
         with torch.no_grad():
             policy_BC, *_ = self._get_per_token_logps_and_entropies(self.model, *arguments)
@@ -338,6 +349,23 @@ def _whole(batch: "Mapping[str, Tensor]") -> "tuple[Tensor, Tensor, int]":
     """Tokens and mask of prompts with their completions, and the columns of these."""
     ids_BT, mask_BT = (torch.cat([batch[f"prompt_{each}"], batch[f"completion_{each}"]], 1) for each in ("ids", "mask"))
     return ids_BT, mask_BT, batch["completion_ids"].size(1)
+
+
+def _images_in(batch: "Mapping[str, Tensor]") -> list[list[int]]:
+    """The places of the images of each row of a batch."""
+    rows = batch[PLACES].tolist() if PLACES in batch else []
+    return [[place for place in row if place >= 0] for row in rows]
+
+
+class _Seeing:
+    """A model that is given the images of its rows, batch by batch in their order."""
+
+    def __init__(self, model: Callable[..., object], vision: "Vision", images: Sequence[Sequence[int]]) -> None:
+        self.model, self.vision, self.images = model, vision, list(images)
+
+    def __call__(self, *, input_ids: "Tensor", **inputs: object) -> object:
+        images, self.images = self.images[: len(input_ids)], self.images[len(input_ids) :]
+        return self.model(input_ids=input_ids, **inputs, **self.vision.inputs(images, input_ids))
 
 
 class SamplerCheck:

@@ -33,12 +33,14 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from lineage.errors import PipelineError
+from tasks.data.kinds import PLACES
 from tasks.evaluate.scoring import generating, padded
 from tasks.model.positions import NUMBERED
 from tasks.reward_functions import check_columns, scorers
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Cache, PreTrainedModel
 
+    from tasks.model.vision import Vision
     from tasks.train.run import TrainingRun
 
     Example = Mapping[str, object]  # a prompt, its tokens and its columns
@@ -74,7 +77,7 @@ MAX_SAMPLES = 10_000  # in the output; a longer training keeps those of every n-
 LOGGED = 10  # samples in the log
 _ROUNDING = 1e-6  # error of sums in fp32, relative to the largest term
 _FUSED = {"input_ids", "attention_mask", "labels"}  # tensors of TRL's fused forward
-_TOKENS = ("prompt", "prompt_ids")  # of an example, beside its columns
+_TOKENS = ("prompt", "prompt_ids", PLACES)  # of an example, beside its columns
 
 
 class Rollouts:
@@ -150,7 +153,8 @@ class Rollouts:
         self.sampled = Sampled(self.logp_temperature)
         return sample(
             model, prompts, self.method.sampling, seeds, max_new_tokens=self.method.max_completion_length,
-            pad_token_id=self.pad_token_id, stop_tokens=self.stop_tokens, sampled=self.sampled,
+            pad_token_id=self.pad_token_id, stop_tokens=self.stop_tokens, sampled=self.sampled, vision=self.run.vision,
+            images=images_of(examples),
         )  # fmt: skip
 
     @cached_property
@@ -364,12 +368,13 @@ class Rollouts:
                 f"it was loaded, and are {found} now; one that stays is accepted; see what else writes into them"
             )
         whole = [[*each["prompt_ids"], *ids] for each, ids in zip(examples, completion_ids, strict=True)]  # type: ignore[misc]
-        scored, size = [], self.ctx.resources.rows_at_once
+        scored, size, images = [], self.ctx.resources.rows_at_once, images_of(examples)
         for start in range(0, len(whole), size):
             part = whole[start : start + size]
             ids_BT, mask_BT = padded(part, self.run.device, left=False, pad=self.pad_token_id)
+            seen = self.run.vision.inputs(images[start : start + size], ids_BT) if self.run.vision else {}
             with torch.no_grad():
-                scores_B = sequence_scores(self.reward_model, ids_BT, mask_BT)
+                scores_B = sequence_scores(self.reward_model, ids_BT, mask_BT, **seen)
             scored.append(scores_B.cpu())
         scores = torch.cat(scored)
         for index in (~torch.isfinite(scores)).nonzero().flatten().tolist():
@@ -414,6 +419,7 @@ def _log_sampler(name: str, model_type: str) -> None:
 def sample(
     model: "PreTrainedModel | PeftModel", prompts: Sequence[list[int]], sampling: Sampling, seeds: Sequence[int], *,
     max_new_tokens: int, pad_token_id: int, stop_tokens: Sequence[int], sampled: Sampled | None = None,
+    vision: "Vision | None" = None, images: Sequence[Sequence[int]] = (),
 ) -> list[list[int]]:  # fmt: skip
     """Samples a completion of each prompt, up to its first stop token, which is part of it.
 
@@ -421,6 +427,7 @@ def sample(
         model: its own settings of generation (``generation_config``) are not used.
         seeds: of each completion's noise.
         sampled: gets the model's weights, and its log-probabilities of the tokens.
+        images: the places of each prompt's images among those of ``vision``; no token of an image is sampled then.
     """
     if sampled is not None:
         sampled.by(model)
@@ -433,8 +440,12 @@ def sample(
         whole = None if sampled is None else _Whole()
         temperature = 1.0 if sampled is None else sampled.temperature
         warpers, draw = _warpers(sampling, mask_BT), _Draw(seeds, model.device, whole, temperature)
+        seen = vision.inputs(images, ids_BT) if vision else {}
+        if vision:
+            unwritten = [each for each in vision.processor.image_token_ids if each is not None]
+            warpers.insert(0, SuppressTokensLogitsProcessor(unwritten, device=model.device))
         positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)  # as ``generate`` counts them
-        by_graphs = decodes(model) and ids_BT.shape[1] > 1 and sampling.repetition_penalty == 1
+        by_graphs = decodes(model) and ids_BT.shape[1] > 1 and sampling.repetition_penalty == 1 and not vision
         if ids_BT.shape[1] > 1:
             _log_sampler("one CUDA graph a token" if by_graphs else "transformers", model.config.model_type)
         if by_graphs:
@@ -446,8 +457,8 @@ def sample(
         else:
             processors = LogitsProcessorList([*([whole] if whole else []), *warpers, draw])
             found_BT = model.generate(
-                input_ids=ids_BT, attention_mask=mask_BT, logits_processor=processors,
-                cache=prompt_cache(model, ids_BT, mask_BT, positions_BT),
+                input_ids=ids_BT, attention_mask=mask_BT, logits_processor=processors, **seen,
+                **({} if vision else {"cache": prompt_cache(model, ids_BT, mask_BT, positions_BT)}),
             )  # fmt: skip
             found_BN = found_BT[:, ids_BT.shape[1] :]
             logps_BN = torch.stack(draw.logps, dim=1) if draw.logps else None
@@ -456,6 +467,11 @@ def sample(
         rows = logps_BN.tolist()
         sampled.logps = [row[: len(ids)] for row, ids in zip(rows, completions, strict=True)]
     return completions
+
+
+def images_of(examples: "Sequence[Example]") -> list[list[int]]:
+    """The places of the images of prompts."""
+    return [list(map(int, each.get(PLACES) or ())) for each in examples]  # type: ignore[call-overload]
 
 
 def prompt_cache(
