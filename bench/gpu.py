@@ -95,11 +95,9 @@ def prepare():
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=tiny.SPECIAL_TOKENS,
+        vocab_size=VOCAB, special_tokens=tiny.SPECIAL_TOKENS, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    )  # fmt: skip
     bpe.train_from_iterator(texts, trainer)
     ids = []
     for each in bpe.encode_batch(texts):
@@ -275,11 +273,9 @@ def posttrain(name, fields, resources, model="A", steps=STEPS, warm=WARM, mode="
     reports = []
     folder = WORK / "runs" / f"{os.getpid()}"
     context = TrainContext(
-        output_dir=folder / "output",
-        work_dir=folder / "work",
-        resources=resources,
+        output_dir=folder / "output", work_dir=folder / "work", resources=resources,
         report=lambda step, metrics: reports.append(dict(metrics)),
-    )
+    )  # fmt: skip
     run = TrainingRun(method, inputs, context)
     trainer = method.trainer(run)
     clock = clock_class()()
@@ -292,19 +288,13 @@ def posttrain(name, fields, resources, model="A", steps=STEPS, warm=WARM, mode="
     mean_squares = squares(row_lengths()) if name == "sft" else (MEDIAN if mode == "dpo" else NEW)
     found = result(clock.times, tokens, [each[of] for each in reports], warm, SIZES[model], mode,
                    mean_squares, units, skip_mfu=name == "grpo")  # fmt: skip
-    unwrapped = trainer.accelerator.unwrap_model(trainer.model)
-    base = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    dtypes = {}
+    unwrapped, dtypes = trainer.accelerator.unwrap_model(trainer.model), {}
     for each in unwrapped.parameters():
         key = f"{str(each.dtype)[6:]}{' trained' if each.requires_grad else ' frozen'}"
         dtypes[key] = dtypes.get(key, 0) + each.numel()
     last = reports[len(reports) // 2 :]
     found["really"] = {
-        "attention": base.config._attn_implementation,
-        "optimizer": type(optimizer).__name__, "fused": optimizer.param_groups[0].get("fused"),
-        "checkpointing": bool(getattr(base, "is_activation_checkpointing", False)), "parameters": dtypes,
-        "autocast": trainer.accelerator.mixed_precision, "micro_batch": trainer.args.per_device_train_batch_size,
+        **really(trainer), "parameters": dtypes, "autocast": trainer.accelerator.mixed_precision, "micro_batch": trainer.args.per_device_train_batch_size,
         "tokens_at_once": getattr(getattr(trainer, "budget", None), "tokens", None),
         "packing": getattr(method, "packing", None),
         "deterministic": resources.is_deterministic, "matmul": torch.get_float32_matmul_precision(),
@@ -316,6 +306,18 @@ def posttrain(name, fields, resources, model="A", steps=STEPS, warm=WARM, mode="
     found["load_s"] = round(loaded - begin, 2)
     found["estimate"] = estimated(method, resources, model, tokens, method.num_steps)
     return found
+
+
+def really(trainer):
+    """What a trainer computes with, read off it."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    return {
+        "attention": base.config._attn_implementation,
+        "optimizer": type(optimizer).__name__, "fused": optimizer.param_groups[0].get("fused"),
+        "checkpointing": bool(getattr(base, "is_activation_checkpointing", False)),
+    }  # fmt: skip
 
 
 def large():
@@ -378,12 +380,9 @@ def trl(kind, config, model="A", steps=STEPS, warm=WARM, mode="full", units=None
         extra["peft_config"] = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear",
                                           task_type="CAUSAL_LM")  # fmt: skip
     trainer = trainer_class(
-        model=str(WORK / model),
-        args=config_class(**settings),
-        train_dataset=dataset_of(slot),
-        processing_class=AutoTokenizer.from_pretrained(WORK / model),
-        **extra,
-    )
+        model=str(WORK / model), args=config_class(**settings), train_dataset=dataset_of(slot),
+        processing_class=AutoTokenizer.from_pretrained(WORK / model), **extra,
+    )  # fmt: skip
     clock = clock_class()()
     trainer.add_callback(clock)
     loaded = time.perf_counter()
@@ -395,13 +394,9 @@ def trl(kind, config, model="A", steps=STEPS, warm=WARM, mode="full", units=None
     mean_squares = squares(row_lengths()) if kind == "SFT" else (MEDIAN if kind == "DPO" else NEW)
     found = result(clock.times, tokens, [float(e[of]) for e in log], warm, SIZES[model], mode,
                    mean_squares, units, skip_mfu=kind == "GRPO")  # fmt: skip
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    inner = trainer.accelerator.unwrap_model(trainer.model)
-    base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     found["really"] = {
-        "attention": base.config._attn_implementation, "optimizer": type(optimizer).__name__,
-        "fused": optimizer.param_groups[0].get("fused"), "checkpointing": bool(base.is_activation_checkpointing),
-        "dtype": str(next(base.parameters()).dtype), "micro_batch": trainer.args.per_device_train_batch_size,
+        **really(trainer), "dtype": str(next(trainer.model.parameters()).dtype),
+        "micro_batch": trainer.args.per_device_train_batch_size,
         "accumulation": trainer.args.gradient_accumulation_steps, "rows": len(trainer.train_dataset),
         "liger": trainer.args.use_liger_kernel, "loss_type": getattr(trainer.args, "loss_type", None),
     }  # fmt: skip
@@ -409,23 +404,29 @@ def trl(kind, config, model="A", steps=STEPS, warm=WARM, mode="full", units=None
     return found
 
 
-def hand(micros=(8,), pure_bf16=False, compiled=True):
-    """The limit in practice: full blocks of MAX_LENGTH tokens, causal SDPA, compiled layers, fused AdamW."""
+def full_blocks():
+    """The tokens of the conversations, end to end, in rows of MAX_LENGTH."""
     import pyarrow.parquet as pq
     import torch
-    import torch.nn.functional as F
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    begin = time.perf_counter()
-    device = "cuda" if cuda() else "cpu"
-    if cuda():
-        torch.set_float32_matmul_precision("high")
-    tokenizer = AutoTokenizer.from_pretrained(WORK / "A")
+    tokenizer, line = AutoTokenizer.from_pretrained(WORK / "A"), []
     rows = pq.read_table(WORK / "conversations" / "train.parquet").to_pylist()
-    line = []
     for each in tokenizer([" ".join(m["content"] for m in row["messages"]) for row in rows])["input_ids"]:
         line += [*each, tokenizer.eos_token_id]
-    blocks = torch.tensor(line[: len(line) // MAX_LENGTH * MAX_LENGTH]).view(-1, MAX_LENGTH).to(device)
+    return torch.tensor(line[: len(line) // MAX_LENGTH * MAX_LENGTH]).view(-1, MAX_LENGTH)
+
+
+def hand(micros=(8,), pure_bf16=False, compiled=True):
+    """The limit in practice: full blocks of MAX_LENGTH tokens, causal SDPA, compiled layers, fused AdamW."""
+    import torch
+    import torch.nn.functional as F
+    from transformers import AutoModelForCausalLM
+
+    begin, device = time.perf_counter(), "cuda" if cuda() else "cpu"
+    if cuda():
+        torch.set_float32_matmul_precision("high")
+    blocks = full_blocks().to(device)
     model = AutoModelForCausalLM.from_pretrained(
         WORK / "A", dtype=torch.bfloat16 if pure_bf16 else torch.float32, attn_implementation="sdpa"
     ).to(device)
@@ -469,8 +470,7 @@ def hand(micros=(8,), pure_bf16=False, compiled=True):
         except Exception as error:
             found[f"micro_{micro}"] = f"{type(error).__name__}: {str(error)[:200]}"
             gc.collect()
-            if cuda():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # nothing, without a GPU
         found.pop("losses", None)
         found |= {"load_s": round(loaded - begin, 2), "pure_bf16": pure_bf16, "compiled": compiled}
         partial(found)

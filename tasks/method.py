@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Gt
 
 from lineage.errors import ConfigError, GateError
-from lineage.fingerprint import set_fields
+from lineage.fingerprint import field_names, without_nones
 from lineage.record.verdict import read_verdict
 from lineage.source.model_source import text_digest
 from tasks.context import Metrics, TrainContext
@@ -97,7 +97,7 @@ class Training(TrainingRecipe):
 
         Without the fields that a loop of its own does not apply.
         """
-        recipe: dict[str, object] = {"method": self.name(), "version": self.version, **set_fields(self)}
+        recipe: dict[str, object] = {"method": self.name(), "version": self.version, **_as_set(self)}
         if rewards := getattr(self, "rewards", None):
             recipe["rewards"] = identity_of(rewards)
         recipe = {name: value for name, value in recipe.items() if _ADDED_LATER.get(name) != value}
@@ -206,6 +206,16 @@ class AnswerTraining(Training):
     thinking: Thinking | None = None
     control_tokens: ControlText | None = None
     images: Images | None = None
+
+
+def _as_set(method: Training) -> dict[str, object]:
+    """The fields that are not None, and of settings those of theirs."""
+    values = {name: getattr(method, name) for name in field_names(type(method))}
+    return {
+        name: value if isinstance(value, str | int | float) else without_nones(value)
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def _difference(name: str, found: object, default: object) -> tuple[str, object, object] | None:

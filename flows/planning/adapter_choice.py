@@ -6,7 +6,7 @@ machine, whatever has run or runs there.
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
@@ -62,17 +62,16 @@ def _of_gpu() -> int:
     return min(int(line) << 20 for line in found) if found and all(map(str.isdecimal, found)) else 0
 
 
-def choose_adapters(pipeline: Pipeline) -> Pipeline:
-    """Resolves each ``adapter=auto`` of a pipeline.
+def choose_adapters(pipeline: Pipeline) -> dict[str, tuple[str, str]]:
+    """The choice that each ``adapter=auto`` of a pipeline resolves to, and a note on why: stage -> both.
 
     Raises:
         ConfigError: the model or the memory of a stage's workers is unknown.
     """
-    chosen = {name: _chosen(name, stage, pipeline) for name, stage in pipeline.stages.items() if stage.choices}
-    return replace(pipeline, stages={**pipeline.stages, **chosen}) if chosen else pipeline
+    return {name: _chosen(name, stage, pipeline) for name, stage in pipeline.stages.items() if stage.choices}
 
 
-def _chosen(name: str, stage: Stage, pipeline: Pipeline) -> Stage:
+def _chosen(name: str, stage: Stage, pipeline: Pipeline) -> tuple[str, str]:
     where, resources = f"stages.{name}.method.adapter=auto", stage.resources
     elsewhere = resources.on_cluster and os.environ.get("RAY_ADDRESS")
     held, model = 0 if elsewhere else capacity(resources), _model(stage, pipeline, POLICY)
@@ -83,8 +82,7 @@ def _chosen(name: str, stage: Stage, pipeline: Pipeline) -> Stage:
     label = next((each for each, need in needs.items() if need <= held), list(needs)[-1])
     others = [f"{each} needs {gib(need)}" for each, need in needs.items() if need > held and each != label]
     because = f"it needs {gib(needs[label])} of {gib(held)} per worker by formula" + "".join(f"; {o}" for o in others)
-    choice = stage.choices[label]
-    return replace(choice, notes=(*choice.notes, f"{where}: {label}, because {because}"))
+    return label, f"{where}: {label}, because {because}"
 
 
 def _need(stage: Stage, pipeline: Pipeline, found: Architecture, shapes: Shapes) -> int:

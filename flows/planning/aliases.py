@@ -138,15 +138,16 @@ class Champion:
 
 @dataclass(frozen=True, kw_only=True)
 class Champions:
-    """A pipeline with all aliases resolved.
+    """What the aliases of a pipeline resolve to.
 
     Args:
-        pipeline: with fallbacks or empty slots for unresolved sources.
+        inputs: stage -> its inputs, with fallbacks or empty slots for unresolved sources; stages that only fallbacks
+            would have read are not among them.
         found: name of a source -> its artifact.
         notes: a line per source on how it was resolved.
     """
 
-    pipeline: Pipeline
+    inputs: Mapping[str, Mapping[str, str]]
     found: Mapping[str, Champion]
     notes: list[str]
 
@@ -181,7 +182,8 @@ def resolve_champions(pipeline: Pipeline, pinned: Callable[[str], str]) -> Champ
         if resolved_alias.unread:
             notes.append(f"left out, since alias {alias} names a model: {', '.join(resolved_alias.unread)}")
         pipeline = resolved_alias.pipeline
-    return Champions(pipeline=pipeline, found=found, notes=notes)
+    inputs = {name: stage.inputs for name, stage in pipeline.stages.items()}
+    return Champions(inputs=inputs, found=found, notes=notes)
 
 
 def _choose(

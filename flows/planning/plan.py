@@ -229,7 +229,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     store = Store(pipeline.store)
     digests = DigestCache(pipeline.store / "digests.json" if is_store(pipeline.store) else None)
     champions = resolve_champions(pipeline, lambda name: _pinned(name, pipeline, digests, memo).fingerprint)
-    resolved = choose_adapters(champions.pipeline)
+    resolved = _resolved(pipeline, champions.inputs)
     if resolved != pipeline:
         check_models(resolved)
         check_positions(resolved)
@@ -257,6 +257,18 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     lengths = {planned.name: planned.hyperparameters for planned in stages if planned.state != "reuse"}
     advice = advice_of(resolved, lengths)
     return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=notes, advice=advice)
+
+
+def _resolved(pipeline: Pipeline, inputs: Mapping[str, Mapping[str, str]]) -> Pipeline:
+    """The pipeline with these inputs of its stages, without the others, and with ``adapter=auto`` resolved."""
+    if inputs != {name: stage.inputs for name, stage in pipeline.stages.items()}:
+        stages = {name: replace(pipeline.stages[name], inputs=inputs[name]) for name in inputs}
+        pipeline = replace(pipeline, stages=stages)
+    chosen = dict(pipeline.stages)
+    for name, (label, note) in choose_adapters(pipeline).items():
+        choice = chosen[name].choices[label]
+        chosen[name] = replace(choice, inputs=chosen[name].inputs, notes=(*choice.notes, note))
+    return replace(pipeline, stages=chosen) if chosen != pipeline.stages else pipeline
 
 
 def _pinned(name: str, pipeline: Pipeline, digests: DigestCache, memo: Memo) -> PlannedInput:

@@ -149,7 +149,7 @@ class _Stage:
 
 
 class StageTracker(Tracker):
-    """Records the stages of one execution in one tracker; what fails there is reported once, and the run goes on.
+    """Records the stages of one execution in one tracker; what fails there is reported once, and the run continues.
 
     Args:
         name: of the tracker, as the settings have it.
@@ -253,7 +253,7 @@ class StageTracker(Tracker):
             self._is_reported = True
             with contextlib.suppress(OSError):  # stderr is closed
                 print(
-                    f"posttrain: tracking.{self._name}: {cause}; the run goes on, and a part of it is missing there",
+                    f"posttrain: tracking.{self._name}: {cause}; the run continues, and part of it is missing there",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
 

@@ -270,7 +270,7 @@ class Speaker:
         most = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         if most is not None and length >= most:
             raise ConfigError(
-                f"the conversation has {length} tokens, and {self.name} reads {most}; say less, or begin again with "
+                f"the conversation has {length} tokens, and {self.name} reads {most}; say less, or restart with "
                 f"{_CLEAR}"
             )
         return sys.maxsize if most is None else int(most) - length

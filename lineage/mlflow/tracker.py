@@ -256,7 +256,7 @@ class MlflowTracker(Tracker):
             self._is_reported = True
             with contextlib.suppress(OSError):  # stderr is closed
                 print(
-                    f"posttrain: MLflow at {shown(self._uri)}: {cause}; the run goes on, part of its record is missing "
-                    "there; `posttrain rebuild` fills it in later from the manifests",
+                    f"posttrain: MLflow at {shown(self._uri)}: {cause}; the run continues, part of its record is "
+                    "missing there; `posttrain rebuild` fills it in later from the manifests",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip

@@ -229,19 +229,9 @@ def memory(
     split = _matrices(shapes) if method.optimizer.weights else 0
     trained_split = split * weights.trained // weights.base
     width = 2 if precision in ("bf16", "fp16", "fp8") else _FLOAT
-    rows = resources.rows_at_once * sequences(method)
-    at_once, passes = rows * tokens, 2
-    if _completions(method):  # a prompt is read once for its completions; each keeps its keys and values
-        at_once = rows * (tokens + _completions(method)) // 2
-    if resources.micro_batch_size == "auto":
-        row = mean or tokens * sequences(method)
-        if _completions(method):
-            row = (row + _completions(method)) / 2
-        at_once, passes = _at_once(method, resources, found, shapes, row, capacity)
-    is_head = method.models["policy"] == REWARD_HEAD
+    at_once, passes = _largest_pass(method, resources, found, shapes, tokens, mean, capacity)
     generated = -(-method.global_batch_size // resources.num_workers) if _completions(method) else 0
-    gradients = weights.trained * _FLOAT - trained_split * (_FLOAT - 2)
-    gradients = _gradient_copies(method, resources) * copies * gradients
+    gradients = _gradient_copies(method, resources) * copies * (weights.trained * _FLOAT - trained_split * (_FLOAT - 2))
     gradients = whole.part("gradients", gradients, method)
     if whole.passing and not method.adapter:
         is_auto = resources.micro_batch_size == "auto"
@@ -249,20 +239,14 @@ def memory(
         # In the first pass, no worker has its part yet of what it passes on.
         gradients += copies * _FLOAT * (whole.passing - is_one * whole.passing // whole.over)
     base -= split * (_FLOAT - 2)
-    held = copies * ((base - scales) // whole.over + scales) if whole.is_fsdp else copies * base
+    held = copies * ((base - scales) // whole.over + scales if whole.is_fsdp else base)
     gathered = whole.ends * of_rest + (whole.gathered - whole.ends) * of_linear if whole.gathered else 0
-    if "weights" in whole.offloaded:
-        held = 0
+    held *= "weights" not in whole.offloaded
     optimizer = weights.trained * (method.optimizer.state_bytes + whole.copied) + trained_split * 2
     beside = _frozen_weights(method, resources, weights.base, frozen) * dtype
-    if resources.gpus_per_worker:
-        activations = _activations_of_gpu(method, resources, found, at_once, width)
-        if not method.adapter and not resources.checkpointed_layers and width < _FLOAT and not split:
-            activations += linear * width  # the casts of autocast, which the backward pass reads
-        logits = 0 if is_head else _logits_of_gpu(found, at_once, width, is_trained=method.adapter is None)
-    else:
-        activations = _activations(found, at_once, width, resources.checkpointed_layers)
-        logits = rows * _FLOAT if is_head else at_once * found.vocabulary * _LOGIT_COPIES * _FLOAT
+    activations, logits = _activations_and_logits(method, resources, found, at_once, width)
+    if resources.gpus_per_worker and not (method.adapter or resources.checkpointed_layers or split) and width < _FLOAT:
+        activations += linear * width  # the casts of autocast, which the backward pass reads
     # The outer weights and momentum of an island are in the CPU's memory of its first worker.
     outer = 0 if method.diloco is None or resources.gpus_per_worker else 2 * _FLOAT * weights.trained
     return Memory(
@@ -382,6 +366,32 @@ def _at_once(
     budget, rows = tokens_at_once(method, resources, found, shapes, capacity), method.global_batch_size
     step = max(1, round(rows * row / resources.num_workers))
     return min(budget, round(step * _LONGER_STEPS)), max(1, math.ceil(step / budget))
+
+
+def _largest_pass(
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, tokens: int,
+    mean: float | None, capacity: int,
+) -> tuple[int, int]:  # fmt: skip
+    """Tokens of the largest forward pass, and how many passes a worker takes in a step; 2: of a set micro batch."""
+    completions, rows = _completions(method), resources.rows_at_once * sequences(method)
+    if resources.micro_batch_size == "auto":
+        row = mean or tokens * sequences(method)
+        return _at_once(method, resources, found, shapes, (row + completions) / 2 if completions else row, capacity)
+    # A prompt is read once for its completions; each keeps its keys and values.
+    return rows * (tokens + completions) // 2 if completions else rows * tokens, 2
+
+
+def _activations_and_logits(
+    method: TrainingRecipe, resources: Resources, found: Architecture, tokens: int, width: int
+) -> tuple[int, int]:
+    """Bytes of both for so many tokens at once; of a reward model, a score of each row in place of logits."""
+    is_head = method.models["policy"] == REWARD_HEAD
+    if resources.gpus_per_worker:
+        logits = 0 if is_head else _logits_of_gpu(found, tokens, width, is_trained=method.adapter is None)
+        return _activations_of_gpu(method, resources, found, tokens, width), logits
+    scores = resources.rows_at_once * sequences(method) * _FLOAT
+    logits = scores if is_head else tokens * found.vocabulary * _LOGIT_COPIES * _FLOAT
+    return _activations(found, tokens, width, resources.checkpointed_layers), logits
 
 
 def _activations_of_gpu(

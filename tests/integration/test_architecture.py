@@ -1,15 +1,16 @@
-"""The walk of a row in docs/architecture.md: a row is followed from its JSON line to the loss, through the functions
-that take it and hand it on, and the files of these functions are those that the page names."""
+"""The walks of docs/architecture.md: a row is followed from its JSON line to the loss, and ``beta`` from the command
+line to the loss and the manifest, through the functions that take them and hand them on. The files of these functions
+are those that the page names."""
 
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 
 import pyarrow as pa
 import torch
@@ -17,9 +18,11 @@ from datasets import Dataset
 
 from flows.__main__ import main
 from lineage.artifact import Kind, Source
+from lineage.store import Entry
 from tasks.context import Resources, TrainContext
 from tasks.method import Input
 from tasks.prepare_data import PreparePreferences
+from tasks.train.run import TrainingRun
 from tests import tiny, training
 
 ROOT = Path(__file__).parents[2]
@@ -33,12 +36,17 @@ _FILE = re.compile(r"^\| `(tasks/[\w/]+\.py)`", re.MULTILINE)
 class Followed:
     """The files through which values with the mark pass.
 
+    Args:
+        tokens: that the mark became.
+        ends: functions in which the way of a value ends.
+
     Attributes:
-        handed_on: files whose functions return or yield such a value to another file.
+        handed_on: files whose functions return or yield such a value to another file, or call on to an end.
         taken: files whose functions get one as an argument.
     """
 
-    def __init__(self, tokens: list[int]) -> None:
+    def __init__(self, tokens: list[int], ends: Collection[CodeType] = ()) -> None:
+        self.ends = ends
         self.tokens = ",".join(map(str, tokens))
         self.handed_on = set[str]()
         self.taken = set[str]()
@@ -47,6 +55,8 @@ class Followed:
         file = _ours(frame.f_code.co_filename)
         if file is None or event not in ("call", "return"):
             return
+        if event == "call" and frame.f_code in self.ends:
+            self.handed_on |= set(filter(None, (_ours(each.f_code.co_filename) for each in _callers(frame))))
         if event == "return" and file not in self.handed_on:
             caller = frame.f_back and _ours(frame.f_back.f_code.co_filename)
             if caller != file and self.holds(value):
@@ -67,6 +77,13 @@ class Followed:
         if isinstance(value, list | tuple) and value and all(type(each) is int for each in value):
             return f",{self.tokens}," in f",{','.join(map(str, value))},"
         return any(map(self.holds, _parts(value)))
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """A frame and all that led to it."""
+    while frame:
+        yield frame
+        frame = frame.f_back
 
 
 def _parts(value: object) -> Iterable[object]:
@@ -137,15 +154,25 @@ def test_a_row_passes_the_files_that_the_page_names(tmp_path: Path) -> None:
     assert followed.taken <= {*named, *_FILE.findall(beside)}
 
 
-def test_beta_is_handed_on_by_files_that_the_page_names_alone(root: Path, tmp_path: Path) -> None:
-    """In the plan and in the training. Processes are between them, whose files ``tests/unit`` follows by their text."""
+def test_beta_passes_the_files_that_the_page_names(root: Path, tmp_path: Path) -> None:
+    """From the command line to TRL's trainer and to the manifest, in one process."""
+    import ray.train.torch  # noqa: F401  # before the value is followed: every call costs
+    import trl.trainer.dpo_trainer  # noqa: F401
+
+    pairs = ({"prompt": f"Say {i}", "chosen": tiny.sentence(i, 4), "rejected": f"no {i}"} for i in range(40))
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    words = [
+        "pipeline=dpo", f"model={root}/policy", f"data={file}", f"store={tmp_path}/store", "tracking=none",
+        "resources=foreground", "stages.dpo.method.num_steps=1", "stages.dpo.method.global_batch_size=8",
+    ]  # fmt: skip
+    assert main(["stage", "preferences", *words]) == 0
+    followed = Followed([], ends=(TrainingRun.trl.__code__, Entry.commit.__code__))
+    with following(followed):
+        assert main(["stage", "dpo", *words, f"stages.dpo.method.beta={BETA}"]) == 0
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     walk, beside = page.split("## `beta`: ")[1].split("\n## ")[0].split("Beside the way")
-    numbered = set(re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE))
-    stage, followed = training.method("dpo", num_steps=1, beta=BETA), Followed([])
-    with following(followed):
-        assert main(["plan", f"stages.dpo.method.beta={BETA}", "tracking=none", f"store={tmp_path}/store"]) == 0
-    assert followed.handed_on & numbered == {"flows/declare/config.py", "flows/planning/plan.py", "tasks/method.py"}
-    with following(followed), training.one_thread():
-        training.fitted(stage, training.inputs(root, stage), tmp_path / "output")
-    assert followed.handed_on <= numbered | set(re.findall(r"`([\w/]+\.py)`", beside))
+    numbered = re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE)
+    assert followed.handed_on == set(numbered)
+    assert len(numbered) <= MOST
+    assert followed.taken <= {*numbered, *re.findall(r"`([\w/]+\.py)`", beside)}

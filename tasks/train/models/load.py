@@ -261,18 +261,10 @@ def require_trainable(method: TrainingRecipe, policy: Input, ctx: "TrainContext"
 
 
 def whole_model(
-    kind: Kind,
-    directory: Path,
-    config: "PreTrainedConfig | None" = None,
-    *,
-    last: Path | None = None,
-    rounding: Mapping[str, object] | None = None,
-    quantizer: Quantizer | None = None,
-    taken: Intake | None = None,
-    held: "Held" = "fp32",
-    watch: "Callable[[PeftModel], None] | None" = None,
-    shards: Shards | None = None,
-) -> "PreTrainedModel":
+    kind: Kind, directory: Path, config: "PreTrainedConfig | None" = None, *, last: Path | None = None,
+    rounding: Mapping[str, object] | None = None, quantizer: Quantizer | None = None, taken: Intake | None = None,
+    held: "Held" = "fp32", watch: "Callable[[PeftModel], None] | None" = None, shards: Shards | None = None,
+) -> "PreTrainedModel":  # fmt: skip
     """A model in fp32, with every adapter merged; one without adapters that was quantized before stays so.
 
     Args:

@@ -182,7 +182,7 @@ def test_what_fails_in_a_tracker_is_reported_once_and_stops_nothing(store, capsy
         for each in ("sft", "dpo"):
             Tracked(tracker, start_of(store, store.stage(each, {})))
     said = capsys.readouterr().err
-    assert said.count("tracking.wandb: OSError: the server is away; the run goes on") == 1
+    assert said.count("tracking.wandb: OSError: the server is away; the run continues") == 1
 
 
 def test_one_tracker_or_a_list_is_chosen_beside_mlflow():
