@@ -20,7 +20,7 @@ from importlib.metadata import version
 
 from flows.commands.arguments import add_json, add_overrides, add_sweep, read_overrides, recorded_cli_args
 from flows.commands.examples import EXAMPLES, no_command, no_option, overview
-from flows.declare.project import with_pipeline, with_project
+from flows.declare.project import read_project
 from flows.reports.wording import PrintableFormatter, coloured, printable, printable_text
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.files import local_path
@@ -140,9 +140,7 @@ def _run(arguments: Sequence[str]) -> int:
         options.overrides += rest  # argparse stops collecting overrides at the first option
     if "data" not in arguments[:1]:  # which accepts files called year=2024/rows.jsonl, and checks its keys itself
         if "overrides" in options:
-            if "config_dir" in options:
-                options.overrides, options.config_dir = with_pipeline(options.overrides, options.config_dir)
-            options.overrides = with_project(options.overrides)
+            read_project(options)
         _warn_of_repeated([word for word in arguments if "=" in word and not word.startswith("-")])
     return int(options.command(options))
 

@@ -1,5 +1,6 @@
 """A user's own project: a file of settings, ``posttrain.yaml``, and ``data=`` for the path of its rows."""
 
+import argparse
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,21 +64,22 @@ PROJECT = "posttrain.yaml"
 _PLAIN = re.compile(r"[\w./@:+%*-]+")  # what needs no quotes in an override
 
 
-def with_pipeline(words: Sequence[str], config_dir: Path | None) -> tuple[list[str], Path | None]:
-    """Overrides and folder of groups, for words that may name the file of a pipeline: ``ours/pipeline/sft.yaml``.
+def read_project(options: argparse.Namespace) -> None:
+    """Puts the settings of a project file before the overrides, which may name the file of a pipeline too.
 
     Raises:
-        ConfigError: the file is in another folder of groups than ``config_dir``.
+        ConfigError: the pipeline (``ours/pipeline/sft.yaml``) is in another folder of groups than ``--config-dir``.
     """
+    words = options.overrides
     files = [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
     placed = [word for word in files if Path(word).absolute().parent.name == "pipeline" and Path(word).is_file()]
-    if not placed:
-        return list(words), config_dir
-    folder = Path(placed[0]).parent.parent
-    if config_dir and config_dir.resolve() != folder.resolve():
-        raise ConfigError(f"{placed[0]}: is not in --config-dir {config_dir}; leave --config-dir out")
-    chosen = [f"pipeline={Path(word).stem}" if word == placed[0] else word for word in words]
-    return chosen, None if folder.resolve() == _SHIPPED.resolve() else folder
+    if placed and "config_dir" in options:
+        folder = Path(placed[0]).parent.parent
+        if options.config_dir and options.config_dir.resolve() != folder.resolve():
+            raise ConfigError(f"{placed[0]}: is not in --config-dir {options.config_dir}; leave --config-dir out")
+        words = [f"pipeline={Path(word).stem}" if word == placed[0] else word for word in words]
+        options.config_dir = None if folder.resolve() == _SHIPPED.resolve() else folder
+    options.overrides = with_project(words)
 
 
 def with_project(words: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from flows.planning.model_checks import root_of
 from flows.planning.staleness import Hyperparameters
 from lineage.artifact import MODELS
 from lineage.errors import ConfigError
-from tasks.judgement.advice import RATIO, TRAIN_SHARE, VALIDATION_BATCH, WARMUP, Finding, case_of, findings
+from tasks.judgement.advice import RATIO, TRAIN_SHARE, VALIDATION_BATCH, WARMUP, Finding, findings_of
 from tasks.method import Method
 
 # Field of the ranges -> the ends of keys that set it, unless that is the end of its own name.
@@ -73,8 +73,8 @@ def advice_of(pipeline: Pipeline, stages: Mapping[str, Hyperparameters | None]) 
             continue
         rows, steps, epochs = (length.num_rows, length.num_steps, length.num_epochs) if length else (None, None, None)
         stage = pipeline.stages[name]
-        case = case_of(stage.method, stage.resources, rows, steps, epochs)
-        found += [(name, each) for each in findings(case) if is_set(name, each.field)]
+        outside = findings_of(stage.method, stage.resources, rows, steps, epochs)
+        found += [(name, each) for each in outside if is_set(name, each.field)]
     found.sort(key=lambda each: (each[1].bound != "permissible", each[1].field.startswith("resources.")))
     if found and pipeline.advice == "strict":
         lines = "\n".join(f"  {stage}: {finding}" for stage, finding in found)

@@ -32,7 +32,7 @@ from lineage.record.attempts import (
     record_attempt,
     resumed_at,
 )
-from lineage.record.certificate import certified
+from lineage.record.certificate import certificate_of
 from lineage.record.environment import current_signature, hardware, provenance_here
 from lineage.record.metrics_file import last_step
 from lineage.record.tracker import Event, StageStart, end_event
@@ -229,7 +229,7 @@ def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoi
         provenance=made_by, mlflow_run_id=run_ids.stage, execution_run_id=run_ids.execution,
         parent_run_ids=list(run_ids.parents),
     )  # fmt: skip
-    return certified(manifest, start.parents, run.plan.pipeline.store)
+    return replace(manifest, certificate=certificate_of(manifest, start.parents, run.plan.pipeline.store))
 
 
 def _require_known_inputs(run: Run, planned: PlannedStage, job: Job) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -131,14 +131,14 @@ def _architecture(record: InputRecord, parent: Manifest | None, stores: Sequence
     return {"adapter": parent.recipe.get("adapter"), **{name: base for name, base in bases.items() if base is not None}}
 
 
-def certified(manifest: Manifest, parents: Mapping[str, Manifest], store: Path) -> Manifest:
-    """The manifest with the newest certificate of its recipe, if the store has one.
+def certificate_of(manifest: Manifest, parents: Mapping[str, Manifest], store: Path) -> str | None:
+    """The digest of the newest certificate of a manifest's recipe; None: the store has none.
 
     A training that was resumed by other code or on another machine, or ran on unknown hardware, gets none.
     """
     ran = manifest.provenance
     if ran.earlier_code_digests or ran.changed_at or not ran.hardware or not (store / CERTIFICATES).is_dir():
-        return manifest
+        return None
     key = key_of(basis(manifest, parents, store))
     found = []
     for path in (store / CERTIFICATES).glob("*.json"):
@@ -147,7 +147,7 @@ def certified(manifest: Manifest, parents: Mapping[str, Manifest], store: Path) 
             each = read_certificate(store, digest)
             if each.key == key:
                 found.append((each.provenance.end, digest))
-    return replace(manifest, certificate=max(found)[1]) if found else manifest
+    return max(found)[1] if found else None
 
 
 def write_certificate(store: Path, certificate: Certificate) -> Path:

@@ -251,6 +251,13 @@ class Finding:
         return f"{self.field}={value} is outside the {self.bound} {self.accepted} ({self.source})"
 
 
+def findings_of(
+    method: Method, resources: Resources, num_rows: int | None, num_steps: int | None, num_epochs: float | None
+) -> Iterator[Finding]:
+    """``findings`` of the settings of a stage."""
+    return findings(case_of(method, resources, num_rows, num_steps, num_epochs))
+
+
 def findings(case: Case) -> Iterator[Finding]:
     """Values outside their ranges, one finding per field; a value that some row recommends is fine."""
     for field in case.values:

@@ -691,7 +691,7 @@ class TrainingRun:
     @property
     def speed(self) -> Speed:
         """Measures the training's speed."""
-        return Speed.of(self.method, self.ctx.resources, self._start.model.config, self.inputs)
+        return Speed(self.method, self.ctx.resources, self._start.model.config.to_dict(), self.inputs)
 
     # --- 5. the output
 
@@ -828,7 +828,7 @@ def fit(
     if method.adapter:
         step_in_fp32(trainer.model)
     before, start = seconds_before(ctx), time.perf_counter()
-    speed = Speed.of(method, ctx.resources, trainer.model.config, inputs)
+    speed = Speed(method, ctx.resources, trainer.model.config.to_dict(), inputs)
     validation = None
     if method.measures_held_out:
         validation = Validating(trainer, method, ctx, held_out or held_out_rows(method, inputs, ctx), num_rows)

@@ -8,7 +8,7 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -21,8 +21,6 @@ from lineage.record.environment import hardware
 from tasks.judgement.estimate import Architecture, architecture, flops_per_token, sequences
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from tasks.context import Resources
     from tasks.recipe import TrainingRecipe
 
@@ -106,20 +104,19 @@ class Speed:
     """Turns a pace in tokens into the metrics of a stage.
 
     Args:
-        found: of the policy; None: its config lacks a number, and its MFU is unknown.
+        config: of the policy; where it lacks a number, the MFU is unknown.
+        slots: that are filled.
     """
 
     method: "TrainingRecipe"
     resources: "Resources"
-    found: Architecture | None
+    config: Mapping[str, object]
     slots: Collection[str] = ()
 
-    @staticmethod
-    def of(
-        method: "TrainingRecipe", resources: "Resources", config: "PretrainedConfig", slots: Collection[str] = ()
-    ) -> "Speed":
-        """Args: config: of the policy; slots: that are filled."""
-        return Speed(method, resources, architecture(config.to_dict()), tuple(slots))
+    @cached_property
+    def found(self) -> Architecture | None:
+        """The policy's architecture; None: unknown."""
+        return architecture(self.config)
 
     @cached_property
     def peak(self) -> float:

@@ -12,7 +12,7 @@ from lineage.record.certificate import (
     Comparison,
     Tolerance,
     basis,
-    certified,
+    certificate_of,
     key_of,
     read_certificate,
     write_certificate,
@@ -88,20 +88,20 @@ def certificate(end: float = 2.0, verdict: str = "bit-identical") -> Certificate
 
 
 def test_a_manifest_gets_the_newest_of_its_recipe(tmp_path: Path) -> None:
-    assert certified(TRAINED, PARENTS, tmp_path).certificate is None
+    assert certificate_of(TRAINED, PARENTS, tmp_path) is None
     write_certificate(tmp_path, certificate(end=5.0, verdict="differs"))
     write_certificate(tmp_path, certificate(end=3.0))
-    found = certified(TRAINED, PARENTS, tmp_path)
-    assert found.certificate
-    assert read_certificate(tmp_path, found.certificate) == certificate(end=5.0, verdict="differs")
+    found = certificate_of(TRAINED, PARENTS, tmp_path)
+    assert found
+    assert read_certificate(tmp_path, found) == certificate(end=5.0, verdict="differs")
     assert certificate().words() == "killed bit-identical"
     other = replace(TRAINED, recipe={**RECIPE, "learning_rate": 0.2})
-    assert certified(other, PARENTS, tmp_path).certificate is None
+    assert certificate_of(other, PARENTS, tmp_path) is None
 
 
 def test_one_that_was_altered_or_lost_is_named(tmp_path: Path) -> None:
     path = write_certificate(tmp_path, certificate(verdict="differs"))
-    digest = certified(TRAINED, PARENTS, tmp_path).certificate
+    digest = certificate_of(TRAINED, PARENTS, tmp_path)
     assert digest
     path.write_text(path.read_text().replace("differs", "bit-identical"))
     with pytest.raises(ArtifactError, match="has SHA-256"):
@@ -118,15 +118,15 @@ def test_one_that_was_altered_or_lost_is_named(tmp_path: Path) -> None:
 )
 def test_what_was_gone_on_with_otherwise_nobody_has_tried(tmp_path: Path, ran_as: dict[str, object]) -> None:
     write_certificate(tmp_path, certificate())
-    assert certified(TRAINED, PARENTS, tmp_path).certificate
-    assert certified(replace(TRAINED, provenance=ran(**ran_as)), PARENTS, tmp_path).certificate is None
+    assert certificate_of(TRAINED, PARENTS, tmp_path)
+    assert certificate_of(replace(TRAINED, provenance=ran(**ran_as)), PARENTS, tmp_path) is None
 
 
 def test_of_machines_that_nobody_knows_nothing_is_certified(tmp_path: Path) -> None:
     unknown = replace(TRAINED, provenance=ran(hardware={}))
     kind = basis(unknown, PARENTS, NOWHERE)
     write_certificate(tmp_path, replace(certificate(), key=key_of(kind), basis=kind))
-    assert certified(unknown, PARENTS, tmp_path).certificate is None
+    assert certificate_of(unknown, PARENTS, tmp_path) is None
 
 
 def test_a_manifest_from_before_certificates_is_read() -> None:

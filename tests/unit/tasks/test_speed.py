@@ -49,7 +49,7 @@ def test_a_home_that_cannot_be_written_costs_a_measurement_and_no_training(measu
 def test_the_share_of_the_peak_by_hand(method, sequences, measured):
     found = architecture(CONFIG)
     two = Resources(num_workers=2, micro_batch_size=2, gradient_checkpointing="on")
-    metrics = Speed(method, two, found).metrics(1000.0, num_tokens=5 * 8 * 20 * sequences, num_steps=5)
+    metrics = Speed(method, two, CONFIG).metrics(1000.0, num_tokens=5 * 8 * 20 * sequences, num_steps=5)
     flops = flops_per_token(found, method, CPU, 20)  # rows of 20 tokens, without what is computed again
     assert metrics == {
         "tokens_per_second": 1000.0, "tokens_per_second_per_worker": 500.0,
@@ -59,4 +59,4 @@ def test_the_share_of_the_peak_by_hand(method, sequences, measured):
 
 
 def test_a_model_of_unknown_numbers_has_no_share():
-    assert "mfu" not in Speed(SFT(**STAGE), CPU, None).metrics(1000.0, num_tokens=100, num_steps=1)
+    assert "mfu" not in Speed(SFT(**STAGE), CPU, {}).metrics(1000.0, num_tokens=100, num_steps=1)
