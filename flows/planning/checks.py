@@ -27,6 +27,7 @@ from tasks.data.formats.trees import is_tree
 from tasks.data.formats.turns import BadRowError, Fields
 from tasks.data.kinds import CONVERSATIONS, TEXT
 from tasks.data.preparing.options import Prepare
+from tasks.evaluate.benchmarks import require_reached
 from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
 from tasks.gate import Gate
 from tasks.gate.rule import CANDIDATE, PARENT, Rule
@@ -512,6 +513,20 @@ _TORCHAO = _Package(module="torchao", install="pip install torchao==0.18.0")
 _FP8_CAPABILITY = (8, 9)
 _CPU_FLAGS = Path("/proc/cpuinfo")
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
+
+
+def check_benchmarks(stages: Mapping[str, Stage]) -> None:
+    """Checks that the benchmarks of stages that will run exist, and that their rows are reached from this machine.
+
+    Raises:
+        ConfigError: names the stage, the benchmark and a command.
+    """
+    for name, stage in stages.items() if not os.environ.get("RAY_ADDRESS") else ():  # else they run elsewhere
+        measuring = stage.method if isinstance(stage.method, Evaluate) else getattr(stage.method, "evaluation", None)
+        try:
+            require_reached(measuring.own_metrics if measuring else ())
+        except ConfigError as error:
+            raise ConfigError(f"stages.{name}: {error}") from error
 
 
 def check_kernels(pipeline: Pipeline) -> None:

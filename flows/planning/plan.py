@@ -11,6 +11,7 @@ from flows.planning.advice import Advice, advice_of
 from flows.planning.aliases import Champion, check_fallbacks, resolve_champions
 from flows.planning.checks import (
     batch_notes,
+    check_benchmarks,
     check_data,
     check_evaluations,
     check_frozen_models,
@@ -245,14 +246,16 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
         planned = _plan_stage(name, stage, inputs, store, resolved, memo)
         known[name] = PlannedInput(name=name, fingerprint=planned.fingerprint, tokenizer=_tokenizer(planned))
         stages.append(planned)
-    if any(planned.state != "reuse" for planned in stages):
+    stale = {planned.name: planned.stage for planned in stages if planned.state != "reuse"}
+    check_benchmarks(stale)
+    if stale:
         _ = pipeline.tracking.others  # refuses those that cannot record
     effects = batch_notes(resolved)
-    notes = [effects[planned.name] for planned in stages if planned.state != "reuse" and planned.name in effects]
-    resolutions = [note for planned in stages for note in planned.stage.notes if planned.state != "reuse"]
-    notes += text_part_notes(resolved, [planned.name for planned in stages if planned.state != "reuse"])
-    notes += left_out_notes(resolved, [planned.name for planned in stages if planned.state != "reuse"])
-    notes += token_notes(resolved, [planned.name for planned in stages if planned.state != "reuse"])
+    notes = [effects[name] for name in stale if name in effects]
+    resolutions = [note for stage in stale.values() for note in stage.notes]
+    notes += text_part_notes(resolved, [*stale])
+    notes += left_out_notes(resolved, [*stale])
+    notes += token_notes(resolved, [*stale])
     notes = list(dict.fromkeys([*champions.notes, *resolutions, *notes]))  # several stages may have the same note
     lengths = {planned.name: planned.hyperparameters for planned in stages if planned.state != "reuse"}
     advice = advice_of(resolved, lengths)

@@ -3,14 +3,19 @@
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, TypeVar
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
-from lineage.errors import DataError, PipelineError
+from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.evaluate.row_scores import RowScores
 from tasks.evaluate.scoring import Batches, generating
 from tasks.reward_functions.metric import Metric, data_files
@@ -24,6 +29,11 @@ if TYPE_CHECKING:
 Part = TypeVar("Part")
 BENCHMARKS_FILE = "benchmarks.json"
 _BATCH, _SEED = 8, 1234
+_ANSWER_SECONDS = 5.0
+_NAMED = re.compile(
+    r"^(?:task|group|tag):[ ]*[\"']?([^\s\"'#\[]+)[\"']?[ ]*(?:#.*)?$|^(?:tag|group):[ ]*\n((?:[ ]*-[^\n]*\n?)+)", re.M
+)
+_DATASET = re.compile(r"^dataset_path:\s*[\"']?([\w./-]+)", re.M)
 _BOUNDED = ("acc", "exact_match")  # beginnings of names of metrics that are shares
 
 logger = logging.getLogger(__name__)
@@ -96,6 +106,85 @@ def joined(found: Sequence[Measurement]) -> Measurement:
     values = {name: value for each in found for name, value in each.values.items()}
     failed = {name: reason for each in found for name, reason in each.failed.items()}
     return Measurement(scores=[*scores.values()], values=values, failed=failed)
+
+
+def require_reached(metrics: Sequence[Metric]) -> None:
+    """Checks that the bundled tasks exist, and that this machine has their rows or reaches the Hub.
+
+    Raises:
+        ConfigError: there is no such task, or its rows are not reached.
+    """
+    asked = [each for each in metrics if each.is_benchmark and not each.local_task]
+    if not asked:
+        return
+    from huggingface_hub import constants
+
+    found = _bundled({each.task for each in asked})
+    for metric in asked:
+        where, path = f"metrics.{metric.label}", found[metric.task]
+        if path is None:
+            raise ConfigError(
+                f"{where}: lm-eval has no task {metric.task}; a name of `lm-eval ls tasks` or lm_eval:FILE.yaml is "
+                "accepted; correct it"
+            )
+        missing = [each for each in sorted(_data_of(path)) if not _is_kept(each)]
+        if not missing:
+            continue
+        reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _why_unreached(constants.ENDPOINT)
+        if reason:
+            raise ConfigError(
+                f"{where}: its rows are {missing[0]} of the Hub, which is not reached ({reason}), and no cache here "
+                f"has them; run `hf download --repo-type dataset {missing[0]}` where the Hub is reached and set "
+                "HF_HOME to that cache, or use lm_eval:FILE.yaml with local files of rows"
+            )
+
+
+def _bundled(names: Collection[str]) -> dict[str, Path | None]:
+    """Name -> the YAML file of a task, group or tag that comes with lm-eval; None: there is none.
+
+    Most names are found in the text of the files; lm-eval's own index takes half a minute.
+    """
+    spec, found = find_spec("lm_eval"), dict[str, Path | None]()
+    assert spec and spec.origin  # else the metric was refused
+    for path in (Path(spec.origin).parent / "tasks").rglob("*.yaml"):
+        for one, many in _NAMED.findall(path.read_text(encoding="utf-8")):
+            for name in [one] if one else [each.strip(" -\"'") for each in many.splitlines()]:
+                found.setdefault(name, path)
+    if not found.keys() >= {*names}:
+        from lm_eval.tasks import TaskManager
+
+        found |= {name: each.yaml_path for name, each in TaskManager().task_index.items()}
+    return {name: found.get(name) for name in names}
+
+
+def _data_of(path: Path) -> set[str]:
+    """The data sets of the Hub that a bundled task names; of a group all in its folder."""
+    text = path.read_text(encoding="utf-8")
+    included = [path.parent / name for name in re.findall(r"^include:\s*([\w./-]+)", text, re.M)]
+    found = {*_DATASET.findall(text)}.union(*(_data_of(each) for each in included if each.is_file()))
+    others = [] if found else [each.read_text(encoding="utf-8") for each in path.parent.rglob("*.yaml")]
+    return found.union(*(_DATASET.findall(each) for each in others))
+
+
+def _is_kept(dataset: str) -> bool:
+    """Whether a cache of the Hub or of ``datasets`` has a data set."""
+    from huggingface_hub import constants
+
+    made = Path(os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME, "datasets"))
+    name = dataset.replace("/", "").replace("_", "").lower()
+    kept = (each.name.replace("_", "").lower() == name for each in (made.iterdir() if made.is_dir() else ()))
+    return Path(constants.HF_HUB_CACHE, f"datasets--{dataset.replace('/', '--')}").is_dir() or any(kept)
+
+
+def _why_unreached(address: str) -> str:
+    """Empty: it answers."""
+    try:
+        urlopen(Request(address, method="HEAD"), timeout=_ANSWER_SECONDS).close()
+    except HTTPError:  # an answer
+        return ""
+    except OSError as error:
+        return str(getattr(error, "reason", error))
+    return ""
 
 
 def load_benchmarks(metrics: Sequence[Metric]) -> list[Benchmark]:
@@ -182,10 +271,14 @@ def measure(
         def barrier(self) -> None:
             self.gather_object(None)
 
-    size = benchmark.metric.batch_size or batches.rows or _BATCH
+    size = _rows_at_once(benchmark, batches)
     with generating(model), _quiet():
         wrapped = Shared(pretrained=model, tokenizer=tokenizer, batch_size=size)
         return _measured(benchmark, name, wrapped)
+
+
+def _rows_at_once(benchmark: Benchmark, batches: Batches) -> int:
+    return benchmark.metric.batch_size or batches.rows or _BATCH
 
 
 def stub_scores(benchmark: Benchmark) -> list[RowScores]:
@@ -309,9 +402,12 @@ def _per_row(
     return None
 
 
-def write_settings(directory: Path, benchmarks: Sequence[Benchmark]) -> None:
-    """Writes ``benchmarks.json``: few-shot examples, chat template, limit and versions of each task."""
-    settings = {name: of for each in benchmarks for name, of in each.settings().items()}
+def write_settings(directory: Path, benchmarks: Sequence[Benchmark], batches: Batches, dtype: str) -> None:
+    """Writes ``benchmarks.json``: few-shot examples, chat template, limit and versions of each task, and how it ran."""
+    settings = {
+        name: {**of, "batch_size": _rows_at_once(each, batches), "dtype": dtype, "workers": batches.world_size}
+        for each in benchmarks for name, of in each.settings().items()
+    }  # fmt: skip
     for name, of in settings.items():
         logger.info("benchmark=%s %s", name, json.dumps(of))
     (directory / BENCHMARKS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

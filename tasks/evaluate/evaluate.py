@@ -293,7 +293,7 @@ class Evaluate(Method):
         stubs = self.stubs(rows, tokenizer, {each.name: each for each in own}, functions, frozenset(inputs), benchmarks)
         stubs.write(ctx.output_dir)
         if benchmarks:
-            write_settings(ctx.output_dir, benchmarks)
+            write_settings(ctx.output_dir, benchmarks, Batches.of(ctx), ctx.resources.frozen_dtype(None))
         return metrics
 
     def _require_text(self, rows: held_out.Rows) -> None:

@@ -134,7 +134,9 @@ def _ends_before_its_patience(setting: str) -> Callable[[Case], bool]:
     def ends(case: Case) -> bool:
         patience, every = (case.get(f"method.{setting}.{name}") for name in ("patience", "every_steps"))
         steps = case.method.num_steps
-        return isinstance(patience, int) and isinstance(every, int) and bool(steps) and patience > (steps - 1) // every
+        if not (isinstance(patience, int) and isinstance(every, int) and steps):
+            return False
+        return patience > (steps - 1) // every
 
     return ends
 

@@ -1,11 +1,14 @@
 """Metrics that an evaluation is asked for: what they give, what they refuse, and what a bad value becomes."""
 
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 
 from lineage.errors import ConfigError
-from tasks.evaluate import Evaluate
+from tasks.evaluate import Evaluate, benchmarks
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.measured import Asked, Measured, metric_scores
 from tasks.reward_functions import RewardFunction, scorers
@@ -202,3 +205,32 @@ def test_metrics_are_identity_and_where_they_lie_is_not(tmp_path):
     ]  # fmt: skip
     recipes = [str(Evaluate(metrics=(each,)).recipe()) for each in [Metric(function="exact"), *options]]
     assert len(set(recipes)) == len(recipes)
+
+
+def test_a_bundled_benchmark_whose_rows_are_not_reached_is_named_with_a_command(tmp_path, monkeypatch):
+    tasks = tmp_path / "lm_eval" / "tasks"
+    (tasks / "arc").mkdir(parents=True)
+    (tasks / "arc" / "easy.yaml").write_text("tag:\n  - arc\ntask: arc_easy\ndataset_path: allenai/ai2_arc\n")
+    (tasks / "arc" / "hard.yaml").write_text("include: easy.yaml\ntask: arc_hard\n")
+    (tasks / "arc" / "both.yaml").write_text("group: arc_both\ntask: [arc_easy, arc_hard]\n")
+    spec = SimpleNamespace(origin=str(tmp_path / "lm_eval" / "__init__.py"))
+    monkeypatch.setattr(benchmarks, "find_spec", lambda name: spec)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    asked = [Metric(function=f"lm_eval:{name}") for name in ("arc_hard", "arc_both", "arc")]
+    for offline, why in ((False, "refused"), (True, "HF_HUB_OFFLINE is set")):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        for each in asked:
+            command = "hf download --repo-type dataset allenai/ai2_arc"
+            with pytest.raises(ConfigError, match=f"{each.label}: .*{why}.*{command}"):
+                benchmarks.require_reached([each])
+    for kept in ("hub/datasets--allenai--ai2_arc", "home/datasets/allenai___ai2_arc"):
+        (tmp_path / kept).mkdir(parents=True)
+        benchmarks.require_reached(asked)
+        (tmp_path / kept).rmdir()
+    index = SimpleNamespace(TaskManager=lambda: SimpleNamespace(task_index={}))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", index)
+    monkeypatch.setitem(sys.modules, "lm_eval", SimpleNamespace(tasks=index))
+    with pytest.raises(ConfigError, match="lm-eval has no task arc_esay; a name of `lm-eval ls tasks`"):
+        benchmarks.require_reached([Metric(function="lm_eval:arc_esay")])
