@@ -18,6 +18,7 @@ from tasks.judgement.estimate import architecture, memory, traffic
 from tasks.method import Adapter, Quantization
 from tasks.reward_functions import RewardFunction
 from tasks.train.best import Best
+from tasks.train.evaluation import Evaluation
 from tasks.train.optim.optimizers import OPTIMIZERS, Optimizer
 from tasks.train.sharding import divided_over
 from tests import training
@@ -285,6 +286,27 @@ def test_the_best_model_is_measured_and_written(root: Path, tmp_path: Path, two_
     asked = Asked(stage=stage, root=root, folder=tmp_path, resources=replace(PLAIN, save_steps=1))
     written = require_same_trajectory(asked, two_workers, divided(2, save_steps=1))
     assert same(weights(written.folder / "output"), weights(root / "policy"))  # the first step has a rate of 0
+
+
+@pytest.mark.slow
+def test_checkpoints_in_parts_are_scored_beside_the_training(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup
+) -> None:
+    evaluation = Evaluation(every_steps=2, rows=4, max_new_tokens=4, pick="best", metric="answer_perplexity")
+    stage = training.method("sft", num_steps=5, evaluation=evaluation)
+    one = Asked(stage=stage, root=root, folder=tmp_path / "one", resources=PLAIN)
+    two = replace(one, folder=tmp_path / "two", resources=divided(2))
+    train(one)
+    two_workers.train(two)
+    whole, parts = map(scores_beside, (one.folder, two.folder))
+    assert whole.keys() == parts.keys() == {0, 2, 4, 5}
+    assert list(parts.values()) == pytest.approx(list(whole.values()), rel=TOLERANCE)
+    assert not list((two.folder / "work" / "scored").glob("*/*.safetensors"))
+
+
+def scores_beside(folder: Path) -> dict[int, float]:
+    lines = map(json.loads, (folder / "evaluation.jsonl").read_text().splitlines())
+    return {each["step"]: each["scores"]["answer_perplexity"] for each in lines if not each["error"]}
 
 
 @pytest.mark.slow

@@ -18,9 +18,11 @@ from tasks.context import Resources
 from tasks.method import Adapter, Quantization
 from tasks.reward_functions import RewardFunction
 from tasks.train.best import Best
+from tasks.train.evaluation import Evaluation
 from tests import training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until
+from tests.integration.test_fsdp import scores_beside
 from tests.miniature import MODEL, write_own_rows
 from tests.training import same, weights
 from tests.worker_group import Asked, WorkerGroup, rows_of_steps
@@ -134,6 +136,25 @@ def test_the_best_model_is_measured_and_loaded_as_without_zero(
     best_weights = load_file(zero.folder / "checkpoints" / "step-1" / "model.safetensors")
     best_weights["model.embed_tokens.weight"] = best_weights.pop("lm_head.weight")  # tied: saved under one of the names
     assert same(weights(zero.folder / "output"), best_weights)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "fields"), [("zero1", {}), ("zero2", {}), ("zero3", {}), ("zero2", {"adapter": LORA})]
+)
+def test_checkpoints_are_scored_beside_the_training(
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, zero_workers: WorkerGroup, sharding, fields
+) -> None:
+    evaluation = Evaluation(every_steps=2, rows=4, max_new_tokens=4, patience=1, metric="unfinished_share")
+    stage = training.method("sft", num_steps=6, evaluation=evaluation, **fields)
+    plain = Asked(stage=stage, root=root, folder=tmp_path / "plain", resources=PLAIN)
+    zero = replace(plain, folder=tmp_path / "zero", resources=replace(PLAIN, sharding=sharding, num_workers=2))
+    two_workers.train(plain)
+    zero_workers.train(zero)
+    whole, parts = map(scores_beside, (plain.folder, zero.folder))
+    assert {0, 2, 4} <= whole.keys() & parts.keys()
+    assert all(parts[step] == pytest.approx(whole[step], rel=1e-3) for step in (0, 2, 4))
+    expected, written = (weights(each.folder / "output") for each in (plain, zero))  # the score of step 4 ended both
+    assert all(torch.allclose(each, expected[name], atol=1e-4) for name, each in written.items())
 
 
 def test_a_checkpoint_in_parts_is_not_gone_on_with_by_others(
