@@ -34,7 +34,14 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 
 
 def read_overrides(options: argparse.Namespace) -> None:
-    """Puts the overrides of ``--overrides-from`` before those of the command line."""
+    """Puts the overrides of ``--overrides-from`` before those of the command line.
+
+    Raises:
+        ConfigError: settings of a sweep, and no ``--multirun``.
+    """
+    for word in () if options.multirun else options.overrides:
+        if word.lstrip("+~").partition("=")[0].partition(".")[0] == "sweep":
+            raise ConfigError(f"{word}: one run tries nothing; add --multirun, which sweeps, or leave {word} out")
     if options.overrides_from:
         from flows.sweep.folder import read_best
 

@@ -120,6 +120,7 @@ def test_what_is_wrong_with_a_trial_or_a_word_is_told_before_anything_starts(toy
         (("--multirun", RATES, *PRUNED, "sweep.sampler.sed=3"), "unexpected keyword argument 'sed'"),
         (("--multirun", RATES, *PRUNED, "sweep.pruning.pruner.uper=3"), "keyword argument 'uper'"),
         ((RATES,), "run --multirun tries each"),
+        ((BEST,), "one run tries nothing; add --multirun"),
         (("--overrides-from", "rows.txt"), "--overrides-from rows.txt: holds no list of overrides"),
     ):
         result = toy("run", *arguments)

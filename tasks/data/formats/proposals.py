@@ -35,7 +35,8 @@ _REJECTED = ("rejected", "response_k", "rejected_response", "dispreferred", "bad
 def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
     """How the rows can be read, as overrides to paste; empty: their columns have unusual names."""
     paths = [path for name, value in rows[0].items() for path in _paths(str(name), value)] if rows else []
-    texts = [path for path in paths if all(isinstance(found := inside(row, path), str) and found for row in rows)]
+    texts = [path for path in paths if all((found := inside(row, path)) and _is_read(found) for row in rows)]
+    turns = {path: key for path in texts if (key := _key_of_turns(inside(rows[0], path)))}
     by_name = {path.partition(".")[0].lower().replace("-", "_").replace(" ", "_"): path for path in reversed(texts)}
 
     def first(names: Sequence[str]) -> str | None:
@@ -47,10 +48,15 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
     asked = next((by_name[name] for name in _ASKED if by_name.get(name) not in (None, *taken)), None)
     context = first(_CONTEXT)
     if asked is None or None in taken:
-        return ""
-    renamed = {ours: theirs for ours, theirs in {"prompt": asked, **answers}.items() if ours != theirs}
+        if len(turns) != 1:
+            return ""
+        answers, taken = {}, set()
+        ((asked, name),) = turns.items()
+    else:
+        name = "prompt"
+    renamed = {ours: theirs for ours, theirs in {name: asked, **answers}.items() if ours != theirs}
     template = ""
-    if context and "." not in context + asked:
+    if context and "." not in context + asked and asked not in turns:
         template = f"prompt_template='{{{context}}} {{{asked}}}'"
         renamed.pop("prompt", None)
     columns = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in renamed.items() if theirs)
@@ -74,14 +80,25 @@ def proposed(message: str) -> list[str]:
 
 
 def _paths(name: str, value: object) -> Iterator[str]:
-    """A column, or the places of the first texts inside it: ``answers.text.0``."""
-    if isinstance(value, str):
+    """A column of texts or turns, or the places of the first texts inside it: ``answers.text.0``."""
+    if _is_read(value):
         yield name
     elif isinstance(value, list | tuple) and value:
         yield from _paths(f"{name}.0", value[0])
     elif isinstance(value, Mapping):
         for part, each in value.items():
             yield from _paths(f"{name}.{part}", each)
+
+
+def _is_read(value: object) -> bool:
+    return isinstance(value, str) or _key_of_turns(value) is not None
+
+
+def _key_of_turns(value: object) -> str | None:
+    """The column of a format that holds turns like these; None: they are none."""
+    first = value[0] if isinstance(value, list | tuple) and value else None
+    keys = first.keys() if isinstance(first, Mapping) else ()
+    return "messages" if {"role", "content"} <= {*keys} else "conversations" if {"from", "value"} <= {*keys} else None
 
 
 def inside(fields: Mapping[str, object], path: str) -> object:

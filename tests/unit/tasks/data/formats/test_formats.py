@@ -459,6 +459,7 @@ ANSWERED = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tex
         ({"messages": [{**Q, "type": "message", "content": [{"type": "input_text", "text": "q"}]},
                        {**A, "content": [{"type": "output_text", "text": "a", "annotations": []}]}]},
          {"messages": [Q, A]}),
+        ({"messages": [{**Q, "content": [{"text": "q"}]}, {**A, "content": [{"text": "a"}]}]}, {"messages": [Q, A]}),
         # UltraFeedback: both conversations, and the chosen one again.
         ({"prompt": "q", "prompt_id": "1", "chosen": [Q, A], "rejected": [Q, B], "messages": [Q, A],
           "score_chosen": 8.0, "score_rejected": 2.0}, PAIR),

@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from flows.declare.config import load_pipeline
+from lineage.errors import DataError
 from tasks.data.formats.detect import detect
 from tests.data_command import call as call  # a fixture
 
@@ -61,6 +62,24 @@ def test_an_answer_inside_a_column_is_proposed_and_read(call, row, answer):
     made = detect([{**row, "prompt": "q"}], "a.jsonl", columns={"completion": columns["completion"]})
     made = made.convert({**row, "prompt": "q"})
     assert made["messages"][-1]["content"] == answer
+
+
+Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"conversation_id": "1", "conversation": [Q, A], "turn": 1}, "columns.messages=conversation"),
+        ({"dialog": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "columns.conversations=dialog"),
+        ({"input": [Q], "output": "a", "context": "c"}, "columns.prompt=input columns.completion=output"),
+    ],
+)
+def test_turns_in_a_column_are_proposed_whole(row: dict[str, object], columns: str) -> None:
+    with pytest.raises(DataError, match=f"; posttrain data a.jsonl {columns} reads them; a pipeline does with "):
+        detect([row], "a.jsonl")
+    renames = dict(word.removeprefix("columns.").split("=") for word in columns.split())
+    assert detect([row], "a.jsonl", columns=renames).convert(row) == {"messages": [Q, A]}
 
 
 def test_a_row_whose_answer_is_not_there_is_bad_and_named(call):
