@@ -14,7 +14,21 @@ from tasks.train.models.adapters import (
 )
 from tasks.train.models.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.optim.optimizers import OPTIMIZERS
-from tasks.train.rule import GPU, HAVE_B, SET, ZERO, Case, Fields, Rule, own_loop, sharded, shown, unsharded
+from tasks.train.rule import (
+    FSDP,
+    GPU,
+    HAVE_B,
+    SET,
+    ZERO,
+    Case,
+    Fields,
+    Rule,
+    divides_weights,
+    own_loop,
+    sharded,
+    shown,
+    unsharded,
+)
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 _OF_MATRICES = tuple(name for name, row in OPTIMIZERS.items() if row.matrices)
@@ -291,17 +305,18 @@ MODEL_RULES: tuple[Rule, ...] = (
         also={"method.images.max_pixels": 4096, "method.packing": "best_fit"},
     ),
     Rule(
-        id="images-workers",
-        when={"method.images.trains": SET, "resources.num_workers": lambda case: case.resources.num_workers > 1},
-        reason="a batch without images gives the tower no gradient, for which other workers would wait",
+        id="images-sharding",
+        when={"method.images.trains": SET, "resources.sharding": sharded},
+        reason="a batch without images gives the tower no gradient, which the division waits for",
         nearest={"method.images.trains": None},
-        also={"method.images.trains": ["vision"], "resources.num_workers": 2, **_SEES},
+        also={"method.images.trains": ["vision"], **ZERO, **_SEES},
     ),
     Rule(
-        id="images-sharding",
-        when={"method.images": _reads_images, "resources.sharding": sharded},
-        reason="rows with images were not tried where workers divide the training",
-        nearest=unsharded, also={"method.images.max_pixels": 4096, **ZERO, **_SEES},
+        id="images-weights",
+        when={"method.images": _reads_images, "resources.sharding": divides_weights},
+        reason="a batch without images does not run the tower, whose weights the other workers would wait for",
+        nearest={"resources.sharding": "zero2"},
+        also={"method.images.max_pixels": 4096, **FSDP, **_SEES},
     ),
     Rule(
         id="images-family", when={"method.images": _reads_images, "config.model_type": tuple(_UNREAD_IMAGES)},

@@ -132,3 +132,14 @@ def two_workers() -> Iterator[WorkerGroup]:
     group = WorkerGroup(2)
     yield group
     group.close()
+
+
+@pytest.fixture(scope="module")
+def zero_workers() -> Iterator[WorkerGroup]:
+    """DeepSpeed stays in a process that has it once: these are of their own, and have no compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", "/nonexistent")
+        patch.setenv("PATH", "/nonexistent")
+        group = WorkerGroup(2)
+    yield group
+    group.close()

@@ -29,6 +29,7 @@ from tests.command import call
 from tests.integration.test_resume import stop_and_go_on
 from tests.tiny import sentence
 from tests.tiny_vision import FAMILIES, picture, write_image_rows, write_vision_model
+from tests.worker_group import Asked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -252,6 +253,29 @@ def test_a_part_without_a_linear_layer_gets_no_adapter(root: Path, models: Any, 
 
 def test_a_resumed_training_has_the_bits_of_an_unbroken_one(root: Path, models: Any, tmp_path: Path) -> None:
     stop_and_go_on(sft(images=Images(trains=("projector",)), num_steps=5), root, tmp_path, policy=models("qwen2_vl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sharding", "trains"), [("none", None), ("none", ("vision", "projector")), ("zero1", None), ("zero2", None)]
+)
+def test_two_workers_train_as_one(
+    root: Path, models: Any, tmp_path: Path, request: pytest.FixtureRequest, sharding: Any, trains: Any
+) -> None:
+    """Also where the rows of one of them have no images, which then give the tower no gradient."""
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs" / "policy").symlink_to(models("qwen2_vl"))
+    (tmp_path / "inputs" / "conversations").symlink_to(root / "conversations")
+    stage = sft(images=Images(trains=trains), num_steps=3, learning_rate=1e-3)
+    one = training.train(stage, tmp_path / "inputs", tmp_path / "one" / "output")
+    resources = Resources(micro_batch_size=1, sharding=sharding)
+    asked = Asked(stage=stage, root=tmp_path / "inputs", folder=tmp_path / "two", resources=resources)
+    group = request.getfixturevalue("two_workers" if sharding == "none" else "zero_workers")
+    done, _ = group.train(asked)
+    assert done.metric("loss") == pytest.approx(one.losses, rel=1e-5)
+    found = load_file(tmp_path / "two" / "output" / "model.safetensors")
+    for name, value in load_file(one.output / "model.safetensors").items():
+        torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-3, msg=name)
 
 
 def test_pixels_are_limited_and_the_output_has_the_limit(root: Path, models: Any, tmp_path: Path) -> None:

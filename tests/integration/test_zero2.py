@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -31,17 +30,6 @@ pytestmark = pytest.mark.slow  # DeepSpeed in two groups of workers
 PLAIN = Resources(micro_batch_size=2, cpus_per_worker=1, save_steps=2, save_minutes=None)
 ZERO = replace(PLAIN, zero_stage=2, num_workers=2)
 LORA = Adapter(rank=4, alpha=8)
-
-
-@pytest.fixture(scope="module")
-def zero_workers() -> Iterator[WorkerGroup]:
-    """DeepSpeed stays in a process that has it once: these are of their own, and have no compiler."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", "/nonexistent")
-        patch.setenv("PATH", "/nonexistent")
-        group = WorkerGroup(2)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize(
