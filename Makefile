@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 KILLS ?= 20
 
-.PHONY: demo demo-smollm2 test test-all nightly check check-tests check-types check-style check-imports bench chaos mutations test-gpu dvc-yaml prefect-yaml settings-page docs lock clean
+.PHONY: demo demo-smollm2 test test-all canary nightly check check-tests check-types check-style check-imports bench chaos mutations test-gpu dvc-yaml prefect-yaml settings-page docs lock clean
 
 demo: $(READY)  ## the quickstart: trains, aligns and compares a small model
 	$(BIN)/posttrain run
@@ -34,6 +34,9 @@ test: $(TESTS)  ## what CI runs: every test that needs no GPU, but `slow` and `n
 
 test-all: $(TESTS)  ## `slow` too: before an issue is resolved
 	$(SUITE) -m "not nightly"
+
+canary: $(READY)  ## runs each method and kernel once; names what the installed versions change: after `make lock`
+	$(BIN)/posttrain canary check
 
 # The extras of pyproject.toml that the lock leaves out: optimizers and formats of quantized bases.
 EXTRAS = $(shell $(BIN)/python -c 'import tomllib; found = tomllib.load(open("pyproject.toml", "rb")); \
@@ -97,7 +100,7 @@ settings-page: $(READY)  ## the tables of docs/settings.md, methods.md, advice.m
 docs: $(TESTS)  ## the pages as a site, build/site/index.html; a link that leads nowhere ends it
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-lock: $(TESTS)  ## exact versions from pyproject.toml
+lock: $(TESTS)  ## exact versions from pyproject.toml; install them, then `make canary`: docs/canary.md
 	$(BIN)/uv pip compile --quiet pyproject.toml --extra dev --universal --fork-strategy fewest --python-version 3.11 --output-file requirements.lock
 
 # A command of the set-up: its output goes to a log, whose end is shown if it fails.

@@ -45,6 +45,7 @@ COMMANDS = {
     "init": "make a project of your own: settings, data looked at, a recipe",
     "rehearse": "run every stage for two steps, in minutes; keep nothing",
     "certify": "kill, resume and reshard a short run of every training; report whether it gives the same model",
+    "canary": "run small recipes of every method and kernel; later name what a new version of a library changed",
     "data": "read rows as a data stage would, and report on them; run nothing",
     "chat": "talk with a model, or with two side by side",
     "import": "make a pipeline of a configuration of LLaMA-Factory, axolotl, TRL or Oumi",
@@ -76,13 +77,15 @@ COMMANDS = {
     "doctor": "check that this machine is fit to run",
 }
 _COMPLETION = "--print-completion"
-_OWN_ARGUMENTS = ("init", "data", "diagnose", "report", "tune", "gate-check")  # add all their arguments themselves
+# Commands that add all their arguments themselves.
+_OWN_ARGUMENTS = ("init", "data", "diagnose", "report", "tune", "gate-check", "canary")
 _WITHOUT_JSON = ("stage", "serve", "serve-model", "status", "logs", "cancel")  # a command's --json prints one object
+_WITH_ACTIONS = ("steps", "canary")  # each of their actions has a function of its own
 _HERE = ("plan", "run", "stage")
 # The module that defines run_NAME(options) and add_NAME(parser), unless it is flows.commands.NAME.
 _MODULES = {
-    "certify": "rehearse", "tune": "rehearse", "report": "lineage", "impact": "lineage", "diff": "lineage",
-    "blame": "lineage", "diagnose": "lineage",
+    "certify": "rehearse", "canary": "rehearse", "tune": "rehearse",
+    "report": "lineage", "impact": "lineage", "diff": "lineage", "blame": "lineage", "diagnose": "lineage",
     "verify": "store", "gc": "store", "rebuild": "store", "rollback": "promote", "gate-check": "promote",
     "logs": "status", "cancel": "status",
     "compat": "doctor",
@@ -204,7 +207,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
                 add_overrides(sub)
             if name not in (*_OWN_ARGUMENTS, *_WITHOUT_JSON):
                 add_json(sub)
-            if name != "steps":  # each of its actions has a function of its own
+            if name not in _WITH_ACTIONS:
                 sub.set_defaults(command=getattr(module, f"run_{name.replace('-', '_')}"))
     return parser
 

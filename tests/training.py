@@ -10,23 +10,8 @@ import pytest
 
 from lineage.artifact import Kind
 from tasks.context import Metrics, Resources, TrainContext
-from tasks.cpo import CPO
-from tasks.cpt import ContinuedPretraining
-from tasks.distill import Distillation
-from tasks.dpo import DPO
-from tasks.grpo import GRPO
-from tasks.kto import KTO
+from tasks.judgement.canary import FIELDS, GENERATED, METHODS, OWN, method
 from tasks.method import Input, Inputs, Training
-from tasks.on_policy_distill import OnPolicyDistillation
-from tasks.online_dpo import OnlineDPO
-from tasks.orpo import ORPO
-from tasks.ppo import PPO
-from tasks.reward_functions import RewardFunction
-from tasks.reward_model import RewardModel
-from tasks.rloo import RLOO
-from tasks.sft import SFT
-from tasks.simpo import SimPO
-from tasks.taid import TAID
 from tests import tiny
 
 if TYPE_CHECKING:
@@ -36,14 +21,8 @@ if TYPE_CHECKING:
 
     from tasks.train.run import TrainingRun
 
-# Small enough to step in milliseconds; max_length cuts nothing.
-FIELDS: dict[str, object] = {"learning_rate": 3e-3, "num_steps": 3, "global_batch_size": 8, "max_length": 128}
-METHODS: dict[str, type[Training]] = {
-    "cpt": ContinuedPretraining, "sft": SFT, "reward": RewardModel, "dpo": DPO, "distill": Distillation, "taid": TAID,
-    "on_policy_distill": OnPolicyDistillation,
-    "kto": KTO, "orpo": ORPO, "simpo": SimPO, "cpo": CPO,
-    "grpo": GRPO, "rloo": RLOO, "online_dpo": OnlineDPO, "ppo": PPO,
-}  # fmt: skip
+__all__ = ["FIELDS", "GENERATED", "METHODS", "OWN", "method"]
+
 # Methods that train as another does: what all methods share is a quick test of that one, and a slow one of these.
 TRAINED_LIKE = {"kto": "orpo", "simpo": "orpo", "cpo": "orpo", "taid": "distill", "rloo": "grpo", "online_dpo": "grpo"}
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in TRAINED_LIKE else []) for name in METHODS]
@@ -53,30 +32,12 @@ FEW = [
 ]
 REINFORCED = ("grpo", "rloo", "online_dpo")
 GENERATING = ("on_policy_distill", "ppo", *REINFORCED)
-GENERATED: dict[str, object] = {
-    "max_length": 96, "max_completion_length": 6, "num_generations": 4,
-    "rewards": {"spread": RewardFunction(function="python:tests.completion_scores.spread")},
-}  # fmt: skip
-OWN: dict[str, dict[str, object]] = {  # fields of one method
-    "cpt": {"max_length": 16},
-    "taid": {"alpha": 1.0, "t_end": 0.8},  # in three steps, t leaves the line
-    "on_policy_distill": {"max_completion_length": 6},
-    "grpo": GENERATED,
-    "rloo": GENERATED,
-    "online_dpo": {**GENERATED, "num_generations": 2, "max_completion_length": 12},
-    "ppo": {**GENERATED, "num_generations": 2},
-}
 
 
 ROWS = {
     "text": tiny.text_rows, "conversations": tiny.conversation_rows, "preferences": tiny.preference_rows,
     "unpaired": tiny.unpaired_rows, "prompts": tiny.prompt_rows,
 }  # fmt: skip
-
-
-def method(name: str, **fields: object) -> Training:
-    """The named method with the fields of these tests."""
-    return METHODS[name](**{**FIELDS, **OWN.get(name, {}), **fields})  # type: ignore[arg-type]
 
 
 def write_models(root: Path) -> None:

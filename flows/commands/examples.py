@@ -30,6 +30,10 @@ posttrain rehearse resources=cluster --keep""",
 posttrain certify
 posttrain certify pipeline=sft-grpo
 posttrain certify resources=cluster --json""",
+    "canary": """
+posttrain canary record
+posttrain canary check
+posttrain canary check --only sft dpo --isolate""",
     "data": """
 posttrain data chats.jsonl
 posttrain data questions.csv kind=conversations columns.prompt=question columns.completion=answer

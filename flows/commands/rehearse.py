@@ -1,18 +1,24 @@
-"""``posttrain rehearse``, ``certify`` and ``tune``."""
+"""``posttrain rehearse``, ``certify``, ``canary`` and ``tune``."""
 
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import add_json, add_overrides, name_among, recorded_cli_args
+from lineage.filesystem.files import local_path
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from flows.operate.canary import Checked, Compared, Moved
     from flows.operate.certify import Certified
     from flows.operate.rehearsal import Rehearsal
     from flows.sweep.tune import Tuner
     from lineage.record.certificate import Comparison
 
+CANARY = Path("canary.json")
 _NUMBERS = ("seconds", "memory GiB", "checkpoint MB", "real run")
 
 
@@ -105,6 +111,131 @@ def _detail(comparison: "Comparison") -> str:
         f"resumed from step {steps}" if steps else "",
     ]
     return "; ".join(filter(None, parts))
+
+
+def add_canary(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    record = actions.add_parser("record", help="run the recipes, and write what they gave", allow_abbrev=False)
+    record.add_argument(
+        "--out", type=local_path, default=CANARY, metavar="FILE", help=f"default: {CANARY}, which git keeps"
+    )
+    record.set_defaults(command=run_canary_record)
+    check = actions.add_parser("check", help="run them again, and name what changed", allow_abbrev=False)
+    check.add_argument("file", type=local_path, nargs="?", default=CANARY, metavar="FILE", help=f"default: {CANARY}")
+    check.add_argument(
+        "--isolate", action="store_true", help="name the package that changed results, by environments of uv"
+    )
+    check.set_defaults(command=run_canary_check)
+    for each in (record, check):
+        each.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these recipes alone; default: all")
+        add_json(each)
+
+
+def run_canary_record(options: argparse.Namespace) -> int:
+    from flows.operate.canary import record, require_writable, write
+    from flows.reports.wording import counted
+
+    require_writable(options.out)
+    found = record(options.only)
+    write(found, options.out)
+    if options.json:
+        print(json.dumps({"file": str(options.out), **asdict(found)}, indent=2))
+        return 0
+    print(f"{counted(len(found.names), 'recipe')} in {options.out}; compare with it: posttrain canary check")
+    print(_left_out(found.left_out), end="")
+    return 0
+
+
+def run_canary_check(options: argparse.Namespace) -> int:
+    """Returns 0 if all results are equal or within noise, else 3."""
+    from flows.operate.canary import check, read
+
+    found = check(read(options.file), options.only, where=options.file, isolates=options.isolate)
+    if options.json:
+        document = {"file": str(options.file), "same_machine": found.same_machine, "beyond": found.beyond}
+        print(json.dumps({**document, **asdict(found)}, indent=2))
+    else:
+        print(_checked_text(found))
+    return 3 if found.beyond else 0
+
+
+def _left_out(reasons: "Mapping[str, str]") -> str:
+    return "".join(f"not run: {name} ({reason})\n" for name, reason in reasons.items())
+
+
+def _checked_text(found: "Checked") -> str:
+    """A line per recipe, then what moved beside the results, then the packages that did it."""
+    from flows.reports.wording import counted, empty_table, plain_text
+
+    table = empty_table("recipe", "verdict", "what moved most", "seconds", numbers=("seconds",))
+    for each in found.recipes:
+        table.add_row(each.name, each.verdict, _moved_text(each.worst), _seconds_text(each))
+    lines = [plain_text(table), ""]
+    if not found.same_machine:
+        ours, here = (" ".join(filter(None, (each.get("cpu"), each.get("gpu")))) for each in found.machines)
+        what = "other CPU" if ours != here else "other instruction set"
+        lines.append(f"{what}: compared within noise (recorded on {ours}, this is {here})")
+    versions = [f"{name} {old or 'none'} -> {new or 'none'}" for name, (old, new) in found.packages.items()]
+    if found.python[0] != found.python[1]:
+        versions.insert(0, f"Python {found.python[0]} -> {found.python[1]}")
+    before, now = (each[:12] if each else "unknown" for each in found.commits)
+    if before != now:
+        versions.append(f"commit {before} -> {now}")
+    lines.append(f"moved since the record: {', '.join(versions)}" if versions else "no version moved since the record")
+    lines += _left_out(found.not_run).splitlines()
+    if found.not_recorded:
+        lines.append(f"not in the record: {', '.join(found.not_recorded)}; posttrain canary record adds them")
+    lines += _isolated_lines(found)
+    count = counted(len(found.beyond), "recipe")
+    lines.append(f"{count} beyond noise: {', '.join(found.beyond)}" if found.beyond else "nothing beyond noise")
+    return "\n".join(lines)
+
+
+def _moved_text(moved: "Moved | None") -> str:
+    if moved is None:
+        return ""
+    if moved.figure == "error":
+        return f"it fails: {moved.found}"
+    place = f" [{moved.place}]" if moved.place else ""
+    before, now = (
+        "none" if each is None else each[:12] if isinstance(each, str) else f"{each:.9g}"
+        for each in (moved.recorded, moved.found)
+    )
+    apart = "" if moved.difference is None else f", apart by {moved.difference:.2g}"
+    noise = "" if moved.noise is None else f"{apart}, noise {moved.noise:.2g}"
+    return f"{moved.figure}{place} was {before}, is {now}{noise}"
+
+
+_SLOWER = 1.5
+
+
+def _seconds_text(each: "Compared") -> str:
+    before, now = each.seconds
+    if not before or not now:
+        return ""
+    factor = now / before
+    speed = f" ({factor:.1f} times the recorded)" if not 1 / _SLOWER < factor < _SLOWER else ""
+    return f"{now:.1f}{speed}"
+
+
+def _isolated_lines(found: "Checked") -> list[str]:
+    isolated = found.isolated
+    if isolated is None:
+        return []
+    lines = []
+    for cause in isolated.causes:
+        versions = (f"{name} {found.packages[name][0]} -> {found.packages[name][1]}" for name in cause.packages)
+        why = f" (tried together: {cause.reason})" if cause.reason else ""
+        lines.append(f"changed by {' and '.join(versions)}{why}: {', '.join(cause.recipes)}")
+    if isolated.only_together:
+        lines.append(f"changed by no package alone: {', '.join(isolated.only_together)}")
+    if isolated.not_by_packages:
+        lines.append(
+            f"changed with all packages as recorded too, so by the code, Python or the machine: "
+            f"{', '.join(isolated.not_by_packages)}"
+        )
+    lines += [f"could not be installed as recorded: {name} ({why})" for name, why in isolated.unavailable.items()]
+    return lines
 
 
 def add_tune(parser: argparse.ArgumentParser) -> None:

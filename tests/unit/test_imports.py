@@ -51,6 +51,7 @@ ALONE = {
     "flows.stages.exit_reasons": "why a process ended, as messages; launch.py starts and ends it",
     # Keeps a heavy import away from what starts fast.
     "flows.operate.blame": "the index and the plan: its command's file parses alone, also for --help",
+    "flows.operate.canary": "pydantic and processes: its command's file parses alone, also for --help",
     "flows.operate.cancel": "psutil and locks: its command's file parses alone, also for --help",
     "flows.operate.certify": "the plan and torch: its command's file parses alone, also for --help",
     "flows.operate.doctor": "packages and addresses: its command's file parses alone, also for --help",
@@ -75,6 +76,7 @@ ALONE = {
     "tasks.train.loop.token_batches": "one story: how a step is divided by tokens, and repeated when memory runs out",
     "tasks.train.model_rules": "a part of the table of what works with what",
     "tasks.train.light_imports": "imported by name, by the fork server",
+    "tasks.judgement.canary": "python -m: recipes that run in a process of their own; tests build models with it",
     "tasks.model.gguf_file": "one format of files, which is written and read back",
     "tasks.model.weight_differences": "torch: certify.py starts without it",
 }
