@@ -26,7 +26,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from math import inf, isfinite, isnan
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
@@ -41,7 +41,9 @@ from tasks.judgement.canary import RECIPES, VARIANTS, Outcome
 
 MARGIN = 10.0
 _RESOLUTION = 2.0**-23  # of fp32: the relative difference of a number and the next one
-EQUAL, WITHIN, BEYOND = "equal to the bit", "within noise", "beyond noise"
+EQUAL: Final = "equal to the bit"
+WITHIN: Final = "within noise"
+BEYOND: Final = "beyond noise"
 Verdict = Literal["equal to the bit", "within noise", "beyond noise"]
 _MODULE = "tasks.judgement.canary"
 _PLAIN = ""  # the variant that is compared
@@ -344,8 +346,8 @@ def compare(name: str, recorded: Recorded, found: Outcome, *, margin: float, sam
     equal to the bit, on the same machine, it says by itself that something else changed.
     """
     if found.error:
-        failed = Moved(figure="error", recorded=None, found=found.error, verdict="beyond noise")
-        return Compared(name=name, verdict="beyond noise", moved=[failed], seconds=(recorded.seconds, 0.0))
+        failed = Moved(figure="error", recorded=None, found=found.error, verdict=BEYOND)
+        return Compared(name=name, verdict=BEYOND, moved=[failed], seconds=(recorded.seconds, 0.0))
     moved = []
     for figure in dict.fromkeys([*recorded.figures, *found.figures]):
         before, now = recorded.figures.get(figure, ()), found.figures.get(figure, ())
@@ -357,13 +359,13 @@ def compare(name: str, recorded: Recorded, found: Outcome, *, margin: float, sam
                 figure=figure, place=place + 1 if max(len(before), len(now)) > 1 else None,
                 recorded=_at(before, place), found=_at(now, place),
                 difference=difference if isfinite(difference) else None, noise=noise,
-                verdict="beyond noise" if difference > margin * noise else "within noise",
+                verdict=BEYOND if difference > margin * noise else WITHIN,
             ))  # fmt: skip
     is_exact = same_machine and not moved
     for digest in dict.fromkeys([*recorded.digests, *found.digests]):
         before_hex, now_hex = recorded.digests.get(digest), found.digests.get(digest)
         if before_hex != now_hex:
-            judged: Verdict = "beyond noise" if is_exact or None in (before_hex, now_hex) else "within noise"
+            judged: Verdict = BEYOND if is_exact or None in (before_hex, now_hex) else WITHIN
             moved.append(Moved(figure=f"digest of {digest}", recorded=before_hex, found=now_hex, verdict=judged))
     verdicts = {each.verdict for each in moved}
     verdict: Verdict = BEYOND if BEYOND in verdicts else WITHIN if moved else EQUAL

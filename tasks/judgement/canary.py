@@ -98,14 +98,17 @@ def write_policy(
 ) -> Path:
     """Saves a random Llama with its tokenizer: a directory that the auto classes load."""
     write_tokenizer(directory, vocab_size=vocab_size, chat_template=chat_template)
-    return _write_model(
-        directory, "llama", seed=seed, hidden_size=hidden_size, intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-        tie_word_embeddings=True, initializer_range=initializer_range,
-    )  # fmt: skip
+    fields = {
+        "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size, "num_hidden_layers": num_layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "tie_word_embeddings": True, "initializer_range": initializer_range,
+    }  # fmt: skip
+    return _write_model(directory, "llama", fields, seed=seed)
 
 
-def _write_model(directory: Path, architecture: str, *, seed: int = 0, scores: bool = False, **fields: object) -> Path:
+def _write_model(
+    directory: Path, architecture: str, fields: Mapping[str, object], *, seed: int = 0, scores: bool = False
+) -> Path:
     """Saves a random model of an architecture beside its tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -202,14 +205,17 @@ def write_inputs(root: Path) -> Path:
     write_policy(root / "teacher", hidden_size=48, seed=1, initializer_range=0.2)
     write_policy(root / "other", seed=2)
     write_policy(root / "third", seed=3)
-    small: dict[str, object] = {
+    small = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
     }  # fmt: skip
-    _write_model(write_tokenizer(root / "judge"), "llama", scores=True, **small)
-    _write_model(write_tokenizer(root / "gpt2"), "gpt2", n_embd=32, n_layer=2, n_head=4, n_positions=512, n_inner=64)
-    experts: dict[str, object] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    _write_model(write_tokenizer(root / "experts"), "qwen3_moe", output_router_logits=True, **small, **experts)
+    _write_model(write_tokenizer(root / "judge"), "llama", small, scores=True)
+    _write_model(
+        write_tokenizer(root / "gpt2"), "gpt2",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 64},
+    )  # fmt: skip
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True}
+    _write_model(write_tokenizer(root / "experts"), "qwen3_moe", {**small, **experts})
     for kind, rows in _ROWS.items():
         folder, found = root / kind.kind.value, rows(_NUM_ROWS + _NUM_HELD_OUT)
         folder.mkdir()
