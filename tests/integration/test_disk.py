@@ -59,7 +59,7 @@ def test_a_full_disk_ends_the_stage_with_one_line_and_the_next_run_goes_on(toy: 
     assert process.returncode == 1
     assert "Traceback" not in errors
     [line] = [line for line in errors.splitlines() if line.startswith("posttrain: ")]
-    assert f"the disk of {stage}/" in line
+    assert f"the disk of {stage.relative_to(small_disk.parent)}/" in line
     assert "is full (OSError: [Errno 28] No space left on device" in line
     assert "resumes from its checkpoint" not in errors  # it is not tried again
     saved = sorted(int(path.name.removeprefix("step-")) for path in stage.glob("*/checkpoints/step-*"))
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused_before_anything_starts(tmp_path: Path, sma
     refused = command("run", "resources.save_steps=10", "resources.save_minutes=null")
     assert refused.returncode == 2, refused.stderr
     [line] = refused.stderr.splitlines()
-    assert f"store {small_disk}/artifacts has " in line
+    assert "store disk/artifacts has " in line
     assert "MB free; cpt needs about " in line
     assert "at one time 3 checkpoints of " in line
     assert " MB more (posttrain gc shows what may be deleted)" in line

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from socket import gethostname
@@ -15,10 +16,16 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 import torch
 
+from flows.stages.job import Job
+from flows.stages.resources import rows_mapped
+from tasks.context import Resources
+from tasks.data import kinds
 from tests.command import PATIENCE, REPOSITORY, Command, family, wait_until
 from tests.miniature import MODEL, STEPS, write_own_rows
+from tests.toy_methods import ToyModel
 from tests.training import same, weights
 
 # test_resources.py, test_attempts.py and test_exit_reasons.py have a quick test of each decision.
@@ -201,6 +208,28 @@ def test_more_nodes_than_the_cluster_has_are_refused_before_anything_starts(own,
     assert result.returncode == 2
     assert f"stages.cpt.resources.num_nodes=2: the cluster has 1 node: {gethostname()} ({HEAD}, node " in result.stderr
     assert not (own.folder / "none" / "base").exists()
+
+
+def with_its_node(item: int) -> tuple[int, str]:
+    time.sleep(0.1)
+    return item, ray.get_runtime_context().get_node_id()
+
+
+def test_rows_of_a_lost_node_are_mapped_by_the_others(nodes, tmp_path, monkeypatch):
+    nodes.start(SECOND)
+    for name, value in {**SHARED, "RAY_ADDRESS": f"{HEAD}:{PORT}"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(kinds, "INLINE_SECONDS", 0.0)
+    resources = Resources(cpus_per_worker=1, wait_minutes=3.0)
+    job = Job(stage="rows", method=ToyModel(), inputs={}, resources=resources, directory=tmp_path, row_processes=4)
+    found = []
+    with rows_mapped(job):
+        for result in kinds.ordered_map(with_its_node, iter(range(100)), 1):
+            found.append(result)
+            if len(found) == 30:
+                nodes.kill(SECOND)
+    assert [item for item, _ in found] == list(range(100))
+    assert len({node for _, node in found}) == 2
 
 
 def can_hide_a_folder() -> bool:
