@@ -64,6 +64,12 @@ PROJECT = "posttrain.yaml"
 _PLAIN = re.compile(r"[\w./@:+%*-]+")  # what needs no quotes in an override
 
 
+class ProjectWord(str):
+    """An override that a project file sets."""
+
+    file: str
+
+
 def read_project(options: argparse.Namespace) -> None:
     """Puts the settings of a project file before the overrides, which may name the file of a pipeline too.
 
@@ -130,7 +136,10 @@ def project_overrides(file: Path) -> list[str]:
             f"{file}: has a defaults list, so it is a pipeline; put it into a folder of the name pipeline: "
             f"posttrain plan conf/pipeline/{file.name}; a project file has no such list, but pipeline: NAME"
         )
-    return list(_leaves(node, ""))
+    found = list(map(ProjectWord, _leaves(node, "")))
+    for word in found:
+        word.file = str(file)
+    return list(found)
 
 
 def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[str]:

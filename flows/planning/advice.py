@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import yaml
 
 from flows.declare.pipeline import Pipeline
+from flows.declare.project import ProjectWord
 from flows.planning.model_checks import root_of
 from flows.planning.staleness import Hyperparameters
 from lineage.artifact import MODELS
@@ -16,6 +17,7 @@ from lineage.errors import ConfigError
 from tasks.judgement.advice import RATIO, TRAIN_SHARE, VALIDATION_BATCH, WARMUP, Finding, findings_of
 from tasks.method import Method
 
+COMMAND_LINE = "command line"
 # Field of the ranges -> the ends of keys that set it, unless that is the end of its own name.
 _SET_BY: Mapping[str, tuple[str, ...]] = {
     RATIO: ("alpha", "rank"), TRAIN_SHARE: ("held_out",), VALIDATION_BATCH: ("micro_batch_size",),
@@ -87,15 +89,9 @@ def advice_of(pipeline: Pipeline, stages: Mapping[str, Hyperparameters | None]) 
 
 def set_fields(pipeline: Pipeline) -> Callable[[str, str], bool]:
     """Whether the user has set a field of a stage: by an override, or in a file of their own."""
-    from flows.declare.config import composed_files, field_of, parsed  # not for `status`: it imports hydra
-
     if pipeline.overrides is None:
         return lambda stage, field: True
-    keys = {key for word in pipeline.overrides for key in _leaves(field_of(word), parsed(word).value())}
-    own = pipeline.config_dir.resolve() if pipeline.config_dir else None
-    for path, package in composed_files(pipeline.overrides, pipeline.config_dir) if own else ():
-        if own and path.is_relative_to(own):
-            keys.update(_leaves(package, yaml.safe_load(path.read_text(encoding="utf-8"))))
+    keys = origins(pipeline, own=True).keys()
 
     def is_set(stage: str, field: str) -> bool:
         ends = _SET_BY.get(field, (field.rpartition(".")[2],))
@@ -103,6 +99,27 @@ def set_fields(pipeline: Pipeline) -> Callable[[str, str], bool]:
         return any(f".{key}".endswith(tuple(f".{end}" for end in ends)) for key in of_stage)
 
     return is_set
+
+
+def origins(pipeline: Pipeline, *, own: bool = False) -> dict[str, str]:
+    """Key of a value -> what set it: ``command line``, or the name of a file.
+
+    Args:
+        own: leave the shipped files out.
+    """
+    from flows.declare.config import CONF, composed_files, field_of, parsed  # not for `status`: it imports hydra
+
+    found, folder = dict[str, str](), pipeline.config_dir.resolve() if pipeline.config_dir else None
+    files = composed_files(pipeline.overrides or (), pipeline.config_dir) if folder or not own else ()
+    for path, package in files:
+        is_own = folder is not None and path.is_relative_to(folder)
+        if is_own or not own:
+            name = str(path.relative_to(folder.parent if folder and is_own else CONF.parent))
+            found |= dict.fromkeys(_leaves(package, yaml.safe_load(path.read_text(encoding="utf-8"))), name)
+    for word in pipeline.overrides or ():
+        place = word.file if isinstance(word, ProjectWord) else COMMAND_LINE
+        found |= dict.fromkeys(_leaves(field_of(word), parsed(word).value()), place)
+    return found
 
 
 def _leaves(key: str, value: object) -> Iterator[str]:

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from flows.planning.advice import origins
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.reads import claim, reads
 from flows.planning.verdicts import refusals
@@ -27,6 +29,10 @@ from lineage.record.tracker import Event, Tracker
 
 _BURST_SECONDS = 0.1  # changes that come together are one write
 _TEXT_LENGTH = 4000
+# Keys of values of stages, and of their common defaults.
+_OF_STAGES = re.compile(
+    r"stages\.[^.]+\.(method|evaluation)\.|(adapter|quantization|optimizer|lr_schedule|precision|save)\b"
+)
 
 
 class RunRecorder:
@@ -91,7 +97,8 @@ class RunRecorder:
         with self._recorded_end(lambda: self._verdict(replace(plan, stages=list(stages) or plan.stages))):
             with self._lock:
                 links = replace(self.record.links, mlflow=mlflow)
-                self.record = replace(self.record, stages=expected, links=links, sweep=sweep)
+                set_by = {key: place for key, place in origins(plan.pipeline).items() if _OF_STAGES.match(key)}
+                self.record = replace(self.record, stages=expected, links=links, sweep=sweep, origins=set_by)
             self.claim([plan])
             yield
 

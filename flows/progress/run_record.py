@@ -123,6 +123,7 @@ class RunRecord:
         command: of ``posttrain``; those other than ``run`` restart after a kill.
         open_flow: what Prefect has yet to know; None: nothing.
         open_mlflow: whether MLflow lacks a part of it.
+        origins: key of a value of its stages -> the file that sets it, or the command line.
     """
 
     id: str
@@ -143,6 +144,7 @@ class RunRecord:
     command: str = "run"
     open_flow: OpenFlow | None = None
     open_mlflow: bool = False
+    origins: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, store: Path) -> None:
         atomic_write(run_record_path(store, self.id), json.dumps(asdict(self), indent=1) + "\n")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
 
 from markupsafe import Markup
 
+from flows.planning.advice import COMMAND_LINE
 from flows.planning.estimates import History
 from flows.progress.run_record import runs_of
 from flows.reports.diagnosis import finding_dict
@@ -46,7 +47,7 @@ from lineage.store import Entry, Manifest
 from tasks.context import Resources
 from tasks.data.images import MARK, StoredImages, marked
 from tasks.evaluate.report import ANSWERS_FILE
-from tasks.evaluate.row_scores import POLICIES_FILE, RowScores, lower_is_better, read_policies, read_scores
+from tasks.evaluate.row_scores import POLICIES_FILE, SCORES_FILE, RowScores, lower_is_better, read_policies, read_scores
 from tasks.gate.bootstrap import Bootstrap
 
 if TYPE_CHECKING:
@@ -149,7 +150,6 @@ _CHARTS = {
 }  # fmt: skip
 _UNDRAWN = ("num_tokens", "epoch", "epochs", "frac_reward_zero_std")
 _OF_STORE = ("weights", "exactly")  # facts of an output, which an exported model may not share
-_SCORES = "evaluation.jsonl"  # beside a training: the scores of its checkpoints
 # Field of a recipe -> the group whose choice on the command line sets it.
 _GROUPS = ("adapter", "quantization", "optimizer", "schedule", "precision")
 
@@ -402,31 +402,36 @@ def _trained_samples(chain: Sequence[Node]) -> list[Facts]:
 
 
 def _recipe(store: Path, node: Node, manifest: Manifest) -> list[tuple[str, str, str]]:
-    """Field, value, and what set it: the command line, the pipeline, or the method's default."""
+    """Field, value, and what set it: a file, the command line, the pipeline, or the method's default."""
     assert node.entry
     made = (run for run, stage in runs_of(store, node.entry.path) if stage.state in ("done", "running"))
     run, noted = next(made, None), RunFile.read(node.entry.path)
-    cli_args = run.words if run else noted.words if noted else []
+    cli_args, origins = (run.words, run.origins) if run else (noted.words if noted else [], {})
     given = {key.lstrip("+"): word for word in cli_args for key in [word.partition("=")[0]] if "=" in word}
-    defaults = _defaults(manifest.method)
+    origin = partial(_origin, manifest=manifest, given=given, defaults=_defaults(manifest.method), origins=origins)
     return [
-        (name, value if isinstance(value, str) else json.dumps(value), _origin(name, value, manifest, given, defaults))
+        (name, value if isinstance(value, str) else json.dumps(value), origin(name, value))
         for name, value in _flat(manifest.recipe)
         if name not in ("method", "version")
     ]
 
 
 def _origin(
-    name: str, value: object, manifest: Manifest, given: Mapping[str, str], defaults: Mapping[str, object]
-) -> str:
-    place = f"stages.{manifest.stage}.method."
+    name: str, value: object, manifest: Manifest, given: Mapping[str, str], defaults: Mapping[str, object],
+    origins: Mapping[str, str],
+) -> str:  # fmt: skip
+    place, shared = f"stages.{manifest.stage}.method.", name.replace("schedule.", "lr_schedule.", 1)
+    keys = (f"{place}{name}", f"stages.{manifest.stage}.{name}", name, shared)
+    found = next((origins[key] for key in keys if key in origins), COMMAND_LINE)
     for key, word in given.items():
         field, group = key.removeprefix(place), name.partition(".")[0]
-        if key.startswith(place) and (name == field or name.startswith(f"{field}.")):
+        if found == COMMAND_LINE and key.startswith(place) and (name == field or name.startswith(f"{field}.")):
             because = manifest.provenance.because
-            return f"command line, by {because}" if because else "command line"
+            return f"{COMMAND_LINE}, by {because}" if because else COMMAND_LINE
         if key == group and group in _GROUPS:
-            return f"command line: {word}"
+            return f"{COMMAND_LINE}: {word}"
+    if found != COMMAND_LINE or any(key in origins for key in keys):
+        return found
     return "default" if name in defaults and defaults[name] == value else f"pipeline {manifest.pipeline}"
 
 
@@ -468,7 +473,7 @@ def _curves(node: Node) -> Curves | None:
             if math.isfinite(value):
                 series.setdefault(name, []).append((report.step, tokens, round(minutes, 4), value))
     places = {step: (tokens, minutes) for points in series.values() for step, tokens, minutes, _ in points}
-    lines: list[Facts] = read_jsonl(node.entry.path / _SCORES, dict)
+    lines: list[Facts] = read_jsonl(node.entry.path / "evaluation.jsonl", dict)  # of checkpoints, beside a training
     for line in sorted(lines, key=lambda each: cast("int", each["step"])):
         step = cast("int", line["step"])
         for name, value in cast("Mapping[str, float]", line.get("scores") or {}).items():
@@ -570,16 +575,11 @@ def _scores(entry: Entry, slot: str, manifest: Manifest, graph: Graph) -> Scores
     if not columns:
         return None
     by_row = read_scores(entry.output)
-    rows = list[ScoreRow]()
     prefix = f"{columns[-1]}/"
-    for name in [key.removeprefix(prefix) for key in manifest.metrics if key.startswith(prefix)]:
-        if name.endswith("/stderr"):
-            continue
-        scores = by_row.get(name)
-        cells = [_cell(manifest.metrics, policy, name, scores) for policy in columns]
-        gain = _interval(scores, columns[-1], columns[-2]) if scores and len(columns) > 1 else None
-        arrow = "↓" if lower_is_better(name) else "↑"
-        rows.append({"metric": name, "better": arrow, "values": cells, "gain": gain})
+    names = [key.removeprefix(prefix) for key in manifest.metrics if key.startswith(prefix)]
+    rows = [
+        _score_row(name, columns, manifest.metrics, by_row.get(name)) for name in names if not name.endswith("/stderr")
+    ]
     protocol = [(name, str(value)) for name, value in _flat(manifest.recipe) if name not in ("method", "version")]
     return {
         "stage": manifest.stage, "policies": columns, "rows": rows, "protocol": protocol,
@@ -589,22 +589,28 @@ def _scores(entry: Entry, slot: str, manifest: Manifest, graph: Graph) -> Scores
 
 def _scores_beside(node: Node) -> Scores | None:
     """What was measured of a training's output, and of the model that it started from, while it trained."""
-    assert node.manifest
+    assert node.manifest and node.entry
     every = {key.removeprefix("evaluation/"): value for key, value in node.manifest.metrics.items()
              if key.startswith("evaluation/")}  # fmt: skip
     names = [key for key in every if not (key.startswith("base/") or key.endswith("/stderr"))]
-    metrics = {key if key.startswith("base/") else f"{node.name}/{key}": value for key, value in every.items()}
-    measured = ["base", node.name]
-    rows = [
-        ScoreRow(
-            metric=name, better="↓" if lower_is_better(name) else "↑", gain=None,
-            values=[_cell(metrics, policy, name, None) for policy in measured],
-        )
-        for name in names
-    ]  # fmt: skip
+    metrics = {key if key.startswith("base/") else f"model/{key}": value for key, value in every.items()}
+    step = node.manifest.metrics.get("best_step", node.manifest.metrics.get("steps", 0.0))
+    folder = node.entry.path / "evaluation" / f"step-{step:.0f}"
+    by_row = read_scores(folder) if (folder / SCORES_FILE).exists() else {}
+    rows = [_score_row(name, ["base", "model"], metrics, by_row.get(name)) for name in names]
     start = next((record.artifact for slot, record in node.manifest.inputs.items() if slot == "policy"), "base")
-    columns = [start.removeprefix(SOURCE), node.name]
-    return Scores(stage="beside the training", policies=columns, rows=rows, protocol=[], num_rows=0) if rows else None
+    columns, count = [start.removeprefix(SOURCE), node.name], max((len(s.row_ids) for s in by_row.values()), default=0)
+    return (
+        Scores(stage="beside the training", policies=columns, rows=rows, protocol=[], num_rows=count) if rows else None
+    )
+
+
+def _score_row(name: str, columns: Sequence[str], metrics: Mapping[str, float], scores: RowScores | None) -> ScoreRow:
+    """A metric of policies, and the gain of the last one over that before it."""
+    small = scores.lower_is_better if scores else lower_is_better(name)
+    gain = _interval(scores, columns[-1], columns[-2]) if scores and len(columns) > 1 else None
+    cells = [_cell(metrics, policy, name, scores) for policy in columns]
+    return ScoreRow(metric=name, better="↓" if small else "↑", values=cells, gain=gain)
 
 
 def _cell(metrics: Mapping[str, float], policy: str, name: str, scores: RowScores | None) -> Facts | None:

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,11 +109,20 @@ def test_a_value_has_its_origin(full, tmp_path):
     stage = StageRecord(state="done", since=1.0, directory=str(entry_of(store, dpo).path))
     words = ["stages.dpo.method.learning_rate=0.1", "schedule=cosine"]
     (store.root / "runs").mkdir()
-    RunRecord(id="1", pipeline="p", words=words, driver=Owner.here(), started=1.0, stages={"dpo": stage}).write(
-        store.root
-    )
+    record = RunRecord(id="1", pipeline="p", words=words, driver=Owner.here(), started=1.0, stages={"dpo": stage})
+    record.write(store.root)
     found = {name: origin for name, _, origin in report_of(store, "p/dpo")["recipe"]}
     assert (found["learning_rate"], found["schedule.name"]) == ("command line", "command line: schedule=cosine")
+    origins = {
+        "stages.dpo.method.learning_rate": "posttrain.yaml",
+        "stages.dpo.method.max_length": "conf/stage/dpo.yaml",
+    }
+    replace(record, origins=origins | {"stages.sft.method.beta": "other.yaml"}).write(store.root)
+    found = {name: origin for name, _, origin in report_of(store, "p/dpo")["recipe"]}
+    assert found == {
+        "learning_rate": "posttrain.yaml", "beta": "default", "max_length": "conf/stage/dpo.yaml",
+        "schedule.name": "command line: schedule=cosine",
+    }  # fmt: skip
 
 
 def _entries(store: WrittenStore):

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
+from flows.declare.project import with_project
 from flows.operate.rehearsal import scratch_plan
-from flows.planning.advice import set_fields
+from flows.planning.advice import origins, set_fields
 from flows.planning.plan import Plan, make_plan
 from flows.reports.run import plan_table
 from lineage.errors import ConfigError
@@ -61,6 +62,20 @@ def test_a_field_is_set_in_a_file_of_the_users_own_groups(tmp_path: Path) -> Non
     ]  # fmt: skip
     assert [of("sft", "method.learning_rate") for of in keys] == [False, True]
     assert not keys[1]("dpo", "method.learning_rate")
+
+
+def test_each_value_has_the_file_that_sets_it_last(tmp_path: Path) -> None:
+    (tmp_path / "ours" / "pipeline").mkdir(parents=True)
+    (tmp_path / "ours" / "pipeline" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [/pipeline/sft, _self_]\nstages: {sft: {method: {max_length: 64}}}\n"
+    )
+    (tmp_path / "own.yaml").write_text("stages.sft.method.learning_rate: 1e-4\n")
+    words = with_project(["pipeline=mine", "model=tiny", str(tmp_path / "own.yaml"), "stages.sft.method.seed=3"])
+    found = origins(load_pipeline(words, tmp_path / "ours"))
+    assert {key: found[f"stages.sft.method.{key}"] for key in ("max_length", "learning_rate", "seed")} == {
+        "max_length": "ours/pipeline/mine.yaml", "learning_rate": str(tmp_path / "own.yaml"), "seed": "command line",
+    }  # fmt: skip
+    assert found["stages.sft.method._target_"] == "conf/stage/sft.yaml"
 
 
 def test_a_value_outside_is_named_with_its_range_and_source_and_in_json(tmp_path: Path) -> None:
