@@ -27,7 +27,7 @@ REFUSED: "Mapping[Sharding, str]" = {
     "zero3_offload": f"{_GATHERS}; set sharding=zero2",
     "zero2_offload": "a session's optimizer stays where its weights are; set sharding=zero2",
 }
-_IGNORED = -100
+IGNORED = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +56,10 @@ class Row(Setting):
         """The row with target tokens in place of labels."""
         if self.labels is None:
             return self
-        targets = [*self.labels[1:], _IGNORED]
-        weights = [0.0 if each == _IGNORED else 1.0 for each in targets]
-        return replace(self, labels=None, target_tokens=[max(each, 0) for each in targets], weights=weights)
+        targets = [*self.labels[1:], IGNORED]
+        weights = [0.0 if each == IGNORED else 1.0 for each in targets]
+        tokens = [0 if each == IGNORED else each for each in targets]
+        return replace(self, labels=None, target_tokens=tokens, weights=weights)
 
 
 @dataclass(frozen=True, kw_only=True)

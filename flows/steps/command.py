@@ -33,6 +33,7 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--database", metavar="URL", help="of keys, calls and audit; default: SQLite in the root")
     serve.add_argument("--lease-minutes", type=float, default=30.0, help="an idle session then leaves the memory")
     serve.add_argument("--max-sessions", type=count_of("sessions", 1), default=8, help="in memory at once; default 8")
+    serve.add_argument("--max-workers", type=count_of("workers", 1), default=8, help="of a session; default 8")
     serve.add_argument("--gpu", action="store_true", help="train on the GPU")
     serve.set_defaults(command=run_serve)
     key = actions.add_parser("key", help="make a key for a client", allow_abbrev=False)
@@ -119,7 +120,9 @@ def run_serve(options: argparse.Namespace) -> int:
         from flows.steps.server import app_of
         from flows.steps.tinker import routes
 
-        limits = Limits(lease_minutes=options.lease_minutes, max_live=options.max_sessions)
+        limits = Limits(
+            lease_minutes=options.lease_minutes, max_live=options.max_sessions, max_workers=options.max_workers
+        )
         engine = Engine(
             options.root, finder(options), database=options.database, resources=_resources(gpu=options.gpu),
             limits=limits,

@@ -65,12 +65,14 @@ class Limits:
         max_live: sessions in memory.
         snapshot_seconds: of computation, after which a session's state is written, so that a restart has less to redo.
         max_queued: calls of a session that wait.
+        max_workers: of a session.
     """
 
     lease_minutes: float = 30.0
     max_live: int = 8
     snapshot_seconds: float = 60.0
     max_queued: int = 20_000
+    max_workers: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +197,14 @@ class Engine:
             if loading is None or loading.session is None:
                 raise RefusedError(422, "start: an object with session and saved is accepted")
             self.require_session(key, loading.session)
-        require_workers(*self.settings_of(settings))
+        method, resources = self.settings_of(settings)
+        require_workers(method, resources)
+        if resources.num_workers > self.limits.max_workers:
+            raise RefusedError(
+                422, f"resources.num_workers={resources.num_workers}: up to {self.limits.max_workers} are accepted, as "
+                "posttrain steps serve --max-workers sets it"
+            )  # fmt: skip
+        content = _json_of(body)
         body_digest = digest_json(body)
         known = self.records.call_at(name, 0)
         if known is not None:
@@ -206,7 +215,7 @@ class Engine:
             id=name, key=key["name"], model=model, settings=json.dumps(settings), start=start and json.dumps(start)
         )
         with self._condition:
-            self._write(name, request_id, dict(body))
+            _replace(self._body(name, request_id), content)
             self._orders[name] = _Order()
             self._add(key["name"], client, name, request_id, 0, CREATE, body_digest, changes=True)
         return self.outcome(request_id)
@@ -243,11 +252,11 @@ class Engine:
             raise RefusedError(404, f"{name}: {', '.join(CALLS)} are accepted")
         self.require_session(key, session)
         call, digest = typed(CALLS[name], body, name), digest_json({"call": name, **body})
-        request_id = request_id or uuid.uuid4().hex
+        request_id, content = uuid.uuid4().hex if request_id is None else request_id, _json_of(body)
         if not _ID.fullmatch(request_id):
             raise RefusedError(422, f"id={request_id!r}: 1 to 64 letters, digits and dashes are accepted")
-        if seq is not None and seq < 1:
-            raise RefusedError(422, f"seq={seq}: numbers of calls begin at 1; send the next one")
+        if seq is not None and not 1 <= seq < 2**31:
+            raise RefusedError(422, f"seq={seq}: numbers of calls are 1 to {2**31 - 1}; send the next one")
         with self._condition:
             known = self.records.call(request_id)
             if known is None and seq is not None:
@@ -262,7 +271,7 @@ class Engine:
             if order.waiting >= self.limits.max_queued:
                 raise RefusedError(429, f"{order.waiting} calls of this session wait; send more when some are done")
             self._require_quota(key, sessions=False)
-            self._write(session, request_id, dict(body))
+            _replace(self._body(session, request_id), content)
             self._add(key["name"], client, session, request_id, seq, name, digest, changes=call.changes)
         return self.outcome(request_id)
 
@@ -585,15 +594,24 @@ class Engine:
     def _result(self, session: str, request_id: str) -> Path:
         return self._folder(session) / "results" / f"{request_id}.json"
 
-    def _write(self, session: str, request_id: str, body: Mapping[str, object]) -> None:
-        _replace(self._body(session, request_id), orjson.dumps(body))
-
 
 def _about(session: "Session") -> dict[str, object]:
     return {
         "vocabulary": session.vocabulary, "trained_weights": sum(each.numel() for each in session.trained.values()),
         "max_length": session.method.max_length, "weights": session.digest(), "workers": session.workers.size,
     }  # fmt: skip
+
+
+def _json_of(body: Mapping[str, object]) -> bytes:
+    """A body as it is kept.
+
+    Raises:
+        RefusedError: it has what JSON of other programs has not.
+    """
+    try:
+        return orjson.dumps(dict(body))
+    except TypeError as error:
+        raise RefusedError(422, f"the body: {error}; integers of 64 bits and valid Unicode are accepted") from error
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import AnyHttpUrl, TypeAdapter, WithJsonSchema
+from starlette.exceptions import HTTPException
 
 from flows.steps.calls import CALLS, Call
 from flows.steps.engine import CREATE, Engine, Outcome, RefusedError
@@ -151,14 +153,43 @@ def app_of(
         )  # fmt: skip
         return JSONResponse({"error": str(error)}, status)
 
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        return (
+            _nowhere(request.method, request.url.path)
+            if error.status_code in (404, 405)
+            else JSONResponse({"error": error.detail}, error.status_code)
+        )
+
+    @app.exception_handler(RequestValidationError)
+    async def not_valid(request: Request, error: RequestValidationError) -> Response:
+        found = error.errors()[0]
+        return JSONResponse({"error": f"{found['loc'][-1]}={found['input']}: {found['msg'].lower()}"}, 422)
+
     _add_sessions(app, engine)
     for name in CALLS:
         _add_call(app, engine, name)
     for each in more:
         app.include_router(each)
     if sub is not None:
-        app.mount("/", sub)  # last: it takes every other address
+        app.mount("/", _Tools(sub))  # last: it takes every other address
     return app
+
+
+class _Tools:
+    """MCP, and a sentence for each address that nothing serves."""
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self.app = app
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        is_ours = scope["path"].startswith(("/mcp", "/.well-known/"))
+        response = self.app if is_ours or scope["type"] != "http" else _nowhere(scope["method"], scope["path"])
+        await response(scope, receive, send)
+
+
+def _nowhere(method: str, path: str) -> JSONResponse:
+    return JSONResponse({"error": f"{method} {path}: there is no such address; GET /docs lists all"}, 404)
 
 
 def _add_sessions(app: FastAPI, engine: Engine) -> None:

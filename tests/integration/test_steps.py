@@ -272,6 +272,7 @@ ROW = {"tokens": [5, 6], "target_tokens": [6, 7], "weights": [1.0, 1.0]}
         ([{**ROW, "tokens": [5] * 65}], "cross_entropy", {}, "max_length=64"),
         ([{**ROW, "weights": [1.0]}], "cross_entropy", {}, "weights has 1 values, and tokens has 2"),
         ([{**ROW, "weights": [1.0, math.inf]}], "cross_entropy", {}, "non-finite"),
+        ([{**ROW, "weights": [1.0, math.nan]}], "cross_entropy", {}, "non-finite"),
         ([{"tokens": [5, 6]}], "cross_entropy", {}, "no target_tokens and no labels"),
     ],
 )

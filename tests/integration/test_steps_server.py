@@ -149,7 +149,7 @@ REFUSED: list[tuple[str, dict[str, object], int, str]] = [
     ("backward", {"data": ["a"]}, 422, "data.0"),
     ("backward", {}, 422, "data: is not set"),
     ("backward", {"data": [{**ROW, "weights": [1.0, float("inf"), 1.0]}]}, 422, "finite"),
-    ("backward", {"data": [ROW], "seq": 0}, 422, "numbers of calls begin at 1"),
+    ("backward", {"data": [ROW], "seq": 0}, 422, "numbers of calls are 1 to"),
     ("backward", {"data": [ROW], "seq": "1"}, 422, "an integer from 1"),
     ("backward", {"data": [ROW], "id": "../x"}, 422, "letters, digits and dashes"),
     ("step", {}, 400, "there are no gradients"),
@@ -158,7 +158,27 @@ REFUSED: list[tuple[str, dict[str, object], int, str]] = [
     ("load", {"saved": "nothing"}, 400, "nothing is; save it first"),
     ("save", {"to": "../up"}, 400, "1 to 64 letters"),
     ("load", {"saved": "a", "session": "other"}, 400, "is no session of this key"),
-    ("train", {}, 404, ""),
+    ("train", {}, 404, "there is no such address"),
+    ("backward", {"data": [{**ROW, "tokens": [5, 6, 10**30]}]}, 422, "integers of 64 bits"),
+    ("backward", {"data": [{**ROW, "weights": [1.0, 1e39, 1.0]}]}, 400, "beyond fp32"),
+    ("backward", {"data": [{**ROW, "advantages": [1.0]}]}, 400, "advantages has 1 values"),
+    ("backward", {"data": [{**ROW, "labels": [5, 6, 7]}]}, 400, "labels stand in place of"),
+    ("backward", {"data": [{"tokens": [5, 6, 7], "labels": [5, -5, 7]}]}, 400, "-5 is no token"),
+    ("backward", {"data": [ROW], "seq": 2**31}, 422, "numbers of calls are 1 to"),
+    ("backward", {"data": [ROW], "id": ""}, 422, "letters, digits and dashes"),
+    ("backward?wait=abc", {"data": [ROW]}, 422, "wait=abc"),
+    ("generate", {"prompts": [[5]], "seed": -1}, 400, "seed=-1"),
+    ("generate", {"prompts": [[5]], "stop": [10**9]}, 400, "stop: 1000000000 is no token"),
+]
+SESSIONS: list[tuple[dict[str, object], str]] = [
+    ({"rank": 2}, "rank: unknown key"),
+    ({"precision": "fp16"}, "a session has no loss scale; set precision=bf16 or fp32"),
+    ({"adapter": {"type": "adalora"}}, "it prunes ranks by the steps that remain; set adapter.type=lora"),
+    ({"diloco": {"num_islands": 2}}, "set diloco=null"),
+    ({"resources": {"num_workers": 2, "sharding": "fsdp"}}, "set sharding=zero2"),
+    ({"resources": {"num_workers": 2, "sharding": "zero3"}}, "set sharding=zero2"),
+    ({"resources": {"num_workers": 9}}, "up to 8 are accepted"),
+    ({"start": {"saved": "x"}}, "an object with session and saved"),
 ]
 
 
@@ -171,15 +191,15 @@ def test_bad_input_is_refused_with_a_sentence_and_the_session_stays_usable(serve
             assert answer.status_code == status and message in answer.text, (call, body, answer.text)
         assert client.post(f"/v1/sessions/{name}/backward", content="{").status_code == 422
         assert client.post(f"/v1/sessions/{name}/backward", content="[1]").status_code == 422
-        assert client.post("/v1/sessions", json={"model": model, "rank": 2}).status_code == 422
         assert client.post("/v1/sessions", json={}).status_code == 422
-        divided = client.post(
-            "/v1/sessions", json={"model": model, "resources": {"num_workers": 2, "sharding": "fsdp"}}
-        )
-        assert divided.status_code == 422 and "set sharding=zero2" in divided.json()["error"]
+        for settings, message in SESSIONS:
+            answer = client.post("/v1/sessions", json={"model": model, **settings})
+            assert answer.status_code == 422 and message in answer.json()["error"], (settings, answer.text)
         missing = client.post("/v1/sessions", json={"model": "/nowhere", **SETTINGS})
         assert missing.status_code in (400, 500) and missing.json()["error"]
         assert client.post(f"/v1/sessions/{name}/backward", json={"data": [ROW]}).status_code == 200
+        for body in ({"betas": [0.9]}, {"betas": [1.5, 0.9]}, {"eps": -1.0}):
+            assert "are accepted" in client.post(f"/v1/sessions/{name}/step", json=body).json()["error"]
         assert client.post(f"/v1/sessions/{name}/step", json={}).json()["result"]["step"] == 1
         other = served.engine.records.add_key("foreign")
         with http(served, other) as foreign:

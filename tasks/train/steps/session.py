@@ -23,7 +23,7 @@ from lineage.errors import ArtifactError, ConfigError
 from tasks.data.kinds import PROMPTS
 from tasks.data.tokens.tokenize_rows import TokenizedRows, TokenStats
 from tasks.model.merging import golden_texts_for
-from tasks.steps import Row, Steps, require_workers
+from tasks.steps import IGNORED, Row, Steps, require_workers
 from tasks.train.generation.generating import Sampling
 from tasks.train.generation.one_policy import Sampled, active_adapters, digest_of, token_logps
 from tasks.train.generation.rollouts import sample, seeds_of
@@ -32,7 +32,7 @@ from tasks.train.loop.callbacks import seed_worker
 from tasks.train.loop.saved_state import Divided, RandomState, random_state, set_random_state
 from tasks.train.run import TrainingRun
 from tasks.train.sharding import divided_as, gather_again
-from tasks.train.steps.losses import LOSSES, OF_STEP, RANGES, Loss
+from tasks.train.steps.losses import ADVANTAGES, LOGPROBS, LOSSES, OF_STEP, RANGES, WEIGHTS, Loss
 from tasks.train.steps.workers import Optimization, Workers, whole
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tasks.train.models.load import Policy
 
 STATE_FILE = "session.pt"
+_LARGEST_NUMBER = torch.finfo(torch.float32).max
 _LONGEST = 16  # samples of a call are generated in groups of so many
 
 Bases = dict[tuple[object, ...], "Policy"]
@@ -210,30 +211,40 @@ class Session:
             raise ConfigError("data has no rows; send one or more")
         if loss.pairs and len(data) % 2:
             raise ConfigError(f"data has {len(data)} rows; pairs are accepted: each chosen row, then its rejected one")
-        rows = [each.shifted for each in data]
-        for number, row in enumerate(rows):
-            where, length = f"data[{number}]", len(row.tokens)
-            self._check_tokens(f"{where}.tokens", row.tokens)
-            if row.target_tokens is None:
-                raise ConfigError(f"{where}: no target_tokens and no labels; send one of them")
-            self._check_tokens(f"{where}.target_tokens", row.target_tokens)
-            for name in ("target_tokens", *loss.reads):
-                column = getattr(row, name)
-                if column is None:
-                    raise ConfigError(
-                        f"{where}.{name} is missing, and this loss reads it; send one value for each token"
-                    )
-                if len(column) != length:
-                    raise ConfigError(f"{where}.{name} has {len(column)} values, and tokens has {length}; send as many")
-                if not all(map(math.isfinite, column)):
-                    raise ConfigError(f"{where}.{name} has a non-finite number; send finite ones")
-        return rows
+        for number, row in enumerate(data):
+            self._check_row(f"data[{number}]", row, loss)
+        return [each.shifted for each in data]
+
+    def _check_row(self, where: str, row: Row, loss: Loss) -> None:
+        self._check_tokens(f"{where}.tokens", row.tokens)
+        if row.labels is not None and (row.target_tokens is not None or row.weights is not None):
+            raise ConfigError(f"{where}: labels stand in place of target_tokens and weights; leave these out")
+        if row.labels is None and row.target_tokens is None:
+            raise ConfigError(f"{where}: no target_tokens and no labels; send one of them")
+        columns = {name: getattr(row, name) for name in ("target_tokens", "labels", WEIGHTS, LOGPROBS, ADVANTAGES)}
+        for name in loss.reads:
+            if columns[name] is None and not (name == WEIGHTS and row.labels is not None):
+                raise ConfigError(f"{where}.{name} is missing, and this loss reads it; send one value for each token")
+        for name, column in columns.items():
+            if column is None:
+                continue
+            if len(column) != len(row.tokens):
+                raise ConfigError(
+                    f"{where}.{name} has {len(column)} values, and tokens has {len(row.tokens)}; send as many"
+                )
+            if name in ("target_tokens", "labels"):
+                self._check_ids(f"{where}.{name}", [each for each in column if name != "labels" or each != IGNORED])
+            elif not all(abs(each) <= _LARGEST_NUMBER for each in column):  # also of no number
+                raise ConfigError(f"{where}.{name} has a non-finite number, or one beyond fp32; send finite ones")
 
     def _check_tokens(self, where: str, tokens: Sequence[int]) -> None:
         if not tokens:
             raise ConfigError(f"{where} is empty; send one token or more")
         if len(tokens) > self.method.max_length:
             raise ConfigError(f"{where} has {len(tokens)} tokens; max_length={self.method.max_length} are accepted")
+        self._check_ids(where, tokens)
+
+    def _check_ids(self, where: str, tokens: Sequence[int]) -> None:
         outside = next((each for each in tokens if not 0 <= each < self.vocabulary), None)
         if outside is not None:
             raise ConfigError(f"{where}: {outside} is no token of this model; 0 to {self.vocabulary - 1} are accepted")
@@ -271,7 +282,7 @@ class Session:
             stop: tokens or texts that end a completion, which then has them; None: the model's own stop tokens; an
                 empty list: none.
         """
-        _check_sampling(max_tokens, num_samples, temperature, top_p, top_k)
+        _check_sampling(max_tokens, num_samples, temperature, top_p, top_k, seed)
         if not prompts:
             raise ConfigError("prompts is empty; send one or more")
         for number, tokens in enumerate(prompts):
@@ -310,7 +321,10 @@ class Session:
         each = [stop] if isinstance(stop, str) else list(stop)
         if not all(isinstance(one, int) or (isinstance(one, str) and one) for one in each):
             raise ConfigError(f"stop={stop}: texts that are not empty, and tokens, are accepted")
-        return [one for one in each if isinstance(one, str)], [one for one in each if isinstance(one, int)]
+        tokens = [one for one in each if isinstance(one, int)]
+        if tokens:
+            self._check_ids("stop", tokens)
+        return [one for one in each if isinstance(one, str)], tokens
 
     def _completion(
         self, texts: Sequence[str], stops: Sequence[int], tokens: list[int], logps: list[float]
@@ -345,6 +359,7 @@ class Session:
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(isinstance(each, int | float) and math.isfinite(each) and each >= 0 for each in numbers):
                 raise ConfigError(f"step: {name}={value}; finite numbers of 0 or more are accepted")
+        self.optimization.check_betas(betas)
         rate = self.optimization.learning_rate if learning_rate is None else learning_rate
         with self._own_random(), deterministic_kernels(self.ctx.resources.is_deterministic):
             own = self.workers.norm(self.trained) if self.workers.size > 1 else None
@@ -551,12 +566,15 @@ def _norm(norm: float) -> dict[str, object]:
     return {"grad_norm": None if overflow else norm, "overflow": overflow}
 
 
-def _check_sampling(max_tokens: int, num_samples: int, temperature: float, top_p: float, top_k: int | None) -> None:
+def _check_sampling(
+    max_tokens: int, num_samples: int, temperature: float, top_p: float, top_k: int | None, seed: int | None
+) -> None:
     refused = {
         f"max_tokens={max_tokens}: 1 or more are accepted": max_tokens < 1,
         f"num_samples={num_samples}: 1 to 1024 are accepted": not 1 <= num_samples <= 1024,
         f"temperature={temperature}: a finite number of 0 or more is accepted": not 0 <= temperature < math.inf,
         f"top_p={top_p}: above 0, up to 1 is accepted": not 0 < top_p <= 1,
+        f"seed={seed}: 0 to {2**63 - 1} are accepted": seed is not None and not 0 <= seed < 2**63,
         f"top_k={top_k}: 1 or more is accepted": top_k is not None and top_k < 1,
     }
     if found := next((message for message, is_refused in refused.items() if is_refused), None):

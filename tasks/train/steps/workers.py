@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 from torch import distributed
 
+from lineage.errors import ConfigError
 from tasks.train.loop import own_loop
 from tasks.train.sharding import exchange, zero_stage
 
@@ -112,6 +113,18 @@ class Optimization(own_loop.Optimization):
             loads[self._owner[id(each)]] += each.numel()
         for group in self._groups:
             group["params"] = list(filter(self.owns, group["params"]))
+
+    def check_betas(self, betas: Sequence[float] | None) -> None:
+        """Requires as many decays as the optimizer has, each below 1.
+
+        Raises:
+            ConfigError: they are others.
+        """
+        known = self._groups[0].get("betas")
+        if betas is None or known is None:  # another optimizer has no such setting, which ``step`` refuses
+            return
+        if len(betas) != len(known) or not all(0 <= each < 1 for each in betas):
+            raise ConfigError(f"step: betas={list(betas)}; {len(known)} numbers of 0 or more, below 1, are accepted")
 
     def owns(self, weight: "Parameter") -> bool:
         """Whether this worker updates a weight."""
