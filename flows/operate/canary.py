@@ -569,7 +569,7 @@ def install(name: str, version: str, folder: Path) -> str:
             installed = [each.version for each in metadata.distributions(path=[str(folder)])]
             return "" if installed == [version] else f"{' '.join(installed)} is what {command[2]} found"
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        reasons.append(f"{command[2]}: {' '.join(lines[-2:])}")
+        reasons.append(f"{command[2]}: {re.sub(r' [(]from versions: [^)]*[)]', '', lines[-1] if lines else 'failed')}")
     return "; ".join(reasons)
 
 

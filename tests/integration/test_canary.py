@@ -19,7 +19,9 @@ from lineage.filesystem.files import append_jsonl
 from tasks.judgement import canary as recipes
 from tests.command import REPOSITORY
 
+OWN = REPOSITORY / "canary.json"
 ONLY = ("sft", "merge")
+QUICK = ("sft", "sft-packed", "dpo", "grpo", "merge", "evaluate", "generate-greedy", "prepare")
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +236,30 @@ def test_a_recipe_that_ends_its_process_is_named_and_the_others_are_compared(
     assert found["sft"]["moved"][0]["found"] == "its process ended by signal 11"
     assert found["merge"]["verdict"] == "equal to the bit"
     assert list(map(list, calls)) == [["sft", "merge"], ["merge"]]
+
+
+# --- the project's own canary
+
+
+def test_the_own_canary_has_every_recipe_and_a_recipe_every_method() -> None:
+    own = canary.read(OWN)
+    assert set(own.recipes) | set(own.left_out) == set(recipes.RECIPES)
+    methods = {type(each.method) for each in recipes.RECIPES.values()}
+    assert set(recipes.METHODS.values()) < methods
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_the_own_canary_sings(name: str, written: Path) -> None:
+    """All recipes: `make canary`."""
+    own = canary.read(OWN)
+    found = canary.compare(
+        name, own.recipes[name], recipes.run(name, written), margin=own.margin,
+        same_machine=own.machine == canary.machine(),
+    )  # fmt: skip
+    assert found.verdict != "beyond noise", (
+        f"{found.moved}; packages that moved: {canary.moved_packages(own)}; posttrain canary check --isolate names the "
+        "one; if the change is meant: posttrain canary record"
+    )
 
 
 # --- the package
