@@ -144,8 +144,11 @@ def record(only: Sequence[str]) -> Canary:
 
 
 def _noise(values: Sequence[float], others: Iterable[Sequence[float]]) -> float:
-    """The largest difference by rounding, and at least the resolution of fp32."""
-    largest = max((abs(value) for value in values if isfinite(value)), default=0.0)
+    """The largest difference by rounding, and at least the resolution of fp32, of 1 or of the largest value.
+
+    A value near 0 is a difference of larger numbers, whose rounding it has.
+    """
+    largest = max([1.0, *(abs(value) for value in values if isfinite(value))])
     return float(f"{max([_RESOLUTION * largest, *(_difference(values, each) for each in others)]):.2e}")
 
 

@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from importlib.util import find_spec
 from math import fsum, inf, sqrt
 from operator import mul
@@ -234,10 +235,13 @@ def move_last_bits(root: Path, pattern: int) -> Path:
     for file in sorted(root.rglob("*.safetensors")):
         weights = load_file(file)
         for name, tensor in weights.items():
-            signs = torch.tensor(list(_signs(tensor.numel(), pattern))).view_as(tensor)
+            signs = torch.tensor(list(_signs(tensor.numel(), _NUM_SUMS + pattern))).view_as(tensor)
             weights[name] = torch.nextafter(tensor, signs * inf)
         save_file(weights, file, metadata={"format": "pt"})
     return root
+
+
+_NUM_SUMS = 4  # of all weights, under different signs
 
 
 def _signs(count: int, which: int) -> Iterator[float]:
@@ -453,9 +457,6 @@ def _rows(output: Path) -> Iterator[float]:
             yield zlib.crc32(json.dumps(row, sort_keys=True).encode()) & 0xFFFF
 
 
-_NUM_SUMS = 4
-
-
 def _weights(files: Sequence[Path]) -> tuple[str, list[float]]:
     """A digest of all weights, to the bit; and their norm and sums under different signs: how far they moved.
 
@@ -500,6 +501,8 @@ def run_all(names: Sequence[str], emit: Emit, *, noise: bool) -> None:
             if pattern not in roots:
                 root = write_inputs(Path(place, str(pattern)))
                 roots[pattern] = root if pattern is None else move_last_bits(root, pattern)
+        for module in dict.fromkeys(module for name in names for module in RECIPES[name].method.preload):
+            import_module(module)  # no recipe's seconds are those of imports
         for name in names:
             for variant, (num_threads, pattern) in variants.items():
                 emit(name, variant, run(name, roots[pattern], num_threads=num_threads))
