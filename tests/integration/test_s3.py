@@ -1,25 +1,33 @@
 """Rows in a bucket: pinned, read and refused, on an S3 server of this machine."""
 
 import gzip
+import io
+import json
 import multiprocessing
 import shutil
+import zipfile
 
 import pytest
 
 from flows.stages.execute import adopted
-from lineage.artifact import Source
+from lineage.artifact import Kind, Source
 from lineage.checkpoints import Mirror
 from lineage.errors import ConfigError, DataError, StoppedError
 from lineage.filesystem.digest import DigestCache, digest_files
 from lineage.filesystem.remote_files import open_remote
 from lineage.source.sources import pin
 from lineage.store import Entry, Manifest
+from tasks.context import TrainContext
+from tasks.data.images import StoredImages
 from tasks.data.reading.chunk import Row
 from tasks.data.reading.read import read_chunks
+from tasks.method import Input
+from tasks.prepare_data import PrepareConversations
 from tests import training
 from tests.command import CONF, Command
 from tests.s3 import CREDENTIALS, bucket
 from tests.stage_folder import StageFolder
+from tests.tiny_vision import picture
 
 pytestmark = pytest.mark.integration
 
@@ -147,3 +155,36 @@ def test_the_command_prepares_rows_of_a_bucket_and_writes_no_secret(rows, tmp_pa
     assert manifest.metrics["rows"] == 40
     for file in tmp_path.rglob("*"):
         assert not file.is_file() or b"hunter2" not in file.read_bytes(), file
+
+
+def zipped(files: dict[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, each in files.items():
+            archive.writestr(name, each)
+    return content.getvalue()
+
+
+def test_an_archive_of_rows_and_images_in_a_bucket_is_read(rows, tmp_path):
+    def prepared(files: dict[str, bytes]) -> dict[str, float]:
+        rows.put("set.zip", zipped(files))
+        given = pin("rows", source("s3://rows/set.zip"), DigestCache(tmp_path / "digests.json")).source
+        made = Input(name="rows", kind=Kind.ROWS, fingerprint="", path=tmp_path, source=given)
+        context = TrainContext(output_dir=tmp_path / "out", work_dir=tmp_path)
+        return PrepareConversations(held_out=0.5).run({"rows": made}, context)
+
+    def row(image: str, number: int) -> bytes:
+        asked = {"role": "user", "content": f"<image>{number}?"}
+        turns = [asked, {"role": "assistant", "content": "a"}]
+        return json.dumps({"messages": turns, "images": [image]}).encode() + b"\n"
+
+    good = b"".join(row("pictures/red.png", number) for number in range(8))
+    assert prepared({"train.jsonl": good, "pictures/red.png": picture(1)})["images"] == 1
+    stored = StoredImages.beside(tmp_path / "out")
+    assert stored and stored.read(0) == picture(1)
+    with pytest.raises(DataError, match=r"s3://rows/set.zip/train.jsonl:1: images\[0\].* which is outside"):
+        prepared({"train.jsonl": row("../red.png", 0), "pictures/red.png": picture(1)})
+    with pytest.raises(DataError, match=r"s3://rows/set.zip: it has '../red.png', which is outside of it"):
+        prepared({"train.jsonl": good, "../red.png": picture(1)})
+    with pytest.raises(DataError, match=r"s3://rows/set.zip: a.png unpacks from \d+ bytes to 33554432"):
+        prepared({"train.jsonl": good, "a.png": b"0" * 2**25})

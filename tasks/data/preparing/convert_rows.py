@@ -37,7 +37,7 @@ from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.repeats import BANDS, band_hashes
 from tasks.data.preparing.report import REJECTS, DataReport, Remark, SourceReport
 from tasks.data.reading.chunk import Broken, Chunk, Row, parse_split, parsed
-from tasks.data.reading.read import read_chunks
+from tasks.data.reading.read import read_chunks, with_archive_here
 
 GROUP = "group"
 SAMPLE = 1000  # rows for the detection of the format
@@ -493,7 +493,9 @@ def stage(
             staged = StagedSource(number=len(staging.sources), source=source, report=each.report())
             staging.sources[slot] = staged
             report, (_, part) = staged.report, parse_split(source.split)
-            images = ImageFiles.of(source, staging.images) if convert.kind in WITH_IMAGES else None
+            images = None
+            if convert.kind in WITH_IMAGES:
+                images = ImageFiles.of(with_archive_here(source, directory / f"archive-{slot}"), staging.images)
             convert = replace(convert, detected=each.detected, images=images)
             for converted in ordered_map(convert, each.chunks, workers):
                 if converted.rows and converted.keys:

@@ -98,7 +98,7 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
     elif paths and not is_loaded(source):
         for path in paths:
             if path.suffix.lower() == _ARCHIVE and path.is_file():
-                yield from _read_archive(path, split, source)
+                yield from _read_archive(path, str(path), split, source)
             elif path.is_dir() and is_saved(path):
                 yield from read_saved(path, split)
             elif path.is_dir():
@@ -111,8 +111,11 @@ def read_chunks(source: Source) -> Iterator[Chunk]:
         yield from read_loaded(source, split, part)
 
 
-def _read_archive(path: Path, split: str, source: Source) -> Iterator[Chunk]:
+def _read_archive(path: Path, place: str, split: str, source: Source) -> Iterator[Chunk]:
     """The rows of the files of a split in a ZIP archive, which are unpacked one by one; images stay in it.
+
+    Args:
+        place: of the archive, as the user knows it.
 
     Raises:
         DataError: it is damaged or encrypted, names a file outside, or unpacks to far more than it has.
@@ -123,18 +126,18 @@ def _read_archive(path: Path, split: str, source: Source) -> Iterator[Chunk]:
             members = [each for each in archive.infolist() if not each.is_dir()]
             for each in members:
                 if each.filename.startswith("/") or ".." in PurePosixPath(each.filename).parts:
-                    raise refused(str(path), f"it has {each.filename!r}, which is outside of it", accepted, "remove it")
+                    raise refused(place, f"it has {each.filename!r}, which is outside of it", accepted, "remove it")
                 if each.file_size > max(_SMALL, _MOST_PACKED * each.compress_size):
                     found = f"{each.filename} unpacks from {each.compress_size} bytes to {each.file_size}"
-                    raise refused(str(path), found, f"at most {_MOST_PACKED} times as many", "unpack it yourself")
-            for name in _chosen_files([PurePosixPath(each.filename) for each in members], split, str(path)):
+                    raise refused(place, found, f"at most {_MOST_PACKED} times as many", "unpack it yourself")
+            for name in _chosen_files([PurePosixPath(each.filename) for each in members], split, place):
                 with TemporaryDirectory() as scratch:
                     copy = Path(scratch, name.name)
                     with archive.open(str(name)) as packed, copy.open("wb") as file:
                         shutil.copyfileobj(packed, file)
-                    yield from _read_file(copy, f"{path}/{name}", source)
+                    yield from _read_file(copy, f"{place}/{name}", source)
     except (BadZipFile, RuntimeError, NotImplementedError) as error:
-        raise refused(str(path), f"cannot be unpacked ({error})", accepted, plain) from error
+        raise refused(place, f"cannot be unpacked ({error})", accepted, plain) from error
 
 
 def _quickstart(path: str) -> Iterator[Chunk]:
@@ -270,20 +273,42 @@ def _read_remote(source: Source, split: str) -> Iterator[Chunk]:
     below = {PurePosixPath(*place_of(url).parts[depth:]): url for url in versions}
     urls = list(versions)
     if has_magic(source.path) or PurePosixPath() in below:
-        _require_no_splits(source, split)
+        if not _is_archive(source.path):
+            _require_no_splits(source, split)
     else:
         urls = [below[name] for name in _chosen_files(list(below), split, source.path)]
     for url in urls:
         with TemporaryDirectory() as scratch:
-            copy = Path(scratch, place_of(url).name)
-            try:
-                with open_remote(url, source.credentials) as remote, copy.open("wb") as file:
-                    shutil.copyfileobj(remote, file)
-            except Exception as error:  # file-system libraries have no common base for their errors
-                found = f"cannot be copied here ({without_secrets(error, source.credentials)})"
-                accepted = "a file that stays as it is and that the credentials may read"
-                raise refused(url, found, accepted, "look for it there, and run again") from error
-            yield from _read_file(copy, url, source)
+            copy = _copied(url, source, Path(scratch))
+            if _is_archive(url):
+                yield from _read_archive(copy, url, split, source)
+            else:
+                yield from _read_file(copy, url, source)
+
+
+def _copied(url: str, source: Source, folder: Path) -> Path:
+    """A copy of a remote file on this machine."""
+    copy = folder / place_of(url).name
+    try:
+        with open_remote(url, source.credentials) as remote, copy.open("wb") as file:
+            shutil.copyfileobj(remote, file)
+    except Exception as error:  # file-system libraries have no common base for their errors
+        found = f"cannot be copied here ({without_secrets(error, source.credentials)})"
+        accepted = "a file that stays as it is and that the credentials may read"
+        raise refused(url, found, accepted, "look for it there, and run again") from error
+    return copy
+
+
+def _is_archive(url: str) -> bool:
+    return place_of(url).suffix.lower() == _ARCHIVE
+
+
+def with_archive_here(source: Source, folder: Path) -> Source:
+    """A source whose remote archive, if it is one, is copied into a folder: for the images that stay in it."""
+    if not is_url(source.path) or not _is_archive(source.path):
+        return source
+    folder.mkdir(exist_ok=True)
+    return replace(source, path=str(_copied(source.path, source, folder)))
 
 
 # --- text files
