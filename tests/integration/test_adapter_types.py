@@ -62,8 +62,15 @@ OTHER = {
     "rank": 2, "alpha": 8, "dropout": 0.5, "block_size": 4, "num_frequencies": 40, "target_rank": 1, "rslora": True,
     "init": "orthogonal", "trainable_token_indices": (5, 6),
 }  # fmt: skip
+SHARED = ("rank", "alpha", "dropout")
 ALL = {**TYPES, **INITS, **CHOICES}
 SLOW = pytest.mark.slow
+# Tried quickly: one type of each construction, the initializations that read the base or rows, and each option.
+QUICK_TYPES = ("lora", "dora", "adalora", "vera", "oft", "ia3", "ln_tuning")
+QUICK = (
+    *QUICK_TYPES, "pissa", "eva", "lora_ga", "rslora", "glob", "excluded", "layers", "ln_layers", "dropout_post",
+    "modules_to_save", "tokens",
+)  # fmt: skip
 
 
 def exact_answers(model: torch.nn.Module) -> torch.Tensor:
@@ -83,7 +90,7 @@ def in_training(method: Training, output: Path, root: Path, policy: Path | None 
     return run, tuple(losses), exact_answers(trainer.model.get_base_model())
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=[] if each in QUICK else SLOW) for each in ALL])
 def test_an_adapter_trains_its_own_weights_and_is_saved_as_it_was_trained(
     root: Path, tmp_path: Path, seen: dict[tuple[float, ...], str], name: str
 ) -> None:
@@ -105,7 +112,7 @@ def test_an_adapter_trains_its_own_weights_and_is_saved_as_it_was_trained(
     ("name", "field"),
     [
         # How a type takes a field that others have too is a table: quick of one type, slow of the others.
-        pytest.param(name, field, marks=SLOW if name != "lora" and field in ("rank", "alpha", "dropout") else [])
+        pytest.param(name, field, marks=[] if name == "lora" or (name in QUICK_TYPES and field not in SHARED) else SLOW)
         for name, row in ADAPTERS.items()
         for field in row.reads
         # Biases: below; DoRA refuses it; the position of dropout: above.
@@ -195,13 +202,13 @@ def test_adalora_prunes_ranks_and_keeps_their_mean(root: Path, tmp_path: Path) -
         ("llama", "sft", {"adapter": Adapter(rank=4)}),
         ("llama", "reward", {"adapter": Adapter(rank=4)}),
         ("llama", "reward", {"freeze": Freeze(except_last_layers=1)}),
-        ("llama", "sft", {"adapter": Adapter(type="vera", rank=4)}),
+        pytest.param("llama", "sft", {"adapter": Adapter(type="vera", rank=4)}, marks=SLOW),
         ("gpt2", "sft", {"adapter": Adapter(type="dora", rank=4, bias="all")}),
-        ("gpt2", "sft", {"adapter": Adapter(type="ia3")}),
+        pytest.param("gpt2", "sft", {"adapter": Adapter(type="ia3")}, marks=SLOW),
         ("mixtral", "sft", {"adapter": Adapter(rank=4)}),
-        ("mixtral", "sft", {"adapter": Adapter(type="ia3")}),
+        pytest.param("mixtral", "sft", {"adapter": Adapter(type="ia3")}, marks=SLOW),
         ("qwen3_moe", "sft", {"adapter": Adapter(rank=4)}),
-        ("qwen3_moe", "sft", {"adapter": Adapter(rank=4, layers=(1,))}),
+        pytest.param("qwen3_moe", "sft", {"adapter": Adapter(rank=4, layers=(1,))}, marks=SLOW),
         ("qwen3_moe", "sft", {"adapter": Adapter(rank=4), "quantization": Quantization(format="nf4")}),
     ],
 )

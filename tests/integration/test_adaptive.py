@@ -62,7 +62,9 @@ def test_a_spike_changes_the_steps_after_it_and_is_recorded(
     assert not [name for name in calm.reports[-1][1] if name.startswith("adaptive/") and name != "adaptive/factor"]
 
 
-@pytest.mark.parametrize("name", training.REINFORCED)
+@pytest.mark.parametrize(
+    "name", ["grpo", *(pytest.param(each, marks=pytest.mark.slow) for each in ("rloo", "online_dpo"))]
+)
 def test_where_there_are_rewards_it_watches_them_and_not_the_loss(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -125,7 +127,7 @@ def test_weights_that_became_non_finite_are_those_of_the_best_checkpoint_again(
     assert same(weights(kept.output), weights(whole.output))
 
 
-@pytest.mark.parametrize("resume", [3, 5, 6, 7])
+@pytest.mark.parametrize("resume", [5, 7, *(pytest.param(each, marks=pytest.mark.slow) for each in (3, 6))])
 def test_stopped_anywhere_it_ends_with_the_same_weights(
     root: Path, tmp_path: Path, losses: dict[int, float], resume: int
 ) -> None:

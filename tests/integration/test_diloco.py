@@ -102,6 +102,7 @@ def test_the_islands_read_the_rows_of_plain_training(root: Path, tmp_path: Path,
     assert ranks[0].metric("num_tokens") == ranks[1].metric("num_tokens") == plain[0].metric("num_tokens")
 
 
+@pytest.mark.slow
 def test_islands_end_near_plain_training_on_the_same_tokens(
     root: Path, tmp_path: Path, two_workers: WorkerGroup
 ) -> None:
@@ -117,7 +118,11 @@ def test_islands_end_near_plain_training_on_the_same_tokens(
     assert abs(islands[-1] - plain[-1]) < 0.15 * (plain[0] - plain[-1])
 
 
-@pytest.mark.parametrize("adapter", [None, Adapter(rank=4, alpha=8, dropout=0.1)], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "adapter",
+    [None, pytest.param(Adapter(rank=4, alpha=8, dropout=0.1), marks=pytest.mark.slow)],
+    ids=["full", "lora"],
+)
 def test_islands_that_are_stopped_within_a_round_resume_to_the_bit(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, adapter: Adapter | None
 ) -> None:
@@ -169,7 +174,7 @@ def test_every_field_changes_the_run(
     assert not same(weights(tmp_path / "output"), unchanged)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp16", *(pytest.param(each, marks=pytest.mark.slow) for each in ("fp32", "bf16"))])
 def test_the_bytes_that_are_sent_are_those_of_the_plan(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, dtype: Any
 ) -> None:

@@ -225,6 +225,7 @@ def test_a_dvc_that_holds_the_lock_is_waited_for_only_so_long(in_process):
     assert in_process.is_clean()
 
 
+@pytest.mark.slow
 def test_a_damaged_output_is_not_committed(in_process):
     """A hard link that was written through has damaged the store, the view and DVC's cache at once."""
     lock = (in_process.folder / "dvc.lock").read_text()
@@ -263,6 +264,7 @@ def test_one_stage_without_prefect(repository):
     assert "nothing to do: left is finished" in repository.called("stage", "left", *WORDS)
 
 
+@pytest.mark.slow
 def test_a_gate_that_refuses_fails_its_stage_too(repository):
     words = ["--config-dir", str(CONF), "pipeline=toy-gated", *WORDS[3:]]
     words.append("stages.gate.method.rules.beats_parent.min_gain=0.9")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lineage.errors import ConfigError
-from tasks.method import Adapter, Optimizer, Schedule
+from tasks.method import LOOP_FIELDS, Adapter, Optimizer, Schedule
 from tasks.reward_functions import RewardFunction
 from tasks.train.generation.generating import Sampling
 from tasks.train.losses.dpo_losses import ReferenceSync
@@ -115,11 +115,20 @@ ELSEWHERE = {"adapter_in", "best", "diloco", "evaluation", "output", "on_diverge
 ELSEWHERE |= {"images"}  # test_vision.py
 # test_generating.py, test_ppo.py
 ELSEWHERE |= {"reward_model_weight", "equal_rewards_patience", "vllm", "epsilon", "epsilon_high", "kl_ratio"}
-QUICK = {"sft", "grpo", "ppo"}  # of one loop each: their fields that all methods have are tried quickly
+# Tried quickly: a method's own fields, all of SFT's, what all generating methods have, and what PPO's own loop applies.
+_OF_ALL = {each.name for each in dataclasses.fields(training.METHODS["sft"])}
+
+
+def _is_quick(name: str, field: str) -> bool:
+    if field in training.METHODS[name].__annotations__ or name == "sft":
+        return True
+    return name in ("grpo", "ppo") and (field not in _OF_ALL or (name == "ppo" and field in LOOP_FIELDS))
+
+
 FIELDS = [
     pytest.param(
         name, field.name, id=f"{name}.{field.name}",
-        marks=[pytest.mark.slow] if name not in QUICK and field.name not in cls.__annotations__ else [],
+        marks=[] if _is_quick(name, field.name) else [pytest.mark.slow],
     )
     for name, cls in training.METHODS.items()
     for field in dataclasses.fields(cls)

@@ -98,7 +98,11 @@ def require_predicted(asked: Asked, found: Done) -> None:
         assert reduced == pytest.approx(gathered + exchanged, rel=0.1)
 
 
-@pytest.mark.parametrize("adapter", [None, LORA, NF4], ids=["full", "lora", "qlora"])
+@pytest.mark.parametrize(
+    "adapter",
+    [None, *(pytest.param(each, marks=pytest.mark.slow) for each in (LORA, NF4))],
+    ids=["full", "lora", "qlora"],
+)
 def test_a_worker_holds_what_the_plan_predicts_and_reads_its_rows_alone(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, adapter
 ) -> None:

@@ -169,6 +169,7 @@ def command(mine, prefect_url) -> Command:
     return Command(mine, "--config-dir", str(mine / "conf"), "pipeline=mine", "model=none", environment=environment)
 
 
+@pytest.mark.slow
 def test_the_record_of_a_sweep_names_what_its_trials_read_of_another_pipeline(mine, command, read_rows):
     read, paths = read_rows
     done = command("run", "--multirun", paths)

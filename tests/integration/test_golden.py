@@ -15,7 +15,13 @@ from tests import golden_losses, training
 TOLERANCE = 1e-4
 
 
-@pytest.mark.parametrize("case", golden_losses.CASES)
+@pytest.mark.parametrize(
+    "case",
+    [  # with an adapter, the methods that train as another does are slow
+        pytest.param(case, marks=pytest.mark.slow if name in training.TRAINED_LIKE and case != name else [])
+        for case, name in golden_losses.CASES.items()
+    ],
+)
 def test_losses_are_the_recorded_ones(root: Path, tmp_path: Path, case: str) -> None:
     golden = json.loads((golden_losses.GOLDEN / f"{case}.json").read_text())
     found = golden_losses.losses(case, root, tmp_path / "output")

@@ -165,6 +165,7 @@ def test_a_run_that_is_killed_leaves_nothing_and_goes_on_from_its_checkpoint(toy
     assert f"its driver on {gethostname()} was killed at step " in attempts(run.directory)[-1].cause
 
 
+@SLOW
 def test_a_stage_that_alone_is_asked_to_end_saves_and_goes_on_by_itself(toy):
     run = Started(toy, *UNSAVED)
     run.stage().terminate()
@@ -173,6 +174,7 @@ def test_a_stage_that_alone_is_asked_to_end_saves_and_goes_on_by_itself(toy):
     assert len(run.resumed_at()) == 1
 
 
+@SLOW  # tests/unit/flows/stages/test_launch.py: a second Ctrl-C is heeded at once
 def test_who_asks_twice_does_not_wait_for_a_save(toy):
     run = Started(toy, *UNSAVED)
     run.stage().suspend()  # it cannot save

@@ -122,7 +122,7 @@ def test_what_is_computed_otherwise_is_called_and_keeps_the_trajectory(
         return training.train(stage, root, output, resources=replace(RESOURCES, **fields)).losses
 
     plain, passes, rows = losses(), 3 * 2, 4 * (2 if name in ("reward", "dpo") else 1)  # steps x micro batches
-    for value, count in (("off", 0), ("on", 2 * passes), (2, passes)):  # of two layers
+    for value, count in (("on", 2 * passes), (2, passes)):  # of two layers; off where it is not set
         assert losses(gradient_checkpointing=value) == pytest.approx(plain, rel=1e-6) and len(layers) == count
     for attention in ("flash_attention_2", "flash_attention_3"):
         calls = flash(monkeypatch, attention)
@@ -190,7 +190,7 @@ def own_loop(**fields: object) -> OptimizedLoop:
 
 
 @pytest.mark.parametrize(
-    "adapter", [pytest.param(None, id="full"), pytest.param(LORA, id="lora", marks=pytest.mark.slow)]
+    "adapter", [pytest.param(each, id=name, marks=pytest.mark.slow) for name, each in (("full", None), ("lora", LORA))]
 )
 def test_a_loop_of_its_own_attends_recomputes_and_compiles_too(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: Adapter | None

@@ -128,7 +128,8 @@ def test_a_damaged_database_is_told_without_a_traceback(toy):
 def test_tracking_none_and_mlflow_false_record_nothing_and_uri_says_where(toy):
     (toy.folder / "mlflow.db").unlink()
     toy.run("tracking=none")
-    toy.run("tracking.mlflow=false", "stages.left.method.learning_rate=0.2")
+    alone = toy("stage", "left", *toy.cli_args("run"), "tracking.mlflow=false", "stages.left.method.learning_rate=0.2")
+    assert alone.returncode == 0, alone.stderr
     assert not (toy.folder / "mlflow.db").exists()
     other = toy.folder / "there" / "other.db"
     toy.run(f"tracking.uri=sqlite:///{other}", "stages.left.method.learning_rate=0.3")

@@ -144,7 +144,10 @@ UNSEEN = """(() => {
 })()"""
 
 
-@pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["desktop", "phone"])
+SIZES = [pytest.param((1280, 900), id="desktop", marks=pytest.mark.slow), pytest.param((390, 844), id="phone")]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_all_of_a_models_page_can_be_read(browser: str, tmp_path: Path, size: tuple[int, int]):
     long = "a_name_that_has_no_place_to_break_and_is_longer_than_a_phone_is_wide " * 3
     store = reported(tmp_path / "artifacts", long)
@@ -209,7 +212,7 @@ def running(tmp_path: Path) -> tuple[WrittenStore, Path]:
     return store, folder
 
 
-@pytest.mark.parametrize("size", [(1280, 900), (390, 844)], ids=["desktop", "phone"])
+@pytest.mark.parametrize("size", SIZES)
 def test_each_page_of_the_site_fits_and_can_be_read(browser: str, tmp_path: Path, running, size: tuple[int, int]):
     store, _ = running
     dpo = node(store.made["dpo"])
