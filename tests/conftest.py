@@ -2,12 +2,16 @@
 
 import atexit
 import gc
+import hashlib
 import importlib.metadata
 import itertools
 import os
+import pickle
 import shutil
 import signal
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -58,6 +62,7 @@ LONG = (
     "test_a_refused_gate_ends_the_run_with_3_fresh_or_reused",
 )
 _numbers = itertools.count()
+_WEEK_SECONDS = 7 * 86_400
 _unused: list[Path] = []  # places that a test left empty: most do, and thousands of directories take long to remove
 
 
@@ -67,6 +72,36 @@ def _empty_directory() -> Iterator[None]:
     (OWN / "shared").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(OWN / "shared")
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_compositions(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Hydra composes in 0.2 s: what it makes of shipped groups is kept for later runs, by all that it is made from."""
+    compose = sys.modules.get("flows.declare.config")
+    if compose is None or not hasattr(pytestconfig, "cache"):
+        yield
+        return
+    folder = pytestconfig.cache.mkdir("compositions")
+    for path in folder.iterdir():
+        if time.time() - path.stat().st_mtime > _WEEK_SECONDS:
+            path.unlink(missing_ok=True)
+    own = str(tmp_path_factory.getbasetemp())
+    composer, code = compose._composer, (Path(compose.__file__).read_bytes(), importlib.metadata.version("hydra-core"))
+
+    @cache
+    def kept(overrides, config_dir, files):
+        if config_dir not in (None, HERE / "conf") or own in str(overrides):
+            return composer(overrides, config_dir, files)
+        file = folder / hashlib.sha256(repr((overrides, files, code)).encode()).hexdigest()
+        if not file.exists():
+            draft = file.with_suffix(f".{os.getpid()}")
+            draft.write_bytes(pickle.dumps(composer(overrides, config_dir, files)))
+            draft.replace(file)
+        return pickle.loads(file.read_bytes())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "_composer", kept)
         yield
 
 

@@ -252,7 +252,10 @@ def test_int4_of_quanto_does_too(root: Path, tmp_path: Path, policies: dict[str,
     trains_and_resumes("quanto_int4", root, tmp_path, policies["llama"])
 
 
-@pytest.mark.parametrize("architecture", SIZES)
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(each, marks=pytest.mark.slow if each in ("mixtral", "gemma2") else []) for each in SIZES],
+)
 @pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
 def test_dequantized_weights_are_those_of_the_layers_as_the_saved_model_loads_them(
     policies: dict[str, Path], name: str, architecture: str, tmp_path: Path
@@ -394,7 +397,7 @@ def test_golden_prompts_meet_a_head_in_fp32_on_a_base_in_bf16(
     assert run.metrics["merge/scores_difference"] < 1
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_an_adapter_alone_is_merged_by_its_reader_as_it_says(
     root: Path, tmp_path: Path, policies: dict[str, Path], architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,7 +65,10 @@ def timeless(reports: list[tuple[int, Metrics]]) -> list[tuple[int, dict[str, fl
     ("name", "adapter"),
     [
         *(pytest.param(*each.values, None, id=f"{each.values[0]}-full", marks=each.marks) for each in training.NAMES),
-        *(pytest.param(*each.values, LORA, id=f"{each.values[0]}-lora", marks=each.marks) for each in training.FEW),
+        *(
+            pytest.param(name, LORA, id=f"{name}-lora", marks=[] if name in ("dpo", "ppo") else pytest.mark.slow)
+            for name in training.METHODS
+        ),
     ],
 )
 def test_stopped_and_resumed_is_unbroken_to_the_bit(root: Path, tmp_path: Path, name: str, adapter) -> None:

@@ -131,7 +131,7 @@ PAIRS = {"sigmoid": 1.0, "kto_pair": 1.0, "aot": 1.0}
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("architecture", FEW)
-@pytest.mark.parametrize("name", [each for each in training.NAMES if each.values[0] in SUPERVISED])
+@pytest.mark.parametrize("name", [each for each in training.FEW if each.values[0] in SUPERVISED])
 def test_every_architecture_trains(root: Path, tmp_path: Path, name: str, architecture: str, precision: str) -> None:
     policy = write_model(tmp_path / architecture, architecture, router_aux_loss_coef=0.0)
     fields = {"losses": PAIRS} if name == "dpo" else {"adapter": LORA if precision == "bf16" else None}
