@@ -59,7 +59,6 @@ ALONE = {
     "flows.progress.trackers": "trackers beside MLflow: a run without them does not import it",
     "flows.planning.plan_file": "libraries and code of a plan: its command's file parses alone, also for --help",
     "flows.reports.*": "rich and the index: the command's file parses alone, also for --help",
-    "flows.reports.docs.*": "one page of docs each",
     "flows.sweep.plots": "Optuna and plotly",
     "flows.sweep.tune": "the plan and the doctor: its command's file parses alone, also for --help",
     "flows.verl.*": "the methods of reinforcement: its command's file parses alone, also for --help",

@@ -1,1 +1,0 @@
-"""The generated tables of the pages in docs/."""
