@@ -52,6 +52,7 @@ REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2, "fp8": 5e-2, "bf16 reference": 0.1}
 PROOF_BETA = 0.1  # turns the tolerance of a reward into that of a log-ratio
 _MOST_JUMPS = 5  # whose rows are logged
+_OF_LAST = (HELD_OUT_LOSS, "sampler/weights_step")  # of the last step alone: a mean of versions is none
 WINDOW_STEPS = 10  # last steps over which tokens per second are measured, and the final loss is averaged
 
 
@@ -336,7 +337,7 @@ def _unreported(logs: "Mapping[str, float]") -> frozenset[str]:
 
 
 def step_metrics(log: "Sequence[Logs]", step: int) -> dict[str, float]:
-    """Metrics of a step: means of the last steps up to it, and its loss on held-out rows if it was measured.
+    """Metrics of a step: means of the last steps up to it, and those that are its own, if they were measured.
 
     Args:
         log: entries by step, ascending.
@@ -344,12 +345,11 @@ def step_metrics(log: "Sequence[Logs]", step: int) -> dict[str, float]:
     end = bisect_right(log, step, key=itemgetter("step"))  # the log may be long, and callers ask for many steps
     steps = (log[index] for index in reversed(range(end)) if "loss" in log[index])
     last = list(islice(steps, WINDOW_STEPS))[::-1]
-    left_out = {"step", "learning_rate", "num_tokens", HELD_OUT_LOSS}
+    left_out = {"step", "learning_rate", "num_tokens", *_OF_LAST}
     names = {name for entry in last for name in entry.keys() - _unreported(entry)} - left_out
     # A step whose answers are all desirable has no metric of the others.
     means = {name: fmean(float(entry[name]) for entry in last if name in entry) for name in sorted(names)}
-    held_out = {HELD_OUT_LOSS: float(last[-1][HELD_OUT_LOSS])} if HELD_OUT_LOSS in last[-1] else {}
-    return {**means, **held_out}
+    return {**means, **{name: float(last[-1][name]) for name in _OF_LAST if name in last[-1]}}
 
 
 def summary(

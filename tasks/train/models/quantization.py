@@ -192,7 +192,7 @@ FORMATS: Mapping[str, FormatRow] = {
     "quanto_float8": FormatRow(package=_QUANTO),
     "hqq": FormatRow(
         rounds=False, dequantizes=False,
-        reason="transformers 5.23 cannot load weights in it; set a format that is trained on: nf4, fp4, int8",
+        reason="transformers 5.24 cannot load weights in it; set a format that is trained on: nf4, fp4, int8",
     ),
     "eetq": FormatRow(package=_KERNELS, gpu=True, dequantizes=False),
     "fp8": FormatRow(package=_KERNELS, gpu=True, dequantizes=False),

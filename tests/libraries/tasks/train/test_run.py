@@ -102,7 +102,8 @@ def test_the_last_steps_count_and_of_held_out_rows_the_step_itself():
     log = [entry(1), entry(2, held_out_loss=5.0), {"step": 2, "train_runtime": 9.0}, entry(3)]
     assert step_metrics(log, 2) == {"loss": 1.5, "held_out_loss": 5.0}
     assert step_metrics(log, 3) == {"loss": 2.0}
-    assert step_metrics([entry(step) for step in range(1, 31)], 30) == {"loss": 25.5}
+    log = [entry(step, **{"sampler/weights_step": step - 1.0}) for step in range(1, 31)]
+    assert step_metrics(log, 30) == {"loss": 25.5, "sampler/weights_step": 29.0}
 
 
 def test_a_metric_that_some_steps_lack_is_the_mean_of_the_others():
