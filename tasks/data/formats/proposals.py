@@ -17,19 +17,10 @@ _ANSWERED = ("completion", "answer", "answers", "response", "responses", "soluti
              "target", "summary", "reply", "a", "targets", "bot",
              "highlights", "label_text", "generated_solution", "final_answer")  # fmt: skip
 _CONTEXT = ("context", "passage", "background", "paragraph", "evidence", "table", "code")
-_CHOSEN = (
-    "chosen",
-    "response_j",
-    "chosen_response",
-    "preferred",
-    "good",
-    "better",
-    "accepted",
-    "winner",
-    "response_chosen",
-)
-_REJECTED = ("rejected", "response_k", "rejected_response", "dispreferred", "bad", "worse", "declined", "loser",
-             "response_rejected")  # fmt: skip
+_CHOSEN = ("chosen", "response_j", "chosen_response", "chosen_messages", "preferred", "good", "better", "accepted",
+           "winner", "response_chosen")  # fmt: skip
+_REJECTED = ("rejected", "response_k", "rejected_response", "rejected_messages", "dispreferred", "bad", "worse",
+             "declined", "loser", "response_rejected")  # fmt: skip
 
 
 def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
@@ -46,19 +37,21 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
     answers = pair if all(pair.values()) else {"completion": first(_ANSWERED)}
     taken = set(answers.values())
     asked = next((by_name[name] for name in _ASKED if by_name.get(name) not in (None, *taken)), None)
-    context = first(_CONTEXT)
-    if asked is None or None in taken:
+    context, name = first(_CONTEXT), "prompt"
+    if asked is None and turns and taken == turns.keys():  # conversations that begin alike
+        asked, name, answers = answers["chosen"], "chosen", {"rejected": answers["rejected"]}
+    elif asked is None or None in taken:
         if len(turns) != 1:
             return ""
         answers, taken = {}, set()
         ((asked, name),) = turns.items()
-    else:
-        name = "prompt"
     renamed = {ours: theirs for ours, theirs in {name: asked, **answers}.items() if ours != theirs}
     template = ""
     if context and "." not in context + asked and asked not in turns:
         template = f"prompt_template='{{{context}}} {{{asked}}}'"
         renamed.pop("prompt", None)
+    if not renamed and not template:  # the names are no help
+        return ""
     columns = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in renamed.items() if theirs)
     of_data = [
         *(f"columns.{ours}={_shell(str(theirs))}" for ours, theirs in renamed.items()),

@@ -598,8 +598,10 @@ def _part(value: object, what: str) -> str:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if isinstance(kind, str) and any(medium in kind for medium in _MEDIA):
         raise images_are_not_read(f"{what} is of type {kind!r}")
-    # LLaMA-Factory's version 1 has it as the value, OpenAI's Responses call it input_text, and Bedrock nothing.
-    written = value.get("text", value.get("value")) if isinstance(value, Mapping) and kind in (*_TEXTS, None) else None
+    # LLaMA-Factory's version 1 has it as the value, Oumi as the content; OpenAI's Responses call it input_text, and
+    # Bedrock nothing.
+    is_text = isinstance(value, Mapping) and kind in (*_TEXTS, None)
+    written = next((value[key] for key in ("text", "value", "content") if key in value), None) if is_text else None
     if not isinstance(written, str):
         raise BadRowError(f'{what} is {named(value)}, not {{"type": "text", "text": "..."}}', "not text")
     return written

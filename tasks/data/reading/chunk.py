@@ -45,6 +45,9 @@ class Unread:
     type: str
 
 
+ENCODED = "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`"  # what to do where it is not UTF-8
+
+
 @dataclass(frozen=True, kw_only=True)
 class Broken:
     """A place where a row was expected but there is none, or one that cannot be used.

@@ -8,7 +8,19 @@ from io import TextIOWrapper
 from pathlib import Path
 
 from lineage.errors import DataError
-from tasks.data.reading.chunk import BLOCK_BYTES, MAX_ROW_BYTES, MOST, Broken, Chunk, Row, Rows, opened, refused, shown
+from tasks.data.reading.chunk import (
+    BLOCK_BYTES,
+    ENCODED,
+    MAX_ROW_BYTES,
+    MOST,
+    Broken,
+    Chunk,
+    Row,
+    Rows,
+    opened,
+    refused,
+    shown,
+)
 
 _SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 _MAX_ROWS = 10_000  # per chunk
@@ -19,6 +31,7 @@ _ACCEPTED = (
     "separator or a line break stands in quotes"
 )
 
+_CODED = "not UTF-8"
 _Line = tuple[int, Sequence[str] | str]
 """The number of a row's first line, with its cells or with the fault in its quotes."""
 
@@ -50,7 +63,8 @@ def _rows(name: str, columns: Sequence[str], separator: str, lines: Sequence[_Li
         reason, found = _fault(number, cells, columns, separator)
         if reason:
             raw = "" if isinstance(cells, str) else shown(separator.join(cells).encode(errors="surrogateescape"))
-            yield Broken(where=where, reason=reason, found=found, raw=raw, accepted=_ACCEPTED)
+            coded = {"accepted": "UTF-8", "remedy": f"{ENCODED}, or correct the row"} if reason == _CODED else {}
+            yield Broken(where=where, reason=reason, found=found, raw=raw, **{"accepted": _ACCEPTED, **coded})
         else:
             yield Row(fields=dict(zip(columns, cells, strict=True)), where=where)
 
@@ -70,7 +84,7 @@ def _fault(number: int, cells: Sequence[str] | str, columns: Sequence[str], sepa
     try:
         "".join(cells).encode()
     except UnicodeEncodeError as error:
-        return "not UTF-8", f"byte {ord(error.object[error.start]) - 0xDC00:#04x} is not UTF-8"
+        return _CODED, f"byte {ord(error.object[error.start]) - 0xDC00:#04x} is not UTF-8"
     return "", ""
 
 
@@ -143,6 +157,7 @@ def _header(line: _Line, name: str, separator: str) -> tuple[str, ...]:
     if found:
         between = _SEPARATORS.get(separator, repr(separator))
         accepted = f"a header of column names in UTF-8, each once, with {between} between them"
-        remedy = f"correct it, or set loader.sep='{others[0]}' on the source" if others else "correct it"
+        remedy = ENCODED if found.endswith(_CODED) else "correct it"
+        remedy += f", or set loader.sep='{others[0]}' on the source" if others else ""
         raise refused(f"{name}:{number}", found, accepted, remedy.replace("\t", "\\t"))
     return tuple(columns)

@@ -34,6 +34,7 @@ from lineage.source.sources import filled_in, local_paths
 from lineage.source.text_split import BLANK_LINE, NOTE, SplitBy, data_suffix, detected_split, partitions
 from tasks.data.reading.chunk import (
     BLOCK_BYTES,
+    ENCODED,
     MAX_ROW_BYTES,
     MOST,
     Broken,
@@ -340,7 +341,7 @@ def _blocks(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes]]:
 def _not_utf8(error: UnicodeDecodeError, where: str, raw: bytes) -> Broken:
     """A line that cannot be decoded as UTF-8."""
     found = f"byte {raw[error.start]:#04x} at column {error.start + 1} is not UTF-8"
-    remedy = "convert the file: `iconv -f ENCODING -t UTF-8 FILE > NEW`, or correct the row"
+    remedy = f"{ENCODED}, or correct the row"
     return Broken(where=where, reason="not UTF-8", raw=shown(raw), found=found, accepted="UTF-8", remedy=remedy)
 
 

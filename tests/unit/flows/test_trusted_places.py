@@ -93,7 +93,7 @@ def test_a_store_that_can_only_be_read_is_named(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "mkdir", refused)
     result = toy("run", f"store={store}")
     assert result.returncode == 2
-    assert f"{store}" in result.stderr and "Read-only file system; a path that this account" in result.stderr
+    assert "posttrain: store" in result.stderr and "Read-only file system; a path that this account" in result.stderr
 
 
 @pytest.mark.parametrize("words", [["store=one", "store=two"], ["+store=one", "++store=two"]])
@@ -254,9 +254,9 @@ def test_a_plan_writes_nothing_where_no_store_is(toy, tmp_path):
     assert list((tmp_path / "foreign").iterdir()) == []
 
 
-def test_no_escape_of_a_store_is_in_the_end_of_a_run(monkeypatch):
+def test_no_escape_of_a_store_is_in_the_end_of_a_run(monkeypatch, tmp_path):
     monkeypatch.setattr("flows.reports.run._lineage_page", lambda plan: "")
-    plan = SimpleNamespace(stages=[], stale=[], pipeline=SimpleNamespace(name="toy"))
+    plan = SimpleNamespace(stages=[], stale=[], pipeline=SimpleNamespace(name="toy", store=tmp_path / "store"))
     assert r"store=\x1b[2J" in summary(plan, {}, 0.0, [f"store={ESC}[2J"])
 
 

@@ -99,10 +99,24 @@ def test_unusual_names_and_empty_columns_get_no_proposal(call):
         assert "reads them; a pipeline" not in call("a.jsonl", a_jsonl=rows * 9)[2]
 
 
-def test_contents_as_llamafactorys_version_1_has_them(call):
+def test_conversations_that_begin_alike_are_proposed_as_a_pair(call):
+    """As LLaMA-Factory's version 1 has them."""
+    asked = {"role": "user", "content": [{"type": "text", "value": "q"}], "loss_weight": 0.0}
+    pair = {name: {"role": "assistant", "content": [{"type": "text", "value": name}]} for name in ("good", "bad")}
+    row = {"chosen_messages": [asked, pair["good"]], "rejected_messages": [asked, pair["bad"]]}
+    rows = "".join(json.dumps(row).replace('"q"', f'"q {n}"') + "\n" for n in range(200))
+    code, _, err = call("a.jsonl", a_jsonl=rows)
+    assert code == 2 and "columns.chosen=chosen_messages columns.rejected=rejected_messages reads them" in err, err
+    command = shlex.split(err.partition("posttrain data ")[2].partition(" reads them")[0])
+    code, out, err = call(*command, "--json")
+    assert (code, json.loads(out)["sources"]["rows"]["rows_used"]) == (0, 200), err
+
+
+@pytest.mark.parametrize("key", ["value", "content"])  # of LLaMA-Factory's version 1, and of Oumi
+def test_contents_in_parts_as_peers_have_them(call, key):
     row = {"messages": [
-        {"role": "user", "content": [{"type": "text", "value": "A question"}], "loss_weight": 0.0},
-        {"role": "assistant", "content": [{"type": "text", "value": "An answer"}], "loss_weight": 1.0},
+        {"role": "user", "content": [{"type": "text", key: "A question"}], "loss_weight": 0.0},
+        {"role": "assistant", "content": [{"type": "text", key: "An answer"}], "loss_weight": 1.0},
     ]}  # fmt: skip
     rows = "".join(json.dumps(row).replace("question", f"question {n}") + "\n" for n in range(200))
     code, out, err = call("a.jsonl", "--json", a_jsonl=rows)
