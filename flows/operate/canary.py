@@ -484,7 +484,7 @@ def check(canary: Canary, only: Sequence[str], *, where: Path, isolates: bool) -
     )  # fmt: skip
     outcomes = run_recipes(names)
     found = replace(found, recipes=_compared(canary, outcomes, found))
-    if isolates and found.beyond and found.packages:
+    if isolates and found.beyond:
         found = replace(found, isolated=isolate(canary, found))
     return found
 
@@ -548,9 +548,17 @@ def isolate(canary: Canary, found: Checked) -> Isolated:
                 causes.append(Cause(packages=sorted(group), recipes=recipes, reason=reason))
     named = {recipe for cause in causes for recipe in cause.recipes}
     return Isolated(
-        causes=causes, not_by_packages=otherwise, only_together=[name for name in waiting if name not in named],
-        unavailable=unavailable,
+        causes=list(_smallest(causes)), not_by_packages=otherwise,
+        only_together=[name for name in waiting if name not in named], unavailable=unavailable,
     )  # fmt: skip
+
+
+def _smallest(causes: Sequence[Cause]) -> Iterator[Cause]:
+    """The causes without recipes that some of their packages change without the others."""
+    for cause in causes:
+        parts = [each for each in causes if set(each.packages) < set(cause.packages)]
+        if recipes := [name for name in cause.recipes if not any(name in each.recipes for each in parts)]:
+            yield replace(cause, recipes=recipes)
 
 
 def install(name: str, version: str, folder: Path) -> str:

@@ -298,6 +298,42 @@ def test_packages_that_require_each_other_are_tried_together(tmp_path: Path, pre
     assert canary.resolvable("ptthree", old) == ({"ptthree"}, "")
 
 
+def test_each_package_is_tried_alone_and_what_none_explains_is_said(
+    tmp_path: Path, present: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of five packages one changes sft, two that require each other change dpo, two only together cpt; kto is other."""
+    requires = {"pta": (), "ptb": ("ptc>=2",), "ptc": (), "ptd": (), "pte": (), "ptf": ()}
+    for name, needs in requires.items():
+        distribution(present, name, "2", *needs)
+    changed_by = {"sft": {"pta"}, "dpo": {"ptb", "ptc"}, "cpt": {"pta", "ptd"}, "kto": set[str]()}
+
+    def install(name: str, version: str, folder: Path) -> str:
+        if name != "pte":
+            distribution(folder, name, version)
+        return "uv: none" if name == "pte" else ""
+
+    def run(names: Sequence[str], *, environment: Mapping[str, str] | None = None) -> dict:
+        folders = {Path(each).name for each in (environment or {}).get("PYTHONPATH", "").split(os.pathsep)}
+        new = requires.keys() - folders
+        return {name: {"": recipes.Outcome(figures={"loss": [float(changed_by[name] <= new)]})} for name in names}
+
+    monkeypatch.setattr(canary, "install", install)
+    monkeypatch.setattr(canary, "run_recipes", run)
+    monkeypatch.setattr(canary, "package_versions", lambda: dict.fromkeys(requires, "2"))
+    zero = {"figures": {"loss": [0.0]}, "noise": {"loss": 1e-7}, "digests": {}, "seconds": 1.0}
+    edit(recorded, lambda each: each.update(
+        names=list(changed_by), recipes=dict.fromkeys(changed_by, zero), packages=dict.fromkeys(requires, "1")
+    ))  # fmt: skip
+    assert main(["canary", "check", "--isolate"]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert "changed by pta 1 -> 2: sft" in lines
+    assert "changed by ptb 1 -> 2 and ptc 1 -> 2 (tried together: ptb 2 requires ptc>=2): dpo" in lines
+    assert "changed by no package alone: cpt" in lines
+    assert "changed with all packages as recorded too, so by the code, Python or the machine: kto" in lines
+    assert "could not be installed as recorded: pte (uv: none)" in lines
+    assert lines[-1] == "4 recipes beyond noise: sft, dpo, cpt, kto"
+
+
 def wheel(folder: Path, name: str) -> None:
     """The wheel of an installed package of Python files."""
     found = metadata.distribution(name)
