@@ -847,9 +847,8 @@ def fit(
             with deterministic_kernels(ctx.resources.is_deterministic), fast, collecting as collect:
                 _take_steps(trainer, ctx, watching, checkpointing, collect)
             saver.finish()
-            if checkpointing.stopped_at is not None and not any(
-                each.ended_at for each in (validation, scoring) if each
-            ):
+            ended_early = any(each.ended_at for each in (validation, scoring) if each)
+            if checkpointing.stopped_at is not None and not ended_early:
                 raise StoppedError(f"stopped at step {checkpointing.stopped_at} of {trainer.args.max_steps}")
         except Exception:
             saver.settle()

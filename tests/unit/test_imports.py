@@ -74,6 +74,7 @@ ALONE = {
     "tasks.train.kernels.fast_lora": "an option's own business: what an adapter's layers compute on a GPU",
     "tasks.train.loop.token_batches": "one story: how a step is divided by tokens, and repeated when memory runs out",
     "tasks.train.model_rules": "a part of the table of what works with what",
+    "tasks.train.steps.workers": "one story: how the workers of a session divide a call; its importer has 600 lines",
     "tasks.train.light_imports": "imported by name, by the fork server",
     "tasks.judgement.canary": "python -m: recipes that run in a process of their own; tests build models with it",
     "tasks.model.gguf_file": "one format of files, which is written and read back",

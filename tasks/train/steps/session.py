@@ -21,7 +21,8 @@ from datasets import Dataset
 
 from lineage.errors import ArtifactError, ConfigError
 from tasks.data.kinds import PROMPTS
-from tasks.data.tokens.tokenize_rows import TokenizedRows, TokenStats
+from tasks.data.tokens.token_stats import TokenStats
+from tasks.data.tokens.tokenize_rows import TokenizedRows
 from tasks.model.merging import golden_texts_for
 from tasks.steps import IGNORED, Row, Steps, require_workers
 from tasks.train.generation.generating import Sampling

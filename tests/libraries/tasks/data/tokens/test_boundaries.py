@@ -13,8 +13,9 @@ from lineage.errors import DataError
 from tasks.data.kinds import IGNORED, Message, TokenRow
 from tasks.data.tokens.encoding import Joined, encode_rendered, encoder_of
 from tasks.data.tokens.rendering import Renderer
+from tasks.data.tokens.token_stats import CONTROL_TOKENS
 from tasks.data.tokens.tokenization import ControlText, Tokenization
-from tasks.data.tokens.tokenize_rows import CONTROL_TOKENS, RowTokenizer, load_or_make
+from tasks.data.tokens.tokenize_rows import RowTokenizer, load_or_make
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.rows import Lengths, Prompt, answered_tokens, prompt_tokens
 from tasks.model.chat_template import CHATML, HERMES
