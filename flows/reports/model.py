@@ -420,19 +420,19 @@ def _origin(
     name: str, value: object, manifest: Manifest, given: Mapping[str, str], defaults: Mapping[str, object],
     origins: Mapping[str, str],
 ) -> str:  # fmt: skip
-    place, shared = f"stages.{manifest.stage}.method.", name.replace("schedule.", "lr_schedule.", 1)
-    keys = (f"{place}{name}", f"stages.{manifest.stage}.{name}", name, shared)
-    found = next((origins[key] for key in keys if key in origins), COMMAND_LINE)
+    place, parts = f"stages.{manifest.stage}.method.", name.split(".")
+    names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]  # a list is set as a whole
+    keys = [f"{base}{each}" for base in (place, f"stages.{manifest.stage}.", "") for each in names]
+    shared = name.replace("schedule.", "lr_schedule.", 1)
+    found = next((origins[key] for key in (*keys, shared) if key in origins), "default" if origins else "")
     for key, word in given.items():
         field, group = key.removeprefix(place), name.partition(".")[0]
-        if found == COMMAND_LINE and key.startswith(place) and (name == field or name.startswith(f"{field}.")):
+        if found in (COMMAND_LINE, "") and key.startswith(place) and (name == field or name.startswith(f"{field}.")):
             because = manifest.provenance.because
             return f"{COMMAND_LINE}, by {because}" if because else COMMAND_LINE
         if key == group and group in _GROUPS:
             return f"{COMMAND_LINE}: {word}"
-    if found != COMMAND_LINE or any(key in origins for key in keys):
-        return found
-    return "default" if name in defaults and defaults[name] == value else f"pipeline {manifest.pipeline}"
+    return found or ("default" if name in defaults and defaults[name] == value else f"pipeline {manifest.pipeline}")
 
 
 def _defaults(method: str) -> dict[str, object]:
