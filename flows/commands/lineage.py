@@ -50,6 +50,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 def run_report(options: argparse.Namespace) -> int:
     from flows.reports.diff import diff_text
     from flows.reports.model import model_card, model_page, model_report
+    from flows.reports.sweep import trial_model
     from lineage.errors import ConfigError
     from lineage.graph.diff import diff
     from lineage.graph.index import Index
@@ -63,8 +64,9 @@ def run_report(options: argparse.Namespace) -> int:
         )
     if options.card and options.compare:
         raise ConfigError("--card with --compare: a card is of one model; leave one of them out")
-    with Index(asked_store([word for word in words if "=" in word], options.config_dir)) as index:
-        reports = [model_report(ref, index) for ref in refs]
+    store = asked_store([word for word in words if "=" in word], options.config_dir)
+    with Index(store) as index:
+        reports = [model_report(trial_model(ref, store) or ref, index) for ref in refs]
         found = diff(index, *(each["id"] for each in reports)) if options.compare else None
     if options.json:
         both = {"models": reports, "differences": found.to_dict()} if found else reports[0]

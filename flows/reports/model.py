@@ -483,8 +483,8 @@ def _curves(node: Node) -> Curves | None:
     for name in series:
         if not is_of_machine(name) and name not in _UNDRAWN:
             fits = (title for title, form in _CHARTS.items() if re.fullmatch(form, name))
-            is_score = name.startswith("score: ")
-            title = name if is_score else next(fits, name.partition("/")[0])
+            is_alone = name.startswith("score: ") and "perplexity/" not in name  # those of all labels are one chart
+            title = name if is_alone else next(fits, name.partition("/")[0])
             drawn.setdefault(title, []).append(name)
     charts: list[Chart] = [
         {"title": title, "traces": [_trace(name, series[name]) for name in names]}
@@ -599,10 +599,10 @@ def _scores_beside(node: Node) -> Scores | None:
     by_row = read_scores(folder) if (folder / SCORES_FILE).exists() else {}
     rows = [_score_row(name, ["base", "model"], metrics, by_row.get(name)) for name in names]
     start = next((record.artifact for slot, record in node.manifest.inputs.items() if slot == "policy"), "base")
-    columns, count = [start.removeprefix(SOURCE), node.name], max((len(s.row_ids) for s in by_row.values()), default=0)
-    return (
-        Scores(stage="beside the training", policies=columns, rows=rows, protocol=[], num_rows=count) if rows else None
-    )
+    columns, protocol = [start.removeprefix(SOURCE), node.name], [("step", f"{step:.0f}")] if by_row else []
+    count = max((len(each.row_ids) for each in by_row.values()), default=0)
+    found = Scores(stage="beside the training", policies=columns, rows=rows, protocol=protocol, num_rows=count)
+    return found if rows else None
 
 
 def _score_row(name: str, columns: Sequence[str], metrics: Mapping[str, float], scores: RowScores | None) -> ScoreRow:

@@ -3,13 +3,18 @@
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 from flows.reports.wording import empty_table, plain_text
 from flows.sweep.files import SweepFiles
-from flows.sweep.folder import TrialResult, overrides, trial_results
+from flows.sweep.folder import FOLDER, TrialResult, overrides, trial_results
 from flows.sweep.plan import SweepPlan, count_stages, union
+from lineage.artifact import MODELS
+from lineage.filesystem.files import atomic_write
+from lineage.fingerprint import short
 from lineage.markup import markdown_table
 from lineage.record.metrics_file import is_of_machine
+from lineage.store import Store
 
 _MOST_COLUMNS = 4  # of metrics where there are no objectives
 _MOST_TRIALS = 100
@@ -60,6 +65,31 @@ def union_dict(sweep: SweepPlan) -> dict[str, object]:
     }  # fmt: skip
 
 
+def trial_model(ref: str, store: Path) -> str | None:
+    """The last model of a trial, named as ``SWEEP/NUMBER``; None: there is no such trial, or it made none."""
+    name, _, number = ref.rpartition("/")
+    folder, made = store / FOLDER / name, dict[str, float]()
+    trials = trial_results(folder) if name and (folder / "trials.jsonl").exists() else []
+    for stage, digits in next((each.fingerprints for each in trials if str(each.number) == number), {}).items():
+        manifest = Store(store).entry(stage, digits).manifest()
+        if manifest and manifest.produces in MODELS:
+            made[f"{stage}@{short(digits)}"] = manifest.provenance.end
+    return max(made, key=lambda each: made[each], default=None)
+
+
+def write_pages(sweep: SweepPlan, files: SweepFiles) -> None:
+    """Writes the page of the model of each best trial beside its overrides: ``best.html``."""
+    from flows.reports.model import model_page, model_report
+    from lineage.graph.index import Index
+
+    store = sweep.plan.pipeline.store
+    for path, held in files.best().items():
+        model = trial_model(f"{files.folder.name}/{held['trial']}", store)
+        if model:
+            with Index(store) as index:
+                atomic_write(path.with_suffix(".html"), model_page([model_report(model, index)]))
+
+
 def sweep_dict(sweep: SweepPlan, files: SweepFiles, seconds: float, mlflow_run_id: str | None) -> dict[str, object]:
     """The object that ``run --multirun --json`` prints."""
     trials = [
@@ -87,7 +117,8 @@ def sweep_summary(sweep: SweepPlan, files: SweepFiles, seconds: float) -> str:
             values = " ".join(f"{name}={value:.6g}" for name, value in row.values.items())
             lines.append(f"{'best' if len(row.values) == 1 else 'front'}: trial {row.number}: {values}  {params}")
     why = "no trial was complete" if sweep.sweep.objectives else "set sweep.objectives to define the best trial"
-    names = ", ".join(["plots.html", *(path.name for path in best)])
+    pages = [page.name for path in best if (page := path.with_suffix(".html")).exists()]
+    names = ", ".join(["plots.html", *(path.name for path in best), *pages])
     lines.append(f"{files.folder}: trials.csv{f', {names}' if best else f' (no best.yaml: {why})'}")
     if sweep.sweep.by_step:
         header, *steps = files.by_step(rows)

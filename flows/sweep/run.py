@@ -16,7 +16,7 @@ from typing import Protocol
 from flows.planning.plan import PlannedStage
 from flows.prefect.server import embedded_server
 from flows.progress.screen import Screen
-from flows.reports.sweep import sweep_dict, sweep_summary, union_text
+from flows.reports.sweep import sweep_dict, sweep_summary, union_text, write_pages
 from flows.run import Trials, check_machine, open_run, prepare_run
 from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses
@@ -74,6 +74,10 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
         return Study(sweep.sweep, sweep.space, folder)
 
     done = conduct(sweep, cli_args, proposer)
+    try:
+        write_pages(sweep, done.files)
+    except Exception as error:  # of any reader of the record: the models are there all the same
+        print(f"posttrain: a page of the best trials is not written: {error}", file=sys.stderr)
     report = json.dumps(sweep_dict(sweep, done.files, done.seconds, done.execution_id), indent=2)
     print(report if as_json else sweep_summary(sweep, done.files, done.seconds), flush=True)
     done.require_success()

@@ -126,10 +126,11 @@ def _kl_explodes(curves: Curves) -> Finding | None:
 
 
 def _models(curves: Curves, metric: str) -> dict[str, float]:
-    """Model -> value of a metric of an evaluation, in the order of the pipeline."""
-    return {
+    """Model -> value of a metric of an evaluation, in the order of the pipeline: the start of a training is first."""
+    found = {
         name.removesuffix(f"/{metric}"): value for name, value in curves.report.items() if name.endswith(f"/{metric}")
     }
+    return dict(sorted(found.items(), key=lambda each: each[0] != "evaluation/base"))
 
 
 @_rule(

@@ -5,13 +5,16 @@ import hashlib
 import io
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
 from flows.reports.model import model_page, model_report
+from flows.reports.sweep import write_pages
+from flows.sweep.folder import TrialResult
 from lineage.errors import ConfigError
 from lineage.graph.index import Index
 from tasks.data.images import IMAGES
@@ -129,6 +132,23 @@ def _entries(store: WrittenStore):
     from lineage.store import Store
 
     return Store(store.root).entries()
+
+
+def test_a_trial_of_a_sweep_has_a_page(full, tmp_path):
+    made = {manifest.stage: manifest.fingerprint for _, each in _entries(full) if (manifest := each.manifest())}
+    folder = full.root / "sweeps" / "rates"
+    folder.mkdir(parents=True)
+    stages = {name: made[name] for name in ("chats", "sft", "dpo")}
+    trials = [TrialResult(number=1, params={}, state="complete", fingerprints=stages)]
+    trials.append(TrialResult(number=2, params={}, state="failed"))
+    (folder / "trials.jsonl").write_text("".join(json.dumps(asdict(each)) + "\n" for each in trials))
+    files = SimpleNamespace(folder=folder, best=lambda: {folder / "best.yaml": {"trial": 1}})
+    plan = SimpleNamespace(pipeline=SimpleNamespace(store=full.root))
+    write_pages(SimpleNamespace(plan=plan), files)  # type: ignore[arg-type]
+    model = f"dpo@{made['dpo'][:16]}"
+    assert f"<title>{model}</title>" in (folder / "best.html").read_text()
+    done = [call(["report", f"rates/{number}", f"store={full.root}", "--json"], tmp_path, {}) for number in (1, 2)]
+    assert json.loads(done[0].stdout)["id"] == model and done[1].returncode == 2
 
 
 def test_the_page_has_every_section_and_one_without_content_is_left_out(full, tmp_path):

@@ -218,6 +218,14 @@ CASES: dict[str, tuple[Curves, set[str]]] = {
     "answers without end": (
         curves({"method": "Evaluate"}, report={**SCORED, **ENDED, "sft/unfinished_share": 0.6}), {"repetitive"},
     ),
+    "a start without end": (
+        curves(loss=SANE, report={**ROWS, "evaluation/unfinished_share": 0.1, "evaluation/base/unfinished_share": 1.0}),
+        set(),
+    ),
+    "tuned answers without end": (
+        curves(loss=SANE, report={**ROWS, "evaluation/unfinished_share": 0.6, "evaluation/base/unfinished_share": 0.1}),
+        {"repetitive"},
+    ),
     "completions without end": (curves(GRPO, **{**RL, "completions__clipped_ratio": line(0.1, 0.9)}), {"repetitive"}),
     "an idle GPU": (curves(loss=SANE, gpus=1, report={**ROWS, "mfu": 0.05}), {"low-device-use"}),
     "a busy GPU": (curves(loss=SANE, gpus=1, report={**ROWS, "mfu": 0.4}), set()),
