@@ -61,13 +61,8 @@ def require_global(path: Path, package: str) -> None:
 
 
 PROJECT = "posttrain.yaml"
+project_files: dict[str, str] = {}  # override -> the project file from which this process read it
 _PLAIN = re.compile(r"[\w./@:+%*-]+")  # what needs no quotes in an override
-
-
-class ProjectWord(str):
-    """An override that a project file sets."""
-
-    file: str
 
 
 def read_project(options: argparse.Namespace) -> None:
@@ -136,10 +131,9 @@ def project_overrides(file: Path) -> list[str]:
             f"{file}: has a defaults list, so it is a pipeline; put it into a folder of the name pipeline: "
             f"posttrain plan conf/pipeline/{file.name}; a project file has no such list, but pipeline: NAME"
         )
-    found = list(map(ProjectWord, _leaves(node, "")))
-    for word in found:
-        word.file = str(file)
-    return list(found)
+    found = list(_leaves(node, ""))
+    project_files.update(dict.fromkeys(found, str(file)))
+    return found
 
 
 def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import yaml
 
 from flows.declare.pipeline import Pipeline
-from flows.declare.project import ProjectWord
+from flows.declare.project import project_files
 from flows.planning.model_checks import root_of
 from flows.planning.staleness import Hyperparameters
 from lineage.artifact import MODELS
@@ -117,8 +117,7 @@ def origins(pipeline: Pipeline, *, own: bool = False) -> dict[str, str]:
             name = str(path.relative_to(folder.parent if folder and is_own else CONF.parent))
             found |= dict.fromkeys(_leaves(package, yaml.safe_load(path.read_text(encoding="utf-8"))), name)
     for word in pipeline.overrides or ():
-        place = word.file if isinstance(word, ProjectWord) else COMMAND_LINE
-        found |= dict.fromkeys(_leaves(field_of(word), parsed(word).value()), place)
+        found |= dict.fromkeys(_leaves(field_of(word), parsed(word).value()), project_files.get(word, COMMAND_LINE))
     return found
 
 
