@@ -156,12 +156,17 @@ def check_positions(pipeline: Pipeline) -> None:
     """Checks ``max_length`` against models with a table of positions, and what models read of later and earlier places.
 
     Raises:
-        ConfigError: names the field and the largest accepted value; or the model sees later tokens, or would generate
-            and reads the padding before a prompt.
+        ConfigError: names the field and the largest accepted value; or the model, a teacher, or another that is run
+            sees later tokens, or would generate and reads the padding before a prompt.
     """
+    for name in pipeline.order():
+        stage = pipeline.stages[name]
+        consumes = stage.method.consumes
+        models = [ref for slot, ref in stage.inputs.items() if consumes.get(slot, consumes.get("*")) in MODELS]
+        for reference in models if stage.method.uses_gpu else ():
+            if why := why_not_causal(root_config(pipeline, reference)):
+                raise ConfigError(f"stages.{name}: {why}")
     for name, method, config in _trainings(pipeline):
-        if why := why_not_causal(config):
-            raise ConfigError(f"stages.{name}: {why}")
         if isinstance(method, Completing) and reads_padding(config):
             raise ConfigError(f"stages.{name}: {why_not_sampled(config['model_type'])}")
         positions = learned_positions(config)

@@ -161,6 +161,16 @@ def test_a_model_that_reads_its_padding_is_refused_where_it_would_generate(tmp_p
     encoder = write_model(tmp_path / "bert", model_type="bert", max_position_embeddings=512)
     with pytest.raises(ConfigError, match=r"stages\.cpt: the model \(bert\) reads later tokens.* set is_decoder=true"):
         check_positions(load_pipeline(["pipeline=sft-kto", f"model={encoder}"]))
+    images = write_model(tmp_path / "paligemma", model_type="paligemma", text_config={"model_type": "gemma"})
+    with pytest.raises(ConfigError, match=r"stages\.sft: the model \(paligemma\) reads later tokens"):
+        check_positions(load_pipeline(["pipeline=sft", f"model={images}", "data=rows.jsonl"]))
+    read = [
+        "sources.other.kind=checkpoint",
+        f"sources.other.path={images}",
+        "stages.evaluate.inputs.other=source:other",
+    ]
+    with pytest.raises(ConfigError, match=r"stages\.evaluate: the model \(paligemma\) reads later tokens"):
+        check_positions(load_pipeline(["pipeline=sft-kto", f"model={model}", *read]))
 
 
 @pytest.mark.parametrize(
