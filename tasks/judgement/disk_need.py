@@ -5,7 +5,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,11 @@ from lineage.filesystem.disk import free_bytes, gigabytes
 from lineage.source.model_files import read_json, require_sound, weight_places
 from lineage.store import Entry
 from tasks.context import Resources
+from tasks.data.images import Images, Part
 from tasks.judgement.check_rows import POLICY
 from tasks.recipe import REWARD_HEAD, VALUE_MODEL, TrainingRecipe
 from tasks.train.models.adapters import ADAPTERS, HEADS, Adapter, adapts_experts, targets
-from tasks.train.models.freeze import TOWERS, Freeze
+from tasks.train.models.freeze import idle
 from tasks.train.models.quantization import CONV1D_MODELS
 
 _WEIGHT_BYTES = 4  # trained weights are kept in fp32, or in two halves
@@ -112,10 +113,10 @@ def disk_need(method: TrainingRecipe, resources: Resources, shapes: Shapes) -> D
     weights = sum(map(math.prod, shapes.values()))
     trained, adapter = (weights, 0)
     if method.adapter:
-        trained, adapter = adapter_weights(method.adapter, shapes, is_quantized=method.quantization is not None)
+        trained, adapter = weights_of_adapter(method, shapes)
+    else:
+        trained -= _frozen_weights(method, shapes) or 0
     saved = adapter if method.adapter else weights
-    if method.freeze:
-        trained -= _frozen_weights(method.freeze, shapes) or 0
     if method.has_own_loop and method.adapter:
         saved += weights  # it saves its policy with the base
     if VALUE_MODEL in method.models.values():
@@ -268,11 +269,27 @@ def _packed_in_words(weights: Mapping[str, "_Slice"], config: object) -> Shapes:
     }  # fmt: skip
 
 
-def adapter_weights(adapter: Adapter, shapes: Shapes, *, is_quantized: bool = False) -> tuple[int, int]:
+def parts_trained(method: TrainingRecipe) -> tuple[Part, ...]:
+    """The parts beside the language model that a training changes."""
+    images: Images | None = getattr(method, "images", None)
+    return (images.trains if images else None) or ()
+
+
+def weights_of_adapter(method: TrainingRecipe, shapes: Shapes) -> tuple[int, int]:
+    """``adapter_weights`` of a training."""
+    assert method.adapter
+    is_quantized = method.quantization is not None
+    return adapter_weights(method.adapter, shapes, is_quantized=is_quantized, trains=parts_trained(method))
+
+
+def adapter_weights(
+    adapter: Adapter, shapes: Shapes, *, is_quantized: bool = False, trains: Collection[Part] = ()
+) -> tuple[int, int]:
     """Weights of an adapter on a model of these shapes: those that are trained, and those that are saved.
 
     Args:
         is_quantized: whether the base is held in few bits: the experts of a mixture then get no adapter.
+        trains: parts of the model that read images, and are trained.
 
     Raises:
         ConfigError: a name of the adapter matches no layer of the model, or the model has none of the biases.
@@ -282,10 +299,9 @@ def adapter_weights(adapter: Adapter, shapes: Shapes, *, is_quantized: bool = Fa
     row = ADAPTERS[adapter.type]
     places = {name: _layer(shapes[f"{name}.weight"]) for name in _targets(adapter, shapes)}
     layers = list(places.values())
-    unread = [layer for name, layer in places.items() if any(word in name for word in TOWERS)]  # by text: frozen
-    idle = sum(row.trained(adapter, *layer) for layer in unread)
-    trained = sum(row.trained(adapter, *layer) for layer in layers) - idle
-    frozen = idle + sum(row.frozen(adapter, *layer) for layer in layers) + _buffers(adapter, shapes)
+    left = sum(row.trained(adapter, *places[name]) for name in idle(places, trains))  # frozen
+    trained = sum(row.trained(adapter, *layer) for layer in layers) - left
+    frozen = left + sum(row.frozen(adapter, *layer) for layer in layers) + _buffers(adapter, shapes)
     if adapts_experts(adapter) and not is_quantized:
         trained += sum(_of_expert(adapter, name, shape) for name, shape in shapes.items() if _is_of_mixture(name))
     trained += _of_the_base(adapter, shapes)
@@ -322,20 +338,25 @@ def percent_trained(method: TrainingRecipe, shapes: Shapes) -> float | None:
     head = _width(shapes) if method.models[POLICY] == REWARD_HEAD else 0
     adapter = method.adapter
     if adapter:
-        trained, saved = adapter_weights(adapter, shapes, is_quantized=method.quantization is not None)
+        trained, saved = weights_of_adapter(method, shapes)
         in_place = _biases(adapter, shapes) if adapter.type != "ln_tuning" else 0
         beside = saved - _buffers(adapter, shapes) - in_place
         return 100 * (trained + head) / (weights + beside + 2 * head) if trained else None
     if method.freeze:
-        frozen = _frozen_weights(method.freeze, shapes)
+        frozen = _frozen_weights(method, shapes)
         return None if frozen is None else 100 * (1 - frozen / (weights + head))
     return None
 
 
-def _frozen_weights(freeze: Freeze, shapes: Shapes) -> int | None:
+def frozen_names(method: TrainingRecipe, shapes: Shapes) -> set[str]:
+    """The names of the weights that a training without an adapter leaves as they are."""
+    return idle(shapes, parts_trained(method)) | (method.freeze.frozen(shapes) if method.freeze else set())
+
+
+def _frozen_weights(method: TrainingRecipe, shapes: Shapes) -> int | None:
     """How many weights are frozen; None: unknown, because parts of a mixture are loaded under other names."""
     try:
-        return sum(math.prod(shapes[name]) for name in freeze.frozen(shapes))
+        return sum(math.prod(shapes[name]) for name in frozen_names(method, shapes))
     except ConfigError:
         if any("expert" in name for name in shapes):
             return None

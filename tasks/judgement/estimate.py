@@ -8,7 +8,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from tasks.context import Resources
-from tasks.judgement.disk_need import NOT_LINEAR, Shapes, adapter_weights
+from tasks.judgement.disk_need import NOT_LINEAR, Shapes, frozen_names, weights_of_adapter
 from tasks.recipe import FROZEN_POLICY, REWARD_HEAD, REWARD_MODEL, TEACHER, VALUE_MODEL, TrainingRecipe
 from tasks.train.sharding import STRATEGIES, Part, divided_over
 
@@ -172,9 +172,9 @@ def trained_weights(method: TrainingRecipe, shapes: Shapes) -> Trained:
     """How many weights a training holds and changes."""
     base = num_weights(shapes)
     if method.adapter is None:
-        frozen = [name for name in method.freeze.frozen(shapes)] if method.freeze else []
-        return Trained(base=base, trained=base - sum(math.prod(shapes[name]) for name in frozen), beside=0)
-    trained, saved = adapter_weights(method.adapter, shapes, is_quantized=method.quantization is not None)
+        frozen = sum(math.prod(shapes[name]) for name in frozen_names(method, shapes))
+        return Trained(base=base, trained=base - frozen, beside=0)
+    trained, saved = weights_of_adapter(method, shapes)
     return Trained(base=base, trained=trained, beside=saved)
 
 

@@ -33,9 +33,10 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, StoppedError
 from tasks.context import AUTO_ROWS
-from tasks.data.images import Images, Part
+from tasks.data.images import Images
 from tasks.data.tokens.rendering import stop_at, turn_ends
 from tasks.data.tokens.tokenize_rows import load_or_make, require_chat_template, show
+from tasks.judgement.disk_need import parts_trained
 from tasks.judgement.estimate import MOST_TOKENS, architecture, sequences, tokens_at_once
 from tasks.model.adapter_files import intake
 from tasks.model.chat_template import CHAT_TEMPLATE_FILE, install_chat_template, template_text
@@ -181,6 +182,7 @@ class TrainingRun:
         if method.precision == "auto":  # a plan resolves it before
             method = replace(method, precision=ctx.resources.resolved_precision("auto"))
         self.method, self.inputs, self.ctx = method, inputs, ctx
+        self._trained_parts = parts_trained(method)
         self._images: Images | None = getattr(method, "images", None)  # how the rows' images are read
         self.trained: PreTrainedModel | PeftModel | None = None
         self.share: dict[str, float] = {}
@@ -460,10 +462,6 @@ class TrainingRun:
     def vision(self) -> Vision | None:
         """How the images of the rows are read; None: they have none."""
         return Vision.of(self.inputs[_POLICY].path, self.inputs[type(self.method).reads.slot].path, self._images)
-
-    @property
-    def _trained_parts(self) -> tuple[Part, ...]:
-        return (self._images.trains if self._images else None) or ()
 
     @property
     def stop_tokens(self) -> list[int]:

@@ -15,14 +15,17 @@ from lineage.errors import ConfigError, DataError
 from tasks.context import Resources, TrainContext
 from tasks.data.images import MARK, Images, StoredImages
 from tasks.data.kinds import IGNORED, TRAIN, messages_of
+from tasks.data.preparing.prepare import token_lengths
 from tasks.data.tokens.rendering import blocks_of
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import TokenizedRows, load_or_make
 from tasks.evaluate.evaluate import Evaluate
 from tasks.evaluate.row_scores import read_scores
+from tasks.judgement.disk_need import model_shapes
+from tasks.judgement.estimate import trained_weights
 from tasks.method import Adapter, Input, Training
 from tasks.model.tokenizers import tokenizer_of
-from tasks.model.vision import processor_of
+from tasks.model.vision import Vision, processor_of
 from tasks.train.models.freeze import part_of
 from tests import tiny, training
 from tests.command import call
@@ -302,6 +305,22 @@ def test_a_row_that_would_lose_a_part_of_an_image_is_dropped_and_counted(root: P
         of_image = {(row.count(image), len(places)) for row, places in
                     zip(whole.columns["input_ids"], whole.columns["image_places"], strict=True)}  # fmt: skip
         assert set(ids) <= of_image  # whole images alone
+
+
+def test_lengths_and_estimates_count_images(root: Path, models: Any) -> None:
+    model = models("qwen2_vl")
+    vision = Vision.of(model, root / "preferences")
+    found = token_lengths([root / "preferences" / TRAIN], tokenizer_of(model), vision)
+    stats = tokens(root, model, kind=Kind.PREFERENCES).stats
+    trained = sorted(length for length, count in stats.lengths.items() for _ in range(count))
+    assert sorted(found) == [length + 1 for length in trained]  # the template's last newline, which is not trained
+    shapes = model_shapes(model)
+    parts = {part: sum(math.prod(shapes[name]) for name in shapes if "visual" in name and part_of(name) == part)
+             for part in ("vision", "projector")}  # fmt: skip
+    whole = sum(map(math.prod, shapes.values()))
+    for trains in ((), ("projector",), ("vision", "projector")):
+        frozen = sum(size for part, size in parts.items() if part not in trains)
+        assert trained_weights(sft(images=Images(trains=trains or None)), shapes).trained == whole - frozen
 
 
 def test_rows_with_images_are_refused_where_nothing_reads_them(root: Path, models: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -42,11 +43,14 @@ from tasks.data.preparing.decide import Decided, decide, draw_old, old_columns, 
 from tasks.data.preparing.options import REPLAY, TOKENIZER, Prepare
 from tasks.data.preparing.repeats import BANDS, NamedSet, find_leakage, find_near_duplicates
 from tasks.data.preparing.report import DataReport, Lengths, write_reports
+from tasks.data.tokens.encoding import Rendered
 from tasks.data.tokens.rendering import Template
 from tasks.recipe import Input, Inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from tasks.model.vision import Vision
 
 logger = logging.getLogger(__name__)
 
@@ -205,8 +209,10 @@ def _lengths(files: Sequence[Path], tokenizer: Input | None) -> Lengths | None:
         counted = byte_lengths(files)
     else:
         from tasks.model.tokenizers import tokenizer_of
+        from tasks.model.vision import Vision, reads_images
 
-        counted = token_lengths(files, tokenizer_of(tokenizer.path))
+        vision = Vision.of(tokenizer.path, files[0].parent) if reads_images(tokenizer.path) else None
+        counted = token_lengths(files, tokenizer_of(tokenizer.path), vision)
     return measure(counted, tokenizer=tokenizer.name if tokenizer else None) if len(counted) else None
 
 
@@ -243,19 +249,24 @@ def byte_lengths(files: Sequence[Path]) -> npt.NDArray[np.int64]:
     return np.concatenate([np.empty(0, dtype=np.int64), *map(np.asarray, found)])
 
 
-def token_lengths(files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase") -> npt.NDArray[np.int64]:
+def token_lengths(
+    files: Sequence[Path], tokenizer: "PreTrainedTokenizerBase", vision: "Vision | None" = None
+) -> npt.NDArray[np.int64]:
     """Lengths of prepared rows in tokens, rendered as for training; for a pair with the longer answer.
 
     If there are many rows, about ``MAX_COUNTED`` are sampled by id.
 
+    Args:
+        vision: how the images of the rows become tokens; None: they have none.
+
     Raises:
         DataError: the chat template refuses a row.
     """
-    template = Template.of(tokenizer) if tokenizer.chat_template else None
+    template = replace(Template.of(tokenizer), images=vision is not None) if tokenizer.chat_template else None
     lengths: list[int] = []
     for rows in _sampled(files):
         if template:
-            rendered = [_rendered(row, template) for row in rows.to_pylist()]
+            rendered = [_rendered(row, template, vision) for row in rows.to_pylist()]
         else:
             rendered = [[text] for text in texts_of(rows).to_pylist()]
         counted = tokenizer([text for texts in rendered for text in texts], add_special_tokens=False)
@@ -273,13 +284,12 @@ def _sampled(files: Sequence[Path]) -> Iterator[pa.RecordBatch]:
         yield from (batch.slice(start, _ROWS_AT_ONCE) for start in range(0, len(batch), _ROWS_AT_ONCE))
 
 
-def _rendered(row: Mapping[str, object], template: Template) -> list[str]:
+def _rendered(row: Mapping[str, object], template: Template, vision: "Vision | None") -> list[str]:
     """The texts to tokenize for a row: two for a pair, else one."""
     kind = kind_of_columns(list(row))
     if not kind.chat:
         return [str(row[kind.asked])]
     tools, row_id, asked = tools_of(row), str(row["row_id"]), messages_of(row[kind.asked])
-    if not kind.trained:
-        return template.render([asked], tools, row_id, prompt=True)
     answers = [messages_of(row[name]) for name in kind.answers]
-    return template.render([[*asked, *answer] for answer in answers or [[]]], tools, row_id)
+    texts = template.render([[*asked, *answer] for answer in answers or [[]]], tools, row_id, prompt=not kind.trained)
+    return [vision.expanded(Rendered(text=text), asked, row_id).text for text in texts] if vision else texts

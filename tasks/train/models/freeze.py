@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from transformers import PreTrainedModel
 
-TOWERS = ("vision", "visual", "audio", "multi_modal_projector")  # in the names of what reads no text
+_PROJECTORS = ("projector", "connector", "merger", "modality_projection", "aligner")  # in the names of what joins both
+TOWERS = ("vision", "visual", "audio", *_PROJECTORS)  # in the names of what reads no text
 _EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of what lies before the blocks
 _TRAINED = "_trained_beside_text"  # attribute of a model: its parts that text does not reach, and images train
 logger = logging.getLogger(__name__)
@@ -128,12 +129,19 @@ def unread_by_text(model: "PreTrainedModel") -> set[str]:
     return {name for name, each in model.named_parameters() if id(each) not in read}
 
 
-_PROJECTORS = ("projector", "connector", "merger", "modality_projection", "aligner")  # in the names of what joins both
-
-
 def part_of(parameter: str) -> Part:
     """The part of a model that a parameter outside of its language model belongs to."""
     return "projector" if any(word in parameter for word in _PROJECTORS) else "vision"
+
+
+def idle(names: Iterable[str], trains: Collection[Part] | None) -> set[str]:
+    """Of the names of weights those of a tower or projector that a training leaves as they are: it is in no memory yet.
+
+    Args:
+        trains: parts of it that are trained all the same.
+    """
+    towers = (name for name in names if any(word in name for word in TOWERS))
+    return {name for name in towers if part_of(name) not in (trains or ())}
 
 
 def freeze_unread(model: "PreTrainedModel", trains: Collection[Part] | None = None) -> None:
