@@ -51,8 +51,8 @@ settings.load_profile("posttrain")
 LONG_SECONDS = 8.0
 LONG = (
     "test_resuming_the_flow_run_approves_and_the_next_run_does_not_ask_again",
-    "test_two_workers_then_one_then_two_lose_no_row_and_repeat_none",
-    "test_every_stage_leaves_an_output_with_a_manifest",
+    "test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130",
+    "test_a_run_that_is_killed_leaves_nothing_and_goes_on_from_its_checkpoint",
     "test_the_first_stage_whose_model_is_worse_is_named_and_nothing_is_trained",
     "test_a_server_that_goes_away_costs_one_line_and_learns_the_end_from_the_next_command",
     "test_two_runs_at_once_train_a_shared_stage_once",

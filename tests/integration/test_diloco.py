@@ -96,6 +96,7 @@ def test_two_islands_follow_the_algorithm_of_the_paper(root: Path, tmp_path: Pat
     assert all(reports == ranks[0].metric("loss") for reports in (each.metric("loss") for each in ranks))
 
 
+@pytest.mark.slow
 def test_the_islands_read_the_rows_of_plain_training(root: Path, tmp_path: Path, two_workers: WorkerGroup) -> None:
     ranks, plain = (two_workers.train(asked(root, tmp_path / str(setting is None), setting)) for setting in (TWO, None))
     assert rows_of_steps(ranks) == rows_of_steps(plain)

@@ -64,7 +64,7 @@ def four_workers() -> Iterator[WorkerGroup]:
     group.close()
 
 
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", [None, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_two_steps_of_two_workers_are_those_of_one(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, adapter
 ) -> None:

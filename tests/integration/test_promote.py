@@ -229,6 +229,7 @@ def test_a_label_that_a_manifest_records_counts_without_being_stated(tmp_path, p
         promote(pipeline, node(toy, "left"), "production", why="", force=False)
 
 
+@pytest.mark.slow  # test_promotions.py: writers at once lose no event
 def test_of_two_promotions_at_once_one_wins_and_both_are_told(toy):
     arguments = ("--alias", "champion", "--config-dir", str(CONF), *BASE, "tracking=none")
     names = [node(toy, "left"), node(toy, "left", *BETTER)]

@@ -53,7 +53,9 @@ def test_measuring_between_steps_leaves_the_base_as_it_is(root: Path) -> None:
         assert torch.equal(model.train()(torch.arange(3, 20)[None]).logits, asked)
 
 
-@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(each, marks=pytest.mark.slow if each == "mixtral" else []) for each in MIXTURES]
+)
 def test_the_experts_of_a_mixture_are_in_4_bits_too(root: Path, tmp_path: Path, architecture: str) -> None:
     # bitsandbytes' kernel for CPUs needs rows of whole blocks of 64.
     policy = write_model(tmp_path / "policy", architecture, hidden_size=64, moe_intermediate_size=64)

@@ -59,6 +59,7 @@ def test_a_run_ends_with_the_page_of_its_model_and_is_as_good_without_it(toy):
     assert page.read_text() != own
 
 
+@pytest.mark.slow  # tests/libraries/flows/test_trackers.py has each tracker
 def test_other_trackers_have_a_run_of_each_stage(toy):
     others = [name for name in ("wandb", "trackio") if importlib.util.find_spec(name)]
     toy.environment |= {"WANDB_MODE": "offline"}

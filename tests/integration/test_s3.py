@@ -126,7 +126,7 @@ def _read_into(results: "multiprocessing.Queue[bytes]") -> None:
         results.put(file.read())
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_process_that_was_forked_or_spawned_after_reading_reads(start, rows):
     read("s3://rows/set/b.jsonl")  # the file system's own thread runs here, and is not there after a fork
     context = multiprocessing.get_context(start)

@@ -36,7 +36,7 @@ def test_micro_batches_and_workers_keep_the_trajectory(
 
 
 @pytest.mark.parametrize("name", training.FEW)
-@pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", [None, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_outputs_load_alone_and_repeat_to_the_bit(
     root: Path, tmp_path: Path, name: str, adapter: Adapter | None
 ) -> None:

@@ -91,6 +91,7 @@ def test_both_sides_are_tried_where_the_doctor_finds_nothing_and_a_failed_side_i
     assert found["rounds"][0]["best"] == 0
 
 
+@pytest.mark.slow
 def test_it_ends_before_a_budget_of_steps_is_passed_and_a_larger_one_goes_on(toy):
     found, started = tune(toy, "--budget-steps", "130")
     assert [trial["number"] for trial in found["trials"]] == [0, 1]

@@ -32,7 +32,9 @@ def measured(ran: StageFolder) -> dict[int, float]:
     return {step: metrics["val/loss"] for step, metrics in ran.reports if "val/loss" in metrics}
 
 
-@pytest.mark.parametrize("name", ["cpt", "sft", "reward", "dpo"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("cpt", "reward")), "sft", "dpo"]
+)
 def test_every_method_logs_and_reports_the_loss_and_trains_as_without(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
