@@ -18,6 +18,10 @@ function draw() {
       line: { color: palette[number % palette.length], width: 1.8 },
       marker: { size: 5 },
     }));
+    // Room for the lines of the legend, whose columns are as wide as the longest name.
+    const column = 60 + 7 * Math.max(...traces.map((trace) => trace.name.length));
+    const lines = Math.ceil(traces.length / Math.max(1, Math.floor(places[place].clientWidth / column)));
+    places[place].style.height = `${240 + 20 * lines}px`;
     const axes = { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true };
     const layout = {
       margin: { l: 10, r: 10, t: 8, b: 10 },
@@ -25,7 +29,7 @@ function draw() {
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: style.getPropertyValue("--sans"), size: 12, color: ink },
       showlegend: traces.length > 1,
-      legend: { orientation: "h", x: 0, y: -0.22, yanchor: "top" },
+      legend: { orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom" },
       xaxis: { ...axes, title: { text: axis, standoff: 6 } },
       yaxis: { ...axes },
       hovermode: "x unified",

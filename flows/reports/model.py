@@ -136,8 +136,7 @@ class Report(TypedDict, total=False):
     versions: Pairs
 
 
-_POINTS = 600  # of a curve
-_SAMPLES = 5  # rows, and answers
+_POINTS, _SAMPLES = 600, 5  # of a curve; rows, and answers
 _PICTURE = 256  # pixels of the longer side of an image on the page
 _LOG_BYTES = 200_000  # the beginning of a log, where the samples are
 _DRAWS = 200_000  # of a bootstrap: rows times resamples
@@ -498,7 +497,8 @@ def _trace(name: str, points: Sequence[tuple[int, float, float, float]]) -> Fact
     columns = zip(*[*points[:-1:every], points[-1]], strict=True)
     steps, tokens, minutes, values = map(list, columns)
     axes = {"step": steps, "tokens": tokens if any(tokens) else [], "minutes": minutes if any(minutes) else []}
-    return {"name": name, "values": values, **{axis: each for axis, each in axes.items() if each}}
+    shown = name.rpartition("/")[2].removeprefix("score: ") if name.startswith("score: ") else name
+    return {"name": shown, "values": values, **{axis: each for axis, each in axes.items() if each}}
 
 
 def _costs(store: Path, chain: Sequence[Node]) -> list[Facts]:
