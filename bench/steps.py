@@ -1,6 +1,6 @@
 """What the server costs: a step by `posttrain steps serve` and the SDK, beside the same session in this process.
 
-    python bench/steps.py [--hidden-size 576] [--layers 30] [--rows 16] [--tokens 512] [--steps 3]
+    python bench/steps.py [--model DIR] [--hidden-size 576] [--layers 30] [--rows 16] [--tokens 512] [--steps 3]
 
 The defaults have the layers of SmolLM2-135M with a narrower inner width and 300 tokens, and random weights: steps are
 shorter than its own, so that the server's share is larger. Sides take turns, so that other work on the machine falls on
@@ -25,6 +25,7 @@ from tests.steps_server import Served, find
 def arguments() -> argparse.Namespace:
     """Arguments of the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, help="a directory with a model; default: one with random weights")
     parser.add_argument("--hidden-size", type=int, default=576)
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--rows", type=int, default=16)
@@ -48,15 +49,17 @@ def main() -> None:
     from tasks.train.steps.session import Session
 
     args, folder = arguments(), Path(tempfile.mkdtemp())
-    tiny.write_policy(folder / "policy", hidden_size=args.hidden_size, num_layers=args.layers)
+    model = args.model or folder / "policy"
+    if args.model is None:
+        tiny.write_policy(model, hidden_size=args.hidden_size, num_layers=args.layers)
     settings = {"learning_rate": 1e-4, "max_length": args.tokens}
     tokens = [[(7 * row + place) % 250 for place in range(args.tokens + 1)] for row in range(args.rows)]
     weights = [1 / (args.rows * args.tokens)] * args.tokens
     rows = [Row(tokens=each[:-1], target_tokens=each[1:], weights=weights) for each in tokens]
     ctx = TrainContext(output_dir=folder / "output", work_dir=folder / "work")
     with Served(folder / "steps").running() as served:
-        here = Session(Steps(**settings), find(str(folder / "policy")), ctx)  # type: ignore[arg-type]
-        there = Client(served.url, served.key).session(str(folder / "policy"), **settings)
+        here = Session(Steps(**settings), find(str(model)), ctx)
+        there = Client(served.url, served.key).session(str(model), **settings)
 
         def in_process() -> object:
             return here.backward(rows), here.step()

@@ -63,7 +63,8 @@ class Limits:
     Args:
         lease_minutes: a session that was not used for so long leaves the memory; its next call loads it again.
         max_live: sessions in memory.
-        snapshot_seconds: of computation, after which a session's state is written, so that a restart has less to redo.
+        snapshot_seconds: of computation, after which a session's state is written, so that a restart has less to redo;
+            and 20 times as long as that took the last time.
         max_queued: calls of a session that wait.
         max_workers: of a session.
     """
@@ -110,12 +111,14 @@ class _Live:
     Attributes:
         applied: number of the last call that changed it.
         since: seconds of computation since the last snapshot.
+        writing: seconds that the last snapshot took.
     """
 
     session: Here | Group
     applied: int
     used: float
     since: float = 0.0
+    writing: float = 0.0
 
 
 class Engine:
@@ -453,7 +456,7 @@ class Engine:
             live.used = time.monotonic()
             if found["changes"]:
                 live.applied, live.since = found["seq"], live.since + seconds
-                if live.since > self.limits.snapshot_seconds:
+                if live.since > max(self.limits.snapshot_seconds, 20 * live.writing):
                     self._snapshot(session, live)
 
     def _created(self, session: str) -> dict[str, object]:
@@ -555,13 +558,13 @@ class Engine:
         return sorted(found, key=lambda each: int(each["seq"]))
 
     def _snapshot(self, name: str, live: _Live) -> None:
-        folder = self._folder(name) / _SNAPSHOT
+        folder, start = self._folder(name) / _SNAPSHOT, time.perf_counter()
         live.session.apply(methodcaller("save", folder / str(live.applied)))
         _replace(folder / "applied", str(live.applied).encode())
         for each in folder.iterdir():
             if each.is_dir() and each.name != str(live.applied):
                 shutil.rmtree(each, ignore_errors=True)
-        live.since = 0.0
+        live.since, live.writing = 0.0, time.perf_counter() - start
 
     def _unload(self, name: str) -> None:
         live = self._live.pop(name)

@@ -309,7 +309,8 @@ def _add_about(router: APIRouter, engine: Engine) -> None:
     @router.post("/create_session")
     def create_session(request: Request) -> Response:
         engine.authenticate(key_of(request))
-        return _json({"type": "create_session", "session_id": uuid.uuid4().hex[:16]})
+        found = {"type": "create_session", "session_id": uuid.uuid4().hex[:16]}
+        return _json({**found, "info_message": "LoRA: train_unembed is not applied: the head gets no adapter"})
 
     @router.post("/session_heartbeat")
     def heartbeat(request: Request) -> Response:

@@ -1,9 +1,11 @@
 """The public tinker client, in an environment of its own, against the server; and the protocol without it."""
 
 import json
+import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -16,7 +18,8 @@ from tests import training
 from tests.integration.test_steps import session
 from tests.steps_server import Served
 
-CLIENT = "tinker==0.38.0"
+CLIENT, COOKBOOK = "tinker==0.38.0", "tinker-cookbook==0.6.1"
+BASE = "meta-llama/Llama-3.2-1B"  # a folder of that name: the cookbook knows which renderer it has
 ROWS = [[5, 6, 7, 8], [9, 10, 11], [12, 13], [14, 15, 16, 17]]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -28,19 +31,31 @@ print(json.dumps({name: {str(each.number): each.name for each in known[name].fie
 """
 
 
-@pytest.fixture(scope="session")
-def client_python(pytestconfig: pytest.Config) -> Path:
-    """An interpreter with the client, kept for later runs of the tests."""
-    folder = pytestconfig.cache.mkdir("tinker") / CLIENT  # type: ignore[union-attr]
+def environment(config: pytest.Config, name: str, *installs: tuple[str, ...]) -> Path:
+    """An interpreter with packages, kept for later runs of the tests."""
+    folder = config.cache.mkdir("tinker") / name  # type: ignore[union-attr]
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         uv = [sys.executable, "-m", "uv"]
         subprocess.run([*uv, "venv", "--quiet", "--clear", str(folder), "--python", sys.executable], check=True)
-        ran = subprocess.run([*uv, "pip", "install", "--quiet", "--python", str(python), CLIENT], check=False)
-        if ran.returncode:
-            pytest.skip(f"{CLIENT} cannot be installed here")
+        for packages in installs:
+            install = [*uv, "pip", "install", "--quiet", "--python", str(python), *packages]
+            if subprocess.run(install, check=False, timeout=1200).returncode:
+                pytest.skip(f"{name} cannot be installed here")
         (folder / "ready").touch()
     return python
+
+
+@pytest.fixture(scope="session")
+def client_python(pytestconfig: pytest.Config) -> Path:
+    return environment(pytestconfig, CLIENT, (CLIENT,))
+
+
+@pytest.fixture(scope="session")
+def cookbook_python(pytestconfig: pytest.Config) -> Path:
+    """With the cookbook, and the requirements of an earlier version: one of its own may not be there."""
+    needs = ("tinker-cookbook==0.5.8", CLIENT, "sympy", "pylatexenc", "math-verify")
+    return environment(pytestconfig, COOKBOOK, needs, ("--no-deps", COOKBOOK))
 
 
 def run(python: Path, *arguments: str) -> dict[str, object]:
@@ -99,6 +114,69 @@ def test_the_public_client_trains_samples_saves_and_resumes(client_python: Path,
     assert "weights is missing" in str(found["refused"])
 
 
+def write_datasets(folder: Path) -> None:
+    """Tiny rows in folders with the names of the sets that the loops load."""
+
+    def write(name: str, rows: list[dict[str, object]]) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("".join(json.dumps(each) + "\n" for each in rows))
+
+    def said(number: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"sum {number}"}, {"role": "assistant", "content": f"{number}"}]
+
+    for split, count in (("train", 270), ("test", 20)):
+        write(f"HuggingFaceH4/no_robots/{split}.jsonl", [{"messages": said(each)} for each in range(count)])
+        pairs: list[dict[str, object]] = [
+            {name: f"\n\nHuman: sum {each}\n\nAssistant: {name}" for name in ("chosen", "rejected")}
+            for each in range(40)
+        ]
+        write(f"Anthropic/hh-rlhf/{split}.jsonl", pairs)
+        write(f"openai/gsm8k/main/{split}.jsonl", [{"question": "2 + 2", "answer": "#### 4"} for _ in range(20)])
+    head = "---\nconfigs:\n- config_name: main\n  data_files:\n"
+    files = "".join(f"  - split: {each}\n    path: main/{each}.jsonl\n" for each in ("train", "test"))
+    (folder / "openai/gsm8k/README.md").write_text(f"{head}{files}---\n")
+
+
+RECIPES = {
+    "sl_loop": "batch_size=4 max_steps=3 save_every=2 max_length=256 learning_rate=1e-2",
+    "sl_basic": "max_steps=2 eval_every=0",
+    "rl_loop": "batch_size=2 group_size=2 max_tokens=4 max_steps=2 loss_fn=importance_sampling",
+    "math_rl.train": "env=arithmetic group_size=4 groups_per_batch=2 max_tokens=3 max_steps=2 eval_every=0 "
+    "save_every=0 loss_fn=importance_sampling behavior_if_log_dir_exists=delete",
+    "preference.dpo.train": "dataset=hhh batch_size=4 max_steps=2 max_length=256 behavior_if_log_dir_exists=delete",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_loop_of_the_cookbook_runs_unmodified_and_offline(
+    cookbook_python: Path, tmp_path: Path, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    training.write_models(tmp_path)
+    (tmp_path / BASE).parent.mkdir()
+    (tmp_path / "policy").rename(tmp_path / BASE)
+    write_datasets(tmp_path)
+    with Served(tmp_path / "steps").running() as served:
+        ran = subprocess.run(
+            [cookbook_python, "-m", f"tinker_cookbook.recipes.{recipe}", f"base_url={served.url}", f"model_name={BASE}",
+             *RECIPES[recipe].split(), f"log_path={tmp_path / 'log'}"],
+            env={**os.environ, "TINKER_API_KEY": served.key, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"},
+            cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr[-5000:]
+        calls = Counter(each["name"] for each in served.engine.records.calls() if each["state"] == "done")
+        failed = [each["name"] for each in served.engine.records.calls() if each["state"] != "done"]
+    logged = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
+    assert not failed and len(logged) >= 2
+    if "rl" in recipe:  # all answers of a random model are wrong: none of its loops takes a step then
+        assert calls["generate"] >= 4
+    else:
+        assert calls["backward"] >= 2 and calls["step"] >= 2
+    if recipe == "preference.dpo.train":
+        assert logged[0]["dpo_loss"] == pytest.approx(math.log(2), abs=1e-5) > logged[1]["dpo_loss"]
+
+
 def rows() -> list[object]:
     from tasks.steps import Row
 
@@ -137,13 +215,22 @@ def test_the_protocol_without_the_client(tmp_path: Path) -> None:
             assert answer.status_code == 200, answer.text
             return http.post("/retrieve_future", json={"request_id": answer.json()["request_id"]})
 
-        name = http.post("/create_session", json={"sdk_version": "0.38.0"}).json()["session_id"]
+        made = http.post("/create_session", json={"sdk_version": "0.38.0"}).json()
+        assert "train_unembed is not applied" in made["info_message"]
+        name = made["session_id"]
         body = {
             "session_id": name, "model_seq_id": 0, "base_model": str(tmp_path / "policy"),
             "lora_config": {"rank": 2, "train_mlp": True, "train_attn": True},
         }  # fmt: skip
         model = future(http.post("/create_model", json=body)).json()["model_id"]
         assert model == f"{name}:train:0"
+        for more, message in (
+            ({"lora_config": {"rank": 2, "train_mlp": False, "train_attn": False}}, "the head alone is not accepted"),
+            ({"user_metadata": {"posttrain.num_workers": "2", "posttrain.sharding": "zero3"}}, "set sharding=zero2"),
+            ({"optimizer_config": {"type": "dimuon"}}, "adamw is accepted"),
+        ):
+            refused = http.post("/create_model", json={**body, "model_seq_id": 1, **more})
+            assert refused.status_code == 422 and message in refused.json()["error"], refused.text
         heads = {"Content-Type": "application/x-protobuf"}
         later = http.post("/forward_backward", content=request(model, 2), headers=heads)
         first = http.post("/forward_backward", content=request(model, 1), headers=heads)

@@ -138,6 +138,12 @@ def test_one_worker_divides_nothing() -> None:
         require_workers(Steps(), replace(PLAIN, sharding="zero2"))
 
 
+def group_of(served: Served, session: str) -> Group:
+    found = served.engine._live[session].session
+    assert isinstance(found, Group)
+    return found
+
+
 @pytest.mark.slow
 def test_a_session_of_the_server_has_the_workers_that_it_names(root: Path, tmp_path: Path) -> None:
     """By REST; its worker is killed, and its next call continues from its log."""
@@ -156,13 +162,13 @@ def test_a_session_of_the_server_has_the_workers_that_it_names(root: Path, tmp_p
         for each in (one, two):
             each.call("backward", data=[row, {**row, "tokens": [8, 9, 4]}])
             each.call("step")
-        group = served.engine._live[two.name].session
-        group._processes[1].kill()
+        processes = group_of(served, two.name)._processes
+        processes[1].kill()
         with pytest.raises(CallError, match="worker"):
             two.call("backward", data=[row])
         found = [each.call("forward", data=[row])["loss"] for each in (one, two)]
         assert found[0] == pytest.approx(found[1], rel=1e-5)
-        processes = served.engine._live[two.name].session._processes
+        processes = group_of(served, two.name)._processes
     assert not any(each.is_alive() for each in processes)
 
 

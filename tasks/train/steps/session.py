@@ -125,6 +125,7 @@ class Session:
         self.tokenizer = self.run.tokenizer
         self.optimization = Optimization(self.run, self.model, self.workers)
         self.step_number = self.num_accumulated = self.num_calls = 0
+        self._digest: str | None = None
         seed_worker(method.seed, 0, ctx.rank)
         self._random = random_state()
         set_random_state(before)
@@ -302,7 +303,7 @@ class Session:
         pad = self.tokenizer.pad_token_id
         with deterministic_kernels(self.ctx.resources.is_deterministic), self.optimization.autocast():
             for start, part in self.workers.share_prompts(repeated, _LONGEST):
-                sampled = Sampled()
+                sampled = _Logps()
                 made = sample(
                     self.model, part, sampling, seeds[start : start + len(part)], max_new_tokens=max_tokens,
                     pad_token_id=0 if pad is None else pad, stop_tokens=stops, sampled=sampled,
@@ -365,6 +366,7 @@ class Session:
         with self._own_random(), deterministic_kernels(self.ctx.resources.is_deterministic):
             own = self.workers.norm(self.trained) if self.workers.size > 1 else None
             norm = self.optimization.step(own, **changed)
+        self._digest = None
         self.zero_grad()
         self.step_number += math.isfinite(norm)
         return {"step": self.step_number, "learning_rate": rate, **_norm(norm)}
@@ -379,10 +381,12 @@ class Session:
     # --- the state
 
     def digest(self) -> str:
-        """A short digest of the trained weights."""
-        gather_again(self.model)
-        trained = {name: whole(each) for name, each in plain(self.model).named_parameters() if each.requires_grad}
-        return digest_of(cast("Mapping[str, Tensor]", trained), active_adapters(self.model))
+        """A short digest of the trained weights, computed once after each change."""
+        if self._digest is None:
+            gather_again(self.model)
+            trained = {name: whole(each) for name, each in plain(self.model).named_parameters() if each.requires_grad}
+            self._digest = digest_of(cast("Mapping[str, Tensor]", trained), active_adapters(self.model))
+        return self._digest
 
     def save(self, folder: Path) -> dict[str, object]:
         """Writes everything that later calls depend on: weights, gradients, optimizer, schedule, random state."""
@@ -456,6 +460,7 @@ class Session:
                 f"the state has {len(weights)} trained weights, and this session {len(shapes)} of other names or "
                 "shapes; a state of a session with the same model and adapter is accepted"
             )
+        self._digest = None
         with torch.no_grad():
             for name, each in self.trained.items():
                 each.copy_(divided_as(weights[name], each))
@@ -484,6 +489,13 @@ class Session:
         finally:
             self._random = random_state()
             set_random_state(before)
+
+
+class _Logps(Sampled):
+    """The log-probabilities of a generation; the session itself knows its weights."""
+
+    def by(self, model: "PreTrainedModel | PeftModel") -> None:
+        """Reads no weights."""
 
 
 class _Outputs:
