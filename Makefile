@@ -30,7 +30,7 @@ demo-smollm2: $(TESTS)  ## a real model of 135M parameters, from a wheel on PyPI
 	$(BIN)/posttrain run pipeline=smollm2-one-sentence model=smollm2
 
 test: $(TESTS)  ## what CI runs: every test that needs no GPU, but `slow` and `nightly`
-	$(SUITE) -m "not slow and not nightly"
+	$(SUITE) --timeout 240 -m "not slow and not nightly"
 
 test-all: $(TESTS)  ## `slow` too: before an issue is resolved
 	$(SUITE) -m "not nightly"

@@ -84,7 +84,7 @@ def ask(toy) -> Iterator[Callable[[], Asking]]:
     yield start
     for each in started:
         each.process.kill()
-        each.process.communicate()
+        each.process.communicate(timeout=120)
 
 
 def decisions(toy: Command) -> list[tuple[str, str, str]]:

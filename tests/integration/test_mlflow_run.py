@@ -106,7 +106,7 @@ def test_a_killed_run_is_closed_by_the_next_command_also_by_one_with_nothing_to_
     client = client_of(toy)
     wait_until(lambda: ("left", "RUNNING") in statuses(client), "the stage's run is open")
     process.kill()
-    process.communicate()
+    process.communicate(timeout=120)
     assert "is open, and its process or its folder is gone" in toy("verify").stdout
     assert "nothing to do" in toy("run").stdout
     assert {("left", "KILLED"), ("toy", "KILLED")} <= set(statuses(client))  # the stage and the execution
@@ -176,7 +176,7 @@ def server(tmp_path):
     wait_until(lambda: _answers(url), "the server answers")
     yield url
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.wait(120)
 
 
 def _answers(url):

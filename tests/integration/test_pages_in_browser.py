@@ -181,7 +181,7 @@ def served(store: Path) -> Iterator[str]:
             yield f"http://127.0.0.1:{bound.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join()
+            thread.join(120)
 
 
 def report_steps(folder: Path, first: int, last: int) -> None:

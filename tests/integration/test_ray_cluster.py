@@ -41,7 +41,7 @@ def cluster(tmp_path_factory) -> Iterator[str]:
     finally:
         for each in family(head):  # asked to end, it would wait half a minute for its work to leave
             each.kill()
-        head.wait()
+        head.wait(120)
 
 
 @pytest.fixture

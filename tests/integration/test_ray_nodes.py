@@ -77,7 +77,7 @@ class Nodes:
         process = self._processes.pop(ip)
         for each in family(process):
             each.kill()
-        process.wait()
+        process.wait(120)
 
     def kill_all(self) -> None:
         for ip in list(self._processes):

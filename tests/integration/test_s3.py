@@ -137,7 +137,7 @@ def test_a_process_that_was_forked_or_spawned_after_reading_reads(start, rows):
         assert results.get(timeout=60) == b'{"text": "three"}\n'
     finally:
         process.kill()
-        process.join()
+        process.join(120)
 
 
 def test_the_command_prepares_rows_of_a_bucket_and_writes_no_secret(rows, tmp_path):

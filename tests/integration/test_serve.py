@@ -314,7 +314,7 @@ def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_
 ):
     run, processes = running(api, served, *SLOW, NOTIFY)
     served.kill()
-    served.wait()
+    served.wait(120)
     assert api.end(run)["type"] == "CRASHED"  # its own process has said so
     wait_until(lambda: not alive(processes), "all processes end")
     assert said(heard)[0] == "toy: crashed"
@@ -372,4 +372,4 @@ def test_a_worker_runs_what_prefect_yaml_deploys(api, folder, environment):
         for process in reversed(family(worker)):
             if psutil.pid_exists(process.pid):
                 process.kill()
-        worker.wait()
+        worker.wait(120)

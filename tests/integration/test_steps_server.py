@@ -311,7 +311,7 @@ def test_a_restarted_engine_continues_from_its_log_with_the_same_bits(
                 engine._ends = True  # no further call runs, and nothing is written
                 with engine._condition:
                     engine._condition.notify_all()
-                engine._thread.join()
+                engine._thread.join(120)
                 engine = Engine(root, find, limits=limits)
                 engine.start()
         digests.append(last_digest(engine, "one"))

@@ -106,7 +106,7 @@ def test_a_trial_that_ends_while_another_process_asks_is_not_run_again(tmp_path,
 
     monkeypatch.setattr(theirs._study, "get_trials", read_before_the_end)
     assert theirs.ask()[0] == 1
-    end.join()
+    end.join(120)
 
 
 def test_a_folder_of_the_lease_era_still_resumes(tmp_path):

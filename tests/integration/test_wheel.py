@@ -76,7 +76,7 @@ def test_each_command_starts(wheel: Wheel) -> None:
         for name in COMMANDS
     }
     for name, process in started.items():
-        assert f"posttrain {name}" in process.communicate()[0] and process.returncode == 0, name
+        assert f"posttrain {name}" in process.communicate(timeout=120)[0] and process.returncode == 0, name
 
 
 @pytest.mark.parametrize("launcher", ["local", "cluster"])

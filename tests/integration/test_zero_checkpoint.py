@@ -24,7 +24,7 @@ class Payload:
 def test_a_file_that_names_code_is_refused_and_not_run(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=_load_in_deepspeed, args=(tmp_path,))
     process.start()
-    process.join()
+    process.join(120)
     assert process.exitcode == 0
     assert not (tmp_path / "ran").exists()
 

@@ -31,7 +31,7 @@ def sleeper():
     started = psutil.Process(process.pid).create_time()
     yield replace(Owner.here(), pid=process.pid, started=started)
     process.kill()
-    process.wait()
+    process.wait(120)
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def left_behind():
     process = sleeper_of(RUN)
     yield process
     process.kill()
-    process.wait()
+    process.wait(120)
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def test_two_processes_may_begin_a_cache_at_once(tmp_path, large):
     )
     command = [sys.executable, "-c", code, str(tmp_path / "store" / "digests.json"), str(large)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [process.communicate()[0].strip() for process in both] == [digest_file(large)] * 2
+    assert [process.communicate(timeout=120)[0].strip() for process in both] == [digest_file(large)] * 2
     assert len(json.loads((tmp_path / "store" / "digests.json").read_text())) == 1
 
 

@@ -199,7 +199,7 @@ def test_no_run_records_what_it_reads_between_the_last_check_and_the_deletion(wr
         return ()
 
     assert delete(written.root, garbage, roots)
-    runs[0].join()
+    runs[0].join(120)
     assert order == [("the last check", True), ("the run checks", False)]
 
 

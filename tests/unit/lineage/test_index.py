@@ -143,7 +143,7 @@ def test_where_no_file_can_be_kept_the_index_is_in_memory(store):
 
 
 def _count(root, start, counts):
-    start.wait()
+    start.wait(120)
     with Index(root) as index:
         counts.put(len(index.places()))
 
@@ -158,7 +158,7 @@ def test_several_processes_build_it_at_once(store):
     start.set()
     assert [counts.get(timeout=60) for _ in workers] == [6] * 4
     for worker in workers:
-        worker.join()
+        worker.join(120)
     assert not list(store.root.glob("index.sqlite-*"))
 
 

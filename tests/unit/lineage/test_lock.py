@@ -50,7 +50,7 @@ def test_the_lock_of_a_suspended_process_is_kept_and_of_a_killed_one_is_free_at_
     found = owner(tmp_path)
     assert not Lock(tmp_path).try_acquire() and found and found.pid == process.pid
     os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    process.wait(120)
     assert owner(tmp_path) is None
     assert Lock(tmp_path).try_acquire()
     found = owner(tmp_path)
@@ -83,7 +83,7 @@ def test_a_forked_child_does_not_keep_a_released_lock(tmp_path):
         pass
     assert Lock(tmp_path).try_acquire()
     go.set()
-    child.join()
+    child.join(120)
 
 
 def test_waiting_ends_when_the_owner_finishes_or_the_run_is_stopped(tmp_path):

@@ -55,7 +55,7 @@ def test_writers_at_once_lose_no_event(tmp_path):
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join()
+        writer.join(120)
     events = [event.fingerprint for event in read_events(tmp_path)]
     assert len(events) == 24
     for name in "abc":

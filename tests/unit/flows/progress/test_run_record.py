@@ -213,7 +213,7 @@ def test_a_run_that_begins_waits_until_gc_has_deleted_what_it_is_at(plan):
         run.start()
         run.join(0.3)
         assert (begun, run_ids(store)) == ([], [])
-    run.join()
+    run.join(120)
     assert len(begun[0]) == 1
 
 

@@ -97,7 +97,7 @@ def test_following_waits_for_a_stage_to_begin(tmp_path, monkeypatch, ref):
     begins = threading.Timer(0.1, noted, (tmp_path, title, later))
     begins.start()
     assert begun_entry(ref, tmp_path).path == later.path
-    begins.join()
+    begins.join(120)
 
 
 @pytest.mark.parametrize("words", [["dpo", "store={}"], ["store={}", "dpo"], ["store={}", "dpo", "--follow"]])
@@ -124,7 +124,7 @@ def test_following_ends_with_the_stage_and_loses_no_line(entry, monkeypatch):
     writer = threading.Thread(target=write_on)
     writer.start()
     assert list(follow_log(entry, 1)) == ["two\n", "three\n", "four\n"]
-    writer.join()
+    writer.join(120)
 
 
 def test_nobody_follows_a_stage_whose_owner_is_dead(entry):

@@ -265,7 +265,7 @@ def test_what_a_killed_driver_left_of_a_stage_is_ended_and_nothing_of_another_ru
     for each in (left, other):
         assert psutil.pid_exists(each.pid) != (is_ended and each is left)
         each.kill()
-        each.wait()
+        each.wait(120)
 
 
 def test_a_checkpoint_that_was_gone_back_behind_is_no_progress(toy):
