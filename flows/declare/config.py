@@ -593,13 +593,11 @@ def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[
     assert isinstance(loc, tuple)
     path = ".".join(part for part in (where, *map(str, loc)) if part)
     if detail["type"] == "unexpected_keyword_argument":
-        accepted = [field.name for field in fields(_class_at(cls, loc[:-1]))]
-        accepted = list(dict.fromkeys([*accepted, *groups])) if len(loc) == 1 else accepted
+        accepted = list(dict.fromkeys([*field_names(_class_at(cls, loc[:-1])), *(groups if len(loc) == 1 else ())]))
         peers = "" if str(loc[-1]) in accepted else FIELDS.get(str(loc[-1]), "")
         place = peers or _elsewhere(cls, str(loc[-1]), path) if str(loc[-1]) not in accepted else ""
-        if place:
-            return f"{path}: unknown key; here it is {place}; accepted: {', '.join(accepted)}"
-        return f"{path}: unknown key; accepted: {listed(loc[-1], accepted)}"
+        there = f"here it is {place}; " if place else ""
+        return f"{path}: unknown key; {there}accepted: {', '.join(accepted) if place else listed(loc[-1], accepted)}"
     if detail["type"] in ("missing", "missing_argument"):
         return f"{path}: is not set and has no default; set {path}=..."
     form = _form(cls, detail, loc)
@@ -764,6 +762,8 @@ def _built(
     kept = _apply_training(cls, recipe, root.training) if issubclass(cls, Training) else []
     if recipe.get("adapter", False) is None and recipe.get("quantization") == quantization:
         recipe.pop("quantization", None)  # the default needs an adapter, which this stage does not have
+    if isinstance(own := recipe.get("quantization"), Mapping) and isinstance(of := recipe.get("adapter"), Mapping):
+        recipe["quantization"] = {"format": of["quantization"], **own} if of.get("quantization") else own
     notes = [f"{where}.method: sets {', '.join(kept)} itself, and not as the preset does"] if kept else []
     if recipe.get("precision") == "auto" and "precision" in taken:
         recipe["precision"] = resources.resolved_precision("auto")

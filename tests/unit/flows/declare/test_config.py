@@ -186,6 +186,12 @@ def test_what_is_written_is_said_for_all_stages_or_for_one():
     assert [stages[name].method.save for name in ("cpt", "sft")] == [None, "adapter"]
 
 
+def test_fields_of_qlora_may_be_set_one_by_one():
+    short = load_pipeline(["adapter=qlora", "stages.sft.method.quantization.double=false"]).stages["sft"].method
+    long = ["adapter=lora", "quantization=nf4", "stages.sft.method.quantization.double=false"]
+    assert short == load_pipeline(long).stages["sft"].method and not short.quantization.double
+
+
 def test_resources_of_the_root_reach_every_stage_that_states_none():
     pipeline = toy("resources.micro_batch_size=2", "stages.left.resources.micro_batch_size=4")
     assert pipeline.stages["right"].resources.micro_batch_size == 2
