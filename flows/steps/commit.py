@@ -97,6 +97,7 @@ def commit(
             }
             live.close()
         (entry.output / LOG).write_text(text)
+        metrics["calls"] = float(sum("name" in each for each in lines))
         for number, metric in enumerate(_reports(engine, session), start=1):
             append_jsonl(entry.metrics, {"step": number, "time": start, "metrics": metric})
             metrics |= metric

@@ -58,11 +58,13 @@ def test_a_committed_session_is_replayed_to_the_bit(
     assert found["equal"] and found["calls"] == 5 and found["files"] == (3 if adapter else 1)
     manifest = json.loads((outputs[1].parent / "manifest.json").read_text())
     assert manifest["method"] == "tasks.steps.Steps" and manifest["metrics"]["steps"] == 2
+    assert manifest["metrics"]["calls"] == 7
     assert manifest["inputs"]["policy"]["source"]["files"]
     assert main(["lineage", refs[0], "--json", store]) == 0
     assert "source:policy" in capsys.readouterr().out
     assert main(["diff", *refs, store]) == 0
-    assert "commands" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "commands" in shown and "calls: " in shown
     Entry(outputs[0].parent).require_intact()
 
 

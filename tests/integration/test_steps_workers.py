@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.__main__ import main
 from flows.steps.group import Group, WorkerError, session_of
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
@@ -145,8 +146,10 @@ def group_of(served: Served, session: str) -> Group:
 
 
 @pytest.mark.slow
-def test_a_session_of_the_server_has_the_workers_that_it_names(root: Path, tmp_path: Path) -> None:
-    """By REST; its worker is killed, and its next call continues from its log."""
+def test_a_session_of_the_server_has_the_workers_that_it_names(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By REST; its worker is killed, and its next call continues from its log; committed, it is replayed to the bit."""
     model, settings = str(root / "policy"), {"learning_rate": 1e-2, "max_length": 64}
     row = {"tokens": [5, 6, 7], "labels": [5, 6, 7]}
     with Served(tmp_path).running() as served:
@@ -170,6 +173,11 @@ def test_a_session_of_the_server_has_the_workers_that_it_names(root: Path, tmp_p
         assert found[0] == pytest.approx(found[1], rel=1e-5)
         processes = group_of(served, two.name)._processes
     assert not any(each.is_alive() for each in processes)
+    store = f"store={tmp_path / 'store'}"
+    assert main(["steps", "commit", two.name, "--stage", "rl", "--root", str(tmp_path), store]) == 0
+    capsys.readouterr()
+    assert main(["replay", "rl", "--json", store]) == 0
+    assert '"equal": true' in capsys.readouterr().out
 
 
 @pytest.mark.slow

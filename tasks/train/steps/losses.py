@@ -258,7 +258,7 @@ LOSSES: Mapping[str, Loss] = {
         options={"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
     ),
     "kto": Loss(
-        about="`|A| (1 - sigmoid(sign(A) (beta sum(w (lp - q)) - beta kl)))` of a row; A below 0: not desirable",
+        about="abs(A) (1 - sigmoid(sign(A) beta (sum(w (lp - q)) - kl))), A < 0: not desirable",
         paper="Ethayarajh et al. 2024, arXiv:2402.01306", reads=_ROWS, compute=kto,
         options={"beta": 0.1, "kl": 0.0},
     ),
