@@ -49,8 +49,9 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 def run_report(options: argparse.Namespace) -> int:
     from flows.reports.diff import diff_text
-    from flows.reports.model import model_card, model_page, model_report
+    from flows.reports.model import model_page, model_report
     from flows.reports.sweep import trial_model
+    from flows.serving.export import model_card
     from lineage.errors import ConfigError
     from lineage.graph.diff import diff
     from lineage.graph.index import Index

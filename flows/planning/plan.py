@@ -252,6 +252,13 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
         _ = pipeline.tracking.others  # refuses those that cannot record
     effects = batch_notes(resolved)
     notes = [effects[name] for name in stale if name in effects]
+    notes += [
+        f"{planned.name} is finished, so its evaluation scores nothing; to have it scored, train it again: "
+        f"restart=[{planned.name}]"
+        for planned in stages
+        if planned.state == "reuse" and getattr(planned.stage.method, "evaluation", None)
+        and not (store.entry(planned.name, planned.fingerprint).path / "evaluation.jsonl").exists()
+    ]  # fmt: skip
     resolutions = [note for stage in stale.values() for note in stage.notes]
     notes += text_part_notes(resolved, [*stale])
     notes += left_out_notes(resolved, [*stale])

@@ -1,4 +1,4 @@
-"""All that the record of a store says of a model: as one object, as a page, and as a card for the hub.
+"""All that the record of a store says of a model: as one object, and as a page.
 
 The record alone is read: manifests, reports of steps, run records, estimates, and the files of evaluations and gates.
 """
@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 from markupsafe import Markup
 
@@ -29,29 +29,33 @@ from flows.reports.wording import clock, gib
 from lineage.artifact import DATA, MODELS, SOURCE, Kind
 from lineage.diagnosis.curves import VALIDATION, read_curves
 from lineage.diagnosis.rules import diagnose
-from lineage.errors import ArtifactError, ConfigError, PipelineError
+from lineage.errors import ArtifactError, ConfigError
 from lineage.filesystem.files import read_jsonl
-from lineage.fingerprint import short
 from lineage.graph.ancestry import Edge, Graph, Node, ancestry
 from lineage.graph.index import Index
 from lineage.graph.places import node_key
 from lineage.graph.refs import resolve
-from lineage.markup import html_page, markdown_table
+from lineage.markup import html_page
 from lineage.record.attempts import attempts
 from lineage.record.metrics_file import is_of_machine, read_reports
 from lineage.record.run_file import RunFile
 from lineage.record.verdict import interval_text, read_verdict
 from lineage.source.model_files import read_json
-from lineage.source.source_checks import is_hub_id
 from lineage.store import Entry, Manifest
 from tasks.context import Resources
 from tasks.data.images import MARK, StoredImages, marked
+from tasks.evaluate.benchmarks import BENCHMARKS_FILE
 from tasks.evaluate.report import ANSWERS_FILE
-from tasks.evaluate.row_scores import POLICIES_FILE, SCORES_FILE, RowScores, lower_is_better, read_policies, read_scores
+from tasks.evaluate.row_scores import (
+    POLICIES_FILE,
+    SCORES_FILE,
+    RowScores,
+    lower_is_better,
+    read_failed,
+    read_policies,
+    read_scores,
+)
 from tasks.gate.bootstrap import Bootstrap
-
-if TYPE_CHECKING:
-    from huggingface_hub import EvalResult
 
 Facts = dict[str, object]
 Pairs = list[tuple[str, str]]
@@ -148,7 +152,6 @@ _CHARTS = {
     "learning rate": "learning_rate",
 }  # fmt: skip
 _UNDRAWN = ("num_tokens", "epoch", "epochs", "frac_reward_zero_std")
-_OF_STORE = ("weights", "exactly")  # facts of an output, which an exported model may not share
 # Field of a recipe -> the group whose choice on the command line sets it.
 _GROUPS = ("adapter", "quantization", "optimizer", "schedule", "precision")
 
@@ -580,7 +583,9 @@ def _scores(entry: Entry, slot: str, manifest: Manifest, graph: Graph) -> Scores
     rows = [
         _score_row(name, columns, manifest.metrics, by_row.get(name)) for name in names if not name.endswith("/stderr")
     ]
-    protocol = [(name, str(value)) for name, value in _flat(manifest.recipe) if name not in ("method", "version")]
+    told = {**cast("Facts", read_json(entry.output, BENCHMARKS_FILE) or {}), "failed": read_failed(entry.output)}
+    settings = _flat({**manifest.recipe, **told})
+    protocol = [(name, str(value)) for name, value in settings if name not in ("method", "version")]
     return {
         "stage": manifest.stage, "policies": columns, "rows": rows, "protocol": protocol,
         "num_rows": max((len(each.row_ids) for each in by_row.values()), default=0),
@@ -800,101 +805,3 @@ def _drawing(graph: Mapping[str, object], place: int) -> str:
         if each.attrib.pop("tabindex", None):
             each.set("role", "img")
     return ascii_tree(svg)
-
-
-# --- the card
-
-
-def model_card(report: Report | None, repository: str, note: str = "") -> str:
-    """The README of a model's repository on the hub, with metadata that huggingface_hub reads back.
-
-    Paths of this machine are left out.
-
-    Args:
-        report: None: the store does not know the model.
-        note: a sentence after the program that loads it.
-
-    Raises:
-        PipelineError: the metadata cannot be read back.
-    """
-    from huggingface_hub import ModelCard, ModelCardData
-
-    kind = report["kind"] if report else Kind.CHECKPOINT
-    graph = report["lineage"] if report else {}
-    nodes = cast("list[Facts]", graph.get("nodes", []))
-    sources = [cast("Facts", node["source"]) for node in nodes if node.get("source")]
-    of_hub = [each for each in sources if each["revision"] and is_hub_id(str(each["path"]))]
-    results = _eval_results(report) if report else []
-    data = ModelCardData(
-        library_name="transformers", tags=["posttrain"],
-        pipeline_tag="text-generation" if kind == Kind.CHECKPOINT else "text-classification",
-        base_model=[str(each["path"]) for each in of_hub if each["kind"] in MODELS] or None,
-        datasets=[str(each["path"]) for each in of_hub if each["kind"] not in MODELS] or None,
-        model_name=repository.rpartition("/")[2] if results else None, eval_results=results or None,
-    )  # fmt: skip
-    use = report.get("use") if report else None
-    lines = [f"# {repository.rpartition('/')[2]}", ""]
-    lines += [report["about"], ""] if report else []
-    if use or kind == Kind.CHECKPOINT:
-        lines += ["## Use", "", "```python", snippet(repository, use), "```", ""]
-        known = [pair for pair in (use["facts"] if use else []) if pair[0] not in _OF_STORE]
-        lines += [*(f"- {name}: {text}" for name, text in known), ""] if known else []
-    lines += [note, ""] if note else []
-    lines += list(_card_sections(report, nodes)) if report else []
-    text = f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines).rstrip() + "\n"
-    if ModelCard(text).data.to_dict() != data.to_dict():
-        raise PipelineError(f"{repository}: the card's metadata is not read back as it was written; report it")
-    return text
-
-
-def _card_sections(report: Report, nodes: Sequence[Facts]) -> Iterator[str]:
-    for each in report.get("scores", []):
-        yield from (f"## Scores: {each['stage']}", "", "In brackets: 95 % intervals by the bootstrap over rows.", "")
-        rows = [[row["metric"], *map(_card_cell, row["values"])] for row in each["rows"]]
-        yield from (markdown_table(("metric", *each["policies"]), rows), "")
-    for verdict in report.get("verdicts", []):
-        yield from (f"Verdict of its gate: {verdict['result']}.", "")
-    yield from ("## Made from", "")
-    made = ("artifact", "method", "revision or fingerprint", "rows", "labels")
-    yield from (markdown_table(made, list(map(_card_row, nodes))), "")
-    yield from ("## Recipe", "", markdown_table(("field", "value"), [row[:2] for row in report.get("recipe", [])]), "")
-    root = next(node for node in nodes if node["id"] == report["id"])
-    metrics = cast("Mapping[str, float]", root["metrics"])
-    measured = [(name, f"{value:.6g}") for name, value in metrics.items() if not is_of_machine(name)]
-    yield from (("## Measured in training", "", markdown_table(("metric", "value"), measured), "") if measured else ())
-    yield f"Fingerprint `{short(str(root['fingerprint']))}`, digest of its files `{short(str(root['output_digest']))}`."
-
-
-def _card_cell(cell: Facts | None) -> str:
-    if cell is None:
-        return ""
-    value, *bounds = (short_number(cast("float", cell[name])) for name in ("value", "low", "high") if name in cell)
-    return f"{value} [{', '.join(bounds)}]" if bounds else value
-
-
-def _card_row(node: Facts) -> tuple[str, ...]:
-    """A line of an ancestor; of a file its name alone."""
-    source = cast("Facts", node.get("source") or {})
-    path, revision = str(source.get("path", "")), source.get("revision")
-    recipe = cast("Facts", node.get("recipe") or {})
-    rows, metrics = node.get("rows"), cast("Mapping[str, float]", node.get("metrics") or {})
-    count = rows if isinstance(rows, int) else metrics.get("rows")
-    return (
-        f"{node['name']} {path if revision else Path(path).name}".strip(), str(recipe.get("method", "")),
-        str(revision or short(str(node["fingerprint"]))), f"{count:,.0f}" if count is not None else "",
-        ", ".join(cast("list[str]", node["labels"])),
-    )  # fmt: skip
-
-
-def _eval_results(report: Report) -> "list[EvalResult]":
-    """The scores of the model as the hub's metadata has them."""
-    from huggingface_hub import EvalResult
-
-    task = "text-generation" if report["kind"] == Kind.CHECKPOINT else "text-classification"
-    return [
-        EvalResult(
-            task_type=task, dataset_type="posttrain", dataset_name=f"held-out rows of {each['stage']}",
-            metric_type=row["metric"], metric_name=row["metric"], metric_value=cell["value"],
-        )
-        for each in report.get("scores", []) for row in each["rows"] if (cell := row["values"][-1])
-    ]  # fmt: skip

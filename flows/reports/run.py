@@ -33,7 +33,8 @@ from lineage.record.verdict import VERDICT_TABLE
 from lineage.secrets import redacted
 from lineage.store import Manifest
 from tasks.data.images import named_images
-from tasks.evaluate.report import ANSWERS_FILE, METRICS_FILE, RIGHT, TABLE_FILE, shown_columns
+from tasks.evaluate.report import ANSWERS_FILE, METRICS_FILE, OWN_TITLE, RIGHT, TABLE_FILE, own_rows, shown_columns
+from tasks.evaluate.row_scores import read_failed
 from tasks.method import Training
 
 _LAST = 5  # runs
@@ -282,6 +283,13 @@ def _measured(output: Path, slots: Sequence[str]) -> Iterator[str]:
         values = (f"{metrics[f'{name}/{key}']:.{digits}f}" for key, (_, digits) in columns)
         table.add_row(name, *values)
     yield plain_text(table)
+    if further := own_rows(metrics, names):
+        table = empty_table(OWN_TITLE, *names, numbers=names)
+        for row in further:
+            table.add_row(*row)
+        yield plain_text(table)
+    if failed := read_failed(output):
+        yield "\n".join(f"failed {name}: {_one_line(why)}" for name, why in failed.items())
     if (output / ANSWERS_FILE).exists() and len(names) > 1:
         rows = read_jsonl(output / ANSWERS_FILE, _asked)
         ended = [name for name in names[:-1] if metrics.get(f"{name}/unfinished_share", 0) < 1]

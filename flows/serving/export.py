@@ -1,28 +1,33 @@
-"""``posttrain export``: a model in a form in which it leaves the store; or a stage for verl."""
+"""``posttrain export``: a model in a form in which it leaves the store, and its card; or a stage for verl."""
 
 import argparse
 import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from flows.commands.arguments import name_among
 from flows.reports.wording import counted, relative
 from flows.serving.model import Found, find_model
-from lineage.artifact import Kind
+from lineage.artifact import MODELS, Kind
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.files import local_path
+from lineage.fingerprint import short
+from lineage.markup import markdown_table
 from lineage.record.exports import Export, record_export
+from lineage.record.metrics_file import is_of_machine
 from lineage.source.model_files import quantization_format, read_json
+from lineage.source.source_checks import is_hub_id
 
 if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from flows.reports.model import Report
+    from flows.reports.model import Facts, Report
     from tasks.model.merging import Golden
 
 TARGETS = {
@@ -38,6 +43,7 @@ _READ_BY = {
     "repo": ("hub",), "private": ("hub",), "dry_run": ("hub",),
 }  # fmt: skip
 CARD = "README.md"
+_OF_STORE = ("weights", "exactly")  # facts of an output, which an exported model may not share
 
 
 def add_export(parser: argparse.ArgumentParser) -> None:
@@ -127,8 +133,6 @@ def _export(found: Found, out: Path, options: argparse.Namespace) -> Export:
         else:
             golden = loaded.write_merged(draft, dtype)
             if options.target == "hub":
-                from flows.reports.model import model_card
-
                 moved = f"{golden['difference']:.2g}"
                 note = f"Rounding to 16 bits moved the mean log-probability of fixed texts by at most {moved} nats."
                 card = model_card(_report(found), options.repo, note)
@@ -304,3 +308,105 @@ def _export_verl(name: str, options: argparse.Namespace) -> int:
     for note in found.notes:
         print(f"  {note}")
     return 0
+
+
+# --- the card
+
+
+def model_card(report: "Report | None", repository: str, note: str = "") -> str:
+    """The README of a model's repository on the hub, with metadata that huggingface_hub reads back.
+
+    Paths of this machine are left out.
+
+    Args:
+        report: None: the store does not know the model.
+        note: a sentence after the program that loads it.
+
+    Raises:
+        PipelineError: the metadata cannot be read back.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    from flows.reports.model import snippet
+
+    kind = report["kind"] if report else Kind.CHECKPOINT
+    graph = report["lineage"] if report else {}
+    nodes = cast("list[Facts]", graph.get("nodes", []))
+    sources = [cast("Facts", node["source"]) for node in nodes if node.get("source")]
+    of_hub = [each for each in sources if each["revision"] and is_hub_id(str(each["path"]))]
+    results = _eval_results(report) if report else []
+    data = ModelCardData(
+        library_name="transformers", tags=["posttrain"],
+        pipeline_tag="text-generation" if kind == Kind.CHECKPOINT else "text-classification",
+        base_model=[str(each["path"]) for each in of_hub if each["kind"] in MODELS] or None,
+        datasets=[str(each["path"]) for each in of_hub if each["kind"] not in MODELS] or None,
+        model_name=repository.rpartition("/")[2] if results else None, eval_results=results or None,
+    )  # fmt: skip
+    use = report.get("use") if report else None
+    lines = [f"# {repository.rpartition('/')[2]}", ""]
+    lines += [report["about"], ""] if report else []
+    if use or kind == Kind.CHECKPOINT:
+        lines += ["## Use", "", "```python", snippet(repository, use), "```", ""]
+        known = [pair for pair in (use["facts"] if use else []) if pair[0] not in _OF_STORE]
+        lines += [*(f"- {name}: {text}" for name, text in known), ""] if known else []
+    lines += [note, ""] if note else []
+    lines += list(_card_sections(report, nodes)) if report else []
+    text = f"---\n{data.to_yaml()}\n---\n\n" + "\n".join(lines).rstrip() + "\n"
+    if ModelCard(text).data.to_dict() != data.to_dict():
+        raise PipelineError(f"{repository}: the card's metadata is not read back as it was written; report it")
+    return text
+
+
+def _card_sections(report: "Report", nodes: "Sequence[Facts]") -> Iterator[str]:
+    for each in report.get("scores", []):
+        yield from (f"## Scores: {each['stage']}", "", "In brackets: 95 % intervals by the bootstrap over rows.", "")
+        rows = [[row["metric"], *map(_card_cell, row["values"])] for row in each["rows"]]
+        yield from (markdown_table(("metric", *each["policies"]), rows), "")
+    for verdict in report.get("verdicts", []):
+        yield from (f"Verdict of its gate: {verdict['result']}.", "")
+    yield from ("## Made from", "")
+    made = ("artifact", "method", "revision or fingerprint", "rows", "labels")
+    yield from (markdown_table(made, list(map(_card_row, nodes))), "")
+    yield from ("## Recipe", "", markdown_table(("field", "value"), [row[:2] for row in report.get("recipe", [])]), "")
+    root = next(node for node in nodes if node["id"] == report["id"])
+    metrics = cast("Mapping[str, float]", root["metrics"])
+    measured = [(name, f"{value:.6g}") for name, value in metrics.items() if not is_of_machine(name)]
+    yield from (("## Measured in training", "", markdown_table(("metric", "value"), measured), "") if measured else ())
+    yield f"Fingerprint `{short(str(root['fingerprint']))}`, digest of its files `{short(str(root['output_digest']))}`."
+
+
+def _card_cell(cell: "Facts | None") -> str:
+    from flows.reports.model import short_number
+
+    if cell is None:
+        return ""
+    value, *bounds = (short_number(cast("float", cell[name])) for name in ("value", "low", "high") if name in cell)
+    return f"{value} [{', '.join(bounds)}]" if bounds else value
+
+
+def _card_row(node: "Facts") -> tuple[str, ...]:
+    """A line of an ancestor; of a file its name alone."""
+    source = cast("Facts", node.get("source") or {})
+    path, revision = str(source.get("path", "")), source.get("revision")
+    recipe = cast("Facts", node.get("recipe") or {})
+    rows, metrics = node.get("rows"), cast("Mapping[str, float]", node.get("metrics") or {})
+    count = rows if isinstance(rows, int) else metrics.get("rows")
+    return (
+        f"{node['name']} {path if revision else Path(path).name}".strip(), str(recipe.get("method", "")),
+        str(revision or short(str(node["fingerprint"]))), f"{count:,.0f}" if count is not None else "",
+        ", ".join(cast("list[str]", node["labels"])),
+    )  # fmt: skip
+
+
+def _eval_results(report: "Report") -> "list[EvalResult]":
+    """The scores of the model as the hub's metadata has them."""
+    from huggingface_hub import EvalResult
+
+    task = "text-generation" if report["kind"] == Kind.CHECKPOINT else "text-classification"
+    return [
+        EvalResult(
+            task_type=task, dataset_type="posttrain", dataset_name=f"held-out rows of {each['stage']}",
+            metric_type=row["metric"], metric_name=row["metric"], metric_value=cell["value"],
+        )
+        for each in report.get("scores", []) for row in each["rows"] if (cell := row["values"][-1])
+    ]  # fmt: skip

@@ -103,15 +103,27 @@ def _policies(metrics: Mapping[str, float], names: Sequence[str]) -> str:
     return table_of(["policy", *(title for title, _ in columns.values())], rows)
 
 
+OWN_TITLE = "metric (mean ± standard error)"
+
+
 def _own(metrics: Mapping[str, float], names: Sequence[str], own: Sequence[str]) -> str:
     """A line per further metric: each policy's mean with its standard error."""
+    rows = own_rows(metrics, names, own)
+    return table_of([OWN_TITLE, *names], rows) if rows else ""
+
+
+def own_rows(metrics: Mapping[str, float], names: Sequence[str], own: Sequence[str] | None = None) -> list[list[str]]:
+    """Further metrics, each with the values of policies; None: those that have no column of their own."""
 
     def shown(key: str) -> str:
         error = metrics.get(f"{key}/stderr")
         return "" if key not in metrics else f"{metrics[key]:.4g}" + ("" if error is None else f" ± {error:.2g}")
 
-    rows = [[metric, *(shown(f"{name}/{metric}") for name in names)] for metric in own]
-    return table_of(["metric (mean ± standard error)", *names], rows) if rows else ""
+    if own is None:
+        first = f"{names[-1]}/"
+        every = [key.removeprefix(first) for key in metrics if key.startswith(first) and not key.endswith("/stderr")]
+        own = [name for name in every if name not in shown_columns(metrics, names[-1])]
+    return [[metric, *(shown(f"{name}/{metric}") for name in names)] for metric in own]
 
 
 def _failed(failed: Mapping[str, str]) -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard, metadata_eval_result
 
-from flows.reports.model import model_card, model_report
+from flows.reports.model import model_report
+from flows.serving.export import model_card
 from lineage.graph.index import Index
 from tasks.model.adapter_files import Base
 from tests import tiny

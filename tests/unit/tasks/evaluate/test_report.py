@@ -11,7 +11,7 @@ import pytest
 
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.measured import Measured, auc_scores, policy_scores
-from tasks.evaluate.report import POLICY_METRICS, write_report
+from tasks.evaluate.report import POLICY_METRICS, own_rows, write_report
 from tasks.evaluate.row_scores import RowScores, is_bounded, is_perplexity, lower_is_better
 from tasks.evaluate.rows import Pairs, Prompt, Question, Rows, Unpaired
 
@@ -95,3 +95,8 @@ def test_answers_are_those_of_pairs_and_of_conversations_and_without_any_there_i
         references=[], answered={"sft": []},
     )  # fmt: skip
     assert not (tmp_path / "none/answers.jsonl").exists()
+
+
+def test_metrics_without_a_column_of_their_own_are_further_ones():
+    metrics = {"a/text_perplexity": 3.0, "a/text_perplexity/law": 4.0, "a/f1": 0.5, "a/f1/stderr": 0.1, "b/f1": 0.25}
+    assert own_rows(metrics, ["b", "a"]) == [["text_perplexity/law", "", "4"], ["f1", "0.25", "0.5 ± 0.1"]]
