@@ -349,7 +349,8 @@ def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str]:
     count = sum(1 for source in sources for chunk in read_chunks(source) for _ in chunk.rows())
     held_out = method.held_out if method.held_out >= 1 else method.held_out * count
     rest = max(1, round(count - held_out))
-    return rest, f"about {rest:,} rows for training ({count:,} of {', '.join(each.path for each in sources)})"
+    names = ", ".join(each.path.rstrip("/").rpartition("/")[2] for each in sources)
+    return rest, f"about {rest:,} rows for training ({count:,} of {names})"
 
 
 def _table(found: Recipe) -> str:

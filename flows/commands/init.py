@@ -263,18 +263,20 @@ def _write(
     if not Path(".gitignore").exists():
         write_output(Path(".gitignore"), _IGNORED)
     if not Path("README.md").exists():
-        write_output(Path("README.md"), _README.format(name=name, pipeline=settings["pipeline"]))
+        text = _README.format(name=name, model=recipes[-1].stage if recipes else "REF")
+        write_output(Path("README.md"), text)
 
 
 _README = f"""# {{name}}
 
 `{PROJECT}` has the settings; its comments say where each value is from.
 
-    posttrain plan                        # what would run, and why
-    posttrain run                         # runs it; the same command resumes
-    posttrain status                      # the last runs
-    posttrain lineage {{pipeline}}/evaluate  # what a result was made from
-    mlflow ui                             # the curves of all runs
+    posttrain plan          # what would run, and why
+    posttrain run           # runs it; the same command resumes
+    posttrain ui            # models, curves, logs and lineage in a browser
+    posttrain chat {{model}}      # talk with the result
+    posttrain report {{model}}    # all about it on one page
+    posttrain lineage {{model}}   # what it was made from
 """
 
 

@@ -105,6 +105,13 @@ def with_project(words: Sequence[str]) -> list[str]:
     return [*(word for word in found if _key(word) not in keys), *own]
 
 
+def without_project(words: Sequence[str]) -> list[str]:
+    """The overrides that are not those of ``posttrain.yaml`` in this folder, which every command here reads."""
+    found = set(project_overrides(Path(PROJECT))) if Path(PROJECT).is_file() else set()
+    chosen = [word for word in words if word.startswith("pipeline=")]
+    return [word for word in words if word not in found] if set(chosen) <= found else list(words)
+
+
 def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 

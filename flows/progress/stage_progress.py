@@ -10,6 +10,7 @@ from lineage.record.metrics_file import Part, ReportFile, headline_metric, read_
 from lineage.record.tracker import Event, StageStart
 from lineage.store import Entry
 
+_SEEN = 0.005  # the least share that is shown, of what a device can compute
 _TAIL_BYTES = 256 * 1024  # end of a long file that is read the first time: only the latest reports matter
 
 
@@ -112,6 +113,6 @@ def _highlights(metrics: Mapping[str, float]) -> list[str]:
     shown = [f"{name} {metrics[name]:.3f}"] if name in metrics else []
     if "tokens_per_second" in metrics:
         shown.append(f"{metrics['tokens_per_second']:,.0f} tok/s")
-    if "mfu" in metrics:
+    if metrics.get("mfu", 0.0) >= _SEEN:
         shown.append(f"MFU {metrics['mfu']:.0%}")
     return shown

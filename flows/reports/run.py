@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from flows.declare.project import without_project
 from flows.planning.advice import advice_lines
 from flows.planning.estimates import Estimate, Totals, in_all
 from flows.planning.plan import Plan, PlannedStage
@@ -333,6 +334,7 @@ def _lineage_page(plan: Plan) -> str:
 
 def _next(plan: Plan, seconds: Mapping[str, float], cli_args: Sequence[str]) -> str:
     """Three commands to try: talk with the last model, plan its last training with half the learning rate, look."""
+    cli_args = without_project(cli_args)
     store = [word for word in cli_args if word.startswith("store=")]
     models = [planned for planned in plan.stages if planned.stage.method.produces == Kind.CHECKPOINT]
     trained = [planned for planned in plan.stages if isinstance(planned.stage.method, Training)]

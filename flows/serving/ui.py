@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.declare.store_root import asked_store
-from flows.reports.wording import clock, counted
+from flows.reports.wording import clock, counted, relative
 from flows.serving.serve_model import bound_socket
 from lineage.artifact import DATA, MODELS, SOURCE, Kind
 from lineage.errors import PipelineError
@@ -55,7 +55,8 @@ def run_ui(options: argparse.Namespace) -> int:
         address = f"http://127.0.0.1:{bound.getsockname()[1]}/?key={key}"
         server = uvicorn.Server(uvicorn.Config(site(store, key), log_level="warning"))
         shown = json.dumps({"address": address, "store": str(store)})
-        print(shown if options.json else f"{address}\nshows {store}, and changes nothing; Ctrl-C ends", flush=True)
+        text = f"{address}\nshows {relative(store)}, and changes nothing; Ctrl-C ends"
+        print(shown if options.json else text, flush=True)
         server.run(sockets=[bound])
     return 0
 
