@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from random import Random
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, cast
@@ -219,10 +220,8 @@ class Evaluate(Method):
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
         from tasks.data.tokens.tokenize_rows import require_chat_template
-        from tasks.model.positions import require_positions
         from tasks.model.tokenizers import tokenizer_of
         from tasks.train.generation.one_policy import digests_of_weights, version_metrics
-        from tasks.train.models.load import load_config
 
         policies = {slot: policy for slot, policy in inputs.items() if slot not in self.consumes}
         if not policies:
@@ -239,12 +238,7 @@ class Evaluate(Method):
         models = {**policies, **{slot: inputs[slot] for slot in ("reward_model",) if slot in inputs}}
         require_same_tokens(models, inputs["reference"], tokenizer)
         trained = [*models.values(), inputs["reference"]]
-        lengths = self.lengths(self.max_length or trained_length(trained))
-        thinking = self.thinking or trained_thinking(trained)
-        kept = "keep" in (recipe.get("control_tokens") for recipe in _recipes(trained).values())
-        control_tokens: Literal["text", "keep"] | None = self.control_tokens or ("keep" if kept else None)
-        for model in trained:
-            require_positions(load_config(model.path), lengths.max_length)
+        lengths, thinking, control_tokens = self._as_trained(trained)
         rows = held_out.draw(
             inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts,
             num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
@@ -259,17 +253,15 @@ class Evaluate(Method):
         )
         of_rewards, by_kind, rewarded = list[RowScores](), dict[str, float](), dict[str, Sequence[float]]()
         if "reward_model" in inputs:
-            reward_model = inputs["reward_model"]
             read = partial(
                 held_out.answered_tokens, tokenizer=tokenizer, lengths=lengths, thinking=thinking,
                 control_tokens=control_tokens, vision=rows.visions.get(rows.asking),
             )  # fmt: skip
-            of_rewards, by_kind, rewarded = self._rewards(reward_model, rows, read, measured, reference, ctx)
+            of_rewards, by_kind, rewarded = self._rewards(inputs["reward_model"], rows, read, measured, reference, ctx)
         if ctx.rank:  # the first worker calls the reward functions and writes the report
             return {}
         scores = policy_scores(rows, measured, reference, self.answer_form)
-        scores += function_scores(rows, measured, functions) + of_rewards
-        scores += self._of_samples(rows, ratios)
+        scores += function_scores(rows, measured, functions) + of_rewards + self._of_samples(rows, ratios)
         of_own, failed = self._own_scores(rows, measured, reference, own, rewarded)
         metrics = {name: value for each in scores for name, value in each.metrics().items()} | by_kind
         metrics |= {**_with_errors([*of_own, *of_benchmarks.scores]), **of_benchmarks.values}
@@ -277,24 +269,29 @@ class Evaluate(Method):
         metrics |= {"metrics_failed": float(len(failed))} if self.metrics else {}
         metrics |= {**rows.lost, "max_length": float(lengths.max_length), **version_metrics(weights)}
         ctx.report(len(policies) + 1, metrics)
-        answers = {name: [answer.text for answer in policy.greedy] for name, policy in measured.items()}
-        write_report(
-            ctx.output_dir, metrics, [prompt.messages for prompt in rows.prompts], answers,
-            questions=[question.prompt.messages for question in rows.questions],
-            references=[question.reference for question in rows.questions],
-            answered={name: [answer.text for answer in policy.answered] for name, policy in measured.items()},
-            own=[*dict.fromkeys([each.metric for each in (*by_label(scores), *of_own, *of_benchmarks.scores)])],
-            failed=failed,
-        )  # fmt: skip
-        write_scores(
-            ctx.output_dir, [*scores, *of_own, *of_benchmarks.scores],
-            {name: policy.fingerprint for name, policy in policies.items()}, weights,
-        )  # fmt: skip
+        named = [each.metric for each in (*by_label(scores), *of_own, *of_benchmarks.scores)]
+        _write_answers(ctx.output_dir, metrics, rows, measured, named, failed)
+        fingerprints = {name: policy.fingerprint for name, policy in policies.items()}
+        write_scores(ctx.output_dir, [*scores, *of_own, *of_benchmarks.scores], fingerprints, weights)
         stubs = self.stubs(rows, tokenizer, {each.name: each for each in own}, functions, frozenset(inputs), benchmarks)
         stubs.write(ctx.output_dir)
         if benchmarks:
             write_settings(ctx.output_dir, benchmarks, Batches.of(ctx), ctx.resources.frozen_dtype(None))
         return metrics
+
+    def _as_trained(
+        self, trained: Sequence[Input]
+    ) -> tuple[held_out.Lengths, Thinking | None, Literal["text", "keep"] | None]:
+        """Lengths of rows, thinking and control tokens: as set, or as the models were trained."""
+        from tasks.model.positions import require_positions
+        from tasks.train.models.load import load_config
+
+        lengths = self.lengths(self.max_length or trained_length(trained))
+        for model in trained:
+            require_positions(load_config(model.path), lengths.max_length)
+        kept = "keep" in (recipe.get("control_tokens") for recipe in _recipes(trained).values())
+        control_tokens: Literal["text", "keep"] | None = self.control_tokens or ("keep" if kept else None)
+        return lengths, self.thinking or trained_thinking(trained), control_tokens
 
     def _require_text(self, rows: held_out.Rows) -> None:
         """Refuses samples of answers to images: they are drawn from tokens alone.
@@ -605,6 +602,20 @@ class EvaluationCheck(Method):
             visions=_visions(inputs, [inputs["reference"]]),
         )  # fmt: skip
         return {}
+
+
+def _write_answers(
+    directory: Path, metrics: Metrics, rows: held_out.Rows, measured: Mapping[str, Measured], own: Sequence[str],
+    failed: Mapping[str, str],
+) -> None:  # fmt: skip
+    write_report(
+        directory, metrics, [prompt.messages for prompt in rows.prompts],
+        {name: [answer.text for answer in policy.greedy] for name, policy in measured.items()},
+        questions=[question.prompt.messages for question in rows.questions],
+        references=[question.reference for question in rows.questions],
+        answered={name: [answer.text for answer in policy.answered] for name, policy in measured.items()},
+        own=[*dict.fromkeys(own)], failed=failed,
+    )  # fmt: skip
 
 
 def _with_errors(scores: Sequence[RowScores]) -> dict[str, float]:

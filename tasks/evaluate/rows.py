@@ -157,18 +157,10 @@ class Lengths:
 
 
 def draw(
-    inputs: "Inputs",
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    num_rows: int,
-    num_prompts: int,
-    num_questions: int,
-    lengths: Lengths,
-    seed: int,
-    thinking: Thinking | None = None,
-    control_tokens: ControlText | None = None,
+    inputs: "Inputs", tokenizer: "PreTrainedTokenizerBase", *, num_rows: int, num_prompts: int, num_questions: int,
+    lengths: Lengths, seed: int, thinking: Thinking | None = None, control_tokens: ControlText | None = None,
     visions: Mapping[str, Vision] = MappingProxyType({}),
-) -> Rows:
+) -> Rows:  # fmt: skip
     """Draws rows of each kind that has an input, at most as many as stated.
 
     Args:
@@ -214,16 +206,10 @@ def draw(
             _require_enough(inputs[slot].name, slot, [each for _, each in found], lengths)
     _require_whole(num_cut, len(prompts) + len(questions), lengths)
     return Rows(
-        text=text_tokens(tokens["text"]),
-        answers=answer_tokens(tokens["conversations"]),
-        pairs=pair_tokens(tokens["pairs"]),
-        prompts=prompts,
-        prompt_ids=prompt_ids,
-        questions=questions,
-        question_ids=question_ids,
-        lost={**_lost(tokens), "asked/prompts_cut": float(num_cut)},
-        unpaired=unpaired_tokens(tokens.get("unpaired", ())),
-        has_own_prompts="prompts" in inputs,
+        text=text_tokens(tokens["text"]), answers=answer_tokens(tokens["conversations"]),
+        pairs=pair_tokens(tokens["pairs"]), unpaired=unpaired_tokens(tokens.get("unpaired", ())),
+        prompts=prompts, prompt_ids=prompt_ids, questions=questions, question_ids=question_ids,
+        lost={**_lost(tokens), "asked/prompts_cut": float(num_cut)}, has_own_prompts="prompts" in inputs,
         visions=visions, prompt_images=prompt_images, question_images=question_images, asking=asking,
     )  # fmt: skip
 
