@@ -371,6 +371,7 @@ class Outcome:
     Args:
         figures: name -> values: of each step, each row, or one.
         digests: of weights, to the bit.
+        seconds: of CPU time, which other processes of the machine change little.
         error: that ended it; empty: none.
     """
 
@@ -384,7 +385,7 @@ def run(name: str, root: Path, *, num_threads: int = 1) -> Outcome:
     """Runs a recipe in this process, on the inputs of ``write_inputs``."""
     import torch
 
-    start, before = time.perf_counter(), torch.get_num_threads()
+    start, before = time.process_time(), torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         with tempfile.TemporaryDirectory(prefix="posttrain-canary-") as place:
@@ -393,7 +394,7 @@ def run(name: str, root: Path, *, num_threads: int = 1) -> Outcome:
         return Outcome(error=f"{type(error).__name__}: {error}".splitlines()[0])
     finally:
         torch.set_num_threads(before)
-    return Outcome(figures=figures, digests=digests, seconds=round(time.perf_counter() - start, 2))
+    return Outcome(figures=figures, digests=digests, seconds=round(time.process_time() - start, 2))
 
 
 def _results(recipe: Recipe, root: Path, place: Path) -> tuple[dict[str, list[float]], dict[str, str]]:
