@@ -1,9 +1,11 @@
 """Checks and conversion of values, tools and turns in rows of any format, to the form that chat templates take."""
 
+import ast
 import json
 import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -303,6 +305,7 @@ _NO_THOUGHTS = frozenset({"on", "off", "true", "false", "yes", "no", "0", "1"}) 
 _THINK, _THOUGHT_ENDS = "<think>", "</think>"
 _CALLS = ("tool_calls", "function_call")  # the second is OpenAI's former name
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+PYTHONS_CALL = re.compile(rf"{_OPEN}[\s\[{{]*'")
 _RESPONSE = re.compile(r"<tool_response>((?:(?!</?tool_response>).)*)</tool_response>", re.DOTALL)
 _RESPONSES = re.compile(rf"\s*(?:{_RESPONSE.pattern}\s*)+", re.DOTALL)
 _WRITTEN = re.compile(f"{_OPEN}((?:(?!{_OPEN}).)*?){_CLOSE}", re.DOTALL)
@@ -573,12 +576,21 @@ def _answer_text(value: object, what: str) -> str:
     if _CLOSE in content or _OPEN in content:
         for call in _WRITTEN.findall(content):
             if call.lstrip()[:1] in ("{", "["):  # some models write calls in other syntaxes
-                parsed_json(call, f"{what} {_OPEN}", _UNCLOSED)
+                _require_literal(call, f"{what} {_OPEN}")
         left = _WRITTEN.sub("", content)
         for mark, missing in ((_OPEN, _CLOSE), (_CLOSE, _OPEN)):
             if mark in left:
                 raise BadRowError(f"{what} has {mark} without {missing}", _UNCLOSED)
     return content
+
+
+def _require_literal(call: str, what: str) -> None:
+    """Requires JSON, or a literal of Python with keys in single quotes, as many rows of Hermes have."""
+    if PYTHONS_CALL.match(f"{_OPEN}{call}"):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            ast.literal_eval(call.strip())
+            return
+    parsed_json(call, what, _UNCLOSED)
 
 
 def _is_thought(part: object) -> bool:
@@ -662,7 +674,7 @@ def _check_order(messages: Sequence[Message], what: str, before: str = _START) -
             after = before if before in (_START, _CALLED, _WROTE_CALL) else f"after {before!r}"
             found = f"{what}[{index}] has the role {role!r} {after}, not {' or '.join(_NEXT[before])}"
             raise BadRowError(found, _UNCLOSED if before == _CALLED else "wrong role order")
-        writes = role == "assistant" and str(turn["content"]).rstrip().endswith(_CLOSE)
+        writes = role == "assistant" and _CLOSE in str(turn["content"])
         before = _CALLED if "tool_calls" in turn else _WROTE_CALL if writes else role
         if role == "tool" and (index + 1 == len(messages) or messages[index + 1]["role"] != "tool"):
             _check_answered(messages[: index + 1], what)

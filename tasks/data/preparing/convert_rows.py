@@ -22,6 +22,7 @@ from tasks.data.formats.detect import WITHOUT_LOSS, Detected, detect, with_promp
 from tasks.data.formats.proposals import with_inner
 from tasks.data.formats.trees import Into, is_tree, rows_of_trees
 from tasks.data.formats.turns import (
+    PYTHONS_CALL,
     BadRowError,
     CanonicalRow,
     Fields,
@@ -251,6 +252,8 @@ def remarks(row: CanonicalRow) -> tuple[str, ...]:
         found.append("no answer to the last turn")
     if any(mark in text for text in _texts(row, "assistant") for mark in _ROLE_MARKS):
         found.append(ROLE_MARKS)
+    if "<tool_call>" in joined and any(map(PYTHONS_CALL.search, _texts(row, "assistant"))):
+        found.append("calls as literals of Python, not as JSON")
     return tuple(dict.fromkeys(found))
 
 

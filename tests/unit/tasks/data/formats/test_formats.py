@@ -442,6 +442,8 @@ ANSWERED = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tex
                             said("tool", f"{RESPONSE.format('sun')}\n{RESPONSE.format(' rain ')}\n"),
                             said("gpt", "a")], "tools": json.dumps([WEATHER])},
          {"messages": [IN_SYSTEM, Q, assistant(WRITTEN), RESULT, {**RESULT, "content": "rain"}, A]}),
+        ({"messages": [Q, assistant(f"<tool_call>\n{CALL}\n</tool_call>\nwait"), RESULT, A]},
+         {"messages": [Q, assistant(f"<tool_call>\n{CALL}\n</tool_call>\nwait"), RESULT, A]}),
         ({"messages": [Q, assistant(WRITTEN), Q, A], "tools": [WEATHER]},
          {"messages": [Q, assistant(WRITTEN), Q, A], "tools": TOOLS}),
         ({"messages": [user("<tool_response>q</tool_response> "), assistant(WRITTEN)], "system": IN_SYSTEM["content"],
