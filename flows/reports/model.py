@@ -651,7 +651,8 @@ def _answers(entry: Entry, slot: str, graph: Graph, index: Index) -> Answers | N
         if all(name in line for name in columns):
             asked, right = cast("list[dict[str, str]]", line["prompt"]), line.get("right answer")
             said = {name: str(line[name]) for name in columns}
-            prompt = asked[-1]["content"] if asked else ""
+            earlier = "".join(f"<image:{each}>" for each in marked(turn["content"] for turn in asked[:-1]))
+            prompt = earlier + asked[-1]["content"] if asked else ""
             rows.append({"prompt": prompt, "right": None if right is None else str(right), **said})
     rows.sort(key=lambda row: row["right"] is not None)  # of a question that is also a prompt, with its right answer
     found = list({row["prompt"]: row for row in rows}.values())

@@ -20,6 +20,7 @@ from lineage.source.model_files import PROCESSOR_FILES, read_json
 from tasks.data.images import Images, StoredImages, marked
 from tasks.data.kinds import MISMATCHED, PLACES, Message
 from tasks.data.tokens.encoding import ImageSpan, Rendered
+from tasks.data.tokens.tokenization import images_of_pack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -206,9 +207,11 @@ class Vision:
             found[name] = torch.isin(ids_BT.cpu(), known).long()
         return {name: value.to(ids_BT.device) for name, value in found.items()}
 
-    def collator(self, collate: "Callable[[list[dict[str, object]]], object]") -> "VisionCollator":
-        """A collator that adds these inputs to a batch."""
-        return VisionCollator(vision=self, collate=collate)
+    def collator(
+        self, collate: "Callable[[list[dict[str, object]]], object]", *, packs: bool = False
+    ) -> "VisionCollator":
+        """A collator that adds these inputs to a batch; ``packs``: its examples are packs, laid end to end."""
+        return VisionCollator(vision=self, collate=collate, packs=packs)
 
 
 def _vision(directory: Path, stored: StoredImages, size: Mapping[str, int]) -> Vision:
@@ -221,11 +224,14 @@ class VisionCollator:
 
     vision: Vision
     collate: "Callable[[list[dict[str, object]]], object]"
+    packs: bool
 
     def __call__(self, examples: "list[dict[str, object]]") -> "dict[str, object]":
         batch = self.collate(examples)
         assert isinstance(batch, Mapping)
-        images = [cast("Sequence[int]", each[PLACES]) for each in examples]
+        images = [cast("list[int]", each[PLACES]) for each in examples]
+        if self.packs:
+            images = [[place for each in examples for place in images_of_pack(cast("dict[str, list[int]]", each))]]
         found = dict(batch)
         for prefix in ("", MISMATCHED):
             if (ids_BT := batch.get(f"{prefix}input_ids")) is not None:

@@ -298,13 +298,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         also={"method.adapter.type": "adalora", "config.vision_config": {}, **_ADALORA},
     ),
     Rule(
-        id="images-packing",
-        when={"method.images": _reads_images, "method.packing": SET},
-        reason="packs of rows with images were not tried",
-        nearest={"method.packing": None},
-        also={"method.images.max_pixels": 4096, "method.packing": "best_fit"},
-    ),
-    Rule(
         id="images-sharding",
         when={"method.images.trains": SET, "resources.sharding": sharded},
         reason="a batch without images gives the tower no gradient, which the division waits for",

@@ -455,7 +455,8 @@ class TrainingRun:
             pairs = reads.kind == Kind.PREFERENCES
             collate = collator_for(self._start.model, collate, pairs=pairs, packs=self._packs)
         if self.vision and reads.trained:  # prompts are padded when they are answered
-            collate = cast(Collator, self.vision.collator(cast("Callable[[list[dict[str, object]]], object]", collate)))
+            own = cast("Callable[[list[dict[str, object]]], object]", collate)
+            collate = cast(Collator, self.vision.collator(own, packs=self._packs))
         return collate
 
     @cached_property
@@ -548,8 +549,7 @@ class TrainingRun:
         counted = self.ctx if divides else replace(self.ctx, resources=self._resources_of_rows)
         arguments = {**trainer_args(self.method, counted, self.num_steps), **own, **off}
         arguments["precompute_ref_log_probs"] = self._precomputes
-        # On a line of all rows, NEFTune's noise would shrink with the rows of a micro batch; and a tower reads no line.
-        is_line = reads_lines(trainer_class) and (self._packs or not (self.method.neftune_alpha or self._images))
+        is_line = reads_lines(trainer_class, self.method, policy.model, packs=self._packs)
         shared = {
             "train_dataset": rows,
             "data_collator": self._collator(own.get("data_collator"), is_line),

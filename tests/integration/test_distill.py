@@ -200,7 +200,7 @@ def test_the_trajectory_is_that_of_trls_gkd_off_policy(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beta: float
 ) -> None:
     ours = training.train(training.method("distill", beta=beta), root, tmp_path / "ours")
-    monkeypatch.setattr("tasks.train.run.reads_lines", lambda trainer_class: False)  # it needs the whole logits
+    monkeypatch.setattr("tasks.train.run.reads_lines", lambda *_of, **_packs: False)  # it needs the whole logits
     theirs = training.train(TrlsGKD(**training.FIELDS, beta=beta), root, tmp_path / "theirs")  # type: ignore[arg-type]
     assert ours.losses == pytest.approx(theirs.losses, abs=1e-5)
     assert ours.losses[0] > 0.001

@@ -17,7 +17,7 @@ from tasks.data.images import MARK, Images, StoredImages
 from tasks.data.kinds import IGNORED, TRAIN, messages_of
 from tasks.data.preparing.prepare import token_lengths
 from tasks.data.tokens.rendering import blocks_of
-from tasks.data.tokens.tokenization import Tokenization
+from tasks.data.tokens.tokenization import SEEING, Tokenization
 from tasks.data.tokens.tokenize_rows import TokenizedRows, load_or_make
 from tasks.evaluate.evaluate import Evaluate
 from tasks.evaluate.row_scores import read_scores
@@ -208,6 +208,33 @@ def test_a_precomputed_reference_is_that_of_the_step(root: Path, models: Any, tm
         for ahead in (False, True)
     ]  # fmt: skip
     assert runs[0].losses == pytest.approx(runs[1].losses, rel=1e-5)
+
+
+PACKED = [pytest.param(each, marks=[] if each == "llava" else pytest.mark.slow) for each in sorted(SEEING)]
+
+
+@pytest.mark.parametrize("family", PACKED)
+def test_packs_of_rows_with_images_have_the_loss_of_the_rows(
+    root: Path, models: Any, tmp_path: Path, family: str
+) -> None:
+    model = models(family)
+    found = tokens(root, model, packing="best_fit", max_length=300)
+    assert 1 < len(found) < 12
+    losses = {}
+    for name, stage in {
+        "packs": sft(packing="best_fit", max_length=300, global_batch_size=len(found), num_steps=3),
+        "rows": sft(max_length=300, global_batch_size=16, num_steps=3),
+    }.items():
+        resources = Resources(micro_batch_size=len(found) if name == "packs" else 4)
+        losses[name] = training.train(stage, root, tmp_path / name, policy=model, resources=resources).losses
+    assert losses["packs"] == pytest.approx(losses["rows"], rel=1e-5)
+    assert losses["rows"][2] < losses["rows"][0]
+
+
+def test_packs_are_refused_of_models_that_see_in_other_ways(root: Path, models: Any, tmp_path: Path) -> None:
+    for family in ("qwen2_vl", "gemma3"):
+        with pytest.raises(ConfigError, match=f"on a model of type {family}, no test shows that it keeps the rows"):
+            training.train(sft(packing="best_fit"), root, tmp_path / family, policy=models(family))
 
 
 def changed(before: Path, after: Path) -> set[str]:

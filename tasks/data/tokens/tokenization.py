@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.data.images import Images
-from tasks.data.kinds import TEXT, RowOutcome, arrow_schema
+from tasks.data.kinds import PLACES, TEXT, RowOutcome, arrow_schema
 from tasks.data.tokens.template import Thinking
 from tasks.model.chat_template import check_name
 
@@ -77,6 +77,8 @@ PACKABLE = frozenset({
     "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2",
     "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
 })  # fmt: skip
+# Models that read images of which this holds for the model of text within them (tests/integration/test_vision.py).
+SEEING = frozenset({"idefics3", "internvl", "llava", "llava_next", "smolvlm"})
 _WINDOW_IN_MASK = {"olmoe", "qwen2_moe"}  # their attention does not receive the window
 _LAYERS = {"full_attention", "sliding_attention"}
 _ROWS_PER_SEARCH = 10_000  # best fits are searched within so many rows
@@ -107,6 +109,8 @@ def why_not_packable(config: Mapping[str, object]) -> str | None:
         config: of the model, as its ``config.json`` has it.
     """
     found, layers = config.get("model_type"), config.get("layer_types")
+    if found in SEEING and isinstance(text := config.get("text_config"), Mapping):
+        return why_not_packable(text)
     others = sorted({str(each) for each in layers} - _LAYERS) if isinstance(layers, list) else []
     if others:
         why = f"its layers of {', '.join(others)} pass on what they saw of one row of a pack to the next"
@@ -127,6 +131,11 @@ def rows_of(pack: Mapping[str, list[int]]) -> Iterator[dict[str, list[int]]]:
     for length in pack["seq_lengths"]:
         yield {name: pack[name][place : place + length] for name in ("input_ids", "labels")}
         place += length
+
+
+def images_of_pack(pack: Mapping[str, list[int]]) -> list[int]:
+    """The places of the images of a pack, which its rows mark at the first token of each: one more than its place."""
+    return [mark - 1 for mark in pack[PLACES] if mark]
 
 
 # Documents: chunks of the stream of all tokens.

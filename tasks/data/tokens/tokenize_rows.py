@@ -281,7 +281,12 @@ class RowTokenizer:
             return {}
         if not all(kept.has(start, end) for start, end, _ in images):
             outcome.dropped = outcome.dropped or IMAGE_CUT
-        return {PLACES: [place for _, _, place in images]}
+        if not self.tokenization.packing:
+            return {PLACES: [place for _, _, place in images]}
+        marks = [0] * outcome.length  # a pack joins columns of one length
+        for start, _, place in images:
+            marks[start] = place + 1
+        return {PLACES: kept.of(marks)}
 
     def _tokens_of(self, turns: Turns, span: Span, whole: Encoded, outcome: RowOutcome) -> tuple[int, int]:
         """Where a turn begins and ends in the tokens; records the token that ends it.

@@ -38,9 +38,10 @@ from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import FusedCausalLMOutput
 
+from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.data.kinds import MISMATCHED
-from tasks.data.tokens.tokenization import rows_of, why_not_packable
+from tasks.data.tokens.tokenization import SEEING, rows_of, why_not_packable
 from tasks.train.kernels.machine import FLASH_PACKAGES, plain
 from tasks.train.sharding import autocast, gather_again, through
 
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import Trainer
     from transformers.modeling_outputs import BaseModelOutput
+
+    from tasks.recipe import TrainingRecipe
 
     Attended = tuple[Tensor, None]  # attention's output, and no weights
 
@@ -565,10 +568,11 @@ def install(
         if attention:
             model.set_attn_implementation(attention)
         return
+    is_text = model.config.get_text_config() is model.config
     name = ATTENTION[attention or "sdpa"]
     AttentionInterface.register(name, partial(padding_free_attention, attention=attention or "sdpa"))
     AttentionMaskInterface.register(name, sdpa_mask)
-    model.set_attn_implementation(name)
+    model.set_attn_implementation(name if is_text else {"text_config": name})  # a tower's attention is not causal
     model.base_model.register_forward_pre_hook(_without_mask, with_kwargs=True)
     # tasks/train/losses/rewards.py replaces the forward of a reward model.
     if is_padding_free(model) and model.get_output_embeddings() is not None:
@@ -632,12 +636,19 @@ def collator_for(model: "PreTrainedModel", collate: Collator, *, pairs: bool = F
 _GENERATE = {f"trl.trainer.{each}_trainer" for each in ("grpo", "rloo", "distillation")}
 
 
-def reads_lines(trainer_class: type) -> bool:
-    """Whether a trainer can use the padding-free forward: it needs only log-probabilities, or only scores."""
+def reads_lines(trainer_class: type, method: "TrainingRecipe", model: PreTrainedModel, *, packs: bool) -> bool:
+    """Whether a training uses the padding-free forward: its trainer needs only log-probabilities, or only scores.
+
+    On a line of all rows, NEFTune's noise would shrink with the rows of a micro batch. Of rows with images, a line has
+    the positions of the models in ``SEEING`` alone, and pairs, which share the tokens of their prompts, no images.
+    """
     from trl import DPOTrainer, RewardTrainer, SFTTrainer
 
     ours = getattr(trainer_class, "is_padding_free", False)
-    return ours or issubclass(trainer_class, (SFTTrainer, DPOTrainer, RewardTrainer))
+    seeing = model.config.model_type in SEEING and type(method).reads.kind == Kind.CONVERSATIONS
+    padded = method.neftune_alpha or (getattr(method, "images", None) is not None and not seeing)
+    known = ours or issubclass(trainer_class, (SFTTrainer, DPOTrainer, RewardTrainer))
+    return bool(known and (packs or not padded))
 
 
 def on_tokens(trainer_class: "type[Trainer]") -> "type[Trainer]":
