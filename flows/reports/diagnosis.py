@@ -15,8 +15,7 @@ from flows.progress.stage_log import stage_entry
 from flows.reports.wording import counted, printable_text
 from lineage.diagnosis.curves import Curve, Curves, read_curves
 from lineage.diagnosis.finding import Finding
-from lineage.diagnosis.loss_rules import MIN_STEPS
-from lineage.diagnosis.rules import RULES, diagnose
+from lineage.diagnosis.rules import MIN_STEPS, RULES, diagnose
 from lineage.errors import ConfigError, PipelineError
 from lineage.markup import html_page
 from lineage.record.run_file import RunFile

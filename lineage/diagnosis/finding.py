@@ -69,22 +69,6 @@ class Rule:
         return replace(found, rule=self.name, remedy=self.remedy) if found else None
 
 
-def rule(
-    rules: list[Rule], name: str, group: str, sign: str, remedy: str, steps: int = 0, validations: int = 0
-) -> Callable[[Check], Check]:  # fmt: skip
-    """Decorator that registers a check in a list of rules."""
-
-    def add(check: Check) -> Check:
-        rules.append(
-            Rule(
-                name=name, group=group, sign=sign, remedy=remedy, steps=steps, validations=validations, check=check
-            )
-        )  # fmt: skip
-        return check
-
-    return add
-
-
 def rounded(value: float) -> float:
     """Rounds to two significant digits."""
     return float(f"{value:.2g}")

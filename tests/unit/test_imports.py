@@ -65,7 +65,6 @@ ALONE = {
     "lineage.mlflow.tracker": "MLflow",
     "tasks.train.losses.*_trainer": "torch and TRL: a method's file imports neither",
     "tasks.train.losses.actor_critic": "torch: PPO's file does not import it",
-    "lineage.diagnosis.method_rules": "rules of single methods; loss_rules.py has those of every training",
     "tasks.data.reading.*": "one family of files each, and the reader that chooses among them",
     "tasks.evaluate.beside": "a process of its own, which the training starts by this name",
     "tasks.data.examine": "prepares and compares rows; the command reads its words and prints what was found",
