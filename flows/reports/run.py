@@ -285,7 +285,7 @@ def _measured(output: Path, slots: Sequence[str]) -> Iterator[str]:
         table.add_row(name, *values)
     yield plain_text(table)
     if further := own_rows(metrics, names):
-        table = empty_table(OWN_TITLE, *names, numbers=names)
+        table = empty_table(OWN_TITLE, *names, numbers=tuple(names))
         for row in further:
             table.add_row(*row)
         yield plain_text(table)

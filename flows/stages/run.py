@@ -161,13 +161,20 @@ class DataChecks:
     def require(self, run: "Run", planned: PlannedStage) -> None:
         """Checks the rows of this stage and of all that are to train after it, as far as they are prepared.
 
+        Of an evaluation on local benchmarks those that its models were trained on before, for rows of the benchmarks.
+
         Raises:
             PipelineError: the rows of one of them cannot be trained on.
         """
-        if not isinstance(planned.stage.method, Training):
+        if isinstance(planned.stage.method, Training):
+            checked = [planned, *(other for other in run.plan.stale if other is not planned)]
+        elif any(_local_benchmarks(planned)):
+            trained = (each for each in run.plan.stages if isinstance(each.stage.method, Training))
+            checked = [each for each in trained if each.state == "reuse"]
+        else:
             return
         with self._lock:
-            for each in [planned, *(other for other in run.plan.stale if other is not planned)]:
+            for each in checked:
                 job = check_job(run.plan, each, run.plan.entry(planned).path)
                 if job is None:
                     continue
@@ -318,9 +325,13 @@ def _held_out(plan: Plan) -> Iterator[tuple[str, Path]]:
 def _benchmarks(plan: Plan) -> Iterator[Metric]:
     """All benchmarks with local files that models are measured on."""
     for planned in plan.stages:
-        beside = getattr(planned.stage.method, "evaluation", None)
-        found = [*getattr(planned.stage.method, "own_metrics", ()), *(beside.own_metrics if beside else ())]
-        yield from (each for each in found if each.local_task)
+        yield from _local_benchmarks(planned)
+
+
+def _local_benchmarks(planned: PlannedStage) -> Iterator[Metric]:
+    beside = getattr(planned.stage.method, "evaluation", None)
+    found = [*getattr(planned.stage.method, "own_metrics", ()), *(beside.own_metrics if beside else ())]
+    yield from (each for each in found if each.local_task)
 
 
 def _previous_percent(plan: Plan, planned: PlannedStage) -> float | None:

@@ -132,6 +132,19 @@ def test_rows_that_are_measured_on_and_trained_on_are_told_with_their_file(quick
     assert line.endswith("/logs/leakage-sft.parquet")
 
 
+def test_an_evaluation_on_a_local_benchmark_checks_what_its_models_were_trained_on(quickstart, tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.reward_functions.metric.find_spec", lambda name: True)
+    (tmp_path / "rows.jsonl").write_text('{"question": "What is a list?"}\n')
+    task = "task: asked\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ndoc_to_text: '{{question}}'\n"
+    (tmp_path / "asked.yaml").write_text(task)
+    words = [f"+stages.evaluate.method.metrics=['lm_eval:{tmp_path}/asked.yaml']"]
+    finish(quickstart(*words), *(each.name for each in quickstart().stages if each.name != "evaluate"))
+    plan = quickstart(*words)
+    assert [each.name for each in plan.stale] == ["evaluate"]
+    (line,) = Checked(plan, Processes(sft={"leaked_rows": 2}))("evaluate")
+    assert line.startswith("sft: 2 held-out rows among what it trains on: ")
+
+
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
