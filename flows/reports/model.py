@@ -668,9 +668,8 @@ def _answers(entry: Entry, slot: str, graph: Graph, index: Index) -> Answers | N
 def _images_of(prompts: Iterable[str], entry: Entry, index: Index) -> dict[str, str]:
     """The images that prompts of an evaluation have: of those rows that it read which are still there."""
     manifest, found = entry.manifest(), dict[str, str]()
-    read = manifest.inputs.values() if manifest else ()
-    nodes = [node_key(each.artifact, each.fingerprint) for each in read if each.source is None]
-    outputs = [index.entry(node).output for node in nodes if index.artifact(node)]
+    nodes = [node_key(each.artifact, each.fingerprint) for each in (manifest.inputs.values() if manifest else ())]
+    outputs = (index.entry(node).output for node in nodes if index.artifact(node))
     for stored in filter(None, map(StoredImages.beside, outputs)):
         for digest in (each for each in marked(prompts) if each in stored.places):
             file, image = io.BytesIO(), stored.image(stored.places[digest])
