@@ -124,3 +124,11 @@ class ToyEvaluate(Method):
         rows = [f"| {name} | {self.wins[name]} of {self.num_rows} |\n" for name in inputs]
         (ctx.output_dir / TABLE_FILE).write_text("".join(["| policy | wins |\n| --- | --- |\n", *rows]))
         return scores.metrics()
+
+
+def with_its_node(item: int) -> tuple[int, str]:
+    """An item, and the node of the Ray cluster that it was mapped on."""
+    from ray import get_runtime_context
+
+    time.sleep(0.1)
+    return item, str(get_runtime_context().get_node_id())

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from socket import gethostname
@@ -16,16 +15,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import ray
 import torch
 
-from flows.stages.job import Job
-from flows.stages.resources import rows_mapped
-from tasks.context import Resources
-from tasks.data import kinds
 from tests.command import PATIENCE, REPOSITORY, Command, family, wait_until
 from tests.miniature import MODEL, STEPS, write_own_rows
-from tests.toy_methods import ToyModel
 from tests.training import same, weights
 
 # test_resources.py, test_attempts.py and test_exit_reasons.py have a quick test of each decision.
@@ -210,26 +203,35 @@ def test_more_nodes_than_the_cluster_has_are_refused_before_anything_starts(own,
     assert not (own.folder / "none" / "base").exists()
 
 
-def with_its_node(item: int) -> tuple[int, str]:
-    time.sleep(0.1)
-    return item, ray.get_runtime_context().get_node_id()
+MAP = """
+from pathlib import Path
+from flows.stages.job import Job
+from flows.stages.resources import rows_mapped
+from tasks.context import Resources
+from tasks.data import kinds
+from tests.toy_methods import ToyModel, with_its_node
+
+kinds.INLINE_SECONDS = 0.0
+resources = Resources(cpus_per_worker=1, wait_minutes=3.0)
+job = Job(stage="rows", method=ToyModel(), inputs={}, resources=resources, directory=Path.cwd(), row_processes=4)
+with rows_mapped(job), open("found", "w", buffering=1) as found:
+    for item, node in kinds.ordered_map(with_its_node, iter(range(100)), 1):
+        print(item, node, file=found)
+"""
 
 
-def test_rows_of_a_lost_node_are_mapped_by_the_others(nodes, tmp_path, monkeypatch):
+def test_rows_of_a_lost_node_are_mapped_by_the_others(nodes, tmp_path):
     nodes.start(SECOND)
-    for name, value in {**SHARED, "RAY_ADDRESS": f"{HEAD}:{PORT}"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kinds, "INLINE_SECONDS", 0.0)
-    resources = Resources(cpus_per_worker=1, wait_minutes=3.0)
-    job = Job(stage="rows", method=ToyModel(), inputs={}, resources=resources, directory=tmp_path, row_processes=4)
-    found = []
-    with rows_mapped(job):
-        for result in kinds.ordered_map(with_its_node, iter(range(100)), 1):
-            found.append(result)
-            if len(found) == 30:
-                nodes.kill(SECOND)
-    assert [item for item, _ in found] == list(range(100))
-    assert len({node for _, node in found}) == 2
+    found, said = tmp_path / "found", tmp_path / "said"
+    environment = {**os.environ, **SHARED, "RAY_ADDRESS": f"{HEAD}:{PORT}", "PYTHONPATH": str(REPOSITORY)}
+    with said.open("w") as log:
+        process = subprocess.Popen([sys.executable, "-c", MAP], cwd=tmp_path, env=environment, stdout=log, stderr=log)
+    wait_until(lambda: process.poll() is not None or (found.exists() and found.read_text().count("\n") > 9), "mapped")
+    nodes.kill(SECOND)
+    assert process.wait(200 * PATIENCE) == 0, said.read_text()
+    lines = [line.split() for line in found.read_text().splitlines()]
+    assert [int(item) for item, _ in lines] == list(range(100))
+    assert len({node for _, node in lines}) == 2
 
 
 def can_hide_a_folder() -> bool:
