@@ -189,6 +189,12 @@ _INNER = (
 
 def no_command(word: str, arguments: Sequence[str], commands: Sequence[str]) -> ConfigError:
     """The answer to a command that does not exist."""
+    file = next((each for each in arguments[1:] if each.endswith((".yaml", ".yml"))), None)
+    if word in HABITS and file:
+        return ConfigError(
+            f"{word}: no command of posttrain; here it is: posttrain run {file}, of another trainer's file first: "
+            f"posttrain import llamafactory {file} (or axolotl, trl, oumi)"
+        )
     if word in HABITS:
         return ConfigError(f"{word}: no command of posttrain; here it is: {HABITS[word].format(word)}")
     if "=" in word or word.endswith((".yaml", ".yml")):

@@ -530,7 +530,7 @@ def _group(word: str, override: Override, options: list[str]) -> list[str]:
 def _first_lines(error: Exception) -> str:
     """Hydra's message without caret lines and advice on internals."""
     lines = [line.strip() for line in str(error).splitlines()]
-    return "; ".join([line for line in lines if line and not line.startswith(_INTERNAL)][:4])
+    return "; ".join([line.rstrip(".") for line in lines if line and not line.startswith(_INTERNAL)][:4])
 
 
 T = TypeVar("T")

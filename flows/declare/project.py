@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -112,6 +113,15 @@ def without_project(words: Sequence[str]) -> list[str]:
     return [word for word in words if word not in found] if set(chosen) <= found else list(words)
 
 
+# Peer -> keys that its configurations have, and a project never has; the first that fits is named.
+_PEERS = {
+    "llamafactory": {"finetuning_type", "dataset_dir", "cutoff_len", "do_train", "template"},
+    "axolotl": {"base_model", "datasets", "sequence_len"},
+    "oumi": {"model.model_name", "training.trainer_type"},
+    "trl": {"model_name_or_path", "dataset_name", "per_device_train_batch_size"},
+}
+
+
 def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 
@@ -139,6 +149,12 @@ def project_overrides(file: Path) -> list[str]:
             f"posttrain plan conf/pipeline/{file.name}; a project file has no such list, but pipeline: NAME"
         )
     found = list(_leaves(node, ""))
+    keys = {str(key.value) for key, _ in node.value} | {word.partition("=")[0] for word in found}
+    if peer := next((peer for peer, its in _PEERS.items() if keys & its), None):
+        raise ConfigError(
+            f"{file}: is a configuration of {peer}, with {', '.join(sorted(keys & _PEERS[peer]))}; make "
+            f"a pipeline of it: posttrain import {peer} {shlex.quote(str(file))}"
+        )
     project_files.update(dict.fromkeys(found, str(file)))
     return found
 

@@ -52,6 +52,7 @@ def test_three_examples_of_each_command_are_in_its_help_and_compose(command, cap
         ("plna", "plna: no such command; did you mean plan? there are: plan, run"),
         ("pipeline=sft model=x/y", "the command is missing; write: posttrain plan pipeline=sft model=x/y"),
         ("my.yaml", "the command is missing; write: posttrain plan my.yaml"),
+        ("train my.yaml", "posttrain run my.yaml, of another trainer's file first: posttrain import llamafactory"),
         ("run --config my.yaml", "unknown option --config; here it is posttrain run my.yaml"),
         ("run --pipeline sft", "unknown option --pipeline; here it is pipeline=sft"),
         ("plan --adapter=lora", "unknown option --adapter=lora; here it is adapter=lora"),

@@ -100,6 +100,10 @@ def test_the_project_of_this_folder_is_read_unless_another_pipeline_is_chosen(tm
             "defaults: [sft]\n",
             "is a pipeline; put it into a folder of the name pipeline: posttrain plan conf/pipeline/no.yaml",
         ),
+        ("stage: sft\ncutoff_len: 64\n", "a configuration of llamafactory, .*: posttrain import llamafactory no.yaml"),
+        ("base_model: m\nadapter: lora\n", "posttrain import axolotl no.yaml"),
+        ("model: {model_name: m}\ntraining: {trainer_type: TRL_SFT}\n", "posttrain import oumi no.yaml"),
+        ("model_name_or_path: m\ndataset_name: d\n", "posttrain import trl no.yaml"),
     ],
 )
 def test_a_file_that_is_no_project_is_refused(tmp_path, monkeypatch, text, message):
