@@ -20,12 +20,7 @@ _SPACES = "".join(character for character in map(chr, range(0x3001)) if characte
 _UNSEEN = _SPACES + "\u200b\u200c\u200d\u2060\ufeff"  # and characters without width
 SYSTEM = ("system", "system_prompt")  # columns that hold the first turn of the prompt
 _BAD_TOOLS, _BAD_CALL, _UNCLOSED = "tools that cannot be read", "tool call that cannot be read", "unclosed tool call"
-_CALL_ARGUMENTS = (
-    "arguments",
-    "input",
-    "parameters",
-    "input_schema",
-)  # of calls and tools, as OpenAI and Anthropic have them
+_OF_TOOLS = ("arguments", "parameters", "input_schema", "tools", "functions")  # keys of what calls and tools give
 _MAY_BE_NULL = ("default", "const")  # keys of a JSON schema whose null says something
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False)
 _OUTER = ("type", "id", "index")  # keys beside a function; ``index`` comes from streamed responses
@@ -170,10 +165,10 @@ def _not_json(value: object) -> object:
 
 
 def tool_nulls(value: object, where: str = "", *, inside: bool = False) -> Iterator[str]:
-    """The places of nulls in the arguments of calls and in the schemas of tools that objects of a row hold.
+    """The places of nulls in the arguments of calls, and in tools, that objects of a row hold.
 
-    Whoever writes all calls of a file with one set of keys (`datasets`, polars, pandas) writes them for the keys of
-    other calls; JSON text keeps those of its call alone.
+    Whoever writes all of a file with one set of keys (`datasets`, polars, pandas) writes them for the keys of others;
+    JSON text keeps its own alone.
     """
     if isinstance(value, list):
         for index, each in enumerate(value):
@@ -187,7 +182,7 @@ def tool_nulls(value: object, where: str = "", *, inside: bool = False) -> Itera
 
 
 def without_tool_nulls(value: object, *, inside: bool = False) -> object:
-    """The same value without any null inside the arguments of calls and the schemas of tools."""
+    """The same value without any null inside the arguments of calls and tools."""
     if isinstance(value, list):
         return [without_tool_nulls(each, inside=inside) for each in value]
     if not isinstance(value, Mapping):
@@ -200,7 +195,7 @@ def without_tool_nulls(value: object, *, inside: bool = False) -> object:
 
 
 def _has_arguments(value: Mapping[str, object], key: str) -> bool:
-    return key in _CALL_ARGUMENTS or (key == "input" and value.get("type") == _TOOL_USE)
+    return key in _OF_TOOLS or (key == "input" and value.get("type") == _TOOL_USE)
 
 
 def canonical(value: object) -> str:

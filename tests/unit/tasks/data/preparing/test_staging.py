@@ -13,7 +13,7 @@ from tasks.data import kinds as ordered_pool
 from tasks.data.kinds import row_batches
 from tasks.data.preparing import convert_rows as staging
 from tasks.data.preparing.convert_rows import ConvertRows, detect_source
-from tasks.prepare_data import PrepareConversations, PrepareText
+from tasks.prepare_data import PrepareConversations, PreparePreferences, PrepareText
 from tests.prepared import SIDES, numbered, prepare, prepare_slots, report, side
 
 
@@ -54,7 +54,27 @@ def test_rows_behind_a_thousand_that_cannot_be_read_are_refused_by_name(tmp_path
 
 
 CALL = {"name": "f", "arguments": {"x": 1, "y": None}}  # as `datasets` writes JSON lines: with the keys of all calls
-TOOL = {"name": "f", "parameters": {"properties": {"x": {"type": "integer", "default": None}, "z": None}}}
+TOOL = {
+    "name": "f",
+    "strict": None,
+    "parameters": {"properties": {"x": {"type": "integer", "default": None}, "z": None}},
+}
+
+
+def test_nulls_beside_calls_and_tools_are_no_nulls_of_other_calls(tmp_path: Path) -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": '{"y": null}'}]}
+    result, answer = {"role": "tool", "content": "r", "name": None}, {"role": "assistant", "content": "a"}
+    tools = [{"name": "f", "parameters": {"default": None}}]
+    rows = [
+        {
+            "input": {"messages": [{"role": "user", "content": f"q{n}", "tool_calls": None}], "tools": tools},
+            "preferred_output": [called, result, answer],
+            "non_preferred_output": [{"role": "assistant", "content": "b", "refusal": None}],
+        }
+        for n in range(9)
+    ]
+    prepare_slots(tmp_path, PreparePreferences(held_out=0.3), {"rows": (rows, {})})
+    assert '"y": null' in str(side(tmp_path, SIDES[0])[0]["chosen"])
 
 
 @pytest.mark.parametrize(("tool_nulls", "kept"), [(None, None), ("drop", False), ("keep", True)])
@@ -67,7 +87,7 @@ def test_nulls_of_other_calls_are_dropped_and_counted_or_kept_as_is_said(
     lines = [{"prompt": str(number), "completion": answer, **more} for number in range(9)]
     method = PrepareConversations(held_out=0.3, tool_nulls=tool_nulls)
     if kept is None:
-        message = r"(y|z) is null, as `datasets` .* tool_nulls=drop, or .* tool_nulls=keep"
+        message = r"(y|strict) is null, as `datasets` .* tool_nulls=drop, or .* tool_nulls=keep"
         with pytest.raises(DataError, match=message):
             prepare_slots(tmp_path, method, {"rows": (lines, {})})
         return
