@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 
-from flows.reports.wording import printable
+from flows.reports.wording import printable, relative
 from lineage.artifact import ALIAS, SOURCE, Kind
 from lineage.graph.ancestry import MODELS
 from lineage.graph.impact import MOST_VERSIONS, Impact, Retraining
@@ -125,7 +125,8 @@ def _filled_by_alias(found: Impact, each: Retraining) -> list[str]:
 
 
 def _to_do(found: Impact, each: Retraining) -> str:
-    run = f"posttrain run pipeline={each.pipeline}"
+    store = relative(found.index.store)
+    run = f"posttrain run pipeline={each.pipeline}" + ("" if store == "artifacts" else f" store={store}")
     meant = found.meant
     names = sorted({node.rpartition("@")[0].removeprefix(SOURCE) for node in meant.sources})
     if meant.rows and meant.files:

@@ -110,7 +110,7 @@ def test_only_what_descends_from_it_must_run_again(store):
     assert plan["estimated_seconds"] == pytest.approx(30)
     shown = text(store, "source:pairs")
     assert "run again pairs 10 s, dpo 10 s, evaluate 10 s: about 30 s" in shown
-    assert "to do: posttrain run pipeline=p sources.pairs.path=DATA-WITHOUT-IT" in shown
+    assert f"to do: posttrain run pipeline=p store={store.root} sources.pairs.path=DATA-WITHOUT-IT" in shown
 
 
 def test_a_finished_model_that_never_met_it_is_cheaper(store):
