@@ -75,6 +75,7 @@ def test_fp16_scales_its_loss_and_resumes_to_the_bit(
 
 
 METHODS = ("cpt", "sft", "reward", "dpo")
+FEW = [pytest.param(name, marks=[] if name in ("sft", "dpo") else pytest.mark.slow) for name in METHODS]
 QUICK = (("sft", "full"),)  # each method trains seven times
 
 
@@ -270,7 +271,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[torch.dtype], set[t
     return found
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", FEW)
 def test_the_base_under_an_adapter_is_held_in_bf16(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -324,7 +325,7 @@ def test_what_is_held_in_bf16_is_never_in_memory_in_fp32(
     assert found.losses == cast.losses and same(weights(found.output), weights(cast.output))
 
 
-@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", tiny_models.FEW)
 @pytest.mark.parametrize("held", ["bf16", "as trained"])
 def test_weights_that_are_read_into_bf16_are_those_that_are_cast(tmp_path: Path, held: str, architecture: str) -> None:
     policy = tiny_models.write_model(tmp_path, architecture)
@@ -360,7 +361,7 @@ def fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "EMULATE_FP8", True)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", FEW)
 def test_fp8_trains_linear_layers_and_follows_bf16(root: Path, tmp_path: Path, fp8: None, name: str) -> None:
     bf16 = training.train(training.method(name, precision="bf16"), root, tmp_path / "bf16" / "output")
     found = training.train(training.method(name, precision="fp8"), root, tmp_path / "fp8" / "output")

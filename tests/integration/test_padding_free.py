@@ -1,5 +1,6 @@
 """The padding-free forward gives the numbers of TRL's padded one."""
 
+import itertools
 import sys
 from functools import partial
 from pathlib import Path
@@ -40,9 +41,13 @@ def batch(*, same_start: int = 0) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("architecture", sorted(PADDING_FREE))
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("max_logits", [2**27, 1])  # one product, or TRL's chunks
-@pytest.mark.parametrize("min_saved", [2**17, 1])  # one grid for attention, or one for each length
+@pytest.mark.parametrize(
+    ("checkpointing", "max_logits", "min_saved"),
+    [  # max_logits: one product, or TRL's chunks; min_saved: one grid for attention, or one for each length
+        pytest.param(*each, marks=[] if each in ((False, 2**27, 2**17), (True, 1, 1)) else pytest.mark.slow)
+        for each in itertools.product([False, True], [2**27, 1], [2**17, 1])
+    ],
+)
 def test_every_packable_architecture_gives_the_numbers_of_its_own_forward(
     architecture: str, checkpointing: bool, max_logits: int, min_saved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
