@@ -199,7 +199,7 @@ class HangWatch:
             log.writelines(f"rank={rank} state=hung\n{text or 'no stack'}\n" for rank, text in found.items())
         rank = min(hanging, key=lambda rank: self._order(rank, found[rank]))
         beat, since = self._seen[rank]
-        phase = beat.doing if beat else "starting"
+        phase = beat.phase if beat else "starting"
         return lost(self._job, [rank], "hangs", f", {phase}: no progress for {now - since:.3g} s")
 
     def _hangs(self, beat: Heartbeat | None, seconds: float) -> bool:
@@ -208,11 +208,11 @@ class HangWatch:
         if beat is None:
             return seconds >= max(self._limit, _START_SECONDS)
         # Workers that have their inputs wait for those that fetch them.
-        fetches = any(other and other.doing == Phase.FETCHING for other, _ in self._seen.values())
-        return seconds >= self._limit and beat.doing not in UNWATCHED and not (fetches and beat.step is None)
+        fetches = any(other and other.phase == Phase.FETCHING for other, _ in self._seen.values())
+        return seconds >= self._limit and beat.phase not in UNWATCHED and not (fetches and beat.step is None)
 
     def _order(self, rank: int, text: str) -> tuple[int, bool, bool, float]:
         """By steps done, then those that do not wait for others in the step, then the oldest heartbeat."""
         beat, since = self._seen[rank]
         step = -2 if beat is None else -1 if beat.step is None else beat.step
-        return step, beat is not None and beat.doing == Phase.STEPPING, bool(_WAITING.search(text)), since
+        return step, beat is not None and beat.phase == Phase.STEPPING, bool(_WAITING.search(text)), since

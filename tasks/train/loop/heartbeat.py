@@ -35,7 +35,7 @@ class Heartbeat:
     Args:
         time: in seconds since the epoch, by the clock of its host.
         step: optimizer steps that are done; None: training has not begun.
-        doing: its phase, under the name that the file has for it.
+        phase: what it does now.
         node: address and id of its node, where it is on a cluster that was joined.
         gpu: the model of its GPU; empty: it has none.
     """
@@ -44,7 +44,7 @@ class Heartbeat:
     host: str
     time: float
     step: int | None
-    doing: Phase
+    phase: Phase
     node: str = ""
     gpu: str = ""
 
@@ -73,7 +73,7 @@ class HeartbeatFile:
         """Sends a heartbeat: one small file, replaced."""
         self._step = step
         beat = Heartbeat(
-            rank=self._rank, host=socket.gethostname(), time=time.time(), step=step, doing=phase, node=self._node,
+            rank=self._rank, host=socket.gethostname(), time=time.time(), step=step, phase=phase, node=self._node,
             gpu=self._gpu,
         )  # fmt: skip
         atomic_write(self._path, json.dumps(asdict(beat)))
@@ -91,7 +91,9 @@ def heartbeats(work_dir: Path) -> dict[int, Heartbeat]:
     """Rank -> last heartbeat, of every worker that has started; empty while the store is unreachable."""
     with contextlib.suppress(OSError, ValueError):
         found = [json.loads(path.read_text()) for path in (work_dir / "alive").glob("rank-*.json")]
-        return {fields["rank"]: Heartbeat(**{**fields, "doing": Phase(fields["doing"])}) for fields in found}
+        for fields in found:  # earlier versions wrote "doing"
+            fields["phase"] = Phase(fields.pop("doing", None) or fields["phase"])
+        return {fields["rank"]: Heartbeat(**fields) for fields in found}
     return {}
 
 

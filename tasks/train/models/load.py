@@ -485,8 +485,8 @@ def _full_model(
         options = options_quantized_before(found)
     elif quantizer:
         with torch.device("meta"):
-            skeleton = auto.from_config(config, trust_remote_code=local["trust_remote_code"])
-        options = quantizer.options(quantizer.kept(skeleton))
+            empty = auto.from_config(config, trust_remote_code=local["trust_remote_code"])
+        options = quantizer.options(quantizer.kept(empty))
     with suppress_seqcls_warning():  # a new reward model is expected to have a new head
         loaded: tuple[PreTrainedModel, Mapping[str, Iterable[str]]] = auto.from_pretrained(
             directory, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local,

@@ -58,8 +58,8 @@ def write_stack(job: Job, rank: int, thread: int, file: str) -> None:
     path.write_text(STACK.format(thread=thread, file=file))
 
 
-@pytest.mark.parametrize("doing", [Phase.SAVING, Phase.DONE])
-def test_a_worker_that_goes_on_is_not_hung_and_one_that_writes_may_take_its_time(job, clock, doing):
+@pytest.mark.parametrize("phase", [Phase.SAVING, Phase.DONE])
+def test_a_worker_that_goes_on_is_not_hung_and_one_that_writes_may_take_its_time(job, clock, phase):
     watch, rank = HangWatch(alone(job)), alive(job, 0)
     rank.mark(None, Phase.FETCHING)
     assert watch.hung() is None
@@ -68,7 +68,7 @@ def test_a_worker_that_goes_on_is_not_hung_and_one_that_writes_may_take_its_time
         rank.mark(step, Phase.BETWEEN)
         assert watch.hung() is None
         clock.now += 50
-    rank.mark(3, doing)
+    rank.mark(3, phase)
     assert watch.hung() is None
     clock.now += 600
     assert watch.hung() is None
@@ -102,8 +102,8 @@ def test_a_worker_that_never_begins_is_hung(job, clock, monkeypatch, joined):
 
 def test_the_worker_that_has_done_least_is_named(job, clock):
     watch = HangWatch(job)
-    for rank, (step, doing) in enumerate([(8, Phase.STEPPING), (8, Phase.BETWEEN), (9, Phase.BETWEEN)]):
-        alive(job, rank).mark(step, doing)
+    for rank, (step, phase) in enumerate([(8, Phase.STEPPING), (8, Phase.BETWEEN), (9, Phase.BETWEEN)]):
+        alive(job, rank).mark(step, phase)
     assert watch.hung() is None
     clock.now += 61
     assert str(watch.hung()).startswith(
