@@ -220,9 +220,14 @@ def add_tools(row: CanonicalRow, fields: Fields, name: str = "tools") -> Canonic
 
 
 def _are_listed(row: CanonicalRow, fields: Fields, names: Sequence[str]) -> bool:
-    """Whether the system prompt lists tools of these names as text within ``<tools>``, as rows of Hermes do."""
+    """Whether the system prompt lists tools of these names as text within ``<tools>``, as rows of Hermes do.
+
+    Prompts alone keep theirs, which reward functions read.
+    """
     turns = row.get("messages", row.get("prompt"))
     assert isinstance(turns, list)
+    if row.keys() <= {"prompt", "columns"}:
+        return False
     found = turns[0]["content"] if turns[0]["role"] == "system" else fields.get(one_of(fields, SYSTEM))
     _, begun, listed = str(found).partition("<tools>")
     return bool(begun) and "</tools>" in listed and all(name in listed for name in names)

@@ -449,6 +449,7 @@ ANSWERED = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tex
         ({"messages": [user("<tool_response>q</tool_response> "), assistant(WRITTEN)], "system": IN_SYSTEM["content"],
           "tools": [WEATHER]},
          {"messages": [IN_SYSTEM, user("<tool_response>q</tool_response> "), assistant(WRITTEN)]}),
+        ({"prompt": [IN_SYSTEM, Q], "tools": [WEATHER]}, {"prompt": [IN_SYSTEM, Q], "tools": TOOLS}),
         # Anthropic: calls and results as parts.
         ({"messages": [Q, {**A, "content": [{"type": "text", "text": "wait"}, USE]},
                        {**Q, "content": [ANSWERED, {"type": "text", "text": "q"}]}, A], "tools": [ANTHROPIC_TOOL]},
