@@ -45,6 +45,7 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
             return ""
         answers, taken = {}, set()
         ((asked, name),) = turns.items()
+    assert asked is not None
     renamed = {ours: theirs for ours, theirs in {name: asked, **answers}.items() if ours != theirs}
     template = ""
     if context and "." not in context + asked and asked not in turns:

@@ -612,8 +612,8 @@ def _part(value: object, what: str) -> str:
         raise images_are_not_read(f"{what} is of type {kind!r}")
     # LLaMA-Factory's version 1 has it as the value, Oumi as the content; OpenAI's Responses call it input_text, and
     # Bedrock nothing.
-    is_text = isinstance(value, Mapping) and kind in (*_TEXTS, None)
-    written = next((value[key] for key in ("text", "value", "content") if key in value), None) if is_text else None
+    read: Mapping[str, object] = value if isinstance(value, Mapping) and kind in (*_TEXTS, None) else {}
+    written = next((read[key] for key in ("text", "value", "content") if key in read), None)
     if not isinstance(written, str):
         raise BadRowError(f'{what} is {named(value)}, not {{"type": "text", "text": "..."}}', "not text")
     return written
