@@ -107,7 +107,7 @@ _TEMPLATE = (
 )
 
 
-def write_vision_model(directory: Path, family: str) -> Path:
+def write_vision_model(directory: Path, family: str, seed: int = 0) -> Path:
     """A random model with its tokenizer, chat template and processor."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
@@ -127,7 +127,7 @@ def write_vision_model(directory: Path, family: str) -> Path:
     fields = {name: known.get(value, value) if isinstance(value, str) else value for name, value in whole.items()}
     config = AutoConfig.for_model(family, text_config={**_TEXT, **ids, **text}, vision_config=vision, **fields)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config)
         for name, each in model.named_parameters():  # so that images count beside text
             if each.dim() > 1 and "embed_tokens" not in name:

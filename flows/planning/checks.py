@@ -33,7 +33,9 @@ from tasks.gate import Gate
 from tasks.gate.rule import CANDIDATE, PARENT, Rule
 from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Training
 from tasks.model.positions import (
+    SCORED,
     learned_positions,
+    no_scores,
     reads_padding,
     too_few_positions,
     why_not_causal,
@@ -169,6 +171,9 @@ def check_positions(pipeline: Pipeline) -> None:
     for name, method, config in _trainings(pipeline):
         if isinstance(method, Completing) and reads_padding(config):
             raise ConfigError(f"stages.{name}: {why_not_sampled(config['model_type'])}")
+        is_composite = config.get("vision_config") is not None and config["model_type"] not in SCORED
+        if is_composite and REWARD_HEAD in method.models.values():
+            raise ConfigError(f"stages.{name}: {no_scores(config['model_type'])}")
         positions = learned_positions(config)
         if positions is not None and method.max_length > positions:
             wrong = too_few_positions(method.max_length, positions, str(config["model_type"]))

@@ -270,3 +270,18 @@ def test_the_plan_says_where_micro_batches_change_the_model(tmp_path):
     assert set(batch_notes(load_pipeline([f"model={mixture}"]))) == {"cpt", "sft", "dpo"}
     notes = batch_notes(load_pipeline(["adapter=lora", "stages.dpo.method.adapter.dropout=0.1"]))
     assert list(notes) == ["dpo"] and "adapter.dropout=0.1" in notes["dpo"]
+
+
+def test_a_reward_model_of_a_model_that_reads_images_is_refused_where_transformers_has_none(tmp_path: Path) -> None:
+    """Before any data is prepared; Gemma 3 has one."""
+    for family in ("qwen2_vl", "gemma3"):
+        directory = tmp_path / family
+        write_tokenizer(directory)
+        config = {"model_type": family, "vision_config": {}, "text_config": {}, "architectures": ["X"]}
+        (directory / "config.json").write_text(json.dumps(config))
+    stages = load_pipeline(["pipeline=reward", f"model={tmp_path / 'gemma3'}", "model.kind=vlm"])
+    check_positions(stages)
+    with pytest.raises(
+        ConfigError, match=r"stages.reward: a model of type qwen2_vl reads images too, and transformers"
+    ):
+        check_positions(load_pipeline(["pipeline=reward", f"model={tmp_path / 'qwen2_vl'}", "model.kind=vlm"]))

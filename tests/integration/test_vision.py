@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
@@ -89,8 +90,6 @@ def plain(rows: Path, model: Path, columns: tuple[tuple[str, ...], ...] = (("mes
 
 @pytest.mark.parametrize("family", FEW)
 def test_tokens_and_loss_are_those_of_plain_transformers(root: Path, models: Any, tmp_path: Path, family: str) -> None:
-    from transformers import AutoModelForImageTextToText
-
     model = models(family)
     rows = tokens(root, model)
     expected = plain(root / "conversations", model)
@@ -133,8 +132,6 @@ def answered(found: TokenizedRows, batch: dict[str, torch.Tensor]) -> torch.Tens
 def test_pairs_have_the_log_probabilities_of_plain_transformers(
     root: Path, models: Any, tmp_path: Path, family: str
 ) -> None:
-    from transformers import AutoModelForImageTextToText
-
     model = models(family)
     batch = plain(root / "preferences", model, SIDES)
     mask = answered(tokens(root, model, kind=Kind.PREFERENCES), batch)
@@ -281,8 +278,53 @@ def test_a_part_without_a_linear_layer_gets_no_adapter(root: Path, models: Any, 
         training.train(stage, root, tmp_path / "out", policy=models("gemma3"))
 
 
-def test_a_resumed_training_has_the_bits_of_an_unbroken_one(root: Path, models: Any, tmp_path: Path) -> None:
-    stop_and_go_on(sft(images=Images(trains=("projector",)), num_steps=5), root, tmp_path, policy=models("qwen2_vl"))
+RESUMED = [("sft", family) for family in FAMILIES] + [("dpo", "gemma3"), ("reward", "gemma3"), ("grpo", "llava")]
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [pytest.param(*each, marks=[] if each == ("sft", "qwen2_vl") else pytest.mark.slow) for each in RESUMED],
+)
+def test_a_resumed_training_has_the_bits_of_an_unbroken_one(
+    root: Path, models: Any, tmp_path: Path, name: str, family: str
+) -> None:
+    stage = training.method(name, max_length=512, images=Images(trains=("projector",)), num_steps=5)
+    stop_and_go_on(stage, root, tmp_path, policy=models(family))
+
+
+@pytest.mark.parametrize("family", [pytest.param("llava", marks=pytest.mark.slow), "qwen2_vl"])
+def test_a_teacher_reads_the_images_that_its_student_reads(
+    root: Path, models: Any, tmp_path: Path, family: str
+) -> None:
+    (tmp_path / "inputs").mkdir()
+    for name, path in {"policy": models(family), "conversations": root / "conversations"}.items():
+        (tmp_path / "inputs" / name).symlink_to(path)
+    write_vision_model(tmp_path / "inputs" / "teacher", family, seed=1)
+    fields = {"max_length": 512, "num_steps": 1, "global_batch_size": 16, "images": Images()}
+    losses = [
+        training.train(
+            training.method("distill", **fields), tmp_path / "inputs", tmp_path / str(size) / "out",
+            resources=Resources(micro_batch_size=size),
+        ).losses[0]
+        for size in (16, 2)
+    ]  # fmt: skip
+    batch = plain(root / "conversations", models(family))
+    labels = tokens(root, models(family)).columns["labels"]
+    with torch.no_grad():
+        student, teacher = (
+            AutoModelForImageTextToText.from_pretrained(each, dtype=torch.float32)
+            .eval()(**batch)
+            .logits.log_softmax(-1)
+            for each in (models(family), tmp_path / "inputs" / "teacher")
+        )
+        kl = torch.nn.functional.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+    found = [
+        value
+        for row, own in zip(kl.tolist(), labels, strict=True)
+        for value, label in zip(row, own[1:], strict=False)
+        if label != IGNORED
+    ]
+    assert losses == pytest.approx([sum(found) / len(found)] * 2, rel=1e-5)
 
 
 @pytest.mark.slow
@@ -362,7 +404,7 @@ def test_rows_with_images_are_refused_where_nothing_reads_them(root: Path, model
 
 def test_a_model_that_reads_images_is_exported_and_asked(models: Any, tmp_path: Path) -> None:
     """The export loads as a user loads it, and its answer is that of plain generation."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
+    from transformers import AutoProcessor
 
     model, picture_file = models("gemma3"), tmp_path / "a picture.png"
     picture_file.write_bytes(picture(3))

@@ -50,7 +50,7 @@ from tasks.model.merging import (
     require_same_values,
     tolerance_of,
 )
-from tasks.model.positions import fix_length, reads_padding, scale_by_row, why_not_sampled
+from tasks.model.positions import fix_length, no_scores, reads_padding, scale_by_row, why_not_sampled
 from tasks.model.remote_code import local_options, trusts
 from tasks.model.tokenizers import copy_tokenizer_files, require_ends, tokenizer_of
 from tasks.recipe import Input, TrainingRecipe
@@ -356,10 +356,7 @@ def _class_for(kind: Kind, config: "PreTrainedConfig") -> "type[_BaseAutoModelCl
     causal, scored = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     is_composite = config.get_text_config() is not config and not getattr(config, "auto_map", None)
     if is_composite and not is_policy and known not in scored:
-        raise ConfigError(
-            f"a model of type {config.model_type} reads images too, and transformers has no class of it with a head "
-            "for scores; a model of text, or of type gemma3 or qwen3_5, is accepted; start from one of these"
-        )
+        raise ConfigError(no_scores(config.model_type))
     found: type[_BaseAutoModelClass] = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
     is_whole = known in causal and not (is_composite and causal[known].config_class is not known)
     if is_policy and not is_whole and known in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
