@@ -48,7 +48,7 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
     assert asked is not None
     renamed = {ours: theirs for ours, theirs in {name: asked, **answers}.items() if ours != theirs}
     template = ""
-    if context and "." not in context + asked and asked not in turns:
+    if context and asked and "." not in context + asked and asked not in turns:
         template = f"prompt_template='{{{context}}} {{{asked}}}'"
         renamed.pop("prompt", None)
     if not renamed and not template:  # the names are no help
