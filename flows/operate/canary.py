@@ -352,8 +352,11 @@ def compare(name: str, recorded: Recorded, found: Outcome, *, margin: float, sam
         failed = Moved(figure="error", recorded=None, found=found.error, verdict=BEYOND)
         return Compared(name=name, verdict=BEYOND, moved=[failed], seconds=(recorded.seconds, 0.0))
     moved = []
-    for figure in dict.fromkeys([*recorded.figures, *found.figures]):
-        before, now = recorded.figures.get(figure, ()), found.figures.get(figure, ())
+    for (
+        figure,
+        before,
+    ) in recorded.figures.items():  # one that is new, such as a metric of a later version, is no change
+        now = found.figures.get(figure, ())
         difference = _difference(before, now)
         if difference:
             place = _place(before, now)
@@ -365,10 +368,9 @@ def compare(name: str, recorded: Recorded, found: Outcome, *, margin: float, sam
                 verdict=BEYOND if difference > margin * noise else WITHIN,
             ))  # fmt: skip
     is_exact = same_machine and not moved
-    for digest in dict.fromkeys([*recorded.digests, *found.digests]):
-        before_hex, now_hex = recorded.digests.get(digest), found.digests.get(digest)
-        if before_hex != now_hex:
-            judged: Verdict = BEYOND if is_exact or None in (before_hex, now_hex) else WITHIN
+    for digest, before_hex in recorded.digests.items():
+        if before_hex != (now_hex := found.digests.get(digest)):
+            judged: Verdict = BEYOND if is_exact or now_hex is None else WITHIN
             moved.append(Moved(figure=f"digest of {digest}", recorded=before_hex, found=now_hex, verdict=judged))
     verdicts = {each.verdict for each in moved}
     verdict: Verdict = BEYOND if BEYOND in verdicts else WITHIN if moved else EQUAL

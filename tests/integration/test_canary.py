@@ -143,6 +143,17 @@ def test_what_moves_by_less_than_the_noise_passes(recorded: Path, capsys: pytest
     assert check(capsys, "--only", "merge")[0] == 3
 
 
+def test_a_figure_that_is_new_is_no_change_and_one_that_is_gone_is(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(recorded, lambda each: each["recipes"]["merge"]["figures"].pop("parameters"))
+    assert check(capsys, "--only", "merge")[0] == 0
+    edit(recorded, lambda each: each["recipes"]["merge"]["figures"].update(gone=[1.0]))
+    code, found, _ = check(capsys, "--only", "merge")
+    (moved,) = found["merge"]["moved"]
+    assert (code, moved["figure"], moved["recorded"], moved["found"]) == (3, "gone", 1.0, None)
+
+
 def test_on_another_cpu_no_digest_alone_fails(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def moved(document: dict) -> None:
         within_noise(document)
