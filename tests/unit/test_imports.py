@@ -69,7 +69,6 @@ ALONE = {
     "tasks.evaluate.beside": "a process of its own, which the training starts by this name",
     "tasks.data.examine": "prepares and compares rows; the command reads its words and prints what was found",
     "tasks.reward_functions.code": "runs programs; the table of built-in functions has 400 lines",
-    "tasks.train.generation.decoding": "CUDA graphs; with its importer it would have more than 700 lines",
     "tasks.train.kernels.fast_lora": "an option's own business: what an adapter's layers compute on a GPU",
     "tasks.train.loop.token_batches": "one story: how a step is divided by tokens, and repeated when memory runs out",
     "tasks.train.model_rules": "a part of the table of what works with what",
