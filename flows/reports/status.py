@@ -54,7 +54,7 @@ def _stage_dict(stage: StageView) -> dict[str, object]:
 def status_text(store: Path, live: Sequence[RunView], last: Sequence[RunView]) -> str:
     """The status as text."""
     if not (live or last):
-        return f"no run is recorded in {store} yet; start one with: posttrain run"
+        return printable_text(f"no run is recorded in {store} yet; start one with: posttrain run")
     blocks = ["\n".join(_live_lines(run)) for run in live] or [f"nothing runs in {store}"]
     if last:
         blocks.append("\n".join(["last runs", *(line for run in last for line in _last_lines(run))]))

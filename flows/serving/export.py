@@ -104,7 +104,7 @@ def _show(export: Export, found: Found, options: argparse.Namespace) -> None:
     if options.target == "ollama":
         text = Path(export.place, "Modelfile").read_text(encoding="utf-8")
         print("".join(f"note: {line[2:]}\n" for line in text.splitlines() if line.startswith("# ")), end="")
-        print(f"next: ollama create {found.name} -f {Path(export.place) / 'Modelfile'}")
+        print(f"next: ollama create {found.name} -f {relative(Path(export.place, 'Modelfile'))}")
     if options.target == "hub":
         print(f"pushed to {export.address}" if export.address else "nothing is pushed (--dry-run)")
     if not found.store:

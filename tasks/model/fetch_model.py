@@ -11,6 +11,7 @@ import sys
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -210,10 +211,12 @@ def load_gguf(
         names: of the weights of a Mixtral, whose file transformers reads as a llama without experts; with ``config``.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from tqdm.auto import tqdm
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    vars(modeling_gguf_pytorch_utils)["tqdm"] = partial(tqdm, disable=True)  # it does not ask whether bars are wanted
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     split_as_in_gguf(tokenizer, gguf)
     if names and config:
