@@ -271,7 +271,8 @@ def _executed(head: _Line, lines: list[_Line], policy: Input, scratch: Path) -> 
     saves = {str(number): scratch / f"saves-{number}" for number in (each.get("session", 0) for each in lines)}
 
     def run(number: object, name: str, body: _Line, request: str) -> None:
-        body = {**body, "session": str(body["session"])} if body.get("session") is not None else body
+        if "session" in body:  # a number; a name, in logs of earlier versions, is the session's own
+            body = {**body, "session": str(body["session"]) if isinstance(body["session"], int) else None}
         call = typed(CALLS[name], body, name)
         place = Place(session=str(number), request_id=request, saves=saves)
         sessions[number].apply(partial(call.run, place=place))

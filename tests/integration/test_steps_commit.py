@@ -29,7 +29,7 @@ def trained(root: Path, model: Path, *rates: float, **settings: object) -> str:
         engine.accept(key, name, "step", {"learning_rate": rate})
     engine.accept(key, name, "save", {"to": "here"})
     engine.accept(key, name, "backward", {"data": [ROW]})
-    last = engine.accept(key, name, "load", {"saved": "here"})
+    last = engine.accept(key, name, "load", {"saved": "here", "session": name})
     done = threading.Event()
     engine.when_done(last.request_id, done.set)
     assert done.wait(60) and engine.outcome(last.request_id).status == 200
