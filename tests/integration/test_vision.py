@@ -40,6 +40,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 FEW = [pytest.param(each, marks=[] if each in ("qwen2_vl", "gemma3") else pytest.mark.slow) for each in FAMILIES]
 
 
+ONE = [pytest.param(each, marks=[] if each == "qwen2_vl" else pytest.mark.slow) for each in FAMILIES]
+
+
 def sft(**fields: object) -> Training:
     return training.method("sft", **{"max_length": 512, "num_steps": 2, "images": Images(), **fields})
 
@@ -128,7 +131,7 @@ def answered(found: TokenizedRows, batch: dict[str, torch.Tensor]) -> torch.Tens
     return mask
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", ONE)
 def test_pairs_have_the_log_probabilities_of_plain_transformers(
     root: Path, models: Any, tmp_path: Path, family: str
 ) -> None:
@@ -172,7 +175,7 @@ def test_a_reward_model_has_the_loss_of_plain_transformers(root: Path, models: A
     assert [run.losses[0] for run in runs] == pytest.approx([float(loss)] * 2, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_preferences_on_images_are_learnt(root: Path, models: Any, tmp_path: Path, name: str) -> None:
     stage = training.method(name, max_length=512, images=Images(trains=("projector",)), num_steps=3)
     run = training.train(stage, root, tmp_path / "out", policy=models("qwen2_vl"))
@@ -180,7 +183,7 @@ def test_preferences_on_images_are_learnt(root: Path, models: Any, tmp_path: Pat
     assert run.losses[2] < run.losses[0]
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", ONE)
 def test_completions_of_prompts_with_images_are_sampled_and_trained_with_them(
     root: Path, models: Any, tmp_path: Path, family: str
 ) -> None:
@@ -262,7 +265,7 @@ def test_the_language_model_alone_is_trained_unless_other_parts_are_named(
     assert again.losses
 
 
-@pytest.mark.parametrize("trains", [(), ("projector",), ("vision", "projector")])
+@pytest.mark.parametrize("trains", [(), pytest.param(("projector",), marks=pytest.mark.slow), ("vision", "projector")])
 def test_an_adapter_trains_the_language_model_and_the_parts_that_are_named(
     root: Path, models: Any, tmp_path: Path, trains: Any
 ) -> None:
