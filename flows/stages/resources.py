@@ -501,9 +501,13 @@ _map_rows: dict["ObjectRef[bytes]", Callable[[object], object]] = {}  # of a pro
 
 @contextlib.contextmanager
 def rows_mapped(job: Job) -> Iterator[None]:
-    """Within it, Ray Data maps what is more than the rows of a moment, if ``resources.rows`` asks for it."""
+    """Within it, Ray Data maps what is more than the rows of a moment, if ``resources.rows`` asks for it.
+
+    A worker of Ray Train maps rows itself: those that it reads were tokenized before, and its group has the CPUs.
+    """
+    on_ray = job.resources.rows_on_ray and not job.resources.on_cluster
     with contextlib.ExitStack() as connected:
-        token = ELSEWHERE.set(partial(_mapped_on_ray, job, connected) if job.resources.rows_on_ray else None)
+        token = ELSEWHERE.set(partial(_mapped_on_ray, job, connected) if on_ray else None)
         try:
             yield
         finally:
@@ -514,8 +518,6 @@ def _mapped_on_ray(
     job: Job, connected: contextlib.ExitStack, function: Callable[[object], object], items: Iterator[object]
 ) -> Iterator[object]:
     """Maps items in order on the cluster, some MB at a time: they are read here, since sources may be here alone.
-
-    Inside a worker of Ray Train it uses the CPUs that the training has and does not use yet.
 
     Raises:
         PipelineError: processes died again and again, or the cluster has no CPU for ``wait_minutes``.
@@ -534,7 +536,7 @@ def _mapped_on_ray(
     try:
         sent = ray.put(pickle.dumps(function))
         while batch := list(_up_to(processes * _AHEAD_BYTES, items)):
-            for result, error in _mapped_batch(job, sent, batch, processes, 0 if job.resources.on_cluster else 1):
+            for result, error in _mapped_batch(job, sent, batch, processes):
                 if error is not None:
                     raise error
                 yield result
@@ -563,19 +565,19 @@ def _up_to(most: int, items: Iterator[object]) -> Iterator[bytes]:
 
 
 def _mapped_batch(
-    job: Job, sent: "ObjectRef[bytes]", items: Sequence[bytes], processes: int, cpus: int
+    job: Job, sent: "ObjectRef[bytes]", items: Sequence[bytes], processes: int
 ) -> Iterator[tuple[object, Exception | None]]:
     """The results of some items in order; after the first error there are none."""
-    import pyarrow as pa
     from ray import data
 
     context = data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = context.print_on_execution_start = False
     context.execution_no_progress_timeout_s = 60 * job.resources.wait_minutes
-    blocks = [pa.table({"item": pa.array([item], pa.large_binary())}) for item in items]
-    mapped = data.from_arrow(blocks).map_batches(
-        partial(_map_block, sent), batch_size=None, batch_format="pyarrow", num_cpus=cpus,
+    # ``from_arrow`` has a task describe the blocks, and waits for a CPU without a limit.
+    rows = data.from_items([{"item": item} for item in items], override_num_blocks=len(items))
+    mapped = rows.map_batches(
+        partial(_map_block, sent), batch_size=None, batch_format="pyarrow", num_cpus=1,
         compute=data.TaskPoolStrategy(size=processes), max_retries=_ROW_RETRIES,
     )  # fmt: skip
     for block in mapped.iter_batches(batch_size=None, batch_format="pyarrow"):

@@ -4,8 +4,12 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +17,7 @@ import pytest
 
 from flows.stages import resources as ray_rows
 from flows.stages.job import Job
-from flows.stages.process_settings import stage_environment
+from flows.stages.process_settings import set_environment
 from flows.stages.resources import rows_mapped
 from lineage.errors import DataError, PipelineError
 from lineage.filesystem.digest import digest_files
@@ -25,6 +29,7 @@ from tasks.data.tokens.tokenization import Tokenization
 from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.method import Input
 from tasks.prepare_data import PrepareConversations
+from tests.command import PATIENCE
 from tests.prepared import prepare
 from tests.toy_methods import ToyModel
 
@@ -33,14 +38,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
-def on_ray(tmp_path, monkeypatch):
+def fresh(tmp_path: Path) -> Iterator[Callable[[Callable[[Job], None]], None]]:
+    """Runs a function in a new process: Ray reads its environment when it is imported."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=begin) as pool:
+        yield lambda function: pool.submit(function, job_in(tmp_path)).result(timeout=300 * PATIENCE)
+
+
+def begin() -> None:
+    set_environment()
+    kinds.INLINE_SECONDS = 0.0
+    ray_rows._AHEAD_BYTES = 2**20  # several batches of Ray Data
+
+
+def job_in(folder: Path) -> Job:
     """A job whose rows are mapped by Ray Data from the first on."""
-    for name, value in stage_environment().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kinds, "INLINE_SECONDS", 0.0)
-    monkeypatch.setattr(ray_rows, "_AHEAD_BYTES", 2**20)  # several batches of Ray Data
     resources = Resources(rows="ray", cpus_per_worker=2, wait_minutes=2.0)
-    return Job(stage="rows", method=ToyModel(), inputs={}, resources=resources, directory=tmp_path)
+    return Job(stage="rows", method=ToyModel(), inputs={}, resources=resources, directory=folder)
 
 
 def mapped(job, function, items):
@@ -63,7 +76,8 @@ def die(item: int) -> int:
     os._exit(item)
 
 
-def test_rows_and_tokens_have_the_bytes_that_they_have_without(on_ray, tmp_path):
+def rows_and_tokens_have_the_bytes_that_they_have_without(on_ray: Job) -> None:
+    tmp_path = on_ray.directory
     texts = [f"{place} " + " ".join(f"word{place * step % 997}" for step in range(150)) for place in range(3000)]
     roles = ("user", "assistant")
     rows = [{"messages": [{"role": role, "content": text} for role in roles]} for text in texts]
@@ -83,7 +97,7 @@ def test_rows_and_tokens_have_the_bytes_that_they_have_without(on_ray, tmp_path)
     assert len(found["ray"][1]) > 2 and any(name.endswith("tokens.arrow") for name in found["ray"][2])
 
 
-def test_a_killed_process_neither_loses_nor_doubles_rows(on_ray):
+def a_killed_process_neither_loses_nor_doubles_rows(on_ray: Job) -> None:
     results, killed = [], 0
     for result, pid in mapped(on_ray, slowly, iter(range(60))):
         results.append(result)
@@ -94,19 +108,19 @@ def test_a_killed_process_neither_loses_nor_doubles_rows(on_ray):
     assert results == list(range(60)) and killed == 2
 
 
-def test_an_error_comes_out_as_itself_after_the_results_before_it(on_ray):
+def an_error_comes_out_as_itself_after_the_results_before_it(on_ray: Job) -> None:
     results = mapped(on_ray, refuse_three, iter(range(9)))
     assert [next(results) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(DataError, match="row 3 is wrong"):
         next(results)
 
 
-def test_processes_that_die_again_and_again_end_the_stage(on_ray):
+def processes_that_die_again_and_again_end_the_stage(on_ray: Job) -> None:
     with pytest.raises(PipelineError, match=r"processes of Ray that work on rows died.*out of memory"):
         list(mapped(on_ray, die, iter(range(1, 3))))
 
 
-def test_few_rows_are_ahead_of_their_results(on_ray):
+def few_rows_are_ahead_of_their_results(on_ray: Job) -> None:
     taken = [0]
 
     def items() -> Iterator[bytes]:
@@ -116,3 +130,33 @@ def test_few_rows_are_ahead_of_their_results(on_ray):
 
     ahead = [taken[0] - place for place, _ in enumerate(mapped(on_ray, len, items()))]
     assert len(ahead) == 40 and max(ahead) <= 8  # two processes, 1 MB of each
+
+
+def a_cluster_without_a_free_cpu_is_waited_for_no_longer_than_is_set(on_ray: Job) -> None:
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False)
+    try:
+        holder = ray.remote(num_cpus=1)(Counter).remote()  # type: ignore[attr-defined]
+        ray.get(holder.elements.remote(), timeout=60)
+        full = replace(on_ray, resources=replace(on_ray.resources, wait_minutes=0.1))
+        with pytest.raises(PipelineError, match=r"no rows for 0\.1 minutes \(resources.wait_minutes\): no CPU"):
+            list(mapped(full, refuse_three, iter(range(2))))
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        rows_and_tokens_have_the_bytes_that_they_have_without,
+        a_killed_process_neither_loses_nor_doubles_rows,
+        an_error_comes_out_as_itself_after_the_results_before_it,
+        processes_that_die_again_and_again_end_the_stage,
+        few_rows_are_ahead_of_their_results,
+        a_cluster_without_a_free_cpu_is_waited_for_no_longer_than_is_set,
+    ],
+    ids=lambda function: function.__name__,
+)
+def test_on_ray_data(fresh, function: Callable[[Job], None]) -> None:
+    fresh(function)

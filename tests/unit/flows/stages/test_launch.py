@@ -187,12 +187,15 @@ def test_a_stop_that_comes_while_the_fork_server_starts_is_not_lost(number, monk
 
 
 @pytest.mark.parametrize(
-    ("rows", "address", "on_ray"),
-    [("auto", "", False), ("auto", "10.0.0.1:6379", True), ("local", "10.0.0.1:6379", False), ("ray", "", True)],
-)
-def test_rows_are_mapped_on_ray_where_it_is_joined_or_asked_for(monkeypatch, tmp_path, rows, address, on_ray):
+    ("rows", "address", "launcher", "on_ray"),
+    [
+        ("auto", "", "process", False), ("auto", "10.0.0.1:6379", "process", True), ("ray", "", "process", True),
+        ("local", "10.0.0.1:6379", "process", False), ("ray", "10.0.0.1:6379", "cluster", False),
+    ],
+)  # fmt: skip
+def test_rows_are_mapped_on_ray_where_it_is_joined_or_asked_for(monkeypatch, tmp_path, rows, address, launcher, on_ray):
     monkeypatch.setenv("RAY_ADDRESS", address)
-    job = replace(job_of(ToyModel(), tmp_path), resources=replace(HERE, rows=rows))
+    job = replace(job_of(ToyModel(), tmp_path), resources=Resources(rows=rows, launcher=Launcher(launcher)))
     with launch.rows_mapped(job):
         assert (ELSEWHERE.get() is not None) == on_ray
     assert ELSEWHERE.get() is None
