@@ -126,9 +126,7 @@ def test_the_best_model_is_measured_and_loaded_as_without_zero(
     assert same(weights(zero.folder / "output"), best_weights)
 
 
-@pytest.mark.parametrize(
-    ("sharding", "fields"), [("zero1", {}), ("zero2", {}), ("zero3", {}), ("zero2", {"adapter": LORA})]
-)
+@pytest.mark.parametrize(("sharding", "fields"), [("zero1", {}), ("zero2", {}), ("zero2", {"adapter": LORA})])
 def test_checkpoints_are_scored_beside_the_training(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, zero_workers: WorkerGroup, sharding, fields
 ) -> None:
