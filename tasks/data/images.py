@@ -254,8 +254,6 @@ def with_images(fields: Fields, files: ImageFiles) -> Fields:
     Raises:
         BadRowError: an image is bad, or the row's ``<image>`` and its images do not match.
     """
-    if not _has_images(fields):
-        return fields
     columns = [name for name in COLUMNS if not is_nothing(fields.get(name))]
     if len(columns) > 1:
         raise bad_image("images and image are both there", "one column of images", "remove one of them")
@@ -295,7 +293,8 @@ def require_none_in_answers(row: Fields, answers: Iterable[str]) -> None:
             raise bad_image(f"{name} has an image", "images in prompts", "move it into the prompt, or remove the row")
 
 
-def _has_images(fields: Fields) -> bool:
+def has_images(fields: Fields) -> bool:
+    """Whether a row names an image."""
     if any(not is_nothing(fields.get(name)) for name in COLUMNS):
         return True
     values = [each for value in fields.values() for each in (value.values() if isinstance(value, dict) else [value])]

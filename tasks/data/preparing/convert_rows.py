@@ -32,7 +32,7 @@ from tasks.data.formats.turns import (
     tool_nulls,
     without_tool_nulls,
 )
-from tasks.data.images import WITH_IMAGES, ImageFiles, require_none_in_answers, with_images
+from tasks.data.images import WITH_IMAGES, ImageFiles, has_images, require_none_in_answers, with_images
 from tasks.data.kinds import DOMAIN, HELD_OUT, ROW_KINDS, TRAIN, ordered_map, texts_of
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.repeats import BANDS, band_hashes
@@ -136,14 +136,15 @@ class ConvertRows:
                 group = optional_name(fields.get(group_column), "group")
                 if self.detected is None:
                     raise _NOT_DETECTED
-                fields = with_images(fields, self.images) if self.images else fields
+                sees = self.images if self.images and has_images(fields) else None
+                fields = with_images(fields, sees) if sees else fields
                 row = self.detected.convert(fields)
                 nulls = self._nulls_of_tools(fields, row)
                 if nulls:
                     cleaned = without_tool_nulls(fields)
                     assert isinstance(cleaned, dict)
                     row = self.detected.convert(cleaned)
-                require_none_in_answers(row, ROW_KINDS[self.kind].answers if self.images else ())
+                require_none_in_answers(row, ROW_KINDS[self.kind].answers if sees else ())
                 label = self._label(fields)
             except BadRowError as error:
                 found.rejects.append((place, _reject(entry, error)))

@@ -714,7 +714,7 @@ def _refusal(stats: TokenStats, too_long: Sequence[RowOutcome], max_length: int)
     )
 
 
-_STATS = "account.json"
+_STATS, _SAMPLES = "account.json", "samples.json"
 _NUM_SAMPLES = 3
 
 
@@ -769,7 +769,8 @@ def _make(
         install_chat_template(tokenizer, tokenization.chat_template)
     stats = write_tokens(rows, RowTokenizer.of(tokenization, tokenizer, vision), workers, directory)
     examples = Dataset.from_file(str(directory / TOKENS))
-    stats.samples = [kind.sample(tokenizer, row) for row in examples.select(range(min(_NUM_SAMPLES, len(examples))))]
+    samples = [kind.sample(tokenizer, row) for row in examples.select(range(min(_NUM_SAMPLES, len(examples))))]
+    (directory / _SAMPLES).write_text(json.dumps(samples, ensure_ascii=False))
     if tokenization.packing and stats.num_examples:
         stats.packed, stats.num_examples = True, pack(directory / TOKENS, tokenization.max_length)
     (directory / _STATS).write_text(stats.to_json())
@@ -779,5 +780,7 @@ def _read(entry: Path, tokenization: Tokenization) -> TokenizedRows:
     from datasets import Dataset
 
     stats = TokenStats.from_json((entry / _STATS).read_text())
+    if (entry / _SAMPLES).exists():  # earlier versions have them with the statistics
+        stats.samples = json.loads((entry / _SAMPLES).read_text())
     examples, outcomes = (Dataset.from_file(str(entry / name)) for name in (TOKENS, OUTCOMES))
     return TokenizedRows(kind=ROW_KINDS[tokenization.kind], stats=stats, examples=examples, outcomes=outcomes)
