@@ -114,7 +114,8 @@ class Screen:
         first = self._count - len(self._left) + 1
         last = first + len(self._running) - 1
         which = f"stages {first} to {last}" if last > first else f"stage {first}"
-        return f"{which} of {self._count}  ETA {clock(seconds)}{more}"
+        eta = f"  ETA {clock(seconds)}{more}" if seconds or not more else ""  # else nothing is known
+        return f"{which} of {self._count}{eta}"
 
     def _plain_progress(self) -> None:
         while not self._done.wait(PLAIN_INTERVAL_SECONDS):

@@ -77,6 +77,12 @@ def test_a_run_of_several_stages_says_how_many_are_done_and_when_all_will_be(tmp
         assert "\x1b[32msft" in stream.getvalue()
 
 
+def test_a_run_of_whose_time_nothing_is_known_names_none(tmp_path):
+    with Screen(io.StringIO(), ["data", "sft"]) as board:
+        board.on(event("running", directory=tmp_path, title="data"))
+        assert board._whole() == "stage 1 of 2"
+
+
 def test_a_terminal_has_colour_and_what_is_written_to_a_file_has_none(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
