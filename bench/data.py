@@ -90,7 +90,7 @@ def write_tokenizer(directory: Path) -> None:
 def run_side(side: str, rows: Path, tokenizer: Path, folder: Path, workers: int) -> dict[str, object]:
     """Runs one side: seconds, CPU seconds and memory."""
     script, *extra = {
-        "ours": ("own_data.py",), "ours-ray": ("own_data.py", "--rows", "ray"),
+        "ours": ("own_data.py",), "ours-ray": ("own_data.py", "--on", "ray"),
         "plain": ("plain_data.py",), "plain-unbatched": ("plain_data.py", "--unbatched"),
     }[side]  # fmt: skip
     command = [

@@ -1,6 +1,6 @@
 """The same by posttrain: the data stage with every check, then the token cache that training stages read.
 
-    python bench/own_data.py ROWS.jsonl --tokenizer DIR --cache DIR [--workers 2] [--rows ray]
+    python bench/own_data.py ROWS.jsonl --tokenizer DIR --cache DIR [--workers 2] [--on ray]
 
 Both sides of the split are tokenized: as many rows as the plain side has.
 """
@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokenizer", required=True, type=Path)
     parser.add_argument("--cache", required=True, type=Path, help="directory for all that is written")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--rows", choices=("local", "ray"), default="local", help="as resources.rows")
+    parser.add_argument("--on", choices=("local", "ray"), default="local", help="as resources.rows")
     return parser.parse_args()
 
 
@@ -54,7 +54,7 @@ def main() -> None:
     given = Input(
         name="source:rows", kind=Kind.ROWS, fingerprint=pinned.fingerprint, path=Path(args.rows), source=pinned.source
     )
-    method, resources = PrepareConversations(held_out=0.01), Resources(cpus_per_worker=args.workers, rows=args.rows)
+    method, resources = PrepareConversations(held_out=0.01), Resources(cpus_per_worker=args.workers, rows=args.on)
     context = TrainContext(output_dir=output, work_dir=work, resources=resources)
     prepared = Input(name="rows", kind=Kind.CONVERSATIONS, fingerprint="0" * 64, path=output)
     tokenization = Tokenization(kind=Kind.CONVERSATIONS, max_length=MAX_LENGTH)
