@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from lineage.errors import StoppedError
+from tasks.judgement import canary
 from tasks.method import Adapter, Adaptive, Schedule
 from tasks.train.best import Best
 from tasks.train.loop import checkpointing, evaluation
-from tests import completion_scores, training
+from tests import training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights
 
@@ -78,7 +79,7 @@ def test_where_there_are_rewards_it_watches_them_and_not_the_loss(
             calls.append(None)
             return [reward(len(calls)) + row % 2 / 100 for row in range(len(completions))]
 
-        monkeypatch.setattr(completion_scores, "spread", spread)
+        monkeypatch.setattr(canary, "spread", spread)
         ran = StageFolder(tmp_path / folder, root)
         adaptive = Adaptive(start_steps=1, plateau_steps=2, smoothing=0.1, spike_z=None)
         ran(training.method(

@@ -22,6 +22,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.filesystem.digest import digest_files, digest_of
 from tasks.context import Metrics, Resources, TrainContext
+from tasks.judgement import canary
 from tasks.method import Adapter, Input
 from tasks.reward_functions import RewardFunction
 from tasks.train.best import Best
@@ -479,7 +480,7 @@ def test_the_share_of_groups_with_equal_rewards_is_that_of_the_rewards(
     def half(completions: list[str]) -> list[float]:  # two groups of four: equal rewards, others
         return [1.0 if row < 4 else float(row) for row in range(len(completions))]
 
-    monkeypatch.setattr(completion_scores, "spread", half)
+    monkeypatch.setattr(canary, "spread", half)
     stage = training.method(name, num_generations=4, learning_rate=3e-2, **fields)
     run = training.train(stage, root, tmp_path / "output", resources=Resources(micro_batch_size=8))
     assert [metrics["frac_reward_zero_std"] for _, metrics in run.reports] == [0.5] * 3
@@ -512,7 +513,7 @@ def test_a_step_with_equal_rewards_changes_no_weight(
     resources = Resources(micro_batch_size=8)
     outputs = []
     for steps in (iterations, 3 * iterations):  # the first generation teaches: Adam has momentum after it
-        monkeypatch.setattr(completion_scores, "spread", equal_after(1, value=7.3))
+        monkeypatch.setattr(canary, "spread", equal_after(1, value=7.3))
         stage = training.method(name, **{**shared, "num_steps": steps})
         outputs.append(training.train(stage, root, tmp_path / str(steps), resources=resources))
     learned, quiet = outputs
@@ -526,7 +527,7 @@ def test_a_step_with_equal_rewards_changes_no_weight(
 def test_a_policy_that_is_still_its_reference_gets_no_step_without_rewards(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(completion_scores, "spread", equal_after(0))
+    monkeypatch.setattr(canary, "spread", equal_after(0))
     stage = training.method("grpo", beta=0.1, weight_decay=0.1, learning_rate=1e-2)
     run = training.train(stage, root, tmp_path / "output", resources=Resources(micro_batch_size=8))
     assert same(weights(run.output), weights(root / "policy"))
@@ -538,7 +539,7 @@ def test_a_scaled_loss_takes_a_step_that_changes_no_weight(
     shared = {"learning_rate": 1e-2, "weight_decay": 0.1, "lr_schedule": "constant", "warmup_ratio": 0.0}
     found = []
     for steps in (1, 3):
-        monkeypatch.setattr(completion_scores, "spread", equal_after(1))
+        monkeypatch.setattr(canary, "spread", equal_after(1))
         stage = training.method("grpo", **shared, num_steps=steps)
         ctx = TrainContext(
             output_dir=tmp_path / str(steps), work_dir=tmp_path / "work", resources=Resources(micro_batch_size=8),
