@@ -211,12 +211,12 @@ def load_gguf(
         names: of the weights of a Mixtral, whose file transformers reads as a llama without experts; with ``config``.
     """
     import torch
-    from tqdm.auto import tqdm
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, modeling_gguf_pytorch_utils
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    vars(modeling_gguf_pytorch_utils)["tqdm"] = partial(tqdm, disable=True)  # it does not ask whether bars are wanted
+    reader = vars(modeling_gguf_pytorch_utils)  # which does not ask whether bars are wanted
+    reader["tqdm"] = partial(reader["tqdm"], disable=True)
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
     split_as_in_gguf(tokenizer, gguf)
     if names and config:
