@@ -128,6 +128,8 @@ def verl_recipe(method: Method, resources: Resources, places: Places, num_rows: 
         raise ConfigError(
             f"{method.name()}: is not exported to verl; stages of GRPO, RLOO and PPO are accepted; name one of them"
         )
+    if getattr(method, "images", None):
+        raise ConfigError("images: rows with images are not exported to verl; set images=null, or train it here")
     recipe = Recipe()
     _check_adapter(method)
     recipe.read.add("adapter_in")

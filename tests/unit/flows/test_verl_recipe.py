@@ -9,6 +9,7 @@ import pytest
 from flows.verl.recipe import _OF_PLAN, Places, Recipe, flat, verl_recipe
 from lineage.errors import ConfigError
 from tasks.context import Launcher, Resources
+from tasks.data.images import Images
 from tasks.grpo import GRPO
 from tasks.method import Adapter, Optimizer, Quantization, Schedule
 from tasks.reward_functions import RewardFunction
@@ -165,9 +166,10 @@ OTHER: dict[str, object] = {
     "value_clip_range": 0.7, "value_coef": 0.3, "whiten_rewards": "scale", "whiten_advantages": False,
     "center_advantages": True, "num_ppo_epochs": 3, "num_minibatches": 2,
 }  # fmt: skip
-# output and on_divergence need best; diloco, validation and quantization are refused; the others are short forms.
+# output and on_divergence need best; diloco, images, validation and quantization are refused; the others are short
+# forms.
 ELSEWHERE = {
-    "diloco", "output", "on_divergence", "quantization", "validation", "lr_schedule", "warmup_ratio", "weight_decay",
+    "diloco", "images", "output", "on_divergence", "quantization", "validation", "lr_schedule", "warmup_ratio", "weight_decay",
 }  # fmt: skip
 BESIDE: dict[str, dict[str, object]] = {  # what a field needs
     "num_epochs": {"num_steps": None}, "epsilon": {"num_iterations": 2}, "epsilon_high": {"num_iterations": 2},
@@ -242,6 +244,7 @@ def test_what_verl_cannot_do_is_refused() -> None:
     for fields_, found in (
         ({"adapter": Adapter(type="dora")}, "adapter.type=dora: verl trains only LoRA"),
         ({"adapter": Adapter(), "quantization": Quantization(format="nf4")}, "quantization.format=nf4: verl trains on"),
+        ({"images": Images()}, "images: rows with images are not exported to verl"),
         ({"adapter": Adapter(), "adapter_in": "continue"}, "adapter_in=continue: verl starts a LoRA from nothing"),
     ):
         with pytest.raises(ConfigError, match=found):
