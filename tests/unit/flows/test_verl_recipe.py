@@ -169,7 +169,8 @@ OTHER: dict[str, object] = {
 # output and on_divergence need best; diloco, images, validation and quantization are refused; the others are short
 # forms.
 ELSEWHERE = {
-    "diloco", "images", "output", "on_divergence", "quantization", "validation", "lr_schedule", "warmup_ratio", "weight_decay",
+    "diloco", "images", "output", "on_divergence", "quantization", "validation", "lr_schedule", "warmup_ratio",
+    "weight_decay",
 }  # fmt: skip
 BESIDE: dict[str, dict[str, object]] = {  # what a field needs
     "num_epochs": {"num_steps": None}, "epsilon": {"num_iterations": 2}, "epsilon_high": {"num_iterations": 2},
