@@ -433,9 +433,15 @@ def _hub_commit(name: str, source: Source) -> str:
         info = HfApi().repo_info(source.path, revision=source.revision, repo_type=repo_type, timeout=20)
     except Exception as error:  # errors of the hub, of its HTTP library and of being offline have no common base
         cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        if getattr(error, "response", None) is None:
+            remedy = (
+                f"connect to the hub, set sources.{name}.path to a directory of this machine, or give the commit of a "
+                f"cached one as sources.{name}.revision"
+            )
+        else:
+            remedy = f"check the id and sources.{name}.revision; for a private one log in with `hf auth login`"
         raise ConfigError(
             f"sources.{name}.path={source.path}: no such file here, and the hub gave no {repo_type} of that id "
-            f"at revision {source.revision or 'main'} ({cause}); "
-            f"check the id, log in with `hf auth login` for a private one, or give a commit as sources.{name}.revision"
+            f"at revision {source.revision or 'main'} ({cause}); {remedy}"
         ) from error
     return str(info.sha)

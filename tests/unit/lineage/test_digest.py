@@ -60,6 +60,20 @@ def test_a_branch_of_a_hub_id_is_resolved_to_a_commit_and_a_commit_needs_no_netw
 
 
 @pytest.mark.parametrize(
+    ("response", "remedy"), [(None, "connect to the hub, set sources.base.path"), (object(), "check the id")]
+)
+def test_a_hub_id_without_an_answer_and_one_that_is_not_there_differ(monkeypatch, response, remedy):
+    def repo_info(self, path, **kwargs):
+        error = OSError("no")
+        error.response = response
+        raise error
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", repo_info)
+    with pytest.raises(ConfigError, match=remedy):
+        pin("base", Source(path="owner/name", kind=Kind.CHECKPOINT))
+
+
+@pytest.mark.parametrize(
     ("name", "imports"),
     [("mine", "def run():\n    from mine.loss import f\n    import mine.data\n"),
      ("bare", "from . import loss\nfrom .data import rows\n")],
