@@ -11,6 +11,7 @@ import pytest
 
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
+from flows.reports.wording import relative
 from tests import tiny
 from tests.data_command import call as call  # a fixture
 from tests.data_command import lines, texts, told
@@ -273,7 +274,7 @@ def test_a_finished_data_stage_is_shown_as_it_reported(call, tmp_path):
         code, out, err = call(ref)
         assert (code, err) == (0, "")
         assert "rows 130 read, 100 used" in told(out)
-        assert f"and 10 more; {entry.output}/rejects.jsonl has all of them" in told(out)
+        assert f"and 10 more; {relative(entry.output)}/rejects.jsonl has all of them" in told(out)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import Plan, PlannedStage, make_plan
 from flows.progress.run_record import latest
 from flows.promotion.promote import promote
+from flows.reports.wording import relative
 from lineage.dvc import View
 from lineage.mlflow.registry import refill, set_alias
 from lineage.store import Store
@@ -117,7 +118,7 @@ def test_what_nobody_needs_goes_and_the_record_stays_intact(mine, gc):
     assert [row["what"] for row in done["too_young"]] == [kept]
     assert done["needed"][node(declared.stage("left"))] == "view mine/left"
     assert done["needed"][node(promoted.stage("left"))] == "promote champion"
-    assert gc("--yes").endswith(f"nothing to delete in {declared.pipeline.store}\n")
+    assert gc("--yes").endswith(f"nothing to delete in {relative(declared.pipeline.store)}\n")
     assert gc("--json", "--yes", "--older-than", "0")["freed"] == [kept]
     assert gc("--json", "--yes", "--older-than", "0")["garbage"] == []
     assert (

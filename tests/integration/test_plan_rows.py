@@ -33,7 +33,7 @@ def test_all_refusals_come_at_once_with_what_to_paste(tmp_path):
 def test_few_empty_rows_are_counted_and_named(tmp_path):
     write(tmp_path, chats=chats(198, 2))
     words = ("pipeline=sft", "data=chats.jsonl")
-    note = f"instructions: rows left out of {tmp_path}/chats.jsonl: no answer: 2"
+    note = "instructions: rows left out of chats.jsonl: no answer: 2"
     assert note in Command(tmp_path)("plan", *words).stdout
     assert (
         "2 of 200 rows cannot be used"

@@ -79,7 +79,7 @@ def test_the_plan_refuses_a_format_that_needs_a_gpu_without_one(name):
 def test_the_plan_refuses_a_format_that_transformers_cannot_load():
     for gpus in (0, 1):
         words = ["adapter=lora", "quantization.format=hqq", "tracking=none", f"resources.gpus_per_worker={gpus}"]
-        with pytest.raises(ConfigError, match=r"format=hqq: transformers 5\.23 cannot load weights in it; set .* nf4"):
+        with pytest.raises(ConfigError, match=r"format=hqq: transformers 5\.24 cannot load weights in it; set .* nf4"):
             load_pipeline(words)
 
 
