@@ -1,7 +1,7 @@
 """The plan: which stages run, which are reused, and why. Runs nothing, imports no heavy library."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -252,13 +252,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
         _ = pipeline.tracking.others  # refuses those that cannot record
     effects = batch_notes(resolved)
     notes = [effects[name] for name in stale if name in effects]
-    notes += [
-        f"{planned.name} is finished, so its evaluation scores nothing; to have it scored, train it again: "
-        f"restart=[{planned.name}]"
-        for planned in stages
-        if planned.state == "reuse" and getattr(planned.stage.method, "evaluation", None)
-        and not (store.entry(planned.name, planned.fingerprint).path / "evaluation.jsonl").exists()
-    ]  # fmt: skip
+    notes += _not_scored(stages, store)
     resolutions = [note for stage in stale.values() for note in stage.notes]
     notes += text_part_notes(resolved, [*stale])
     notes += left_out_notes(resolved, [*stale])
@@ -267,6 +261,17 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     lengths = {planned.name: planned.hyperparameters for planned in stages if planned.state != "reuse"}
     advice = advice_of(resolved, lengths)
     return Plan(pipeline=resolved, stages=stages, home=pipeline.store, notes=notes, advice=advice)
+
+
+def _not_scored(stages: Sequence[PlannedStage], store: Store) -> Iterator[str]:
+    """A note for each finished stage whose evaluation was set after its training."""
+    for planned in stages:
+        scores = store.entry(planned.name, planned.fingerprint).path / "evaluation.jsonl"
+        if planned.state == "reuse" and getattr(planned.stage.method, "evaluation", None) and not scores.exists():
+            yield (
+                f"{planned.name} is finished, so its evaluation scores nothing; to have it scored, train it again: "
+                f"restart=[{planned.name}]"
+            )
 
 
 def _resolved(pipeline: Pipeline, inputs: Mapping[str, Mapping[str, str]]) -> Pipeline:

@@ -551,7 +551,7 @@ def _mapped_on_ray(
             "Free some, or set fewer cpus_per_worker or num_workers: each CPU is one process"
         ) from error
     finally:
-        if job.method.trains:  # it goes on without the cluster, which may end before it
+        if job.method.trains:  # the training needs no cluster, which may end before it does
             connected.close()
 
 

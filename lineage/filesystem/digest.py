@@ -88,7 +88,7 @@ def write_digested(path: Path, parts: Iterable[bytes | memoryview]) -> str:
     """Writes a new file, flushes it to the disk, and returns the digest of its bytes, which are read once.
 
     A piece is digested while it is written. It goes to the disk past the page cache where the file system lets it: a
-    copy of each page would take CPU time from a training that goes on beside it.
+    copy of each page would take CPU time from a training that runs meanwhile.
 
     Raises:
         OSError: the disk is full or not reachable.

@@ -167,8 +167,8 @@ def _not_json(value: object) -> object:
 def tool_nulls(value: object, where: str = "", *, inside: bool = False) -> Iterator[str]:
     """The places of nulls in the arguments of calls, and in tools, that objects of a row hold.
 
-    Whoever writes all of a file with one set of keys (`datasets`, polars, pandas) writes them for the keys of others;
-    JSON text keeps its own alone.
+    `datasets`, polars and pandas give all objects of a file the same keys, with nulls for those that a call lacks.
+    Arguments that are JSON text have only their own keys.
     """
     if isinstance(value, list):
         for index, each in enumerate(value):
@@ -317,7 +317,7 @@ _ROLES = {
 }  # fmt: skip
 _WRITTEN_BY_MODEL = ("assistant", _CALL_ROLE)
 _START, _CALLED = "at the beginning", "after a tool call that no tool answered"
-_WROTE_CALL = "after a call in its text"  # which a tool may answer, or nobody
+_WROTE_CALL = "after a call in its text"  # a result of a tool may follow or not
 _NEXT = {  # turn -> turns that may follow
     _START: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",),
     _CALLED: ("tool",), "tool": ("tool", "assistant", "user"), _WROTE_CALL: ("tool", "user"),
