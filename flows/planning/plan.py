@@ -266,11 +266,12 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
 def _not_scored(stages: Sequence[PlannedStage], store: Store) -> Iterator[str]:
     """A note for each finished stage whose evaluation was set after its training."""
     for planned in stages:
-        scores = store.entry(planned.name, planned.fingerprint).path / "evaluation.jsonl"
-        if planned.state == "reuse" and getattr(planned.stage.method, "evaluation", None) and not scores.exists():
+        entry = store.entry(planned.name, planned.fingerprint).path
+        is_set = planned.state == "reuse" and getattr(planned.stage.method, "evaluation", None)
+        if is_set and not (entry / "evaluation.jsonl").exists():
             yield (
-                f"{planned.name} is finished, so its evaluation scores nothing; to have it scored, train it again: "
-                f"restart=[{planned.name}]"
+                f"{planned.name} is finished, so its evaluation scores nothing; to train it again with its scores, "
+                f"set stages.{planned.name}.method.evaluation.pick=best, change another field, or delete {entry}"
             )
 
 

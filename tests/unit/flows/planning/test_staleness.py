@@ -113,6 +113,17 @@ def test_a_restart_of_a_finished_stage_is_not_passed_over_in_silence(toy):
     assert "restart" not in right.reason
 
 
+def test_an_evaluation_that_is_set_after_the_training_is_named_with_what_trains_again(toy):
+    finish(toy())
+    words = ["stages.left.method.evaluation={every_steps: 1}"]
+    plan = toy(*words)
+    [note] = [note for note in plan.notes if "scores nothing" in note]
+    left = plan.stage("left")
+    assert left.state == "reuse" and note.startswith("left is finished") and str(plan.entry(left).path) in note
+    again = toy(*words, "stages.left.method.evaluation.pick=best")
+    assert again.stage("left").state == "run" and not [note for note in again.notes if "scores nothing" in note]
+
+
 @pytest.fixture
 def trained_by_two(toy):
     """``left`` was trained by other code to step 4, and went on by the code of now, which saved nothing yet."""
