@@ -128,13 +128,3 @@ def test_the_limits_of_an_evaluation_are_checked_before_anything_trains(max_leng
     stated = [f"stages.evaluate.method.max_length={max_length}"] if max_length else []
     with pytest.raises(ConfigError, match=r"stages.evaluate.method: .*max_new_tokens"):
         make_plan(load_pipeline([*stated, "stages.evaluate.method.max_new_tokens=4096"]))
-
-
-def test_a_finished_training_is_not_scored_by_an_evaluation_that_is_set_later(tmp_path):
-    words = ["pipeline=sft", f"store={tmp_path}", "tracking=none"]
-    finish(make_plan(load_pipeline(words)))
-    plan = make_plan(load_pipeline([*words, "+stages.sft.evaluation={every_steps: 2}"]))
-    assert states(plan)["sft"] == "reuse"
-    assert any("its evaluation scores nothing" in note and "restart=[sft]" in note for note in plan.notes)
-    (plan.entry(plan.stage("sft")).path / "evaluation.jsonl").write_text("")
-    assert not make_plan(plan.pipeline).notes
