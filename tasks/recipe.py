@@ -348,7 +348,7 @@ class TrainingRecipe(Method):
         return f"the loss of {type(self).__name__} {why}"
 
     def measured_metrics(self, slots: Collection[str], *, of_steps: bool = False) -> tuple[str, ...] | None:
-        """As of every method; names by options are there whether they are set or not."""
+        """As of every method; of options those that are set."""
         if self.measures is None:
             return None
         rewards = [*(getattr(self, "rewards", None) or ()), "reward_model", "missing_eos"]
@@ -356,7 +356,15 @@ class TrainingRecipe(Method):
         held_out = [HELD_OUT_LOSS] * self.measures_held_out + [VAL_LOSS] * (self.validation is not None)
         steps = [each for each in STEPS if of_steps or each not in ONLY_REPORTED]
         scored = ["evaluation/*"] * (self.evaluation is not None and not of_steps)
-        return (*named, *held_out, *steps, *BY_OPTION, *scored, *([] if of_steps else OUTPUT))
+        ends_early = any(each and each.patience for each in (self.validation, self.evaluation))
+        picks = self.evaluation is not None and self.evaluation.pick != "last"
+        by_option = {
+            "adaptive/*": self.schedule.adaptive, "diloco/*": self.diloco, "ended_early_at_step": ends_early,
+            "best_step": picks or "best" in (self.output, self.on_divergence),
+            "diverged_at_step": self.on_divergence == "best",
+        }  # fmt: skip
+        found = (*named, *held_out, *steps, *BY_OPTION, *scored, *([] if of_steps else OUTPUT))
+        return tuple(each for each in found if by_option.get(each, True))
 
     @property
     def measures_held_out(self) -> bool:

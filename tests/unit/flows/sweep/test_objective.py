@@ -128,6 +128,8 @@ def test_an_objective_is_either_a_metric_or_a_function(stated):
         ("dpo/rewards/margins", None),
         ("cpt/held_out_loss", r"cpt does not measure it; set validation.every_steps; it measures"),
         ("cpt/learning_rate", "cpt does not measure it"),
+        ("cpt/best_step", "cpt does not measure it"),
+        ("cpt/diloco/rounds", "cpt does not measure it"),
         ("sft/evaluation/f1", None),
         ("cpt/evaluation/f1", "cpt does not measure it; set evaluation.every_steps"),
     ],
