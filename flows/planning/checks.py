@@ -22,7 +22,8 @@ from lineage.source.model_source import vocabulary_of
 from lineage.source.source_checks import PYTHON, is_loaded
 from lineage.source.sources import local_paths
 from tasks.context import Resources
-from tasks.data.formats.detect import check_direction, detect, with_prompt
+from tasks.data.formats.detect import check_direction, detect
+from tasks.data.formats.proposals import with_prompt
 from tasks.data.formats.trees import is_tree
 from tasks.data.formats.turns import BadRowError, Fields
 from tasks.data.kinds import CONVERSATIONS, TEXT
@@ -92,7 +93,7 @@ def check_row_kinds(pipeline: Pipeline) -> None:
             source = pipeline.sources[ref.removeprefix(SOURCE)]
             try:
                 rows = _first_rows(source, method.prompt_template)
-                if not rows or is_tree(rows):  # what is made of trees is what the stage takes
+                if not rows or is_tree(rows, source.columns, method.produces):  # the stage makes of trees what it takes
                     continue
                 found = detect(rows, source.path, columns=source.columns, configured=source.format)
             except (OSError, ValueError, PipelineError, BadRowError):
@@ -130,7 +131,7 @@ def _unread_columns(source: Source, template: str | None) -> list[str]:
     chunk = next(read_chunks(source))
     rows = [row.fields for row in islice(chunk.rows(), _FIRST_ROWS) if isinstance(row, Row)]
     rows = [with_prompt(row, template) if template else row for row in rows]
-    if is_tree(rows):
+    if is_tree(rows, source.columns):
         return []
     detected = detect(rows, source.path, columns=source.columns, configured=source.format)
     return sorted({name for row in rows for name in row.keys() - detected.read_columns(row)})

@@ -4,7 +4,6 @@ Before conversion a template may build the prompt from several columns; afterwar
 """
 
 import re
-import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,18 +28,23 @@ from tasks.data.formats.turns import (
     conversation,
     images_are_not_read,
     is_nothing,
+    is_transcript,
     listed,
     named,
+    of_gemini,
     one_of,
     optional_name,
     prompt,
+    prompt_of,
     prompt_turns,
     require_nothing_else,
     required,
     spelling_of,
     text,
     text_of,
+    turns_of,
     whole_characters,
+    with_system,
     with_system_column,
     with_thought_column,
     without_marks,
@@ -50,6 +54,7 @@ from tasks.data.kinds import DOMAIN, RESERVED_COLUMNS, ROW_KINDS
 
 REST = "*"  # in a mapping: all other columns
 _COMPLETION = ("completion", "response")
+_INSTRUCTIONS = ("systemInstruction", "system_instruction")  # of Gemini
 _INPUTS, _OUTPUTS = ("input", "context"), ("output", "response")  # of Alpaca, and as Dolly calls them
 _OTHER_PROMPTS = frozenset({"prompt", "text", "messages", "conversations"})
 _PROMPTS = ("question", "instruction", "query", "problem")  # other common names of a prompt
@@ -65,9 +70,6 @@ _OF_CHAT = _OF_SYSTEM | {
 }  # fmt: skip
 _JUDGED = frozenset({"label", "chosen", "rejected"})  # columns with a judgement of answers
 _TRUTHS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-_ROLES = {"Human": "user", "Assistant": "assistant", "System": "system"}  # in transcripts
-_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant|System):")
-_TRANSCRIPT = re.compile(r"\s*(?:Human:.*?\n\nAssistant:|System:.*?\n\nHuman:.*?\n\nAssistant:)", re.DOTALL)
 
 
 def _user(content: str) -> Message:
@@ -139,6 +141,38 @@ def _sharegpt(fields: Fields) -> CanonicalRow:
     turns = listed(fields, "conversations")
     messages = with_thought_column(conversation(turns, "conversations", spelling_of(turns)), fields)
     return add_tools({"messages": messages}, fields)
+
+
+def _contents(fields: Fields) -> CanonicalRow:
+    turns = of_gemini(listed(fields, "contents"), "contents")
+    messages = with_thought_column(conversation(turns, "contents"), fields)
+    name = one_of(fields, _INSTRUCTIONS)
+    row = with_system({"messages": messages}, fields.get(name), name)
+    given = fields.get("tools")
+    tools = [] if is_nothing(given) else given if isinstance(given, list) else [given]
+    flat = [each for tool in tools for each in _declared(tool)]
+    return add_tools(row, {**fields, "tools": flat})
+
+
+def _declared(tool: object) -> list[object]:
+    """The functions of one of Gemini's tools."""
+    names = ("functionDeclarations", "function_declarations")
+    functions = tool.get(one_of(tool, names)) if isinstance(tool, Mapping) else None
+    return functions if isinstance(functions, list) else [tool]
+
+
+def _responses(fields: Fields) -> CanonicalRow:
+    asked = prompt(required(fields, "input", "empty prompt"), "input")
+    answered = with_thought_column(answer(required(fields, "output", "no answer"), "output"), fields)
+    row = with_system({"messages": asked + answered}, fields.get("instructions"), "instructions")
+    return add_tools(row, fields)
+
+
+def _recognize_responses(fields: Fields) -> tuple[str, ...]:
+    """Its columns, where the output is a list of items."""
+    items = fields.get("output")
+    is_typed = isinstance(items, list) and items and all(isinstance(each, dict) and "type" in each for each in items)
+    return ("input", "output") if is_typed and "input" in fields else ()
 
 
 def _reasoning(fields: Fields) -> CanonicalRow:
@@ -276,12 +310,12 @@ def _transcript_preference(fields: Fields) -> CanonicalRow:
     for name, value in texts.items():
         if not isinstance(value, str):
             raise BadRowError(f"{name} is {named(value)}", "no answer" if value is None else "not text")
-    alone = _is_transcript(fields.get("prompt")) and not any(map(_is_transcript, texts.values()))
-    asked = [_prompt_of(str(fields["prompt"]))] if alone else []
+    alone = is_transcript(fields.get("prompt")) and not any(map(is_transcript, texts.values()))
+    asked = [prompt_of(str(fields["prompt"]))] if alone else []
     lasts: list[Message] = []
     for name, value in texts.items():
         is_bare = alone and not re.match(r"\s*Assistant:", str(value))
-        *before, last = _turns_of(f"\n\nAssistant:{value}" if is_bare else str(value), name)
+        *before, last = turns_of(f"\n\nAssistant:{value}" if is_bare else str(value), name)
         if last["role"] != "assistant" or (alone and before):
             raise BadRowError(f"{name} ends with a turn of the {last['role']}, not with one answer", "wrong role order")
         lasts.append(last)
@@ -295,30 +329,11 @@ def _transcript_preference(fields: Fields) -> CanonicalRow:
 def _recognize_transcripts(fields: Fields) -> tuple[str, ...]:
     """The columns of a transcript, recognized by content, since other formats use the same names."""
     names = [name for name in ("prompt", "chosen", "rejected") if name in fields]
-    found = [name for name in names if _is_transcript(fields[name])]
+    found = [name for name in names if is_transcript(fields[name])]
     known = (["chosen", "rejected"], ["prompt", "chosen", "rejected"], ["prompt"])
     if not {"chosen", "rejected"} <= fields.keys() or found not in known:
         return ()
     return (*names, "turns of Human and Assistant")
-
-
-def _is_transcript(value: object) -> bool:
-    return isinstance(value, str) and bool(_TRANSCRIPT.match(value))
-
-
-def _turns_of(transcript: str, what: str) -> list[Message]:
-    """The turns of a transcript, stripped of white space."""
-    parts = _TURN.split(transcript)
-    if parts[0].strip() or len(parts) == 1:
-        raise BadRowError(f"{what} does not begin with 'Human:'", "no transcript")
-    pairs = zip(parts[1::2], parts[2::2], strict=True)
-    return [{"role": _ROLES[role], "content": content.strip()} for role, content in pairs]
-
-
-def _prompt_of(transcript: str) -> list[Message]:
-    """The turns of a prompt, without the ``Assistant:`` at its end."""
-    turns = _turns_of(transcript, "prompt")
-    return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
 
 
 def _require_one_beginning(fields: Fields, chosen: list[Message], rejected: list[Message]) -> None:
@@ -331,7 +346,7 @@ def _require_one_beginning(fields: Fields, chosen: list[Message], rejected: list
     given = fields.get("prompt")
     users = [turn["content"] for turn in chosen if turn["role"] == "user"]
     is_begun = isinstance(given, str) and bool(re.match(r"\s*(?:Human|System):", given))
-    is_same = isinstance(given, str) and (given.strip() in users or (is_begun and _prompt_of(given) == chosen))
+    is_same = isinstance(given, str) and (given.strip() in users or (is_begun and prompt_of(given) == chosen))
     if given is not None and not is_same:
         raise BadRowError("prompt is not what chosen and rejected begin with", "another beginning")
 
@@ -505,6 +520,19 @@ FORMATS: tuple[Format, ...] = (
         name="sharegpt", kind=Kind.CONVERSATIONS, needs=("conversations",), read=_sharegpt, losing=_JUDGED,
         accepted='{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
         mapping={"conversations": "the conversation", **_ONE_ANSWER},
+    ),
+    Format(
+        name="contents", kind=Kind.CONVERSATIONS, needs=("contents",), read=_contents,
+        accepted='{"contents": [{"role": "user", "parts": [{"text": "..."}]}, {"role": "model", "parts": [...]}]}',
+        mapping={"contents": "the conversation", **dict.fromkeys(_INSTRUCTIONS, _SYSTEM["system"]), **_ONE_ANSWER},
+    ),
+    Format(
+        name="responses", kind=Kind.CONVERSATIONS, needs=("input", "output"), by_value=_recognize_responses,
+        read=_responses,
+        accepted='{"input": "...", "output": [{"type": "message", "role": "assistant", "content": [...]}]}',
+        mapping={
+            "input": "the prompt", "output": "the answer, and calls", "instructions": _SYSTEM["system"], **_ONE_ANSWER,
+        },
     ),
     Format(
         name="reasoning", kind=Kind.CONVERSATIONS, read=_reasoning,
@@ -856,44 +884,3 @@ def _inverted_hint(field: str, ours: str, theirs: str) -> str:
     text = f"{field}.{ours}={theirs}"
     quoted = f'"{text}"' if set(text) & set(" '\"$&|;()<>*?") else text
     return f"columns maps our name to the rows' column: set {quoted}"
-
-
-_TEMPLATE = "text with named placeholders, such as '{context}\\n\\n{question}'"
-
-
-@lru_cache(maxsize=8)
-def placeholders(template: str) -> frozenset[str]:
-    """The columns in a prompt template.
-
-    Raises:
-        ConfigError: it has no placeholder, or one with a conversion or format.
-    """
-    try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ConfigError(f"prompt_template: {error}; accepted: {_TEMPLATE}; write {{{{ for a brace") from error
-    names = [name for _, name, _, _ in parts if name is not None]
-    odd = [name for name in names if not name or name.isdigit() or set(name) & set(".[]")]
-    if odd or not names or any(form or conversion for _, _, form, conversion in parts):
-        found = f"the placeholder {{{odd[0]}}}" if odd else "a conversion or a format" if names else "no placeholder"
-        raise ConfigError(f"prompt_template: {found}; accepted: {_TEMPLATE}; name columns alone")
-    return frozenset(names)
-
-
-def with_prompt(fields: Fields, template: str) -> Fields:
-    """A row with ``prompt`` filled from the template, in place of the columns that the template names.
-
-    Raises:
-        BadRowError: the row lacks one of them, or it holds no text.
-    """
-    names, accepted = placeholders(template), "the columns of prompt_template, as text, and no other prompt"
-    for name in sorted(names):
-        value = fields.get(name)
-        if not isinstance(value, str | int | float) or isinstance(value, bool):
-            listed = ", ".join(sorted(map(str, fields))) or "none"
-            found = f"{name} is {named(value)}" if name in fields else f"no field {name!r} (fields: {listed})"
-            raise BadRowError(found, accepted=accepted, remedy="add it, or change the template")
-    if "prompt" in fields and "prompt" not in names:
-        raise BadRowError("prompt is there already", accepted=accepted, remedy="put {prompt} into the template")
-    made = template.format_map({name: fields[name] for name in names})
-    return {**{name: value for name, value in fields.items() if name not in names}, "prompt": made}

@@ -1,10 +1,14 @@
-"""Overrides to paste for rows that no format fits, by the names of their columns."""
+"""Prompts from templates; overrides to paste for rows that no format fits, by the names of their columns."""
 
 import re
 import shlex
+import string
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from lineage.artifact import Kind
+from lineage.errors import ConfigError
+from tasks.data.formats.turns import BadRowError, Fields, named
 
 # Kind of rows -> the shipped pipeline that reads nothing else.
 JOBS: Mapping[Kind, str] = {
@@ -126,3 +130,44 @@ def _quoted(name: str) -> str:
 
 def _shell(word: str) -> str:
     return word if word.replace("_", "").replace(".", "").replace("/", "").replace("-", "").isalnum() else f"'{word}'"
+
+
+_TEMPLATE = "text with named placeholders, such as '{context}\\n\\n{question}'"
+
+
+@lru_cache(maxsize=8)
+def placeholders(template: str) -> frozenset[str]:
+    """The columns in a prompt template.
+
+    Raises:
+        ConfigError: it has no placeholder, or one with a conversion or format.
+    """
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigError(f"prompt_template: {error}; accepted: {_TEMPLATE}; write {{{{ for a brace") from error
+    names = [name for _, name, _, _ in parts if name is not None]
+    odd = [name for name in names if not name or name.isdigit() or set(name) & set(".[]")]
+    if odd or not names or any(form or conversion for _, _, form, conversion in parts):
+        found = f"the placeholder {{{odd[0]}}}" if odd else "a conversion or a format" if names else "no placeholder"
+        raise ConfigError(f"prompt_template: {found}; accepted: {_TEMPLATE}; name columns alone")
+    return frozenset(names)
+
+
+def with_prompt(fields: Fields, template: str) -> Fields:
+    """A row with ``prompt`` filled from the template, in place of the columns that the template names.
+
+    Raises:
+        BadRowError: the row lacks one of them, or it holds no text.
+    """
+    names, accepted = placeholders(template), "the columns of prompt_template, as text, and no other prompt"
+    for name in sorted(names):
+        value = fields.get(name)
+        if not isinstance(value, str | int | float) or isinstance(value, bool):
+            listed = ", ".join(sorted(map(str, fields))) or "none"
+            found = f"{name} is {named(value)}" if name in fields else f"no field {name!r} (fields: {listed})"
+            raise BadRowError(found, accepted=accepted, remedy="add it, or change the template")
+    if "prompt" in fields and "prompt" not in names:
+        raise BadRowError("prompt is there already", accepted=accepted, remedy="put {prompt} into the template")
+    made = template.format_map({name: fields[name] for name in names})
+    return {**{name: value for name, value in fields.items() if name not in names}, "prompt": made}

@@ -2,21 +2,34 @@
 
 A row is a message with ``message_id`` (or ``id``), ``parent_id``, ``role``, ``text`` and ``rank``: 0 is the best of the
 replies to one message. Or a row is a tree, whose ``prompt`` has ``replies``. Deleted and rejected messages are left
-out, with all replies to them.
+out, with all replies to them. A prompt with several rated answers, or with two and a verdict, is a tree too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
 
-from tasks.data.formats.turns import Fields, is_nothing
+from lineage.artifact import Kind
+from tasks.data.formats.turns import SYSTEM, Fields, is_nothing, is_transcript, prompt_of
 from tasks.data.reading.chunk import Row
 
 Into = Literal["messages", "preference"]  # the format of the rows that are made
 _IDS, _PARENT = ("message_id", "id"), "parent_id"
 _ASSISTANT = "assistant"
 _UNRANKED = 2**31
+# Rated answers, as UltraFeedback, Nectar and Stack Exchange's preferences have them.
+_ASKED, _RATED = ("prompt", "instruction", "question", "history"), ("completions", "answers", "responses")
+_ANSWERS = ("response", "answer", "text", "content", "completion")
+_ANSWERED = ("completion", "response", "output", "chosen", "rejected", "messages", "conversations")
+_SCORES = ("fine-grained_score", "overall_score", "score", "pm_score")  # the higher, the better; of a rank, the lower
+# Two answers, the column of the verdict, and its values for each: SHP, PKU-SafeRLHF, Arena, HelpSteer.
+_COMPARED: tuple[tuple[str, str, str, Collection[object], Collection[object]], ...] = (
+    ("human_ref_A", "human_ref_B", "labels", (1,), (0,)),
+    ("response_0", "response_1", "better_response_id", (0,), (1,)),
+    ("response_a", "response_b", "winner", ("model_a", "response_a", "a", "A"), ("model_b", "response_b", "b", "B")),
+    ("response_1", "response_2", "preference_strength", (-3, -2, -1), (1, 2, 3)),
+)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -56,18 +69,72 @@ class Node:
         return found[::-1]
 
 
-def is_tree(sample: Sequence[Fields]) -> bool:
-    """Whether at least half of some rows are messages of trees, or whole trees."""
-    return bool(sample) and sum(map(_is_message, sample)) + sum(map(_is_whole, sample)) >= len(sample) / 2
+def is_tree(sample: Sequence[Fields], columns: Mapping[str, str] | None = None, kind: Kind | None = None) -> bool:
+    """Whether at least half of some rows are messages of trees, or whole trees.
+
+    Args:
+        columns: names of the user's, for whose rows an answer is the one that they name, rated or not.
+        kind: of the stage. Rated answers of prompts are arguments of reward functions.
+    """
+    if is_rated(sample) and (columns or kind == Kind.PROMPTS):
+        return False
+    return bool(sample) and sum(_is_message(each) or _root(each) is not None for each in sample) >= len(sample) / 2
 
 
 def _is_message(fields: Fields) -> bool:
     return {_PARENT, "role", "text"} <= fields.keys() and not fields.keys().isdisjoint(_IDS)
 
 
-def _is_whole(fields: Fields) -> bool:
+def _root(fields: Fields) -> Fields | None:
+    """The first message of a row that is a tree; None: it is none."""
     first = fields.get("prompt")
-    return isinstance(first, Mapping) and isinstance(first.get("replies"), list) and "text" in first
+    if isinstance(first, Mapping) and isinstance(first.get("replies"), list) and "text" in first:
+        return first
+    asked = next((value for name in _ASKED if isinstance(value := fields.get(name), str)), None)
+    ranked = _rated(fields) if asked else []
+    if not asked or len(ranked) < 2:
+        return None
+    turns = prompt_of(asked) if is_transcript(asked) else [{"role": "user", "content": asked}]
+    system = next((fields[name] for name in SYSTEM if not is_nothing(fields.get(name))), None)
+    replies: list[object] = [{"role": _ASSISTANT, "text": text, "rank": rank} for text, rank in ranked]
+    for turn in reversed([*([{"role": "system", "content": system}] if system else []), *turns]):
+        replies = [{"role": turn["role"], "text": turn["content"], "replies": replies}]
+    (root,) = replies
+    assert isinstance(root, Mapping)
+    return root
+
+
+def is_rated(sample: Sequence[Fields]) -> bool:
+    """Whether at least half of some rows are prompts with answers of which some are better."""
+    return bool(sample) and sum(len(_rated(fields)) > 1 for fields in sample) >= len(sample) / 2
+
+
+def _rated(fields: Fields) -> list[tuple[object, int]]:
+    """The answers of a row with their ranks, equal ones for answers that are as good; empty: it has none, or one."""
+    if any(not is_nothing(fields.get(name)) for name in _ANSWERED):
+        return []
+    for first, second, verdict, left, right in _COMPARED:
+        if isinstance(fields.get(first), str) and isinstance(fields.get(second), str) and verdict in fields:
+            said = fields[verdict]
+            return [(fields[first], int(said in right)), (fields[second], int(said in left))]
+    answers = next((value for name in _RATED if isinstance(value := fields.get(name), list)), [])
+    texts = [(each, _of(each, _ANSWERS)) for each in answers]
+    found = [(text, score) for each, text in texts if isinstance(text, str) and (score := _score(each)) is not None]
+    order = sorted({score for _, score in found}, reverse=True)
+    return [(text, order.index(score)) for text, score in found]
+
+
+def _of(answer: object, names: Sequence[str]) -> object:
+    return next((answer[name] for name in names if name in answer), None) if isinstance(answer, Mapping) else None
+
+
+def _score(answer: object) -> float | None:
+    """How good an answer is; None: nothing says it."""
+    for names, sign in ((_SCORES, 1), (("rank",), -1)):
+        number = _of(answer, names)
+        if isinstance(number, int | float) and not isinstance(number, bool) and number == number:
+            return sign * number
+    return None
 
 
 def rows_of_trees(rows: Sequence[Row], into: Into) -> tuple[list[Row], int, int]:
@@ -86,8 +153,7 @@ def _linked(rows: Sequence[Row]) -> tuple[list[Node], list[Node]]:
     """All messages, linked, and the first ones of trees."""
     grown, single, roots = list[Node](), list[Node](), list[Node]()
     for row in rows:
-        first = row.fields.get("prompt")
-        if _is_whole(row.fields) and isinstance(first, Mapping):
+        if (first := _root(row.fields)) is not None:
             grown += _grown(first, row.where, roots)
         else:
             single.append(Node(fields=row.fields, where=row.where))

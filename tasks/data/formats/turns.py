@@ -296,7 +296,12 @@ _CALL_ROLE = "function_call"  # ShareGPT's role whose content is the JSON text o
 _EMPTY = {"assistant": "no answer", "user": "empty prompt", "system": "empty prompt", "tool": "no tool result"}
 _MEDIA = ("image", "audio", "video", "file")
 _TOOL_USE, _TOOL_RESULT = "tool_use", "tool_result"  # parts of Anthropic's messages
-_TEXTS = ("text", "input_text", "output_text")
+_TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
+# Items of OpenAI's Responses -> what is read of them.
+_ITEMS: Mapping[str, tuple[str, ...]] = {
+    "message": (), "function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id", "output"),
+    "reasoning": ("content", "summary", "encrypted_content"),
+}  # fmt: skip
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys of what the assistant thinks, as vLLM and TRL have it
 # Keys that say whether a turn, or as columns a row, is trained: of OpenAI, LLaMA-Factory, ms-swift and axolotl.
 _WEIGHTS, _SWITCHES = ("weight", "loss_weight"), ("loss", "train", "training")
@@ -308,6 +313,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 PYTHONS_CALL = re.compile(rf"{_OPEN}[\s\[{{]*'")
 _RESPONSE = re.compile(r"<tool_response>((?:(?!</?tool_response>).)*)</tool_response>", re.DOTALL)
 _RESPONSES = re.compile(rf"\s*(?:{_RESPONSE.pattern}\s*)+", re.DOTALL)
+_PYTHONIC = re.compile(r"\s*\[\s*[\w.][^\[\]()]*\(.*\)\s*\]\s*", re.DOTALL)  # [f(a=1)], as ToolACE has it
 _WRITTEN = re.compile(f"{_OPEN}((?:(?!{_OPEN}).)*?){_CLOSE}", re.DOTALL)
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")}, "developer": "system", "function": "tool",
@@ -322,6 +328,10 @@ _NEXT = {  # turn -> turns that may follow
     _START: ("system", "user"), "system": ("user",), "user": ("assistant",), "assistant": ("user",),
     _CALLED: ("tool",), "tool": ("tool", "assistant", "user"), _WROTE_CALL: ("tool", "user"),
 }  # fmt: skip
+
+_TRANSCRIBED = {"Human": "user", "Assistant": "assistant", "System": "system"}  # in transcripts
+_TURN = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant|System):")
+_TRANSCRIPT = re.compile(r"\s*(?:Human:.*?\n\nAssistant:|System:.*?\n\nHuman:.*?\n\nAssistant:)", re.DOTALL)
 
 
 def listed(fields: Fields, name: str, missing: str = "missing field") -> object:
@@ -375,9 +385,15 @@ def answer(value: object, what: str, spelling: Spelling = OPENAI) -> list[Messag
 def with_system_column(row: CanonicalRow, fields: Fields) -> CanonicalRow:
     """A row of chat with the turn of the user's column ``system`` or ``system_prompt``, if one is set."""
     column = one_of(fields, SYSTEM)
-    if is_nothing(fields.get(column)):
+    return with_system(row, fields.get(column), column)
+
+
+def with_system(row: CanonicalRow, said: object, column: str) -> CanonicalRow:
+    """A row of chat with the system's turn that a column says, if any: a text, or Gemini's object with parts."""
+    if is_nothing(said):
         return row
-    content = text(fields[column], column, "empty prompt")
+    parts = said.get("parts") if isinstance(said, Mapping) else None
+    content = _content(parts if parts else said, column, "system")
     name = "messages" if "messages" in row else "prompt"
     turns = row[name]
     assert isinstance(turns, list), "rows of text have no turns"
@@ -437,17 +453,95 @@ def _each(value: object, what: str, spelling: Spelling, empty: str) -> list[Mess
         raise BadRowError(f"{what} {found}", empty if value in (None, []) else "no messages")
     return [
         _message(part, f"{what}[{index}]", spelling)
-        for index, turn in enumerate(value)
+        for index, turn in enumerate(_of_items(value, what))
         for part in _of_parts(turn, f"{what}[{index}]", spelling)
     ]
+
+
+def _of_items(items: Sequence[object], what: str) -> Sequence[object]:
+    """The turns of items of OpenAI's Responses; a thought, a text and calls that follow each other are one turn."""
+    if not any(isinstance(item, Mapping) and item.get("type") in _ITEMS for item in items):
+        return items
+    turns = list[object]()
+    for place, item in enumerate(items):
+        kind = item.get("type") if isinstance(item, Mapping) else None
+        if not isinstance(item, Mapping) or kind not in (*_ITEMS, None):
+            turns.append(item)
+            continue
+        turn = {key: value for key, value in item.items() if key not in ("type", "id", "status")}
+        if read := _ITEMS.get(str(kind)):
+            require_nothing_else(turn, read, f"{what}[{place}]")
+            turn = _of_item(str(kind), turn, f"{what}[{place}]")
+        before = turns[-1] if turns else None
+        calls = turn.get("tool_calls")
+        if isinstance(before, dict) and before.get("role") == turn.get("role") == "assistant":
+            made = before.get("tool_calls")
+            if isinstance(calls, list) or (before.get("content") is None and made is None):
+                both = [*(made if isinstance(made, list) else []), *(calls if isinstance(calls, list) else [])]
+                turns[-1] = {**before, **turn, **({"tool_calls": both} if both else {})}
+                continue
+        turns.append(turn)
+    return turns
+
+
+def _of_item(kind: str, item: Mapping[str, object], what: str) -> dict[str, object]:
+    """The turn of a call, of its result, or of a thought alone."""
+    if kind == "function_call_output":
+        return {"role": "tool", "content": item.get("output") or "", "tool_call_id": item.get("call_id")}
+    if kind == "function_call":
+        call = {"id": item.get("call_id"), "name": item.get("name"), "arguments": item.get("arguments")}
+        return {"role": "assistant", "tool_calls": [call]}
+    parts = item.get("content") or item.get("summary")
+    if is_nothing(parts):
+        return {"role": "assistant"}
+    listed = parts if isinstance(parts, list) else [parts]
+    thought = "\n".join(_part(part, f"{what}[{index}]") for index, part in enumerate(listed))
+    return {"role": "assistant", "reasoning_content": thought}
+
+
+def of_gemini(contents: object, what: str) -> list[object]:
+    """Turns of Gemini's ``contents``, whose parts are texts, calls and results, as those of Anthropic's messages."""
+    if not isinstance(contents, list):
+        raise BadRowError(f"{what} is {named(contents)}", "no messages")
+    turns = list[object]()
+    for place, turn in enumerate(contents):
+        where = f"{what}[{place}]"
+        if not isinstance(turn, Mapping) or not isinstance(turn.get("parts"), list):
+            raise BadRowError(f"{where} has no list 'parts'", "no messages")
+        parts = [_of_gemini(part, f"{where} parts[{index}]") for index, part in enumerate(turn["parts"])]
+        is_result = any(isinstance(part, Mapping) and part.get("type") == _TOOL_RESULT for part in parts)
+        role = (
+            "user" if is_result else {"model": "assistant"}.get(str(turn.get("role", "user")), turn.get("role", "user"))
+        )
+        turns.append({**{key: value for key, value in turn.items() if key != "parts"}, "role": role, "content": parts})
+    return turns
+
+
+def _of_gemini(part: object, what: str) -> object:
+    if not isinstance(part, Mapping):
+        return part
+    found = [key for key in part if key not in ("thoughtSignature", "thought_signature", "thought")]
+    key = found[0] if len(found) == 1 else ""
+    value, name = part.get(key), key.replace("_", "").lower()
+    if name in ("inlinedata", "filedata"):
+        raise images_are_not_read(f"{what} has {key}")
+    if name in ("functioncall", "functionresponse") and isinstance(value, Mapping):
+        if name == "functioncall":
+            require_nothing_else(value, ("id", "name", "args"), f"{what} {key}")
+            return {"type": _TOOL_USE, "id": value.get("id"), "name": value.get("name"), "input": value.get("args")}
+        require_nothing_else(value, ("id", "name", "response"), f"{what} {key}")
+        result = value.get("response")
+        said = result if isinstance(result, str) else as_json(result, f"{what} {key}")
+        return {"type": _TOOL_RESULT, "tool_use_id": value.get("id"), "content": said}
+    if key != "text":
+        raise BadRowError(f"{what} has {', '.join(map(str, part)) or 'nothing'}", "not text")
+    return {"type": "thinking", "thinking": value} if part.get("thought") else {"text": value}
 
 
 def _of_parts(turn: object, what: str, spelling: Spelling) -> list[object]:
     """The turns of one with calls or results within its content, as Anthropic and Hermes write them, as OpenAI does."""
     if not isinstance(turn, Mapping):
         return [turn]
-    if turn.get("type") == "message":  # an item of OpenAI's Responses
-        turn = {key: item for key, item in turn.items() if key not in ("type", "id", "status")}
     parts, role = turn.get(spelling.content), turn.get(spelling.role)
     if isinstance(parts, str) and _ROLES.get(str(role).lower()) == "tool" and _RESPONSES.fullmatch(parts):
         return [{**turn, spelling.content: each.strip()} for each in _RESPONSE.findall(parts)]  # templates mark them
@@ -674,7 +768,7 @@ def _check_order(messages: Sequence[Message], what: str, before: str = _START) -
             after = before if before in (_START, _CALLED, _WROTE_CALL) else f"after {before!r}"
             found = f"{what}[{index}] has the role {role!r} {after}, not {' or '.join(_NEXT[before])}"
             raise BadRowError(found, _UNCLOSED if before == _CALLED else "wrong role order")
-        writes = role == "assistant" and _CLOSE in str(turn["content"])
+        writes = role == "assistant" and bool(_CLOSE in (said := str(turn["content"])) or _PYTHONIC.fullmatch(said))
         before = _CALLED if "tool_calls" in turn else _WROTE_CALL if writes else role
         if role == "tool" and (index + 1 == len(messages) or messages[index + 1]["role"] != "tool"):
             _check_answered(messages[: index + 1], what)
@@ -698,3 +792,23 @@ def _check_answered(messages: Sequence[Message], what: str) -> None:
         problem = f"calls {len(calls)} functions, of which {len(answered)} answered"
     if problem:
         raise BadRowError(f"{what}[{index}] {problem}", _UNCLOSED)
+
+
+def is_transcript(value: object) -> bool:
+    """Whether a text is turns of Human and Assistant."""
+    return isinstance(value, str) and bool(_TRANSCRIPT.match(value))
+
+
+def turns_of(transcript: str, what: str) -> list[Message]:
+    """The turns of a transcript, stripped of white space."""
+    parts = _TURN.split(transcript)
+    if parts[0].strip() or len(parts) == 1:
+        raise BadRowError(f"{what} does not begin with 'Human:'", "no transcript")
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    return [{"role": _TRANSCRIBED[role], "content": content.strip()} for role, content in pairs]
+
+
+def prompt_of(transcript: str) -> list[Message]:
+    """The turns of a prompt, without the ``Assistant:`` at its end."""
+    turns = turns_of(transcript, "prompt")
+    return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns

@@ -18,9 +18,9 @@ from duckdb import DuckDBPyConnection
 
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
-from tasks.data.formats.detect import WITHOUT_LOSS, Detected, detect, with_prompt
-from tasks.data.formats.proposals import with_inner
-from tasks.data.formats.trees import Into, is_tree, rows_of_trees
+from tasks.data.formats.detect import WITHOUT_LOSS, Detected, detect
+from tasks.data.formats.proposals import with_inner, with_prompt
+from tasks.data.formats.trees import Into, is_rated, is_tree, rows_of_trees
 from tasks.data.formats.turns import (
     PYTHONS_CALL,
     BadRowError,
@@ -314,7 +314,8 @@ def detect_source(source: Source, template: str | None = None, kind: Kind | None
 
     Args:
         template: prompt template, applied before the detection.
-        kind: what trees of messages become, if the source does not set it by ``format``; None: conversations.
+        kind: what trees of messages become, if the source does not set it by ``format``; None: conversations, and
+            pairs where answers are rated.
 
     Raises:
         DataError: there are no rows, no format fits them, or several do.
@@ -330,8 +331,8 @@ def detect_source(source: Source, template: str | None = None, kind: Kind | None
                     sample.append(with_prompt(entry.fields, template) if template else entry.fields)
         if count >= SAMPLE:
             break
-    if is_tree(sample) and source.format in (None, "messages", "preference"):
-        return _of_trees(source, chain(looked_at, chunks), kind)
+    if source.format in (None, "messages", "preference") and is_tree(sample, source.columns, kind):
+        return _of_trees(source, chain(looked_at, chunks), kind or (Kind.PREFERENCES if is_rated(sample) else None))
     detected = None
     if sample or not count:
         detected = detect(sample, source.path, columns=source.columns, configured=source.format)
@@ -346,8 +347,8 @@ def _of_trees(source: Source, chunks: Iterable[Chunk], kind: Kind | None) -> Ope
     """
     if source.format is None and kind == Kind.TEXT:
         raise DataError(
-            f"{source.path}: its rows are messages of trees (parent_id, role, text); conversations and pairs are made "
-            "of them by conf/stage/conversations.yaml and conf/stage/preferences.yaml; use one of these, or set "
+            f"{source.path}: its rows are messages of trees, or rated answers; conversations and pairs are made of "
+            "them by conf/stage/conversations.yaml and conf/stage/preferences.yaml; use one of these, or set "
             "format=text to read each message as a document"
         )
     into: Into = "preference" if kind in (Kind.PREFERENCES, Kind.UNPAIRED) else "messages"
@@ -362,7 +363,7 @@ def _of_trees(source: Source, chunks: Iterable[Chunk], kind: Kind | None) -> Ope
             "users are accepted, and for pairs two of different rank to one message; correct parent_id, role and rank"
         )
     detected = detect([row.fields for row in made[:SAMPLE]], source.path, columns=source.columns, configured=into)
-    detected = replace(detected, evidence=f"trees of {count} messages (parent_id, role, text)")
+    detected = replace(detected, evidence=f"trees of {count} messages, or answers with a rating")
     parts = [made[start : start + SAMPLE] for start in range(0, len(made), SAMPLE)]
     return Opened(
         source=source, detected=detected, unused=unused,

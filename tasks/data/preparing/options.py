@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Lt, MinLen
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from tasks.data.formats.detect import placeholders
+from tasks.data.formats.proposals import placeholders
 from tasks.data.kinds import ROW_KINDS
 from tasks.recipe import Method
 

@@ -40,6 +40,10 @@ CALLS_1 = json.dumps([{"type": "function", "id": "1", "function": CALL}], ensure
 OPENAI_CALL = {"id": "1", "type": "function", "function": {**CALL, "arguments": json.dumps(CALL["arguments"])}}
 CALLING = {"role": "assistant", "content": "", "tool_calls": CALLS}
 RESULT = {"role": "tool", "content": "sun"}
+OPENAI_ITEM = {"type": "function_call", "id": "f", "call_id": "1", "name": "weather", "status": "completed",
+               "arguments": json.dumps(CALL["arguments"])}  # fmt: skip
+OPENAI_RESULT = {"type": "function_call_output", "call_id": "1", "output": "sun"}
+GEMINI_Q = {"role": "user", "parts": [{"text": "q"}]}
 PAIR: Row = {"prompt": [Q], "chosen": [A], "rejected": [B], "kind": None}
 
 CASES: dict[str, list[tuple[Row, Row]]] = {
@@ -90,6 +94,28 @@ CASES: dict[str, list[tuple[Row, Row]]] = {
           for who in ("observation", "tool", "function_response")),
         ({"conversations": [Q, A], "tools": "[]"}, {"messages": [Q, A]}),
         ({"conversations": [{**said("human", "q"), "weight": None}, said("gpt", "a")]}, {"messages": [Q, A]}),
+    ],
+    "contents": [
+        ({"contents": [GEMINI_Q, {"role": "model", "parts": [{"text": "a"}]}]}, {"messages": [Q, A]}),
+        ({"systemInstruction": {"parts": [{"text": "s"}]}, "tools": [{"functionDeclarations": [WEATHER]}],
+          "contents": [
+              GEMINI_Q,
+              {"role": "model", "parts": [{"functionCall": {"name": "weather", "args": CALL["arguments"]},
+                                           "thoughtSignature": "x"}]},
+              {"role": "function", "parts": [{"functionResponse": {"name": "weather", "response": "sun"}}]},
+              {"role": "model", "parts": [{"text": "t", "thought": True}, {"text": "a"}]},
+          ]},
+         {"messages": [S, Q, CALLING, RESULT, assistant("<think>\nt\n</think>\n\na")], "tools": TOOLS}),
+    ],
+    "responses": [
+        ({"input": "q", "output": [{"id": "m", "type": "message", "status": "completed", "role": "assistant",
+                                    "content": [{"type": "output_text", "text": "a", "annotations": []}]}]},
+         {"messages": [Q, A]}),
+        ({"instructions": "s", "input": [Q, OPENAI_ITEM, OPENAI_RESULT], "tools": [{**WEATHER, "type": "function"}],
+          "output": [{"type": "reasoning", "id": "r", "summary": [{"type": "summary_text", "text": "t"}]},
+                     {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}]},
+         {"messages": [S, Q, {**CALLING, "tool_calls": CALLS_1}, {**RESULT, "tool_call_id": "1"},
+                       assistant("<think>\nt\n</think>\n\na")], "tools": TOOLS}),
     ],
     "reasoning": [
         ({"problem": "q", "thinking": "t", "solution": "a"}, {"messages": [Q, assistant("<think>\nt\n</think>\n\na")]}),
@@ -462,6 +488,15 @@ ANSWERED = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tex
         ({"messages": [{**Q, "type": "message", "content": [{"type": "input_text", "text": "q"}]},
                        {**A, "content": [{"type": "output_text", "text": "a", "annotations": []}]}]},
          {"messages": [Q, A]}),
+        ({"messages": [Q, {**A, "content": "wait"}, OPENAI_ITEM, {**OPENAI_ITEM, "call_id": "2"}, OPENAI_RESULT,
+                       {**OPENAI_RESULT, "call_id": "2"}, {"type": "reasoning", "summary": []}, A]},
+         {"messages": [Q, {**CALLING, "content": "wait", "tool_calls": json.dumps(
+             [*json.loads(CALLS_1), {**json.loads(CALLS_1)[0], "id": "2"}], ensure_ascii=False)},
+             {**RESULT, "tool_call_id": "1"}, {**RESULT, "tool_call_id": "2"}, A]}),
+        # ToolACE: calls as text.
+        ({"system": "s", "conversations": [said("user", "q"), said("assistant", "[Weather API(city='a', n=[1])]"),
+                                           said("tool", "sun"), said("assistant", "a")]},
+         {"messages": [S, Q, assistant("[Weather API(city='a', n=[1])]"), RESULT, A]}),
         ({"messages": [{**Q, "content": [{"text": "q"}]}, {**A, "content": [{"text": "a"}]}]}, {"messages": [Q, A]}),
         # UltraFeedback: both conversations, and the chosen one again.
         ({"prompt": "q", "prompt_id": "1", "chosen": [Q, A], "rejected": [Q, B], "messages": [Q, A],
@@ -479,6 +514,9 @@ def test_calls_and_pairs_as_public_sets_have_them(row: Row, made: Row) -> None:
         ([Q, {**A, "content": [ANSWERED]}], r"\[1\] has the role .*assistant.* and tool_result; accepted: tool_use"),
         ([Q, {**A, "content": [USE]}, {**Q, "content": [{**ANSWERED, "tool_use_id": "2"}]}, A], "a tool answers '2'"),
         ([Q, assistant(WRITTEN), A], "role 'assistant' after a call in its text"),
+        ([Q, assistant("[see](this) [1]"), RESULT, A], "role 'tool' after 'assistant'"),
+        ([Q, OPENAI_ITEM, A], "role 'assistant' after a tool call that no tool answered"),
+        ([Q, {**OPENAI_ITEM, "namespace": "n"}, OPENAI_RESULT, A], r"messages\[1\] has namespace"),
     ],
 )
 def test_calls_in_parts_and_texts_that_nobody_answered(messages: list[Row], message: str) -> None:

@@ -39,6 +39,23 @@ GOOD: dict[str, Row] = {
         ],
         "system": "w5", "tools": json.dumps([TOOL]),
     },
+    "contents": {
+        "contents": [
+            {"role": "user", "parts": [{"text": "w0"}]},
+            {"role": "model", "parts": [{"text": "w1", "thought": True}, {"text": "w2"}]},
+            {"role": "user", "parts": [{"text": "w3"}]},
+            {"role": "model", "parts": [{"functionCall": {"id": "w15", "name": "look", "args": CALL["arguments"]}}]},
+            {"role": "user", "parts": [{"functionResponse": {"id": "w15", "name": "look", "response": {"n": "w4"}}}]},
+        ],
+        "systemInstruction": {"parts": [{"text": "w5"}]}, "tools": [{"functionDeclarations": [TOOL]}],
+    },
+    "responses": {
+        "input": "w0", "instructions": "w1", "tools": [{**TOOL, "type": "function"}],
+        "output": [
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "w2"}]},
+            {"type": "function_call", "call_id": "w15", "name": "look", "arguments": json.dumps(CALL["arguments"])},
+        ],
+    },
     "reasoning": {"problem": "w0", "thinking": "w1", "solution": "w2"},
     "function_calling": {"query": "w0", "tools": [TOOL], "answers": [CALL]},
     "preference": {"prompt": ASKED, "chosen": "w7", "rejected": [REJECTED], "kind": "w9"},

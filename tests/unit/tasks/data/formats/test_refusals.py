@@ -6,7 +6,8 @@ from datetime import date
 import pytest
 
 from lineage.errors import ConfigError
-from tasks.data.formats.detect import BY_NAME, placeholders, with_prompt
+from tasks.data.formats.detect import BY_NAME
+from tasks.data.formats.proposals import placeholders, with_prompt
 from tasks.data.formats.turns import BadRowError, optional_name
 from tasks.data.kinds import messages_of
 from tasks.data.preparing.convert_rows import remarks, with_system

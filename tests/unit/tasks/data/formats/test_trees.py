@@ -108,3 +108,42 @@ def test_a_bad_line_among_messages_is_a_bad_row(tmp_path: Path) -> None:
 def test_other_rows_are_no_trees() -> None:
     assert is_tree(TREE[:3]) and not is_tree([])
     assert not is_tree([{"text": "a", "role": "user", "id": 1}, {"text": "b", "parent_id": 1, "id": 2}])
+
+
+def rated(key: str, score: str, *values: object) -> list[Fields]:
+    return [{key: text, score: value, "model": "m"} for text, value in zip("BAC", values, strict=False)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        # UltraFeedback, Nectar, Stack Exchange, SHP, PKU-SafeRLHF, Arena, HelpSteer.
+        {"instruction": "Q", "models": ["m"], "completions": rated("response", "fine-grained_score", 4.5, 2, None)},
+        {"prompt": "\n\nHuman: Q\n\nAssistant: ", "answers": rated("answer", "rank", 1, 2.0)},
+        {"question": "Q", "answers": rated("text", "pm_score", 3, -1), "date": "d"},
+        {"history": "Q", "human_ref_A": "A", "human_ref_B": "B", "labels": 0, "domain": "d"},
+        {"prompt": "Q", "response_0": "A", "response_1": "B", "better_response_id": 1},
+        {"prompt": "Q", "response_a": "B", "response_b": "A", "winner": "model_a"},
+        {"prompt": "Q", "response_1": "B", "response_2": "A", "preference_strength": -2},
+    ],
+)
+def test_rated_answers_are_pairs_of_the_better_and_the_worse_one(tmp_path: Path, row: Fields) -> None:
+    tie = {**row, **{name: "tie" for name in ("labels", "better_response_id", "winner", "preference_strength")}}
+    rows = [row, tie] if "A" in (*row.values(), tie.get("response_b")) else [row]
+    for kind in (None, Kind.PREFERENCES):
+        found = opened(tmp_path, rows, kind)
+        (pair,) = made(found)
+        assert [pair[name] for name in SIDES] == [turns("Q"), [{"role": "assistant", "content": "B"}],
+                                                  [{"role": "assistant", "content": "A"}]]  # fmt: skip
+        assert found.unused == 3 * (len(rows) - 1), "of a tie no pair is made"
+    best = made(opened(tmp_path, [row], Kind.CONVERSATIONS))
+    assert [each["messages"] for each in best] == [turns("Q", "B")]
+
+
+def test_rated_answers_stay_arguments_of_rewards_and_columns_of_the_user(tmp_path: Path) -> None:
+    row = {"prompt": "Q", "answers": rated("text", "score", 2, 1)}
+    assert made(opened(tmp_path, [row], Kind.PROMPTS))[0]["columns"] == json.dumps({"answers": row["answers"]})
+    columns = {"completion": "answers.1.text"}
+    assert made(opened(tmp_path, [row], columns=columns)) == [{"messages": turns("Q", "A")}]
+    with pytest.raises(DataError, match="messages of trees, or rated answers"):
+        opened(tmp_path, [row], Kind.TEXT)
