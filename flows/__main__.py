@@ -17,10 +17,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from typing import NoReturn
 
 from flows.commands.arguments import add_json, add_overrides, add_sweep, read_overrides, recorded_cli_args
 from flows.commands.examples import EXAMPLES, no_command, no_option, overview
-from flows.declare.project import read_project
+from flows.declare.project import read_project, with_project
 from flows.reports.wording import PrintableFormatter, coloured, printable, printable_text
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.files import local_path
@@ -80,6 +81,7 @@ _COMPLETION = "--print-completion"
 # Commands that add all their arguments themselves.
 _OWN_ARGUMENTS = ("init", "data", "diagnose", "report", "tune", "gate-check", "canary")
 _WITHOUT_JSON = ("stage", "serve", "serve-model", "status", "logs", "cancel")  # a command's --json prints one object
+_OF_MODELS = ("chat", "serve-model", "export", "promote", "report", "blame")
 _WITH_ACTIONS = ("steps", "canary")  # each of their actions has a function of its own
 _HERE = ("plan", "run", "stage")
 # The module that defines run_NAME(options) and add_NAME(parser), unless it is flows.commands.NAME.
@@ -177,11 +179,41 @@ def _end_soon() -> None:
     end.start()
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser that says what there is where a REF is missing."""
+
+    words: Sequence[str] = ()  # of the command line
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with 2."""
+        if "required: REF" in message:
+            with contextlib.suppress(ConfigError):
+                message = f"{message}; {_refs(self.words)}"
+        super().error(message)
+
+
+def _refs(words: Sequence[str]) -> str:
+    """What the REF of a command line may be."""
+    from flows.declare.store_root import asked_store
+    from lineage.artifact import Kind
+    from lineage.graph.index import Index
+    from lineage.graph.refs import known_names
+
+    found = with_project([word for word in words if word.startswith("store=")])
+    try:
+        store = asked_store([word for word in found if word.startswith("store=")])
+    except ConfigError as error:
+        return str(error)
+    with Index(store) as index:
+        names = known_names(index, Kind.CHECKPOINT if words[0] in _OF_MODELS else None)
+    return printable(f"{store} has {names or 'none; produce one with: posttrain run'}")
+
+
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """A parser with the arguments of the called command, and only the names of the others, which are not imported."""
     is_whole = arguments[:1] == [_COMPLETION]
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="posttrain", description="Trains language models after pretraining, as one graph.", formatter_class=raw,
         epilog=overview() if arguments[:1] in (["--help"], ["-h"], []) else None, allow_abbrev=False,
     )  # fmt: skip
@@ -196,6 +228,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         sub = commands.add_parser(
             name, help=help_text, description=help_text, epilog=examples, formatter_class=raw, allow_abbrev=False
         )
+        sub.words = arguments
         if is_whole or name in arguments[:1]:
             own = _MODULES.get(name, name)
             own = own if "." in own else f"flows.commands.{own}"
@@ -232,7 +265,7 @@ def run_plan(options: argparse.Namespace) -> int:
         print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))
         return 0
     from flows.declare.config import load_pipeline
-    from flows.planning.checks import bf16_notes, column_notes, compile_notes, position_notes
+    from flows.planning.checks import bf16_notes, cluster_notes, column_notes, compile_notes, position_notes
     from flows.planning.estimates import Estimator, History, island_notes, row_notes, share_notes
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
@@ -244,7 +277,8 @@ def run_plan(options: argparse.Namespace) -> int:
     adopt_view(pipeline)
     plan = make_plan(pipeline)
     to_run = {planned.name: planned.stage for planned in plan.stale}
-    faster = [*bf16_notes(to_run), *compile_notes(to_run)]
+    clusters = cluster_notes([planned.name for planned in plan.stale if planned.resources.on_cluster])
+    faster = [*clusters, *bf16_notes(to_run), *compile_notes(to_run)]
     shares = share_notes(plan, plan.stale)
     stale = [planned.name for planned in plan.stale]
     positions, columns = position_notes(pipeline, stale), [*column_notes(plan.pipeline, stale), *row_notes(plan)]

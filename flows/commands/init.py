@@ -102,6 +102,7 @@ def run_init(options: argparse.Namespace) -> int:
     settings = _settings(options.start, options.model and _from(options.model, folder), looked)
     with contextlib.chdir(folder):
         settings |= _data(settings, looked)
+        settings |= _lengths(settings)
         recipes, why = _recipes(settings)
         _write(folder.name or "project", settings, looked, recipes, why)
         tracked = _track()
@@ -219,6 +220,18 @@ def _kinds(tree: Mapping[str, object], names: Sequence[str]) -> dict[str, Kind]:
     return found
 
 
+def _lengths(settings: Mapping[str, str]) -> dict[str, str]:
+    """The key of each training whose rows could be longer than its model has positions."""
+    from flows.declare.config import load_pipeline
+    from flows.planning.checks import longer_rows
+
+    try:
+        found = longer_rows(load_pipeline([f"{name}={value}" for name, value in settings.items()]))
+    except PipelineError:  # which ``_recipes`` says
+        return {}
+    return {f"stages.{name}.method.max_length": str(most) for name, (_, most) in found.items()}
+
+
 def _recipes(settings: Mapping[str, str]) -> tuple[list[Recipe], str]:
     """What ``posttrain advise`` says for this data, model and machine; or why it says nothing."""
     try:
@@ -236,7 +249,11 @@ def _write(
         f"pipeline: {settings['pipeline']} # others: posttrain --help",
         f"model: {settings['model']} # a directory, a hub id, or tiny",
         *(f"# {line}" for each in looked.values() for text in each.lines for line in text.splitlines()),
-        *(f"{key}: {value}" for key, value in settings.items() if key not in ("pipeline", "model")),
+        *(
+            f"{key}: {value}{' # the positions of the model' if key.endswith('.max_length') else ''}"
+            for key, value in settings.items()
+            if key not in ("pipeline", "model")
+        ),
         *(
             []
             if looked or "data" in settings

@@ -181,14 +181,24 @@ def check_positions(pipeline: Pipeline) -> None:
             raise ConfigError(f"stages.{name}.method.{wrong}")
 
 
-def position_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
-    """Notes on rows longer than a model with computed positions was trained for, which is not refused."""
-    found: dict[int, list[str]] = {}
+def longer_rows(pipeline: Pipeline) -> dict[str, tuple[int, int]]:
+    """Training -> its ``max_length``, where that exceeds the positions of its model, and their number."""
+    found = {}
     for name, method, config in _trainings(pipeline):
         known, rope = config.get("max_position_embeddings"), config.get("rope_scaling") or config.get("rope_parameters")
         is_scaled = isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) != "default"
-        if name in stages and isinstance(known, int) and method.max_length > known and not is_scaled:
-            found.setdefault(known, []).append(f"{name} ({method.max_length})")
+        most = learned_positions(config) or (None if is_scaled else known)
+        if isinstance(most, int) and method.max_length > most:
+            found[name] = (method.max_length, most)
+    return found
+
+
+def position_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
+    """Notes on rows longer than a model with computed positions was trained for, which is not refused."""
+    found: dict[int, list[str]] = {}
+    for name, (length, known) in longer_rows(pipeline).items():
+        if name in stages:
+            found.setdefault(known, []).append(f"{name} ({length})")
     return [
         f"max_length of {', '.join(names)} exceeds the model's max_position_embeddings={known}: longer rows would "
         f"use positions that it was not trained on; set max_length={known} or less, or scale them (docs/models.md)"
@@ -621,6 +631,21 @@ def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:
             "emulates it many times slower than fp32; set precision=fp32, which is another model (docs/performance.md)"
         ]
     return []
+
+
+def cluster_notes(names: Collection[str]) -> list[str]:
+    """Where the stages on a Ray cluster run.
+
+    Args:
+        names: of these stages.
+    """
+    address = os.environ.get("RAY_ADDRESS")
+    place = (
+        f"on the Ray cluster at RAY_ADDRESS={address}"
+        if address
+        else "on a Ray cluster that the run starts on this machine and ends; to join yours, set RAY_ADDRESS"
+    )
+    return [f"{', '.join(names)}: {place} (docs/operate.md)"] if names else []
 
 
 def compile_notes(stages: Mapping[str, Stage]) -> list[str]:

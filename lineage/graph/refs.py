@@ -56,6 +56,17 @@ def resolve(ref: str, index: Index) -> Found:
     return Found(node=node, entry=None if node.startswith(SOURCE) else index.entry(node))
 
 
+def known_names(index: Index, kind: str | None = None) -> str:
+    """What a REF may name, for messages: the stages with an artifact, of one kind of output if that is asked for."""
+    places = [place for place in index.places() if kind is None or _kind(place, index) == kind]
+    return _some(["/".join(place) for place in places] + [_ALIAS + alias for alias in sorted(index.aliases)])
+
+
+def _kind(place: tuple[str, str], index: Index) -> str:
+    newest = index.newest(*place)
+    return newest.kind if newest else ""
+
+
 def _candidates(ref: str, index: Index) -> list[str]:
     if ref.startswith(_ALIAS):
         return _by_alias(ref.removeprefix(_ALIAS), index)
