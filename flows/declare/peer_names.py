@@ -149,7 +149,7 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_R}.num_workers and {_R}.gpus_per_worker", "", "world_size n_gpu",
             "nproc_per_node num_gpus n_gpus_per_node"),
     **_each(f"{_R}.num_nodes", "", "n_node", "nnodes"),
-    **_each(f"{_R}.deterministic", "full_determinism"),
+    **_each(f"{_R}.deterministic", "full_determinism", "use_deterministic"),
     **_each(f"{_M}.seed", "data_seed", "", "random_state"),
     **_each("model=DIRECTORY or model=owner/name", "model_name_or_path", "model_name base_model"),
     **_each("model=DIRECTORY of the adapter", "", "adapter_name_or_path lora_model_dir adapters"),
@@ -169,7 +169,8 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_M}.control_tokens", "", "split_special_tokens"),
     **_each(
         "nothing: tokens are those of tokenizer.json, which the library tokenizers reads; without that file, those of "
-        "its class", "", "use_fast_tokenizer tokenizer_use_fast", "use_fast",
+        "its class", "", "use_fast_tokenizer tokenizer_use_fast tokenizer_use_mistral_common tokenizer_legacy",
+        "use_fast",
     ),
     **_each(
         f"{_S}.tokenizer=DIRECTORY with changed files: tokens are those of tokenizer.json, which travels with a model",
@@ -217,7 +218,12 @@ FIELDS: Mapping[str, str] = {
         "nothing: it changes no model",
         "dataloader_pin_memory dataloader_persistent_workers ddp_timeout ddp_find_unused_parameters",
         "low_cpu_mem_usage local_rank lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm "
-        "liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy",
+        "liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy liger_rms_norm_gated "
+        "skip_prepare_dataset processor_type use_kernels use_scattermoe use_sonicmoe fused_attn_kernel "
+        "gemma4_hybrid_attn_impl experts_implementation llama4_linearized_experts activation_offloading tiled_mlp "
+        "flash_attn_cross_entropy flash_attn_fuse_mlp flash_attn_rms_norm flash_attn_fuse_qkv flex_attn_compile_kwargs "
+        "cut_cross_entropy device_map experimental_skip_move_to_device streaming_multipack_buffer_size "
+        "fp8_backend fp8_enable_fsdp_float8_all_gather shard_for_eval",
         "dataloader_main_process_only nccl_default_timeout_minutes num_processes",
     ),
 }  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lineage.errors import ConfigError
+from tasks.data.formats.turns import THOUGHTS
 
 Values = dict[str, object]
 
@@ -98,7 +99,7 @@ def _of_axolotl(draft: Draft, flat: Values, folder: Path) -> None:
     known = (
         "alpaca", "chat_template", "completion", "sharegpt", "alpaca_chat", "chat_template.default", "chatml.intel",
         "chatml.ultra", "chatml.argilla", "llama3.intel", "llama3.ultra", "llama3.argilla", "chatml.prompt_pairs",
-        "llama3.prompt_pairs", "bradley_terry.chat_template",
+        "llama3.prompt_pairs", "bradley_terry.chat_template", "pretrain",
     )  # fmt: skip
     for key in ("datasets", "pretraining_dataset"):
         for at, each in enumerate(as_list(flat.pop(key, None))):
@@ -114,28 +115,41 @@ def _of_axolotl(draft: Draft, flat: Values, folder: Path) -> None:
                 source["loader"] = {"data_files": files}
             source |= {"split": node.pop("split")} if node.get("split") else {}
             source |= {"subset": node.pop("name")} if node.get("name") else {}
-            columns = {"field": "text", "field_messages": "messages"}
+            columns = {
+                "field": "text", "text_column": "text", "field_messages": "messages", "field_chosen": "chosen",
+                "field_rejected": "rejected",
+            }  # fmt: skip
             found = {ours: str(node.pop(theirs)) for theirs, ours in columns.items() if node.get(theirs)}
             source |= {"columns": {ours: value for ours, value in found.items() if ours != value}} if found else {}
             source = {name: value for name, value in source.items() if value != {}}
-            for name in ("ds_type", "train_on_split", "shards", "message_property_mappings", "roles", "roles_to_train",
-                         "message_field_role", "message_field_content", "chat_template", "train_on_eos"):  # fmt: skip
-                if node.pop(name, None) is not None:
-                    draft.skip(f"{where}.{name}", "formats of rows are recognised; all answers are trained")
-            for name, value in node.items():
-                if name != "path":
-                    draft.refuse(f"{where}.{name}", value, "it is no setting of a source that is mapped")
+            _skip_recognised(draft, where, node)
             draft.rows.append({"name": Path(str(source["path"])).stem, **source})
             draft.mapped[where] = f"sources.*.path={source['path']}"
     if flat.get("test_datasets") is not None:
         draft.refuse("test_datasets", flat.pop("test_datasets"), "val_set_size sets rows aside here")
 
 
+def _skip_recognised(draft: Draft, where: str, node: Values) -> None:
+    """Skips what formats of rows say themselves, and refuses the rest."""
+    for name in ("ds_type", "train_on_split", "shards", "message_property_mappings", "roles", "roles_to_train",
+                 "message_field_role", "message_field_content", "chat_template", "train_on_eos"):  # fmt: skip
+        if node.pop(name, None) is not None:
+            draft.skip(f"{where}.{name}", "formats of rows are recognised; all answers are trained")
+    for name in ("field_thinking", "template_thinking_key"):
+        if node.get(name) in THOUGHTS:
+            draft.skip(f"{where}.{name}", "it is read, as the template takes it")
+            del node[name]
+    for name, value in node.items():
+        if name != "path":
+            draft.refuse(f"{where}.{name}", value, "it is no setting of a source that is mapped")
+
+
 def _of_trl(draft: Draft, flat: Values, folder: Path) -> None:
     mixed = flat.pop("datasets", None)
     nodes = [dict(each) for each in as_list(mixed) if isinstance(each, dict)]
-    if "dataset_name" in flat:
-        nodes = [{"path": flat.pop("dataset_name")}]
+    if (name := flat.pop("dataset_name", None)) is not None:
+        nodes = [{"path": name}]
+    nodes += _of_handbook(draft, flat)
     for at, node in enumerate(nodes):
         source: Values = {"path": node.pop("path")}
         if split := node.pop("split", None) or flat.pop("dataset_train_split", None):
@@ -154,6 +168,30 @@ def _of_trl(draft: Draft, flat: Values, folder: Path) -> None:
         draft.skip("dataset_streaming", "rows are prepared once, and read from the store")
 
 
+def _of_handbook(draft: Draft, flat: Values) -> list[Values]:
+    """The rows of ``dataset_mixture``, as TRL has it, and of ``dataset_mixer``, as the Alignment Handbook had it."""
+    mixture, nodes = section(flat.pop("dataset_mixture", None), "dataset_mixture"), list[Values]()
+    for each in as_list(mixture.pop("datasets", None)):
+        node = section(each, "dataset_mixture.datasets")
+        found = {"path": node.pop("id", node.pop("path", None)), "name": node.pop("config", None), **node}
+        if found.pop("columns", None) is not None:
+            draft.skip("dataset_mixture.columns", "the columns of the rows' kind are read")
+        nodes.append({**found, "name": None if found["name"] == "default" else found["name"]})
+    if (held := mixture.pop("test_split_size", None)) is not None:
+        draft.set("dataset_mixture.test_split_size", "data.held_out", held)
+    for name in mixture:
+        draft.skip(f"dataset_mixture.{name}", "rows have an order of their own")
+    splits = [str(each) for each in as_list(flat.pop("dataset_splits", None))]
+    for path, weight in section(flat.pop("dataset_mixer", None), "dataset_mixer").items():
+        nodes.append({"path": path, "weight": weight, "split": (splits or ["train"])[0]})
+        draft.skip("dataset_splits", "the first split is trained; rows of it are held out (held_out)")
+    for node in nodes:
+        share = float(str(node.pop("weight", None) or 1))
+        if share < 1:
+            node["split"] = f"{node.get('split') or 'train'}[:{share * 100:g}%]"
+    return nodes
+
+
 def _of_oumi(draft: Draft, flat: Values, folder: Path) -> None:
     shares: dict[str, float] = {}
     for at, each in enumerate(as_list(flat.pop("datasets", None))):
@@ -169,6 +207,13 @@ def _of_oumi(draft: Draft, flat: Values, folder: Path) -> None:
             if key in node:
                 draft.skip(f"{where}.{key}", "rows are read once, in an order of their own")
                 del node[key]
+        built = section(node.pop("dataset_kwargs", None), "dataset_kwargs")
+        if (most := built.pop("limit", None)) is not None:
+            source["sample_count"] = most
+        for key in ("processor_name", "return_tensors", "return_conversation", "processor_kwargs", "seq_length"):
+            if built.pop(key, None) is not None:
+                draft.skip(f"{where}.dataset_kwargs.{key}", "rows become tokens in the training, at its max_length")
+        node |= {f"dataset_kwargs.{key}": value for key, value in built.items()}
         for key, value in node.items():
             draft.refuse(f"{where}.{key}", value, "it is no setting of a source that is mapped")
         draft.rows.append({"name": Path(str(source["path"])).stem, **source})

@@ -348,6 +348,8 @@ def _special(draft: Draft, key: str, value: object) -> None:
     for name, token in value.items() if isinstance(value, dict) else ():
         if name in ("pad_token", "eos_token", "bos_token"):
             draft.set(f"{key}.{name}", f"base.{name}", token)
+        elif name == "unk_token":
+            draft.skip(f"{key}.{name}", "tokens are those of tokenizer.json")
         else:
             draft.refuse(f"{key}.{name}", token, "pad_token, eos_token and bos_token are mapped")
 
@@ -379,10 +381,32 @@ def _plugins(draft: Draft, key: str, value: object) -> None:
         name = str(each).rpartition(".")[2]
         if name == "LigerPlugin":
             draft.skip(f"{key}:{name}", _LIGER)
-        elif name == "CutCrossEntropyPlugin":
-            draft.skip(f"{key}:{name}", "it saves memory, and changes no model; resources.liger has a fused loss")
+        elif name in _PLUGINS:
+            draft.skip(f"{key}:{name}", _PLUGINS[name])
         else:
-            draft.refuse(f"{key}:{name}", each, "LigerPlugin and CutCrossEntropyPlugin are known")
+            draft.refuse(f"{key}:{name}", each, f"LigerPlugin, {', '.join(_PLUGINS)} are known")
+
+
+_PLUGINS = {
+    "CutCrossEntropyPlugin": "it saves memory, and changes no model; resources.liger has a fused loss",
+    **dict.fromkeys(("KernelsPlugin", "ExpertParallelPlugin"), "it changes no model"),
+    "SwanLabPlugin": "the record has what was trained, and where",
+}  # fmt: skip
+
+
+def _inside(draft: Draft, key: str, value: object) -> None:
+    """Settings that the peer passes on, by their own names."""
+    for name, each in value.items() if isinstance(value, dict) else ():
+        _one(draft, name, each)
+
+
+def _frozen(draft: Draft, key: str, value: object) -> None:
+    names = [str(each).replace(".*", "*") for each in as_list(value)]
+    draft.set(key, "method.freeze.modules", ",".join(names))
+
+
+def _wrapped(draft: Draft, key: str, value: object) -> None:
+    _fsdp(draft, key, {key: value})
 
 
 _LIGER = "resources.liger=auto takes its layers on a GPU where they are installed"
@@ -442,7 +466,7 @@ _RULES: Mapping[tuple[str, ...], Rule] = {
     ("flash_attn", "flash_attention", "attn_implementation", "sdp_attention", "xformers_attention"): _attention,
     ("gradient_checkpointing", "enable_gradient_checkpointing"): _checkpointed,
     ("disable_gradient_checkpointing",): lambda draft, key, value: _checkpointed(draft, key, not value),
-    ("gradient_checkpointing_kwargs", "torch_empty_cache_steps"): _EXECUTION,
+    ("gradient_checkpointing_kwargs", "torch_empty_cache_steps", "use_reentrant_gc"): _EXECUTION,
     ("packing", "sample_packing", "neat_packing", "pack"): _packing,
     ("eval_sample_packing", "eval_packing", "pad_to_sequence_len"): _EXECUTION,
     ("train_on_inputs", "train_on_prompt"): _only(
@@ -462,6 +486,41 @@ _RULES: Mapping[tuple[str, ...], Rule] = {
     ("metric_for_best_model",): _only("eval_loss", "it is what validation measures", "set method.best.metric by hand"),
     ("greater_is_better",): _note("method.best.mode follows from the metric"),
     ("plugins",): _plugins,
+    ("bnb_config_kwargs", "tokenizer_kwargs"): _inside,
+    ("dataset_kwargs",): _note("formats of rows are recognised, and packed by packing"),
+    ("freeze_layers",): _frozen,
+    ("fsdp_transformer_layer_cls_to_wrap",): _wrapped,
+    ("lora_exclude_modules",): lambda draft, key, value: (
+        draft.set(key, "method.adapter.exclude_modules", ",".join(str(each).replace(".*", "*") for each in value))
+        if isinstance(value, list) and value
+        else draft.skip(key, "it names none")
+    ),
+    ("oft_target",): _joined("method.adapter.target_modules"),
+    ("oft_block_size",): _to("method.adapter.block_size"),
+    ("eta_min",): _to("method.schedule.min_learning_rate"),
+    ("vllm_gpu_memory_utilization",): _to("resources.vllm_gpu_memory_utilization"),
+    ("tokenizer_pad_token",): _to("base.pad_token"),
+    ("fp8",): lambda draft, key, value: (
+        draft.set(key, "method.precision", "fp8") if value else draft.skip(key, "off is the default")
+    ),
+    ("image_max_pixels", "image_min_pixels"): lambda draft, key, value: draft.set(
+        key, f"method.images.{key.removeprefix('image_')}", value
+    ),
+    ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_mm_modules"): _only(
+        True, "they are frozen", "method.images.trains names the parts that are trained: set it by hand"
+    ),
+    ("freeze_language_model",): _only(False, "it is trained", "the language model is always trained"),
+    ("video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen"): _note("rows have no videos"),
+    ("eot_tokens",): _note("the tokens that end a turn of the template are found and trained"),
+    ("num_labels",): _only(1, "a reward model has one label", "a reward model has one label"),
+    ("average_tokens_across_devices",): _only(True, "it is how a step is averaged", "a step averages over all tokens"),
+    ("cosine_constant_lr_ratio",): _only(0, "off is the default", "the schedule constant after a share: by hand"),
+    tuple(f"{name}_parallel_size" for name in ("tensor", "context", "expert")): _only(
+        1, "one is the default", "docs/sharding.md says how a model is divided here"
+    ),
+    ("dp_shard_size", "dp_replicate_size"): _only(1, _ALONE, "docs/sharding.md says how a model is divided here"),
+    ("galore_target", "apollo_target"): _only("all", "it is all that they project", "all layers are projected here"),
+    ("gptq", "lora_fan_in_fan_out"): _only(False, "off is the default", "the files of a base say that: set it by hand"),
     ("use_liger_kernel", "enable_liger_kernel"): _note(_LIGER),
     ("dataset_num_proc", "preprocessing_num_workers", "dataset_processes"): _note("all CPUs of the stage read rows"),
     ("strict", "model_type", "tokenizer_type", "is_mistral_derived_model", "is_llama_derived_model"): _note(
@@ -648,8 +707,15 @@ def _finish_adapter(draft: Draft) -> None:
         for key in [key for key, ours in draft.mapped.items() if ours.startswith("method.adapter")]:
             draft.mapped.pop(key)
             draft.skip(key, "no adapter is trained")
+    elif _part(method, "adapter").get("type") == "oft":  # which has blocks, and no rank
+        for name in ("rank", "alpha", "dropout"):
+            _part(method, "adapter").pop(name, None)
+        _part(method, "adapter").setdefault("block_size", 32)
     elif draft.peer == "llamafactory" and "alpha" not in _part(method, "adapter"):
         _part(method, "adapter")["alpha"] = 2 * int(str(_part(method, "adapter")["rank"]))
+    if seen.get("adapter") and method.pop("freeze", None):
+        draft.mapped.pop("freeze_layers", None)
+        draft.skip("freeze_layers", "beside an adapter the whole base is frozen")
     quantization = _part(method, "quantization") if "quantization" in method else {}
     if "format" not in quantization:
         method.pop("quantization", None)

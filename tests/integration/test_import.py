@@ -298,6 +298,50 @@ def test_what_cannot_be_imported_ends_with_2(folder, peer, change, told):
     assert not (folder / "conf" / "pipeline" / "wrong.yaml").exists()
 
 
+ROWS_OF = {
+    "axolotl": {"base_model": "m", "datasets": [{"path": "p", "type": "chat_template"}]},
+    "trl": {"model_name_or_path": "m", "dataset_name": "p"}, "oumi": {"model": {"model_name": "m"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("peer", "values", "settings"),
+    [
+        ("axolotl", {"datasets": [{"path": "p", "field_chosen": "good", "field_rejected": "bad"}], "rl": "dpo",
+                     "special_tokens": {"unk_token": "<unk>", "pad_token": "<pad>"}, "eot_tokens": ["<|end|>"]},
+         {"rows.columns": ("chosen", "rejected"), "base.pad_token": "<pad>"}),
+        ("axolotl", {"datasets": [{"path": "p", "template_thinking_key": "thinking"}], "tensor_parallel_size": 1,
+                     "gptq": False, "use_kernels": True, "processor_type": "AutoProcessor", "eta_min": 1e-6,
+                     "plugins": ["axolotl.integrations.kernels.KernelsPlugin"]},
+         {"method.schedule.min_learning_rate": 1e-6}),
+        ("axolotl", {"load_in_4bit": True, "adapter": "lora", "bnb_config_kwargs": {"bnb_4bit_use_double_quant": True}},
+         {"method.quantization.double": True, "method.quantization.format": "nf4"}),
+        ("trl", {"dataset_name": None, "dataset_mixture": {"test_split_size": 40, "seed": 0, "datasets": [
+            {"id": "owner/rows", "config": "default", "split": "train_sft", "columns": ["messages"], "weight": 0.25}]}},
+         {"rows.split": "train_sft[:25%]", "data.held_out": 40}),
+        ("trl", {"dataset_name": None, "dataset_mixer": {"owner/rows": 1.0}, "dataset_splits": ["train_a", "test_a"]},
+         {"rows.split": "train_a", "rows.path": "owner/rows"}),
+        ("oumi", {"model": {"model_name": "m", "tokenizer_kwargs": {"pad_token": "<pad>"}, "freeze_layers": ["visual"]},
+                  "data": {"train": {"datasets": [{"dataset_name": "p", "dataset_kwargs": {"limit": 8}}]}}},
+         {"base.pad_token": "<pad>", "method.freeze.modules": "visual", "rows.sample_count": 8}),
+        ("oumi", {"data": {"train": {"datasets": [{"dataset_name": "p"}]}}, "training": {"use_peft": True},
+                  "peft": {"lora_exclude_modules": [".*vision.*"]}},
+         {"method.adapter.exclude_modules": "*vision*"}),
+        ("llamafactory", {"finetuning_type": "oft", "oft_target": "all", "oft_block_size": 8, "fp8": True},
+         {"method.adapter.block_size": 8, "method.adapter.rank": None, "method.precision": "fp8"}),
+        ("llamafactory", {"image_max_pixels": 99, "video_fps": 1.0, "freeze_vision_tower": True},
+         {"method.images.max_pixels": 99}),
+    ],
+)  # fmt: skip
+def test_keys_of_public_configurations_are_mapped_or_not_needed(tmp_path, peer, values, settings):
+    found = convert(peer, {**ROWS_OF.get(peer, {}), **values}, workers=1, training="sft", folder=tmp_path)
+    assert {*found.refused} <= ({"model", "dataset"} if peer == "llamafactory" else set())
+    for path, value in settings.items():
+        part, _, rest = path.partition(".")
+        got = setting(found.rows[0] if part == "rows" else getattr(found, part), rest)
+        assert (tuple(got) if isinstance(got, dict) else got) == value, path
+
+
 @pytest.mark.parametrize(
     ("peer", "values", "resources"),
     [
