@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.files import local_path
 from posttrain import first
 
+_OVERRIDE = re.compile(r"[+~]{0,2}[\w.]+=.*", re.DOTALL)
 UNFINISHED = 4  # exit code of plan --exit-code if a run would do something
 STOPPED = 130
 _EXIT_SECONDS = 1.5
@@ -82,6 +84,7 @@ _COMPLETION = "--print-completion"
 _OWN_ARGUMENTS = ("init", "data", "diagnose", "report", "tune", "gate-check", "canary")
 _WITHOUT_JSON = ("stage", "serve", "serve-model", "status", "logs", "cancel")  # a command's --json prints one object
 _OF_MODELS = ("chat", "serve-model", "export", "promote", "report", "blame")
+_WITHOUT_REF = ("report", "verify")  # which take none too
 _WITH_ACTIONS = ("steps", "canary")  # each of their actions has a function of its own
 _HERE = ("plan", "run", "stage")
 # The module that defines run_NAME(options) and add_NAME(parser), unless it is flows.commands.NAME.
@@ -143,6 +146,11 @@ def _run(arguments: Sequence[str]) -> int:
         raise no_option(unknown[0], None if following.startswith("-") or "=" in following else following, arguments[0])
     if rest:
         options.overrides += rest  # argparse stops collecting overrides at the first option
+    words = [getattr(options, "ref", None) or "", *getattr(options, "overrides", ())]
+    if (
+        arguments[0] not in _WITHOUT_REF and words[0] and all(map(_OVERRIDE.fullmatch, words))
+    ):  # argparse takes the first override for the REF
+        raise ConfigError(f"{arguments[0]}: no REF is given; {_refs(arguments)}")
     if "data" not in arguments[:1]:  # which accepts files called year=2024/rows.jsonl, and checks its keys itself
         if "overrides" in options:
             read_project(options)
@@ -187,8 +195,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exits with 2."""
         if "required: REF" in message:
-            with contextlib.suppress(ConfigError):
-                message = f"{message}; {_refs(self.words)}"
+            message = f"{message}; {_refs(self.words)}"
         super().error(message)
 
 
@@ -203,7 +210,7 @@ def _refs(words: Sequence[str]) -> str:
     try:
         store = asked_store([word for word in found if word.startswith("store=")])
     except ConfigError as error:
-        return str(error)
+        return printable(str(error))
     with Index(store) as index:
         names = known_names(index, Kind.CHECKPOINT if words[0] in _OF_MODELS else None)
     return printable(f"{store} has {names or 'none; produce one with: posttrain run'}")

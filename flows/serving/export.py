@@ -49,7 +49,7 @@ _OF_STORE = ("weights", "exactly")  # facts of an output, which an exported mode
 def add_export(parser: argparse.ArgumentParser) -> None:
     what = "; ".join(f"{name}: {text}" for name, text in TARGETS.items())
     parser.add_argument("target", choices=list(TARGETS), help=what)
-    parser.add_argument("name", metavar="REF", help="a model, such as sft or alias:champion; of verl a stage")
+    parser.add_argument("ref", metavar="REF", help="a model, such as sft or alias:champion; of verl a stage")
     parser.add_argument("--out", type=local_path, metavar="PATH", help="where to write; default: exports/, verl/STAGE")
     parser.add_argument("--dtype", choices=["bf16", "fp16"], help="merged, hub: of the weights; default bf16")
     parser.add_argument("--type", choices=["f16", "q8_0"], help="gguf, ollama: of the weights; default f16")
@@ -68,7 +68,7 @@ def run_export(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"export {options.target}: --{option.replace('_', '-')} is for {' and '.join(targets)}; leave it out"
             )
-    ref, options.overrides = name_among(options.name, options.overrides)
+    ref, options.overrides = name_among(options.ref, options.overrides)
     if options.target == "verl":
         return _export_verl(ref, options)
     if options.target == "hub":

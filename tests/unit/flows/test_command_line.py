@@ -9,6 +9,7 @@ from flows.__main__ import COMMANDS, main
 from flows.__main__ import _parser as parser_of
 from flows.commands.examples import EXAMPLES, HABITS
 from flows.declare.config import CONF, load_pipeline
+from tests.written_store import WrittenStore
 
 PIPELINES = [path.stem for path in (CONF / "pipeline").glob("*.yaml")]
 
@@ -79,3 +80,20 @@ def test_a_shell_completes_commands(capsys):
         main(["--print-completion", "bash"])
     (line,) = re.findall(r"_shtab_posttrain_subparsers=\((.*)\)", capsys.readouterr().out)
     assert line.split() == list(COMMANDS)
+
+
+def test_a_missing_ref_lists_what_there_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["chat"])
+    assert end.value.code == 2 and "REF; store=artifacts: does not exist" in capsys.readouterr().err
+    store = WrittenStore(tmp_path / "artifacts")
+    store.stage("sft", {"rows": store.stage("pairs", {"rows": store.source("pairs")})})
+    (tmp_path / "posttrain.yaml").write_text("store: ours\n")
+    for words, names in ((["chat"], "p/sft"), (["lineage"], "p/pairs, p/sft"), (["export", "gguf"], "p/sft")):
+        assert main([*words, "store=artifacts"]) == 2
+        assert capsys.readouterr().err == f"posttrain: {words[0]}: no REF is given; artifacts has {names}\n"
+        with pytest.raises(SystemExit):
+            main(words)
+        assert capsys.readouterr().err.endswith("REF; store=ours: does not exist; posttrain run creates it; name a "
+                                                "store with store=DIR\n")  # fmt: skip

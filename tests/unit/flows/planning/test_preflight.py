@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.declare.config import load_pipeline
-from flows.planning.checks import check_row_kinds, column_notes
+from flows.planning.checks import check_row_kinds, cluster_notes, column_notes
 from flows.planning.model_checks import check_models
 from flows.planning.plan import make_plan, used_resources
 from flows.run import check_machine
@@ -98,8 +98,10 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(monkeypatch)
 def test_a_cluster_elsewhere_takes_nothing_of_this_machine(monkeypatch):
     plan = make_plan(load_pipeline(["resources=cluster", "resources.gpus_per_worker=1"]))
     assert plan.stage("sft").needs == (2, 2)
+    assert "sft: on a Ray cluster that the run starts on this machine" in cluster_notes(["sft"])[0]
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert plan.stage("sft").needs == (0, 0)
+    assert "sft: on the Ray cluster at RAY_ADDRESS=auto" in cluster_notes(["sft"])[0] and cluster_notes([]) == []
 
 
 def test_models_are_evaluated_by_all_workers_and_merged_by_one_where_a_cluster_is_joined(monkeypatch):
