@@ -227,6 +227,7 @@ class TrainingRecipe(Method):
         progress: the metric that says how well a training does: its loss; its reward, where the loss is 0 by
             construction; None: none does, as where the loss is to a target that moves.
         has_own_loop: whether it trains without a trainer of transformers (``tasks.method.Training.loop``).
+        adapts_head: whether an adapter may be on the head: its losses read logits, and not the head's weights.
         default_learning_rate: used where ``learning_rate`` is not set, for a training of all weights.
         option_versions: option -> (entry of the recipe, amount by which it is higher where the option is set), for
             options whose results changed while those of other recipes did not; ``one+other``: where both are set.
@@ -238,6 +239,7 @@ class TrainingRecipe(Method):
     models: ClassVar[Mapping[str, Role]] = {"policy": POLICY}
     progress: ClassVar[Literal["loss", "reward"] | None] = "loss"
     has_own_loop: ClassVar[bool] = False
+    adapts_head: ClassVar[bool] = False
     # The first version of quantization left the experts of a mixture in fp32.
     option_versions: ClassVar[Mapping[str, tuple[str, int]]] = {"adapter.quantization": ("quantization_version", 1)}
     trains: ClassVar[bool] = True
@@ -303,6 +305,8 @@ class TrainingRecipe(Method):
                 "adapter=qlora, or save=null for this stage"
             )
         self._check_adapter()
+        if self.adapter and not self.adapts_head:
+            self.adapter.require_no_head()
         self._check_best()
         self._check_evaluation()
 

@@ -9,7 +9,7 @@ from annotated_types import Gt
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.fingerprint import Setting
-from tasks.context import Metrics, Resources, Sharding
+from tasks.context import Metrics, Precision, Resources, Sharding
 from tasks.data.kinds import PROMPTS
 from tasks.data.tokens.tokenization import Tokenization
 from tasks.method import LOOP_FIELDS, Schedule, Training
@@ -79,6 +79,7 @@ class Steps(Training):
     applies: ClassVar = LOOP_FIELDS
     default_learning_rate: ClassVar = 1e-5
     progress: ClassVar = None
+    adapts_head: ClassVar = True
 
     global_batch_size: Annotated[int, Gt(0)] = 1
     max_length: Annotated[int, Gt(0)] = 2048
@@ -90,7 +91,6 @@ class Steps(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         refused = {
-            "precision=fp16: a session has no loss scale; set precision=bf16 or fp32": self.precision == "fp16",
             "num_steps=null: the schedule of a session needs a length; set num_steps": self.num_steps is None,
             "adapter.type=adalora: it prunes ranks by the steps that remain; set adapter.type=lora": (
                 self.adapter is not None and self.adapter.type == "adalora"
@@ -116,6 +116,11 @@ class Steps(Training):
         return None
 
 
+def precision_of(method: Steps) -> Precision:
+    """What the pieces of a training are built with: under fp16 a session itself casts, and scales its losses."""
+    return "fp32" if method.precision == "fp16" else method.precision
+
+
 def require_workers(method: Steps, resources: Resources) -> None:
     """Requires that a session can have these workers.
 
@@ -128,7 +133,8 @@ def require_workers(method: Steps, resources: Resources) -> None:
     sharding, workers = resources.sharding, resources.num_workers
     if sharding in REFUSED:
         raise ConfigError(f"resources.sharding={sharding}: {REFUSED[sharding]}")
-    method, resources = replace(method, global_batch_size=workers), replace(resources, micro_batch_size=1)
+    method = replace(method, global_batch_size=workers, precision=precision_of(method))
+    resources = replace(resources, micro_batch_size=1)
     for refusal in refusals(Case(method=method, resources=resources)):
         if refusal.rule == "hybrid-nodes":
             raise ConfigError(f"resources.sharding={sharding}: {refusal.reason}; set sharding=zero2")

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import tinker
+import torch
 
 ROWS = [[5, 6, 7, 8], [9, 10, 11], [12, 13], [14, 15, 16, 17]]
 OLD, ADVANTAGES = -5.5, 0.5
@@ -19,8 +20,16 @@ def datum(row: list[int], *columns: str) -> tinker.Datum:
         "logprobs": np.full(length, OLD, dtype=np.float32),
         "advantages": np.array([ADVANTAGES * (-1) ** at for at in range(length)], dtype=np.float32),
     }
+    values["sequence_ratio_mask"] = values["weights"]
     inputs = {name: tinker.TensorData.from_numpy(values[name]) for name in ("target_tokens", *columns)}
     return tinker.Datum(model_input=tinker.ModelInput.from_ints(row[:-1]), loss_fn_inputs=inputs)
+
+
+def squares(
+    data: list[tinker.Datum], logprobs: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
+    """A loss of the caller's own."""
+    return torch.cat([each.flatten() for each in logprobs]).square().sum(), {"rows": float(len(data))}
 
 
 def main() -> None:
@@ -31,17 +40,19 @@ def main() -> None:
     found: dict[str, object] = {}
     # Pipelined, as its documentation asks: nothing is awaited before the last call is sent.
     sent = []
-    for name, columns in (
-        ("cross_entropy", ["weights"]),
-        ("importance_sampling", ["logprobs", "advantages"]),
-        ("ppo", ["logprobs", "advantages"]),
-        ("cispo", ["logprobs", "advantages"]),
+    for name, columns, config in (
+        ("cross_entropy", ["weights"], None),
+        ("importance_sampling", ["logprobs", "advantages"], None),
+        ("ppo", ["logprobs", "advantages"], {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}),
+        ("dro", ["logprobs", "advantages"], {"beta": 0.05}),
+        ("gspo", ["logprobs", "advantages", "sequence_ratio_mask"], None),
+        ("cispo", ["logprobs", "advantages"], None),
     ):
-        sent.append(
-            (training.forward_backward([datum(row, *columns) for row in ROWS], name), training.optim_step(adam))
-        )
+        data = [datum(row, *columns) for row in ROWS]
+        sent.append((training.forward_backward(data, name, loss_fn_config=config), training.optim_step(adam)))
+    sent.append((training.forward_backward_custom([datum(row) for row in ROWS], squares), training.optim_step(adam)))
     read = [(forward.result(), step.result()) for forward, step in sent]
-    found["losses"] = [forward.metrics["loss:sum"] for forward, _ in read]
+    found["losses"], found["custom"] = [each.metrics["loss:sum"] for each, _ in read[:-1]], dict(read[-1][0].metrics)
     found["norms"] = [step.metrics["grad_norm"] for _, step in read]
     found["logprobs"] = [each["logprobs"].to_numpy().tolist() for each in read[-1][0].loss_fn_outputs]
     sampler = training.save_weights_and_get_sampling_client()

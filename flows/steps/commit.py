@@ -23,6 +23,8 @@ from lineage.filesystem.digest import DigestCache, digest_files, digest_of
 from lineage.filesystem.files import append_jsonl
 from lineage.filesystem.lock import Lock
 from lineage.fingerprint import fingerprint, short
+from lineage.graph.diff import COMMAND_LOG as LOG
+from lineage.graph.diff import digest_of_call
 from lineage.graph.index import Index
 from lineage.graph.refs import resolve
 from lineage.record.environment import hardware, provenance_here
@@ -36,9 +38,8 @@ if TYPE_CHECKING:
     from flows.serving.model import Found
     from flows.steps.group import Group
 
-# In the output: the session's settings in the first line, then a call a line; those of sessions whose saved states it
-# loaded come before, with a number, after a line of that session's settings.
-LOG = "commands.jsonl"
+# The log in the output: the session's settings in the first line, then a call a line; those of sessions whose saved
+# states it loaded come before, with a number, after a line of that session's settings.
 _ADAPTER_CONFIG = "adapter_config.json"
 _Line = dict[str, object]
 
@@ -151,7 +152,8 @@ class _Log:
             body = self.engine.body(session, each["id"])
             if each["name"] == Load.name:
                 body = self._load(session, body, f"call {each['seq']}")
-            self.lines.append({"seq": each["seq"], "name": each["name"], "body": body, **own})
+            call = {"seq": each["seq"], "name": each["name"], "body": body}
+            self.lines.append({**call, "digest": digest_of_call(call), **own})
             self._done[session] = each["seq"]
 
     def _load(self, session: str, body: _Line, what: str) -> _Line:

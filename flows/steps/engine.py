@@ -9,6 +9,7 @@ import gc
 import heapq
 import json
 import logging
+import math
 import re
 import shutil
 import threading
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 CREATE = "create"
 _ID, _SESSION = re.compile(r"[A-Za-z0-9-]{1,64}"), re.compile(r"[A-Za-z0-9:-]{1,64}")
 _SNAPSHOT = "snapshot"
+_FREE = ("step", "zero_grad", "save", "load")  # without tokens: a key whose quota is used up keeps what it trained
 _RESOURCES = ("num_workers", "num_nodes", "sharding", "cpus_per_worker")  # that a session sets; the server has the rest
 
 
@@ -96,12 +98,14 @@ class _Order:
         next: the number that runs next.
         top: the largest number so far.
         held: number -> request.
+        arrived: when the last call came.
     """
 
     next: int = 0
     top: int = -1
     waiting: int = 0
     held: dict[int, str] = field(default_factory=dict)
+    arrived: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -209,18 +213,18 @@ class Engine:
             )  # fmt: skip
         content = _json_of(body)
         body_digest = digest_json(body)
-        known = self.records.call_at(name, 0)
-        if known is not None:
-            return self._same(known, body_digest, key)
-        self._require_quota(key, sessions=True)
-        request_id = uuid.uuid4().hex
-        self.records.add_session(
-            id=name, key=key["name"], model=model, settings=json.dumps(settings), start=start and json.dumps(start)
-        )
+        request_id, row = uuid.uuid4().hex, {"model": model, "settings": json.dumps(settings)}
         with self._condition:
+            known = self.records.call_at(name, 0)
+            if known is not None:
+                return self._same(known, body_digest, key)
+            self._require_quota(key, sessions=True)
             _replace(self._body(name, request_id), content)
             self._orders[name] = _Order()
-            self._add(key["name"], client, name, request_id, 0, CREATE, body_digest, changes=True)
+            self._add(
+                key["name"], client, name, request_id, 0, CREATE, body_digest, changes=True,
+                opens={**row, "start": start and json.dumps(start)},
+            )  # fmt: skip
         return self.outcome(request_id)
 
     def settings_of(self, settings: Mapping[str, object]) -> tuple[Steps, Resources]:
@@ -273,7 +277,8 @@ class Engine:
                 raise RefusedError(400, f"seq={seq}: {order.next} is the next number of this session; send that")
             if order.waiting >= self.limits.max_queued:
                 raise RefusedError(429, f"{order.waiting} calls of this session wait; send more when some are done")
-            self._require_quota(key, sessions=False)
+            if name not in _FREE:
+                self._require_quota(key, sessions=False)
             _replace(self._body(session, request_id), content)
             self._add(key["name"], client, session, request_id, seq, name, digest, changes=call.changes)
         return self.outcome(request_id)
@@ -297,6 +302,8 @@ class Engine:
         """Closes a session: its log and its saved states stay."""
         self.require_session(key, session)
         self.records.set_session(session, state="closed")
+        if live := self._live.get(session):
+            live.used = -math.inf  # it leaves the memory next
 
     def outcome(self, request_id: str, key: "RowMapping | None" = None) -> Outcome:
         """A call, and its result.
@@ -360,18 +367,18 @@ class Engine:
 
     def _add(
         self, key: str, client: str, session: str, request_id: str, seq: int | None, name: str, digest: str, *,
-        changes: bool,
+        changes: bool, opens: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
         self._number += 1
         self.records.add_call(
-            key, client, id=request_id, session=session, seq=seq, number=self._number, name=name, changes=int(changes),
-            digest=digest,
+            key, client, opens, id=request_id, session=session, seq=seq, number=self._number, name=name,
+            changes=int(changes), digest=digest,
         )  # fmt: skip
         self._enqueue(session, request_id, seq, self._number)
 
     def _enqueue(self, session: str, request_id: str, seq: int | None, number: int) -> None:
         order = self._orders[session]
-        order.waiting += 1
+        order.waiting, order.arrived = order.waiting + 1, time.monotonic()
         if seq is not None:
             order.top = max(order.top, seq)
             order.held[seq] = request_id
@@ -407,17 +414,18 @@ class Engine:
 
         # In each thread that computes: another number of threads gives other last bits.
         torch.set_num_threads(threads_of(self.resources))
+        pause, checked = min(30.0, 60 * self.limits.lease_minutes), time.monotonic()
         while True:
             with self._condition:
-                while not self._ready and not self._ends:
-                    self._condition.wait(timeout=30)
-                    if not self._ready:
-                        break
+                if not self._ready and not self._ends:
+                    self._condition.wait(timeout=pause)
                 if self._ends:
                     return
                 request_id = heapq.heappop(self._ready)[1] if self._ready else None
+            if time.monotonic() - checked >= pause:  # also while other sessions keep it busy
+                self._end_leases()
+                checked = time.monotonic()
             if request_id is None:
-                self._unload_idle()
                 continue
             found = self.records.call(request_id)
             assert found is not None
@@ -439,6 +447,8 @@ class Engine:
         status, state = 200, DONE
         try:
             result = self._created(session) if found["name"] == CREATE else self._called(found)
+        except RefusedError as error:
+            result, status, state = {"error": str(error)}, error.status, FAILED
         except (ConfigError, ArtifactError) as error:
             result, status, state = {"error": str(error)}, 400, FAILED
         except Exception as error:
@@ -470,6 +480,8 @@ class Engine:
         }  # fmt: skip
 
     def _called(self, found: "RowMapping") -> dict[str, object]:
+        if found["name"] not in _FREE:  # calls before it in the queue may have used the quota up
+            self._require_quota(self.records.owner(found["session"]), sessions=False)
         live = self._loaded(found["session"])
         place = self._place(found["session"], found["id"])
         return dict(live.session.apply(partial(self._call(found).run, place=place)))
@@ -576,10 +588,27 @@ class Engine:
         gc.collect()
         logger.info("session=%s state=unloaded", name)
 
-    def _unload_idle(self) -> None:
+    def _end_leases(self) -> None:
+        """Unloads sessions that nobody used, and fails calls that wait for one that did not come."""
         limit = time.monotonic() - 60 * self.limits.lease_minutes
         for name in [each for each, live in self._live.items() if live.used < limit]:
             self._unload(name)
+        with self._condition:
+            for name, order in self._orders.items():
+                if order.held and order.next not in order.held and order.arrived < limit:
+                    self._close_gap(name, order)
+
+    def _close_gap(self, session: str, order: _Order) -> None:
+        sentence = (
+            f"call {order.next} did not come within the lease of {self.limits.lease_minutes:g} minutes, so that this "
+            f"call is not run; {order.top + 1} is the next number"
+        )
+        for request_id in order.held.values():
+            _replace(self._result(session, request_id), orjson.dumps({"error": sentence}))
+            self.records.finish(request_id, FAILED, 408, 0, None)
+            for notify in self._callbacks.pop(request_id, ()):
+                notify()
+        order.waiting, order.next, order.held = order.waiting - len(order.held), order.top + 1, {}
 
     # --- files
 

@@ -3,7 +3,7 @@
 import hashlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,10 +127,6 @@ class Records:
 
     # --- sessions and calls
 
-    def add_session(self, **values: object) -> None:
-        with self._engine.begin() as connection:
-            connection.execute(insert(SESSIONS).values(**values, state="open", created=time.time()))
-
     def set_session(self, session: str, **values: object) -> None:
         with self._engine.begin() as connection:
             connection.execute(update(SESSIONS).where(SESSIONS.c.id == session).values(**values))
@@ -144,11 +140,24 @@ class Records:
         with self._engine.connect() as connection:
             return connection.execute(query if key is None else query.where(SESSIONS.c.key == key)).mappings().all()
 
-    def add_call(self, key: str, client: str, **values: object) -> None:
-        """A call, with its audit row."""
+    def owner(self, session: str) -> "RowMapping":
+        """The key of a session."""
+        query = select(KEYS).join(SESSIONS, SESSIONS.c.key == KEYS.c.name).where(SESSIONS.c.id == session)
+        with self._engine.connect() as connection:
+            return connection.execute(query).mappings().one()
+
+    def add_call(self, key: str, client: str, opens: Mapping[str, object] | None, **values: object) -> None:
+        """A call, with its audit row.
+
+        Args:
+            opens: what a session is that begins with the call.
+        """
         now = time.time()
         audit = {"session": values["session"], "call": values["name"], "request": values["id"], "status": 202}
         with self._engine.begin() as connection:
+            if opens is not None:
+                row = {"id": values["session"], "key": key, "state": "open", "created": now}
+                connection.execute(insert(SESSIONS).values(**row, **opens))
             connection.execute(insert(CALLS).values(**values, state=QUEUED, created=now))
             connection.execute(insert(AUDIT).values(**audit, key=key, client=client, time=now))
 

@@ -33,6 +33,7 @@ _LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"
 _COLUMNS = {
     **{name: name for name in ("target_tokens", "weights", "logprobs", "advantages")}, "sequence_ratio_mask": "weights"
 }  # fmt: skip
+_PARTS = {"attn": "attention", "mlp": "mlp", "unembed": "head"}  # flag of its LoRA -> our name of these layers
 _PROTO = "application/x-protobuf"
 _FLOAT32, _INT64, _INT32 = 1, 2, 3
 _CODES = {_FLOAT32: "f", _INT64: "q", _INT32: "i"}
@@ -130,9 +131,7 @@ def settings_of(body: Mapping[str, object], path: Path) -> dict[str, object]:
     Raises:
         RefusedError: there is no such setting here.
     """
-    optimizer = cast("Mapping[str, object]", body.get("optimizer_config") or {})
-    if optimizer.get("type", "adamw") != "adamw":
-        raise RefusedError(422, f"optimizer_config.type={optimizer['type']}: adamw is accepted")
+    _require_adam(body)
     config = read_json(path, "config.json")
     positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
     longest = min(_LONGEST, positions) if isinstance(positions, int) and positions > 0 else _LONGEST
@@ -142,11 +141,19 @@ def settings_of(body: Mapping[str, object], path: Path) -> dict[str, object]:
         found["seed"] = lora["seed"]
     if not lora.get("rank"):
         return found
-    attention, mlp = lora.get("train_attn", True), lora.get("train_mlp", True)
-    if not attention and not mlp:
-        raise RefusedError(422, "lora_config: train_attn and train_mlp are false; the head alone is not accepted")
-    targets = "all-linear" if attention and mlp else "attention" if attention else "mlp"
-    return {**found, "adapter": {"rank": lora["rank"], "target_modules": targets}}
+    flags = {name: lora.get(f"train_{flag}", True) for flag, name in _PARTS.items()}
+    if not any(flags.values()):
+        raise RefusedError(422, "lora_config: train_attn, train_mlp and train_unembed are false; set one of them")
+    targets = [name for name, is_trained in flags.items() if is_trained]
+    if flags["attention"] and flags["mlp"]:
+        targets = ["all-linear", *targets[2:]]
+    return {**found, "adapter": {"rank": lora["rank"], "target_modules": ",".join(targets)}}
+
+
+def _require_adam(body: Mapping[str, object]) -> None:
+    optimizer = cast("Mapping[str, object]", body.get("optimizer_config") or {})
+    if optimizer.get("type", "adamw") != "adamw":
+        raise RefusedError(422, f"optimizer_config.type={optimizer['type']}: adamw is accepted")
 
 
 def _workers(body: Mapping[str, object]) -> dict[str, object]:
@@ -309,8 +316,7 @@ def _add_about(router: APIRouter, engine: Engine) -> None:
     @router.post("/create_session")
     def create_session(request: Request) -> Response:
         engine.authenticate(key_of(request))
-        found = {"type": "create_session", "session_id": uuid.uuid4().hex[:16]}
-        return _json({**found, "info_message": "LoRA: train_unembed is not applied: the head gets no adapter"})
+        return _json({"type": "create_session", "session_id": uuid.uuid4().hex[:16]})
 
     @router.post("/session_heartbeat")
     def heartbeat(request: Request) -> Response:
@@ -333,7 +339,7 @@ def _add_about(router: APIRouter, engine: Engine) -> None:
         found = engine.require_session(key, str(body.get("model_id")))
         about = _about(found)
         data = {"model_name": about["base_model"], "tokenizer_id": about["base_model"]}
-        rest = {name: about[name] for name in ("is_lora", "lora_rank")}
+        rest = {name: about.get(name) for name in ("is_lora", "lora_rank")}
         named = {"type": "get_info", "model_id": found["id"], "model_name": found["model"]}
         return _json({**named, "model_data": data, **rest})
 
@@ -357,9 +363,15 @@ def _add_about(router: APIRouter, engine: Engine) -> None:
 
 
 def _about(found: "RowMapping") -> dict[str, object]:
-    adapter = json.loads(found["settings"]).get("adapter")
-    rank = adapter["rank"] if adapter else None
-    return {"base_model": found["model"], "is_lora": adapter is not None, "lora_rank": rank}
+    about = {"base_model": found["model"], "is_lora": False}
+    if (adapter := json.loads(found["settings"]).get("adapter")) is None:
+        return about
+    targets = adapter.get("target_modules", "all-linear").split(",")
+    flags = {
+        f"train_{flag}": name in targets or (name != "head" and "all-linear" in targets)
+        for flag, name in _PARTS.items()
+    }
+    return {**about, "is_lora": True, "lora_rank": adapter.get("rank"), **flags}
 
 
 async def _accept(
@@ -439,6 +451,11 @@ def _create(
     name = f"{body.get('session_id')}:train:{body.get('model_seq_id')}"
     if start is not None:
         source = engine.require_session(key, str(start["session"]))
+        if body.get("base_model") not in (None, source["model"]):
+            raise RefusedError(
+                422, f"base_model={body['base_model']}: the saved state is of {source['model']}; leave base_model out"
+            )
+        _require_adam(body)
         made = {"model": source["model"], **json.loads(source["settings"])}
         return engine.create(key, {**made, "start": dict(start)}, name, "tinker")
     model = str(body.get("base_model"))

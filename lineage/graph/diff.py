@@ -1,11 +1,13 @@
 """Differences of two artifacts: fields, inputs, code, environment; ranked by their likely effect on the result."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from lineage.artifact import DATA
 from lineage.errors import ArtifactError
-from lineage.fingerprint import differences, short
+from lineage.fingerprint import differences, digest_json, short
 from lineage.graph.ancestry import Graph, Node, ancestry
 from lineage.graph.impact import row_splits
 from lineage.graph.index import Index
@@ -17,6 +19,7 @@ RANKS = (
     "resources", "libraries", "python", "hosts",
 )  # fmt: skip
 _MOST_FILES = 5
+COMMAND_LOG = "commands.jsonl"  # in the output of a session of steps: each call that changed it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ def _artifacts(index: Index, a: Node, b: Node, before: Manifest, after: Manifest
     for slot in sorted(before.inputs.keys() | after.inputs.keys()):
         yield from _slot(slot, before.inputs.get(slot), after.inputs.get(slot))
     yield from (_cause("data", text) for text in _rows(index, a, b, before, after))
+    yield from (_cause("recipe", text) for text in _calls(index, a, b, before, after))
     yield from _provenance(before.provenance, after.provenance)
 
 
@@ -97,6 +101,35 @@ def _rows(index: Index, a: Node, b: Node, before: Manifest, after: Manifest) -> 
     if len(first) != len(both) or len(second) != len(both) or moved:
         only = f"{len(first) - len(both):,} only in A, {len(second) - len(both):,} only in B"
         yield f"rows: {len(both):,} in both, {only}, {moved:,} changed between train and held_out"
+
+
+def digest_of_call(call: Mapping[str, object]) -> str:
+    """Of a line of a command log: what is called, with which rows and settings."""
+    return digest_json({"call": call["name"], "body": call["body"]})
+
+
+def _calls(index: Index, a: Node, b: Node, before: Manifest, after: Manifest) -> Iterator[str]:
+    """The first call in which two command logs differ."""
+    logs = [each.files.get(COMMAND_LOG) for each in (before, after)]
+    if None in logs or logs[0] == logs[1]:
+        return
+    try:
+        first, second = (
+            [line for line in map(json.loads, (index.entry(each.id).output / COMMAND_LOG).open()) if "name" in line]
+            for each in (a, b)
+        )
+        pairs = enumerate(zip_longest(first, second), start=1)
+        number, found = next(
+            (number, pair) for number, pair in pairs
+            if None in pair or len({(each.get("session"), digest_of_call(each)) for each in pair}) > 1
+        )  # fmt: skip
+    except (ArtifactError, OSError, ValueError, StopIteration):  # `verify` reports what is missing or damaged
+        return
+    texts = " -> ".join(f"{each['name']} {short(digest_of_call(each))}" if each else "(none)" for each in found)
+    bodies = [each["body"] if each else {} for each in found]
+    keys = sorted(key for key in bodies[0] | bodies[1] if bodies[0].get(key) != bodies[1].get(key))
+    what = f" in {', '.join(keys)}" if None not in found and keys else ""
+    yield f"calls: number {number} of {len(first)} and {len(second)} is the first that differs{what}: {texts}"
 
 
 def _source(a: Node, b: Node) -> Iterator[str]:

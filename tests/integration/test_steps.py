@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 from lineage.artifact import Kind
 from lineage.errors import ArtifactError, ConfigError
@@ -13,6 +14,7 @@ from tasks.context import Resources, TrainContext
 from tasks.method import Adapter, Optimizer, Schedule
 from tasks.recipe import Input
 from tasks.steps import Row, Steps
+from tasks.train.kernels.machine import plain
 from tasks.train.run import TrainingRun
 from tasks.train.steps.session import Bases, Session, custom_weights
 from tests import training
@@ -21,8 +23,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LORA = Adapter(rank=2, alpha=4)
 
 
-def session(root: Path, folder: Path, bases: Bases | None = None, **fields: object) -> Session:
-    policy = Input(name="policy", kind=Kind.CHECKPOINT, fingerprint="0" * 64, path=root / "policy")
+def session(
+    root: Path, folder: Path, bases: Bases | None = None, model: str = "policy", **fields: object
+) -> Session:  # fmt: skip
+    policy = Input(name="policy", kind=Kind.CHECKPOINT, fingerprint="0" * 64, path=root / model)
     ctx = TrainContext(output_dir=folder / "output", work_dir=folder / "work", resources=Resources())
     settings = {"learning_rate": 1e-2, "max_length": 64, **fields}
     return Session(Steps(**settings), policy, ctx, bases)  # type: ignore[arg-type]
@@ -59,21 +63,30 @@ def plain_loss(model: torch.nn.Module, found: list[Row], name: str) -> torch.Ten
     logps = logits.gather(2, targets[..., None]).squeeze(2) - logits.logsumexp(2)
     weights, old, advantages = (padded(found, each, torch.float32) for each in ("weights", "logprobs", "advantages"))
     ratio = torch.exp(logps - old)
+    if name == "aot":
+        sums, reference = ((each * weights).sum(1) for each in (logps, old))
+        margins, theirs = ((each[0::2] - each[1::2]).sort().values for each in (sums, reference))
+        return -F.logsigmoid(0.1 * (margins - theirs)).sum()
     if name == "dpo":
         margins = ((logps - old) * weights).sum(1)
         return -F.logsigmoid(0.1 * (margins[0::2] - margins[1::2])).sum()
+    mask = (weights != 0).float()
+    means = ((logps - old) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    of_row = torch.exp(means.detach() + logps - logps.detach()) * mask  # eq. 14 of its paper
     return {
         "cross_entropy": -(weights * logps),
         "importance_sampling": -(ratio * advantages),
         "ppo": -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages),
         "cispo": -(ratio.clamp(0.0, 4.0).detach() * logps * advantages),
+        "dro": -(logps * advantages - 0.025 * ((logps - old) * (advantages != 0)) ** 2),
+        "gspo": -torch.minimum(of_row * advantages, of_row.clamp(1 - 3e-4, 1 + 4e-4) * advantages),
     }[name].sum()
 
 
-@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dpo"])
+@pytest.mark.parametrize("name", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "dpo", "aot"])
 def test_a_loss_and_its_gradients_are_those_of_plain_torch(root: Path, tmp_path: Path, name: str) -> None:
-    found = session(root, tmp_path)
-    reported = found.backward(rows(), name)
+    found = session(root, tmp_path, micro_batch_size=2)  # of pairs, one in each forward pass
+    reported = found.backward(rows(), name, {"beta": 0.05} if name == "dro" else None)
     gradients = {key: each.grad.clone() for key, each in found.trained.items() if each.grad is not None}
     found.zero_grad()
     loss = plain_loss(found.model, rows(), name)
@@ -254,6 +267,25 @@ def test_gradients_that_overflow_update_nothing(root: Path, tmp_path: Path) -> N
     assert found.step()["step"] == 1 and found.digest() != before
 
 
+def test_fp16_scales_the_loss_and_its_scale_is_saved(root: Path, tmp_path: Path) -> None:
+    """Gradients are those of fp32 up to rounding; one that overflows halves the scale and changes no weight."""
+    half, whole = session(root, tmp_path, precision="fp16"), session(root, tmp_path)
+    norms = [each.backward(rows())["grad_norm"] for each in (half, whole)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2) and norms[0] != norms[1]
+    assert half.step()["loss_scale"] == half.loss_scale == 1024
+    before, [row] = half.digest(), rows(1)
+    huge = Row(tokens=row.tokens, target_tokens=row.target_tokens, weights=[1e37] * len(row.tokens))
+    assert half.backward([huge])["overflow"]
+    assert half.step() == {"step": 1, "learning_rate": 1e-2, "grad_norm": None, "overflow": True, "loss_scale": 512}
+    assert half.digest() == before
+    half._num_finite = 1999
+    half.save(tmp_path / "saved")
+    other = session(root, tmp_path, precision="fp16")
+    other.load(tmp_path / "saved")
+    results = [[each.backward(rows()), each.step(), each.generate([[5, 6]], max_tokens=2)] for each in (half, other)]
+    assert results[0] == results[1] and other.loss_scale == 1024
+
+
 ROW = {"tokens": [5, 6], "target_tokens": [6, 7], "weights": [1.0, 1.0]}
 
 
@@ -318,7 +350,6 @@ def test_a_state_of_another_session_is_refused(root: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"precision": "fp16"}, "precision=fp16"),
         ({"num_steps": None}, "num_steps=null"),
         ({"adapter": Adapter(init="eva")}, "adapter.init"),
         ({"adapter": Adapter(type="adalora")}, "adalora"),
@@ -327,6 +358,30 @@ def test_a_state_of_another_session_is_refused(root: Path, tmp_path: Path) -> No
 def test_settings_that_a_session_cannot_apply_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Steps(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("targets", ["all-linear,head", "head"])
+def test_an_adapter_on_the_head_is_trained_sampled_and_merged(root: Path, tmp_path: Path, targets: str) -> None:
+    """Embedding and head of the policy are one matrix: the merged model has two."""
+    found = session(root, tmp_path, adapter=Adapter(rank=2, alpha=4, target_modules=targets))
+    assert plain(found.model).config.tie_word_embeddings
+    [name] = [each for each in found.trained if "lm_head.lora_B" in each]
+    before = found.logprobs([[5, 6, 7]])
+    found.backward(rows())
+    found.step()
+    assert bool(found.trained[name].any()) and len(found.trained) == (30 if "linear" in targets else 2)
+    trained = found.logprobs([[5, 6, 7]])
+    assert trained != before
+    [[made]] = found.generate([[5, 6]], max_tokens=4, seed=1, stop=[])["completions"]  # type: ignore[misc]
+    [again] = found.logprobs([[5, 6, *made["tokens"]]])["logprobs"]  # type: ignore[misc]
+    assert again[2:] == pytest.approx(made["logprobs"], abs=1e-5)
+    found.write_model()
+    merged = training.weights(tmp_path / "output")
+    assert not torch.equal(merged["lm_head.weight"], merged["model.embed_tokens.weight"])
+    other = session(tmp_path, tmp_path / "other", model="output")
+    assert other.logprobs([[5, 6, 7]])["logprobs"][0][1:] == pytest.approx(trained["logprobs"][0][1:], abs=1e-5)  # type: ignore[index]
+    saved = load_file(tmp_path / "output" / "adapter" / "adapter_model.safetensors")
+    assert all(".lora_" in each for each in saved)
 
 
 def test_the_output_of_a_lora_session_is_merged_as_of_every_training(root: Path, tmp_path: Path) -> None:

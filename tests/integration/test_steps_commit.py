@@ -64,7 +64,9 @@ def test_a_committed_session_is_replayed_to_the_bit(
     assert "source:policy" in capsys.readouterr().out
     assert main(["diff", *refs, store]) == 0
     shown = capsys.readouterr().out
-    assert "commands" in shown and "calls: " in shown
+    assert "commands" in shown and "calls: 5 -> 7" in shown
+    # backward, step, save, backward and load, beside backward, step, backward, step ...
+    assert "calls: number 3 of 5 and 7 is the first that differs: save " in shown
     Entry(outputs[0].parent).require_intact()
 
 
@@ -134,6 +136,8 @@ def test_a_session_that_started_from_others_is_committed_with_their_calls(
     expected = [(1, "backward"), (1, "step"), (1, "save"), (0, "backward"), (0, "step"), (0, "save")]
     expected += [(2, "backward"), (2, "step"), (2, "save"), (0, "load"), (0, "backward"), (0, "step")]
     assert [(each.get("session", 0), each["name"]) for each in lines if "name" in each] == expected
+    batches = {each["digest"] for each in lines if each.get("name") == "backward"}
+    assert len(batches) == 1, "all of them have the same row"
     assert first not in str(lines) and lines[0]["start"] == {"saved": "here", "session": 1}
     assert main(["replay", "rl", "--json", store]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,7 +173,6 @@ REFUSED: list[tuple[str, dict[str, object], int, str]] = [
 ]
 SESSIONS: list[tuple[dict[str, object], str]] = [
     ({"rank": 2}, "rank: unknown key"),
-    ({"precision": "fp16"}, "a session has no loss scale; set precision=bf16 or fp32"),
     ({"adapter": {"type": "adalora"}}, "it prunes ranks by the steps that remain; set adapter.type=lora"),
     ({"diloco": {"num_islands": 2}}, "set diloco=null"),
     ({"resources": {"num_workers": 2, "sharding": "fsdp"}}, "set sharding=zero2"),
@@ -234,6 +234,19 @@ def test_quotas_hold_for_sessions_and_tokens(served: Served, model: str) -> None
     session.call("logprobs", sequences=[[5, 6, 7, 8]])
     with pytest.raises(CallError, match="has used 4 tokens of 4"):
         session.call("logprobs", sequences=[[5, 6, 7, 8]])
+    session.call("save", to="kept")
+    # Of calls that wait in the queue as many are run as the quota has tokens for.
+    key = served.engine.records.add_key("queued", max_tokens=4)
+    name = Client(served.url, key).session(model, **SETTINGS).name
+    with http(served, key) as client:
+        body = {"sequences": [[5, 6, 7]], "id": ""}
+        sent = [
+            client.post(f"/v1/sessions/{name}/logprobs?wait=0", json={**body, "seq": seq, "id": f"quota-{seq}"})
+            for seq in (4, 3, 2, 1)
+        ]
+        assert {each.status_code for each in sent} == {202}
+        found = [client.get(f"/v1/requests/quota-{seq}?wait=20").status_code for seq in (1, 2, 3, 4)]
+    assert found == [200, 200, 429, 429]
 
 
 def test_a_custom_loss_trains_as_in_one_process(served: Served, model: str) -> None:
@@ -320,6 +333,28 @@ def test_a_restarted_engine_continues_from_its_log_with_the_same_bits(
         assert len({each["id"] for each in calls}) == 10
         engine.close()
     assert digests[0] == digests[1]
+
+
+def test_calls_behind_a_gap_fail_when_the_lease_ends_and_the_session_goes_on(tmp_path: Path, model: str) -> None:
+    with Served(tmp_path, lease_minutes=1 / 600).running() as served, http(served) as client:
+        place = f"/v1/sessions/{client.post('/v1/sessions', json={'model': model, **SETTINGS}).json()['session']}"
+        late = client.post(f"{place}/backward?wait=20", json={"seq": 3, "data": [ROW]})
+        assert late.status_code == 408 and "call 1 did not come within the lease" in late.json()["error"]
+        assert client.get(place).json() | {"held": [], "waiting": 0, "next": 4} == client.get(place).json()
+        assert client.post(f"{place}/backward", json={"seq": 1, "data": [ROW]}).status_code == 400
+        assert client.post(f"{place}/backward", json={"seq": 4, "data": [ROW]}).status_code == 200
+        assert client.post(f"{place}/step", json={}).json()["seq"] == 5
+
+
+def test_a_session_leaves_the_memory_when_its_lease_ends_or_it_is_closed(tmp_path: Path, model: str) -> None:
+    """Also while another one keeps the server busy."""
+    with Served(tmp_path, lease_minutes=1 / 300).running() as served, http(served) as client:
+        names = [client.post("/v1/sessions", json={"model": model, **SETTINGS}).json()["session"] for _ in range(3)]
+        assert client.delete(f"/v1/sessions/{names[1]}").status_code == 200
+        deadline = time.monotonic() + 20
+        while set(served.engine._live) != {names[2]} and time.monotonic() < deadline:
+            client.post(f"/v1/sessions/{names[2]}/logprobs", json={"sequences": [[5, 6]]})
+        assert set(served.engine._live) == {names[2]}
 
 
 def test_an_idle_session_leaves_the_memory_and_its_next_call_finds_it_as_it_was(tmp_path: Path, model: str) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import torch
 
-from flows.steps.tinker import MESSAGES, SCHEMA
+from flows.steps.tinker import MESSAGES, SCHEMA, settings_of
 from tasks.method import Adapter
+from tasks.train.steps.session import custom_weights
 from tests import training
 from tests.integration.test_steps import session
 from tests.steps_server import Served
@@ -47,11 +49,6 @@ def environment(config: pytest.Config, name: str, *installs: tuple[str, ...]) ->
 
 
 @pytest.fixture(scope="session")
-def client_python(pytestconfig: pytest.Config) -> Path:
-    return environment(pytestconfig, CLIENT, (CLIENT,))
-
-
-@pytest.fixture(scope="session")
 def cookbook_python(pytestconfig: pytest.Config) -> Path:
     """With the cookbook, and the requirements of an earlier version: one of its own may not be there."""
     needs = ("tinker-cookbook==0.5.8", CLIENT, "sympy", "pylatexenc", "math-verify")
@@ -70,8 +67,8 @@ def run(python: Path, *arguments: str) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_our_messages_have_the_fields_of_the_client(client_python: Path) -> None:
-    theirs = run(client_python, "-c", _FIELDS)
+def test_our_messages_have_the_fields_of_the_client(cookbook_python: Path) -> None:
+    theirs = run(cookbook_python, "-c", _FIELDS)
     shared = [name for name in SCHEMA if name in theirs]
     assert len(shared) >= 9 and "SampleResponse" in shared
     for name in shared:
@@ -81,24 +78,32 @@ def test_our_messages_have_the_fields_of_the_client(client_python: Path) -> None
 
 
 @pytest.mark.slow
-def test_the_public_client_trains_samples_saves_and_resumes(client_python: Path, tmp_path: Path) -> None:
+def test_the_public_client_trains_samples_saves_and_resumes(cookbook_python: Path, tmp_path: Path) -> None:
     """Against a session in this process, whose losses and gradients are those of plain torch (``test_steps.py``)."""
     training.write_models(tmp_path)
     script = Path(__file__).parents[1] / "steps_sdk.py"
     with Served(tmp_path / "steps").running() as served:
-        found = run(client_python, str(script), served.url, served.key, str(tmp_path / "policy"))
+        found = run(cookbook_python, str(script), served.url, served.key, str(tmp_path / "policy"))
         audited = {each["client"] for each in served.engine.records.audited()}
     assert audited == {"tinker"}
-    adapter = Adapter(rank=2)
+    adapter = Adapter(rank=2, target_modules="all-linear,head")
     own = session(tmp_path, tmp_path / "own", adapter=adapter, seed=1, max_length=128)
     losses, norms = [], []
     settings = {"learning_rate": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 0.0}
-    for name in ("cross_entropy", "importance_sampling", "ppo", "cispo"):
-        read = own.backward(rows(), name)
-        losses.append(read["loss"])
+    for name, options in (
+        ("cross_entropy", {}), ("importance_sampling", {}),
+        ("ppo", {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}), ("dro", {"beta": 0.05}), ("gspo", {}),
+        ("cispo", {}),
+    ):  # fmt: skip
+        losses.append(own.backward(rows(), name, options)["loss"])
         norms.append(own.step(**settings)["grad_norm"])  # type: ignore[arg-type]
+    read = own.forward(rows())
+    weighted, _, _ = custom_weights(lambda _, logps: (torch.cat(logps).square().sum(), {}), rows(), read["logprobs"])
+    own.backward(weighted)
+    norms.append(own.step(**settings)["grad_norm"])  # type: ignore[arg-type]
+    assert found["custom"]["rows:sum"] == 4 if "rows:sum" in found["custom"] else found["custom"]["rows"] == 4
     assert found["losses"] == pytest.approx(losses, rel=1e-6) and found["norms"] == pytest.approx(norms, rel=1e-6)
-    assert len(set(found["norms"])) == 4 and all(found["norms"])  # type: ignore[arg-type,call-overload]
+    assert len(set(found["norms"])) == 7 and all(found["norms"])  # type: ignore[arg-type,call-overload]
     for theirs, ours in zip(found["logprobs"], read["logprobs"], strict=True):  # type: ignore[call-overload]
         assert np.allclose(theirs, ours, rtol=1e-6)
     made = own.generate([[5, 6, 7]], max_tokens=4, num_samples=2, seed=3, stop=[])
@@ -206,6 +211,18 @@ def request(model: str, seq: int, loss: str = "cross_entropy", *, forward_only: 
     return bytes(message.SerializeToString())
 
 
+@pytest.mark.parametrize(
+    ("flags", "targets"),
+    [
+        ({}, "all-linear,head"), ({"train_unembed": False}, "all-linear"), ({"train_mlp": False}, "attention,head"),
+        ({"train_attn": False, "train_unembed": False}, "mlp"), ({"train_attn": False, "train_mlp": False}, "head"),
+    ],
+)  # fmt: skip
+def test_the_layers_of_a_lora_are_those_of_the_client(tmp_path: Path, flags: dict[str, bool], targets: str) -> None:
+    found = settings_of({"lora_config": {"rank": 4, **flags}}, tmp_path)
+    assert found["adapter"] == {"rank": 4, "target_modules": targets}
+
+
 def test_the_protocol_without_the_client(tmp_path: Path) -> None:
     """The wire: promises, order with the first chunk last, protobuf in and out, refusals that are not retried."""
     training.write_models(tmp_path)
@@ -217,7 +234,6 @@ def test_the_protocol_without_the_client(tmp_path: Path) -> None:
             return http.post("/retrieve_future", json={"request_id": answer.json()["request_id"]})
 
         made = http.post("/create_session", json={"sdk_version": "0.38.0"}).json()
-        assert "train_unembed is not applied" in made["info_message"]
         name = made["session_id"]
         body = {
             "session_id": name, "model_seq_id": 0, "base_model": str(tmp_path / "policy"),
@@ -225,8 +241,13 @@ def test_the_protocol_without_the_client(tmp_path: Path) -> None:
         }  # fmt: skip
         model = future(http.post("/create_model", json=body)).json()["model_id"]
         assert model == f"{name}:train:0"
+        [adapter] = served.engine._live[model].session.apply(lambda own: [own.model.peft_config["default"]])
+        assert "lm_head" in adapter.target_modules
         for more, message in (
-            ({"lora_config": {"rank": 2, "train_mlp": False, "train_attn": False}}, "the head alone is not accepted"),
+            (
+                {"lora_config": {"rank": 2, **{f"train_{each}": False for each in ("mlp", "attn", "unembed")}}},
+                "train_attn, train_mlp and train_unembed are false",
+            ),
             ({"user_metadata": {"posttrain.num_workers": "2", "posttrain.sharding": "zero3"}}, "set sharding=zero2"),
             ({"optimizer_config": {"type": "dimuon"}}, "adamw is accepted"),
         ):

@@ -261,7 +261,7 @@ def _targets(adapter: Adapter, model: "PreTrainedModel") -> list[tuple[str, int,
 
 
 def _modules(adapter: Adapter, model: "PreTrainedModel") -> list[tuple[str, int, int]]:
-    """The modules that could get an adapter: linear layers without the head, or the norms."""
+    """The modules that could get an adapter: linear layers, of which the head only if it is named, or the norms."""
     head = model.get_output_embeddings()
     found = []
     for name, module in model.named_modules():
@@ -270,7 +270,7 @@ def _modules(adapter: Adapter, model: "PreTrainedModel") -> list[tuple[str, int,
                 found.append((name, module.weight.numel(), 1))
         elif isinstance(module, Conv1D):
             found.append((name, module.nf, module.nx))
-        elif isinstance(module, torch.nn.Linear) and module is not head and name != "score":
+        elif isinstance(module, torch.nn.Linear) and (module is not head or adapter.head) and name != "score":
             found.append((name, module.out_features, module.in_features))
     return found
 
@@ -472,8 +472,10 @@ def activate(adapted: PeftModel) -> None:
 
 
 def save_only_the_trained(adapted: PeftModel) -> None:
-    """Lets the model save only the adapter in training, also in checkpoints."""
-    vars(adapted)["save_pretrained"] = partial(adapted.save_pretrained, selected_adapters=[DEFAULT])
+    """Lets the model save only the adapter in training, also in checkpoints; PEFT would save a head below it too."""
+    head = isinstance(adapted.get_base_model().get_output_embeddings(), BaseTunerLayer)
+    more = {"save_embedding_layers": False} if head else {}
+    vars(adapted)["save_pretrained"] = partial(adapted.save_pretrained, selected_adapters=[DEFAULT], **more)
 
 
 def add_reference(adapted: PeftModel) -> None:

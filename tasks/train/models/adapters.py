@@ -30,6 +30,7 @@ Type = Literal[
 ]  # fmt: skip
 DEFAULT: Type = "lora"
 HEADS = ("lm_head", "embed_out", "score")  # linear, and left out of all-linear
+HEAD = "head"  # the head over the vocabulary, whatever its name
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 # These change the base, so that base + adapter is the input model.
 CHANGE_THE_BASE = ("pissa", "olora", "lora_ga")
@@ -58,8 +59,8 @@ class Adapter(Setting):
         type: an entry of ``ADAPTERS``; ``lora``: Hu et al. 2021, arXiv:2106.09685.
         dropout: of the adapter's input, or of its ranks.
         dropout_position: ``post``: of what the adapter adds to the layer, as in NeMo; None or ``pre``: of its input.
-        target_modules: separated by commas: ``all-linear`` (all except the head), ``attention``, ``mlp``, names of
-            linear layers, or globs over their full names, such as ``*.layers.1.*``.
+        target_modules: separated by commas: ``all-linear`` (all except the head), ``attention``, ``mlp``, ``head`` (of
+            step sessions alone), names of linear layers, or globs over their full names, such as ``*.layers.1.*``.
         exclude_modules: names or globs of layers among them that get none.
         layers: indices of the blocks whose layers get one; None: all.
         modules_to_save: names of modules that are trained in full beside the adapter, separated by commas.
@@ -97,7 +98,6 @@ class Adapter(Setting):
     def __post_init__(self) -> None:
         for name in ("target_modules", "exclude_modules", "modules_to_save"):
             names_in(f"adapter.{name}", getattr(self, name))
-        self._check_head()
         refuse_unread("adapter", self, "type", {name: row.reads for name, row in ADAPTERS.items()})
         self._check_init()
         if self.dropout_position == "post" and not self.dropout:
@@ -149,13 +149,18 @@ class Adapter(Setting):
         values = {name: value for name, value in values.items() if name not in unread}
         return {"adapter": {name: value for name, value in values.items() if _ADDED_LATER.get(name) != value}}
 
-    def _check_head(self) -> None:
-        head = next((name for name in self.target_names if name.rpartition(".")[2] in HEADS), None)
-        if head:
+    @property
+    def head(self) -> str | None:
+        """The head among ``target_modules``, as it is named there."""
+        return next((name for name in self.target_names if name.rpartition(".")[2] in (*HEADS, HEAD)), None)
+
+    def require_no_head(self) -> None:
+        """Refuses an adapter on the head, for trainings whose losses read the head's weights."""
+        if head := self.head:
             raise ConfigError(
                 f"adapter.target_modules={self.target_modules}: log-probabilities are computed from the weights of "
                 f"{head} directly, so that an adapter on it would never be trained; remove it, or train it in full: "
-                f"adapter.modules_to_save={head}"
+                f"adapter.modules_to_save={'lm_head' if head == HEAD else head}"
             )
 
     def _check_init(self) -> None:
@@ -384,7 +389,9 @@ def reference_of(adapter: Adapter | None, adapter_in: str | None) -> Literal["of
 
 def is_plain(adapter: Adapter) -> bool:
     """Whether PEFT itself can find its targets: all linear layers, or names of some."""
-    beyond = any(name in GROUPS or _GLOB.search(name) or "." in name for name in adapter.target_names)
+    names = adapter.target_names
+    beyond = any(name in (*GROUPS, HEAD) or _GLOB.search(name) or "." in name for name in names)
+    beyond |= ALL_LINEAR in names and len(names) > 1  # beside others PEFT reads it as the name of a layer
     return not (beyond or adapter.excluded_names or adapter.layers is not None or adapter.type == "ln_tuning")
 
 
@@ -456,6 +463,8 @@ def _matched(field_name: str, value: str | None, names: Iterable[str], modules: 
 def _matches(name: str, module: str) -> bool:
     if name == ALL_LINEAR:
         return True
+    if name == HEAD:
+        return module.rpartition(".")[2] in (*HEADS, HEAD)
     if name in GROUPS:
         parents = module.split(".")[:-1]
         return any(word in parent for parent in parents for word in GROUPS[name])

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tasks.train.losses.dpo_losses import Pairs, aot_loss, aot_unpaired_loss, kto_pair_loss
 from tasks.train.losses.grpo_variants import VARIANTS
 from tasks.train.losses.pair_loss import Logps
 
@@ -33,6 +34,7 @@ class Loss:
         reads: columns that each row must have beside its target tokens.
         options: name -> default; None: it must be set.
         pairs: whether rows are pairs: the chosen one, then the rejected one.
+        of_call: whether it compares each pair with all others of the call.
         compute: log-probabilities, columns, options -> the losses, whose sum is the loss.
     """
 
@@ -41,6 +43,7 @@ class Loss:
     reads: tuple[str, ...]
     options: Mapping[str, float | None] = field(default_factory=dict)
     pairs: bool = False
+    of_call: bool = False
     compute: "Callable[[Tensor, Columns, Options], Tensor]"
 
 
@@ -184,6 +187,20 @@ def _preference(chosen: Logps, rejected: Logps, options: Options, *, name: str) 
     return found
 
 
+def _among_all(chosen: Logps, rejected: Logps, options: Options, *, name: str) -> "Tensor":
+    """The losses of DPO that compare each pair with all others of a call."""
+    import torch
+
+    policy, reference = (chosen.sum_B, rejected.sum_B), (chosen.reference_sum_B, rejected.reference_sum_B)
+    pairs, beta = Pairs(policy=policy, reference=reference), options["beta"]
+    call = Pairs(policy=(policy[0].detach(), policy[1].detach()), reference=reference)
+    if name == "kto_pair":
+        return kto_pair_loss(beta, pairs, call)
+    places_P = torch.arange(len(chosen.sum_B), device=chosen.sum_B.device)
+    loss = aot_loss if name == "aot" else aot_unpaired_loss
+    return loss(beta, options["label_smoothing"], pairs, call, places_P)
+
+
 def _without_reference(chosen: Logps, rejected: Logps, options: Options, *, name: str) -> "Tensor":
     """The loss of a method for pairs, whose own is a mean."""
     from tasks.cpo import CPO
@@ -208,10 +225,11 @@ def _bounds(name: str) -> dict[str, float | None]:
     }  # fmt: skip
 
 
-def _pair(name: str, about: str, paper: str, **options: float | None) -> Loss:
+def _pair(name: str, about: str, paper: str, *, of_call: bool = False, **options: float | None) -> Loss:
+    compute = partial(_among_all if of_call else _preference, name=name)
     return Loss(
         about=about, paper=paper, reads=(WEIGHTS, LOGPROBS), pairs=True, options={"beta": 0.1, **options},
-        compute=partial(_of_pairs, partial(_preference, name=name)),
+        compute=partial(_of_pairs, compute), of_call=of_call,
     )  # fmt: skip
 
 
@@ -278,6 +296,18 @@ LOSSES: Mapping[str, Loss] = {
     "apo_down": _pair("apo_down", "both down, rejected more", "arXiv:2408.06266, eq. 8"),
     "discopop": _pair("discopop", "logistic and exponential, mixed", "arXiv:2406.08414, eq. 5", tau=0.05),
     "sigmoid_norm": _pair("sigmoid_norm", "-log sigmoid(beta d of means)", "Lambert et al. 2024, arXiv:2411.15124"),
+    "aot": _pair(
+        "aot", "-log sigmoid(beta (m - n)), of the sorted margins m of lp and n of q", "arXiv:2406.05882, section 3",
+        of_call=True, label_smoothing=0.0,
+    ),
+    "aot_unpaired": _pair(
+        "aot_unpaired", "-log sigmoid(beta (c - r)), of the sorted log-ratios of chosen and rejected rows",
+        "arXiv:2406.05882, section 3", of_call=True, label_smoothing=0.0,
+    ),
+    "kto_pair": _pair(
+        "kto_pair", "KTO of both answers, each against the mean log-ratio of the call's other ones",
+        "arXiv:2402.01306, eq. 7", of_call=True,
+    ),
     "simpo": _plain_pair(
         "simpo", "-log sigmoid(beta (mean lp of both rows) - gamma)", "Meng et al. 2024, arXiv:2405.14734",
         beta=2.0, gamma=1.0,
@@ -287,8 +317,6 @@ LOSSES: Mapping[str, Loss] = {
         "cpo", "contrast, and likelihood", "Xu et al. 2024, arXiv:2401.08417", beta=0.1, sft_weight=1.0
     ),
 }  # fmt: skip
-# They compare each pair with all others of a step, so that no sum over parts of a call is theirs.
-OF_STEP = ("aot", "aot_unpaired", "kto_pair")
 # Of options: between these, without them.
 RANGES = {
     **dict.fromkeys(("beta", "tau", "temperature_pos", "temperature_neg"), (0.0, float("inf"))),

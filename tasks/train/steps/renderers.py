@@ -51,7 +51,12 @@ class Renderer:
 
 
 _ROLES = {each: each for each in ("system", "user", "assistant", "tool")}
+# The first whose marks a vocabulary has is that of a model.
 RENDERERS: Mapping[str, Renderer] = {
+    "phi4": Renderer(
+        about="Phi-4", marks=("<|im_start|>", "<|im_sep|>", "<|im_end|>"), turn="<|im_start|>{role}<|im_sep|>",
+        end="<|im_end|>", stop="<|im_end|>", roles=_ROLES,
+    ),
     "chatml": Renderer(
         about="Qwen, SmolLM2, Hermes and others with ChatML", marks=("<|im_start|>", "<|im_end|>"),
         turn="<|im_start|>{role}\n", end="<|im_end|>\n", stop="<|im_end|>", roles=_ROLES,
@@ -64,6 +69,10 @@ RENDERERS: Mapping[str, Renderer] = {
         about="Gemma 2 and 3", marks=("<start_of_turn>", "<end_of_turn>"), begin="<bos>",
         turn="<start_of_turn>{role}\n", end="<end_of_turn>\n", stop="<end_of_turn>",
         roles={"user": "user", "assistant": "model"},
+    ),
+    "granite": Renderer(
+        about="Granite 3", marks=("<|start_of_role|>", "<|end_of_role|>"),
+        turn="<|start_of_role|>{role}<|end_of_role|>", end="<|end_of_text|>\n", stop="<|end_of_text|>", roles=_ROLES,
     ),
     "role_colon": Renderer(
         about="base models without marks of turns", turn="{role}: ", end="\n\n", stop="\n\n",

@@ -11,7 +11,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -24,16 +24,16 @@ from tasks.data.kinds import PROMPTS
 from tasks.data.tokens.token_stats import TokenStats
 from tasks.data.tokens.tokenize_rows import TokenizedRows
 from tasks.model.merging import golden_texts_for
-from tasks.steps import IGNORED, Row, Steps, require_workers
+from tasks.steps import IGNORED, Row, Steps, precision_of, require_workers
 from tasks.train.generation.generating import Sampling
 from tasks.train.generation.one_policy import Sampled, active_adapters, digest_of, token_logps
 from tasks.train.generation.rollouts import sample, seeds_of
-from tasks.train.kernels.machine import deterministic_kernels, plain
+from tasks.train.kernels.machine import FIRST_SCALE, deterministic_kernels, plain
 from tasks.train.loop.callbacks import seed_worker
 from tasks.train.loop.saved_state import Divided, RandomState, random_state, set_random_state
 from tasks.train.run import TrainingRun
 from tasks.train.sharding import divided_as, gather_again
-from tasks.train.steps.losses import ADVANTAGES, LOGPROBS, LOSSES, OF_STEP, RANGES, WEIGHTS, Loss
+from tasks.train.steps.losses import ADVANTAGES, LOGPROBS, LOSSES, RANGES, WEIGHTS, Loss
 from tasks.train.steps.workers import Optimization, Workers, whole
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 STATE_FILE = "session.pt"
 _LARGEST_NUMBER = torch.finfo(torch.float32).max
+_GROWTH_STEPS = 2000  # with finite gradients, after which the loss scale of fp16 is doubled
 _LONGEST = 16  # samples of a call are generated in groups of so many
 
 Bases = dict[tuple[object, ...], "Policy"]
@@ -110,6 +111,7 @@ class Session:
         step_number: optimizer steps so far.
         num_accumulated: backward calls since the last step or ``zero_grad``.
         num_calls: calls of ``generate`` without a seed, from which their seeds are drawn.
+        loss_scale: of fp16, by which losses are multiplied, and their gradients divided again.
     """
 
     def __init__(self, method: Steps, policy: "Input", ctx: "TrainContext", bases: Bases | None = None) -> None:
@@ -117,14 +119,15 @@ class Session:
         before, self.workers = random_state(), Workers(ctx)
         resources = replace(ctx.resources, micro_batch_size=1)  # a call's rows are of no batch
         ctx = replace(ctx, resources=resources.sharded("none") if self.workers.zero else resources)
-        self.run = _Run(
-            replace(method, global_batch_size=ctx.world_size), policy, ctx, None if self.workers.is_divided else bases
-        )
+        own = replace(method, global_batch_size=ctx.world_size, precision=precision_of(method))
+        self.run = _Run(own, policy, ctx, None if self.workers.is_divided else bases)
         self.method, self.ctx = method, ctx
         self.model: PreTrainedModel | PeftModel = self.run.policy.model
         self.tokenizer = self.run.tokenizer
         self.optimization = Optimization(self.run, self.model, self.workers)
-        self.step_number = self.num_accumulated = self.num_calls = 0
+        self.step_number = self.num_accumulated = self.num_calls = self._num_finite = 0
+        self._scales = method.precision == "fp16"
+        self.loss_scale = FIRST_SCALE if self._scales else 1.0
         self._digest: str | None = None
         seed_worker(method.seed, 0, ctx.rank)
         self._random = random_state()
@@ -161,7 +164,7 @@ class Session:
         Returns:
             Also ``grad_norm`` of all gradients so far, and ``overflow``: whether that is non-finite.
         """
-        with self._own_random(), self.workers.adding(self.trained, self.optimization):
+        with self._own_random(), self.workers.adding(self.trained, self.optimization, self.loss_scale):
             found = self._passes(data, loss, options, set(), backward=True)
         self.num_accumulated += 1
         norm = _norm(self.workers.norm(self.trained))
@@ -172,6 +175,8 @@ class Session:
     ) -> dict[str, object]:
         row, chosen = loss_of(loss, options)
         rows, own = self._checked(data, row), dict[int, tuple[float, dict[str, list[list[object]]]]]()
+        if row.of_call:
+            return self._of_call(rows, row, chosen, more, backward=backward)
         with deterministic_kernels(self.ctx.resources.is_deterministic):
             for start, part, factor in self.workers.share(rows, self.method.micro_batch_size, 2 if row.pairs else 1):
                 columns = self._columns(part, row)
@@ -181,7 +186,7 @@ class Session:
                 logps_BT = logps_BT.view(columns["tokens"].shape)
                 losses = row.compute(logps_BT, columns, chosen).sum()
                 if backward:
-                    (losses * factor).backward()
+                    (losses * (factor * self.loss_scale)).backward()
                 if not factor:
                     continue
                 kept = {"logprobs": logps_BT, "logits": logits_BTV}
@@ -198,8 +203,33 @@ class Session:
         total = sum(loss for loss, _ in parts)
         return {"loss": total, "num_tokens": sum(len(each.tokens) for each in rows), **found}
 
+    def _of_call(
+        self, rows: Sequence[Row], loss: Loss, options: Mapping[str, float], more: set[str], *, backward: bool
+    ) -> dict[str, object]:
+        """A loss of all rows of a call: its derivative by each log-probability, without dropout, weighs that token."""
+        plain_rows = [replace(each, weights=[1.0] * len(each.tokens)) for each in rows]
+        found = self.forward(plain_rows, logits="logits" in more, hidden_states="hidden_states" in more)
+        columns, logprobs = self._columns(rows, loss), cast("list[list[float]]", found["logprobs"])
+        logps_BT = torch.zeros(columns["tokens"].shape, device=self.run.device)
+        for row_T, values in zip(logps_BT, logprobs, strict=True):
+            row_T[: len(values)] = torch.tensor(values)
+        value = loss.compute(logps_BT.requires_grad_(), columns, options).sum()
+        if backward:
+            [slopes_BT] = torch.autograd.grad(value, [logps_BT])
+            weighted = [
+                replace(row, weights=(-slope_T[: len(row.tokens)]).tolist())
+                for row, slope_T in zip(rows, slopes_BT, strict=True)
+            ]
+            found = self._passes(weighted, "cross_entropy", None, set(), backward=True)
+        return {**found, "loss": float(value.detach())}
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self._scales:  # also on CPUs, where transformers' trainer would compute in fp32
+            return torch.autocast(self.run.device.type, torch.float16)
+        return self.optimization.autocast()
+
     def _outputs(self, ids_BT: "Tensor", hidden: bool) -> "_Outputs":
-        with self.optimization.autocast():
+        with self._autocast():
             outputs: _Outputs = self.model(input_ids=ids_BT, use_cache=False, output_hidden_states=hidden)
         return outputs
 
@@ -301,7 +331,7 @@ class Session:
         repeated = [list(each) for each in prompts for _ in range(num_samples)]
         seeds, own = seeds_of(seed, 0, 0, len(repeated)), dict[int, list[Completion]]()
         pad = self.tokenizer.pad_token_id
-        with deterministic_kernels(self.ctx.resources.is_deterministic), self.optimization.autocast():
+        with deterministic_kernels(self.ctx.resources.is_deterministic), self._autocast():
             for start, part in self.workers.share_prompts(repeated, _LONGEST):
                 sampled = _Logps()
                 made = sample(
@@ -369,7 +399,17 @@ class Session:
         self._digest = None
         self.zero_grad()
         self.step_number += math.isfinite(norm)
-        return {"step": self.step_number, "learning_rate": rate, **_norm(norm)}
+        found = {"step": self.step_number, "learning_rate": rate, **_norm(norm)}
+        return {**found, "loss_scale": self._rescaled(is_finite=math.isfinite(norm))} if self._scales else found
+
+    def _rescaled(self, *, is_finite: bool) -> float:
+        """The loss scale of the next gradients, as torch's ``GradScaler`` chooses it."""
+        self._num_finite = self._num_finite + 1 if is_finite else 0
+        if not is_finite:
+            self.loss_scale /= 2
+        elif self._num_finite == _GROWTH_STEPS:
+            self.loss_scale, self._num_finite = 2 * self.loss_scale, 0
+        return self.loss_scale
 
     def zero_grad(self) -> dict[str, object]:
         """Clears the gradients."""
@@ -389,7 +429,7 @@ class Session:
         return self._digest
 
     def save(self, folder: Path) -> dict[str, object]:
-        """Writes everything that later calls depend on: weights, gradients, optimizer, schedule, random state."""
+        """Writes all that later calls depend on: weights, gradients, optimizer, schedule, loss scale, random state."""
         gradients = {name: each.grad for name, each in self.trained.items() if each.grad is not None}
         random, parts = self.workers.gathered(self._random), [gradients]
         if self.workers.zero == 2:
@@ -399,6 +439,7 @@ class Session:
             "gradients": whole({name: each for part in parts for name, each in part.items()}),
             "random": random if len(random) > 1 else self._random,
             "counts": [self.step_number, self.num_accumulated, self.num_calls],
+            **({"scaler": [self.loss_scale, self._num_finite]} if self._scales else {}),
         }  # fmt: skip
         if not self.ctx.rank:
             folder.mkdir(parents=True, exist_ok=True)
@@ -432,6 +473,8 @@ class Session:
                     self.trained[name].grad = divided_as(gradient.to(self.run.device), self.trained[name])
             self.step_number, self.num_accumulated, self.num_calls = cast("list[int]", state["counts"])
             self._load_random(state["random"])
+            if self._scales and "scaler" in state:
+                self.loss_scale, self._num_finite = cast("tuple[float, int]", state["scaler"])
         return {"step": self.step_number, "weights": self.digest()}
 
     def _load_random(self, saved: object) -> None:
@@ -523,11 +566,6 @@ def loss_of(name: str, options: Mapping[str, float] | None) -> tuple[Loss, dict[
     Raises:
         ConfigError: there is no such loss, or it has no such option.
     """
-    if name in OF_STEP:
-        raise ConfigError(
-            f"loss={name}: it compares each pair with all others of a step; of all log-probabilities it is a function "
-            "for forward_backward_custom, or set loss=dpo"
-        )
     if name not in LOSSES:
         raise ConfigError(
             f"loss={name}: {', '.join(LOSSES)} are accepted; another one is a function of the log-probabilities, by "
@@ -542,7 +580,7 @@ def loss_of(name: str, options: Mapping[str, float] | None) -> tuple[Loss, dict[
     chosen = {name: value for name, value in {**loss.options, **given}.items() if value is not None}
     if missing := sorted(loss.options.keys() - chosen.keys()):
         raise ConfigError(f"{name} needs {missing[0]}; set it in options")
-    for option, value in chosen.items():
+    for option, value in given.items():
         low, high = RANGES.get(option, (-math.inf, math.inf))
         if not low < value < high:
             ends = f"above {low:g}" if high == math.inf else f"above {low:g} and below {high:g}"

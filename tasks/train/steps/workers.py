@@ -70,9 +70,9 @@ class Workers:
         return found
 
     @contextlib.contextmanager
-    def adding(self, trained: "Mapping[str, Parameter]", optimization: "Optimization") -> Iterator[None]:
-        """Adds the sum of the gradients that the workers compute in the block to those that were there."""
-        if self.size == 1:
+    def adding(self, trained: "Mapping[str, Parameter]", optimization: "Optimization", scale: float) -> Iterator[None]:
+        """Adds the sum of the gradients that the workers compute in the block, over a scale, to those there were."""
+        if self.size == 1 and scale == 1:
             yield
             return
         before = {name: each.grad for name, each in trained.items()}
@@ -80,12 +80,15 @@ class Workers:
             each.grad = None
         try:
             yield
-            exchange(trained.values())
+            if self.size > 1:
+                exchange(trained.values())
         except BaseException:
             for name, each in trained.items():
                 each.grad = before[name]
             raise
         for name, each in trained.items():
+            if scale != 1 and each.grad is not None:
+                each.grad /= scale
             if self.zero == 2 and not optimization.owns(each):
                 each.grad = None
             elif (earlier := before[name]) is not None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from lineage.errors import ConfigError
-from tasks.train.steps.losses import LOSSES, OF_STEP
+from tasks.train.steps.losses import LOSSES
 from tasks.train.steps.session import loss_of
 
 OPTIONS: dict[str, dict[str, float]] = {
@@ -42,7 +42,8 @@ def plain(name: str, lp: torch.Tensor, found: dict[str, torch.Tensor]) -> torch.
     length = w.sum(1)
     c, d = of_row[[0, 2]], of_row[[1, 3]]
     mean_c, mean_d = (of_row / length)[[0, 2]], (of_row / length)[[1, 3]]
-    lp_sum = (w * lp).sum(1)
+    lp_sum, q_sum = (w * lp).sum(1), (w * q).sum(1)
+    q_c, q_d = q_sum[[0, 2]], q_sum[[1, 3]]
     lp_c, lp_d = lp_sum[[0, 2]], lp_sum[[1, 3]]
     up, down = (lp_sum / length)[[0, 2]], (lp_sum / length)[[1, 3]]
     s = torch.sigmoid
@@ -66,6 +67,7 @@ def plain(name: str, lp: torch.Tensor, found: dict[str, torch.Tensor]) -> torch.
     odds = torch.log(up.exp() / (1 - up.exp())) - torch.log(down.exp() / (1 - down.exp()))
     z = 0.1 * (c - d)
     p = torch.stack([s(z), s(-z)])
+    kl_c, kl_d = (each.detach().mean().clamp(min=0) for each in (c, d))
     return {
         "cross_entropy": -(w * lp), "importance_sampling": -(r * a), "cispo": -(r.clamp(0, 4).detach() * lp * a),
         "dro": -(lp * a - 0.025 * (w * (lp - q)) ** 2),
@@ -79,6 +81,9 @@ def plain(name: str, lp: torch.Tensor, found: dict[str, torch.Tensor]) -> torch.
         "discopop": -torch.log(s(z)) * (1 - s(z / 0.05)) + torch.exp(-z) * s(z / 0.05),
         "simpo": -torch.log(s(2 * (up - down) - 0.5)), "orpo": -up - 0.1 * torch.log(s(odds)),
         "cpo": -torch.log(s(0.1 * (lp_c - lp_d))) - up,
+        "kto_pair": 1 - (s(0.1 * (c - kl_d)) + s(0.1 * (kl_c - d))) / 2,
+        "aot": -torch.log(s(0.1 * ((lp_c - lp_d).sort().values - (q_c - q_d).sort().values))),
+        "aot_unpaired": -torch.log(s(0.1 * (c.sort().values - d.sort().values))),
     }[name].sum()  # fmt: skip
 
 
@@ -106,10 +111,7 @@ def test_a_loss_is_finite_where_the_ratio_would_overflow(name: str, log_ratio: f
     assert math.isfinite(float(value)) and lp.grad is not None and bool(lp.grad.isfinite().all())
 
 
-def test_a_loss_of_a_whole_step_and_options_that_none_has_are_refused() -> None:
-    for name in OF_STEP:
-        with pytest.raises(ConfigError, match=f"loss={name}: it compares each pair with all others of a step"):
-            loss_of(name, {})
+def test_options_that_a_loss_cannot_have_are_refused() -> None:
     for name, options, message in (
         ("dro", {}, "dro needs beta"), ("dpo", {"beta": 0.0}, "beta=0.0: a number above 0 is accepted"),
         ("robust", {"label_smoothing": 0.5}, "above 0 and below 0.5"),

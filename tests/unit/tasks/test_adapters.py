@@ -23,7 +23,6 @@ PARAMETERS = ["model.embed_tokens.weight", *(f"{name}.weight" for name in LINEAR
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"target_modules": "lm_head"}, "never be trained; remove it, or train it in full: adapter.modules_to_save"),
         ({"type": "vera", "alpha": 8}, "adapter.alpha=8: vera has no such field; it has: dropout, rank"),
         ({"type": "oft", "dropout": 0.1}, "adapter.dropout=0.1: oft has no such field"),
         ({"type": "ia3", "rank": 8}, "ia3 has no such field; it has: none"),
@@ -46,6 +45,8 @@ def test_a_field_that_would_be_ignored_is_refused(fields, message):
     ("cls", "fields", "message"),
     [
         (SFT, {"adapter_in": "stack"}, "adapter_in=stack: this stage has no adapter"),
+        (SFT, {"adapter": Adapter(target_modules="lm_head")}, "never be trained; remove it, or train it in full: adap"),
+        (DPO, {"adapter": Adapter(target_modules="mlp,head")}, "of head directly.*modules_to_save=lm_head"),
         (SFT, {"adapter": Adapter(), "freeze": Freeze(modules="mlp")}, "every weight of the base is frozen"),
         (RewardModel, {"adapter": Adapter(), "adapter_in": "continue"}, "its adapter is merged"),
         (RewardModel, {"adapter": Adapter(init="lora_ga")}, "adapter.init=lora_ga"),
