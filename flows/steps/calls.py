@@ -100,9 +100,10 @@ class Backward(Call):
     data: list[Row]
     loss: str = "cross_entropy"
     options: dict[str, float] = field(default_factory=dict)  # of the loss
+    accumulate: bool = True  # False: in place of those that are there
 
     def run(self, session: "Session", place: Place) -> Result:
-        return session.backward(self.data, self.loss, self.options)
+        return session.backward(self.data, self.loss, self.options, accumulate=self.accumulate)
 
 
 @dataclass(frozen=True, kw_only=True)

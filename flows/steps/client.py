@@ -57,6 +57,11 @@ def _body(values: Mapping[str, object]) -> dict[str, object]:
     return cast("dict[str, object]", without_nones(dict(values)))
 
 
+def _opening(model: str, settings: Mapping[str, object]) -> dict[str, object]:
+    """The body that starts a session; it names it, so that one that is sent again starts no other."""
+    return {"id": uuid.uuid4().hex[:16], **_body({"model": model, **settings})}
+
+
 def _read(response: httpx.Response) -> Result | str:
     """The result, or the id of a request that has none yet."""
     try:
@@ -88,7 +93,7 @@ class Client:
             settings: fields of ``tasks.steps.Steps``; ``resources``, as ``{"num_workers": 2, "sharding": "zero2"}``;
                 ``start``, the saved state that it starts from, as the arguments of ``load``.
         """
-        about = self.request("POST", "/v1/sessions", _body({"model": model, **settings}))
+        about = self.request("POST", "/v1/sessions", _opening(model, settings))
         return Session(self, str(about["session"]), about)
 
     def resume(self, session: str) -> "Session":
@@ -124,7 +129,7 @@ class AsyncClient:
 
     async def session(self, model: str, **settings: object) -> "AsyncSession":
         """As ``Client.session``."""
-        about = await self.request("POST", "/v1/sessions", _body({"model": model, **settings}))
+        about = await self.request("POST", "/v1/sessions", _opening(model, settings))
         return AsyncSession(self, str(about["session"]), about)
 
     async def request(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Result:

@@ -189,7 +189,7 @@ class Engine:
         Args:
             body: ``model``, the fields of ``tasks.steps.Steps``, ``resources``: its workers and their ``sharding``, and
                 ``start``: the saved state that it starts from, as the arguments of ``load``.
-            session: its name; None: a new one.
+            session: its name, with which a client may send the request again; None: a new one.
         """
         settings = dict(body)
         model, name = settings.pop("model", None), session or uuid.uuid4().hex[:16]
@@ -300,7 +300,12 @@ class Engine:
 
     def end_session(self, key: "RowMapping", session: str) -> None:
         """Closes a session: its log and its saved states stay."""
-        self.require_session(key, session)
+        try:
+            self.require_session(key, session)
+        except RefusedError as error:
+            if error.status == 410:  # it is closed already
+                return
+            raise
         self.records.set_session(session, state="closed")
         if live := self._live.get(session):
             live.used = -math.inf  # it leaves the memory next

@@ -194,13 +194,16 @@ def _nowhere(method: str, path: str) -> JSONResponse:
 
 def _add_sessions(app: FastAPI, engine: Engine) -> None:
     responses: dict[int | str, dict[str, object]] = {code: {"description": text} for code, text in _CODES.items()}
-    objects = {name: {"type": "object"} for name in ("resources", "start")}
-    schema = _schema(Steps, {"model": {"type": "string"}, **objects}, ["model"])
+    more = {"model": "string", "id": "string", "resources": "object", "start": "object"}
+    schema = _schema(Steps, {name: {"type": kind} for name, kind in more.items()}, ["model"])
 
     @app.post("/v1/sessions", responses=responses, openapi_extra=schema, description="Starts a session.")
     async def create(request: Request, wait: float = LONGEST_WAIT) -> Response:
         key, body = engine.authenticate(key_of(request)), await json_of(request)
-        return answer(await finished(engine, await run_in_threadpool(engine.create, key, body), wait))
+        name = body.pop("id", None)
+        if not (name is None or isinstance(name, str)):
+            raise RefusedError(422, f"id={json.dumps(name)}: a text is accepted")
+        return answer(await finished(engine, await run_in_threadpool(engine.create, key, body, name), wait))
 
     @app.get("/v1/sessions", description="The sessions of the key.")
     def sessions(request: Request) -> dict[str, object]:

@@ -230,6 +230,11 @@ def test_gradients_add_up_until_a_step_or_zero_grad(root: Path, tmp_path: Path) 
     parts.backward(rows(8)[:4])
     two = parts.backward(rows(8)[4:])
     assert two["num_accumulated"] == 2 and two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    with pytest.raises(ConfigError, match="data has no rows"):
+        parts.backward([], accumulate=False)
+    assert parts.num_accumulated == 2
+    again = parts.backward(rows(8), accumulate=False)
+    assert again == one and again["num_accumulated"] == 1
 
 
 def test_a_custom_loss_has_the_gradients_of_autograd(root: Path, tmp_path: Path) -> None:

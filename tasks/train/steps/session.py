@@ -157,13 +157,20 @@ class Session:
             self.model.train(was_training)
 
     def backward(
-        self, data: Sequence[Row], loss: str = "cross_entropy", options: Mapping[str, float] | None = None
-    ) -> dict[str, object]:
+        self, data: Sequence[Row], loss: str = "cross_entropy", options: Mapping[str, float] | None = None, *,
+        accumulate: bool = True,
+    ) -> dict[str, object]:  # fmt: skip
         """As ``forward``, and adds the loss's gradients to those that are there.
+
+        Args:
+            accumulate: False: the gradients take the place of those that are there.
 
         Returns:
             Also ``grad_norm`` of all gradients so far, and ``overflow``: whether that is non-finite.
         """
+        if not accumulate:
+            self._checked(data, loss_of(loss, options)[0])  # a call that is refused clears nothing
+            self.zero_grad()
         with self._own_random(), self.workers.adding(self.trained, self.optimization, self.loss_scale):
             found = self._passes(data, loss, options, set(), backward=True)
         self.num_accumulated += 1
