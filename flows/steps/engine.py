@@ -20,9 +20,10 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import orjson
+from sqlalchemy.exc import SQLAlchemyError
 
 from flows.declare.config import typed
 from flows.steps.calls import CALLS, Call, Generate, Load, Place
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
     from tasks.train.steps.session import Bases, Session
 
 logger = logging.getLogger(__name__)
+Value = TypeVar("Value")
 CREATE = "create"
 _ID, _SESSION = re.compile(r"[A-Za-z0-9-]{1,64}"), re.compile(r"[A-Za-z0-9:-]{1,64}")
 _SNAPSHOT = "snapshot"
+_RETRY_SECONDS = 5.0
 _FREE = ("step", "zero_grad", "save", "load")  # without tokens: a key whose quota is used up keeps what it trained
 _RESOURCES = ("num_workers", "num_nodes", "sharding", "cpus_per_worker")  # that a session sets; the server has the rest
 
@@ -419,7 +422,7 @@ class Engine:
 
         # In each thread that computes: another number of threads gives other last bits.
         torch.set_num_threads(threads_of(self.resources))
-        pause, checked = min(30.0, 60 * self.limits.lease_minutes), time.monotonic()
+        pause, checked = min(30.0, max(0.05, 60 * self.limits.lease_minutes)), time.monotonic()
         while True:
             with self._condition:
                 if not self._ready and not self._ends:
@@ -432,7 +435,7 @@ class Engine:
                 checked = time.monotonic()
             if request_id is None:
                 continue
-            found = self.records.call(request_id)
+            found = self._lasting(partial(self.records.call, request_id))
             assert found is not None
             self._run(found)
             with self._condition:
@@ -463,16 +466,27 @@ class Engine:
             result, status, state = {"error": f"{type(error).__name__}: {error}"}, 500, FAILED
         if state == FAILED and found["name"] == CREATE:
             self.records.set_session(session, state="failed")
-        seconds = time.perf_counter() - start
-        _replace(self._result(session, request_id), orjson.dumps(result))
-        tokens = int(str(result.get("num_tokens", 0)))
-        self.records.finish(request_id, state, status, tokens, seconds)
+        seconds, tokens = time.perf_counter() - start, int(str(result.get("num_tokens", 0)))
+        self._lasting(partial(_replace, self._result(session, request_id), orjson.dumps(result)))
+        self._lasting(partial(self.records.finish, request_id, state, status, tokens, seconds))
         if live := self._live.get(session):
             live.used = time.monotonic()
             if found["changes"]:
                 live.applied, live.since = found["seq"], live.since + seconds
                 if live.since > max(self.limits.snapshot_seconds, 20 * live.writing):
                     self._snapshot(session, live)
+
+    def _lasting(self, function: "Callable[[], Value]") -> "Value":
+        """What a function gives once disk and database let it: a call that was executed keeps its result."""
+        while True:
+            try:
+                return function()
+            except (OSError, SQLAlchemyError) as error:
+                logger.error("state=waiting error=%s: make room, or start the database again", error)
+                with self._condition:
+                    self._condition.wait_for(lambda: self._ends, _RETRY_SECONDS)
+                    if self._ends:  # the next start runs the call
+                        raise
 
     def _created(self, session: str) -> dict[str, object]:
         found = self.records.session(session)
@@ -576,8 +590,12 @@ class Engine:
 
     def _snapshot(self, name: str, live: _Live) -> None:
         folder, start = self._folder(name) / _SNAPSHOT, time.perf_counter()
-        live.session.apply(methodcaller("save", folder / str(live.applied)))
-        _replace(folder / "applied", str(live.applied).encode())
+        try:
+            live.session.apply(methodcaller("save", folder / str(live.applied)))
+            _replace(folder / "applied", str(live.applied).encode())
+        except Exception:  # its log has all that is needed
+            logger.exception("session=%s state=no-snapshot", name)
+            return
         for each in folder.iterdir():
             if each.is_dir() and each.name != str(live.applied):
                 shutil.rmtree(each, ignore_errors=True)

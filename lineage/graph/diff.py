@@ -126,9 +126,10 @@ def _calls(index: Index, a: Node, b: Node, before: Manifest, after: Manifest) ->
     except (ArtifactError, OSError, ValueError, StopIteration):  # `verify` reports what is missing or damaged
         return
     texts = " -> ".join(f"{each['name']} {short(digest_of_call(each))}" if each else "(none)" for each in found)
-    bodies = [each["body"] if each else {} for each in found]
-    keys = sorted(key for key in bodies[0] | bodies[1] if bodies[0].get(key) != bodies[1].get(key))
-    what = f" in {', '.join(keys)}" if None not in found and keys else ""
+    keys = []
+    if None not in found and found[0]["name"] == found[1]["name"]:
+        keys = [text.partition(":")[0] for text in differences(found[0]["body"], found[1]["body"])]
+    what = f" in {', '.join(keys)}" if keys else ""
     yield f"calls: number {number} of {len(first)} and {len(second)} is the first that differs{what}: {texts}"
 
 

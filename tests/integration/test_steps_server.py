@@ -5,13 +5,16 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from sqlalchemy.exc import OperationalError
 
+from flows.steps import engine
 from flows.steps.calls import CALLS
 from flows.steps.engine import Engine, Limits
 from posttrain.steps import AsyncClient, CallError, Client, Row
@@ -350,6 +353,28 @@ def test_calls_behind_a_gap_fail_when_the_lease_ends_and_the_session_goes_on(tmp
         assert client.post(f"{place}/backward", json={"seq": 1, "data": [ROW]}).status_code == 400
         assert client.post(f"{place}/backward", json={"seq": 4, "data": [ROW]}).status_code == 200
         assert client.post(f"{place}/step", json={}).json()["seq"] == 5
+
+
+def test_a_result_that_cannot_be_written_yet_is_written_later(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, and the database away, for a while."""
+    failures = [OSError(28, "no space left"), None, OperationalError("update", {}, Exception("it is away"))]
+    monkeypatch.setattr("flows.steps.engine._RETRY_SECONDS", 0.01)
+    with Served(tmp_path).running() as served:
+        session, records = Client(served.url, served.key).session(model, **SETTINGS), served.engine.records
+
+        def failing(function: Callable[..., None], *args: Any) -> None:
+            is_tried = function.__name__ == "finish" or args[0].parent.name == "results"
+            if is_tried and failures and (error := failures.pop(0)):
+                raise error
+            function(*args)
+
+        for place, name in ((engine, "_replace"), (records, "finish")):
+            monkeypatch.setattr(place, name, partial(failing, getattr(place, name)))
+        first = session.call("backward", data=[ROW])
+        assert not failures and session.call("backward", data=[ROW])["num_accumulated"] == 2
+        assert first["num_accumulated"] == 1
 
 
 def test_a_session_leaves_the_memory_when_its_lease_ends_or_it_is_closed(tmp_path: Path, model: str) -> None:

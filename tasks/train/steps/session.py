@@ -232,7 +232,8 @@ class Session:
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._scales:  # also on CPUs, where transformers' trainer would compute in fp32
-            return torch.autocast(self.run.device.type, torch.float16)
+            cast_to_half: AbstractContextManager[object] = torch.autocast(self.run.device.type, torch.float16)
+            return cast_to_half
         return self.optimization.autocast()
 
     def _outputs(self, ids_BT: "Tensor", hidden: bool) -> "_Outputs":
@@ -616,7 +617,7 @@ def custom_weights(
         replace(row.shifted, weights=[0.0] * len(row.tokens) if gradient is None else (-gradient).tolist())
         for row, gradient in zip(data, gradients, strict=True)
     ]
-    return weighted, float(value), metrics
+    return weighted, float(value.detach()), metrics
 
 
 def _norm(norm: float) -> dict[str, object]:
