@@ -694,7 +694,7 @@ class TrainingRun:
     # --- 5. the output
 
     def save(self) -> dict[str, float]:
-        """Writes the trained model with its tokenizer and chat template; rank 0 only.
+        """Writes the trained model with its tokenizer and chat template; other ranks than 0 only give their part of it.
 
         Returns:
             Where an adapter was merged: the golden prompts before and after, as metrics.
@@ -702,18 +702,20 @@ class TrainingRun:
         model = self.policy.model if self.trained is None else self.trained
         if is_divided(model):
             whole_on_first(model, first=self.ctx.rank == 0)
-        prompts = golden_prompts(self.rows) if self.ctx.rank == 0 else []
+        if self.ctx.rank:  # it has no files to write, and must not touch those that rank 0 copies
+            return {}
+        prompts = golden_prompts(self.rows)
         if self._is_reward_model:
             unset_pad(plain(model), self._start.tokenizer, self.rows.stats.stop_tokens)
         forget_liger()  # a quantized base is merged on the CPU
         metrics = models.save_output(
             self.method, model, self.inputs[_POLICY], self.ctx, self._kept, self._adapter_start, prompts
         )
-        if self._chat_template and self.ctx.rank == 0:
+        if self._chat_template:
             (self.ctx.output_dir / CHAT_TEMPLATE_FILE).write_text(template_text(self._chat_template))
-        if self._images and self._images.size and self.ctx.rank == 0:
+        if self._images and self._images.size:
             write_size(self.ctx.output_dir, self._images.size)
-        for write in self.writers if self.ctx.rank == 0 else ():
+        for write in self.writers:
             write(self.ctx.output_dir)
         return dict(metrics)
 

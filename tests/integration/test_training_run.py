@@ -127,6 +127,14 @@ def test_a_trainer_is_known_by_its_class_and_not_by_its_name(root: Path, tmp_pat
     assert "forward" in vars(derived.model), "the padding-free forward"
 
 
+def test_another_rank_writes_nothing_while_the_first_saves(root: Path, tmp_path: Path) -> None:
+    """It copied the tokenizer's files again, into the folder that rank 0 read: outputs had empty ones."""
+    method = stage(Plain)
+    places = {"output_dir": tmp_path / "output", "work_dir": tmp_path / "work"}
+    other = TrainingRun(method, training.inputs(root, method), TrainContext(rank=1, world_size=2, **places))
+    assert other.save() == {} and not any(tmp_path.iterdir())
+
+
 def test_models_are_loaded_by_role(root: Path, tmp_path: Path) -> None:
     reward = training.train(training.method("reward", num_steps=1), root, tmp_path / "reward").output
     method = stage(Roles)
