@@ -81,11 +81,11 @@ COMMANDS = {
 }
 _COMPLETION = "--print-completion"
 # Commands that add all their arguments themselves.
-_OWN_ARGUMENTS = ("init", "data", "diagnose", "report", "tune", "gate-check", "canary")
+_OWN_ARGUMENTS = ("init", "data", "diagnose", "report", "tune", "gate-check")
 _WITHOUT_JSON = ("stage", "serve", "serve-model", "status", "logs", "cancel")  # a command's --json prints one object
 _OF_MODELS = ("chat", "serve-model", "export", "promote", "report", "blame")
 _WITHOUT_REF = ("report", "verify")  # which take none too
-_WITH_ACTIONS = ("steps", "canary")  # each of their actions has a function of its own
+_WITH_ACTIONS = ("steps", "canary")  # each of their actions has a function and arguments of its own
 _HERE = ("plan", "run", "stage")
 # The module that defines run_NAME(options) and add_NAME(parser), unless it is flows.commands.NAME.
 _MODULES = {
@@ -243,9 +243,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
             add = getattr(module, f"add_{name.replace('-', '_')}", None)
             if add:
                 add(sub)
-            if name not in _OWN_ARGUMENTS:
+            if name not in (*_OWN_ARGUMENTS, *_WITH_ACTIONS):
                 add_overrides(sub)
-            if name not in (*_OWN_ARGUMENTS, *_WITHOUT_JSON):
+            if name not in (*_OWN_ARGUMENTS, *_WITH_ACTIONS, *_WITHOUT_JSON):
                 add_json(sub)
             if name not in _WITH_ACTIONS:
                 sub.set_defaults(command=getattr(module, f"run_{name.replace('-', '_')}"))

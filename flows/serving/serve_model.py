@@ -86,6 +86,7 @@ def _serve(found: Found, bound: socket.socket, address: str, key: str | None) ->
 
     model, tokenizer = found.load()
     server = uvicorn.Server(uvicorn.Config(app_of(found.ref, model, tokenizer, key), log_level="warning"))
+    bound.listen()  # a client that reads the address may connect at once
     _ready(found, address)
     server.run(sockets=[bound])
 

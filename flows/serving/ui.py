@@ -56,6 +56,7 @@ def run_ui(options: argparse.Namespace) -> int:
         server = uvicorn.Server(uvicorn.Config(site(store, key), log_level="warning"))
         shown = json.dumps({"address": address, "store": str(store)})
         text = f"{address}\nshows {relative(store)}, and changes nothing; Ctrl-C ends"
+        bound.listen()  # a client that reads the address may connect at once
         print(shown if options.json else text, flush=True)
         server.run(sockets=[bound])
     return 0

@@ -43,7 +43,7 @@ class Place:
             raise ConfigError(f"session={session}: is no session of this key; name one of yours")
         if not _NAME.fullmatch(name) or not (folder / name / _CALL_FILE).exists():
             known = sorted(each.name for each in folder.glob("*")) if folder.exists() else []
-            raise ConfigError(f"name={name}: is not saved; {', '.join(known) or 'nothing'} is; save it first")
+            raise ConfigError(f"saved={name}: is not saved; {', '.join(known) or 'nothing'} is; save it first")
         return folder / name
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tasks.context import Resources
     from tasks.recipe import Input
 
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PORT = 8765
 _NEEDED = ("fastapi", "uvicorn", "sqlalchemy", "httpx")
 KEY_FILE = "key"
@@ -129,8 +128,9 @@ def run_serve(options: argparse.Namespace) -> int:
         )  # fmt: skip
         url = f"http://{options.host}:{bound.getsockname()[1]}"
         key = _first_key(options, engine.records.has_keys(), engine)
-        print(f"serving steps at {url} (REST {url}/docs, MCP {url}/mcp); {key}; Ctrl-C ends", flush=True)
         server = uvicorn.Server(uvicorn.Config(app_of(engine, url=url, more=[routes(engine)]), log_level="warning"))
+        bound.listen()  # a client that reads the address may connect at once
+        print(f"serving steps at {url} (REST {url}/docs, MCP {url}/mcp); {key}; Ctrl-C ends", flush=True)
         server.run(sockets=[bound])
     return 0
 

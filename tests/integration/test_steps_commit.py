@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flows.__main__ import main
+from flows.steps import command
 from flows.steps.engine import Engine
 from lineage.store import Entry
 from tests import training
@@ -68,6 +69,17 @@ def test_a_committed_session_is_replayed_to_the_bit(
     # backward, step, save, backward and load, beside backward, step, backward, step ...
     assert "calls: number 3 of 5 and 7 is the first that differs: save " in shown
     Entry(outputs[0].parent).require_intact()
+
+
+@pytest.mark.parametrize("action", ["serve", "key", "commit"])
+def test_overrides_reach_each_action(action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever they stand: the model of a session may be of another store."""
+    found = []
+    monkeypatch.setattr(command, f"run_{action}", lambda options: found.append(options.overrides) or 0)
+    words = {"serve": [], "key": ["me"], "commit": ["mine", "--stage", "rl"]}[action]
+    for argv in ([*words, "--root", "x", "store=y"], [*words, "store=y", "--root", "x"]):
+        assert main(["steps", action, *argv]) == 0
+    assert found == [["store=y"]] * 2
 
 
 def test_a_log_that_was_changed_is_not_replayed_and_other_weights_are_told(

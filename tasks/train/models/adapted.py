@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -290,7 +291,10 @@ def new_adapter(
         config.target_modules = sorted(name for name, _, _ in _targets(adapter, model))  # PEFT asks for a list
         peft.preprocess_loraga(model, config, partial(_accumulate, model, _batches(rows(), pad, model.device)))
     try:
-        adapted = get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # Of an adapter on a tied head, which is merged into a matrix of its own.
+            warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+            adapted = get_peft_model(model, config)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(
             f"adapter.type={adapter.type}: PEFT refuses it for this model: {error}; set other adapter.target_modules, "

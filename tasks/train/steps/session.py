@@ -302,6 +302,8 @@ class Session:
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> dict[str, object]:
         """Log-probability of each token after those before it; None for the first one."""
+        if not sequences:
+            raise ConfigError("sequences is empty; send one or more")
         for number, tokens in enumerate(sequences):
             self._check_tokens(f"sequences[{number}]", tokens)
         rows = [Row(tokens=[*each], labels=[*each]) for each in sequences]
