@@ -1,6 +1,7 @@
 # The newest that runs and can make a virtual environment. Another one: make PYTHON=/path/to/python3.12
-PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
-	$$python -c '$(FITS)' 2>/dev/null && echo $$python && break; done)
+# Sought once, where it is needed.
+PYTHON ?= $(eval PYTHON := $(shell for python in python3.13 python3.12 python3.11 python3; do \
+	$$python -c '$(FITS)' 2>/dev/null && echo $$python && break; done))$(PYTHON)
 FITS := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 VENV := .venv
 BIN := $(VENV)/bin

@@ -24,6 +24,21 @@ _PATCHES = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "m
 _SQUARE, _GRID = {"height": 28, "width": 28}, [[28, 56], [56, 28], [56, 56]]
 # text and vision config, other fields of the config (tokens by name), special tokens, files of the processor
 Family = tuple[dict[str, object], dict[str, object], dict[str, object], dict[str, str], dict[str, object]]
+
+
+def _splitting(name: str) -> Family:
+    """Of a processor that cuts a large picture into parts and shows the whole beside them."""
+    return (
+        {"model_type": "llama"}, {**_TOWER, "image_size": 32, "patch_size": 8},
+        {"image_token_id": "<image>", "scale_factor": 2},
+        {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>",
+         "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"},
+        {"processor_class": f"{name}Processor", "image_seq_len": 4,
+         "image_processor": {"image_processor_type": f"{name}ImageProcessor", "size": {"longest_edge": 64},
+                             "max_image_size": {"longest_edge": 32}, "do_image_splitting": True}},
+    )  # fmt: skip
+
+
 FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": (
         _MROPE, {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
@@ -46,24 +61,7 @@ FAMILIES: Mapping[str, Family] = {
          "image_processor": {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28},
                              "crop_size": _SQUARE}},
     ),
-    "idefics3": (
-        {"model_type": "llama"}, {**_TOWER, "image_size": 32, "patch_size": 8},
-        {"image_token_id": "<image>", "scale_factor": 2},
-        {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>",
-         "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"},
-        {"processor_class": "Idefics3Processor", "image_seq_len": 4,
-         "image_processor": {"image_processor_type": "Idefics3ImageProcessor", "size": {"longest_edge": 64},
-                             "max_image_size": {"longest_edge": 32}, "do_image_splitting": True}},
-    ),
-    "smolvlm": (
-        {"model_type": "llama"}, {**_TOWER, "image_size": 32, "patch_size": 8},
-        {"image_token_id": "<image>", "scale_factor": 2},
-        {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>",
-         "global_image_token": "<global-img>", "end_of_utterance_token": "<end_of_utterance>"},
-        {"processor_class": "SmolVLMProcessor", "image_seq_len": 4,
-         "image_processor": {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 64},
-                             "max_image_size": {"longest_edge": 32}, "do_image_splitting": True}},
-    ),
+    "idefics3": _splitting("Idefics3"), "smolvlm": _splitting("SmolVLM"),
     "qwen3_vl": (
         _MROPE, {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32,
                  "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16,

@@ -116,7 +116,7 @@ def test_a_real_fine_tuning_survives_a_kill_to_the_bit_and_other_workers_within_
     leave = [f"~stages.{name}" for name in ("preferences", "cpt", "reward", "dpo", "evaluate")]
     words = ("stages.sft.inputs.policy=base", *more, "resources.cpus_per_worker=1")
     result = Command(tmp_path, *MODEL, *own, *leave, *words)("certify", "--json")
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     killed, resharded = comparisons(result.stdout)["sft"].values()
     assert killed["verdict"] == "bit-identical", killed["detail"]
     assert resharded["verdict"] in ("bit-identical", "within tolerance"), resharded["detail"]

@@ -30,6 +30,7 @@ from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.method import Input
 from tasks.prepare_data import PrepareConversations
 from tests.command import PATIENCE
+from tests.integration.test_ordered_pool import die, refuse_three
 from tests.prepared import prepare
 from tests.toy_methods import ToyModel
 
@@ -64,16 +65,6 @@ def mapped(job, function, items):
 def slowly(item: int) -> tuple[int, int]:
     time.sleep(0.2 if item % 2 else 0.05)
     return item, os.getpid()
-
-
-def refuse_three(item: int) -> int:
-    if item == 3:
-        raise DataError("row 3 is wrong")
-    return item
-
-
-def die(item: int) -> int:
-    os._exit(item)
 
 
 def rows_and_tokens_have_the_bytes_that_they_have_without(on_ray: Job) -> None:

@@ -174,4 +174,9 @@ def test_a_model_that_cannot_be_dequantized_keeps_its_adapter_apart(monkeypatch)
 
 @pytest.mark.parametrize("name", ["nf4", "fp4", "int8"])
 def test_formats_of_bitsandbytes_need_nothing_more(name):
-    check_models(load_pipeline(["adapter=lora", f"quantization={name}", "tracking=none"]))
+    pipeline = load_pipeline(["adapter=lora", f"quantization={name}", "tracking=none"])
+    check_models(pipeline)
+    assert {getattr(each.method, "quantization", None) for each in pipeline.stages.values()} == {
+        None,
+        Quantization(format=name),
+    }

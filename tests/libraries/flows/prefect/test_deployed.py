@@ -32,7 +32,7 @@ class StartingRunner:
     """Prefect's, to which SIGTERM is sent before it has started, or in the same moment."""
 
     def __init__(self, before: bool) -> None:
-        self.started, self._before, self._stopped = False, before, anyio.Event()
+        self.started, self._before, self.stopped = False, before, anyio.Event()
 
     async def start(self) -> None:
         signal.signal(signal.SIGTERM, lambda *_: asyncio.ensure_future(self.astop()))
@@ -40,20 +40,22 @@ class StartingRunner:
             await anyio.sleep(0.01)
             self.started = self.started or started
             os.kill(os.getpid(), signal.SIGTERM)
-        await self._stopped.wait()
+        await self.stopped.wait()
 
     async def astop(self) -> None:
         assert self.started, "stopped before its start"
         self.started = False
-        self._stopped.set()
+        self.stopped.set()
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("before", [True, False])
 def test_a_server_that_is_stopped_while_it_starts_ends(before: bool) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    runner = StartingRunner(before)
     try:
-        serve(StartingRunner(before))
+        serve(runner)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    assert runner.stopped.is_set() and not runner.started
