@@ -84,8 +84,9 @@ class Hyperparameters:
             **({"rows": self.lost} if self.lost else {}),
         }  # fmt: skip
 
-    def __str__(self) -> str:
-        """``learning_rate 1e-05 (default of DPO, x10 under an adapter); 79 steps of 32 (num_steps), 1.01 epochs``"""
+    @property
+    def length(self) -> str:
+        """``79 steps of 32 (num_steps), 1.01 epochs``"""
         about = "" if self.is_exact else "about "
         rows = f" of {self.num_examples:,} {'examples' if self.is_exact else 'rows'}" if self.num_examples else ""
         epochs = None if self.num_epochs is None else f"{self.num_epochs:.4g} epoch{'s' * (self.num_epochs != 1)}{rows}"
@@ -99,7 +100,11 @@ class Hyperparameters:
         is_cut = self.num_steps is not None and self.warmup >= self.num_steps
         cut = f"; its warm-up of {self.warmup:g} steps does not end, so that the learning rate stays below" * is_cut
         lost = f"; {self.lost}" if self.lost else ""
-        return f"learning_rate {self.learning_rate:g} ({self.learning_rate_reason}); {length}{cut}{lost}"
+        return f"{length}{cut}{lost}"
+
+    def __str__(self) -> str:
+        """``learning_rate 1e-05 (default of DPO, x10 under an adapter); 79 steps of 32 (num_steps), 1.01 epochs``"""
+        return f"learning_rate {self.learning_rate:g} ({self.learning_rate_reason}); {self.length}"
 
 
 def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path | None) -> Hyperparameters:

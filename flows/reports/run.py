@@ -205,7 +205,12 @@ def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> s
         else f"nothing to do: all {len(plan.stages)} stages are finished"
     )
     head = [f"pipeline {plan.pipeline.name}  store {relative(plan.pipeline.store)}", *plan.notes]
-    trained = [f"{planned.name}: {planned.hyperparameters}" for planned in plan.stale if planned.hyperparameters]
+    settings = empty_table("stage", "learning rate", "origin", "length", numbers=("learning rate",))
+    for planned in plan.stale:
+        if found := planned.hyperparameters:
+            origin = re.sub(r"default of \w+", "default", found.learning_rate_reason)
+            settings.add_row(planned.name, f"{found.learning_rate:g}", origin, found.length)
+    trained = [plain_text(settings)] if settings.rows else []
     trained += [
         f"{planned.name}: {'; '.join(f'{name} by {choice}' for name, choice in planned.kernels.items())}"
         for planned in plan.stale if planned.kernels

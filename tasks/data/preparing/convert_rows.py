@@ -332,15 +332,20 @@ def detect_source(source: Source, template: str | None = None, kind: Kind | None
         if count >= SAMPLE:
             break
     if source.format in (None, "messages", "preference") and is_tree(sample, source.columns, kind):
-        return _of_trees(source, chain(looked_at, chunks), kind or (Kind.PREFERENCES if is_rated(sample) else None))
+        what = "prompts with rated answers, {} messages" if is_rated(sample) else "trees of {} messages"
+        default = Kind.PREFERENCES if is_rated(sample) else None
+        return _of_trees(source, chain(looked_at, chunks), kind or default, what)
     detected = None
     if sample or not count:
         detected = detect(sample, source.path, columns=source.columns, configured=source.format)
     return Opened(source=source, detected=detected, chunks=chain(looked_at, chunks))
 
 
-def _of_trees(source: Source, chunks: Iterable[Chunk], kind: Kind | None) -> Opened:
+def _of_trees(source: Source, chunks: Iterable[Chunk], kind: Kind | None, what: str) -> Opened:
     """The conversations or pairs of trees of messages, all of which are read into memory.
+
+    Args:
+        what: they are, with a place for the number of messages.
 
     Raises:
         DataError: there are none, or texts are to be made of them.
@@ -363,7 +368,7 @@ def _of_trees(source: Source, chunks: Iterable[Chunk], kind: Kind | None) -> Ope
             "users are accepted, and for pairs two of different rank to one message; correct parent_id, role and rank"
         )
     detected = detect([row.fields for row in made[:SAMPLE]], source.path, columns=source.columns, configured=into)
-    detected = replace(detected, evidence=f"trees of {count} messages, or answers with a rating")
+    detected = replace(detected, evidence=what.format(count))
     parts = [made[start : start + SAMPLE] for start in range(0, len(made), SAMPLE)]
     return Opened(
         source=source, detected=detected, unused=unused,

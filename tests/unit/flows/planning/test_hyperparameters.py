@@ -1,5 +1,6 @@
 """What a plan says of the learning rate and the length of a training."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,8 @@ def test_the_plan_knows_more_with_each_thing_that_is_done(tmp_path: Path) -> Non
         "num_steps": 7, "num_epochs": 2, "num_examples": 50, "exact": False, "reason": "num_epochs",
     }  # fmt: skip
     assert length(prepared, "cpt")["num_examples"] is None  # of text, a row is no example
-    assert "dpo: learning_rate" in plan_table(prepared)
+    table = r"^stage +learning rate +origin +length\n(.*\n)*dpo +\S+ +(as set; )?default"
+    assert re.search(table, plan_table(prepared), re.MULTILINE)
     assert "2 epochs of 50 rows (num_epochs), about 7 steps of 16" in plan_table(prepared)
 
     checks = DataChecks()
