@@ -238,3 +238,32 @@ READERS = {"llamafactory": _of_factory, "axolotl": _of_axolotl, "trl": _of_trl, 
 
 def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "rows"
+
+
+def flat_oumi(values: Mapping[str, object]) -> Values:
+    """Oumi's sections as one level; its names are Hugging Face's but for a few."""
+    renamed = {
+        "optimizer": "optim", "model_max_length": "max_length", "compile": "torch_compile",
+        "empty_device_cache_steps": "torch_empty_cache_steps", "adapter_model": "adapter_name_or_path",
+        "lora_init_weights": "init_lora_weights",
+    }  # fmt: skip
+    flat: Values = {}
+    for title, inside in values.items():
+        if title == "data":
+            flat |= section(section(inside, "data").get("train"), "data.train")
+            flat |= {f"data.{name}": each for name, each in section(inside, "data").items() if name != "train"}
+        elif title in ("model", "training", "peft"):
+            part = section(inside, title)
+            for nested in ("grpo", "trainer_kwargs"):
+                flat |= section(part.pop(nested, {}), nested)
+            flat |= {renamed.get(name, name): each for name, each in part.items()}
+        elif title == "fsdp":
+            flat["fsdp"] = section(inside, title) if section(inside, title).get("enable_fsdp") else None
+        elif title == "deepspeed":
+            found = section(inside, title)
+            stage = re.sub(r"\D", "", str(found.get("zero_stage", 0)))
+            zero = {**found, "stage": stage or 0} if found.get("enable_deepspeed") else None
+            flat["deepspeed"] = {"zero_optimization": zero} if zero else None
+        else:
+            flat[title] = inside
+    return flat

@@ -16,7 +16,7 @@ from pathlib import Path
 import yaml
 
 from flows.declare.peer_names import FIELDS, VALUES
-from flows.peers.datasets import READERS, Draft, Values, as_list, section, slug
+from flows.peers.datasets import READERS, Draft, Values, as_list, flat_oumi, section, slug
 from flows.reports.wording import relative
 from lineage.errors import ConfigError
 from lineage.filesystem.files import local_path
@@ -66,6 +66,7 @@ _OURS = (  # the same name here
     "num_iterations", "max_completion_length", "max_prompt_length", "epsilon", "epsilon_high", "desirable_weight",
     "undesirable_weight", "ld_alpha", "discopop_tau", "gamma", "max_grad_norm",
 )  # fmt: skip
+_UNCLIPPED = 1e9  # a norm that no gradient reaches, for 0, which clips none at peers
 _OF_BASE = (
     "revision", "model_kwargs", "tokenizer", "pad_token", "eos_token", "bos_token", "add_bos", "added_tokens",
     "special_tokens", "chat_template",
@@ -444,7 +445,23 @@ _RULES: Mapping[tuple[str, ...], Rule] = {
     ("save_strategy",): _saves,
     ("saves_per_epoch",): _per_epoch("resources.save_epochs"),
     ("save_steps",): lambda draft, key, value: (
-        draft.set(key, "resources.save_steps", value) if value else draft.skip(key, "none is made")
+        _together("save_share", "resources.save_epochs")(draft, key, value)
+        if isinstance(value, float) and 0 < value < 1
+        else draft.set(key, "resources.save_steps", value)
+        if value
+        else draft.skip(key, "none is made")
+    ),
+    ("max_grad_norm",): lambda draft, key, value: draft.set(key, "method.max_grad_norm", value or _UNCLIPPED),
+    ("padding_free",): _note("batches have no padding"),
+    ("packing_strategy",): lambda draft, key, value: (
+        draft.skip(key, "packs are filled best fit, and cut no row")
+        if value in ("bfd", "ffd")
+        else draft.refuse(key, value, "packs cut no row here; bfd and ffd are mapped")
+    ),
+    ("init_lora_weights",): lambda draft, key, value: (
+        draft.skip(key, "PEFT's own is the default")
+        if str(value).lower() in ("default", "true")
+        else draft.set(key, "method.adapter.init", value)
     ),
     ("save_epoch",): lambda draft, key, value: _saves(draft, key, "epoch" if value else "no"),
     ("model_name_or_path", "base_model", "model_name"): _weights_of,
@@ -545,7 +562,7 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
     Raises:
         ConfigError: the file does not say what is trained.
     """
-    flat = _oumi(values) if peer == "oumi" else dict(values)
+    flat = flat_oumi(values) if peer == "oumi" else dict(values)
     if isinstance(named := flat.get("deepspeed"), str):
         files = [place for place in (Path(named), folder / named) if place.is_file()]
         flat["deepspeed"] = read_values(peer, files[0]) if files else named
@@ -611,35 +628,6 @@ def _number(value: object) -> object:
     return value
 
 
-def _oumi(values: Mapping[str, object]) -> Values:
-    """Oumi's sections as one level; its names are Hugging Face's but for a few."""
-    renamed = {
-        "optimizer": "optim", "model_max_length": "max_length", "compile": "torch_compile",
-        "empty_device_cache_steps": "torch_empty_cache_steps", "adapter_model": "adapter_name_or_path",
-        "lora_init_weights": "init_lora_weights",
-    }  # fmt: skip
-    flat: Values = {}
-    for title, inside in values.items():
-        if title == "data":
-            flat |= section(section(inside, "data").get("train"), "data.train")
-            flat |= {f"data.{name}": each for name, each in section(inside, "data").items() if name != "train"}
-        elif title in ("model", "training", "peft"):
-            part = section(inside, title)
-            for nested in ("grpo", "trainer_kwargs"):
-                flat |= section(part.pop(nested, {}), nested)
-            flat |= {renamed.get(name, name): each for name, each in part.items()}
-        elif title == "fsdp":
-            flat["fsdp"] = section(inside, title) if section(inside, title).get("enable_fsdp") else None
-        elif title == "deepspeed":
-            found = section(inside, title)
-            stage = re.sub(r"\D", "", str(found.get("zero_stage", 0)))
-            zero = {**found, "stage": stage or 0} if found.get("enable_deepspeed") else None
-            flat["deepspeed"] = {"zero_optimization": zero} if zero else None
-        else:
-            flat[title] = inside
-    return flat
-
-
 _OUMI = {"trl_sft": "sft", "trl_dpo": "dpo", "trl_kto": "kto", "trl_grpo": "grpo", "hf": "sft", "oumi": "sft"}
 _AXOLOTL = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "grpo": "grpo"}
 _FACTORY = {"pt": "cpt", "sft": "sft", "rm": "reward", "dpo": "dpo", "kto": "kto"}
@@ -686,6 +674,8 @@ def _finish(draft: Draft) -> None:
     if {"beta1", "beta2"} & seen.keys():
         method.setdefault("optimizer", {})
         _part(method, "optimizer")["betas"] = [seen.get("beta1", 0.9), seen.get("beta2", 0.999)]
+    if "save_share" in seen:  # of all steps
+        draft.resources["save_epochs"] = float(str(seen["save_share"])) * float(str(method.get("num_epochs", 1)))
     if "min_share" in seen:
         least = float(str(seen["min_share"])) * float(str(method["learning_rate"]))
         _part(method, "schedule")["min_learning_rate"] = least
@@ -730,7 +720,10 @@ def _finish_adapter(draft: Draft) -> None:
 def _finish_validation(draft: Draft) -> None:
     seen, method = draft.seen, draft.method
     strategy = str(seen.get("eval_strategy", "steps" if "eval_steps" in seen else "no"))
-    measured: Values = {"every_steps": seen.get("eval_steps", 500)} if strategy == "steps" else {}
+    steps = seen.get("eval_steps", 500)
+    measured: Values = {"every_steps": steps} if strategy == "steps" else {}
+    if measured and isinstance(steps, float) and steps < 1:  # a share of all steps
+        measured = {"every_epochs": steps * float(str(method.get("num_epochs", 1)))}
     measured |= {"every_epochs": 1.0} if strategy == "epoch" else {}
     if draft.stage in _SAMPLES:
         for key in [key for key, ours in draft.mapped.items() if ours.startswith("method.validation")]:
