@@ -1,5 +1,7 @@
 """The workers of a session that has several: processes of this machine, each with its part of the session.
 
+They start from the fork server of stages. Ray Train, which is around a training, runs one function to its end.
+
 A call goes to all of them. One that fails in another way than by refusing the call ends all: the session is then loaded
 again from its log.
 """
@@ -14,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
+from flows.stages.launch import StageProcesses
 from lineage.errors import PipelineError
 from tasks.context import TrainContext
 
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from tasks.train.steps.session import Bases, Session
 
 Result = TypeVar("Result")
-_PRELOADED = ["tasks.train.steps.session"]
+_PRELOADED = ["flows.stages.imports_begin", "tasks.train.steps.session"]
 
 
 class Here:
@@ -53,8 +56,8 @@ class Group:
     def __init__(self, method: "Steps", policy: "Input", ctx: "TrainContext", threads: int) -> None:
         resources = ctx.resources
         self._limit = 60 * (resources.timeout_minutes or resources.hang_minutes or 30.0)
+        StageProcesses().warm_up(_PRELOADED)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

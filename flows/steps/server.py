@@ -94,24 +94,19 @@ class BodyLimit:
             await self.app(scope, receive, send)
             return
         lengths = [int(value) for name, value in scope["headers"] if name == b"content-length" and value.isdigit()]
-        read = 0
+        read = lengths[0] if lengths and lengths[0] > self.limit else 0
 
         async def counted() -> "Message":
             nonlocal read
-            message = await receive()
+            message: Message = {} if read > self.limit else await receive()
             read += len(message.get("body", b""))
             if read > self.limit:
-                raise RefusedError(413, self._sentence)
+                raise RefusedError(
+                    413, f"the body has more than {self.limit} bytes; send fewer rows in a call: gradients add up"
+                )
             return message
 
-        if lengths and lengths[0] > self.limit:
-            await JSONResponse({"error": self._sentence}, 413)(scope, receive, send)
-            return
         await self.app(scope, counted, send)
-
-    @property
-    def _sentence(self) -> str:
-        return f"the body has more than {self.limit} bytes; send fewer rows in a call: gradients add up"
 
 
 def app_of(

@@ -232,6 +232,9 @@ def test_an_oversized_body_is_refused_before_it_is_read(tmp_path: Path, model: s
         answer = client.post("/v1/sessions", content=iter([b" " * 1500, b" " * 1500]))
         assert answer.status_code == 413
         assert client.get("/v1/sessions").json() == {"sessions": []}
+        assert httpx.post(f"{served.url}/mcp", content=b" " * 3000, headers=client.headers).status_code == 413
+        assert httpx.post(f"{served.url}/v1/sessions", content=b" " * 3000).status_code == 401
+        assert [each["status"] for each in served.engine.records.audited()] == [413, 413, 401]
 
 
 def test_quotas_hold_for_sessions_and_tokens(served: Served, model: str) -> None:
