@@ -95,16 +95,20 @@ class BaseModel(Method):
     def _with_tower(self, text: "LlamaConfig", tokenizer: "PreTrainedTokenizerFast") -> "PreTrainedModel":
         from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
-        vision = CLIPVisionConfig(
-            hidden_size=self.hidden_size, intermediate_size=self.intermediate_size, num_hidden_layers=2,
-            num_attention_heads=self.num_heads, image_size=self.image_size, patch_size=_PATCH,
-        )  # fmt: skip
+        vision = CLIPVisionConfig(**self.tower())
         image = tokenizer.convert_tokens_to_ids(_IMAGE)
         config = LlavaConfig(
             text_config=text, vision_config=vision, image_token_index=image, vision_feature_layer=-1,
             vision_feature_select_strategy=_FEATURES, tie_word_embeddings=self.tie_embeddings,
         )  # fmt: skip
         return LlavaForConditionalGeneration(config)
+
+    def tower(self) -> dict[str, object]:
+        """The config of what reads images."""
+        return {
+            "hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size, "num_hidden_layers": 2,
+            "num_attention_heads": self.num_heads, "image_size": self.image_size, "patch_size": _PATCH,
+        }  # fmt: skip
 
     def _processor(self) -> dict[str, object]:
         """The file of its processor: an image is brought to the size of the tower."""

@@ -17,7 +17,7 @@ from flows.reports.wording import gib
 from lineage.artifact import SOURCE, Kind, Source
 from lineage.errors import ConfigError
 from lineage.record.environment import list_gpus
-from lineage.source.model_files import read_json
+from lineage.source.model_files import processor_file, read_json
 from lineage.source.peft_adapter import base_source, is_peft
 from lineage.source.sources import local_paths
 from tasks.base_model import BaseModel
@@ -122,7 +122,7 @@ def local_model(source: Source | None) -> Path | None:
 def read_model(path: Path | None) -> Model | None:
     """Architecture and shapes of a model directory."""
     config = read_json(path, "config.json") if path else None
-    found = architecture(config) if isinstance(config, dict) else None
+    found = architecture(config, processor_file(path)) if path and isinstance(config, dict) else None
     return (found, model_shapes(path) or found.shapes()) if path and found else None
 
 
@@ -131,6 +131,7 @@ def planned_model(made: BaseModel) -> Model | None:
     config: Mapping[str, object] = {
         **asdict(made), "model_type": "llama", "num_hidden_layers": made.num_layers,
         "num_attention_heads": made.num_heads, "tie_word_embeddings": made.tie_embeddings,
+        "vision_config": made.tower() if made.image_size else None,
     }  # fmt: skip
     found = architecture(config)
     return (found, found.shapes()) if found else None

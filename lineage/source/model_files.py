@@ -148,6 +148,11 @@ def read_json(directory: Path | None, name: str) -> object:
 HEAD = "score.weight"  # of a sequence classifier on a decoder
 
 
+def processor_file(directory: Path) -> object:
+    """What the file of a model's processor of images says; None: there is none."""
+    return next((each for name in PROCESSOR_FILES[:2] if (each := read_json(directory, name)) is not None), None)
+
+
 def why_no_reward_model(config: object, directories: Iterable[Path]) -> str | None:
     """Why a model scores no answers; None: it does.
 

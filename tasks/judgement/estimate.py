@@ -8,7 +8,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from tasks.context import Resources
-from tasks.judgement.disk_need import NOT_LINEAR, Shapes, frozen_names, weights_of_adapter
+from tasks.data.images import Images
+from tasks.judgement.disk_need import NOT_LINEAR, Shapes, frozen_names, parts_trained, weights_of_adapter
 from tasks.recipe import FROZEN_POLICY, REWARD_HEAD, REWARD_MODEL, TEACHER, VALUE_MODEL, TrainingRecipe
 from tasks.train.sharding import STRATEGIES, Part, divided_over
 
@@ -30,6 +31,10 @@ _UNGATED = (
 # input of two norms (6), queries, the output of attention and the copy of it that the last projection reads (3).
 _KEPT_HIDDEN = 9
 _KEPT_MLP = 4  # gate, its activation, up, their product: in units of the intermediate size
+_KEPT_OF_TOWER = {"silu": 4, "quick_gelu": 3}  # activation of a tower: the same in its MLP; 2 of all others
+_KEPT_ENDS = 3  # before and behind the layers of a tower, in units of its hidden size
+_OF_ATTENTION = tuple(f"self_attn.{each}_proj" for each in ("q", "k", "v", "out"))  # layers of a tower
+_MOST_PIXELS = 12_845_056  # of an image, where the processor's files do not say it: Qwen2-VL's
 _LOGIT_COPIES = 3  # logits, log-probabilities, their gradient
 MOST_TOKENS = 2**16  # of a forward pass under micro_batch_size=auto: more fill no GPU better
 _CPU_TOKENS = 2**12  # the same on a CPU
@@ -37,6 +42,62 @@ _LONGER_STEPS = 1.1  # tokens of a long step, in those of a mean one
 _MAX_LOGITS = 2**27  # above, the head computes chunks of tokens x vocabulary: tasks.train.kernels.padding_free
 _CHUNK = (4096, 32768)
 _FILL = 0.88  # share of the memory that such a pass is planned to take
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower:
+    """The numbers that determine what a model does to read an image.
+
+    Args:
+        patches: that its layers read of an image, at most, in all of its tiles.
+        merged: patches of a token of the text.
+        scales: whether a larger image has more patches.
+        numbers: that a patch is made of; side: its pixels in one direction.
+        activation: of its MLPs; silu has a gate.
+    """
+
+    hidden: int
+    intermediate: int
+    layers: int
+    patches: int
+    merged: float
+    scales: bool
+    numbers: int
+    side: int
+    activation: object
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == "silu"
+
+    @property
+    def kept(self) -> int:
+        """Numbers per patch and layer that the backward pass keeps, as counted with each family."""
+        # Two norms (4), queries, keys, values and the output of attention (4); before they are rotated, also three.
+        rotated = (3 + self.gated) * self.hidden if self.scales else 0
+        return 8 * self.hidden + rotated + _KEPT_OF_TOWER.get(str(self.activation), 2) * self.intermediate
+
+    @property
+    def flops(self) -> float:
+        """Operations of a forward pass over an image."""
+        layer = self.hidden * (4 * self.hidden + (3 if self.gated else 2) * self.intermediate)
+        return (
+            2.0 * self.patches * (self.layers * (layer + 2 * self.patches * self.hidden) + self.numbers * self.hidden)
+        )
+
+    def shapes(self, hidden: int) -> Shapes:
+        """The shapes of its weights, and of a projector to text of this width, under the names of LLaVA."""
+        own: dict[str, tuple[int, ...]] = dict.fromkeys(_OF_ATTENTION, (self.hidden, self.hidden))
+        own |= {each: (self.hidden,) for each in ("layer_norm1", "layer_norm2")}
+        gate = {"mlp.gate": (self.intermediate, self.hidden)} if self.gated else {}
+        own |= {**gate, "mlp.fc1": (self.intermediate, self.hidden), "mlp.fc2": (self.hidden, self.intermediate)}
+        of_layers = {f"layers.{i}.{name}.weight": shape for i in range(self.layers) for name, shape in own.items()}
+        tower = {"embeddings.patch_embedding.weight": (self.hidden, self.numbers), **of_layers}
+        projector = {"linear_1": (hidden, round(self.hidden * self.merged)), "linear_2": (hidden, hidden)}
+        return {
+            **{f"model.vision_tower.{name}": shape for name, shape in tower.items()},
+            **{f"model.multi_modal_projector.{name}.weight": shape for name, shape in projector.items()},
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +109,7 @@ class Architecture:
         heads, kv_heads, head: attention: queries, keys and values, and dimensions of each.
         experts, active: of a mixture of experts: how many there are in a layer, and how many process a token; 1: none.
         gated: whether its MLP has a gate beside the projections up and down, as that of Llama; GPT-2's has none.
+        tower: of a model that reads images.
     """
 
     family: str
@@ -62,6 +124,7 @@ class Architecture:
     experts: int = 1
     active: int = 1
     gated: bool = True
+    tower: Tower | None = None
 
     @property
     def mlp_matrices(self) -> int:
@@ -85,12 +148,16 @@ class Architecture:
         layers = {f"model.layers.{i}.{name}.weight": shape for i in range(self.layers) for name, shape in own.items()}
         ends = {"model.embed_tokens.weight": (self.vocabulary, self.hidden), "model.norm.weight": (self.hidden,)}
         head = {} if self.tied else {"lm_head.weight": (self.vocabulary, self.hidden)}
-        return {**ends, **layers, **head}
+        return {**ends, **layers, **head, **(self.tower.shapes(self.hidden) if self.tower else {})}
 
 
-def architecture(config: Mapping[str, object]) -> Architecture | None:
-    """The architecture in a ``config.json``; None: a number is missing."""
-    nested = config.get("text_config")
+def architecture(config: Mapping[str, object], processor: object = None) -> Architecture | None:
+    """The architecture in a ``config.json``; None: a number is missing.
+
+    Args:
+        processor: the file of the processor of images, which says how large they may be.
+    """
+    nested, tower = config.get("text_config"), _tower(config, processor if isinstance(processor, Mapping) else {})
     if isinstance(nested, Mapping):
         config = {**config, **nested}
     found = {name: _number(config, *keys) for name, keys in _NAMES.items()}
@@ -105,8 +172,61 @@ def architecture(config: Mapping[str, object]) -> Architecture | None:
         tied=bool(config.get("tie_word_embeddings", config.get("model_type") in ("gpt2", "gemma", "gemma2"))),
         experts=_number(config, "num_local_experts", "num_experts", "n_routed_experts") or 1,
         active=_number(config, "num_experts_per_tok") or 1,
-        gated=config.get("model_type") not in _UNGATED,
+        gated=config.get("model_type") not in _UNGATED, tower=tower,
     )  # fmt: skip
+
+
+def _tower(config: Mapping[str, object], processor: Mapping[str, object]) -> Tower | None:
+    """What reads images; None: nothing does, or a number is missing."""
+    vision, files = config.get("vision_config"), processor.get("image_processor", processor)
+    if not isinstance(vision, Mapping) or not isinstance(files, Mapping):
+        return None
+    hidden = _number(vision, "embed_dim", *_NAMES["hidden"])
+    layers, patch = _number(vision, "depth", *_NAMES["layers"]), _side(vision, "patch_size")
+    if not (hidden and layers and patch):
+        return None
+    size, merge = files.get("size"), _number(vision, "spatial_merge_size")
+    ratio, pooled = config.get("downsample_ratio"), _number(config, "mm_tokens_per_image")
+    pixels = _number(files, "max_pixels") or (_number(size, "longest_edge") if isinstance(size, Mapping) else None)
+    if merge:  # images of any size
+        patches = (pixels or _MOST_PIXELS) // patch**2
+    elif not (side := _side(vision, "image_size")):
+        return None
+    else:
+        patches = _tiles(config, vision, files, side) * (side // patch) ** 2
+    numbers = (_number(vision, "num_channels", "in_channels") or 3) * patch**2
+    merged: float = (merge or _number(config, "scale_factor") or 1) ** 2
+    if pooled:
+        merged = max(1.0, patches / pooled)
+    elif isinstance(ratio, float) and ratio > 0:
+        merged = 1 / ratio**2
+    is_quick = vision.get("model_type") in ("clip_vision_model", "qwen2_vl")  # whose files may leave it out
+    return Tower(
+        hidden=hidden, layers=layers + (_number(vision, "num_global_layers") or 0), patches=patches,
+        intermediate=_number(vision, "intermediate_size") or (_number(vision, "mlp_ratio") or 4) * hidden,
+        merged=merged, scales=bool(merge), numbers=numbers * (_number(vision, "temporal_patch_size") or 1),
+        side=patch, activation=vision.get("hidden_act", "quick_gelu" if is_quick else None),
+    )  # fmt: skip
+
+
+def _tiles(config: Mapping[str, object], vision: Mapping[str, object], files: Mapping[str, object], side: int) -> int:
+    """Into how many pictures of the tower's size a processor divides an image, at most."""
+    if found := _number(vision, "max_num_tiles"):
+        return found
+    if isinstance(pinpoints := config.get("image_grid_pinpoints"), list):
+        return 1 + max(int(height) * int(width) // side**2 for height, width in pinpoints)
+    if files.get("crop_to_patches") and (most := _number(files, "max_patches")):
+        return 1 + most
+    edges = [_number(each, "longest_edge") if isinstance(each := files.get(name), Mapping) else None
+             for name in ("size", "max_image_size")]  # fmt: skip
+    if edges[0] and edges[1] and files.get("do_image_splitting", True):
+        return 1 + math.ceil(edges[0] / edges[1]) ** 2
+    return 1
+
+
+def _side(config: Mapping[str, object], name: str) -> int | None:
+    found = config.get(name)
+    return _number({name: found[0]}, name) if isinstance(found, list | tuple) and found else _number(config, name)
 
 
 def _number(config: Mapping[str, object], *names: str) -> int | None:
@@ -245,6 +365,9 @@ def memory(
     optimizer = weights.trained * (method.optimizer.state_bytes + whole.copied) + trained_split * 2
     beside = _frozen_weights(method, resources, weights.base, frozen) * dtype
     activations, logits = _activations_and_logits(method, resources, found, at_once, width)
+    row = (mean / sequences(method) if mean else tokens) or 1
+    rows = _rows_of_pass(method, resources, at_once, row)
+    activations = _with_images(method, resources, found, rows, row, activations, width)
     if resources.gpus_per_worker and not (method.adapter or resources.checkpointed_layers or split) and width < _FLOAT:
         activations += linear * width  # the casts of autocast, which the backward pass reads
     # The outer weights and momentum of an island are in the CPU's memory of its first worker.
@@ -392,6 +515,54 @@ def _activations_and_logits(
     scores = resources.rows_at_once * sequences(method) * _FLOAT
     logits = scores if is_head else tokens * found.vocabulary * _LOGIT_COPIES * _FLOAT
     return _activations(found, tokens, width, resources.checkpointed_layers), logits
+
+
+def _with_images(
+    method: TrainingRecipe, resources: Resources, found: Architecture, rows: float, tokens: float, others: int,
+    width: int,
+) -> int:  # fmt: skip
+    """Bytes of activations, with those of an image in each row that is read at once.
+
+    A tower that is not trained keeps nothing but its output: what a layer of it takes is freed before text is read.
+
+    Args:
+        rows, tokens: rows of a pass, and tokens of a row.
+        others: bytes of those of the text.
+    """
+    tower = _tower_in_use(method, found, tokens)
+    if tower is None:
+        return others
+    patches, trains = round(rows * tower.patches), parts_trained(method)
+    inputs = patches * (tower.numbers * _FLOAT + tower.hidden * width)
+    if "projector" in trains:
+        inputs += round(patches * (2 * tower.hidden + 3 * found.hidden / tower.merged) * width)
+    if "vision" not in trains:
+        return inputs + max(others, patches * tower.kept * width)
+    every = resources.checkpointed_layers
+    kept = (tower.layers if every is None else 1) * tower.kept + _KEPT_ENDS * tower.hidden
+    if every is not None:
+        kept += math.ceil(tower.layers / every) * tower.hidden
+    return inputs + others + patches * kept * width
+
+
+def _tower_in_use(method: TrainingRecipe, found: Architecture, tokens: float) -> Tower | None:
+    """What reads the images of a training whose rows have so many tokens; None: they have none."""
+    images: Images | None = getattr(method, "images", None)
+    if images is None or found.tower is None:
+        return None
+    tower = found.tower
+    if not tower.scales:
+        return tower
+    most = min(tokens, method.max_length) * tower.merged
+    of_pixels = images.max_pixels // tower.side**2 if images.max_pixels else tower.patches
+    return replace(tower, patches=max(1, min(of_pixels, round(most))))
+
+
+def _rows_of_pass(method: TrainingRecipe, resources: Resources, at_once: int, row: float) -> float:
+    """Rows of a forward pass of so many tokens."""
+    if resources.micro_batch_size == "auto":
+        return at_once / row
+    return max(resources.rows_at_once * sequences(method), at_once / method.max_length)
 
 
 def _activations_of_gpu(
@@ -567,6 +738,12 @@ def flops_per_token(
     return trained + reference + teachers + rewards + generated
 
 
+def _flops_of_images(method: TrainingRecipe, found: Architecture, tokens: float) -> float:
+    """Operations of a row's image: a forward pass of the tower in each of its sequences, and the backward pass."""
+    tower = _tower_in_use(method, found, tokens)
+    return sequences(method) * tower.flops * (3 if "vision" in parts_trained(method) else 1) if tower else 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What a training computes.
@@ -603,8 +780,9 @@ def work(
     passes = resources.accumulation_steps(method.global_batch_size)
     if resources.micro_batch_size == "auto":
         _, passes = _at_once(method, resources, found, shapes, tokens, capacity)
+    flops = total * flops_per_token(found, method, resources, round(each), slots)
     return Work(
-        tokens=total, flops=total * flops_per_token(found, method, resources, round(each), slots),
+        tokens=total, flops=flops + rows * _flops_of_images(method, found, each),
         passes=num_steps * passes,
         moved=total * (found.layers * _kept(found) + head),
     )  # fmt: skip

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallb
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, StoppedError
+from lineage.source.model_files import processor_file
 from tasks.context import AUTO_ROWS
 from tasks.data.images import Images
 from tasks.data.tokens.rendering import stop_at, turn_ends
@@ -506,7 +507,7 @@ class TrainingRun:
     def _tokens_at_once(self) -> int:
         """Tokens of a forward pass under ``micro_batch_size=auto``, by the estimate."""
         config, resources = self._start.model.config, self.ctx.resources
-        found, held = architecture(config.to_dict()), 0
+        found, held = architecture(config.to_dict(), processor_file(self.inputs[_POLICY].path)), 0
         if resources.gpus_per_worker:
             held = int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
         if found is None:
