@@ -217,6 +217,33 @@ SHORT_FORMS = {
 ADAPTER_FACTOR = 10  # of the default learning rate: few weights that start at zero take larger steps
 
 
+def unfreeze(where: str, recipe: dict[str, object]) -> None:
+    """Replaces a list of frozen parts in the fields of a method, ``freeze: [vision, projector]``, by those of images.
+
+    Raises:
+        ConfigError: it names another part, or a part is to be trained and rows have no images.
+    """
+    listed, parts = recipe.get("freeze"), ("vision", "projector", "language")
+    frozen = [listed] if isinstance(listed, str) and listed in parts else listed
+    if not isinstance(frozen, list):
+        return
+    if unknown := [each for each in frozen if each not in parts]:
+        raise ConfigError(
+            f"{where}.freeze={frozen}: {unknown[0]} is no part of a model; {', '.join(parts)} are accepted; other "
+            f"modules are named by {where}.freeze.modules=NAME"
+        )
+    images, recipe["freeze"] = recipe.get("images"), None
+    trains = [part for part in parts[:2] if part not in frozen]
+    if isinstance(images, Mapping):
+        language = "frozen" if "language" in frozen else None
+        recipe["images"] = {**images, "trains": trains or None, "language": language}
+    elif trains or "language" in frozen:
+        raise ConfigError(
+            f"{where}.freeze={frozen}: rows of text train the language part alone, so that it says nothing else; to "
+            f"train on rows with images set model.kind=vlm; for rows of text set {where}.freeze=[vision,projector]"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingRecipe(Method):
     """The fields that every gradient-descent method has; all of them are identity.

@@ -94,9 +94,18 @@ FAMILIES: Mapping[str, Family] = {
         {"processor_class": "Gemma3Processor", "image_seq_length": 4,
          "image_processor": {"image_processor_type": "Gemma3ImageProcessor", "size": _SQUARE}},
     ),
+    "mllama": (  # its head has no place for the token of an image, which is the last of the vocabulary
+        {"vocab_size": "<|image|>", "num_hidden_layers": 3, "cross_attention_layers": [1], "bos_token_id": 1},
+        {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_global_layers": 1,
+         "attention_heads": 2, "image_size": 28, "patch_size": 14, "intermediate_layers_indices": [0],
+         "vision_output_dim": 64},
+        {"image_token_index": "<|image|>"}, {"image_token": "<|image|>"},
+        {"processor_class": "MllamaProcessor",
+         "image_processor": {"image_processor_type": "MllamaImageProcessor", "size": _SQUARE, "max_image_tiles": 4}},
+    ),
 }  # fmt: skip
 _WRITTEN = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), "<|vision_start|><|image_pad|><|vision_end|>")
-_WRITTEN |= {"gemma3": "<start_of_image>", "internvl": "<IMG_CONTEXT>"}
+_WRITTEN |= {"gemma3": "<start_of_image>", "internvl": "<IMG_CONTEXT>", "mllama": "<|image|>"}
 _TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}{{ 'MARK' }}"
@@ -118,11 +127,15 @@ def write_vision_model(directory: Path, family: str, seed: int = 0) -> Path:
     tokenizer.add_tokens(sorted({*tokens, *(rows if family in ("idefics3", "smolvlm") else [])}), special_tokens=True)
     tokenizer.save_pretrained(directory)
     file = directory / "tokenizer_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "extra_special_tokens": named}))
+    bos = {"bos_token": "<|im_start|>"} if family == "mllama" else {}  # its processor puts one where there is none
+    file.write_text(json.dumps({**json.loads(file.read_text()), **bos, "extra_special_tokens": named}))
     (directory / "processor_config.json").write_text(json.dumps(processor))
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     known = tokenizer.get_vocab()
-    fields = {name: known.get(value, value) if isinstance(value, str) else value for name, value in whole.items()}
+    text, fields = (
+        {name: known.get(value, value) if isinstance(value, str) else value for name, value in each.items()}
+        for each in (text, whole)
+    )
     config = AutoConfig.for_model(family, text_config={**_TEXT, **ids, **text}, vision_config=vision, **fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -130,6 +143,8 @@ def write_vision_model(directory: Path, family: str, seed: int = 0) -> Path:
         for name, each in model.named_parameters():  # so that images count beside text
             if each.dim() > 1 and "embed_tokens" not in name:
                 each.data = torch.randn_like(each) * 0.1
+            elif "cross_attn" in name and name.endswith("_gate"):
+                each.data.fill_(1.0)
         model.save_pretrained(directory)
     return directory
 

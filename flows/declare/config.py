@@ -41,7 +41,7 @@ from lineage.fingerprint import field_names
 from lineage.store import store_path
 from tasks.context import Resources
 from tasks.method import LOOP_FIELDS, Method, Training
-from tasks.recipe import SHORT_FORMS
+from tasks.recipe import SHORT_FORMS, unfreeze
 from tasks.train.compatibility import check_compatible
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -730,10 +730,10 @@ def _stage(name: str, node: Node, root: Root, tree: Node) -> Stage:
         "precision": root.precision if _applies_precision(cls) else None,
         "images": {} if root.model and root.model.kind == "vlm" else None,
     }  # fmt: skip
-    taken = set(field_names(cls))
-    for key in defaults.keys() & taken:
+    for key in defaults.keys() & (taken := set(field_names(cls))):
         if defaults[key] is not None:
             recipe[key] = _merged(defaults[key], recipe[key]) if key in recipe else defaults[key]
+    unfreeze(f"{where}.method", recipe)
     # The root's resources are the defaults of all stages.
     resources = typed(Resources, {**_nodes(tree, "resources"), **parts.resources}, f"{where}.resources")
     if "adapter" not in taken or recipe.get("adapter") != AUTO:

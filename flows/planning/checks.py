@@ -36,7 +36,6 @@ from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Training
 from tasks.model.positions import (
     SCORED,
     learned_positions,
-    no_scores,
     reads_padding,
     too_few_positions,
     why_not_causal,
@@ -172,9 +171,6 @@ def check_positions(pipeline: Pipeline) -> None:
     for name, method, config in _trainings(pipeline):
         if isinstance(method, Completing) and reads_padding(config):
             raise ConfigError(f"stages.{name}: {why_not_sampled(config['model_type'])}")
-        is_composite = config.get("vision_config") is not None and config["model_type"] not in SCORED
-        if is_composite and REWARD_HEAD in method.models.values():
-            raise ConfigError(f"stages.{name}: {no_scores(config['model_type'])}")
         positions = learned_positions(config)
         if positions is not None and method.max_length > positions:
             wrong = too_few_positions(method.max_length, positions, str(config["model_type"]))
@@ -226,9 +222,14 @@ _NO_PLACE = {"lm_head", "embed_out", "mtp"}  # parts of names
 
 
 def left_out_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
-    """Notes on what a reward model has no place for: the head over the vocabulary, and those for several tokens."""
+    """Notes on what a reward model has no place for: the head over the vocabulary, and those for several tokens.
+
+    And on those that transformers has no class for.
+    """
     notes = []
-    for name, method, _ in _trainings(pipeline):
+    for name, method, config in _trainings(pipeline):
+        if name in stages and REWARD_HEAD in method.models.values() and config.get("vision_config") is not None:
+            notes += [_class_of_scores(name, config["model_type"])] if config["model_type"] not in SCORED else []
         directory = root_directory(pipeline, name)
         if name in stages and directory and REWARD_HEAD in method.models.values():
             found = [each for each in weight_places(directory) if _NO_PLACE & set(each.split("."))]
@@ -236,6 +237,14 @@ def left_out_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
                 shown = ", ".join(found[:4]) + f" and {len(found) - 4} more" * (len(found) > 4)
                 notes.append(f"{name}: a reward model has no place for {shown}: its output leaves them out")
     return notes
+
+
+def _class_of_scores(name: str, model_type: object) -> str:
+    return (
+        f"{name}: transformers has no class of type {model_type} with a head for scores: posttrain reads the output "
+        "with one of its own; in other programs load it with AutoModel, and multiply the state of a row's last token "
+        "with score.weight of its files (docs/vlm.md)"
+    )
 
 
 # What transformers' classes split text by, whatever tokenizer.json says; and the bodies whose class is always taken.

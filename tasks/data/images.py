@@ -40,6 +40,8 @@ MAX_PIXELS = 2**26  # which are 192 MiB as RGB
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # with 8 bits a channel or fewer
 Part = Literal["projector", "vision"]  # of a model, beside its language model
+# All parts; cross_attention: layers of a language model that attend to images.
+ModelPart = Part | Literal["language", "cross_attention"]
 COLUMNS = ("images", "image")
 _WRITTEN = "<image>"  # where an image of the column belongs, in a user's text
 _KINDS = ("image", "image_url", "image_path", "image_binary", "input_image")  # types of content items
@@ -69,17 +71,26 @@ _ORIENTATION = 0x0112  # EXIF; from 5 on, width and height change places
 class Images(Setting):
     """Rows may have images. The vision tower and the projector are frozen, unless ``trains`` names them.
 
+    ``freeze=[vision]`` of a method is short for ``images.trains=[projector]``: it names what is frozen.
+
     Args:
         trains: the parts that are trained beside the language model.
+        language: ``frozen``: those of ``trains`` alone are trained.
         min_pixels, max_pixels: an image of fewer or more is resized, where the processor counts pixels (Qwen2-VL and
             its kin); written into the output. None: as the processor's files say.
     """
 
     trains: tuple[Part, ...] | None = None
+    language: Literal["frozen"] | None = None
     min_pixels: Annotated[int, Gt(0)] | None = None
     max_pixels: Annotated[int, Gt(0)] | None = None
 
     def __post_init__(self) -> None:
+        if self.language and not self.trains:
+            raise ConfigError(
+                "images.language=frozen without images.trains: nothing would be trained; parts that are trained are "
+                "accepted; set images.trains=[projector], or images.language=null"
+            )
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise ConfigError(
                 f"images.min_pixels={self.min_pixels} is above images.max_pixels={self.max_pixels}; no more is "

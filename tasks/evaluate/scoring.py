@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lineage.filesystem.files import atomic_write
 from lineage.fingerprint import digest_json
+from tasks.data.kinds import IGNORED
 from tasks.model.positions import fix_length, reads_padding
 
 if TYPE_CHECKING:
@@ -227,9 +228,9 @@ def _logps_with_images(model: "PreTrainedModel", rows: Sequence[Scored], vision:
     images = vision.inputs([row.images for row in rows], ids_BT)
     logits_BTV = model(input_ids=ids_BT, attention_mask=attention_BT, use_cache=False, **images).logits[:, :-1]
     logps_BT = -torch.nn.functional.cross_entropy(
-        logits_BTV.float().flatten(0, 1), ids_BT[:, 1:].flatten(), reduction="none"
+        logits_BTV.float().flatten(0, 1), ids_BT.where(mask_BT == 1, IGNORED)[:, 1:].flatten(), reduction="none"
     ).view_as(ids_BT[:, 1:])
-    return [float(total) for total in (logps_BT.double() * mask_BT[:, 1:]).sum(1)]
+    return [float(total) for total in logps_BT.double().sum(1)]
 
 
 def rewards(

@@ -16,7 +16,7 @@ from lineage.filesystem.disk import free_bytes, gigabytes
 from lineage.source.model_files import read_json, require_sound, weight_places
 from lineage.store import Entry
 from tasks.context import Resources
-from tasks.data.images import Images, Part
+from tasks.data.images import Images, ModelPart
 from tasks.judgement.check_rows import POLICY
 from tasks.recipe import REWARD_HEAD, VALUE_MODEL, TrainingRecipe
 from tasks.train.models.adapters import ADAPTERS, HEADS, Adapter, adapts_experts, targets
@@ -269,10 +269,15 @@ def _packed_in_words(weights: Mapping[str, "_Slice"], config: object) -> Shapes:
     }  # fmt: skip
 
 
-def parts_trained(method: TrainingRecipe) -> tuple[Part, ...]:
-    """The parts beside the language model that a training changes."""
+_TEXT: tuple[ModelPart, ...] = ("language",)  # the parts that rows of text train
+
+
+def parts_trained(method: TrainingRecipe) -> tuple[ModelPart, ...]:
+    """The parts of a model that a training changes."""
     images: Images | None = getattr(method, "images", None)
-    return (images.trains if images else None) or ()
+    if images is None:
+        return _TEXT
+    return (*(images.trains or ()), *(() if images.language else ("language", "cross_attention")))
 
 
 def weights_of_adapter(method: TrainingRecipe, shapes: Shapes) -> tuple[int, int]:
@@ -283,13 +288,13 @@ def weights_of_adapter(method: TrainingRecipe, shapes: Shapes) -> tuple[int, int
 
 
 def adapter_weights(
-    adapter: Adapter, shapes: Shapes, *, is_quantized: bool = False, trains: Collection[Part] = ()
+    adapter: Adapter, shapes: Shapes, *, is_quantized: bool = False, trains: Collection[ModelPart] = _TEXT
 ) -> tuple[int, int]:
     """Weights of an adapter on a model of these shapes: those that are trained, and those that are saved.
 
     Args:
         is_quantized: whether the base is held in few bits: the experts of a mixture then get no adapter.
-        trains: parts of the model that read images, and are trained.
+        trains: parts of the model that are trained.
 
     Raises:
         ConfigError: a name of the adapter matches no layer of the model, or the model has none of the biases.
@@ -299,7 +304,8 @@ def adapter_weights(
     row = ADAPTERS[adapter.type]
     places = {name: _layer(shapes[f"{name}.weight"]) for name in _targets(adapter, shapes)}
     layers = list(places.values())
-    left = sum(row.trained(adapter, *places[name]) for name in idle(places, trains))  # frozen
+    untouched = idle(shapes, trains)
+    left = sum(row.trained(adapter, *layer) for name, layer in places.items() if f"{name}.weight" in untouched)
     trained = sum(row.trained(adapter, *layer) for layer in layers) - left
     frozen = left + sum(row.frozen(adapter, *layer) for layer in layers) + _buffers(adapter, shapes)
     if adapts_experts(adapter) and not is_quantized:

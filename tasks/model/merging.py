@@ -352,6 +352,7 @@ def golden_values(model: "PreTrainedModel | PeftModel", prompts: Golden) -> list
             if base.get_output_embeddings() is None:
                 found.append(float(logits))
                 continue
+            ids_BT = ids_BT.clamp(max=logits.shape[-1] - 1)  # that of an image of Llama 3.2 Vision has no logit
             logps_BT = logits[:, :-1].log_softmax(-1).gather(-1, ids_BT[:, 1:, None])
             found.append(float(logps_BT.mean()))
     base.train(is_training)

@@ -28,7 +28,7 @@ _BY_NUMBER = ("hunyuan_v1_dense", "hunyuan_v1_moe", "xglm")
 NUMBERED = LEARNED_POSITIONS - {*FIRST_POSITION_IS_BEHIND} | {*_BY_NUMBER}
 # What they read before a row changes the row, whatever the mask says: a state or a window of a convolution, tokens that
 # are compressed in blocks, positions that no argument sets.
-SCORED = ("gemma3", "qwen3_5")  # models that read images and have a class with a head for scores
+SCORED = ("gemma3", "qwen3_5")  # models that read images, of which transformers has a class with a head for scores
 _READ_PADDING = frozenset({
     "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "deepseek_v4", "marian", "mbart", "mvp",
     "pegasus", "plbart", "prophetnet", "recurrent_gemma", "rwkv", "trocr", "whisper", *FIRST_POSITION_IS_BEHIND,
@@ -183,10 +183,10 @@ def why_not_causal(config: Mapping[str, object]) -> str | None:
 
 
 def no_scores(model_type: object) -> str:
-    """Why a model that reads images gets no head for scores."""
+    """Why a model that reads more than text gets no head for scores."""
     return (
-        f"a model of type {model_type} reads images too, and transformers has no class of it with a head for scores; "
-        f"a model of text, or of type {' or '.join(SCORED)}, is accepted; start from one of these"
+        f"a model of type {model_type} reads more than text, and gets no head for scores; a model of text, or one that "
+        "reads images, is accepted; start from one of these"
     )
 
 

@@ -3,6 +3,8 @@
 A chat template writes a placeholder for each image, which the processor replaces by the tokens of the image: as many as
 its size asks for, with what the family puts around them. ``Vision.expanded`` does that in the rendered text, so that
 tokens, spans and cuts are those of text. ``Vision.inputs`` makes the pixels of a batch.
+
+In Llama 3.2 Vision an image is one token, and some layers attend to it beside the text (``see_by_row``).
 """
 
 import json
@@ -10,7 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -24,7 +26,8 @@ from tasks.data.tokens.tokenization import images_of_pack
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+    from torch.nn import Module
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 _TEXT_INPUTS = ("input_ids", "attention_mask", "text_replacement_offsets")
 _TYPES = "token_type_ids"  # ends the name of the input that says which tokens are those of an image
@@ -137,12 +140,21 @@ class Vision:
         return str(self.processor.image_token)
 
     @cached_property
+    def _is_crossed(self) -> bool:
+        """Whether layers attend to images beside the text."""
+        from transformers import MllamaProcessor
+
+        return isinstance(self.processor, MllamaProcessor)
+
+    @cached_property
     def _replacements(self) -> dict[tuple[int, int], str]:
         return {}
 
     def replacement(self, place: int) -> str:
         """The text of an image's tokens, which its size determines."""
         size = self.stored.size(place)
+        if self._is_crossed:
+            return self.placeholder
         if size not in self._replacements:
             found = self.processor(
                 text=[self.placeholder], images=[[self.stored.image(place)]], return_text_replacement_offsets=True
@@ -196,7 +208,10 @@ class Vision:
         """
         import torch
 
-        rows, times = [list(map(self.stored.image, row)) for row in images if row], len(ids_BT) // len(images)
+        times = len(ids_BT) // len(images)
+        if self._is_crossed:
+            return self._crossed([*images] * times, ids_BT) if any(images) else {}
+        rows = [list(map(self.stored.image, row)) for row in images if row]
         if not rows:
             return {}
         text = [self.placeholder * len(row) for row in rows]
@@ -206,6 +221,24 @@ class Vision:
             known = torch.tensor([each for each in self.processor.image_token_ids if each is not None])
             found[name] = torch.isin(ids_BT.cpu(), known).long()
         return {name: value.to(ids_BT.device) for name, value in found.items()}
+
+    def _crossed(self, images: Sequence[Sequence[int]], ids_BT: "Tensor") -> "dict[str, Tensor]":
+        """The same for layers that attend to images: with the images that each token sees, as of the processor."""
+        import torch
+        from transformers.models.mllama.processing_mllama import (
+            convert_sparse_cross_attention_mask_to_dense,
+            get_cross_attention_token_mask,
+        )
+
+        processor = self.processor
+        found = dict(processor.image_processor([list(map(self.stored.image, row)) for row in images]))
+        mask = convert_sparse_cross_attention_mask_to_dense(
+            [get_cross_attention_token_mask(ids, processor.image_token_id) for ids in ids_BT.tolist()],
+            num_tiles=found.pop("num_tiles"), max_num_tiles=processor.image_processor.max_image_tiles,
+            length=ids_BT.shape[1],
+        )  # fmt: skip
+        found["cross_attention_mask"] = mask
+        return {name: torch.as_tensor(each, device=ids_BT.device) for name, each in found.items()}
 
     def collator(
         self, collate: "Callable[[list[dict[str, object]]], object]", *, packs: bool = False
@@ -238,6 +271,43 @@ class VisionCollator:
                 inputs = self.vision.inputs(images, ids_BT)
                 found |= {f"{prefix}{name}": each for name, each in inputs.items()}
         return found
+
+
+def see_by_row(model: "PreTrainedModel") -> None:
+    """Has layers that attend to images read of each row of a batch what they read of the row alone.
+
+    transformers gives each row of a batch as many images as the row with the most has. Tokens before the first image of
+    a row attend to all of these, and so do rows without images, which alone skip these layers.
+    """
+    if model.config.model_type == "mllama":
+        tower = model.model.vision_model
+        model.get_decoder().register_forward_pre_hook(
+            partial(_without_padded_images, tower.max_num_tiles * tower.num_patches), with_kwargs=True
+        )
+
+
+def _without_padded_images(
+    size: int, _decoder: "Module", args: tuple[object, ...], given: "dict[str, Tensor | None]"
+) -> "tuple[tuple[object, ...], dict[str, Tensor | None]]":
+    """A hook; shapes: B rows, T tokens, N images of ``size`` places each, K places.
+
+    A state of zeros adds nothing to a row.
+    """
+    import torch
+
+    states, mask_B1TK = given.get("cross_attention_states"), given.get("cross_attention_mask")
+    sees_B1T1 = given.get("full_text_row_masked_out_mask")
+    if mask_B1TK is None or sees_B1T1 is None:
+        return args, given
+    least = torch.finfo(mask_B1TK.dtype).min
+    seen_BK = ((mask_B1TK != least) & (sees_B1T1 != 0)).any(2).squeeze(1)
+    seen_BN = seen_BK.view(len(seen_BK), -1, size).any(2)
+    others_BK = ~seen_BN.repeat_interleave(size, 1) & seen_BN.any(1, keepdim=True)
+    given["cross_attention_mask"] = mask_B1TK.masked_fill((sees_B1T1 == 0) & others_BK[:, None, None], least)
+    if states is not None:
+        of_image = states.view(*seen_BN.shape, -1, states.shape[-1])
+        given["cross_attention_states"] = (of_image * seen_BN[..., None, None].to(states)).view_as(states)
+    return args, given
 
 
 def write_size(output: Path, size: Mapping[str, int]) -> None:

@@ -40,8 +40,7 @@ _ADALORA: Fields = {"method.num_steps": ADALORA_STEPS}
 _SEES: Fields = {"config.vision_config": {"patch_size": 14}, "config.model_type": "qwen2_vl"}
 # Why rows with images are refused of a family.
 _UNREAD_IMAGES = {
-    "mllama": "its layers attend to images beside the text, by a mask that is not made here",
-    "llama4": "transformers has no Pillow processor of its images, and by torchvision they would have other pixels",
+    "llama4": "its processor of images is made for torchvision alone, and here images are prepared by Pillow",
 }
 _IN_GPTQ: Fields = {"method.adapter.type": "lora", "config.quantization_config": {"quant_method": "gptq"}}
 
@@ -312,10 +311,17 @@ MODEL_RULES: tuple[Rule, ...] = (
         also={"method.images.max_pixels": 4096, **FSDP, **_SEES},
     ),
     Rule(
+        id="images-cross-attention",
+        when={"method.images": _reads_images, "config.model_type": "mllama", "resources.sharding": sharded},
+        reason="a batch without images skips the layers that attend to them, whose gradients the division waits for",
+        nearest=unsharded,
+        also={"method.images.max_pixels": 4096, **ZERO, **_SEES, "config.model_type": "mllama"},
+    ),
+    Rule(
         id="images-family", when={"method.images": _reads_images, "config.model_type": tuple(_UNREAD_IMAGES)},
         reason="it was not tried with images", detail=lambda case: _UNREAD_IMAGES[str(case.get("config.model_type"))],
         nearest={"method.images": None},
-        also={"method.images.max_pixels": 4096, **_SEES, "config.model_type": "mllama"},
+        also={"method.images.max_pixels": 4096, **_SEES, "config.model_type": "llama4"},
     ),
     Rule(
         id="images-text-model", when={"method.images": _reads_text_alone, "config.model_type": shown},

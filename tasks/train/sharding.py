@@ -557,9 +557,9 @@ def zero_args(method: "TrainingRecipe", ctx: "TrainContext") -> dict[str, object
         require_readable(Checkpoints.at(ctx.resume_from), method, resources)
     if not zero_stage(resources):
         leave_out_deepspeed()
-        trains = getattr(getattr(method, "images", None), "trains", None)
-        # A batch without images gives a tower no gradient, for which the other workers would wait.
-        return {"ddp_find_unused_parameters": True} if trains and ctx.world_size > 1 else {}
+        # A batch without images gives what reads them no gradient, for which the other workers would wait.
+        has_images = getattr(method, "images", None) is not None
+        return {"ddp_find_unused_parameters": True} if has_images and ctx.world_size > 1 else {}
     _bring_in(on_gpu=resources.gpus_per_worker > 0)
     # With bf16=True the trainer would have DeepSpeed keep the weights themselves in bf16.
     return {"deepspeed": zero_config(method, resources), "bf16": False}

@@ -66,6 +66,13 @@ FAMILIES: Mapping[str, tuple[dict[str, object], dict[str, object], dict[str, obj
          "image_size": 28, "patch_size": 14},
         {"mm_tokens_per_image": 4},
     ),
+    "mllama": (  # rows of text skip its first layer
+        {"cross_attention_layers": [0], "bos_token_id": 1},
+        {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_global_layers": 1,
+         "attention_heads": 2, "image_size": 28, "patch_size": 14, "intermediate_layers_indices": [0],
+         "vision_output_dim": 64},
+        {"image_token_index": 300},
+    ),
 }  # fmt: skip
 NOT_LOADED = {"mtp.fc.weight": (32, 64), "mtp.norm.weight": (32,)}  # no class of transformers has them
 PROCESSOR = ("preprocessor_config.json", "processor_config.json")
@@ -107,7 +114,8 @@ def test_text_trains_the_text_part_and_the_output_has_all_the_rest(
     run = training.train(sft(adapter=adapter), root, tmp_path / "output", policy=policy)
     before, after = load_file(policy / "model.safetensors"), load_file(run.output / "model.safetensors")
     assert before.keys() == after.keys()
-    tower = ("visual", "vision_tower", "multi_modal_projector", "mtp.")
+    tower = ("visual", "vision_tower", "vision_model", "multi_modal_projector", "mtp.")
+    tower += ("layers.0.",) if family == "mllama" else ()
     for name, value in before.items():
         if any(part in name for part in tower):
             assert after[name].dtype == value.dtype and torch.equal(after[name], value), name

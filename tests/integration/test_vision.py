@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModel, AutoModelForImageTextToText
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
@@ -37,7 +37,9 @@ from tests.worker_group import Asked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-FEW = [pytest.param(each, marks=[] if each in ("qwen2_vl", "gemma3") else pytest.mark.slow) for each in FAMILIES]
+FEW = [
+    pytest.param(each, marks=[] if each in ("qwen2_vl", "gemma3", "mllama") else pytest.mark.slow) for each in FAMILIES
+]
 
 
 ONE = [pytest.param(each, marks=[] if each == "qwen2_vl" else pytest.mark.slow) for each in FAMILIES]
@@ -91,6 +93,33 @@ def plain(rows: Path, model: Path, columns: tuple[tuple[str, ...], ...] = (("mes
     return dict(processor(text=texts, images=images, padding=True, padding_side="right", return_tensors="pt"))
 
 
+def plain_logits(
+    model: Path, batch: dict[str, torch.Tensor], auto: Any = AutoModelForImageTextToText, *, negative: bool = False
+) -> torch.Tensor:
+    """Those of transformers' own class. What a row of Llama 3.2 Vision reads there depends on its batch: it is alone.
+
+    Args:
+        auto: AutoModel: the last hidden states.
+        negative: of the negatives of the images.
+    """
+    whole, info = auto.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"]
+    whole, batches = whole.eval(), [batch]
+    if "cross_attention_mask" in batch:
+        batches = list[dict[str, torch.Tensor]]()
+        for at, of_images in enumerate(batch["aspect_ratio_ids"]):
+            row, count = {name: each[at : at + 1] for name, each in batch.items()}, int((of_images > 0).sum())
+            own = {"input_ids": row["input_ids"], "attention_mask": row["attention_mask"]}
+            seen = {name: row[name][:, :count] for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")}
+            seen["cross_attention_mask"] = row["cross_attention_mask"][:, :, :count]
+            batches.append({**own, **(seen if count else {})})
+    for each in batches if negative else ():
+        each |= {"pixel_values": -each["pixel_values"]} if "pixel_values" in each else {}
+    with torch.no_grad():
+        found = [whole(**each) for each in batches]
+    return torch.cat([each.last_hidden_state if auto is AutoModel else each.logits for each in found])
+
+
 @pytest.mark.parametrize("family", FEW)
 def test_tokens_and_loss_are_those_of_plain_transformers(root: Path, models: Any, tmp_path: Path, family: str) -> None:
     model = models(family)
@@ -102,11 +131,12 @@ def test_tokens_and_loss_are_those_of_plain_transformers(root: Path, models: Any
     labels = torch.full_like(expected["input_ids"], IGNORED)
     for row, found in zip(labels, rows.columns["labels"], strict=True):
         row[: len(found)] = torch.tensor(found)
-    with torch.no_grad():
-        whole = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
-        loss = whole(**expected, labels=labels).loss
-        turned = {**expected, "pixel_values": -expected["pixel_values"]}
-        assert abs(whole(**turned, labels=labels).loss - loss) > 1e-4  # images count
+    loss, turned = (
+        torch.nn.functional.cross_entropy(
+            plain_logits(model, {**expected}, negative=negative)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        ) for negative in (False, True)
+    )  # fmt: skip
+    assert abs(turned - loss) > 1e-4  # images count
     stage = sft(num_steps=1, global_batch_size=16)
     runs = [
         training.train(stage, root, tmp_path / str(size), policy=model, resources=Resources(micro_batch_size=size))
@@ -138,9 +168,8 @@ def test_pairs_have_the_log_probabilities_of_plain_transformers(
     model = models(family)
     batch = plain(root / "preferences", model, SIDES)
     mask = answered(tokens(root, model, kind=Kind.PREFERENCES), batch)
-    with torch.no_grad():
-        whole = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
-        logps = whole(**batch).logits[:, :-1].log_softmax(-1).gather(2, batch["input_ids"][:, 1:, None]).squeeze(2)
+    ids = batch["input_ids"].where(mask, 0)
+    logps = plain_logits(model, batch)[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
     chosen, rejected = (logps * mask[:, 1:]).sum(1).chunk(2)
     fields = {"num_steps": 1, "global_batch_size": 16, "max_length": 512, "images": Images()}
     for name, size in (("dpo", 16), ("dpo", 2), ("simpo", 4)):
@@ -153,10 +182,14 @@ def test_pairs_have_the_log_probabilities_of_plain_transformers(
             assert found["loss"] == pytest.approx(math.log(2), rel=1e-6)
 
 
-def test_a_reward_model_has_the_loss_of_plain_transformers(root: Path, models: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ONE)
+def test_a_reward_model_has_the_loss_of_plain_transformers(
+    root: Path, models: Any, tmp_path: Path, family: str
+) -> None:
+    """Where transformers has no class with a head, its backbone is read by the one without."""
     from transformers import AutoModelForSequenceClassification
 
-    model = models("gemma3")
+    model = models(family)
     stage = training.method(
         "reward", num_steps=1, global_batch_size=16, max_length=512, images=Images(), learning_rate=1e-12
     )
@@ -165,13 +198,16 @@ def test_a_reward_model_has_the_loss_of_plain_transformers(root: Path, models: A
         for size in (16, 2)
     ]
     batch = plain(root / "preferences", model, SIDES)
-    with torch.no_grad():
+    last, score = batch["attention_mask"].sum(1) - 1, load_file(runs[0].output / "model.safetensors")["score.weight"]
+    hidden = plain_logits(runs[0].output, {**batch}, AutoModel)[torch.arange(len(last)), last]
+    chosen, rejected = (hidden @ score.float().T).squeeze(1).chunk(2)
+    margins = chosen - rejected
+    loss = -torch.nn.functional.logsigmoid(margins).mean()
+    assert margins.abs().max() > 1e-3
+    assert [run.reports[0][1]["margin"] for run in runs] == pytest.approx([float(margins.mean())] * 2, abs=1e-5)
+    if family == "gemma3":
         whole = AutoModelForSequenceClassification.from_pretrained(runs[0].output, dtype=torch.float32).eval()
-        hidden = whole.model(**batch).last_hidden_state
-        last = batch["attention_mask"].sum(1) - 1
-        chosen, rejected = whole.score(hidden[torch.arange(len(last)), last]).squeeze(1).chunk(2)
-        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
-    assert abs(float(loss) - math.log(2)) > 1e-3
+        torch.testing.assert_close(whole.score.weight, score.float())
     assert [run.losses[0] for run in runs] == pytest.approx([float(loss)] * 2, rel=1e-5)
 
 
@@ -247,32 +283,49 @@ def changed(before: Path, after: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("trains", "parts"),
+    ("images", "parts"),
     [
-        (None, {"text"}),
-        (("projector",), {"text", "projector"}),
-        (("vision", "projector"), {"text", "projector", "vision"}),
+        (Images(), {"text"}),
+        (Images(trains=("projector",)), {"text", "projector"}),
+        (Images(trains=("vision", "projector")), {"text", "projector", "vision"}),
+        (Images(trains=("projector",), language="frozen"), {"projector"}),
     ],
 )
 def test_the_language_model_alone_is_trained_unless_other_parts_are_named(
-    root: Path, models: Any, tmp_path: Path, trains: Any, parts: set[str]
+    root: Path, models: Any, tmp_path: Path, images: Images, parts: set[str]
 ) -> None:
-    model = models("gemma3")
-    run = training.train(sft(images=Images(trains=trains), learning_rate=1e-2), root, tmp_path / "out", policy=model)
+    """Also where a micro batch has no images, and the language model is frozen."""
+    model, resources = models("gemma3"), Resources(micro_batch_size=1 if images.language else 4)
+    stage = sft(images=images, learning_rate=1e-2)
+    run = training.train(stage, root, tmp_path / "out", policy=model, resources=resources)
     assert changed(model, run.output) == parts
     assert run.losses[1] < run.losses[0]
     again = training.train(sft(num_steps=1), root, tmp_path / "again", policy=run.output)  # the output reads images
     assert again.losses
 
 
-@pytest.mark.parametrize("trains", [(), pytest.param(("projector",), marks=pytest.mark.slow), ("vision", "projector")])
+@pytest.mark.parametrize(
+    "images",
+    [
+        Images(),
+        pytest.param(Images(trains=("projector",)), marks=pytest.mark.slow),
+        pytest.param(Images(trains=("vision",)), marks=pytest.mark.slow),
+        Images(trains=("vision", "projector")),
+        pytest.param(Images(trains=("projector",), language="frozen"), marks=pytest.mark.slow),
+        Images(trains=("vision",), language="frozen"),
+    ],
+)
 def test_an_adapter_trains_the_language_model_and_the_parts_that_are_named(
-    root: Path, models: Any, tmp_path: Path, trains: Any
+    root: Path, models: Any, tmp_path: Path, images: Images
 ) -> None:
     model = models("qwen2_vl")
-    stage = sft(adapter=Adapter(rank=2), learning_rate=1e-2, images=Images(trains=trains or None))
+    stage = sft(adapter=Adapter(rank=2), learning_rate=1e-2, images=images)
     run = training.train(stage, root, tmp_path / "out", policy=model)
-    assert changed(model, run.output) == {"text", *trains} and run.losses[1] < run.losses[0]
+    parts = {*(images.trains or ()), *(() if images.language else ("text",))}
+    assert changed(model, run.output) == parts and run.losses[1] < run.losses[0]
+    adapter = load_file(run.output / "adapter" / "adapter_model.safetensors")
+    moved = {name for name, each in adapter.items() if "lora_B" in name and each.any()}  # B starts as zeros
+    assert {part_of(name) if "visual" in name else "text" for name in moved} == parts
 
 
 def test_a_part_without_a_linear_layer_gets_no_adapter(root: Path, models: Any, tmp_path: Path) -> None:
@@ -281,7 +334,7 @@ def test_a_part_without_a_linear_layer_gets_no_adapter(root: Path, models: Any, 
         training.train(stage, root, tmp_path / "out", policy=models("gemma3"))
 
 
-RESUMED = [("sft", family) for family in FAMILIES] + [("dpo", "gemma3"), ("reward", "gemma3"), ("grpo", "llava")]
+RESUMED = [("sft", family) for family in FAMILIES] + [("dpo", "gemma3"), ("reward", "qwen2_vl"), ("grpo", "llava")]
 
 
 @pytest.mark.parametrize(
@@ -313,14 +366,10 @@ def test_a_teacher_reads_the_images_that_its_student_reads(
     ]  # fmt: skip
     batch = plain(root / "conversations", models(family))
     labels = tokens(root, models(family)).columns["labels"]
-    with torch.no_grad():
-        student, teacher = (
-            AutoModelForImageTextToText.from_pretrained(each, dtype=torch.float32)
-            .eval()(**batch)
-            .logits.log_softmax(-1)
-            for each in (models(family), tmp_path / "inputs" / "teacher")
-        )
-        kl = torch.nn.functional.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+    student, teacher = (
+        plain_logits(each, batch).log_softmax(-1) for each in (models(family), tmp_path / "inputs" / "teacher")
+    )
+    kl = torch.nn.functional.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
     found = [
         value
         for row, own in zip(kl.tolist(), labels, strict=True)

@@ -10,17 +10,20 @@ from annotated_types import Gt
 
 from lineage.errors import ConfigError
 from lineage.fingerprint import Setting
-from tasks.data.images import Part
+from tasks.data.images import ModelPart, Part
 from tasks.train.optim.optimizers import names_in
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module
     from transformers import PreTrainedModel
 
 _PROJECTORS = ("projector", "connector", "merger", "modality_projection", "aligner")  # in the names of what joins both
 TOWERS = ("vision", "visual", "audio", *_PROJECTORS)  # in the names of what reads no text
 _EMBEDDINGS = ("embed", "wte", "wpe")  # in the names of what lies before the blocks
-_TRAINED = "_trained_beside_text"  # attribute of a model: its parts that text does not reach, and images train
+_CROSSES = ".cross_attn_attn_gate"  # ends the name of a parameter of each layer that attends to images
+_TRAINED = "_trained_parts"  # attribute of a model that reads images
+_GIVES_GRADIENTS = "_embeddings_give_gradients"
 logger = logging.getLogger(__name__)
 
 
@@ -115,7 +118,7 @@ def freeze(model: "Module", setting: Freeze) -> None:
 def unread_by_text(model: "PreTrainedModel") -> set[str]:
     """The names of the parameters that rows of text never reach, as those of a vision tower; empty: of a text model.
 
-    They are all but the decoder, the embedding and the head.
+    They are all but the decoder, the embedding and the head; and of the decoder the layers that attend to images.
     """
     if model.config.get_text_config() is model.config:
         return set()
@@ -126,7 +129,8 @@ def unread_by_text(model: "PreTrainedModel") -> set[str]:
         getattr(model, "score", None),
     ]
     read = {id(each) for part in parts if part is not None for each in part.parameters()}
-    return {name for name, each in model.named_parameters() if id(each) not in read}
+    named = dict(model.named_parameters())
+    return {name for name, each in named.items() if id(each) not in read} | _crossed(named)
 
 
 def part_of(parameter: str) -> Part:
@@ -134,44 +138,82 @@ def part_of(parameter: str) -> Part:
     return "projector" if any(word in parameter for word in _PROJECTORS) else "vision"
 
 
-def idle(names: Iterable[str], trains: Collection[Part] | None) -> set[str]:
-    """Of the names of weights those of a tower or projector that a training leaves as they are: it is in no memory yet.
+def _crossed(names: Collection[str]) -> set[str]:
+    """Of the names of weights those of layers that attend to images, which rows of text skip."""
+    layers = tuple(name.removesuffix(_CROSSES) + "." for name in names if name.endswith(_CROSSES))
+    return {name for name in names if name.startswith(layers)}
+
+
+def _by_part(names: Collection[str], unread: Collection[str]) -> dict[str, ModelPart]:
+    """The part of each weight of a model; a new head for scores is of none.
 
     Args:
-        trains: parts of it that are trained all the same.
+        unread: those that rows of text do not reach.
     """
-    towers = (name for name in names if any(word in name for word in TOWERS))
-    return {name for name in towers if part_of(name) not in (trains or ())}
+    crossed, found = _crossed(names), dict[str, ModelPart]()
+    for name in names:
+        if name in crossed:
+            found[name] = "cross_attention"
+        elif name in unread:
+            found[name] = part_of(name)
+        elif not name.startswith("score."):
+            found[name] = "language"
+    return found
 
 
-def freeze_unread(model: "PreTrainedModel", trains: Collection[Part] | None = None) -> None:
+def idle(names: Collection[str], trains: Collection[ModelPart]) -> set[str]:
+    """Of the names of weights those that a training leaves as they are: the model is in no memory yet.
+
+    Args:
+        trains: the parts that it trains.
+    """
+    towers = {name for name in names if any(word in name for word in TOWERS)}
+    return {name for name, part in _by_part(names, towers).items() if part not in trains}
+
+
+def freeze_unread(model: "PreTrainedModel", trains: Collection[ModelPart]) -> None:
     """Freezes what text does not reach: workers would wait for its gradients, which never come.
 
     Args:
-        trains: parts of it that are trained all the same, on rows with images: with all of their weights, or by what an
-            adapter has there. ``untouched`` then leaves them out.
+        trains: the parts that are trained: with all of their weights, or by what an adapter has there. Those that text
+            does not reach are trained by images. ``untouched`` then leaves them out.
 
     Raises:
         ConfigError: nothing of a part can be trained.
     """
-    vars(model)[_TRAINED] = frozenset(trains or ())
+    if not (never := unread_by_text(model)):
+        return
+    vars(model)[_TRAINED] = frozenset(trains)
     unread, parameters = untouched(model), dict(model.named_parameters())
-    trained = {part_of(name) for name in unread_by_text(model) if parameters[name].requires_grad}
-    for part in trains or ():
-        if part not in trained:
+    trained = {part for name, part in _by_part(parameters, never).items() if parameters[name].requires_grad}
+    for part in trains:
+        if part not in trained and part in ("projector", "vision"):
             raise ConfigError(
                 f"images.trains={part}: the model has no such part, or no linear layer there for an adapter; remove it"
             )
     for name in unread:
         parameters[name].requires_grad_(False)
     if unread:
-        logger.info("frozen=%d parameters, which text does not reach: %s", len(unread), ", ".join(_parts(unread)))
+        logger.info("frozen=%d parameters, which are not trained: %s", len(unread), ", ".join(_parts(unread)))
+    if "language" not in trains and not hasattr(model, _GIVES_GRADIENTS):
+        # A batch without images would reach no trained weight, and its loss would have no gradient at all.
+        vars(model)[_GIVES_GRADIENTS] = model.get_input_embeddings().register_forward_hook(_give_gradients)
+
+
+def _give_gradients(_module: "Module", _arguments: object, output: "Tensor") -> None:
+    import torch
+
+    if torch.is_grad_enabled():
+        output.requires_grad_(True)
 
 
 def untouched(model: "PreTrainedModel") -> set[str]:
-    """The parameters that are those of the base: text does not reach them, and images do not train them."""
-    trained = vars(model).get(_TRAINED, ())
-    return {name for name in unread_by_text(model) if part_of(name) not in trained}
+    """The parameters that are those of the base, since their parts are not trained; by default what text misses."""
+    trained, unread = vars(model).get(_TRAINED, ("language",)), unread_by_text(model)
+    if not unread:
+        return set()
+    named = [name for name, _ in model.named_parameters()]
+    return {name for name, part in _by_part(named, unread).items() if part not in trained}
 
 
 def _parts(names: Iterable[str]) -> list[str]:

@@ -53,6 +53,7 @@ from tasks.model.merging import (
 from tasks.model.positions import fix_length, no_scores, reads_padding, scale_by_row, why_not_sampled
 from tasks.model.remote_code import local_options, trusts
 from tasks.model.tokenizers import copy_tokenizer_files, require_ends, tokenizer_of
+from tasks.model.vision import see_by_row
 from tasks.recipe import Input, TrainingRecipe
 from tasks.train.models.freeze import untouched
 from tasks.train.models.quantization import FORMATS, options_quantized_before, torch_dtype, why_not_on_quantized
@@ -356,7 +357,7 @@ def _class_for(kind: Kind, config: "PreTrainedConfig") -> "type[_BaseAutoModelCl
     causal, scored = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING, modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     is_composite = config.get_text_config() is not config and not getattr(config, "auto_map", None)
     if is_composite and not is_policy and known not in scored:
-        raise ConfigError(no_scores(config.model_type))
+        _give_scores(config)
     found: type[_BaseAutoModelClass] = AutoModelForCausalLM if is_policy else AutoModelForSequenceClassification
     is_whole = known in causal and not (is_composite and causal[known].config_class is not known)
     if is_policy and not is_whole and known in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -367,6 +368,30 @@ def _class_for(kind: Kind, config: "PreTrainedConfig") -> "type[_BaseAutoModelCl
             "model is accepted, such as llama or qwen3; start from one"
         )
     return found
+
+
+def _give_scores(config: "PreTrainedConfig") -> None:
+    """Gives a type of models that read images a class with a head for scores, made as transformers makes it for others.
+
+    Raises:
+        ConfigError: transformers has no such type.
+    """
+    from transformers import AutoModelForSequenceClassification
+    from transformers import conversion_mapping as conversion
+    from transformers.modeling_layers import GenericForSequenceClassification
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    if (known := type(config)) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise ConfigError(no_scores(config.model_type))
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[known]
+    base = next(each for each in whole.__mro__ if each.__name__.endswith("PreTrainedModel"))
+    name = whole.__name__.partition("For")[0] + "ForSequenceClassification"
+    # Of another module, transformers would not rename the weights of published files.
+    own = {"__module__": whole.__module__, "config_class": known}
+    if (names := conversion.get_checkpoint_conversion_mapping(whole.__name__)) is not None:
+        conversion.register_checkpoint_conversion_mapping(name, names, overwrite=True)
+    scored = type(name, (GenericForSequenceClassification, base), own)
+    AutoModelForSequenceClassification.register(known, scored, exist_ok=True)  # else it takes no config of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,7 +455,16 @@ def save_whole(
         PipelineError: a weight of the base is neither in the output nor logged as left out.
     """
     unread = set[str]() if own else untouched(model)
-    state = {name: each for name, each in model.state_dict().items() if name not in unread} if unread else None
+    places = {each.data_ptr() for name, each in model.named_parameters() if name in unread} - {0}  # of a tied head too
+    state = (
+        {
+            name: each
+            for name, each in model.state_dict().items()
+            if name not in unread and each.data_ptr() not in places
+        }
+        if unread
+        else None
+    )
     model.save_pretrained(output, safe_serialization=True, state_dict=state)
     before, after = before or places_of(base), places_of(output)
     lost, dropped = names_lost(before, after, model), set[str]()
@@ -503,6 +537,7 @@ def _full_model(
         keep_layout(model)
         require_gradient(model)
     scale_by_row(model)
+    see_by_row(model)
     if not getattr(model, "accepts_loss_kwargs", True):
         # Classes that also read images say so of their older forward; theirs hands the number of tokens of the step
         # to the loss. Without it, micro batches of few tokens would count as much as those of many.

@@ -561,3 +561,36 @@ def test_the_kind_of_a_model_lets_the_trainings_that_can_read_images() -> None:
     assert trained.images == Images(trains=("projector",))
     with pytest.raises(ConfigError, match=r"model.kind"):
         load_pipeline(["model.kind=vllm"])
+
+
+@pytest.mark.parametrize(
+    ("frozen", "trains", "language"),
+    [
+        ("[vision,projector]", None, None),
+        ("[vision]", ("projector",), None),
+        ("vision", ("projector",), None),
+        ("[]", ("vision", "projector"), None),
+        ("[language,vision]", ("projector",), "frozen"),
+    ],
+)
+def test_frozen_parts_of_a_model_that_reads_images_are_listed(frozen, trains, language) -> None:
+    found = load_pipeline(["model.kind=vlm", f"stages.sft.method.freeze={frozen}"]).stages["sft"].method
+    assert (set(found.images.trains or ()), found.images.language) == (set(trains or ()), language)
+    assert found.freeze is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["model.kind=vlm", "stages.sft.method.freeze=[tower]"],
+            "tower is no part of a model; vision, projector, lang",
+        ),
+        (["stages.sft.method.freeze=[vision]"], "stages.sft.method.freeze=.*on rows with images set model.kind=vlm"),
+        (["model.kind=vlm", "stages.sft.method.freeze=[vision,projector,language]"], "nothing would be trained"),
+    ],
+)
+def test_parts_that_cannot_be_frozen_are_refused(overrides, message) -> None:
+    assert load_pipeline(["stages.sft.method.freeze=[vision,projector]"]).stages["sft"].method.freeze is None
+    with pytest.raises(ConfigError, match=message):
+        load_pipeline(overrides)
