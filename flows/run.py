@@ -30,7 +30,7 @@ from flows.reports.run import plan_table, run_dict, summary
 from flows.reports.wording import coloured
 from flows.stages.execute import Result, execute
 from flows.stages.launch import StageProcesses, modules_of, shares_imports
-from flows.stages.resources import Cluster, ask_cluster, require_cluster, require_gpus, require_pools
+from flows.stages.resources import Cluster, ask_cluster, require_beside, require_cluster, require_gpus, require_pools
 from flows.stages.run import Run
 from flows.stages.stops import stoppable
 from lineage.artifact import MODELS, SOURCE
@@ -41,6 +41,7 @@ from lineage.graph.places import node_key
 from lineage.record.labels import Statement, record_labels
 from lineage.record.tracker import Event, Execution, Listener, Tracker
 from tasks.context import Launcher
+from tasks.train.evaluation import asked_beside
 
 if TYPE_CHECKING:
     from prefect.states import State
@@ -343,7 +344,8 @@ def check_machine(stages: Sequence[PlannedStage]) -> Cluster | None:
     """
     for planned in stages:
         resources = planned.resources
-        require_gpus(planned.name, planned.needs[1], resources.gpu)
+        beside = asked_beside(planned.stage.method)
+        require_gpus(planned.name, planned.needs[1], resources.gpu, beside[1])
         if resources.num_nodes > 1 and not os.environ.get("RAY_ADDRESS"):
             raise ConfigError(
                 f"stages.{planned.name}.resources.num_nodes={resources.num_nodes}: a cluster started here has one "
@@ -355,6 +357,7 @@ def check_machine(stages: Sequence[PlannedStage]) -> Cluster | None:
         assert cluster
         batch, islands = (getattr(planned.stage.method, each, None) for each in ("global_batch_size", "num_islands"))
         require_cluster(planned.name, planned.resources, batch, cluster, islands or 1)
+        require_beside(planned.name, planned.resources, asked_beside(planned.stage.method), cluster)
     return cluster
 
 

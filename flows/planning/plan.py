@@ -43,6 +43,7 @@ from tasks.context import Launcher, Resources
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.judgement.estimate import kernels_in_use
 from tasks.method import Method, Training
+from tasks.train.evaluation import asked_beside
 
 
 def used_resources(method: Method, resources: Resources) -> Resources:
@@ -89,11 +90,11 @@ class PlannedStage:
 
     @property
     def asks(self) -> tuple[int, int]:
-        """CPUs and GPUs of all its workers."""
-        resources = self.resources
+        """CPUs and GPUs of all its workers, and of what scores its checkpoints."""
+        resources, beside = self.resources, asked_beside(self.stage.method)
         workers = resources.num_workers
         gpus = workers * resources.gpus_per_worker if self.stage.method.uses_gpu else 0
-        return workers * resources.cpus_per_worker, gpus
+        return workers * resources.cpus_per_worker + beside[0], gpus + beside[1]
 
     @property
     def needs(self) -> tuple[int, int]:

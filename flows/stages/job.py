@@ -15,6 +15,7 @@ from lineage.store import CACHE, Entry
 from tasks.context import Resources
 from tasks.method import Input, Inputs, Method
 from tasks.model.remote_code import trust
+from tasks.train.evaluation import asked_beside
 
 STOP_FILE = "stop"  # below work/
 _MODELS_READ = "models_read"
@@ -65,6 +66,12 @@ class Job:
     row_processes: int = 1
     resume_from: Path | None = None
     token: str | None = None
+
+    @property
+    def gpus(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of these devices those of its workers, and those of what scores its checkpoints."""
+        own = len(self.visible_gpus) - asked_beside(self.method)[1] if self.visible_gpus else 0
+        return self.visible_gpus[:own], self.visible_gpus[own:]
 
     @property
     def entry(self) -> Entry:

@@ -24,10 +24,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import TypedDict, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import psutil
 
+from flows.reports.wording import counted
 from flows.stages.exit_reasons import (
     HangWatch,
     asked,
@@ -67,12 +68,18 @@ from lineage.record.environment import hardware
 from lineage.record.metrics_file import Part, write_part
 from lineage.store import COMPILED
 from posttrain import hold
-from tasks.context import Launcher, Metrics, Resources, TrainContext
+from tasks.context import Launcher, Metrics, Resources, Scorer, TrainContext
 from tasks.judgement.check_rows import POLICY
 from tasks.judgement.disk_need import require_disk
 from tasks.method import Method, Training
 from tasks.model.adapter_files import base_and_adapters
 from tasks.train.loop.heartbeat import HeartbeatFile, Phase, heartbeats
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from tasks.train.loop.evaluation import Job as ScoringJob
+    from tasks.train.loop.evaluation import Request, Scores
 
 Answer = Metrics | StageError | StoppedError
 Work = Callable[[int, int, str], Metrics]  # of one worker: its rank, the number of workers, and its node
@@ -328,7 +335,8 @@ def stage_main(job: Job, connection: Connection, environment: dict[str, str]) ->
     os.environ.clear()
     os.environ.update(environment)
     if job.visible_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(job.visible_gpus)
+        seen = job.visible_gpus if job.resources.on_cluster else job.gpus[0]  # a cluster assigns them itself
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(seen)
     os.setsid()  # a session and a group of its own: whatever the stage starts can be ended with it
     threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
     _log_to(job)
@@ -485,9 +493,20 @@ def context_of(job: Job, rank: int = 0, world_size: int = 1, heartbeat: Heartbea
         output_dir=entry.output, work_dir=entry.work, resources=job.resources, rank=rank, world_size=world_size,
         report=report, part=part, cache_dir=job.cache, checkpoint_dir=entry.checkpoints.directory,
         require_lease=job.require_lease, resume_from=job.resume_from, should_stop=job.is_asked_to_stop,
-        loaded=job.require_loaded, changed_models=job.changed_models,
+        loaded=job.require_loaded, changed_models=job.changed_models, scorer=_scorer(job),
     )  # fmt: skip
     return replace(context, mark=heartbeat.mark) if heartbeat else context
+
+
+def _scorer(job: Job) -> "Callable[[ScoringJob], Scorer] | None":
+    """What scores the checkpoints of a training; None: nothing does."""
+    if not isinstance(job.method, Training) or job.method.evaluation is None:
+        return None
+    if job.resources.on_cluster:
+        return partial(ScoringTask, job.resources.wait_minutes)
+    from tasks.train.loop.evaluation import ScoringProcess
+
+    return partial(ScoringProcess, gpus=job.gpus[1] or None)
 
 
 def pin_threads(count: int) -> None:
@@ -563,6 +582,52 @@ def _train_on_cluster(job: Job, work: Work) -> Metrics:
         raise failure_of(job, error, kills) from error
     finally:
         ray.shutdown()
+
+
+class _Scores:
+    """Ray's actor of ``ScoringTask``."""
+
+    def answer(self, job: "ScoringJob", request: "Request") -> "Scores":
+        from tasks.evaluate.beside import answer
+
+        return answer(job, request)
+
+
+class ScoringTask:
+    """Scores checkpoints in a task of the cluster with CPUs and a GPU of its own, in another where it has died.
+
+    It ends with the worker that starts it. Ray Train's ``ValidationConfig`` would not do: see docs/training.md.
+    """
+
+    def __init__(self, wait_minutes: float, job: "ScoringJob") -> None:
+        self.job, self.minutes = job, wait_minutes
+        self._actor: ActorHandle[_Scores] | None = None
+        self._deadline = time.monotonic() + 60 * wait_minutes
+
+    def score(self, request: "Request") -> "Scores":
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        from tasks.train.loop.evaluation import Scores
+
+        setting = self.job.setting
+        if self._actor is None:
+            self._actor = ray.remote(_Scores).options(num_cpus=setting.cpus, num_gpus=setting.gpus).remote()
+        try:
+            ray.get(self._actor.__ray_ready__.remote(), timeout=max(1.0, self._deadline - time.monotonic()))
+            return cast("Scores", ray.get(self._actor.answer.remote(self.job, request)))
+        except GetTimeoutError:
+            asked = f"{counted(setting.cpus, 'CPU')} and {counted(setting.gpus, 'GPU')}"
+            why = f"the cluster had no {asked} for it within {self.minutes:g} minutes (resources.wait_minutes)"
+        except RayActorError as error:
+            self._actor, why = None, f"its process ended: {one_line(error)}"
+        return Scores(step=request.step, digest=request.digest, error=why)
+
+    def end(self) -> None:
+        import ray
+
+        if self._actor:
+            ray.kill(self._actor)
 
 
 def _needs(resources: Resources, workers: int = 1) -> dict[str, float]:

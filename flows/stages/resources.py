@@ -38,6 +38,7 @@ from lineage.record.environment import list_gpus
 from posttrain import PACKAGES
 from tasks.context import Launcher, Resources
 from tasks.data.kinds import ELSEWHERE, ONE_THREAD
+from tasks.train.evaluation import asked_beside
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -71,20 +72,22 @@ def admitted(cpus: int, gpus: int, waiting: Waiting) -> Iterator[tuple[str, ...]
         yield devices
 
 
-def require_gpus(stage: str, gpus: int, model: str | None = None) -> None:
+def require_gpus(stage: str, gpus: int, model: str | None = None, beside: int = 0) -> None:
     """Refuses, before anything starts, a stage that would wait forever.
 
     Args:
         model: accelerator type that the GPUs must be of; None: any.
+        beside: how many of the GPUs are for what scores its checkpoints.
 
     Raises:
         ConfigError: there are fewer GPUs than asked, or they are of another type.
     """
     elsewhere = "or launcher=cluster and RAY_ADDRESS for a cluster that has them"
     if gpus and gpus > len(visible_gpus()):
+        of = f" ({beside} of them by method.evaluation.gpus)" if beside else ""
         raise ConfigError(
-            f"stages.{stage}.resources asks for {gpus} GPUs, this machine shows {len(visible_gpus())}; "
-            f"use resources=local for a run without, {elsewhere}"
+            f"stages.{stage}.resources asks for {counted(gpus, 'GPU')}{of}, this machine shows {len(visible_gpus())}; "
+            f"use {'evaluation.gpus=0, ' if beside else ''}resources=local for a run without, {elsewhere}"
         )
     if gpus and model and (other := {accelerator_type(name) for name in list_gpus("name")} - {model}):
         raise ConfigError(
@@ -321,6 +324,23 @@ def require_cluster(
     )
 
 
+def require_beside(stage: str, resources: Resources, beside: tuple[int, int], cluster: Cluster) -> None:
+    """Refuses what scores checkpoints where a cluster has no CPU or GPU for it beside the workers.
+
+    Raises:
+        ConfigError: names what is missing.
+    """
+    workers = resources.min_workers or resources.num_workers
+    cpus = sum(node.cpus for node in cluster.nodes) - workers * resources.cpus_per_worker
+    gpus = sum(node.gpus for node in cluster.nodes) - workers * resources.gpus_per_worker
+    if any(beside) and not cluster.grows and (cpus < beside[0] or gpus < beside[1]):
+        raise ConfigError(
+            f"stages.{stage}.method.evaluation asks for {counted(beside[0], 'CPU')} and {counted(beside[1], 'GPU')} "
+            f"beside the workers, and they do not fit: the cluster has {cluster}; set evaluation.gpus=0, or fewer "
+            f"workers in stages.{stage}.resources"
+        )
+
+
 def ask_cluster(seconds: float = _ASK_SECONDS) -> Cluster:
     """The nodes of the cluster at RAY_ADDRESS.
 
@@ -439,7 +459,7 @@ def connect(job: Job) -> None:
     """Joins the cluster at RAY_ADDRESS, or starts one on this machine that ends with this process."""
     import ray
 
-    resources = job.resources
+    resources, beside = job.resources, asked_beside(job.method)
     environment = {
         "py_modules": _packages(job),
         "worker_process_setup_hook": "posttrain.hold",  # Ray puts the current folder before all others
@@ -453,8 +473,8 @@ def connect(job: Job) -> None:
     ray.init(
         address="local",  # a cluster of our own, whatever else runs here
         # One CPU more, for Ray Train's own controller: the workers have theirs to themselves.
-        num_cpus=resources.num_workers * resources.cpus_per_worker + 1,
-        num_gpus=resources.num_workers * resources.gpus_per_worker,
+        num_cpus=resources.num_workers * resources.cpus_per_worker + 1 + beside[0],
+        num_gpus=resources.num_workers * resources.gpus_per_worker + beside[1],
         include_dashboard=False,
         runtime_env=environment,
         log_to_driver=True,

@@ -74,10 +74,6 @@ def run_sweep(arguments: Sequence[str], config_dir: Path | None, cli_args: Seque
         return Study(sweep.sweep, sweep.space, folder)
 
     done = conduct(sweep, cli_args, proposer)
-    try:
-        write_pages(sweep, done.files)
-    except Exception as error:  # of any reader of the record: the models are there all the same
-        print(f"posttrain: a page of the best trials is not written: {error}", file=sys.stderr)
     report = json.dumps(sweep_dict(sweep, done.files, done.seconds, done.execution_id), indent=2)
     print(report if as_json else sweep_summary(sweep, done.files, done.seconds), flush=True)
     done.require_success()
@@ -110,6 +106,7 @@ def conduct(
                 done.record(cli_args, screen, command)
         else:  # only reads the results
             done.drive(Run(plan=plan, processes=StageProcesses(), emit=screen.on, tracker=Tracker()))
+            done.write_pages()
     done.seconds = time.perf_counter() - start
     return done
 
@@ -187,10 +184,19 @@ class SweepRun:
 
             def body() -> None:
                 self.drive(run, as_task)
+                self.write_pages()
                 run.tracker.keep([path for path in sorted(folder.iterdir()) if path.suffix in _KEPT])
                 self.require_success()
 
             in_flow(run, body, server, name=f"{plan.pipeline.name}-sweep", flow_run_name=folder.name)
+
+    def write_pages(self) -> None:
+        """Writes the pages of the best trials; a failure is only reported."""
+        try:
+            write_pages(self.sweep, self.files)
+        except Exception as error:  # of any reader of the record: the models are there all the same
+            with contextlib.suppress(OSError):  # stderr is closed
+                print(f"posttrain: a page of the best trials is not written: {error}", file=sys.stderr)
 
     def drive(self, run: Run, as_task: Callable[[str, Callable[[], None]], None] = lambda _, work: work()) -> None:
         """Runs all trials.

@@ -1,6 +1,7 @@
 """The process that scores checkpoints beside a training: it reads requests from its standard input, one after another.
 
-``tasks.train.loop.evaluation.Scoring`` starts it. It ends with its parent, and what becomes of it changes no training.
+``tasks.train.loop.evaluation.ScoringProcess`` starts it. It ends with its parent, and what becomes of it changes no
+training. On a cluster ``flows.stages.launch.ScoringTask`` calls ``answer``.
 """
 
 import json
@@ -72,6 +73,19 @@ def score(job: Job, request: Request) -> Scores:
     )  # fmt: skip
 
 
+def answer(job: Job, request: Request) -> Scores:
+    """Scores one model with the process's own threads; the training goes on, whatever that raises."""
+    import torch
+
+    torch.set_num_threads(job.setting.cpus)
+    try:
+        return score(job, request)
+    except Exception as error:
+        what = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
+        fatal = isinstance(error, ConfigError)
+        return Scores(step=request.step, digest=request.digest, error=what, is_fatal=fatal)
+
+
 @contextmanager
 def _whole(model: Path) -> Iterator[Path]:
     """The directory of a model; where each of FSDP2's workers wrote a part of its weights, for a while one with all."""
@@ -110,21 +124,12 @@ def main() -> None:
     os.nice(_NICENESS)  # the training comes first
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     job: Job = pickle.load(sys.stdin.buffer)  # of the parent, through a pipe
-    import torch
-
-    torch.set_num_threads(job.setting.cpus)
     while True:
         try:
             request: Request = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        try:
-            found = score(job, request)
-        except Exception as error:  # the training goes on, whatever an evaluation raises
-            what = str(error) if isinstance(error, PipelineError) else f"{type(error).__name__}: {error}"
-            fatal = isinstance(error, ConfigError)
-            found = Scores(step=request.step, digest=request.digest, error=what, is_fatal=fatal)
-        answers.write(json.dumps(found.__dict__) + "\n")
+        answers.write(json.dumps(answer(job, request).__dict__) + "\n")
         answers.flush()
 
 

@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Le
 from lineage.artifact import MODELS, Kind
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.digest import digest_of
+from lineage.fingerprint import digest_json
 from lineage.store import Entry
 from tasks.context import Metrics, TrainContext
 from tasks.data.images import WITH_IMAGES
@@ -43,6 +44,7 @@ from tasks.evaluate.stubs import Stubs, stubs_of
 from tasks.model.vision import Vision, require_reads_images
 from tasks.recipe import Input, Inputs, Method
 from tasks.reward_functions import Rewards, Scorer, check_columns, check_rewards, scorers
+from tasks.reward_functions.function import identity_of
 from tasks.reward_functions.metric import (
     WIN_RATE,
     Metric,
@@ -51,6 +53,7 @@ from tasks.reward_functions.metric import (
     metrics_of,
     rewards_of,
 )
+from tasks.reward_functions.scorer import Columns, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -245,11 +248,14 @@ class Evaluate(Method):
             thinking=thinking, control_tokens=control_tokens, visions=_visions(inputs, trained),
         )  # fmt: skip
         self._require_text(rows)
+        caching = self._cache(tokenizer, ctx)
         functions, own = scorers(self.rewards or {}, tokenizer), self._own_scorers(rows, tokenizer)
         check_columns(functions, columns_of(rows))
+        functions = self._scored_once(functions, self.rewards or {}, caching)
+        own = self._scored_once(own, rewards_of(self.own_metrics), caching)
         benchmarks = self.benchmarks()
         reference, measured, ratios, of_benchmarks = self._measure_all(
-            policies, inputs["reference"], rows, tokenizer, ctx, benchmarks, weights
+            policies, inputs["reference"], rows, tokenizer, ctx, benchmarks, weights, caching
         )
         of_rewards, by_kind, rewarded = list[RowScores](), dict[str, float](), dict[str, Sequence[float]]()
         if "reward_model" in inputs:
@@ -257,7 +263,9 @@ class Evaluate(Method):
                 held_out.answered_tokens, tokenizer=tokenizer, lengths=lengths, thinking=thinking,
                 control_tokens=control_tokens, vision=rows.visions.get(rows.asking),
             )  # fmt: skip
-            of_rewards, by_kind, rewarded = self._rewards(inputs["reward_model"], rows, read, measured, reference, ctx)
+            of_rewards, by_kind, rewarded = self._rewards(
+                inputs["reward_model"], rows, read, measured, reference, ctx, weights["reward_model"], caching
+            )
         if ctx.rank:  # the first worker calls the reward functions and writes the report
             return {}
         scores = policy_scores(rows, measured, reference, self.answer_form)
@@ -333,6 +341,27 @@ class Evaluate(Method):
         check_columns([each for each in found if each.name in judged], {**columns, "references": []})
         return found
 
+    def _scored_once(self, functions: Sequence[Scorer], given: Rewards, caching: Cache) -> list[Scorer]:
+        """The same, of which those that run programs or Python of the user keep what they gave to answers."""
+
+        def once(scorer: Scorer) -> Scorer:
+            reward = given[scorer.name]
+            if reward.code() is None and (reward.function or scorer.name) != "code":
+                return scorer
+            kept = caching.alone(function=identity_of({scorer.name: reward}), code=self.code_digest())
+
+            def score(prompts: Sequence[Sequence[Message]], completions: Sequence[str], columns: Columns) -> object:
+                compute = lambda: scorer(prompts, completions, columns)  # noqa: E731
+                try:
+                    rows = digest_json({"prompts": prompts, "completions": completions, "columns": columns})
+                except (TypeError, ValueError):  # a column is no JSON
+                    return compute()
+                return kept.found("", "function", rows, compute)
+
+            return replace(scorer, score=score)
+
+        return [once(each) for each in functions]
+
     def _own_scores(
         self, rows: held_out.Rows, measured: Mapping[str, Measured], reference: Measured, functions: Sequence[Scorer],
         rewarded: Mapping[str, Sequence[float]],
@@ -375,6 +404,7 @@ class Evaluate(Method):
         ctx: TrainContext,
         benchmarks: Sequence[Benchmark],
         weights: Mapping[str, str],
+        caching: Cache,
     ) -> tuple[Measured, dict[str, Measured], dict[str, list[float]], Measurement]:
         """Measures every policy, and last the reference; each distinct model is loaded once, and may change later.
 
@@ -390,7 +420,7 @@ class Evaluate(Method):
         slots[reference.fingerprint] = [*slots.pop(reference.fingerprint, []), "reference"]
         known, sampled = dict[str, Measured](), dict[str, tuple[list[Scored], list[float]]]()
         ratios, step, batch_size = dict[str, list[float]](), 0, Batches.of(ctx)
-        of_benchmarks, caching = list[Measurement](), self._cache(tokenizer, ctx, batch_size)
+        of_benchmarks = list[Measurement]()
         asked = len(asked_of(rows).ids) * self._sampling()[0] + rows.count
         for fingerprint, names in slots.items():
             model = Loading(partial(load_on_device, policies.get(names[0], reference), ctx))
@@ -404,21 +434,23 @@ class Evaluate(Method):
                 scores = perplexities(rows, {name: known[fingerprint]})
                 ctx.report(step, {key: value for each in scores for key, value in each.metrics().items()})
             if self.kl_samples and names != ["reference"]:
-                sampled[fingerprint] = self._sampled(model(), rows, tokenizer, batch_size)
+                sampled[fingerprint] = self._sampled(model, rows, tokenizer, caching, weights[names[0]])
             if "reference" not in names:
                 del model  # before the next one is loaded
         for fingerprint, (samples, own) in sampled.items():  # by the reference, which was loaded last
-            found = list(map(float.__sub__, own, logps(model(), samples, batch_size)))
+            compute = lambda samples=samples: logps(model(), samples, batch_size)  # noqa: E731
+            of_reference = caching.found(weights["reference"], "answers", _as_json(samples), compute)
+            found = list(map(float.__sub__, own, cast("list[float]", of_reference)))
             ratios |= {name: found for name in slots[fingerprint] if name in policies}
         in_order = {name: known[policy.fingerprint] for name, policy in policies.items()}
         in_ratios = {name: ratios[name] for name in policies if ratios}
         return known[reference.fingerprint], in_order, in_ratios, joined(of_benchmarks)
 
-    def _cache(self, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext, batches: Batches) -> Cache:
+    def _cache(self, tokenizer: "PreTrainedTokenizerBase", ctx: TrainContext) -> Cache:
         """What was measured before, on this kind of machine and by these libraries."""
         from tasks.data.tokens.rendering import turn_ends
 
-        resources = ctx.resources
+        resources, batches = ctx.resources, Batches.of(ctx)
         settings = {
             "version": self.version, "rows": batches.rows, "tokens": batches.tokens, "device": resources.device,
             "dtype": resources.frozen_dtype(None), "attention": resources.attention,
@@ -433,11 +465,9 @@ class Evaluate(Method):
         batches = caching.batches
 
         def likely(what: str, scored: Sequence[Scored], vision: Vision | None = None) -> list[float]:
-            known = [[[*each.input_ids], [*each.mask]] for each in scored]
+            asked = caching.with_images(_as_json(scored), vision, [each.images for each in scored])
             compute = lambda: logps(model(), scored, batches, vision)  # noqa: E731
-            if not scored or vision:  # the tokens of images say nothing of them
-                return compute() if scored else []
-            return cast("list[float]", caching.found(weights, what, known, compute))
+            return cast("list[float]", caching.found(weights, what, asked, compute) if scored else [])
 
         def answers(
             what: str, prompts: Sequence[Sequence[int]], of: Mapping[str, object], vision: Vision | None = None,
@@ -453,9 +483,9 @@ class Evaluate(Method):
                 )
                 return [[each.text, each.finished, each.num_tokens] for each in found]
 
-            asked = {"prompts": [[*each] for each in prompts], "max_new_tokens": self.max_new_tokens, **of}
-            known = caching if vision is None else replace(caching, folder=None)
-            found = cast("list[tuple[str, bool, int]]", known.found(weights, what, asked, compute) if prompts else [])
+            asked: object = {"prompts": [[*each] for each in prompts], "max_new_tokens": self.max_new_tokens, **of}
+            asked = caching.with_images(asked, vision, images)
+            found = cast("list[tuple[str, bool, int]]", caching.found(weights, what, asked, compute) if prompts else [])
             return [Answer(text=text, finished=finished, num_tokens=count) for text, finished, count in found]
 
         count, temperature = self._sampling()
@@ -511,16 +541,22 @@ class Evaluate(Method):
         return Measurement.from_json(found)
 
     def _sampled(
-        self, model: "PreTrainedModel", rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", batch_size: Batches
+        self, model: Loading, rows: held_out.Rows, tokenizer: "PreTrainedTokenizerBase", caching: Cache, weights: str
     ) -> tuple[list[Scored], list[float]]:
         """``kl_samples`` answers to each prompt, and their log-probabilities."""
         from tasks.train.generation.generating import Sampling
 
+        batches = caching.batches
         prompts = [[*ids] for ids in rows.prompt_ids for _ in range(self.kl_samples or 0)]
         seeds = [Random(f"{self.seed} {index}").getrandbits(63) for index in range(len(prompts))]
-        answers = sampled_tokens(model, tokenizer, prompts, self.max_new_tokens, batch_size, Sampling(), seeds)
+        asked = {"prompts": prompts, "seeds": seeds, "max_new_tokens": self.max_new_tokens}
+        draw = lambda: sampled_tokens(  # noqa: E731
+            model(), tokenizer, prompts, self.max_new_tokens, batches, Sampling(), seeds
+        )
+        answers = cast("list[list[int]]", caching.found(weights, "sampled tokens", asked, draw))
         samples = list(map(Scored.answer, prompts, answers))
-        return samples, logps(model, samples, batch_size)
+        compute = lambda: logps(model(), samples, batches)  # noqa: E731
+        return samples, cast("list[float]", caching.found(weights, "answers", _as_json(samples), compute))
 
     def _rewards(
         self,
@@ -530,6 +566,8 @@ class Evaluate(Method):
         measured: Mapping[str, Measured],
         reference: Measured,
         ctx: TrainContext,
+        weights: str,
+        caching: Cache,
     ) -> tuple[list[RowScores], dict[str, float], dict[str, Sequence[float]]]:
         """The reward model's accuracy on the pairs, its scores of the answers, its accuracy by kind of pair, and its
         scores by policy.
@@ -541,21 +579,23 @@ class Evaluate(Method):
 
         num_models = len({id(each) for each in (*measured.values(), reference)})
         num_rows = 2 * len(rows.pairs.chosen) + len(rows.prompts) * num_models
-        model, batch_size = (
-            load_on_device(reward_model, ctx),
-            Batches.of(ctx).counted(ctx.part, "reward_model", num_rows),
-        )
-        ctx.loaded("reward_model")
+        model = Loading(partial(load_on_device, reward_model, ctx))
+        batches = caching.batches.counted(ctx.part, "reward_model", num_rows)
+
+        def score(tokens: Sequence[Sequence[int]], slot: str, images: Sequence[Sequence[int]]) -> list[float]:
+            vision = rows.visions.get(slot)
+            asked = caching.with_images([[*each] for each in tokens], vision, images)
+            compute = lambda: rewards(model(), tokens, batches, vision, images)  # noqa: E731
+            return cast("list[float]", caching.found(weights, "rewards", asked, compute) if tokens else [])
 
         def of_answers(policy: Measured) -> list[float]:
-            vision = rows.visions.get(rows.asking)
-            return rewards(model, read(rows.prompts, policy.greedy), batch_size, vision, rows.prompt_images)
+            return score(read(rows.prompts, policy.greedy), rows.asking, rows.prompt_images)
 
-        pairs = rows.visions.get("pairs")
         chosen, rejected = (
-            rewards(model, [row.input_ids for row in answers], batch_size, pairs, [row.images for row in answers])
+            score([row.input_ids for row in answers], "pairs", [row.images for row in answers])
             for answers in (rows.pairs.chosen, rows.pairs.rejected)
         )
+        ctx.loaded("reward_model")
         wins = list(map(win, chosen, rejected))
         by_kind = {}
         for kind in sorted({kind for kind in rows.pairs.kinds if kind}):
@@ -602,6 +642,11 @@ class EvaluationCheck(Method):
             visions=_visions(inputs, [inputs["reference"]]),
         )  # fmt: skip
         return {}
+
+
+def _as_json(scored: Sequence[Scored]) -> list[list[list[int]]]:
+    """Tokens of rows, and which of them count."""
+    return [[[*each.input_ids], [*each.mask]] for each in scored]
 
 
 def _write_answers(

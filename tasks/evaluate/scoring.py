@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from lineage.filesystem.digest import DigestCache
 from lineage.filesystem.files import atomic_write
 from lineage.fingerprint import digest_json
 from tasks.data.kinds import IGNORED
@@ -126,6 +127,21 @@ class Cache:
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, json.dumps(value))
         return value
+
+    def with_images(self, rows: object, vision: "Vision | None", places: Sequence[Sequence[int]]) -> object:
+        """Rows, as JSON, with the images that they have.
+
+        Args:
+            places: of each row's images among those of ``vision``.
+        """
+        if vision is None or self.folder is None:
+            return rows
+        images = vision.key(DigestCache(self.folder / "digests.json"))
+        return {"rows": rows, "places": [[*each] for each in places], **images}
+
+    def alone(self, **settings: object) -> "Cache":
+        """Of the first worker alone, for what no model computes."""
+        return replace(self, settings=settings, batches=Batches())
 
     def _read(self, path: Path) -> object:
         try:

@@ -8,6 +8,7 @@ models whose weights moved by their last bit.
 
 import argparse
 import hashlib
+import io
 import json
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from tasks.base_model import BaseModel
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpo import CPO
 from tasks.cpt import ContinuedPretraining
+from tasks.data.images import IMAGES, write_images
 from tasks.data.kinds import CONVERSATIONS, HELD_OUT, PREFERENCES, PROMPTS, TEXT, TRAIN, UNPAIRED
 from tasks.distill import Distillation
 from tasks.dpo import DPO
@@ -189,6 +191,76 @@ def prompt_rows(count: int) -> Rows:
     ]
 
 
+def _write_reader_of_images(directory: Path) -> Path:
+    """A random Qwen2-VL with its tokenizer, chat template and processor."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+
+    tokens = {"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>",
+              "image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"}  # fmt: skip
+    parts = (
+        "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    )
+    either = f"{{% if message['content'] is string %}}{{{{ message['content'] }}}}{{% else %}}{parts}{{% endif %}}"
+    template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}" + either
+        + "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )  # fmt: skip
+    write_tokenizer(directory, chat_template=template)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.add_tokens(sorted(tokens.values()), special_tokens=True)
+    tokenizer.save_pretrained(directory)
+    file, known = directory / "tokenizer_config.json", tokenizer.get_vocab()
+    own = {"extra_special_tokens": {"image_token": "<|image_pad|>"}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **own}))
+    pixels = {
+        "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 4, "merge_size": 2, "temporal_patch_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 1024},
+    }  # fmt: skip
+    processor = {"processor_class": "Qwen2VLProcessor", "image_processor": pixels}
+    (directory / "processor_config.json").write_text(json.dumps(processor))
+    text = {
+        "vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }  # fmt: skip
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4,
+              "spatial_merge_size": 2, "temporal_patch_size": 2}  # fmt: skip
+    ids = {name: known[token] for name, token in tokens.items()}
+    config = AutoConfig.for_model("qwen2_vl", text_config=text, vision_config=vision, **ids)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(directory)
+    return directory
+
+
+def _write_image_rows(directory: Path) -> None:
+    """Conversations with one picture or two, each of its own size and colours."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    store, rows = directory / "store", conversation_rows(_NUM_ROWS)
+    store.mkdir(parents=True)
+    for index, row in enumerate(rows):
+        width, height, marks = 24 + 8 * (index % 3), 16 + 12 * (index % 4), ""
+        for shade in range(64, 64 + 128 * (1 + index % 2), 128):
+            file = io.BytesIO()
+            image = Image.linear_gradient("L").resize((width, height))
+            Image.merge("RGB", (image, image.point(lambda value: 255 - value), Image.new("L", image.size, shade))).save(
+                file, "PNG"
+            )
+            digest = hashlib.sha256(file.getvalue()).hexdigest()
+            (store / digest).write_bytes(file.getvalue())
+            marks += f"<image:{digest}>"
+        cast("list[dict[str, str]]", row["messages"])[0]["content"] += marks
+    schema = pa.schema([field for field in CONVERSATIONS.schema if field.name != "tools"])
+    pq.write_table(pa.Table.from_pylist(rows, schema), directory / TRAIN)
+    write_images(sorted(path.name for path in store.iterdir()), [store], [], directory / IMAGES)
+
+
 _ROWS = {
     TEXT: text_rows, CONVERSATIONS: conversation_rows, PREFERENCES: preference_rows, UNPAIRED: unpaired_rows,
     PROMPTS: prompt_rows,
@@ -217,6 +289,8 @@ def write_inputs(root: Path) -> Path:
     )  # fmt: skip
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True}
     _write_model(write_tokenizer(root / "experts"), "qwen3_moe", {**small, **experts})
+    _write_reader_of_images(root / "sees")
+    _write_image_rows(root / "pictures")
     for kind, rows in _ROWS.items():
         folder, found = root / kind.kind.value, rows(_NUM_ROWS + _NUM_HELD_OUT)
         folder.mkdir()
@@ -326,6 +400,9 @@ RECIPES: Mapping[str, Recipe] = {
     "sft-padded": Recipe(method=method("sft"), slots={"policy": "gpt2"}),  # which has no padding-free forward
     "sft-packed": Recipe(method=method("sft", packing="best_fit", global_batch_size=4, max_length=64)),
     "sft-experts": Recipe(method=method("sft"), slots={"policy": "experts"}),
+    "sft-images": Recipe(
+        method=method("sft", max_length=256, num_steps=2), slots={"policy": "sees", "rows": "pictures"}
+    ),
     "sft-chunked-head": Recipe(method=method("sft"), max_logits=1),
     "sft-sdpa": Recipe(method=method("sft"), resources=_kernels(attention="sdpa")),
     "sft-eager": Recipe(method=method("sft"), resources=_kernels(attention="eager")),

@@ -51,7 +51,7 @@ class Evaluation(Setting):
         patience: number of consecutive scores without a better ``metric`` after which training stops; the last of them
             is the end, whatever was trained meanwhile. None: never.
         gate: name -> a bound that the output must keep.
-        cpus, gpus: of the process that scores.
+        cpus, gpus: of the process that scores, beside those of the training.
     """
 
     every_steps: Annotated[int, Gt(0)] | None = None
@@ -101,3 +101,9 @@ class Evaluation(Setting):
     def is_due(self, step: int, num_rows: int, rows_per_step: int | Fraction) -> bool:
         """Whether the model after a step is scored."""
         return is_due(self, step, num_rows, rows_per_step)
+
+
+def asked_beside(method: object) -> tuple[int, int]:
+    """CPUs and GPUs of what scores the checkpoints of a training."""
+    found = getattr(method, "evaluation", None)
+    return (found.cpus, found.gpus) if isinstance(found, Evaluation) else (0, 0)

@@ -684,27 +684,37 @@ def test_what_was_measured_before_is_not_measured_again_in_any_run_of_the_store(
     loaded: list[str] = []
     inner = load.load_on_device
     monkeypatch.setattr(load, "load_on_device", lambda model, ctx: (loaded.append(model.name), inner(model, ctx))[1])
-    sampled = Metric(function="pass_at_k", checker="f1", samples=2)
-    method = replace(SMALL, metrics=(sampled,))
-    given = {slot: each for slot, each in inputs.items() if slot != "reward_model"}
+    calls, code = tmp_path / "calls", tmp_path / "counted.py"
+    calls.touch()
+    code.write_text(
+        "def chars(completions):\n"
+        f"    open({str(calls)!r}, 'a').write('x')\n"
+        "    return [float(len(each)) for each in completions]\n"
+    )
+    own = (
+        Metric(function="pass_at_k", checker="f1", samples=2),
+        Metric(function=f"python:{code}:chars", allow_code=True),
+    )
+    method = replace(SMALL, metrics=own, kl_samples=2)
 
     def run(name: str, method: Evaluate = method, cache: Path = tmp_path / "cache", **changed: Input) -> Metrics:
         place = tmp_path / name
         context = TrainContext(output_dir=place, work_dir=place, cache_dir=cache)
-        return method.run({**given, **changed}, context)
+        return method.run({**inputs, **changed}, context)
 
     first = run("first")
-    assert sorted(loaded) == ["dpo", "sft"]  # the reference has the weights of sft
-    assert run("again") == first and sorted(loaded) == ["dpo", "sft"]
+    assert sorted(loaded) == ["dpo", "reward_model", "sft"]  # the reference has the weights of sft
+    count = len(calls.read_text())
+    assert run("again") == first and len(loaded) == 3 and len(calls.read_text()) == count
     for name in ("scores.jsonl", "answers.jsonl", "table.md"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "first" / name).read_bytes()
     run("shorter", replace(method, max_new_tokens=4))
-    assert len(loaded) == 4  # for other answers
+    assert len(loaded) == 6 and len(calls.read_text()) > count  # for other answers
     changed = tmp_path / "changed"
     shutil.copytree(inputs["dpo"].path, changed)
     (changed / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     run("other weights", dpo=replace(inputs["dpo"], path=changed, fingerprint="other"))
-    assert loaded[4:] == ["dpo"]
+    assert loaded[6:] == ["dpo", "sft", "reward_model"]  # its samples and answers are others
     for path in (tmp_path / "cache").rglob("*.json"):
         path.write_text("[")  # a full disk
-    assert run("damaged") == first and len(loaded) == 7
+    assert run("damaged") == first and len(loaded) == 12

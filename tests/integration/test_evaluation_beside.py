@@ -5,20 +5,27 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
+import ray
 import torch
+from ray.exceptions import GetTimeoutError, RayActorError
 from transformers import TrainerState
 
+from flows.stages.launch import ScoringTask
+from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError, StoppedError
 from tasks.evaluate import beside
 from tasks.gate import Gate
 from tasks.method import Adapter
+from tasks.recipe import Input
 from tasks.reward_functions.metric import Metric
 from tasks.train.best import Best, Validation
 from tasks.train.evaluation import Bound, Evaluation
 from tasks.train.loop import evaluation
-from tasks.train.loop.evaluation import Request, Scores, Scoring
+from tasks.train.loop.evaluation import Job, Request, Scores, Scoring, ScoringProcess
 from tests import training
 from tests.stage_folder import StageFolder
 from tests.training import same, weights
@@ -57,6 +64,47 @@ def own(path: Path, body: str) -> Metric:
     return Metric(function=f"python:{path}:score", allow_code=True)
 
 
+def job_of(setting: Evaluation) -> Job:
+    base = Input(name="base", kind=Kind.CHECKPOINT, fingerprint="", path=Path("base"))
+    return Job(setting=setting, options={}, base=base, rows={}, place=Path("scores"), cache=None)
+
+
+def test_a_task_that_scores_on_a_cluster_is_replaced_when_it_dies_and_waited_for_with_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started = list[dict[str, int]]()
+    answers = iter([None, RayActorError(), None, "scores", GetTimeoutError()])
+
+    def get(ref: object, timeout: float = 0.0) -> object:
+        if isinstance(found := next(answers), Exception):
+            raise found
+        return found
+
+    def options(**asked: int) -> SimpleNamespace:
+        started.append(asked)
+        return SimpleNamespace(remote=lambda: MagicMock())
+
+    monkeypatch.setattr(ray, "remote", lambda cls: SimpleNamespace(options=options))
+    monkeypatch.setattr(ray, "get", get)
+    task = ScoringTask(0.0, job_of(Evaluation(every_steps=1, cpus=3, gpus=1)))
+    request = Request(step=4, model=Path("step-4"), digest="d")
+    assert task.score(request).error.startswith("its process ended: ")
+    assert task.score(request) == "scores"  # type: ignore[comparison-overlap]
+    assert started == [{"num_cpus": 3, "num_gpus": 1}] * 2
+    assert task.score(request).error.startswith("the cluster had no 3 CPUs and 1 GPU for it within 0 minutes")
+
+
+@pytest.mark.parametrize(("gpus", "seen", "expected"), [(1, ["5"], "5"), (1, None, "3,5"), (0, None, ""), (0, [], "")])
+def test_the_process_that_scores_has_threads_and_a_gpu_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, seen: list[str] | None, expected: str
+) -> None:
+    for name, value in {"CUDA_VISIBLE_DEVICES": "3,5", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    found = ScoringProcess(job_of(replace(EVERY, cpus=3, gpus=gpus)), seen).environment()
+    assert (found["CUDA_VISIBLE_DEVICES"], found["OMP_NUM_THREADS"]) == (expected, "3")
+    assert not {"RANK", "WORLD_SIZE"} & found.keys()
+
+
 def recorded(ran: StageFolder) -> dict[int, dict[str, object]]:
     lines = (ran.store.directory.parent / "evaluation.jsonl").read_text().splitlines()
     return {each["step"]: each for each in map(json.loads, lines)}
@@ -69,9 +117,16 @@ def test_checkpoints_and_the_start_are_scored_and_the_training_is_as_without(
     stage = training.method("sft", **STEADY)
     plain, ran = StageFolder(tmp_path / "plain", root), StageFolder(tmp_path / "ran", root)
     plain(stage)
-    metrics = ran(replace(stage, evaluation=replace(EVERY, metrics=("f1",))))
+    alone = own(
+        tmp_path / "alone.py",
+        "import torch; own = (torch.get_num_threads(), os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('RANK')); "
+        "return [float(own == (2, '', None))] * len(completions)",
+    )
+    scored = ("f1", alone) if how == "process" else ("f1",)
+    metrics = ran(replace(stage, evaluation=replace(EVERY, metrics=scored, cpus=2)))
     found = recorded(ran)
     assert list(found) == [0, 2, 4, 5] and not any(each["error"] for each in found.values())
+    assert how == "thread" or metrics["evaluation/score"] == 1.0
     digests = [str(each["digest"]) for each in found.values()]
     assert len(set(digests)) == 4 and all(len(each) == 64 for each in digests)
     perplexities = [each["scores"]["answer_perplexity"] for each in found.values()]  # type: ignore[index]

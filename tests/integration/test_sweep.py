@@ -170,7 +170,7 @@ def test_mlflow_shows_the_trials_below_the_sweep_and_the_best_is_a_run_with_noth
     assert trials["trial 1"].data.tags["posttrain.stage_run.left"] == by_name["left#1"]
     assert trials["trial 1"].data.tags["posttrain.stage_run.data"] == by_name["data"]
     artifacts = {each.path for each in client.list_artifacts(parent.info.run_id)}
-    assert artifacts == {"best.yaml", "plots.html", "trials.csv"}
+    assert artifacts == {"best.html", "best.yaml", "plots.html", "trials.csv"}
 
     [best] = told["best"]
     assert (best["trial"], best["overrides"][-1]) == (0, "stages.left.method.level=0")

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -485,7 +486,9 @@ def test_a_model_that_reads_images_is_exported_and_asked(models: Any, tmp_path: 
     assert refused.returncode == 2 and "reads no images" in refused.stderr
 
 
-def test_answers_to_images_are_measured(root: Path, models: Any, tmp_path: Path) -> None:
+def test_answers_to_images_are_measured(
+    root: Path, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Perplexity is that of the plain forward; answers are those of plain generation."""
     model = models("qwen2_vl")
     rows = Input(name="rows", kind=Kind.CONVERSATIONS, fingerprint="f" * 64, path=root / "conversations")
@@ -509,3 +512,9 @@ def test_answers_to_images_are_measured(root: Path, models: Any, tmp_path: Path)
     assert scored["1"] == scored["4"]
     one, four = ((tmp_path / size / "answers.jsonl").read_text() for size in ("1", "4"))
     assert one == four
+    kept = replace(ctx, cache_dir=tmp_path / "cache")
+    again = [dict(Evaluate(max_length=512, max_new_tokens=8).run(given, kept)) for _ in range(2)]
+    assert again == [found["4"]] * 2 and len(list((tmp_path / "cache" / "scores").rglob("*.json"))) == 5
+    with monkeypatch.context() as patch:  # nothing is measured again
+        patch.setattr("tasks.train.models.load.load_on_device", None)
+        Evaluate(max_length=512, max_new_tokens=8).run(given, kept)

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError
 from lineage.filesystem.digest import digest_of
 from lineage.filesystem.files import append_jsonl, read_jsonl, replace_jsonl
-from tasks.context import TrainContext
+from tasks.context import Scorer, TrainContext
 from tasks.data.kinds import HELD_OUT
 from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.judgement.check_rows import POLICY, rows_slot
@@ -487,8 +487,60 @@ class Scores:
         return not self.error and all(each == "better" for each in self.rules.values())
 
 
+class ScoringProcess:
+    """Scores checkpoints in a process beside the training (``tasks.evaluate.beside``), in another where it has died.
+
+    Args:
+        gpus: of it alone, as CUDA_VISIBLE_DEVICES names them; None: those that the training sees.
+    """
+
+    def __init__(self, job: Job, gpus: Sequence[str] | None = None) -> None:
+        self.job, self.gpus = job, gpus
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def score(self, request: Request) -> Scores:
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start()
+        assert self._process.stdin and self._process.stdout
+        try:
+            pickle.dump(request, self._process.stdin)
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except OSError:
+            line = b""
+        if not line:
+            code = self._process.wait()
+            return Scores(step=request.step, digest=request.digest, error=f"its process ended with exit code {code}")
+        return Scores(**json.loads(line))
+
+    def end(self) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def environment(self) -> dict[str, str]:
+        """That of the training, with threads and GPUs of its own, and without its place among workers."""
+        alone = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
+        found = {name: value for name, value in os.environ.items() if name not in alone}
+        found |= dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(self.job.setting.cpus))
+        if self.gpus is not None or not self.job.setting.gpus:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus or ())
+        return found | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tasks.evaluate.beside"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment(),
+        )  # fmt: skip
+        assert process.stdin
+        pickle.dump(self.job, process.stdin)
+        process.stdin.flush()
+        return process
+
+
 class Scoring(TrainerCallback):
-    """Has checkpoints scored by a process beside the training (``tasks.evaluate.beside``), and picks the output.
+    """Has checkpoints scored by a process beside the training, or a task of the cluster, and picks the output.
 
     Checkpoints that wait for it are kept. Rank 0 starts it; the training waits for it after its last step alone.
 
@@ -508,7 +560,7 @@ class Scoring(TrainerCallback):
         self._queue: queue.Queue[int | None] = queue.Queue()
         self._waiting: set[int] = set()
         self._thread: threading.Thread | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._scorer: Scorer | None = None
         self._is_over = False
         self.ended_at: int | None = None
         checkpointing.saver.scoring = self
@@ -627,10 +679,8 @@ class Scoring(TrainerCallback):
         """Ends the process; what it has not scored, a resumed training scores."""
         self._is_over = True
         self._queue.put(None)
-        if self._process:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self._scorer:
+            self._scorer.end()
 
     def _best(self) -> int | None:
         """The step that ranks first, of equal ones the earlier; None: none was scored, or passes the gate."""
@@ -682,20 +732,9 @@ class Scoring(TrainerCallback):
             append_jsonl(self.place / SCORES_FILE, found.__dict__)
 
     def _scored(self, step: int) -> "Scores":
-        request = Request(step=step, model=self._folder(step), digest=self._digest(step))
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._start()
-        assert self._process.stdin and self._process.stdout
-        try:
-            pickle.dump(request, self._process.stdin)
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except OSError:
-            line = b""
-        if not line:
-            code = self._process.wait()
-            return Scores(step=step, digest=request.digest, error=f"its process ended with exit code {code}")
-        return Scores(**json.loads(line))
+        if self._scorer is None:
+            self._scorer = (self.ctx.scorer or ScoringProcess)(self.job())
+        return self._scorer.score(Request(step=step, model=self._folder(step), digest=self._digest(step)))
 
     def job(self) -> Job:
         """What is the same for all checkpoints."""
@@ -716,20 +755,6 @@ class Scoring(TrainerCallback):
             setting=self.setting, options=options, base=base, rows={slot: self.inputs[rows_slot(method)]},
             place=self.place / SCORES_FOLDER, cache=self.ctx.cache_dir,
         )  # fmt: skip
-
-    def _start(self) -> "subprocess.Popen[bytes]":
-        """A process of its own, with threads of its own."""
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), str(self.setting.cpus))
-        alone = dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"))
-        environment = {name: value for name, value in os.environ.items() if name not in alone}
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tasks.evaluate.beside"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**environment, **threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )  # fmt: skip
-        assert process.stdin
-        pickle.dump(self.job(), process.stdin)
-        process.stdin.flush()
-        return process
 
     def _folder(self, step: int) -> Path:
         """A directory that loads as the model of a step: its small files, and where its weights are."""

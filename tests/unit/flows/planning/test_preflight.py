@@ -87,6 +87,8 @@ def test_a_template_in_the_tokenizer_config_or_beside_it_is_one(tmp_path):
 def test_gpus_that_are_not_there_are_refused_before_anything_starts(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     require_gpus("dpo", 1)
+    with pytest.raises(ConfigError, match=r"asks for 2 GPUs \(1 of them by method.evaluation.gpus\), this machine"):
+        require_gpus("dpo", 2, beside=1)
     with pytest.raises(ConfigError, match="asks for 2 GPUs, this machine shows 1"):
         require_gpus("dpo", 2)
     monkeypatch.setattr("flows.stages.resources.list_gpus", lambda name: ["NVIDIA A100-SXM4-40GB"])
@@ -96,8 +98,9 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(monkeypatch)
 
 
 def test_a_cluster_elsewhere_takes_nothing_of_this_machine(monkeypatch):
-    plan = make_plan(load_pipeline(["resources=cluster", "resources.gpus_per_worker=1"]))
-    assert plan.stage("sft").needs == (2, 2)
+    beside = "+stages.dpo.evaluation={every_steps: 1, cpus: 3, gpus: 1}"
+    plan = make_plan(load_pipeline(["resources=cluster", "resources.gpus_per_worker=1", beside]))
+    assert plan.stage("sft").needs == (2, 2) and plan.stage("dpo").needs == (5, 3)
     assert "sft: on a Ray cluster that the run starts on this machine" in cluster_notes(["sft"])[0]
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert plan.stage("sft").needs == (0, 0)

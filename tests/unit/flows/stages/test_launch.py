@@ -19,6 +19,8 @@ from lineage.filesystem.lock import Lock, acquire_or
 from tasks.context import Launcher, Resources
 from tasks.data.kinds import ELSEWHERE
 from tasks.method import Method
+from tasks.sft import SFT
+from tasks.train.evaluation import Evaluation
 from tests.toy_methods import ToyModel, ToyTraining
 
 
@@ -53,6 +55,15 @@ def test_a_stage_in_the_commands_own_process_has_the_environment_of_one(tmp_path
     resources = Resources(launcher=Launcher.FOREGROUND)
     job = Job(stage="left", method=ToyTraining(), inputs={}, resources=resources, directory=tmp_path)
     assert StageProcesses().run(job) == {"has": 1.0}
+
+
+@pytest.mark.parametrize(("gpus", "beside", "own"), [("357", 1, "35"), ("3", 1, ""), ("35", 0, "35"), ("", 1, "")])
+def test_the_workers_do_not_see_the_gpu_of_what_scores_their_checkpoints(tmp_path, gpus, beside, own):
+    method = SFT(num_steps=1, evaluation=Evaluation(every_steps=1, gpus=beside))
+    job = Job(
+        stage="sft", method=method, inputs={}, resources=Resources(), directory=tmp_path, visible_gpus=tuple(gpus)
+    )
+    assert job.gpus == (tuple(own), tuple(gpus[len(own) :]))
 
 
 def test_a_method_that_exits_has_failed(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from flows.stages import resources
 from flows.stages.launch import keep_compiled
 from flows.stages.process_settings import stage_environment
-from flows.stages.resources import Cluster, Node, admitted, require_cluster
+from flows.stages.resources import Cluster, Node, admitted, require_beside, require_cluster
 from lineage.dvc import DvcProject
 from lineage.errors import ConfigError, StoppedError
 from lineage.filesystem.remote_files import private_folder
@@ -183,6 +183,20 @@ def test_what_a_cluster_cannot_hold_is_refused_with_what_it_has(cluster, fields,
     with pytest.raises(ConfigError) as caught:
         require_cluster("sft", on_cluster(**fields), 12, cluster)
     assert str(caught.value).startswith("stages.sft.resources") and refusal in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "beside", "fits"),
+    [({"num_workers": 3}, (1, 0), True), ({"num_workers": 4}, (1, 0), False), ({"num_workers": 4}, (0, 0), True),
+     ({"num_workers": 4, "min_workers": 2}, (1, 0), True), ({"gpus_per_worker": 1, "num_workers": 1}, (1, 1), True),
+     ({"gpus_per_worker": 1, "num_workers": 2}, (1, 1), False)],
+)  # fmt: skip
+def test_what_scores_checkpoints_needs_a_place_beside_the_workers(fields, beside, fits):
+    if fits:
+        require_beside("sft", on_cluster(**fields), beside, ONE)
+        return
+    with pytest.raises(ConfigError, match=r"stages.sft.method.evaluation asks for 1 CPU and .* beside the workers"):
+        require_beside("sft", on_cluster(**fields), beside, ONE)
 
 
 @pytest.mark.parametrize(
