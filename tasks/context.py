@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -17,7 +17,6 @@ from tasks.train.loop.heartbeat import Phase
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tasks.train.loop.evaluation import Job, Request, Scores
     from tasks.train.optim.diloco import Islands
 
 Metrics = Mapping[str, float]
@@ -206,14 +205,6 @@ class Resources:
         return replace(self, micro_batch_size=max((size for size in fitting if size <= most), default=multiple))
 
 
-class Scorer(Protocol):
-    """Scores checkpoints beside a training, one at a time; what it raises or ends by is in the answer."""
-
-    def score(self, request: "Request") -> "Scores": ...
-
-    def end(self) -> None: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainContext:
     """One worker's view of a running stage; by default outside a run, where nobody reads reports or asks it to stop.
@@ -234,7 +225,8 @@ class TrainContext:
             all; what changes them later does not fail the stage.
         changed_models: slot -> the source of a model whose bytes are no longer those of the plan.
         islands: of ``method.diloco``, of which this worker's is torch's default group; None: there are none.
-        scorer: starts what scores checkpoints; None: a process that sees the GPUs of this one.
+        scorer: starts what scores checkpoints (``tasks.train.loop.evaluation.Scorer``); None: a process that sees the
+            GPUs of this one.
     """
 
     output_dir: Path
@@ -253,7 +245,7 @@ class TrainContext:
     loaded: Callable[..., None] = lambda *slots: None
     changed_models: Callable[[], Mapping[str, str]] = dict
     islands: "Islands | None" = None
-    scorer: "Callable[[Job], Scorer] | None" = None
+    scorer: Callable[..., object] | None = None
 
     @property
     def checkpoints(self) -> Checkpoints | None:

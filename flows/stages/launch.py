@@ -68,7 +68,7 @@ from lineage.record.environment import hardware
 from lineage.record.metrics_file import Part, write_part
 from lineage.store import COMPILED
 from posttrain import hold
-from tasks.context import Launcher, Metrics, Resources, Scorer, TrainContext
+from tasks.context import Launcher, Metrics, Resources, TrainContext
 from tasks.judgement.check_rows import POLICY
 from tasks.judgement.disk_need import require_disk
 from tasks.method import Method, Training
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from tasks.train.loop.evaluation import Job as ScoringJob
-    from tasks.train.loop.evaluation import Request, Scores
+    from tasks.train.loop.evaluation import Request, Scorer, Scores
 
 Answer = Metrics | StageError | StoppedError
 Work = Callable[[int, int, str], Metrics]  # of one worker: its rank, the number of workers, and its node

@@ -32,7 +32,7 @@ from tasks.base_model import BaseModel
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpo import CPO
 from tasks.cpt import ContinuedPretraining
-from tasks.data.images import IMAGES, write_images
+from tasks.data.images import IMAGES, Images, write_images
 from tasks.data.kinds import CONVERSATIONS, HELD_OUT, PREFERENCES, PROMPTS, TEXT, TRAIN, UNPAIRED
 from tasks.distill import Distillation
 from tasks.dpo import DPO
@@ -401,7 +401,7 @@ RECIPES: Mapping[str, Recipe] = {
     "sft-packed": Recipe(method=method("sft", packing="best_fit", global_batch_size=4, max_length=64)),
     "sft-experts": Recipe(method=method("sft"), slots={"policy": "experts"}),
     "sft-images": Recipe(
-        method=method("sft", max_length=256, num_steps=2), slots={"policy": "sees", "rows": "pictures"}
+        method=method("sft", max_length=256, num_steps=2, images=Images()), slots={"policy": "sees", "rows": "pictures"}
     ),
     "sft-chunked-head": Recipe(method=method("sft"), max_logits=1),
     "sft-sdpa": Recipe(method=method("sft"), resources=_kernels(attention="sdpa")),

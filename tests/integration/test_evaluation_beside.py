@@ -82,7 +82,7 @@ def test_a_task_that_scores_on_a_cluster_is_replaced_when_it_dies_and_waited_for
 
     def options(**asked: int) -> SimpleNamespace:
         started.append(asked)
-        return SimpleNamespace(remote=lambda: MagicMock())
+        return SimpleNamespace(remote=lambda: SimpleNamespace(__ray_ready__=MagicMock(), answer=MagicMock()))
 
     monkeypatch.setattr(ray, "remote", lambda cls: SimpleNamespace(options=options))
     monkeypatch.setattr(ray, "get", get)

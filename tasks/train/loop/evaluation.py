@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from accelerate.utils import broadcast
@@ -28,7 +28,7 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError
 from lineage.filesystem.digest import digest_of
 from lineage.filesystem.files import append_jsonl, read_jsonl, replace_jsonl
-from tasks.context import Scorer, TrainContext
+from tasks.context import TrainContext
 from tasks.data.kinds import HELD_OUT
 from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.judgement.check_rows import POLICY, rows_slot
@@ -487,6 +487,14 @@ class Scores:
         return not self.error and all(each == "better" for each in self.rules.values())
 
 
+class Scorer(Protocol):
+    """Scores checkpoints beside a training, one at a time; what it raises or ends by is in the answer."""
+
+    def score(self, request: Request) -> Scores: ...
+
+    def end(self) -> None: ...
+
+
 class ScoringProcess:
     """Scores checkpoints in a process beside the training (``tasks.evaluate.beside``), in another where it has died.
 
@@ -733,7 +741,7 @@ class Scoring(TrainerCallback):
 
     def _scored(self, step: int) -> "Scores":
         if self._scorer is None:
-            self._scorer = (self.ctx.scorer or ScoringProcess)(self.job())
+            self._scorer = cast("Scorer", (self.ctx.scorer or ScoringProcess)(self.job()))
         return self._scorer.score(Request(step=step, model=self._folder(step), digest=self._digest(step)))
 
     def job(self) -> Job:
