@@ -43,7 +43,7 @@ def calls(session: Group, folder: Path) -> list[dict[str, object]]:
     found = []
     for seed in (0, 2):
         found.append(session.apply(methodcaller("backward", rows(5, seed=seed))))
-        found.append(session.apply(methodcaller("backward", rows(4, seed=seed + 1), "dpo")))
+        found.append(session.apply(methodcaller("backward", rows(4, seed=seed + 1), "aot" if seed else "dpo")))
         found.append(session.apply(methodcaller("step")))
     found.append(session.apply(methodcaller("forward", rows(3), "ppo")))
     found.append(session.apply(methodcaller("logprobs", [[4, 5, 6]])))

@@ -171,7 +171,7 @@ class Session:
         if not accumulate:
             self._checked(data, loss_of(loss, options)[0])  # a call that is refused clears nothing
             self.zero_grad()
-        with self._own_random(), self.workers.adding(self.trained, self.optimization, self.loss_scale):
+        with self._own_random(), self.workers.adding(self.trained, self.optimization, self._scale):
             found = self._passes(data, loss, options, set(), backward=True)
         self.num_accumulated += 1
         norm = _norm(self.workers.norm(self.trained))
@@ -193,7 +193,7 @@ class Session:
                 logps_BT = logps_BT.view(columns["tokens"].shape)
                 losses = row.compute(logps_BT, columns, chosen).sum()
                 if backward:
-                    (losses * (factor * self.loss_scale)).backward()
+                    (losses * (factor * self._scale)).backward()
                 if not factor:
                     continue
                 kept = {"logprobs": logps_BT, "logits": logits_BTV}
@@ -229,6 +229,11 @@ class Session:
             ]
             found = self._passes(weighted, "cross_entropy", None, set(), backward=True)
         return {**found, "loss": float(value.detach())}
+
+    @property
+    def _scale(self) -> float:
+        """What losses are multiplied by; of several workers, whose gradients are averaged, each has its share."""
+        return self.loss_scale / self.workers.size if self._scales else 1.0
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self._scales:  # also on CPUs, where transformers' trainer would compute in fp32
