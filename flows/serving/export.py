@@ -223,9 +223,8 @@ class Loaded:
         from tasks.model.gguf_file import GgufModel
 
         prepared = GgufModel.of(self.found.ref, self.model, self.tokenizer)
-        if prepared.lost:
-            lost = ", ".join(prepared.lost)
-            print(f"note: transformers does not read {lost} from a GGUF file; llama.cpp does", file=sys.stderr)
+        for note in prepared.notes:
+            print(f"note: {note}", file=sys.stderr)
         stops = self.tokenizer.convert_ids_to_tokens(sorted(stop_tokens(self.model, self.tokenizer)))
         text = modelfile(self.found.ref, self.tokenizer, self.model.generation_config, stops) if with_modelfile else ""
 

@@ -178,7 +178,8 @@ class ImageFiles:
             raise bad_image(
                 f"{what} is the path {name!r}, and the source is a file of rows alone",
                 "paths below a folder or a ZIP archive that is the source, or below its images",
-                "set sources.NAME.images to the folder, or sources.NAME.path to the folder of rows and images",
+                "set sources.NAME.images to the folder (of posttrain data: images=FOLDER), or sources.NAME.path to the "
+                "folder of rows and images",
             )
         place = os.path.normpath(os.path.relpath(name, self.root) if os.path.isabs(name) else name)
         inside = f"a path below {self.root}"

@@ -39,7 +39,9 @@ ARCHITECTURES = {
 }  # fmt: skip
 # How rotary positions may be scaled. By tensors of factors: llama.cpp reads those of llama alone.
 _ROPE_OF_ALL, _ROPE_OF_LLAMA = ("linear", "yarn"), ("llama3", "longrope")
+_ASSUMED_OF_YARN = {"beta_fast": 32, "beta_slow": 1}  # which llama.cpp reads of no file of these architectures
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # by which llama.cpp knows the models with a scale of their own
 _SPACE = "\u2581"  # of SentencePiece
 _BLOCK = 32  # values that share a scale in q8_0
 # Fields of a config that do not change what the weights compute, or that GGUF has elsewhere.
@@ -68,6 +70,20 @@ class GgufModel:
     names: Mapping[str, tuple[str, ...]]
     lost: tuple[str, ...] = ()
 
+    @property
+    def notes(self) -> list[str]:
+        """What else than transformers llama.cpp does with the file."""
+        notes = []
+        if self.lost:
+            notes.append(f"transformers does not read {', '.join(self.lost)} from a GGUF file; llama.cpp does")
+        if _rope_type(self.model.config) == "longrope":
+            most = self.model.config.rope_parameters["original_max_position_embeddings"]
+            notes.append(
+                f"llama.cpp takes the factors of long texts for all texts where its context (-c) is above {most} "
+                "tokens, and transformers only for longer texts"
+            )
+        return notes
+
     @staticmethod
     def of(label: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> "GgufModel":
         """Checks all that can be checked before the file is written.
@@ -91,6 +107,7 @@ class GgufModel:
                 f"{label}: its tokenizer has {len(tokenizer)} tokens, and the model {config.vocab_size} embeddings; in "
                 "GGUF each token has one; resize the embeddings (model.resize_token_embeddings), or export merged"
             )
+        _require_attention_scale(label, config, architecture)
         pre = _splits(label, tokenizer)
         found = GgufModel(
             model=model, tokenizer=tokenizer, architecture=architecture, pre=pre,
@@ -165,12 +182,6 @@ class GgufModel:
             writer.add_rope_scaling_factor(found["factor"])
         if kind == "yarn":
             by_itself = 0.1 * math.log(max(1.0, found["factor"])) + 1.0
-            for field, add in (
-                ("beta_fast", writer.add_rope_scaling_yarn_beta_fast),
-                ("beta_slow", writer.add_rope_scaling_yarn_beta_slow),
-            ):
-                if found.get(field):
-                    add(found[field])
         if kind in ("yarn", "longrope"):
             writer.add_rope_scaling_orig_ctx_len(found["original_max_position_embeddings"])
             scaling = self._rotary().attention_scaling
@@ -335,6 +346,22 @@ def _type_of(name: str, shape: "Sequence[int]", kind: str) -> "GGMLQuantizationT
     return GGMLQuantizationType.Q8_0 if kind == "q8_0" and shape[-1] % _BLOCK == 0 else GGMLQuantizationType.F16
 
 
+def _require_attention_scale(label: str, config: "PreTrainedConfig", architecture: str) -> None:
+    """Requires the scale of attention that llama.cpp assumes of Gemma, and that no file says.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    scalar = getattr(config, "query_pre_attn_scalar", None)
+    is_27b = config.num_hidden_layers == _LAYERS_OF_27B.get(architecture)
+    assumed = config.hidden_size // config.num_attention_heads if is_27b else _head_size(config)
+    if architecture in _LAYERS_OF_27B and scalar != assumed:
+        raise ConfigError(
+            f"{label}: query_pre_attn_scalar={scalar} is lost in GGUF, where llama.cpp takes {assumed}; a model of "
+            "that scale is accepted; export merged"
+        )
+
+
 def _rope_theta(config: "PreTrainedConfig") -> float:
     """The base of the rotary embedding; of layers with full attention where kinds of layers differ."""
     found = config.rope_parameters
@@ -474,9 +501,14 @@ def _has_rope(label: str, config: "PreTrainedConfig") -> bool:
     if kind in ("", "default"):
         return False
     accepted = (*_ROPE_OF_ALL, *(_ROPE_OF_LLAMA if architecture == "llama" else ()))
-    truncate = config.rope_parameters.get("truncate", True)
-    if kind not in accepted or not truncate:
-        found = f"rope_type={kind}" if kind not in accepted else f"rope_type={kind} with truncate=false"
+    other = [
+        name for name, assumed in _ASSUMED_OF_YARN.items() if (config.rope_parameters.get(name) or assumed) != assumed
+    ]
+    if config.rope_parameters.get("truncate") is False:
+        other.append("truncate")
+    if kind not in accepted or other:
+        own = ", ".join(f"{name}={json.dumps(config.rope_parameters[name])}" for name in other)
+        found = f"rope_type={kind}" if kind not in accepted else f"rope_type={kind} with {own}"
         raise ConfigError(
             f"{label}: llama.cpp does not scale rotary positions by {found} in a file of {architecture}; accepted: "
             f"{', '.join(accepted)}; export merged"

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,8 +38,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 128},
-    "gemma2": {"query_pre_attn_scalar": 256, "sliding_window": 16},
-    "gemma3_text": {"query_pre_attn_scalar": 256, "sliding_window": 16},
+    "gemma2": {"query_pre_attn_scalar": 256, "head_dim": 256, "sliding_window": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 256, "head_dim": 256, "sliding_window": 16},
 }
 # Of these transformers reads not all settings that llama.cpp does: that many are named.
 MIXTURES: dict[str, dict[str, object]] = {
@@ -56,6 +57,10 @@ LLAMA_3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32, "rope_theta": 10000.0,
 }  # fmt: skip
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 
 
 def export(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -214,7 +219,7 @@ def test_scaled_rotary_positions_are_written_as_llama_cpp_reads_them(tmp_path):
     assert fields["llama.rope.scaling.factor"].contents() == 2.0
 
 
-@pytest.mark.parametrize("own", [{}, {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.4}])
+@pytest.mark.parametrize("own", [{}, {"beta_fast": 32.0, "beta_slow": 1, "attention_factor": 1.4}])
 def test_yarn_is_written_as_llama_cpp_reads_it(tmp_path, own):
     """The rotations that llama.cpp computes from the file are those of the model."""
     from gguf import GGUFReader
@@ -227,11 +232,13 @@ def test_yarn_is_written_as_llama_cpp_reads_it(tmp_path, own):
     assert told["type"] == "yarn" and told["original_context_length"] == 64
     rotary, head = loaded(tmp_path / "model").model.rotary_emb, 32
 
+    assert not {"yarn_beta_fast", "yarn_beta_slow"} & told.keys(), "llama.cpp reads them of no file of a llama"
+
     def turns(beta: float) -> float:
         return head * math.log(64 / (beta * 2 * math.pi)) / (2 * math.log(10000.0))
 
-    low = max(0, math.floor(turns(told.get("yarn_beta_fast", 32.0))))
-    high = min(head - 1, math.ceil(turns(told.get("yarn_beta_slow", 1.0))))
+    low = max(0, math.floor(turns(32.0)))
+    high = min(head - 1, math.ceil(turns(1.0)))
     for at, frequency in enumerate(rotary.inv_freq.tolist()):
         kept = 1 - min(1.0, max(0.0, (at - low) / max(0.001, high - low)))
         plain = 10000.0 ** (-2 * at / head)
@@ -246,13 +253,66 @@ def test_longrope_is_written_with_the_factors_of_short_and_long_texts(tmp_path):
     write_model(tmp_path / "model", "llama", **WIDE)
     factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}
     edit(tmp_path / "model" / CONFIG, rope_parameters={**YARN, "rope_type": "longrope", **factors})
-    exported(tmp_path, "gguf", "model", "--out", "m.gguf")
+    ran = export(tmp_path, "gguf", "model", "--out", "m.gguf")
+    assert ran.returncode == 0 and "for all texts where its context (-c) is above 64 tokens" in ran.stderr, ran.stderr
     fields, found = GGUFReader(tmp_path / "m.gguf").fields, tensors(tmp_path / "m.gguf")
     for name, values in factors.items():
         assert found[f"rope_factors_{name.partition('_')[0]}.weight"].data.tolist() == pytest.approx(values)
     scaling = loaded(tmp_path / "model").model.rotary_emb.attention_scaling
     assert fields["llama.rope.scaling.attn_factor"].contents() == pytest.approx(scaling, rel=1e-6) != 1.0
     assert fields["llama.rope.scaling.original_context_length"].contents() == 64
+
+
+# A process of its own, whose server llama.cpp ends with it: the likeliest token after each beginning of a text.
+LLAMA_CPP = """
+import json, sys
+import xllamacpp
+settings = xllamacpp.CommonParams()
+settings.model.path, settings.n_ctx, settings.n_parallel, settings.warmup = sys.argv[1], 256, 1, False
+settings.cpuparams.n_threads = 1
+settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+server, ids, found = xllamacpp.Server(settings), json.loads(sys.argv[2]), []
+for end in range(20, len(ids)):
+    asked = {"prompt": ids[:end], "max_tokens": 1, "temperature": 0, "cache_prompt": False, "logprobs": 1}
+    told = (server.handle_completions(asked)["choices"][0].get("logprobs") or {}).get("content")  # not of half a letter
+    found.append((told[0]["id"], told[0]["logprob"]) if told else None)
+print("\\nfound", json.dumps(found))
+"""
+AS_IN_LLAMA_CPP = {
+    **{name: (name, fields, {}) for name, fields in (FAMILIES | MIXTURES).items()},
+    "llama-3": ("llama", {}, LLAMA_3), "linear": ("llama", {}, LINEAR), "yarn": ("llama", {"head_dim": 32}, YARN),
+    "yarn-attention": ("llama", {"head_dim": 32}, {**YARN, "attention_factor": 1.4}),
+    "sentencepiece": ("llama", {"vocab_size": 400}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("name", AS_IN_LLAMA_CPP)
+def test_llama_cpp_itself_computes_the_log_probabilities_of_the_model(tmp_path, name, kind):
+    pytest.importorskip("xllamacpp")
+    family, fields, rope = AS_IN_LLAMA_CPP[name]
+    write_model(tmp_path / "model", family, **WIDE, **fields)
+    if rope:
+        edit(tmp_path / "model" / CONFIG, rope_parameters=rope)
+    if name == "sentencepiece":
+        sentencepiece(tmp_path / "model", "llama")
+    exported(tmp_path, "gguf", "model", "--type", kind, "--out", "m.gguf")
+    ids = torch.randint(3, 250, (1, 44), generator=torch.Generator().manual_seed(0))
+    model = loaded(tmp_path / "model").eval()
+    for weight in model.parameters():
+        weight.data = weight.data.half().float() if weight.ndim > 1 else weight.data
+    with torch.inference_mode():
+        expected = model(ids).logits[0, 19:-1].float().log_softmax(-1)
+    words = [sys.executable, "-c", LLAMA_CPP, str(tmp_path / "m.gguf"), json.dumps(ids[0].tolist())]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    (line,) = re.findall("^found (.*)$", ran.stdout, re.MULTILINE) or [ran.stderr]
+    found = [(at, *each) for at, each in enumerate(json.loads(line)) if each]
+    assert len(found) > 8
+    bound = 0.05 if kind == "f16" else 0.5
+    for at, token, logprob in found:
+        assert logprob == pytest.approx(expected[at, token].item(), abs=bound)
+        assert expected[at].max() - expected[at, token] < bound, "the likeliest one, but for rounding"
 
 
 def sentencepiece(folder: Path, kind: str) -> None:
@@ -350,11 +410,6 @@ def test_a_gguf_file_keeps_bos_unused_rows_and_a_second_stop_token(tmp_path):
     assert contents == {"add_bos_token": True, "eos_token_id": 0, "eot_token_id": 2}
 
 
-CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-
-
 @pytest.mark.parametrize(
     ("family", "file", "change", "told"),
     [
@@ -362,8 +417,10 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
         ("mistral", CONFIG, {"sliding_window": 8}, "sliding_window=8 is lost"),
         ("llama", CONFIG, {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "by rope_type=dynamic in a file"),
         ("llama", CONFIG, {"rope_parameters": {**YARN, "truncate": False}}, "rope_type=yarn with truncate=false"),
+        ("llama", CONFIG, {"rope_parameters": {**YARN, "beta_fast": 16.0}}, "rope_type=yarn with beta_fast=16.0"),
         ("qwen2", CONFIG, {"rope_parameters": LLAMA_3}, "in a file of qwen2; accepted: linear, yarn"),
         ("qwen3", CONFIG, {}, "head_dim=8 is lost"),
+        ("gemma2", CONFIG, {}, "query_pre_attn_scalar=256 is lost in GGUF, where llama.cpp takes 8"),
         ("llama", TOKENIZER, {"normalizer": {"type": "Lowercase"}}, "changes text first (Lowercase)"),
         ("llama", TOKENIZER, {"pre_tokenizer": {"type": "Whitespace"}}, "without byte-level splits"),
     ],
