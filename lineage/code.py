@@ -54,6 +54,9 @@ def code_digest_now(module: str) -> str:
 def source_file(module: str) -> Path | None:
     """The file of a module, found without importing its parents, as ``find_spec("a.b.c")`` would."""
     package, *rest = module.split(".")
+    above = source_file(module.rpartition(".")[0]) if len(rest) > 1 else None
+    if above is not None and above.name != "__init__.py":
+        return None  # a name in a file: most of what is imported
     spec = importlib.util.find_spec(package)
     if spec is None:
         return None

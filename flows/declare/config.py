@@ -18,9 +18,7 @@ import yaml
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.defaults_list import create_defaults_list
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser import overrides_parser
 from hydra.core.override_parser.overrides_visitor import HydraOverrideVisitor
 from hydra.core.override_parser.types import Override
@@ -115,13 +113,19 @@ def compose_tree(overrides: Sequence[str], config_dir: Path | None = None) -> di
     Raises:
         ConfigError: an override does not parse, a group has no such file, a mandatory value is missing.
     """
+    composer, values = _composer_of(overrides, config_dir)
+    return composer.tree(values)
+
+
+def _composer_of(overrides: Sequence[str], config_dir: Path | None) -> "tuple[Composer, list[str]]":
+    """The composer of what chooses files, and the overrides that only set values at the end."""
     others: list[str] = []
     values: list[str] = []
     for index, word in enumerate(overrides):
         # Later deletions, additions or whole nodes may affect the same field, so the order must be kept.
         is_last = all(_VALUE.match(later) or _CHOICE.fullmatch(later) for later in overrides[index:])
         (values if is_last and _sets_value(word, config_dir) else others).append(word)
-    return _composer(tuple(others), config_dir, _files(config_dir)).tree(values)
+    return _composer(tuple(others), config_dir, _files(config_dir)), values
 
 
 def _sets_value(word: str, config_dir: Path | None) -> bool:
@@ -151,6 +155,9 @@ class Composer:
     Hydra chooses the files and their order; they are merged here as OmegaConf merges them, in plain dicts, since
     OmegaConf takes a second for a thousand stages.
 
+    Attributes:
+        files: the YAML files, each with its package: the key that it fills; empty: the root.
+
     Raises:
         ConfigError: an override does not parse, a group has no such file.
     """
@@ -170,6 +177,7 @@ class Composer:
                 _merge(tree, {key: value for key, value in content.items() if key != _HYDRA}, tree)
             for override in values:
                 _apply(tree, override)
+        self.files = [(path, package) for path, package, _ in files]
         self._pickled = pickle.dumps(tree)
 
     def tree(self, more: Sequence[str] = ()) -> dict[str, object]:
@@ -432,14 +440,13 @@ def declared_sources(overrides: Sequence[str], config_dir: Path) -> tuple[dict[s
 
 def composed_files(overrides: Sequence[str], config_dir: Path | None = None) -> list[tuple[Path, str]]:
     """The YAML files of a valid configuration, each with its package: the key that it fills; empty: the root."""
-    return [(path, package) for path, package, _ in _chosen(overrides, config_dir)[0]]
+    return _composer_of(overrides, config_dir)[0].files
 
 
 def _cli_args(overrides: Sequence[str], config_dir: Path | None) -> list[str]:
     """The overrides of a command in the form for Hydra."""
-    loader = GlobalHydra.instance().config_loader()
     search = [f"hydra.searchpath=[{quoted(f'file://{config_dir.resolve()}')}]"] if config_dir else []
-    return [*search, *(word for override in overrides for word in _accept(override, loader, config_dir))]
+    return [*search, *(word for override in overrides for word in _accept(override, config_dir))]
 
 
 def _refuse_shadows(config_dir: Path) -> None:
@@ -458,7 +465,7 @@ def _value(word: str) -> Override:
     key = override.key_or_group
     if not key:
         raise ConfigError(f"{word}: is no override; write key=value")
-    if key.split(".")[0] == "hydra":
+    if re.split("[./]", key)[0] == "hydra":
         raise ConfigError(f"{word}: unknown key; posttrain composes with Hydra but takes none of its hydra.* settings")
     if override.is_sweep_override():
         raise ConfigError(
@@ -468,11 +475,11 @@ def _value(word: str) -> Override:
     return override
 
 
-def _accept(word: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
+def _accept(word: str, config_dir: Path | None) -> list[str]:
     """An override in the form for Hydra: group choices unchanged, values forced with ``++``."""
     override = _value(word)
     word, key = str(override.input_line), override.key_or_group
-    options = _options(key, loader, config_dir)
+    options = _options(key, config_dir)
     if options:
         return _group(word, override, options)
     if override.is_delete():
@@ -498,13 +505,12 @@ def parsed(word: str) -> Override:
         ) from error
 
 
-def _options(group: str, loader: ConfigLoader, config_dir: Path | None) -> list[str]:
+def _options(group: str, config_dir: Path | None) -> list[str]:
     """The options of a group, shipped and the user's; empty: there is no such group."""
     if "." in group:
         return []
-    shipped = loader.get_group_options(group, ObjectType.CONFIG)
-    own = sorted(path.stem for path in (config_dir / group).glob("*.yaml")) if config_dir else []
-    return sorted({*shipped, *own})
+    # Hydra copies all that it holds to list them.
+    return sorted({path.stem for folder in (CONF, config_dir) if folder for path in (folder / group).glob("*.yaml")})
 
 
 def _group(word: str, override: Override, options: list[str]) -> list[str]:

@@ -217,6 +217,7 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
             r'resources.keep_best="loss": input should be an object; write resources.keep_best={metric: ..., .*n: ',
         ),
         ("hydra.job.name=x", "hydra.job.name=x: unknown key"),
+        ("hydra/launcher=basic", "hydra/launcher=basic: unknown key"),
         ("adapter.rank=0", "adapter.rank=0: input should be greater than 0"),
         ("stages.left.method.adapter.rnk=1", "stages.left.method.adapter.rnk: unknown key.*did you mean rank"),
         ("save=adapter", r"stages.\w+.method: save=adapter: every weight is trained, .* set adapter=lora"),
