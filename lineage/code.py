@@ -29,17 +29,17 @@ def code_digest(module: str) -> str:
 
 def code_files(module: str) -> dict[str, str]:
     """The modules of ``code_digest``, each with the digest of its file."""
-    packages = {module.partition(".")[0], *OURS}
+    packages = frozenset({module.partition(".")[0], *OURS})
     digests: dict[str, str] = {}
     waiting, seen = [module], {module}
     while waiting:
         name = waiting.pop()
         path = source_file(name)
         if path is not None:
-            digests[name], imported = _digest_and_imports(name, path, *_version(path))
+            digests[name], imported = _digest_and_imports(name, path, packages, *_version(path))
             new = imported - seen
             seen |= new
-            waiting += (each for each in new if each.partition(".")[0] in packages)
+            waiting += new
     _PARSED.keep()
     return dict(sorted(digests.items()))
 
@@ -76,11 +76,14 @@ def _version(path: Path) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)  # each stage asks again, and only files that changed are read again
-def _digest_and_imports(module: str, path: Path, *_version: int) -> tuple[str, frozenset[str]]:
-    """Digest of a file, and the full names of all modules that it imports, inside functions too."""
+def _digest_and_imports(
+    module: str, path: Path, packages: frozenset[str], *_version: int
+) -> tuple[str, frozenset[str]]:  # fmt: skip
+    """Digest of a file, and the full names of all modules of the packages that it imports, inside functions too."""
     source = path.read_bytes()
     digest = hashlib.sha256(source).hexdigest()
-    return digest, frozenset(_PARSED.imports(f"{module} {path.name} {digest}", lambda: _imports(source, module, path)))
+    names = _PARSED.imports(f"{module} {path.name} {digest}", lambda: _imports(source, module, path))
+    return digest, frozenset(each for each in names if each.partition(".")[0] in packages)
 
 
 def _imports(source: bytes, module: str, path: Path) -> list[str]:

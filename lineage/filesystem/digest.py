@@ -143,14 +143,20 @@ def _key(file: Path, status: os.stat_result) -> str:
     return f"{file.absolute()}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}:{status.st_ino}"
 
 
+_SMALL_BYTES = 2**20  # of all files: read in less time than threads start
+
+
 def digest_all(files: Sequence[Path], cache: DigestCache | None = None) -> list[str]:
     """SHA-256 of each file, in parallel: hashlib releases the GIL.
 
     Args:
         cache: digests of large unchanged files; None: every byte is read.
     """
+    digest = cache.digest if cache else digest_file
+    if len(files) < 100 and sum(each.stat().st_size for each in files) < _SMALL_BYTES:
+        return [digest(each) for each in files]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(cache.digest if cache else digest_file, files))
+        return list(pool.map(digest, files))
 
 
 def digest_files(
