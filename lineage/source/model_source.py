@@ -276,18 +276,19 @@ def with_new_tokens(known: Mapping[str, int] | None, source: Source) -> dict[str
 def resized(config: Mapping[str, object], known: Mapping[str, int] | None) -> dict[str, object]:
     """A ``config.json`` whose model has a row of the embedding for each token."""
     text, size = config.get("text_config"), embeddings_of(config)
-    if not known or size is None:
+    if not known or size is None or max(known.values()) < size:
         return dict(config)
     if isinstance(text, Mapping):
         return {**config, "text_config": resized(text, known)}
-    return {**config, "vocab_size": max(size, max(known.values()) + 1)}
+    return {**config, "vocab_size": max(known.values()) + 1}
 
 
 def embeddings_of(config: object) -> int | None:
     """How many tokens a model has embeddings for, from its ``config.json``; None: unknown."""
     text = config.get("text_config", config) if isinstance(config, Mapping) else {}
     size = text.get("vocab_size") if isinstance(text, Mapping) else None
-    return size if isinstance(size, int) else None
+    more = 8 if isinstance(text, Mapping) and text.get("model_type") == "mllama_text_model" else 0  # for images
+    return size + more if isinstance(size, int) else None
 
 
 def tokenizer_files(directory: Path) -> list[Path]:

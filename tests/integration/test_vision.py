@@ -382,14 +382,21 @@ def test_a_teacher_reads_the_images_that_its_student_reads(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sharding", "trains"), [("none", None), ("none", ("vision", "projector")), ("zero1", None), ("zero2", None)]
+    ("family", "sharding", "trains"),
+    [
+        ("qwen2_vl", "none", None),
+        ("mllama", "none", None),
+        ("qwen2_vl", "none", ("vision", "projector")),
+        ("qwen2_vl", "zero1", None),
+        ("qwen2_vl", "zero2", None),
+    ],
 )
 def test_two_workers_train_as_one(
-    root: Path, models: Any, tmp_path: Path, request: pytest.FixtureRequest, sharding: Any, trains: Any
+    root: Path, models: Any, tmp_path: Path, request: pytest.FixtureRequest, family: str, sharding: Any, trains: Any
 ) -> None:
     """Also where the rows of one of them have no images, which then give the tower no gradient."""
     (tmp_path / "inputs").mkdir()
-    (tmp_path / "inputs" / "policy").symlink_to(models("qwen2_vl"))
+    (tmp_path / "inputs" / "policy").symlink_to(models(family))
     (tmp_path / "inputs" / "conversations").symlink_to(root / "conversations")
     stage = sft(images=Images(trains=trains), num_steps=3, learning_rate=1e-3)
     one = training.train(stage, tmp_path / "inputs", tmp_path / "one" / "output")

@@ -17,6 +17,7 @@ from lineage.filesystem.digest import DigestCache
 from lineage.filesystem.remote_files import file_system, open_remote, remote_versions
 from lineage.fingerprint import canonical_json
 from lineage.secrets import secrets_of, without_secrets
+from lineage.source.model_source import resized, tokens_beyond
 from lineage.source.sources import pin as pin_with
 from tests.web_server import site
 
@@ -413,3 +414,11 @@ def test_a_file_system_is_given_what_the_named_variables_hold_and_what_it_says_o
 def test_credentials_that_cannot_be_are_named(drive, credentials, message):
     with pytest.raises(ConfigError, match=message):
         remote_versions("rows", "gs://drive/a.jsonl", credentials)
+
+
+def test_llama_vision_has_an_embedding_for_the_token_of_an_image() -> None:
+    """Behind those of its vocab_size, which counts what it can write."""
+    config = {"text_config": {"model_type": "mllama_text_model", "vocab_size": 10}}
+    known = {"a": 9, "<|image|>": 10}
+    assert tokens_beyond(known, config) == [] and resized(config, known) == config
+    assert tokens_beyond({**known, "b": 18}, config) == ["b"]
