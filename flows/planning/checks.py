@@ -227,9 +227,10 @@ def left_out_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
     And on those that transformers has no class for.
     """
     notes = []
-    for name, method, config in _trainings(pipeline):
-        if name in stages and REWARD_HEAD in method.models.values() and config.get("vision_config") is not None:
-            notes += [_class_of_scores(name, config["model_type"])] if config["model_type"] not in SCORED else []
+    for name, method, _ in _trainings(pipeline):
+        whole = root_config(pipeline, name) if name in stages and REWARD_HEAD in method.models.values() else {}
+        if whole.get("vision_config") is not None and whole["model_type"] not in SCORED:
+            notes.append(_class_of_scores(name, whole["model_type"]))
         directory = root_directory(pipeline, name)
         if name in stages and directory and REWARD_HEAD in method.models.values():
             found = [each for each in weight_places(directory) if _NO_PLACE & set(each.split("."))]

@@ -27,7 +27,7 @@ from tasks.base_model import BaseModel
 from tasks.context import Resources
 from tasks.data.preparing.options import Prepare
 from tasks.judgement.check_rows import POLICY, rows_slot
-from tasks.judgement.disk_need import Shapes, model_shapes, percent_trained, require_disk
+from tasks.judgement.disk_need import Shapes, model_shapes, parts_trained, percent_trained, require_disk
 from tasks.judgement.estimate import (
     Architecture,
     Memory,
@@ -496,7 +496,7 @@ def require_plan_disk(plan: Plan, stages: Sequence[PlannedStage]) -> None:
 
 
 def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
-    """Notes on the share of parameters that each stage with an adapter or ``freeze`` trains.
+    """Notes on the share of parameters that each stage with an adapter, ``freeze`` or ``images`` trains.
 
     Raises:
         ConfigError: a name in ``adapter`` or ``freeze`` matches nothing in the model.
@@ -504,7 +504,13 @@ def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
     notes = []
     for planned in stages:
         method = planned.stage.method
-        if not isinstance(method, Training) or not (method.adapter or method.freeze):
+        if not isinstance(method, Training):
+            continue
+        what = [f"adapter.type={method.adapter.type}"] if method.adapter else ["freeze"] if method.freeze else []
+        parts = ("vision", "projector", "language") if getattr(method, "images", None) else ()
+        if frozen := [part for part in parts if part not in parts_trained(method)]:
+            what.append(f"frozen: {', '.join(frozen)}")
+        if not what:
             continue
         model = model_of(plan, planned)
         try:
@@ -512,8 +518,7 @@ def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
         except ConfigError as error:
             raise ConfigError(f"stages.{planned.name}: {error}") from error
         if percent is not None:
-            what = f"adapter.type={method.adapter.type}" if method.adapter else "freeze"
-            notes.append(f"stages.{planned.name} trains {percent:.3g} % of the parameters ({what})")
+            notes.append(f"stages.{planned.name} trains {percent:.3g} % of the parameters ({'; '.join(what)})")
     return notes
 
 

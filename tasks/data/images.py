@@ -472,11 +472,13 @@ class StoredImages:
             return ImageOps.exif_transpose(image).convert("RGB")
 
 
-def require_no_images(rows: Path, name: str, what: str) -> None:
+def require_no_images(rows: Path, name: str, what: str, remedy: str = "") -> None:
     """Refuses rows with images.
 
     Raises:
         DataError: they have some.
     """
     if (rows / IMAGES).exists():
-        raise DataError(f"{what}: the rows of {name!r} have images, which it does not read; give it rows of text")
+        raise DataError(
+            f"{what}: the rows of {name!r} have images, which it does not read; give it rows of text{remedy}"
+        )

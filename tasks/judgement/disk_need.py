@@ -348,7 +348,7 @@ def percent_trained(method: TrainingRecipe, shapes: Shapes) -> float | None:
         in_place = _biases(adapter, shapes) if adapter.type != "ln_tuning" else 0
         beside = saved - _buffers(adapter, shapes) - in_place
         return 100 * (trained + head) / (weights + beside + 2 * head) if trained else None
-    if method.freeze:
+    if method.freeze or set(parts_trained(method)) != {"language"}:
         frozen = _frozen_weights(method, shapes)
         return None if frozen is None else 100 * (1 - frozen / (weights + head))
     return None

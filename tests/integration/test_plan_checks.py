@@ -285,7 +285,8 @@ def test_the_plan_says_that_transformers_has_no_class_of_a_reward_model(tmp_path
     for family in ("qwen2_vl", "gemma3"):
         directory = tmp_path / family
         write_tokenizer(directory)
-        config = {"model_type": family, "vision_config": {}, "text_config": {}, "architectures": ["X"]}
+        text = {"model_type": f"{family}_text"}
+        config = {"model_type": family, "vision_config": {}, "text_config": text, "architectures": ["X"]}
         (directory / "config.json").write_text(json.dumps(config))
         stages = load_pipeline(["pipeline=reward", f"model={directory}", "model.kind=vlm"])
         check_positions(stages)

@@ -23,7 +23,7 @@ from tasks.data.tokens.tokenization import SEEING, Tokenization
 from tasks.data.tokens.tokenize_rows import TokenizedRows, load_or_make
 from tasks.evaluate.evaluate import Evaluate
 from tasks.evaluate.row_scores import read_scores
-from tasks.judgement.disk_need import model_shapes
+from tasks.judgement.disk_need import model_shapes, percent_trained
 from tasks.judgement.estimate import trained_weights
 from tasks.method import Adapter, Input, Training
 from tasks.model.tokenizers import tokenizer_of
@@ -449,7 +449,9 @@ def test_lengths_and_estimates_count_images(root: Path, models: Any) -> None:
     whole = sum(map(math.prod, shapes.values()))
     for trains in ((), ("projector",), ("vision", "projector")):
         frozen = sum(size for part, size in parts.items() if part not in trains)
-        assert trained_weights(sft(images=Images(trains=trains or None)), shapes).trained == whole - frozen
+        stage = sft(images=Images(trains=trains or None))
+        assert trained_weights(stage, shapes).trained == whole - frozen
+        assert percent_trained(stage, shapes) == pytest.approx(100 * (1 - frozen / whole))
 
 
 def test_rows_with_images_are_refused_where_nothing_reads_them(root: Path, models: Any, tmp_path: Path) -> None:

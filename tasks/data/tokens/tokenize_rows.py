@@ -739,7 +739,8 @@ def load_or_make(
         ConfigError: the chat template cannot be used.
     """
     if not tokenization.images:
-        require_no_images(rows.path, rows.name, "this training, where images is null,")
+        remedy = ", or set model.kind=vlm, for a model and a method that read images (docs/vlm.md)"
+        require_no_images(rows.path, rows.name, "this training, where images is null,", remedy)
     vision = Vision.of(tokenizer_dir, rows.path, tokenization.images)
     if vision:
         require_reads_images(tokenizer_dir, f"the model of {rows.name!r}")
