@@ -61,6 +61,81 @@ LONG = (
     "test_repro_runs_what_changed_and_run_then_has_nothing_to_do",
     "test_a_refused_gate_ends_the_run_with_3_fresh_or_reused",
 )
+# Matrices of which `make test` tries these cases; the others are slow. FILE::TEST -> the ids of its quick cases.
+QUICK_CASES = {
+    "test_adapter_in::test_dpo_starts_at_its_reference_trains_one_adapter_and_saves_what_it_trained": (
+        "continue-trl-None", "stack-pair_loss-None",
+    ),
+    "test_adapter_in::test_a_lost_adapter_stops_the_stage_however_little_it_changes": ("adapter0-merge",),
+    "test_adapter_types::test_an_adapter_trains_its_own_weights_and_is_saved_as_it_was_trained": (
+        "lora", "dora", "adalora", "vera", "oft", "ia3", "ln_tuning", "pissa", "lora_ga", "layers", "modules_to_save",
+        "tokens",
+    ),
+    "test_adapter_types::test_biases_are_trained_and_the_reference_of_dpo_keeps_its_own": ("all",),
+    "test_adapter_types::test_rows_of_a_head_that_is_the_embedding_are_trained": ("gpt2-whole", "llama-in_chunks"),
+    "test_adapter_types::test_the_noise_on_embeddings_is_in_the_policy_and_not_in_its_reference": (
+        "adapter_off-dpo", "frozen_copy-kto",
+    ),
+    "test_adapter_types::test_what_cannot_be_put_on_experts_is_refused_and_on_attention_it_trains": ("fields0",),
+    "test_beginnings_and_ends::test_generation_of_the_output_stops_where_the_answers_end": (
+        "sft-fields0", "dpo-fields1", "grpo-fields5", "ppo-fields4",
+    ),
+    "test_composite_models::test_text_trains_the_text_part_and_the_output_has_all_the_rest": (
+        "mistral3-full", "qwen3_5-lora",
+    ),
+    "test_distill::test_the_loss_is_that_of_whole_logits": (
+        "policy-teacher", "policy-gemma2", "gemma3-teacher", "gpt2-teacher", "qwen3_moe-teacher",
+    ),
+    "test_distill::test_the_trajectory_is_that_of_trls_gkd_off_policy": ("0.3",),
+    "test_dpo_start::test_dpo_as_a_pair_loss_is_trls": ("policy-None", "policy-adapter1"),
+    "test_export::test_transformers_reads_a_gguf_file_back_as_the_same_model": (
+        "llama-f16", "llama-q8_0", "gemma2-f16", "gemma3_text-f16", "qwen2-f16", "qwen3-q8_0",
+    ),
+    "test_generating::test_a_prompt_is_read_once_for_its_completions_with_the_numbers_of_whole_rows": ("{}",),
+    "test_generating::test_a_step_with_equal_rewards_changes_no_weight": (
+        "grpo-fields0", "grpo-fields3", "rloo-fields4", "online_dpo-fields6",
+    ),
+    "test_generating::test_the_micro_batch_changes_no_metric": ("grpo-fields0",),
+    "test_generating::test_the_reference_of_an_adapter_is_the_input_policy": ("grpo-stack",),
+    "test_generating::test_the_share_of_groups_with_equal_rewards_is_that_of_the_rewards": (
+        "grpo-fields0", "rloo-fields3", "ppo-fields4",
+    ),
+    "test_generating::test_whole_rows_are_trained_where_each_has_noise_of_its_own_or_recomputes_its_activations": (
+        "dropout",
+    ),
+    "test_generating::test_rows_above_and_below_the_original_length_are_sampled_as_they_are_trained": (
+        "grpo-longrope",
+    ),
+    "test_import::test_an_example_of_a_peer_becomes_a_pipeline_that_plans": (
+        "axolotl_qlora", "axolotl_dpo", "axolotl_completion", "trl_kto", "trl_grpo", "trl_sft", "factory_orpo",
+        "factory_qlora_sft", "factory_reward", "factory_pretrain", "oumi_lora", "oumi_full",
+    ),
+    "test_init::test_a_named_recipe_plans": ("qlora", "grpo-summaries"),
+    "test_kto::test_on_a_whole_batch_it_is_trls": ("kto-full", "apo_zero_unpaired-lora"),
+    "test_merge::test_a_model_that_changes_after_it_was_loaded_changes_nothing": ("adapters", "None"),
+    "test_merge::test_adapters_of_unequal_ranks_add_up": ("False-svd", "True-cat"),
+    "test_merge::test_shares_of_one_and_zero_give_the_input_to_the_bit": ("llama", "gpt2", "mixtral", "gemma3"),
+    "test_mlflow_tracker::test_a_call_that_fails_is_made_good_by_the_next_sync": ("create_run", "set_terminated"),
+    "test_model_intake::test_the_side_that_a_tokenizer_pads_changes_no_loss": ("dpo", "grpo"),
+    "test_one_policy::test_weights_that_stay_behind_stop_at_their_first_use": ("0.03-ppo", "1e-06-grpo"),
+    "test_peft_directory::test_a_stage_starts_from_the_merged_base": ("llama", "gpt2", "qwen3_moe", "gemma3"),
+    "test_ppo::test_the_reference_of_an_adapter_is_the_policy_that_was_given": ("stack",),
+    "test_quantization::test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_stated": ("nf4-llama",),
+    "test_quantization::test_every_type_of_adapter_that_a_base_in_few_bits_takes_does_so": ("oft",),
+    "test_quantization::test_the_dtype_of_storage_reaches_the_base_and_changes_no_number": ("bf16", "uint8"),
+    "test_reference_free::test_it_trains_as_trls_trainer": ("lora-orpo", "lora-cpo-ipo", "lora-simpo-sft"),
+    "test_resume::test_a_base_that_changes_during_its_training_loses_nothing": ("sft-True",),
+    "test_resume::test_so_it_is_with_every_option_that_has_a_state": (
+        "sft-fields0-resources0", "dpo-fields2-resources2", "dpo-fields3-resources3",
+    ),
+    "test_resume::test_stopped_and_resumed_is_unbroken_to_the_bit": (
+        "sft-full", "dpo-lora", "reward-full", "distill-full", "grpo-full", "ppo-lora",
+    ),
+    "test_teacher_answers::test_every_option_changes_the_answers": (
+        "given0-changed0", "given2-changed2", "given6-changed6", "given7-changed7", "given9-changed9",
+    ),
+    "test_training::test_every_architecture_trains": ("sft-gpt2-fp32", "sft-qwen3_moe-bf16", "dpo-gpt2-bf16"),
+}  # fmt: skip
 _numbers = itertools.count()
 _WEEK_SECONDS = 7 * 86_400
 _unused: list[Path] = []  # places that a test left empty: most do, and thousands of directories take long to remove
@@ -123,13 +198,24 @@ def _own_place(_empty_directory: None) -> Iterator[None]:
         _unused.append(folder)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tried: dict[str, set[str]] = {}
     for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            name = f"{item.path.stem}::{item.originalname}"
+            if name in QUICK_CASES:
+                tried.setdefault(name, set()).add(item.callspec.id)
+                if item.callspec.id not in QUICK_CASES[name]:
+                    item.add_marker(pytest.mark.slow)
         folder = item.path.relative_to(HERE).parts[0]
         if folder in ("integration", "gpu"):
             item.add_marker(folder)
         if item.get_closest_marker("gpu") and not Path("/dev/nvidiactl").exists():
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU here"))
+    gone = {name: each for name, found in tried.items() if (each := {*QUICK_CASES[name]} - found)}
+    if gone and not any("[" in each for each in config.args):
+        raise pytest.UsageError(f"QUICK_CASES of tests/conftest.py names cases that are not there: {gone}")
 
 
 def pytest_collection_finish() -> None:

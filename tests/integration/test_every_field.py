@@ -122,7 +122,9 @@ _OF_ALL = {each.name for each in dataclasses.fields(training.METHODS["sft"])}
 def _is_quick(name: str, field: str) -> bool:
     if field in training.METHODS[name].__annotations__ or name == "sft":
         return True
-    return name in ("grpo", "ppo") and (field not in _OF_ALL or (name == "ppo" and field in LOOP_FIELDS))
+    of_grpo = {each.name for each in dataclasses.fields(training.METHODS["grpo"])}
+    of_ppo = name == "ppo" and (field in LOOP_FIELDS or field not in of_grpo)
+    return of_ppo or (name == "grpo" and field not in _OF_ALL)
 
 
 FIELDS = [

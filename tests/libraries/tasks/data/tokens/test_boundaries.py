@@ -121,8 +121,15 @@ ANSWERS = ["\nanswer", "\n\n a", " 12", "  a\nb", "answer", "\u00e9"]
 FAMILIES = ["chatml", "qwen2_5", "qwen3", "llama3", "gemma", "phi3", "cohere", "gptoss", "deepseekv3", "glm4moe"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", KINDS)
+# Quickly: each family and each kind several times.
+PAIRS = [
+    pytest.param(kind, family, marks=[] if (row + column) % 3 == 0 else [pytest.mark.slow])
+    for row, kind in enumerate(KINDS)
+    for column, family in enumerate(FAMILIES)
+]
+
+
+@pytest.mark.parametrize(("kind", "family"), PAIRS)
 def test_each_answer_is_trained_after_the_tokens_that_generation_starts_from(kind: str, family: str) -> None:
     tokenizer = tokenizer_of(kind, family)
     for answer in ANSWERS:
