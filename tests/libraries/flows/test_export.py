@@ -282,6 +282,10 @@ AS_IN_LLAMA_CPP = {
     **{name: (name, fields, {}) for name, fields in (FAMILIES | MIXTURES).items()},
     "llama-3": ("llama", {}, LLAMA_3), "linear": ("llama", {}, LINEAR), "yarn": ("llama", {"head_dim": 32}, YARN),
     "yarn-attention": ("llama", {"head_dim": 32}, {**YARN, "attention_factor": 1.4}),
+    "longrope": ("llama", {}, {  # of a context that is not longer than the original one
+        **YARN, "rope_type": "longrope", "original_max_position_embeddings": 256,
+        "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0],
+    }),
     "sentencepiece": ("llama", {"vocab_size": 400}, {}),
 }  # fmt: skip
 
