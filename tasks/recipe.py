@@ -288,7 +288,7 @@ class TrainingRecipe(Method):
     adapter: Adapter | None = None
     quantization: Quantization | None = None  # of the base under an adapter
     adapter_in: Literal["merge", "continue", "stack"] | None = None  # what becomes of the input's adapter; None: merge
-    freeze: Freeze | None = None  # the weights that a full training leaves as they are
+    freeze: Freeze | None = None  # what a full training leaves as it is; a list: parts that read images (docs/vlm.md)
     neftune_alpha: Annotated[float, Gt(0)] | None = None  # noise on embeddings: Jain et al. 2023, arXiv:2310.05914
     lr_schedule: ScheduleName | None = None  # short for schedule.name
     warmup_ratio: Annotated[float, Ge(0), Lt(1)] | None = None  # short for schedule.warmup

@@ -126,6 +126,15 @@ def _joined(path: str) -> Rule:
     return rule
 
 
+def _frozen_part(*names: str) -> Rule:
+    """Whether parts of a model that reads images are frozen, as they are here by default."""
+    trained: Callable[[Draft], object] = lambda draft: section(draft.method.get("images"), "images").get("trains")  # noqa: E731
+    return lambda draft, key, value: (
+        draft.skip(key, "it is frozen") if value
+        else draft.set(key, "method.images.trains", [*as_list(trained(draft)), *names])
+    )  # fmt: skip
+
+
 def _steps(draft: Draft, key: str, value: object) -> None:
     if isinstance(value, int | float) and value > 0:
         draft.set(key, "method.num_steps", int(value))
@@ -523,10 +532,12 @@ _RULES: Mapping[tuple[str, ...], Rule] = {
     ("image_max_pixels", "image_min_pixels"): lambda draft, key, value: draft.set(
         key, f"method.images.{key.removeprefix('image_')}", value
     ),
-    ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_mm_modules"): _only(
-        True, "they are frozen", "method.images.trains names the parts that are trained: set it by hand"
+    ("freeze_vision_tower",): _frozen_part("vision"),
+    ("freeze_multi_modal_projector",): _frozen_part("projector"),
+    ("freeze_mm_modules",): _frozen_part("projector", "vision"),
+    ("freeze_language_model",): lambda draft, key, value: (
+        draft.set(key, "method.images.language", "frozen") if value else draft.skip(key, "it is trained")
     ),
-    ("freeze_language_model",): _only(False, "it is trained", "the language model is always trained"),
     ("video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen"): _note("rows have no videos"),
     ("eot_tokens",): _note("the tokens that end a turn of the template are found and trained"),
     ("num_labels",): _only(1, "a reward model has one label", "a reward model has one label"),

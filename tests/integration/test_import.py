@@ -335,6 +335,9 @@ ROWS_OF = {
          {"method.adapter.block_size": 8, "method.adapter.rank": None, "method.precision": "fp8"}),
         ("llamafactory", {"image_max_pixels": 99, "video_fps": 1.0, "freeze_vision_tower": True},
          {"method.images.max_pixels": 99}),
+        ("llamafactory", {"freeze_vision_tower": False, "freeze_multi_modal_projector": False,
+                          "freeze_language_model": True},
+         {"method.images.trains": ("vision", "projector"), "method.images.language": "frozen"}),
     ],
 )  # fmt: skip
 def test_keys_of_public_configurations_are_mapped_or_not_needed(tmp_path, peer, values, settings):
