@@ -502,8 +502,8 @@ class Engine:
         if found["name"] not in _FREE:  # calls before it in the queue may have used the quota up
             self._require_quota(self.records.owner(found["session"]), sessions=False)
         live = self._loaded(found["session"])
-        place = self._place(found["session"], found["id"])
-        return dict(live.session.apply(partial(self._call(found).run, place=place)))
+        call = self._call(found)
+        return dict(live.session.apply(partial(call.run, place=self._place(found["session"], found["id"], call))))
 
     def _call(self, found: "RowMapping") -> Call:
         call = typed(CALLS[found["name"]], self.body(found["session"], found["id"]), found["name"])
@@ -511,10 +511,11 @@ class Engine:
             return replace(call, seed=found["number"])
         return call
 
-    def _place(self, session: str, request_id: str) -> Place:
-        owner = self.records.session(session)
-        assert owner is not None
-        saves = {each["id"]: self._folder(each["id"]) / "saves" for each in self.records.sessions(owner["key"])}
+    def _place(self, session: str, request_id: str, call: Call) -> Place:
+        other = call.session if isinstance(call, Load) and call.session else session
+        rows = [self.records.session(each) for each in (session, other)] if other != session else []
+        names = {session, other} if len({each and each["key"] for each in rows}) < 2 else {session}
+        saves = {each: self._folder(each) / "saves" for each in names}
         return Place(session=session, request_id=request_id, saves=saves)
 
     def model_path(self, model: str) -> Path:
@@ -555,7 +556,7 @@ class Engine:
         made = session_of(method, policy, ctx, self._bases)
         if found["start"]:
             load = typed(Load, json.loads(found["start"]), "start")
-            made.apply(partial(load.run, place=self._place(name, CREATE)))
+            made.apply(partial(load.run, place=self._place(name, CREATE, load)))
         return made
 
     def _redo(self, name: str, live: _Live) -> None:
@@ -568,8 +569,9 @@ class Engine:
         for found in self.log(name):
             if found["seq"] <= live.applied:
                 continue
-            call = partial(self._call(found).run, place=self._place(name, found["id"]))
-            result = orjson.dumps(live.session.apply(call))
+            call = self._call(found)
+            made = live.session.apply(partial(call.run, place=self._place(name, found["id"], call)))
+            result = orjson.dumps(made)
             if result != self._result(name, found["id"]).read_bytes():
                 raise PipelineError(
                     f"session {name}: call {found['seq']} ({found['name']}) gave another result when it was executed "

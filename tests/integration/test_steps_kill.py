@@ -81,6 +81,7 @@ def serving(root: Path, port: int, database: str | None) -> Iterator[subprocess.
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3 * LONGEST)
 def test_a_killed_server_loses_no_result_and_runs_none_twice(tmp_path: Path, database: str | None) -> None:
     training.write_models(tmp_path)
     with socket.socket() as free:
