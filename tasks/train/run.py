@@ -507,9 +507,8 @@ class TrainingRun:
     def _tokens_at_once(self) -> int:
         """Tokens of a forward pass under ``micro_batch_size=auto``, by the estimate."""
         config, resources = self._start.model.config, self.ctx.resources
-        found, held = architecture(config.to_dict(), processor_file(self.inputs[_POLICY].path)), 0
-        if resources.gpus_per_worker:
-            held = int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved())
+        found = architecture(config.to_dict(), processor_file(self.inputs[_POLICY].path))
+        held = int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()) if resources.gpus_per_worker else 0
         if found is None:
             return AUTO_ROWS * self.method.max_length
         tokens = tokens_at_once(self.method, resources, found, found.shapes(), held)
