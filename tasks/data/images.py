@@ -11,10 +11,11 @@ import hashlib
 import io
 import os
 import re
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -24,7 +25,9 @@ from annotated_types import Gt
 
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError
+from lineage.filesystem.remote_files import Credentials, is_url, open_remote, place_of, request
 from lineage.fingerprint import Setting
+from lineage.secrets import without_secrets
 from lineage.source.sources import local_paths
 from tasks.data.formats.turns import BadRowError, Fields, is_nothing, named
 
@@ -36,6 +39,8 @@ IMAGES = "images.arrow"  # beside the files of the splits
 WITH_IMAGES = frozenset({Kind.CONVERSATIONS, Kind.PREFERENCES, Kind.UNPAIRED, Kind.PROMPTS})  # rows that may have some
 MARK = re.compile(r"<image:([0-9a-f]{64})>")
 MAX_BYTES = 2**25  # of the file of an image
+_FETCH_SECONDS = 60.0  # without a byte from a server
+_FILE = re.compile(r"\.[A-Za-z]\w*$")  # at the end of a name that is no folder's
 MAX_PIXELS = 2**26  # which are 192 MiB as RGB
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")  # with 8 bits a channel or fewer
@@ -45,7 +50,8 @@ ModelPart = Part | Literal["language", "cross_attention"]
 COLUMNS = ("images", "image")
 _WRITTEN = "<image>"  # where an image of the column belongs, in a user's text
 _KINDS = ("image", "image_url", "image_path", "image_binary", "input_image")  # types of content items
-_PAYLOADS = ("image", "image_url", "url", "path", "bytes", "base64", "data", "binary", "source", "content", "value")
+# Bytes stand before the path that `datasets` writes beside them.
+_PAYLOADS = ("image", "image_url", "bytes", "base64", "data", "binary", "url", "path", "source", "content", "value")
 _SIDES = ("chosen", "rejected")  # columns that may both begin with the prompt, and then have its images in common
 # Columns in which texts stand before those of other names, in the order of their images.
 _FIRST = (
@@ -116,17 +122,25 @@ class ImageFiles:
     Args:
         root: the folder or ZIP archive below which rows name images by path; None: there is none.
         store: a folder for the bytes of each image, under its digest.
+        url: of a folder in a bucket or on a server, in place of ``root``.
+        credentials: of URLs in buckets.
     """
 
     root: Path | None
     store: Path
+    url: str | None = None
+    credentials: Credentials = field(default_factory=dict)
 
     @staticmethod
     def of(source: Source, store: Path) -> "ImageFiles":
         """Those of a source: in its option ``images``, or in the folder or archive that it is."""
         paths = local_paths(source.images or source.path)
         is_root = len(paths) == 1 and (paths[0].is_dir() or paths[0].suffix.lower() == ".zip")
-        return ImageFiles(root=paths[0] if is_root else None, store=store)
+        is_remote = not is_root and is_url(source.path) and not _FILE.search(place_of(source.path).name)
+        return ImageFiles(
+            root=paths[0] if is_root else None, store=store, url=source.path.rstrip("/") if is_remote else None,
+            credentials=source.credentials,
+        )  # fmt: skip
 
     def mark(self, value: object, what: str) -> str:
         """Checks and stores an image; returns its mark.
@@ -152,11 +166,8 @@ class ImageFiles:
                 return value
             case str() if value.startswith("data:"):
                 return _decoded(value.partition(",")[2], what)
-            case str() if re.match(r"(?:https?|s3|gs|ftp)://", value):
-                raise bad_image(
-                    f"{what} is the URL {value[:80]!r}", "images that need no network: a path, a data URL, or bytes",
-                    "download it, and name the file",
-                )  # fmt: skip
+            case str() if is_url(value) and not value.startswith("file://"):
+                return self._fetched(value, what)
             case str() if value:
                 return self._read(value.removeprefix("file://"), what)
             case Mapping():
@@ -173,36 +184,66 @@ class ImageFiles:
         accepted = 'a path, a data URL, bytes, {"bytes": ...}, {"path": "..."} or {"url": "data:..."}'
         raise bad_image(f"{what} is {named(value)}", accepted)
 
+    def _fetched(self, url: str, what: str) -> bytes:
+        try:
+            with ExitStack() as stack:
+                if url.startswith(("http://", "https://")) and not url.startswith(f"{self.url}/"):
+                    file = stack.enter_context(urllib.request.urlopen(request(url), timeout=_FETCH_SECONDS))
+                else:
+                    file = stack.enter_context(open_remote(url, self.credentials))
+                data: bytes = file.read(MAX_BYTES + 1)
+        except Exception as error:  # file systems have no common base for their errors
+            found = f"{what}: {url[:200]!r} cannot be read ({without_secrets(error, self.credentials)})"
+            raise bad_image(
+                found, "an image that is there", "correct the URL, or save the image and name it"
+            ) from error
+        return data
+
     def _read(self, name: str, what: str) -> bytes:
-        if self.root is None:
+        root = self.url or self.root
+        if root is None:
             raise bad_image(
                 f"{what} is the path {name!r}, and the source is a file of rows alone",
                 "paths below a folder or a ZIP archive that is the source, or below its images",
                 "set sources.NAME.images to the folder (of posttrain data: images=FOLDER), or sources.NAME.path to the "
                 "folder of rows and images",
             )
-        place = os.path.normpath(os.path.relpath(name, self.root) if os.path.isabs(name) else name)
-        inside = f"a path below {self.root}"
+        place = os.path.normpath(os.path.relpath(name, root) if os.path.isabs(name) and not self.url else name)
+        inside = f"a path below {root}"
         if place.startswith("..") or os.path.isabs(place):
             raise bad_image(f"{what} is the path {name!r}, which is outside", inside, "put it there")
-        if self.root.is_dir():
-            path = self.root / place
-            if not path.is_file():
-                raise bad_image(f"{what}: there is no file {path}", inside, "put it there, or correct the path")
-            if not path.resolve().is_relative_to(self.root.resolve()):
-                raise bad_image(f"{what}: {path} is a link that leads outside", inside, "put a copy there")
-            _require_small(path.stat().st_size, what)
-            return path.read_bytes()
-        archive = _archive(self.root)
-        try:
-            info = archive.getinfo(PurePosixPath(place).as_posix())
-        except KeyError:
-            raise bad_image(f"{what}: there is no file {place} in {self.root}", inside, "add it") from None
-        _require_small(info.file_size, what)
-        try:
-            return archive.read(info)
-        except (BadZipFile, RuntimeError, OSError, NotImplementedError) as error:
-            raise bad_image(f"{what}: {place} cannot be unpacked ({error})", "a plain ZIP archive") from error
+        if isinstance(root, str):
+            return self._fetched(f"{root}/{place}", what)
+        return _of_folder(root, place, what) if root.is_dir() else _of_archive(root, place, what)
+
+
+def _of_folder(root: Path, place: str, what: str) -> bytes:
+    inside, (first, *others) = f"a path below {root}", Path(place).parts
+    path = root / place
+    if others and not (root / first).exists():  # it may be the root by another name, as in mllm_demo_data/1.jpg
+        path = root.joinpath(*others) if root.joinpath(*others).is_file() else path
+    if not path.is_file() and len(folders := _folders(root)) == 1:  # which has the rows too
+        path = root / folders[0] / place if (root / folders[0] / place).is_file() else path
+    if not path.is_file():
+        raise bad_image(f"{what}: there is no file {path}", inside, "put it there, or correct the path")
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise bad_image(f"{what}: {path} is a link that leads outside", inside, "put a copy there")
+    _require_small(path.stat().st_size, what)
+    return path.read_bytes()
+
+
+def _of_archive(root: Path, place: str, what: str) -> bytes:
+    archive, name = _archive(root), PurePosixPath(place).as_posix()
+    try:
+        name = name if name in archive.NameToInfo else f"{_top(root)}{name}"
+        info = archive.getinfo(name)
+    except KeyError:
+        raise bad_image(f"{what}: there is no file {place} in {root}", f"a path below {root}", "add it") from None
+    _require_small(info.file_size, what)
+    try:
+        return archive.read(info)
+    except (BadZipFile, RuntimeError, OSError, NotImplementedError) as error:
+        raise bad_image(f"{what}: {place} cannot be unpacked ({error})", "a plain ZIP archive") from error
 
 
 def _require_small(size: int, what: str) -> None:
@@ -219,8 +260,22 @@ def _decoded(text: str, what: str) -> bytes:
 
 
 @lru_cache(maxsize=4)
+def _folders(root: Path) -> list[str]:
+    """The folders in a folder that has nothing else but hidden files."""
+    found = [each for each in root.iterdir() if not each.name.startswith(".")]
+    return [each.name for each in found] if all(each.is_dir() for each in found) else []
+
+
+@lru_cache(maxsize=4)
 def _archive(path: Path) -> ZipFile:
     return ZipFile(path)
+
+
+@lru_cache(maxsize=4)
+def _top(archive: Path) -> str:
+    """The folder that all files of an archive are in; empty: there is none."""
+    found = {each.partition("/")[0] for each in _archive(archive).namelist()}
+    return f"{found.pop()}/" if len(found) == 1 else ""
 
 
 def check_image(data: bytes, what: str) -> None:
@@ -284,7 +339,7 @@ def with_images(fields: Fields, files: ImageFiles) -> Fields:
             if placed and name != _SIDES[0]:
                 return rest
         raise bad_image(f"the row has {len(given)} images, and no text for them", "a text of the user")
-    if given and count != len(given):
+    if count != len(given) and any(name in fields for name in COLUMNS):
         raise bad_image(
             f"the row has {len(given)} images, and {count} places for them", f"one {_WRITTEN} for each image",
             "correct the row",
@@ -306,8 +361,9 @@ def require_none_in_answers(row: Fields, answers: Iterable[str]) -> None:
 
 
 def has_images(fields: Fields) -> bool:
-    """Whether a row names an image."""
-    if any(not is_nothing(fields.get(name)) for name in COLUMNS):
+    """Whether a row names an image, or has a place for one of its column, which may be empty."""
+    named = [name for name in COLUMNS if name in fields]
+    if any(not is_nothing(fields[name]) for name in named) or (named and _places(list(fields.values()))):
         return True
     values = [each for value in fields.values() for each in (value.values() if isinstance(value, dict) else [value])]
     turns = (turn for value in values if isinstance(value, list) for turn in value)

@@ -165,10 +165,11 @@ def zipped(files: dict[str, bytes]) -> bytes:
     return content.getvalue()
 
 
-def test_an_archive_of_rows_and_images_in_a_bucket_is_read(rows, tmp_path):
-    def prepared(files: dict[str, bytes]) -> dict[str, float]:
-        rows.put("set.zip", zipped(files))
-        given = pin("rows", source("s3://rows/set.zip"), DigestCache(tmp_path / "digests.json")).source
+def test_an_archive_or_a_folder_of_rows_and_images_in_a_bucket_is_read(rows, tmp_path):
+    def prepared(files: dict[str, bytes], place: str = "set.zip") -> dict[str, float]:
+        for name, content in {place: zipped(files)}.items() if place.endswith(".zip") else files.items():
+            rows.put(place if place.endswith(".zip") else f"{place}/{name}", content)
+        given = pin("rows", source(f"s3://rows/{place}"), DigestCache(tmp_path / "digests.json")).source
         made = Input(name="rows", kind=Kind.ROWS, fingerprint="", path=tmp_path, source=given)
         context = TrainContext(output_dir=tmp_path / "out", work_dir=tmp_path)
         return PrepareConversations(held_out=0.5).run({"rows": made}, context)
@@ -182,6 +183,11 @@ def test_an_archive_of_rows_and_images_in_a_bucket_is_read(rows, tmp_path):
     assert prepared({"train.jsonl": good, "pictures/red.png": picture(1)})["images"] == 1
     stored = StoredImages.beside(tmp_path / "out")
     assert stored and stored.read(0) == picture(1)
+    assert prepared({"train.jsonl": good, "pictures/red.png": picture(2)}, "folder")["images"] == 1
+    found = StoredImages.beside(tmp_path / "out")
+    assert found and found.read(0) == picture(2)
+    with pytest.raises(DataError, match=r"folder/train.jsonl:1: images\[0\]: 's3://rows/folder/no.png' cannot be read"):
+        prepared({"train.jsonl": row("no.png", 0)}, "folder")
     with pytest.raises(DataError, match=r"s3://rows/set.zip/train.jsonl:1: images\[0\].* which is outside"):
         prepared({"train.jsonl": row("../red.png", 0), "pictures/red.png": picture(1)})
     with pytest.raises(DataError, match=r"s3://rows/set.zip: it has '../red.png', which is outside of it"):

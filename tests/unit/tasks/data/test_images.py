@@ -5,7 +5,10 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +20,7 @@ from lineage.errors import DataError
 from tasks.context import TrainContext
 from tasks.data.formats.detect import detect
 from tasks.data.formats.turns import BadRowError
-from tasks.data.images import IMAGES, MARK, ImageFiles, StoredImages, require_none_in_answers, with_images
+from tasks.data.images import IMAGES, MARK, ImageFiles, StoredImages, has_images, require_none_in_answers, with_images
 from tasks.data.kinds import messages_of
 from tasks.method import Input
 from tasks.prepare_data import PrepareConversations, PreparePreferences
@@ -72,7 +75,7 @@ ITEMS: Mapping[str, object] = {
 ROWS: Mapping[str, Mapping[str, object]] = {
     **{name: user(item, WHAT) for name, item in ITEMS.items()},
     "LLaMA-Factory": {**MARKED, "images": ["red.png"]},
-    "a data set of TRL": {**user({"type": "image"}, WHAT), "images": [{"bytes": RED, "path": "red.png"}]},
+    "a data set of TRL": {**user({"type": "image"}, WHAT), "images": [{"bytes": RED, "path": "elsewhere.png"}]},
     "LLaVA": {"conversations": [{"from": "human", "value": "<image>What?"}, {"from": "gpt", "value": "a"}],
               "image": "red.png"},
     "Alpaca": {"instruction": "<image>What?", "input": "", "output": "a", "images": ["red.png"]},
@@ -91,6 +94,27 @@ def test_every_form_of_an_image_is_the_mark_of_its_bytes(files: ImageFiles, name
     assert (files.store / mark).read_bytes() == RED
 
 
+def test_an_image_of_a_url_is_fetched(files: ImageFiles, tmp_path: Path) -> None:
+    serve = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "in"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), serve) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for item in ({"type": "image", "url": f"{address}/red.png"},
+                     {"type": "image_url", "image_url": {"url": f"{address}/red.png"}}):  # fmt: skip
+            with_images(user(item, WHAT), files)
+        with pytest.raises(BadRowError, match=r"no.png' cannot be read \(HTTPError: HTTP Error 404"):
+            with_images(user({"type": "image", "url": f"{address}/no.png"}, WHAT), files)
+        server.shutdown()
+    assert [path.read_bytes() for path in files.store.iterdir()] == [RED]
+
+
+def test_a_path_may_name_the_folder_of_images_by_another_name(files: ImageFiles) -> None:
+    with_images({**MARKED, "images": ["mllm_demo_data/red.png"]}, files)
+    assert [path.read_bytes() for path in files.store.iterdir()] == [RED]
+    with pytest.raises(BadRowError, match=r"there is no file .*pictures/red.png"):  # a folder that is there
+        with_images({**MARKED, "images": ["pictures/red.png"]}, files)
+
+
 def test_several_images_stand_at_their_places_in_several_turns(files: ImageFiles) -> None:
     turns = [
         {"role": "user", "content": "<image>Or<image>?"}, ANSWER, {"role": "user", "content": "This:<image>"}, ANSWER,
@@ -107,9 +131,10 @@ def test_several_images_stand_at_their_places_in_several_turns(files: ImageFiles
     ("row", "found", "remedy"),
     [
         ({**MARKED, "images": ["red.png", "red.png"]}, "the row has 2 images, and 1 places", "one <image> for each"),
+        ({**MARKED, "images": []}, "the row has 0 images, and 1 places", "one <image> for each"),
         (user({"type": "image"}, WHAT), r"messages\[0\] content\[0\] is an object", "a path, a data URL, bytes"),
-        (user({"type": "image", "url": "https://example.org/a.png"}), "is the URL 'https://example.org/a.png'",
-         "download it, and name the file"),
+        (user({"type": "image", "url": "http://127.0.0.1:1/a.png"}), r"'http://127.0.0.1:1/a.png' cannot be read \(",
+         "correct the URL, or save the image"),
         ({**MARKED, "images": ["no.png"]}, r"images\[0\]: there is no file .*no.png", "put it there"),
         ({**MARKED, "images": ["../secret.png"]}, "is the path '../secret.png', which is outside", "put it there"),
         ({**MARKED, "images": ["/etc/passwd"]}, "which is outside", "put it there"),
@@ -130,6 +155,12 @@ def test_a_bad_image_is_named_with_a_remedy(
     with pytest.raises(BadRowError, match=found) as error:
         with_images(row, files)
     assert remedy in str(error.value)
+    assert has_images(row)
+
+
+def test_a_text_about_a_mark_is_a_text() -> None:
+    assert not has_images(MARKED)
+    assert not has_images({"messages": [{"role": "user", "content": "?"}, ANSWER], "images": []})
 
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(files: ImageFiles) -> None:
@@ -155,7 +186,7 @@ COLOURS = ("red", "blue", "green", "yellow", "white", "black")
 QUESTIONS = [question(color, LONG) for color in COLOURS]
 
 
-@pytest.fixture(params=["folder", "zip", "images", "parquet"])
+@pytest.fixture(params=["folder", "zip", "zip of a folder", "images", "parquet"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
     folder = tmp_path / "data"
     folder.mkdir()
@@ -166,11 +197,12 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
         case "folder":
             (folder / "train.jsonl").write_text(lines)
             return Source(path=str(folder))
-        case "zip":
+        case "zip" | "zip of a folder" as kind:
+            top = "set/" if kind != "zip" else ""
             with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
-                archive.writestr("train.jsonl", lines)
+                archive.writestr(f"{top}train.jsonl", lines)
                 for path in folder.iterdir():
-                    archive.write(path, path.name)
+                    archive.write(path, f"{top}{path.name}")
             return Source(path=str(tmp_path / "data.zip"))
         case "images":
             (tmp_path / "rows.jsonl").write_text(lines)
