@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
+from tasks.data.images import Images
 from tasks.train.best import PAIRS, REWARDED
 from tasks.train.generation.generating import Generating
 
@@ -24,6 +25,7 @@ class OnlineDPO(Generating):
     Args:
         beta: strength of the KL to the policy that the stage starts from.
         loss: as ``loss_type`` of DPO.
+        images: prompts may have images, as of ``sft``.
     """
 
     version: ClassVar[int] = 2  # 1 took steps without a signal
@@ -34,6 +36,7 @@ class OnlineDPO(Generating):
     num_generations: Annotated[int, Ge(2)] = 2
     beta: Annotated[float, Gt(0)] = 0.1
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
+    images: Images | None = None
 
     def trainer(self, run: "TrainingRun") -> "Trainer":
         from trl import GRPOConfig

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
+from tasks.data.images import Images
 from tasks.train.best import CLIPPED, REWARDED
 from tasks.train.generation.generating import Generating
 
@@ -25,6 +26,7 @@ class RLOO(Generating):
             baseline per prompt: Hu et al. 2025, arXiv:2501.03262.
         reward_clip: rewards are clipped to so much above and below 0.
         mask_truncated: completions without an end get no loss.
+        images: prompts may have images, as of ``sft``.
     """
 
     version: ClassVar[int] = 2  # 1 took the rounding of equal rewards for a signal, and steps without one
@@ -35,6 +37,7 @@ class RLOO(Generating):
     normalize_advantages: bool = False
     reward_clip: Annotated[float, Gt(0)] | None = None
     mask_truncated: bool = False
+    images: Images | None = None
 
     @property
     def has_reference(self) -> bool:

@@ -25,6 +25,7 @@ from tasks.data.tokens.encoding import ImageSpan, Rendered
 from tasks.data.tokens.tokenization import images_of_pack
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
     from torch.nn import Module
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _TEXT_INPUTS = ("input_ids", "attention_mask", "text_replacement_offsets")
 _TYPES = "token_type_ids"  # ends the name of the input that says which tokens are those of an image
 _FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")
+_BLANK = (56, 56)  # pixels; those of processors that count pixels become as few as these allow
 _R = TypeVar("_R", bound=Rendered)
 
 
@@ -214,9 +216,7 @@ class Vision:
         rows = [list(map(self.stored.image, row)) for row in images if row]
         if not rows:
             return {}
-        text = [self.placeholder * len(row) for row in rows]
-        found = dict(self.processor(text=text, images=rows, padding=True, return_tensors="pt"))
-        found = {name: torch.cat([each] * times) for name, each in found.items() if name not in _TEXT_INPUTS}
+        found = {name: torch.cat([each] * times) for name, each in self._seen(rows).items()}
         for name in [name for name in found if name.endswith(_TYPES)]:
             known = torch.tensor([each for each in self.processor.image_token_ids if each is not None])
             found[name] = torch.isin(ids_BT.cpu(), known).long()
@@ -239,6 +239,18 @@ class Vision:
         )  # fmt: skip
         found["cross_attention_mask"] = mask
         return {name: torch.as_tensor(each, device=ids_BT.device) for name, each in found.items()}
+
+    def blank(self) -> "dict[str, Tensor]":
+        """What the tower reads of an image without content."""
+        from PIL.Image import new
+
+        seen = self._seen([[new("RGB", _BLANK)]])
+        return {name: value for name, value in seen.items() if not name.endswith(_TYPES)}
+
+    def _seen(self, rows: "Sequence[Sequence[Image]]") -> "dict[str, Tensor]":
+        text = [self.placeholder * len(row) for row in rows]
+        found = self.processor(text=text, images=rows, padding=True, return_tensors="pt")
+        return {name: each for name, each in dict(found).items() if name not in _TEXT_INPUTS}
 
     def collator(
         self, collate: "Callable[[list[dict[str, object]]], object]", *, packs: bool = False

@@ -15,7 +15,6 @@ from tasks.train.models.adapters import (
 from tasks.train.models.quantization import CONV1D_MODELS, FORMATS, QUANTIZED_BEFORE, FormatRow
 from tasks.train.optim.optimizers import OPTIMIZERS
 from tasks.train.rule import (
-    FSDP,
     GPU,
     HAVE_B,
     SET,
@@ -23,7 +22,6 @@ from tasks.train.rule import (
     Case,
     Fields,
     Rule,
-    divides_weights,
     own_loop,
     sharded,
     shown,
@@ -295,20 +293,6 @@ MODEL_RULES: tuple[Rule, ...] = (
         reason="it reads what each layer gets, and rows of text reach no layer that reads images",
         nearest={"method.adapter.target_modules": "*language_model*"},
         also={"method.adapter.type": "adalora", "config.vision_config": {}, **_ADALORA},
-    ),
-    Rule(
-        id="images-sharding",
-        when={"method.images.trains": SET, "resources.sharding": sharded},
-        reason="a batch without images gives the tower no gradient, which the division waits for",
-        nearest={"method.images.trains": None},
-        also={"method.images.trains": ["vision"], **ZERO, **_SEES},
-    ),
-    Rule(
-        id="images-weights",
-        when={"method.images": _reads_images, "resources.sharding": divides_weights},
-        reason="a batch without images does not run the tower, whose weights the other workers would wait for",
-        nearest={"resources.sharding": "zero2"},
-        also={"method.images.max_pixels": 4096, **FSDP, **_SEES},
     ),
     Rule(
         id="images-cross-attention",

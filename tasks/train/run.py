@@ -116,6 +116,7 @@ from tasks.train.sharding import (
     is_divided,
     keep_whole,
     name_accumulation,
+    take_part,
     whole_on_first,
     zero_args,
     zero_stage,
@@ -617,6 +618,7 @@ class TrainingRun:
         squares = getattr(trainer, "use_weighting", False)
         for model in filter(None, (trainer.model, reference, *frozen)):
             keep_own_head(model)
+            take_part(plain(model), self.vision, trains=bool(self._trained_parts and zero_stage(self.ctx.resources)))
             if is_line:
                 install(model, self._attention, packs=self._packs, squares=squares)
             elif self._attention:
@@ -694,11 +696,7 @@ class TrainingRun:
     # --- 5. the output
 
     def save(self) -> dict[str, float]:
-        """Writes the trained model with its tokenizer and chat template; other ranks than 0 only give their part of it.
-
-        Returns:
-            Where an adapter was merged: the golden prompts before and after, as metrics.
-        """
+        """Writes the trained model on rank 0, to which others give their part; returns metrics of a merged adapter."""
         model = self.policy.model if self.trained is None else self.trained
         if is_divided(model):
             whole_on_first(model, first=self.ctx.rank == 0)

@@ -8,6 +8,7 @@ data parallelism, up to the order of additions.
 
 import contextlib
 import functools
+import inspect
 import math
 import os
 import pickle
@@ -23,6 +24,7 @@ from unittest import mock
 
 from lineage.checkpoints import Checkpoint, Checkpoints
 from lineage.errors import ArtifactError, ConfigError
+from tasks.train.models.freeze import unread_by_text
 
 if TYPE_CHECKING:
     from typing import TypeVar
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer, TrainingArguments
 
     from tasks.context import Resources, Sharding, TrainContext
+    from tasks.model.vision import Vision
     from tasks.recipe import TrainingRecipe
 
     T = TypeVar("T")
@@ -46,6 +49,7 @@ _BUCKET_ELEMENTS = 50_000_000  # gradients in one all-reduce: 200 MB
 _EXCHANGED = 2**24  # gradients of weights that are not divided, which workers exchange at once
 
 _BELOW = "_posttrain_below"  # the weights of a model that gets an adapter before it is divided
+_FORGET_BLANK = "_posttrain_forget_blank"  # a function, of a model whose tower reads blank images
 _4_BITS, _ROUNDED = "Params4bit", "_posttrain_rounded"  # class of bitsandbytes; what it holds beside its bytes
 
 Part = Literal["weights", "gradients", "optimizer"]
@@ -336,9 +340,8 @@ def _tied(model: "PreTrainedModel") -> "set[Module]":
     inputs, outputs, config = model.get_input_embeddings(), model.get_output_embeddings(), model.config
     if inputs is None or outputs is None:
         return set()
-    return (
-        {inputs, outputs} if outputs.weight is inputs.weight or config.get_text_config().tie_word_embeddings else set()
-    )
+    tied = any(getattr(each, "tie_word_embeddings", False) for each in (config, config.get_text_config()))
+    return {inputs, outputs} if outputs.weight is inputs.weight or tied else set()
 
 
 def _apart(model: "PreTrainedModel") -> "list[Module]":
@@ -402,12 +405,67 @@ def install(trainer: "Trainer") -> None:
     def stepped(*args: object, **kwargs: object) -> "Tensor":
         loss: Tensor = step(*args, **kwargs)
         if trainer.accelerator.sync_gradients:
+            getattr(trainer.model, _FORGET_BLANK, lambda: None)()
             exchange(each for each in trainer.model.parameters() if each.requires_grad)
         return loss
 
     trainer.training_step = stepped
     trainer._defer_fsdp_gradient_reduction = contextlib.nullcontext
     trainer._sync_replicated_trainable_parameters = lambda _model: None  # its all-reduce is none of gloo's
+
+
+def take_part(model: "PreTrainedModel", vision: "Vision | None", *, trains: bool) -> None:
+    """Has a model's tower read a blank image where a batch has none, and adds 0 times what it makes of it.
+
+    Workers gather the weights of a tower, and add up its gradients, at one time: one that has no image would not come.
+
+    Args:
+        vision: None: no row has images.
+        trains: its tower or projector is trained; else only divided weights need this.
+    """
+    if vision is None or not (trains or is_divided(model)):
+        return
+    import torch
+
+    backbone, is_blank, saw = model.base_model, list[bool](), set[bool]()
+    known = inspect.signature(backbone.get_image_features).parameters
+    blank = {name: each for name, each in vision.blank().items() if name in known}
+
+    def begin(_backbone: "Module", _args: object, inputs: "Mapping[str, Tensor | None]") -> None:
+        ids, has_images = inputs.get("input_ids"), inputs.get("pixel_values") is not None
+        is_next = ids is not None and ids.shape[1] == 1  # a token of a completion, after its prompt with the images
+        is_blank[:] = [not (has_images or is_next)]
+        saw.add(has_images and torch.is_grad_enabled())
+
+    def add(_embedding: "Module", _args: object, states: "Tensor") -> "Tensor":
+        if not (is_blank and is_blank.pop()):
+            return states
+        found = backbone.get_image_features(**{name: each.to(states.device) for name, each in blank.items()})
+        parts = _tensors((found.pooler_output, getattr(found, "deepstack_features", ())))
+        nothing: Tensor = sum(each.flatten()[:0].sum() for each in parts)
+        return states + nothing.to(states.dtype)
+
+    def forget_blank() -> None:
+        seen = torch.tensor(any(saw), device=model.device).int()
+        torch.distributed.all_reduce(seen, torch.distributed.ReduceOp.MAX)
+        parameters = {} if seen else dict(model.named_parameters())
+        for name in unread_by_text(model) & parameters.keys():
+            parameters[name].grad = None
+        saw.clear()
+
+    backbone.register_forward_pre_hook(begin, with_kwargs=True)
+    # A batch with images runs the tower here too: workers gather in one order.
+    model.get_input_embeddings().register_forward_hook(add)
+    if is_divided(model):  # ``generate`` would run the tower before the forward, in which weights are gathered
+        vars(model)["_prepare_multimodal_encoder_kwargs_for_generation"] = lambda inputs: inputs
+    # In a step without images gradients would be 0 instead of none, and momentum move the tower's weights.
+    vars(model)[_FORGET_BLANK] = forget_blank
+
+
+def _tensors(found: object) -> "Iterator[Tensor]":
+    if isinstance(found, Iterable):
+        for each in found:
+            yield from [each] if hasattr(each, "dim") else _tensors(each)
 
 
 def exchange(trained: "Iterable[Parameter]") -> None:

@@ -75,10 +75,13 @@ class Tokenization:
 PACKABLE = frozenset({
     "arcee", "cohere", "cohere2", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt2", "gpt_neox",
     "granite", "granitemoe", "helium", "llama", "ministral", "mistral", "mixtral", "olmo", "olmo2",
-    "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2",
+    "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_5_vl_text", "qwen2_moe", "qwen2_vl_text", "qwen3", "qwen3_moe",
+    "qwen3_vl_text", "seed_oss", "smollm3", "starcoder2",
 })  # fmt: skip
 # Models that read images of which this holds for the model of text within them (tests/integration/test_vision.py).
-SEEING = frozenset({"idefics3", "internvl", "llava", "llava_next", "smolvlm"})
+SEEING = frozenset({
+    "gemma3", "idefics3", "internvl", "llava", "llava_next", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm",
+})  # fmt: skip
 _WINDOW_IN_MASK = {"olmoe", "qwen2_moe"}  # their attention does not receive the window
 _LAYERS = {"full_attention", "sliding_attention"}
 _ROWS_PER_SEARCH = 10_000  # best fits are searched within so many rows
@@ -109,8 +112,9 @@ def why_not_packable(config: Mapping[str, object]) -> str | None:
         config: of the model, as its ``config.json`` has it.
     """
     found, layers = config.get("model_type"), config.get("layer_types")
-    if found in SEEING and isinstance(text := config.get("text_config"), Mapping):
-        return why_not_packable(text)
+    if found in SEEING:  # files of Qwen2-VL have the fields of text beside those of vision
+        text = config.get("text_config")
+        return why_not_packable(text if isinstance(text, Mapping) else {**config, "model_type": f"{found}_text"})
     others = sorted({str(each) for each in layers} - _LAYERS) if isinstance(layers, list) else []
     if others:
         why = f"its layers of {', '.join(others)} pass on what they saw of one row of a pack to the next"

@@ -500,7 +500,7 @@ def prompt_cache(
         None: prompts have no such groups of one size, or the layers are not known to be plain causal attention; or
             they are divided over workers, whose prompts differ in this.
     """
-    if ids_BP.shape[1] < 2 or not is_padding_free(model) or is_divided(model):
+    if ids_BP.shape[1] < 2 or not _is_plain(model) or is_divided(model):
         return None
     prompts = itertools.groupby(ids_BP.masked_fill(mask_BP == 0, -1).tolist())
     size = math.gcd(*(len(list(equal)) for _, equal in prompts))
@@ -643,8 +643,13 @@ def _ended(ids: list[int], stop_tokens: Sequence[int]) -> list[int]:
 
 def decodes(model: "PreTrainedModel") -> bool:
     """Whether its layers are known to be plain causal attention, on one GPU as a whole, and not in few bits."""
-    on_gpu = model.device.type == "cuda" and is_padding_free(model) and not is_quantized(model)
+    on_gpu = model.device.type == "cuda" and _is_plain(model) and not is_quantized(model)
     return on_gpu and not is_divided(model) and not scales_by_length(model)
+
+
+def _is_plain(model: "PreTrainedModel") -> bool:
+    """Whether its layers are known to be plain causal attention, whose positions are those of no earlier images."""
+    return is_padding_free(model) and not hasattr(model.base_model, "rope_deltas")
 
 
 @torch.no_grad()

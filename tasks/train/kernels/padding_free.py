@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from importlib import import_module
 from types import MethodType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 from unittest import mock
 
 import torch
@@ -67,7 +67,9 @@ ATTENTION: Mapping[str, str] = {
     "flash_attention_3": "padding_free_fa3",
 }  # fmt: skip
 # Plain causal attention over rotary positions: nothing in their layers depends on the padding.
-PADDING_FREE = frozenset({"llama", "mistral", "qwen2", "qwen3", "olmo2", "smollm3"})
+PADDING_FREE = frozenset({
+    "llama", "mistral", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3", "qwen3_vl_text", "olmo2", "smollm3",
+})  # fmt: skip
 # Above this many logits (512 MB in fp32), TRL's chunked head: slower where there is no Triton, but small.
 MAX_LOGITS = 2**27
 CHUNK_COLUMNS = 32768
@@ -158,12 +160,14 @@ def padding_free_attention(
     row_index: "Tensor | None" = None,
     row_tokens: "Tensor | None" = None,
     token_rows: "Tensor | None" = None,
+    image_groups: "Tensor | None" = None,
     attention: str = "sdpa",
     **kwargs: object,
 ) -> "Attended":
     """Causal attention of (1, heads, T, d) within each row; plain SDPA for a padded batch.
 
     Args:
+        image_groups: (1, T): the image of each token, whose tokens attend to each other in both directions; -1: none.
         attention: of ``ATTENTION``.
     """
     kernel = choose_kernel(
@@ -185,7 +189,7 @@ def padding_free_attention(
         )
         return padded
     states = (query, key, value)
-    if kernel in ("flash", "varlen"):
+    if kernel in ("flash", "varlen") and image_groups is None:
         longest = max_length_q if row_index is None else row_index.shape[1]
         states_S = (_line(each) if row_tokens is None else _line(each)[row_tokens] for each in states)
         varlen = flash if kernel == "flash" else partial(_varlen, scaling=scaling, window=sliding_window)
@@ -194,7 +198,8 @@ def padding_free_attention(
     elif row_index is None:
         lengths = cu_seq_lens_q.diff().tolist()
         rows = zip(*(each.split(lengths, dim=2) for each in states), strict=True)
-        output = _line(torch.cat([attend(*row) for row in rows], dim=2))
+        images = [None] * len(lengths) if image_groups is None else image_groups.squeeze(0).split(lengths)
+        output = _line(torch.cat([attend(*row, images_L=own) for row, own in zip(rows, images, strict=True)], dim=2))
     else:
         assert token_index is not None
         whole = [(torch.arange(len(row_index), device=row_index.device), row_index.shape[1])]
@@ -309,16 +314,18 @@ def _attend(
     window: int | None,
     softcap: float | None,
     plain: bool,
+    images_L: "Tensor | None" = None,
 ) -> "Tensor":
     """Causal attention of (R, heads, L, d), by a kernel of SDPA with linear memory; by products where ``plain``.
 
     Args:
+        images_L: of one row: as ``image_groups``.
         window: how many tokens each token attends to, itself included; None: all before it.
         softcap: Gemma 2, arXiv:2408.00118, section 2.
     """
     length, groups = query.shape[2], query.shape[1] // key.shape[1]
-    is_masked = plain or (window is not None and window < length)
-    mask = _causal(length, window or length, query.device) if is_masked else None
+    is_masked = plain or (window is not None and window < length) or images_L is not None
+    mask = _causal(length, window or length, query.device, images_L) if is_masked else None
     few = takes_few_heads(query.device.type, _dtype(query), query.shape[-1], _capability(query), is_masked=is_masked)
     if groups > 1 and not few:
         key, value = repeat_kv(key, groups), repeat_kv(value, groups)
@@ -345,11 +352,14 @@ def takes_few_heads(
     return device != "cuda" or (dtype != torch.float32 and capability >= FLASH_CAPABILITY)
 
 
-def _causal(length: int, window: int, device: torch.device) -> "Tensor":
+def _causal(length: int, window: int, device: torch.device, images_L: "Tensor | None" = None) -> "Tensor":
     """(L, L): true where a token attends to another."""
     places = torch.arange(length, device=device)
     distance = places.unsqueeze(1) - places
-    return (distance >= 0) & (distance < window)
+    seen = distance >= 0
+    if images_L is not None:
+        seen |= (images_L.unsqueeze(1) == images_L) & (images_L >= 0)
+    return seen & (distance < window)
 
 
 def _capability(states: "Tensor") -> tuple[int, int]:
@@ -376,11 +386,11 @@ def backbone(model: PreTrainedModel, inputs: dict[str, "Tensor"]) -> "BaseModelO
     token_index = inputs.get("token_index")
     if token_index is None:
         return model.base_model(**inputs)
-    input_ids_RL = inputs["input_ids"]
+    of_tokens = [name for name in inputs if name == "input_ids" or name.endswith("token_type_ids")]
     line = {
         **inputs,
-        "input_ids": input_ids_RL.reshape(1, -1)[:, token_index],
-        "position_ids": (token_index % input_ids_RL.shape[1]).unsqueeze(0),
+        **{name: inputs[name].reshape(1, -1)[:, token_index] for name in of_tokens},
+        "position_ids": (token_index % inputs["input_ids"].shape[1]).unsqueeze(0),
     }
     return model.base_model(**line)
 
@@ -397,17 +407,39 @@ def before_trained(hidden: "Tensor", trained_RL: "Tensor", row_index: "Tensor | 
     return F.embedding(row_index[:, :-1][trained_RL], hidden.squeeze(0))
 
 
-def _without_mask(
+def _as_line(
     backbone: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> tuple[tuple[object, ...], dict[str, object]] | None:
-    """Keeps transformers from building a T x T mask, which our attention does not read.
+    """What a line of rows needs where transformers makes it of padded rows alone.
 
-    transformers takes a mask of four dimensions as finished, and builds none.
+    transformers takes a mask of four dimensions as finished, and builds none of T x T, which our attention does not
+    read. Images have positions of three dimensions in Qwen-VL, and are read in both directions in Gemma 3.
     """
     ends = kwargs.get("cu_seq_lens_q")
     if not isinstance(ends, torch.Tensor):
         return None
-    return args, {**kwargs, "attention_mask": torch.empty(1, 1, 1, 1, device=ends.device)}
+    found = {**kwargs, "attention_mask": torch.empty(1, 1, 1, 1, device=ends.device)}
+    if kwargs.get("image_grid_thw") is not None:
+        found["position_ids"] = _positions_of_grids(backbone, cast("Batch", kwargs), ends)
+    if isinstance(types := kwargs.get("token_type_ids"), torch.Tensor):
+        from transformers.models.gemma3.modeling_gemma3 import get_block_sequence_ids_for_mask
+
+        found["image_groups"] = get_block_sequence_ids_for_mask(types)
+    return args, found
+
+
+def _positions_of_grids(backbone: torch.nn.Module, line: Batch, ends: "Tensor") -> "Tensor":
+    """Positions (4, 1, T): by number, and by time, height and width as the model computes them of padded rows."""
+    lengths_R = ends.diff()
+    real_RL = torch.arange(int(lengths_R.max()), device=ends.device) < lengths_R.unsqueeze(1)
+    padded = {
+        name: line[name].new_zeros(real_RL.shape).masked_scatter(real_RL, line[name])
+        for name in ("input_ids", "mm_token_type_ids")
+    }
+    found_3RL, _ = backbone.get_rope_index(
+        **padded, image_grid_thw=line["image_grid_thw"], attention_mask=real_RL.long()
+    )
+    return torch.cat([line["position_ids"].unsqueeze(0), found_3RL[:, real_RL].unsqueeze(1)])
 
 
 def score(
@@ -573,7 +605,7 @@ def install(
     AttentionInterface.register(name, partial(padding_free_attention, attention=attention or "sdpa"))
     AttentionMaskInterface.register(name, sdpa_mask)
     model.set_attn_implementation(name if is_text else {"text_config": name})  # a tower's attention is not causal
-    model.base_model.register_forward_pre_hook(_without_mask, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(_as_line, with_kwargs=True)
     # tasks/train/losses/rewards.py replaces the forward of a reward model.
     if is_padding_free(model) and model.get_output_embeddings() is not None:
         model.forward = MethodType(partial(_causal_lm_forward, squares=squares), model)
