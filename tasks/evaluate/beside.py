@@ -118,9 +118,8 @@ def _rules(setting: Evaluation) -> dict[str, Rule]:
 
 
 def main() -> None:
-    """Reads the job, then requests until the end of the input; answers each with a line of JSON."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print goes to the log
+    """Reads the job, then requests until its input ends; answers each with a line of JSON in the pipe that it is given."""
+    answers = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
     os.nice(_NICENESS)  # the training comes first
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     job: Job = pickle.load(sys.stdin.buffer)  # of the parent, through a pipe

@@ -112,8 +112,10 @@ def recorded(ran: StageFolder) -> dict[int, dict[str, object]]:
 
 @pytest.mark.parametrize("how", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_checkpoints_and_the_start_are_scored_and_the_training_is_as_without(
-    how: str, root: Path, tmp_path: Path
+    how: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('[a library that prints as it is imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
     stage = training.method("sft", **STEADY)
     plain, ran = StageFolder(tmp_path / "plain", root), StageFolder(tmp_path / "ran", root)
     plain(stage)
@@ -133,7 +135,9 @@ def test_checkpoints_and_the_start_are_scored_and_the_training_is_as_without(
     assert perplexities == sorted(perplexities, reverse=True) and len(set(perplexities)) == 4
     bases = [each["base"] for each in found.values()]
     assert all(each == bases[0] for each in bases) and found[0]["scores"] == bases[0]
-    assert metrics["evaluation/answer_perplexity"] == perplexities[-1]
+    assert metrics["evaluation/answer_perplexity"] == perplexities[-1] and [
+        each["step"] for each in found.values()
+    ] == [*found]
     assert metrics["evaluation/base/answer_perplexity"] == perplexities[0]
     assert {"evaluation/f1", "evaluation/exact_match"} <= metrics.keys() and "best_step" not in metrics
     rows = (ran.store.directory.parent / "evaluation" / "step-4" / "scores.jsonl").read_text()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
 import torch
 from accelerate.utils import broadcast
@@ -505,15 +505,16 @@ class ScoringProcess:
     def __init__(self, job: Job, gpus: Sequence[str] | None = None) -> None:
         self.job, self.gpus = job, gpus
         self._process: subprocess.Popen[bytes] | None = None
+        self._answers: BinaryIO | None = None
 
     def score(self, request: Request) -> Scores:
         if self._process is None or self._process.poll() is not None:
-            self._process = self._start()
-        assert self._process.stdin and self._process.stdout
+            self._process, self._answers = self._start()
+        assert self._process.stdin and self._answers
         try:
             pickle.dump(request, self._process.stdin)
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            line = self._answers.readline()
         except OSError:
             line = b""
         if not line:
@@ -526,6 +527,8 @@ class ScoringProcess:
             self._process.kill()
             self._process.wait()
             self._process = None
+            assert self._answers
+            self._answers.close()
 
     def environment(self) -> dict[str, str]:
         """That of the training, with threads and GPUs of its own, and without its place among workers."""
@@ -536,15 +539,20 @@ class ScoringProcess:
             found["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus or ())
         return found | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tasks.evaluate.beside"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=self.environment(),
-        )  # fmt: skip
+    def _start(self) -> "tuple[subprocess.Popen[bytes], BinaryIO]":
+        """The process, and the pipe of its answers: its stdout has what libraries print, also as they are imported."""
+        reads, writes = os.pipe()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tasks.evaluate.beside", str(writes)],
+                stdin=subprocess.PIPE, stdout=2, env=self.environment(), pass_fds=(writes,),
+            )  # fmt: skip
+        finally:
+            os.close(writes)
         assert process.stdin
         pickle.dump(self.job, process.stdin)
         process.stdin.flush()
-        return process
+        return process, os.fdopen(reads, "rb")
 
 
 class Scoring(TrainerCallback):
