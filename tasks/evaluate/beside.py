@@ -118,7 +118,7 @@ def _rules(setting: Evaluation) -> dict[str, Rule]:
 
 
 def main() -> None:
-    """Reads the job, then requests until its input ends; answers each with a line of JSON in the pipe that it is given."""
+    """Reads the job, then requests until its input ends; answers each with a line of JSON in its own pipe."""
     answers = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
     os.nice(_NICENESS)  # the training comes first
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
