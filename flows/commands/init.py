@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -102,9 +102,10 @@ def run_init(options: argparse.Namespace) -> int:
     settings = _settings(options.start, options.model and _from(options.model, folder), looked)
     with contextlib.chdir(folder):
         settings |= _data(settings, looked)
-        settings |= _lengths(settings)
+        lengths = _lengths(settings)
+        settings |= lengths
         recipes, why = _recipes(settings)
-        _write(folder.name or "project", settings, looked, recipes, why)
+        _write(folder.name or "project", settings, lengths, looked, recipes, why)
         tracked = _track()
     print(f"{relative(folder / PROJECT)}: pipeline {settings['pipeline']}, model {settings['model']}{tracked}")
     print(f"next: cd {shlex.quote(str(folder))} && posttrain plan, then posttrain run")
@@ -221,15 +222,20 @@ def _kinds(tree: Mapping[str, object], names: Sequence[str]) -> dict[str, Kind]:
 
 
 def _lengths(settings: Mapping[str, str]) -> dict[str, str]:
-    """The key of each training whose rows could be longer than its model has positions."""
+    """The keys of each training whose rows could be longer than its model has positions."""
     from flows.declare.config import load_pipeline
     from flows.planning.checks import longer_rows
 
     try:
-        found = longer_rows(load_pipeline([f"{name}={value}" for name, value in settings.items()]))
+        pipeline = load_pipeline([f"{name}={value}" for name, value in settings.items()])
+        longer = longer_rows(pipeline)
     except PipelineError:  # which ``_recipes`` says
         return {}
-    return {f"stages.{name}.method.max_length": str(most) for name, (_, most) in found.items()}
+    found = {f"stages.{name}.method.max_length": str(most) for name, (_, most) in longer.items()}
+    for name, (_, most) in longer.items():
+        if (getattr(pipeline.stages[name].method, "max_completion_length", None) or 0) >= most:
+            found[f"stages.{name}.method.max_completion_length"] = str(most // 2)
+    return found
 
 
 def _recipes(settings: Mapping[str, str]) -> tuple[list[Recipe], str]:
@@ -241,8 +247,9 @@ def _recipes(settings: Mapping[str, str]) -> tuple[list[Recipe], str]:
 
 
 def _write(
-    name: str, settings: Mapping[str, str], looked: Mapping[str, _Looked], recipes: Sequence[Recipe], why: str
-) -> None:
+    name: str, settings: Mapping[str, str], lengths: Collection[str], looked: Mapping[str, _Looked],
+    recipes: Sequence[Recipe], why: str,
+) -> None:  # fmt: skip
     cards = [key for key in settings if key.startswith("resources.")]  # of other machines than this one
     lines = [
         "# Settings of posttrain in this folder; a command line overrides them. posttrain plan shows what would run.",
@@ -250,7 +257,7 @@ def _write(
         f"model: {settings['model']} # a directory, a hub id, or tiny",
         *(f"# {line}" for each in looked.values() for text in each.lines for line in text.splitlines()),
         *(
-            f"{key}: {value}{' # the positions of the model' if key.endswith('.max_length') else ''}"
+            f"{key}: {value}{' # by the positions of the model' if key in lengths else ''}"
             for key, value in settings.items()
             if key not in ("pipeline", "model")
         ),

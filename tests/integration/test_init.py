@@ -53,7 +53,7 @@ def test_the_data_choose_the_pipeline_and_are_looked_at(command):
     assert "# chats.jsonl: messages (messages), 60 rows" in text
     found = project(command)
     assert (found["pipeline"], found["model"], found["data"]) == ("sft", "../model", "../chats.jsonl")
-    assert found["stages.sft.method.max_length"] == 512, "the model has no more positions"
+    assert "\nstages.sft.method.max_length: 512 # by the positions of the model\n" in text
     rate = found["stages"]["sft"]["method.learning_rate"]
     assert f"method.learning_rate: {rate} # default 2e-05; " in text
     assert [row["stage"] for row in planned(command)["stages"]] == ["instructions", "sft", "evaluate"]
