@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sqlite3
 import threading
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from sqlalchemy import Engine, event
 
 from flows.prefect.server import EmbeddedServer, send_events
 from tests import training
@@ -19,6 +21,13 @@ from tests.written_store import WrittenStore
 # Prefect's client leaves a function for the end of the process that fails in a process forked from it, whose exit code
 # is then 1: a data loader's, for one. The processes of stages have no client of Prefect's.
 os.register_at_fork(after_in_child=threading._threading_atexits.clear)  # type: ignore[attr-defined]
+
+
+@event.listens_for(Engine, "connect")
+def _flush_nothing(connection: object, _record: object) -> None:
+    """MLflow's databases of tests need not survive a power failure, and each commit would wait for the disk."""
+    if isinstance(connection, sqlite3.Connection):
+        connection.execute("PRAGMA synchronous=OFF")
 
 
 @pytest.fixture(scope="module", autouse=True)
