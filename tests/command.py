@@ -7,6 +7,7 @@ Tests of signals, kills or several commands at once start a process.
 import contextlib
 import json
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -98,6 +99,14 @@ def warm_up() -> None:
     from flows.stages.launch import StageProcesses, modules_of
 
     StageProcesses().warm_up(modules_of([Training]))
+
+
+def wait_until_warm() -> None:
+    """Waits for that fork server, in a fixture: its imports are no test's own."""
+    warm_up()
+    first = multiprocessing.get_context("forkserver").Process(target=int)
+    first.start()
+    first.join(60 * PATIENCE)
 
 
 def call_dvc(arguments: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

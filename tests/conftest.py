@@ -59,7 +59,7 @@ LONG = (
     "test_a_promotion_that_a_kill_prevented_is_made_by_the_next_run",
     "test_a_run_is_seen_followed_and_cancelled_from_outside",
     "test_repro_runs_what_changed_and_run_then_has_nothing_to_do",
-    "test_a_refused_gate_ends_the_run_with_3_fresh_or_reused",
+    "test_each_round_changes_what_the_doctor_finds_the_best_is_kept_and_a_killed_command_goes_on",
 )
 # Matrices of which `make test` tries these cases; the others are slow. FILE::TEST -> the ids of its quick cases.
 QUICK_CASES = {

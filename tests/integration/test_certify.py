@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import TOY, Command
+from tests.command import TOY, Command, wait_until_warm
 from tests.miniature import MODEL, write_own_rows
 
 # One row per step has no other workers to go on with, which start a cluster of Ray's.
@@ -23,6 +23,7 @@ def comparisons(text: str) -> dict[str, dict]:
 
 @pytest.fixture
 def untracked(tmp_path: Path) -> Command:
+    wait_until_warm()
     (tmp_path / "rows.txt").write_text("rows")
     return Command(tmp_path, *TOY)
 

@@ -76,7 +76,7 @@ def test_fp16_scales_its_loss_and_resumes_to_the_bit(
 
 METHODS = ("cpt", "sft", "reward", "dpo")
 FEW = [pytest.param(name, marks=[] if name in ("sft", "dpo") else pytest.mark.slow) for name in METHODS]
-QUICK = (("sft", "full"),)  # each method trains seven times
+QUICK = (("sft", "full"),)
 
 
 def recomputed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -112,8 +112,9 @@ def flash(monkeypatch: pytest.MonkeyPatch, attention: str) -> list[int]:
         for kind, adapter in (("full", None), ("lora", LORA))
     ],
 )
+@pytest.mark.parametrize("what", ["recomputed", "attended", "compiled"])
 def test_what_is_computed_otherwise_is_called_and_keeps_the_trajectory(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, adapter: Adapter | None
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, adapter: Adapter | None, what: str
 ) -> None:
     stage, layers = training.method(name, adapter=adapter), recomputed(monkeypatch)
 
@@ -123,14 +124,17 @@ def test_what_is_computed_otherwise_is_called_and_keeps_the_trajectory(
         return training.train(stage, root, output, resources=replace(RESOURCES, **fields)).losses
 
     plain, passes, rows = losses(), 3 * 2, 4 * (2 if name in ("reward", "dpo") else 1)  # steps x micro batches
-    for value, count in (("on", 2 * passes), (2, passes)):  # of two layers; off where it is not set
-        assert losses(gradient_checkpointing=value) == pytest.approx(plain, rel=1e-6) and len(layers) == count
-    for attention in ("flash_attention_2", "flash_attention_3"):
-        calls = flash(monkeypatch, attention)
-        assert losses(attention=attention) == pytest.approx(plain, rel=1e-5)
-        assert calls == [rows] * (passes * 2 * (2 if name == "dpo" else 1))  # layers, models
-    graphs = compiled(monkeypatch)
-    assert losses(compile=True) == pytest.approx(plain, rel=1e-5) and graphs
+    if what == "recomputed":
+        for value, count in (("on", 2 * passes), (2, passes)):  # of two layers; off where it is not set
+            assert losses(gradient_checkpointing=value) == pytest.approx(plain, rel=1e-6) and len(layers) == count
+    if what == "attended":
+        for attention in ("flash_attention_2", "flash_attention_3"):
+            calls = flash(monkeypatch, attention)
+            assert losses(attention=attention) == pytest.approx(plain, rel=1e-5)
+            assert calls == [rows] * (passes * 2 * (2 if name == "dpo" else 1))  # layers, models
+    if what == "compiled":
+        graphs = compiled(monkeypatch)
+        assert losses(compile=True) == pytest.approx(plain, rel=1e-5) and graphs
 
 
 @pytest.mark.slow

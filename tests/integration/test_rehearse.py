@@ -11,7 +11,7 @@ from lineage.errors import ArtifactError
 from lineage.mlflow.entities import Tag
 from lineage.mlflow.registry import unregister_gone
 from tasks.evaluate.row_scores import read_scores
-from tests.command import Command
+from tests.command import Command, wait_until_warm
 from tests.miniature import MODEL, STEPS, write_own_rows
 
 SURVIVOR = "stages.left.method._target_=tests.toy_survivor.Survivor"
@@ -20,6 +20,7 @@ GATED = ("pipeline=toy-gated", "model=none", "sources.rows.path=rows.txt", SURVI
 
 @pytest.fixture
 def gated(tmp_path: Path, uri: str) -> Command:
+    wait_until_warm()
     (tmp_path / "rows.txt").write_text("rows")
     return Command(tmp_path, *GATED, f"tracking.uri={uri}", tracked=True)
 
