@@ -94,7 +94,7 @@ class Hyperparameters:
             steps = f"{self.num_steps} steps of {self.global_batch_size} ({self.length_reason})"
             length = f"{steps}, {about}{epochs}" if epochs else steps
         elif self.num_steps is None:
-            length = f"{epochs} ({self.length_reason}): its steps are known once its rows are tokenized"
+            length = f"{epochs} ({self.length_reason}), steps once tokenized"
         else:
             length = f"{epochs} ({self.length_reason}), {about}{self.num_steps} steps of {self.global_batch_size}"
         is_cut = self.num_steps is not None and self.warmup >= self.num_steps
