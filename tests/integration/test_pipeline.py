@@ -168,11 +168,14 @@ def test_a_cluster_gives_the_same_bits_and_two_workers_the_same_trajectory(own):
     there = own.run(
         "store=there", *ONLY_SFT, "stages.cpt.resources.launcher=cluster",
         "stages.sft.resources.num_workers=2", "stages.sft.resources.micro_batch_size=4",
+        "+stages.sft.evaluation={every_steps: 2, rows: 2, max_new_tokens: 4}",
     )  # fmt: skip
     assert here["cpt"]["fingerprint"] == there["cpt"]["fingerprint"]
     for name in ("model.safetensors", "tokenizer.json"):
         assert (output(here["cpt"]) / name).read_bytes() == (output(there["cpt"]) / name).read_bytes()
     assert losses(here["sft"]) == pytest.approx(losses(there["sft"]), abs=1e-4)
+    scored = map(json.loads, (output(there["sft"]).parent / "evaluation.jsonl").read_text().splitlines())
+    assert [(each["step"], each["error"]) for each in scored] == [(0, ""), (2, ""), (4, "")]  # by a task of Ray
 
 
 @pytest.mark.slow  # of a data stage in test_prepare_data.py

@@ -193,6 +193,8 @@ def test_one_tracker_or_a_list_is_chosen_beside_mlflow():
     assert (alone.mlflow, alone.dvc, alone.tensorboard, alone.wandb) == (True, True, True, False)
     both = tracking("tracking=[none,tensorboard,wandb]", "tracking.experiment=ours")
     assert (both.mlflow, both.tensorboard, both.wandb, both.experiment) == (False, True, True, "ours")
+    listed = tracking("tracking=[mlflow,wandb]")
+    assert (listed.mlflow, listed.wandb, tracking("tracking=mlflow").mlflow) == (True, True, True)
     with pytest.raises(ConfigError, match="no such tracking"):
         tracking("tracking=[wandb,comet]")
 
