@@ -567,11 +567,12 @@ def test_a_model_that_reads_images_is_exported_and_asked(models: Any, tmp_path: 
     assert refused.returncode == 2 and "reads no images" in refused.stderr
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", pytest.param("mllama", marks=pytest.mark.slow)])
 def test_answers_to_images_are_measured(
-    root: Path, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, models: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Perplexity is that of the plain forward; answers are those of plain generation."""
-    model = models("qwen2_vl")
+    model = models(family)
     rows = Input(name="rows", kind=Kind.CONVERSATIONS, fingerprint="f" * 64, path=root / "conversations")
     policy = Input(name="policy", kind=Kind.CHECKPOINT, fingerprint="e" * 64, path=model)
     pairs = Input(name="pairs", kind=Kind.PREFERENCES, fingerprint="d" * 64, path=root / "preferences")
