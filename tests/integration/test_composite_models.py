@@ -173,6 +173,16 @@ def test_two_workers_that_recompute_activations_train_as_one(
         torch.testing.assert_close(found[name], value, atol=1e-4, rtol=1e-3, msg=name)
 
 
+@pytest.mark.parametrize("family", ["mllama", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
+def test_a_reward_model_of_text_has_all_but_the_head(root: Path, tmp_path: Path, family: str) -> None:
+    """Of families that transformers has no class with a head of scores for."""
+    policy = write_composite(tmp_path / "policy", family)
+    run = training.train(training.method("reward", num_steps=1), root, tmp_path / "output", policy=policy)
+    before, after = (set(load_file(each / "model.safetensors")) for each in (policy, run.output))
+    assert after - before == {"score.weight"}
+    assert all("lm_head" in name or name.startswith("mtp.") for name in before - after)
+
+
 def test_a_reward_model_names_what_it_leaves_out_and_its_config_is_true(
     root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -55,7 +55,7 @@ from tasks.model.remote_code import local_options, trusts
 from tasks.model.tokenizers import copy_tokenizer_files, require_ends, tokenizer_of
 from tasks.model.vision import see_by_row
 from tasks.recipe import Input, TrainingRecipe
-from tasks.train.models.freeze import untouched
+from tasks.train.models.freeze import TOWERS, untouched
 from tasks.train.models.quantization import FORMATS, options_quantized_before, torch_dtype, why_not_on_quantized
 from tasks.train.models.quantized_base import (
     Quantizer,
@@ -455,6 +455,10 @@ def save_whole(
         PipelineError: a weight of the base is neither in the output nor logged as left out.
     """
     unread = set[str]() if own else untouched(model)
+    if (
+        model.get_output_embeddings() is None
+    ):  # of the language model, no name says what a reward model has no place for
+        unread = {name for name in unread if any(word in name for word in TOWERS)}
     places = {each.data_ptr() for name, each in model.named_parameters() if name in unread} - {0}  # of a tied head too
     state = (
         {
