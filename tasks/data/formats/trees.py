@@ -29,6 +29,7 @@ _COMPARED: tuple[tuple[str, str, str, Collection[object], Collection[object]], .
     ("response_0", "response_1", "better_response_id", (0,), (1,)),
     ("response_a", "response_b", "winner", ("model_a", "response_a", "a", "A"), ("model_b", "response_b", "b", "B")),
     ("response_1", "response_2", "preference_strength", (-3, -2, -1), (1, 2, 3)),
+    ("conversation_a", "conversation_b", "winner", ("model_a",), ("model_b",)),  # which differ in the last answer
 )
 
 
@@ -90,11 +91,9 @@ def _root(fields: Fields) -> Fields | None:
     first = fields.get("prompt")
     if isinstance(first, Mapping) and isinstance(first.get("replies"), list) and "text" in first:
         return first
-    asked = next((value for name in _ASKED if isinstance(value := fields.get(name), str)), None)
-    ranked = _rated(fields) if asked else []
-    if not asked or len(ranked) < 2:
+    turns, ranked = _asked(fields), _rated(fields)
+    if not turns or len(ranked) < 2:
         return None
-    turns = prompt_of(asked) if is_transcript(asked) else [{"role": "user", "content": asked}]
     system = next((fields[name] for name in SYSTEM if not is_nothing(fields.get(name))), None)
     replies: list[object] = [{"role": _ASSISTANT, "text": text, "rank": rank} for text, rank in ranked]
     for turn in reversed([*([{"role": "system", "content": system}] if system else []), *turns]):
@@ -102,6 +101,19 @@ def _root(fields: Fields) -> Fields | None:
     (root,) = replies
     assert isinstance(root, Mapping)
     return root
+
+
+def _asked(fields: Fields) -> Sequence[Mapping[str, object]]:
+    """The turns before the answers of a row; empty: there are none, or the answers have other ones before them."""
+    left, right = (fields.get(f"conversation_{side}") for side in "ab")
+    if isinstance(left, list) and isinstance(right, list):
+        return left[:-1] if left[:-1] == right[:-1] and all(map(_is_turn, left)) else []
+    asked = next((value for name in _ASKED if isinstance(value := fields.get(name), str)), "")
+    return prompt_of(asked) if is_transcript(asked) else [{"role": "user", "content": asked}] if asked else []
+
+
+def _is_turn(value: object) -> bool:
+    return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
 
 
 def is_rated(sample: Sequence[Fields]) -> bool:
@@ -114,14 +126,19 @@ def _rated(fields: Fields) -> list[tuple[object, int]]:
     if any(not is_nothing(fields.get(name)) for name in _ANSWERED):
         return []
     for first, second, verdict, left, right in _COMPARED:
-        if isinstance(fields.get(first), str) and isinstance(fields.get(second), str) and verdict in fields:
-            said = fields[verdict]
-            return [(fields[first], int(said in right)), (fields[second], int(said in left))]
+        texts = [_said(fields.get(name)) for name in (first, second)]
+        if all(isinstance(text, str) for text in texts) and verdict in fields:
+            return [(texts[0], int(fields[verdict] in right)), (texts[1], int(fields[verdict] in left))]
     answers = next((value for name in _RATED if isinstance(value := fields.get(name), list)), [])
     texts = [(each, _of(each, _ANSWERS)) for each in answers]
     found = [(text, score) for each, text in texts if isinstance(text, str) and (score := _score(each)) is not None]
     order = sorted({score for _, score in found}, reverse=True)
     return [(text, order.index(score)) for text, score in found]
+
+
+def _said(answer: object) -> object:
+    """A text, or that of the last turn of a conversation."""
+    return _of(answer[-1], ("content",)) if isinstance(answer, list) and answer else answer
 
 
 def _of(answer: object, names: Sequence[str]) -> object:

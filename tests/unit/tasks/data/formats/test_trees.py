@@ -124,12 +124,13 @@ def rated(key: str, score: str, *values: object) -> list[Fields]:
         {"history": "Q", "human_ref_A": "A", "human_ref_B": "B", "labels": 0, "domain": "d"},
         {"prompt": "Q", "response_0": "A", "response_1": "B", "better_response_id": 1},
         {"prompt": "Q", "response_a": "B", "response_b": "A", "winner": "model_a"},
+        {"conversation_a": turns("Q", "A"), "conversation_b": turns("Q", "B"), "winner": "model_b", "model_a": "m"},
         {"prompt": "Q", "response_1": "B", "response_2": "A", "preference_strength": -2},
     ],
 )
 def test_rated_answers_are_pairs_of_the_better_and_the_worse_one(tmp_path: Path, row: Fields) -> None:
     tie = {**row, **{name: "tie" for name in ("labels", "better_response_id", "winner", "preference_strength")}}
-    rows = [row, tie] if "A" in (*row.values(), tie.get("response_b")) else [row]
+    rows = [row, tie] if "A" in row.values() or "conversation_a" in row else [row]
     for kind in (None, Kind.PREFERENCES):
         found = opened(tmp_path, rows, kind)
         (pair,) = made(found)
