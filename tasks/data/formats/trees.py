@@ -126,9 +126,9 @@ def _rated(fields: Fields) -> list[tuple[object, int]]:
     if any(not is_nothing(fields.get(name)) for name in _ANSWERED):
         return []
     for first, second, verdict, left, right in _COMPARED:
-        texts = [_said(fields.get(name)) for name in (first, second)]
-        if all(isinstance(text, str) for text in texts) and verdict in fields:
-            return [(texts[0], int(fields[verdict] in right)), (texts[1], int(fields[verdict] in left))]
+        one, other = _said(fields.get(first)), _said(fields.get(second))
+        if isinstance(one, str) and isinstance(other, str) and verdict in fields:
+            return [(one, int(fields[verdict] in right)), (other, int(fields[verdict] in left))]
     answers = next((value for name in _RATED if isinstance(value := fields.get(name), list)), [])
     texts = [(each, _of(each, _ANSWERS)) for each in answers]
     found = [(text, score) for each, text in texts if isinstance(text, str) and (score := _score(each)) is not None]
