@@ -17,6 +17,8 @@ from tests.written_store import WrittenStore
 STEPS = 40
 BESIDE = {"evaluation/f1": 0.5, "evaluation/f1/stderr": 0.1, "evaluation/base/f1": 0.25}
 SAMPLE = "2026-11-27 15:00:00,000 INFO tasks.data sample (trained tokens in ⟦ ⟧): {}\n2026-11-27 15:00:01,000 INFO x\n"
+# As Ray repeats a worker's lines in the log of the stage.
+RAYS = "\x1b[36m(W pid=1)\x1b[0m sample (trained tokens in ⟦ ⟧): {}\n\x1b[36m(W pid=1)\x1b[0m x\n"
 
 
 def entry_of(store: WrittenStore, manifest: Manifest) -> Entry:
@@ -52,7 +54,8 @@ def reported(root: Path, text: str = "What is a list?", rate: float = 0.1, image
     for manifest in (sft, dpo):
         entry = entry_of(store, manifest)
         entry.logs.mkdir(exist_ok=True)
-        entry.log.write_text(SAMPLE.format(f"user: {text}\n⟦A list.\nIt is mutable.⟧ end"))
+        sample = f"user: {text}\n⟦A list.\nIt is mutable.⟧ end"
+        entry.log.write_text(RAYS.format(sample) + SAMPLE.format(sample) + RAYS.format(sample))
         lines = [
             {"step": step, "time": 100.0 + step, "metrics": curve(step, manifest is dpo)}
             for step in range(1, STEPS + 1)

@@ -144,7 +144,10 @@ _POINTS, _SAMPLES = 600, 5  # of a curve; rows, and answers
 _PICTURE = 256  # pixels of the longer side of an image on the page
 _LOG_BYTES = 200_000  # the beginning of a log, where the samples are
 _DRAWS = 200_000  # of a bootstrap: rows times resamples
-_SAMPLE = re.compile(r"sample \(trained tokens in ⟦ ⟧\): (.*?)(?=^\d{4}-\d\d-\d\d \d\d:|^--- |\Z)", re.M | re.S)
+# Of a process of ours: Ray repeats what its workers print line by line, without the lines that another has printed.
+_SAMPLE = re.compile(
+    r"^\d{4}-[^\n]* sample \(trained tokens in ⟦ ⟧\): (.*?)(?=^\d{4}-\d\d-\d\d \d\d:|^--- |^\x1b\[|\Z)", re.M | re.S
+)
 # Title of a chart -> the metrics that it draws, the first that fits; others have a chart by what is before their /.
 _CHARTS = {
     "loss": "|".join(("loss", *VALIDATION)), "validation": "val/.*", "gradient norm": "grad_norm",

@@ -402,9 +402,13 @@ def _eval_results(report: "Report") -> "list[EvalResult]":
     from huggingface_hub import EvalResult
 
     task = "text-generation" if report["kind"] == Kind.CHECKPOINT else "text-classification"
+
+    def rows_of(metric: str, stage: str) -> str:
+        return metric.split("/")[1] if metric.startswith("lm_eval/") else f"held-out rows ({stage})"
+
     return [
         EvalResult(
-            task_type=task, dataset_type="posttrain", dataset_name=f"held-out rows of {each['stage']}",
+            task_type=task, dataset_type="posttrain", dataset_name=rows_of(row["metric"], each["stage"]),
             metric_type=row["metric"], metric_name=row["metric"], metric_value=cell["value"],
         )
         for each in report.get("scores", []) for row in each["rows"] if (cell := row["values"][-1])

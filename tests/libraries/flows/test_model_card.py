@@ -127,6 +127,7 @@ def test_huggingface_hub_reads_the_card_back(tmp_path):
     results = {each.metric_type: each for each in card.data.eval_results}
     assert results["exact_match"].metric_value == pytest.approx(0.8)
     one = results["exact_match"]
+    assert one.dataset_name == "held-out rows (evaluate)"
     again = metadata_eval_result(
         model_pretty_name="chat", task_pretty_name="text", task_id=one.task_type, metrics_pretty_name=one.metric_name,
         metrics_id=one.metric_type, metrics_value=one.metric_value, dataset_pretty_name=one.dataset_name,
