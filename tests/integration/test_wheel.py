@@ -167,6 +167,7 @@ MISTAKES = {
     "init made --data chats.jsonl": "posttrain.yaml: is there already; edit it, or give init another folder",
     "init other --from stf": "no such start; there are:",
     "chat sft": "posttrain run creates it",
+    "chat store=nowhere": "chat: no REF is given; store=nowhere: does not exist; posttrain run creates it",
     "export gguf model --out model.bin": "a file whose name ends in .gguf is accepted",
     "import axolotl missing.yml": "name a file that exists",
     "import llamafactory peer.yaml": "use_badam=true: it is unknown",
