@@ -1,6 +1,7 @@
 """Output of ``posttrain lineage``: the ancestry as a tree, each artifact once."""
 
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -94,7 +95,11 @@ def _value(value: object) -> str:
 
 def _measured(metrics: Mapping[str, float]) -> str:
     """Counts of rows of a data stage; share of trained tokens and loss or reward of a training."""
-    parts = [f"{int(metrics[name]):,} {name.replace('_', ' ')}" for name in ("rows", "train_rows") if name in metrics]
+    parts = [
+        f"{int(metrics[name]):,} {name.replace('_', ' ')}"
+        for name in ("rows", "train_rows", "images")
+        if name in metrics
+    ]
     percent = metrics.get("trained_tokens_percent")
     if percent is not None:
         parts.append(f"{percent:.1f} % of the tokens trained")
@@ -111,6 +116,10 @@ def _source(node: Node) -> list[str]:
     digest = node.record.digest if node.record else None
     content = f"SHA-256 {short(digest)}" if digest else f"revision {source.revision}"
     lines = [source.path, ", ".join([content, *([f"{node.rows:,} rows"] if node.rows is not None else [])])]
+    # Of rows, what was read beside them: images.
+    beside = [] if source.kind != "rows" else [each for each in source.files if not each.startswith(source.path)]
+    if beside and len(beside) < len(source.files):  # else the path is a glob
+        lines.append(f"images: {len(beside):,} files, {os.path.commonpath(beside)}")
     if source.dvc:
         lines.append(f"DVC {source.dvc}")
     return [*lines, *_labels(node)]

@@ -44,6 +44,12 @@ def test_the_dvc_hash_and_the_revision_of_a_source_are_told(store):
     assert "DVC 0a1b.dir" in shown and f"revision {'1' * 40}" in shown
 
 
+def test_the_folder_of_the_images_of_rows_is_told(store):
+    files = {"/data/rows.jsonl": "a" * 64, "/pictures/a/1.png": "b" * 64, "/pictures/2.png": "c" * 64}
+    rows = store.source("rows", path="/data/rows.jsonl", files=files)
+    assert any("images: 2 files, /pictures" in line for line in tree(store, store.stage("dpo", {"rows": rows})))
+
+
 def test_control_characters_are_escaped(store):
     lines = tree(store, store.stage("dpo", {"rows": store.source("rows", labels=["n\x1b[31mc\n"])}))
     assert any("labels: n\\x1b[31mc\\n" in line for line in lines)
