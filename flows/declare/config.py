@@ -152,11 +152,8 @@ def _files(config_dir: Path | None) -> tuple[tuple[str, int], ...]:
 class Composer:
     """Composes configurations that differ in a few values: groups once, values on copies of the result.
 
-    Hydra chooses the files and their order; they are merged here as OmegaConf merges them, in plain dicts, since
-    OmegaConf takes a second for a thousand stages.
-
-    Attributes:
-        files: the YAML files, each with its package: the key that it fills; empty: the root.
+    Hydra chooses the ``files`` and their order, each with its package: the key that it fills; empty: the root. They are
+    merged here as OmegaConf merges them, in plain dicts: OmegaConf takes a second for a thousand stages.
 
     Raises:
         ConfigError: an override does not parse, a group has no such file.
@@ -182,8 +179,7 @@ class Composer:
 
     def tree(self, more: Sequence[str] = ()) -> dict[str, object]:
         """The configuration with further overrides, as ``compose_tree`` returns it."""
-        # A choice of a group changes which files are read.
-        if not all(_sets_value(word, self._config_dir) for word in more):
+        if not all(_sets_value(word, self._config_dir) for word in more):  # a choice of a group changes the files
             return Composer([*self._overrides, *more], self._config_dir).tree()
         tree: Tree = pickle.loads(self._pickled)
         with _hydra_errors():
@@ -506,10 +502,9 @@ def parsed(word: str) -> Override:
 
 
 def _options(group: str, config_dir: Path | None) -> list[str]:
-    """The options of a group, shipped and the user's; empty: there is no such group."""
+    """The options of a group, shipped and the user's, without Hydra's copies; empty: there is no such group."""
     if "." in group:
         return []
-    # Hydra copies all that it holds to list them.
     return sorted({path.stem for folder in (CONF, config_dir) if folder for path in (folder / group).glob("*.yaml")})
 
 
@@ -525,8 +520,7 @@ def _group(word: str, override: Override, options: list[str]) -> list[str]:
     if not isinstance(value, str) and str(value) in options:  # pipeline=2024
         return [f"{word.partition('=')[0]}={quoted(str(value))}"]
     if group == "model" and isinstance(value, str) and ("/" in value or Path(value).is_dir()):
-        # A directory or hub id is short for two overrides.
-        return ["model=pretrained", f"++sources.base.path={quoted(value)}"]
+        return ["model=pretrained", f"++sources.base.path={quoted(value)}"]  # which model=DIRECTORY is short for
     hint = " (a model is also a directory that exists, or a hub id owner/name)" if group == "model" else ""
     if ours := value_of(value, str(options)):
         raise ConfigError(f"{word}: no such {group}; here it is {group}={ours}; accepted: {', '.join(options)}")
