@@ -265,9 +265,9 @@ def words_of_rows(
 
 
 def _made_up(slot: str, index: int) -> Row:
-    """A row as in a file of prepared rows."""
+    """A row as in a file of prepared rows, whose answer shares no word with that of another."""
     asked = [{"role": "user", "content": f"What is {index}?"}]
-    answered = [{"role": "assistant", "content": f"It is {index}."}]
+    answered = [{"role": "assistant", "content": f"It{index} is{index} {index}."}]
     other = [{"role": "assistant", "content": f"It is not {index}, I think."}]
     found: dict[str, Row] = {
         "text": {"text": f"It is {index}."}, "conversations": {"messages": [*asked, *answered]},

@@ -227,6 +227,9 @@ def test_gate_check_puts_known_answers_through_a_pipeline_that_has_not_run(
     rules = json.loads(capsys.readouterr().out)["rules"]
     assert {each["rule"] for each in rules} >= {"prefers_chosen", "right_answers", "keeps_language"}
     assert all(each["values"]["right"] in (0, 1) and not each["error"] and not each["untested"] for each in rules)
+    words = ["stages.evaluate.method.metrics=[f1]", "+stages.gate.method.rules.words={metric: f1, at_least: 0.5}"]
+    assert main(["gate-check", GATED, f"store={tmp_path}", *words]) == 0
+    assert "right 1, shuffled 0, empty 0" in capsys.readouterr().out
     blind = "stages.gate.method.rules.prefers_chosen.at_least=0.0"
     assert main(["gate-check", GATED, f"store={tmp_path}", blind]) == 2
     out, err = capsys.readouterr()
