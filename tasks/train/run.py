@@ -618,7 +618,8 @@ class TrainingRun:
         squares = getattr(trainer, "use_weighting", False)
         for model in filter(None, (trainer.model, reference, *frozen)):
             keep_own_head(model)
-            take_part(plain(model), self.vision, trains=bool(self._trained_parts and zero_stage(self.ctx.resources)))
+            trains = not {"vision", "projector"}.isdisjoint(self._trained_parts) and zero_stage(self.ctx.resources)
+            take_part(plain(model), self.vision, trains=bool(trains))
             if is_line:
                 install(model, self._attention, packs=self._packs, squares=squares)
             elif self._attention:
