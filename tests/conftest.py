@@ -1,6 +1,7 @@
 """Marks tests by folder, and gives each test its own directory and environment, with nothing of the user's."""
 
 import atexit
+import faulthandler
 import gc
 import hashlib
 import importlib.metadata
@@ -12,12 +13,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
-from unittest import mock
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import settings
 
 gc.disable()  # during imports: it takes a quarter of their time
@@ -136,6 +137,8 @@ QUICK_CASES = {
     ),
     "test_training::test_every_architecture_trains": ("sft-gpt2-fp32", "sft-qwen3_moe-bf16", "dpo-gpt2-bf16"),
 }  # fmt: skip
+_HANG_SECONDS = 2000
+_watched = [0.0]  # since when
 _numbers = itertools.count()
 _WEEK_SECONDS = 7 * 86_400
 _unused: list[Path] = []  # places that a test left empty: most do, and thousands of directories take long to remove
@@ -187,11 +190,16 @@ def _own_place(_empty_directory: None) -> Iterator[None]:
     for place in (folder / "home", folder / "work"):
         if not place.exists():
             place.mkdir(parents=True)
-    with mock.patch.dict(os.environ), pytest.MonkeyPatch.context() as patch:
+    before = os.environ.copy()
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder / "home"))
         patch.setenv("PREFECT_HOME", str(folder / "home/.prefect"))
         patch.chdir(folder / "work")
         yield
+    now = "PYTEST_CURRENT_TEST"  # which names the phase too
+    if {**os.environ.copy(), now: ""} != {**before, now: ""}:
+        os.environ.clear()
+        os.environ.update(before)
     if any(folder.glob("*/*")):
         shutil.rmtree(folder, ignore_errors=True)
     else:
@@ -216,6 +224,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     gone = {name: each for name, found in tried.items() if (each := {*QUICK_CASES[name]} - found)}
     if gone and not config.getoption("lf", False) and not any("[" in each for each in config.args):
         raise pytest.UsageError(f"QUICK_CASES of tests/conftest.py names cases that are not there: {gone}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Ends a process whose main thread hangs in C code, where no signal reaches it, and prints its stacks.
+
+    ``faulthandler_timeout`` does so anew for each test, and waits for a thread each time: on a busy machine 10 ms.
+    """
+    if time.monotonic() - _watched[0] > 60:
+        faulthandler.dump_traceback_later(_HANG_SECONDS, file=item.config.stash[fault_handler_stderr_fd_key], exit=True)
+        _watched[0] = time.monotonic()
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            faulthandler.cancel_dump_traceback_later()
+            _watched[0] = 0.0
 
 
 def pytest_collection_finish() -> None:
