@@ -220,8 +220,8 @@ FAULTS = (
     ),
     Fault(
         what="a token sees the one after it",
-        text="return (distance >= 0) & (distance < window)",
-        wrong="return (distance >= -1) & (distance < window)",
+        text="seen = distance >= 0",
+        wrong="seen = distance >= -1",
         tests=("test_padding_free", "train/test_kernels"),
     ),
     # --- tasks: evaluation and gates
