@@ -185,9 +185,16 @@ class ImageFiles:
         raise bad_image(f"{what} is {named(value)}", accepted)
 
     def _fetched(self, url: str, what: str) -> bytes:
+        is_own = url.startswith(f"{self.url}/") and ".." not in url
+        if not is_own and not url.startswith(("http://", "https://")):  # a row names no file of this machine, or bucket
+            raise bad_image(
+                f"{what}: {url[:200]!r} is outside of the source",
+                "http://, https://, and what is below the source",
+                "set sources.NAME.images to the URL of the folder",
+            )
         try:
             with ExitStack() as stack:
-                if url.startswith(("http://", "https://")) and not url.startswith(f"{self.url}/"):
+                if not is_own:
                     file = stack.enter_context(urllib.request.urlopen(request(url), timeout=_FETCH_SECONDS))
                 else:
                     file = stack.enter_context(open_remote(url, self.credentials))

@@ -135,6 +135,10 @@ def test_several_images_stand_at_their_places_in_several_turns(files: ImageFiles
         (user({"type": "image"}, WHAT), r"messages\[0\] content\[0\] is an object", "a path, a data URL, bytes"),
         (user({"type": "image", "url": "http://127.0.0.1:1/a.png"}), r"'http://127.0.0.1:1/a.png' cannot be read \(",
          "correct the URL, or save the image"),
+        *(
+            ({**MARKED, "images": [f"{scheme}/red.png"]}, "/red.png' is outside of the source", "NAME.images to the URL")
+            for scheme in ("s3://other", "local:///tmp")
+        ),
         ({**MARKED, "images": ["no.png"]}, r"images\[0\]: there is no file .*no.png", "put it there"),
         ({**MARKED, "images": ["../secret.png"]}, "is the path '../secret.png', which is outside", "put it there"),
         ({**MARKED, "images": ["/etc/passwd"]}, "which is outside", "put it there"),
