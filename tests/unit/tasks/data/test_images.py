@@ -136,7 +136,7 @@ def test_several_images_stand_at_their_places_in_several_turns(files: ImageFiles
         (user({"type": "image", "url": "http://127.0.0.1:1/a.png"}), r"'http://127.0.0.1:1/a.png' cannot be read \(",
          "correct the URL, or save the image"),
         *(
-            ({**MARKED, "images": [f"{scheme}/red.png"]}, "/red.png' is outside of the source", "NAME.images to the URL")
+            ({**MARKED, "images": [f"{scheme}/red.png"]}, "is outside of the source", "NAME.images to the URL")
             for scheme in ("s3://other", "local:///tmp")
         ),
         ({**MARKED, "images": ["no.png"]}, r"images\[0\]: there is no file .*no.png", "put it there"),
