@@ -152,10 +152,9 @@ def test_what_text_does_not_reach_is_frozen_under_an_adapter_too(root: Path, tmp
     assert trained and not [name for name in trained if "vision" in name]
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[] if each == "mistral3" else pytest.mark.slow) for each in FAMILIES]
-)
-@pytest.mark.parametrize("adapter", [None, pytest.param(Adapter(rank=2), marks=pytest.mark.slow)], ids=["full", "lora"])
+@pytest.mark.slow  # the quick one is the test above
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=2)], ids=["full", "lora"])
 def test_two_workers_that_recompute_activations_train_as_one(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, family: str, adapter: Adapter | None
 ) -> None:
