@@ -230,9 +230,11 @@ def _isolated_lines(found: "Checked") -> list[str]:
     if isolated.only_together:
         lines.append(f"changed by no package alone: {', '.join(isolated.only_together)}")
     if isolated.not_by_packages:
+        stay = [*isolated.unavailable, *(name for name, (before, _) in found.packages.items() if before is None)]
+        but = f" but {', '.join(stay)}" if stay else ""
         lines.append(
-            f"changed with all packages as recorded too, so by the code, Python or the machine: "
-            f"{', '.join(isolated.not_by_packages)}"
+            f"changed with all packages{but} as recorded too, so by {', '.join([*stay, 'the code'])}, Python or the "
+            f"machine: {', '.join(isolated.not_by_packages)}"
         )
     lines += [f"could not be installed as recorded: {name} ({why})" for name, why in isolated.unavailable.items()]
     return lines

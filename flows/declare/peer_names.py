@@ -36,6 +36,7 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_M}.validation.every_steps", "eval_steps", "evals_per_epoch", "eval_interval"),
     **_each(f"{_M}.validation.every_steps or .every_epochs", "eval_strategy do_eval", "evaluation_strategy"),
     **_each(f"{_M}.validation.patience", "", "early_stopping_patience early_stopping_steps early_stop_interval"),
+    **_each("sweep.objectives.NAME={metric: STAGE/METRIC, direction: maximize}", "", "", "optimize objective"),
     **_each(f"{_M}.validation.max_rows", "", "eval_limit", "max_eval_samples"),
     **_each(
         "held_out of the stage that prepares the rows",

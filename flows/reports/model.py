@@ -31,6 +31,7 @@ from lineage.diagnosis.curves import VALIDATION, read_curves
 from lineage.diagnosis.rules import diagnose
 from lineage.errors import ArtifactError, ConfigError
 from lineage.filesystem.files import read_jsonl
+from lineage.fingerprint import digest_json, short
 from lineage.graph.ancestry import Edge, Graph, Node, ancestry
 from lineage.graph.index import Index
 from lineage.graph.places import node_key
@@ -76,9 +77,13 @@ class Curves(TypedDict):
 
 
 class ScoreRow(TypedDict):
-    """A metric: the values of the policies in their order, each with its interval, and the gain of the last one."""
+    """A metric: the values of the policies in their order, each with its interval, and the gain of the last one.
+
+    ``rows``: digest of the ids of the rows that it was measured on; empty: unknown.
+    """
 
     metric: str
+    rows: str
     better: str
     values: list[Facts | None]
     gain: Facts | None
@@ -618,7 +623,8 @@ def _score_row(name: str, columns: Sequence[str], metrics: Mapping[str, float], 
     small = scores.lower_is_better if scores else lower_is_better(name)
     gain = _interval(scores, columns[-1], columns[-2]) if scores and len(columns) > 1 else None
     cells = [_cell(metrics, policy, name, scores) for policy in columns]
-    return ScoreRow(metric=name, better="↓" if small else "↑", values=cells, gain=gain)
+    rows = short(digest_json([*scores.row_ids])) if scores else ""
+    return ScoreRow(metric=name, rows=rows, better="↓" if small else "↑", values=cells, gain=gain)
 
 
 def _cell(metrics: Mapping[str, float], policy: str, name: str, scores: RowScores | None) -> Facts | None:
@@ -702,14 +708,16 @@ def compared(reports: Sequence[Report]) -> tuple[list[Scores], list[Answers]]:
     """Scores and answers of two models beside each other, where both were evaluated and were asked the same."""
     names = [f"{side} {each['name']}" for side, each in zip(_SIDES, reports, strict=True)]
     first, second = (
-        {row["metric"]: row for each in reversed(report.get("scores", [])) for row in each["rows"]}
+        {row["metric"]: (row, each["protocol"]) for each in reversed(report.get("scores", [])) for row in each["rows"]}
         for report in reports
     )
     rows = [
         ScoreRow(
-            metric=name, better=row["better"], values=[row["values"][-1], second[name]["values"][-1]], gain=None
+            metric=name + ("" if _measured_alike(name, found, second[name]) else ", on other rows or other settings"),
+            rows="", better=found[0]["better"], values=[each[0]["values"][-1] for each in (found, second[name])],
+            gain=None,
         )
-        for name, row in first.items() if name in second
+        for name, found in first.items() if name in second
     ]  # fmt: skip
     said = [
         {(row["prompt"], row["right"]): row[found["policies"][-1]] for row in found["rows"]}
@@ -722,6 +730,20 @@ def compared(reports: Sequence[Report]) -> tuple[list[Scores], list[Answers]]:
         [Scores(stage="", policies=names, rows=rows, protocol=[], num_rows=0)] if rows else [],
         [Answers(stage="", policies=names, rows=both, images=images)] if both else [],
     )
+
+
+def _measured_alike(metric: str, *found: tuple[ScoreRow, Pairs]) -> bool:
+    """Whether two values of a metric are of the same rows, as far as these are known, and by the same settings."""
+    of_others = ("metrics.", "lm_eval/", "failed.")  # but those of the metric itself
+    settings = [
+        {
+            key: value for key, value in protocol if key != "step"
+            and (not key.startswith(of_others) or metric.startswith(key.removeprefix("metrics.").rpartition(".")[0]))
+        }
+        for _, protocol in found
+    ]  # fmt: skip
+    digests = {row["rows"] for row, _ in found if row["rows"]}
+    return len(digests) < 2 and settings[0] == settings[1]
 
 
 def model_page(reports: Sequence[Report], differences: Sequence[str] = ()) -> str:

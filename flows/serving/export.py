@@ -329,6 +329,10 @@ def model_card(report: "Report | None", repository: str, note: str = "") -> str:
     from flows.reports.model import snippet
 
     kind = report["kind"] if report else Kind.CHECKPOINT
+    use = report.get("use") if report else None
+    task = "text-generation" if kind == Kind.CHECKPOINT else "text-classification"
+    if use and use["auto"] == "AutoModelForImageTextToText":
+        task = "image-text-to-text"
     graph = report["lineage"] if report else {}
     nodes = cast("list[Facts]", graph.get("nodes", []))
     sources = [cast("Facts", node["source"]) for node in nodes if node.get("source")]
@@ -336,12 +340,11 @@ def model_card(report: "Report | None", repository: str, note: str = "") -> str:
     results = _eval_results(report) if report else []
     data = ModelCardData(
         library_name="transformers", tags=["posttrain"],
-        pipeline_tag="text-generation" if kind == Kind.CHECKPOINT else "text-classification",
+        pipeline_tag=task,
         base_model=[str(each["path"]) for each in of_hub if each["kind"] in MODELS] or None,
         datasets=[str(each["path"]) for each in of_hub if each["kind"] not in MODELS] or None,
         model_name=repository.rpartition("/")[2] if results else None, eval_results=results or None,
     )  # fmt: skip
-    use = report.get("use") if report else None
     lines = [f"# {repository.rpartition('/')[2]}", ""]
     lines += [report["about"], ""] if report else []
     if use or kind == Kind.CHECKPOINT:
@@ -407,9 +410,10 @@ def _eval_results(report: "Report") -> "list[EvalResult]":
         return metric.split("/")[1] if metric.startswith("lm_eval/") else f"held-out rows ({stage})"
 
     return [
-        EvalResult(
-            task_type=task, dataset_type="posttrain", dataset_name=rows_of(row["metric"], each["stage"]),
+        EvalResult(  # results are told apart by the config, and not by the name
+            task_type=task, dataset_type="posttrain", dataset_name=rows, dataset_config=rows,
             metric_type=row["metric"], metric_name=row["metric"], metric_value=cell["value"],
         )
         for each in report.get("scores", []) for row in each["rows"] if (cell := row["values"][-1])
+        for rows in [rows_of(row["metric"], each["stage"])]
     ]  # fmt: skip

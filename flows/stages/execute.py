@@ -141,20 +141,23 @@ def _report_end(run: Run, planned: PlannedStage, state: Literal["reused", "done"
     assert manifest is not None
     end = Event(title=run.title(planned), state=state, manifest=manifest)
     run.emit(end)
-    notes = [*_notes(manifest.metrics), *_unused(run, planned)] if state == "done" else []
+    notes = [*notes_on(planned.stage.method, manifest.metrics), *_unused(run, planned)] if state == "done" else []
     for line in notes:
         run.announce(f"{run.title(planned)}: {line}")
     return Result(manifest=manifest, seconds=end.seconds)
 
 
-def _notes(metrics: Metrics) -> Iterator[str]:
+def notes_on(method: object, metrics: Metrics) -> Iterator[str]:
     """What a training did in addition to its steps."""
     if "diverged_at_step" in metrics:
         at, best = (int(metrics[name]) for name in ("diverged_at_step", "best_step"))
         yield f"DIVERGED at step {at}; its output is its model of step {best}"
     if "ended_early_at_step" in metrics:
-        step = int(metrics["ended_early_at_step"])
-        yield f"ended early at step {step}: val/loss no longer fell (validation.patience)"
+        step, reasons = int(metrics["ended_early_at_step"]), []
+        for name, reason in (("validation", "val/loss no longer fell"), ("evaluation", "its score was no better")):
+            if getattr(getattr(method, name, None), "patience", None):
+                reasons.append(f"{reason} ({name}.patience)")
+        yield f"ended early at step {step}: {' or '.join(reasons)}"
     if metrics.get("adaptive/interventions"):
         number = counted(int(metrics["adaptive/interventions"]), "intervention")
         yield f"{number} in its learning rate (schedule.adaptive), named in its log and manifest"

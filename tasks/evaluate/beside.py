@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -118,14 +118,22 @@ def _rules(setting: Evaluation) -> dict[str, Rule]:
 
 
 def main() -> None:
-    """Reads the job, then requests until its input ends; answers each with a line of JSON in its own pipe."""
-    answers = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
+    """Reads the job, then requests until its input ends; answers each with a line of JSON in its own pipe.
+
+    A metric, and a program that it starts, may read stdin or keep what it inherits: both pipes are kept from them.
+    """
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
+    os.set_inheritable(answers.fileno(), False)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     os.nice(_NICENESS)  # the training comes first
+    with suppress(OSError):  # not Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")  # and is not what ends where memory runs out
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    job: Job = pickle.load(sys.stdin.buffer)  # of the parent, through a pipe
+    job: Job = pickle.load(requests)  # of the parent, through a pipe
     while True:
         try:
-            request: Request = pickle.load(sys.stdin.buffer)
+            request: Request = pickle.load(requests)
         except EOFError:
             return
         answers.write(json.dumps(answer(job, request).__dict__) + "\n")

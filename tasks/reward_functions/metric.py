@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -290,20 +291,29 @@ def asked_texts(metric: Metric) -> list[str]:
     Files that are not JSON or JSON Lines are left out.
     """
     task, found = local_task(metric), list[str]()
+    options = task.get("dataset_kwargs")
     named = re.findall(r"{{\s*(\w+)", str(task.get("doc_to_text"))) or [str(task.get("doc_to_text"))]
     for path in (each for paths in data_files(task, Path(metric.task)).values() for each in paths):
         if path.suffix not in (".json", ".jsonl") or not path.is_file():
             continue
-        text = path.read_text(encoding="utf-8")
-        rows = (
-            json.loads(text)
-            if text.lstrip().startswith("[")
-            else [json.loads(line) for line in text.splitlines() if line]
-        )
+        rows = _json_rows(path, options.get("field") if isinstance(options, dict) else None)
         for row in (each for each in rows if isinstance(each, dict)):
             texts = [row[name] for name in named if name in row] or [*row.values()]
             found.append("\n".join(each for each in texts if isinstance(each, str)))
     return found
+
+
+def _json_rows(path: Path, field: str | None) -> list[object]:
+    """The rows of a file of JSON, below ``field`` where they are not at its top, or of JSON Lines; else none."""
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    try:
+        found = json.loads(text)
+    except ValueError:
+        with suppress(ValueError):
+            return [json.loads(line) for line in text.split("\n") if line.strip()]  # other line ends may be in a text
+        return []
+    found = found[field] if isinstance(found, dict) and field in found else found
+    return found if isinstance(found, list) else [found]
 
 
 def pass_at_k(num_right: int, samples: int, k: int) -> float:

@@ -7,6 +7,7 @@ import os
 import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -275,10 +276,9 @@ def _python(key: str, reward: RewardFunction, function: PythonFunction, of: str)
 
     def score(prompts: Sequence[Sequence[Message]], completions: Sequence[str], columns: Columns) -> object:
         arguments = {**columns, "prompts": prompts, "completions": completions}
+        wanted = {name: each for name, each in arguments.items() if takes_all or name in parameters}
         try:
-            return loaded(
-                **(arguments if takes_all else {name: arguments[name] for name in arguments if name in parameters})
-            )
+            return loaded(**deepcopy(wanted))  # what it changes in place, others read
         except (Exception, SystemExit) as error:  # the user's code may raise anything
             row = _failing_row(loaded, arguments, takes_all, len(completions))
             where = "" if row is None else f" for row {row} ({_shown(prompts[row])}, {reprlib.repr(completions[row])})"

@@ -122,7 +122,8 @@ def test_checkpoints_and_the_start_are_scored_and_the_training_is_as_without(
     alone = own(
         tmp_path / "alone.py",
         "import torch; own = (torch.get_num_threads(), os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('RANK')); "
-        "return [float(own == (2, '', None))] * len(completions)",
+        "own += (os.read(0, 1), open('/proc/self/oom_score_adj').read().strip()); "
+        "return [float(own == (2, '', None, b'', '1000'))] * len(completions)",
     )
     scored = ("f1", alone) if how == "process" else ("f1",)
     metrics = ran(replace(stage, evaluation=replace(EVERY, metrics=scored, cpus=2)))
@@ -185,7 +186,7 @@ def test_an_evaluation_that_dies_leaves_the_training_untouched(root: Path, tmp_p
     stage = training.method("sft", **STEADY)
     plain, ran = StageFolder(tmp_path / "plain", root), StageFolder(tmp_path / "ran", root)
     plain(stage)
-    dies = own(tmp_path / "dies.py", "os._exit(3)")
+    dies = own(tmp_path / "dies.py", "os.fork() or __import__('time').sleep(60); os._exit(3)")  # leaves a fork behind
     metrics = ran(replace(stage, evaluation=replace(EVERY, metrics=(dies,))))
     assert {each["error"] for each in recorded(ran).values()} == {"its process ended with exit code 3"}
     assert same(weights(ran.output), weights(plain.output)) and not any("evaluation/" in name for name in metrics)
@@ -209,6 +210,7 @@ def test_patience_ends_a_training_at_a_score_whatever_was_trained_until_it_was_k
     with pytest.raises(StoppedError):
         broken(scored, should_stop=lambda: len(broken.reports) == 2)
     ended = {"broken": broken(scored, resume=3), "late": late(replace(scored, num_steps=5))}
+    assert set(recorded(broken)) == {0, 2, 4}  # nothing is scored that can change nothing
     assert [step for step, _ in broken.reports] == [1, 2, 3, 4, 5]  # the score of step 4 is known in step 5
     for folder, metrics in ((broken, ended["broken"]), (late, ended["late"])):
         assert metrics["ended_early_at_step"] == metrics["steps"] == 4.0 and "best_step" not in metrics

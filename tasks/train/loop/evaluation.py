@@ -7,6 +7,7 @@ import os
 import pickle
 import queue
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -514,13 +515,23 @@ class ScoringProcess:
         try:
             pickle.dump(request, self._process.stdin)
             self._process.stdin.flush()
-            line = self._answers.readline()
+            line = self._answers.readline() if self._answered() else b""
         except OSError:
             line = b""
         if not line:
             code = self._process.wait()
             return Scores(step=request.step, digest=request.digest, error=f"its process ended with exit code {code}")
         return Scores(**json.loads(line))
+
+    def _answered(self) -> bool:
+        """Waits for an answer; False: the process has ended, though one that it forked may keep its pipe open."""
+        while True:
+            assert self._process and self._answers
+            has_ended = self._process.poll() is not None
+            if select.select([self._answers], [], [], 0 if has_ended else _JOIN_SECONDS)[0]:
+                return True
+            if has_ended:
+                return False
 
     def end(self) -> None:
         if self._process:
@@ -733,6 +744,9 @@ class Scoring(TrainerCallback):
     def _run(self) -> None:
         """Runs in the thread: scores one checkpoint after another."""
         while (step := self._queue.get()) is not None:
+            if step > (self._ends_at() or math.inf) and step:  # nothing after it can be the output
+                self._waiting.discard(step)
+                continue
             try:
                 found = self._scored(step)
             except Exception as error:  # whatever happens to a score, the training goes on

@@ -93,9 +93,10 @@ def test_the_program_of_an_adapter_without_its_base_is_left_out(store):
 
 def test_the_program_of_a_model_that_reads_images_loads_all_of_it(store):
     made = model(store, "sft", {}, lambda place: write_composite(place, "mistral3"))
-    use = report_of(store, node(made))["use"]
-    assert use["auto"] == "AutoModelForImageTextToText"
-    assert printed(use["snippet"]).endswith("\n")
+    found = report_of(store, node(made))
+    assert found["use"]["auto"] == "AutoModelForImageTextToText"
+    assert printed(found["use"]["snippet"]).endswith("\n")
+    assert ModelCard(model_card(found, "us/chat")).data.pipeline_tag == "image-text-to-text"
 
 
 def test_the_program_of_a_model_with_code_of_its_own_lets_it_run(store):
@@ -145,6 +146,17 @@ def test_huggingface_hub_reads_the_card_back(tmp_path):
     ):
         assert told in card.text, told
     assert str(tmp_path) not in card.text and "/data/" not in card.text
+
+
+def test_scores_of_other_rows_are_results_of_other_data_sets(tmp_path):
+    report = report_of(reported(tmp_path / "artifacts"), "p/sft")
+    rows = report["scores"][0]["rows"]
+    rows.append({**rows[0], "metric": "lm_eval/arc/acc"})
+    found = {
+        (each.dataset_name, each.metric_type) for each in ModelCard(model_card(report, "us/chat")).data.eval_results
+    }
+    expected = {("held-out rows (evaluate)", "exact_match"), ("arc", "lm_eval/arc/acc")}
+    assert found >= {*expected, ("held-out rows (beside the training)", "f1")}
 
 
 def test_a_model_of_no_store_has_a_card_that_says_how_it_is_loaded():

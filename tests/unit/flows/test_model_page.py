@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from flows.reports.model import model_page, model_report
+from flows.reports.model import compared, model_page, model_report
 from flows.reports.sweep import write_pages
 from flows.sweep.folder import TrialResult
 from lineage.errors import ConfigError
@@ -213,6 +213,20 @@ def test_two_models_stand_beside_each_other(full, tmp_path):
     traces = [trace["name"] for chart in json.loads(page.raw["script"][0])["charts"] for trace in chart["traces"]]
     assert traces[:4] == ["A loss", "A val/loss", "B loss", "B val/loss"]
     assert "A: sft" in page.words and "sft says What is a list?" in page.words
+
+
+@pytest.mark.parametrize("change", ["rows", "settings"])
+def test_two_scores_that_were_measured_otherwise_are_marked(full, change):
+    first, second = report_of(full, "p/sft"), report_of(full, "p/dpo")
+    names = [row["metric"] for row in compared([first, second])[0][0]["rows"]]
+    scores = second["scores"][0]
+    if change == "rows":
+        scores["rows"][0]["rows"] = "of others"
+    else:
+        scores["protocol"] = [*scores["protocol"], ("max_new_tokens", "8")]
+    marked = [row["metric"] for row in compared([first, second])[0][0]["rows"]]
+    how = ", on other rows or other settings"
+    assert marked == [f"{name}{how}" if change == "settings" or not at else name for at, name in enumerate(names)]
 
 
 @pytest.mark.parametrize(

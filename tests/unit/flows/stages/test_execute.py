@@ -12,7 +12,7 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.stages import execute as execute_module
-from flows.stages.execute import begin, execute, workers_hardware
+from flows.stages.execute import begin, execute, notes_on, workers_hardware
 from flows.stages.launch import context_of
 from flows.stages.run import Run
 from flows.stages.stops import stoppable
@@ -121,15 +121,31 @@ def test_the_manifest_names_all_code_that_trained_it(half_done):
 
 
 def test_what_a_training_did_beside_its_steps_is_announced(half_done, monkeypatch):
-    did = {"ended_early_at_step": 60.0, "adaptive/interventions": 2.0, "adaptive/spike/step_9": 0.5}
+    did = {"adaptive/interventions": 2.0, "adaptive/spike/step_9": 0.5}
     write = Writing.run
     monkeypatch.setattr(Writing, "run", lambda self, job: {**write(self, job), **did})
     heard = Heard()
     execute(Run(plan=half_done, processes=Writing(), emit=heard, tracker=Tracker()), half_done.stage("left"))
     assert [text for state, _, text in heard if state == "message"] == [
-        "left: ended early at step 60: val/loss no longer fell (validation.patience)",
         "left: 2 interventions in its learning rate (schedule.adaptive), named in its log and manifest",
     ]
+
+
+@pytest.mark.parametrize(
+    ("patient", "why"),
+    [
+        (("validation",), "val/loss no longer fell (validation.patience)"),
+        (("evaluation",), "its score was no better (evaluation.patience)"),
+        (
+            ("validation", "evaluation"),
+            "val/loss no longer fell (validation.patience) or its score was no better (evaluation.patience)",
+        ),
+    ],
+)
+def test_it_says_whose_patience_ended_a_training(patient, why):
+    settings = {name: SimpleNamespace(patience=2 if name in patient else None) for name in ("validation", "evaluation")}
+    notes = [*notes_on(SimpleNamespace(**settings), {"ended_early_at_step": 60.0})]
+    assert notes == [f"ended early at step 60: {why}"]
 
 
 def test_what_a_data_stage_did_not_use_is_announced_once(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from tasks.evaluate import Evaluate, benchmarks
 from tasks.evaluate.answers import Answer
 from tasks.evaluate.measured import Asked, Measured, metric_scores
 from tasks.reward_functions import RewardFunction, scorers
-from tasks.reward_functions.metric import Metric, at_equal_length, pass_at_k, rewards_of
+from tasks.reward_functions.metric import Metric, asked_texts, at_equal_length, pass_at_k, rewards_of
 
 
 class Words:
@@ -205,6 +205,23 @@ def test_metrics_are_identity_and_where_they_lie_is_not(tmp_path):
     ]  # fmt: skip
     recipes = [str(Evaluate(metrics=(each,)).recipe()) for each in [Metric(function="exact"), *options]]
     assert len(set(recipes)) == len(recipes)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.jsonl", '{"q": "a\u2028b"}\n\n  \n{"q": "c"}\n'),
+        ("a.json", '\ufeff[{"q": "a\u2028b"},\n {"q": "c"}]'),
+        ("a.json", '{\n "rows": [{"q": "a\u2028b"},\n {"q": "c"}]\n}'),
+        ("a.jsonl", '{"q": "a\u2028b"}\nnot JSON'),
+    ],
+)
+def test_what_a_benchmark_asks_is_read_from_any_json(tmp_path, name, text):
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    task = f'task: a\ndoc_to_text: "{{{{q}}}}"\ndataset_kwargs: {{data_files: {name}, field: rows}}\n'
+    (tmp_path / "task.yaml").write_text(task)
+    found = asked_texts(Metric(function=f"lm_eval:{tmp_path / 'task.yaml'}"))
+    assert found == ([] if "not JSON" in text else ["a\u2028b", "c"])
 
 
 def test_a_bundled_benchmark_whose_rows_are_not_reached_is_named_with_a_command(tmp_path, monkeypatch):

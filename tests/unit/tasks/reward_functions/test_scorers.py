@@ -77,6 +77,20 @@ def score(prompts, completions, level, **more):
         check_columns([scorer], {"other": [], "answer": []})
 
 
+def test_what_a_python_function_changes_in_place_is_its_own(tmp_path):
+    code = """
+def score(prompts, completions, answer, **more):
+    scores = [float(each == right[0]) for each, right in zip(completions, answer)]
+    prompts[0].clear(), completions.reverse(), answer[0].clear(), answer.pop()
+    return scores
+"""
+    (scorer,) = scorers(mine(tmp_path / "a.py", code))
+    texts, columns = ["a", "b"], {"answer": [["a"], ["c"]]}
+    prompts = [[{"role": "user", "content": "x"}], []]
+    assert [scorer(prompts, texts, columns) for _ in range(2)] == [[1.0, 0.0]] * 2
+    assert (len(prompts[0]), texts, columns) == (1, ["a", "b"], {"answer": [["a"], ["c"]]})
+
+
 def test_a_python_function_need_not_take_what_it_does_not_use(tmp_path):
     code = """
 import numpy
