@@ -284,8 +284,9 @@ def _write(
     if why:
         lines.append(f"# posttrain advise gives no recipe yet: {why}")
     write_output(Path(PROJECT), "\n".join(lines) + "\n")
-    if not Path(".gitignore").exists():
-        write_output(Path(".gitignore"), _IGNORED)
+    own = Path(".gitignore").read_text(encoding="utf-8") if Path(".gitignore").exists() else ""
+    if missing := "".join(line for line in _IGNORED.splitlines(keepends=True) if line.strip() not in own.split()):
+        write_output(Path(".gitignore"), f"{own}{'' if own[-1:] in ('', chr(10)) else chr(10)}{missing}")
     if not Path("README.md").exists():
         text = _README.format(name=name, model=recipes[-1].stage if recipes else "REF")
         write_output(Path("README.md"), text)

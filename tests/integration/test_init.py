@@ -46,6 +46,7 @@ def planned(command, *words):
 
 
 def test_the_data_choose_the_pipeline_and_are_looked_at(command):
+    (command.folder / "mine/.gitignore").write_text("mine.txt\nmlruns/")  # of a folder that is in use
     done = command("init", "mine", "--model", "model", "--data", "chats.jsonl")
     assert done.returncode == 0, done.stderr
     assert "60 read" in done.stdout and "next: cd " in done.stdout
@@ -58,7 +59,8 @@ def test_the_data_choose_the_pipeline_and_are_looked_at(command):
     assert f"method.learning_rate: {rate} # default 2e-05; " in text
     assert [row["stage"] for row in planned(command)["stages"]] == ["instructions", "sft", "evaluate"]
     ignored = (command.folder / "mine/.gitignore").read_text().splitlines()
-    assert {"artifacts/", "mlflow.db*"} <= set(ignored)
+    assert ignored[:2] == ["mine.txt", "mlruns/"] and {"artifacts/", "mlflow.db*"} <= set(ignored[2:])
+    assert len({*ignored}) == len(ignored)
     assert len((command.folder / "mine/README.md").read_text().splitlines()) <= 10
 
 

@@ -29,9 +29,12 @@ _REJECTED = ("rejected", "response_k", "rejected_response", "rejected_messages",
 
 def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
     """How the rows can be read, as overrides to paste; empty: their columns have unusual names."""
-    paths = [path for name, value in rows[0].items() for path in _paths(str(name), value)] if rows else []
-    texts = [path for path in paths if all((found := inside(row, path)) and _is_read(found) for row in rows)]
-    turns = {path: key for path in texts if (key := _key_of_turns(inside(rows[0], path)))}
+    paths = dict.fromkeys(path for row in rows for name, value in row.items() for path in _paths(str(name), value))
+    values = {path: [inside(row, path) for row in rows] for path in paths}
+    # Bad rows among good ones, such as those with an empty answer, hide no column.
+    good = {path: sum(bool(each) and _is_read(each) for each in found) for path, found in values.items()}
+    texts = [path for path in paths if good[path] > len(rows) / 2]
+    turns = {path: key for path in texts if (key := next(filter(None, map(_key_of_turns, values[path])), None))}
     by_name = {path.partition(".")[0].lower().replace("-", "_").replace(" ", "_"): path for path in reversed(texts)}
 
     def first(names: Sequence[str]) -> str | None:
@@ -52,7 +55,9 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
     assert asked is not None
     renamed = {ours: theirs for ours, theirs in {name: asked, **answers}.items() if ours != theirs}
     template = ""
-    if context and asked and "." not in context + asked and asked not in turns:
+    if context and not all(isinstance(each, str) for each in values[context]):  # a template needs it in each row
+        context = None
+    if context and "." not in context + asked and asked not in turns:
         template = f"prompt_template='{{{context}}} {{{asked}}}'"
         renamed.pop("prompt", None)
     if not renamed and not template:  # the names are no help

@@ -64,6 +64,15 @@ def test_an_answer_inside_a_column_is_proposed_and_read(call, row, answer):
     assert made["messages"][-1]["content"] == answer
 
 
+@pytest.mark.parametrize("row", [{"answer": ""}, {"answer": " "}, {"answer": None}, {"question": ""}, {"context": ""}])
+@pytest.mark.parametrize("place", [0, 7])
+def test_a_bad_row_among_good_ones_does_not_hide_the_columns(row: dict[str, object], place: int) -> None:
+    rows: list[dict[str, object]] = [{"context": "c", "question": f"q {n}", "answer": "a"} for n in range(20)]
+    rows[place] = {**rows[place], **row}
+    with pytest.raises(DataError, match=r"columns.completion=answer prompt_template='\{context\} \{question\}' reads"):
+        detect(rows, "a.jsonl")
+
+
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
 
