@@ -233,18 +233,19 @@ def words_of(text: str) -> list[str]:
 def _f1(reward: RewardFunction, answer: Answer) -> float:
     """The F1 of words, without case, punctuation and a, an, the; of several accepted answers the best.
 
+    An accepted answer of these three alone keeps them.
+
     Rajpurkar et al. 2016, arXiv:1606.05250, section 5.
     """
 
-    def counted(text: str) -> Counter[str]:
-        return Counter(word for word in words_of(text) if word not in _ARTICLES)
+    def one(right: list[str]) -> float:
+        dropped = frozenset() if _ARTICLES.issuperset(right) else _ARTICLES  # an answer may be the letter A
+        expected, given = (Counter(word for word in each if word not in dropped) for each in (right, found))
+        shared = (expected & given).total()
+        return 2 * shared / (expected.total() + given.total()) if shared else 0.0
 
-    def one(right: Counter[str]) -> float:
-        shared = (found & right).total()
-        return 2 * shared / (found.total() + right.total()) if shared else 0.0
-
-    found = counted(answer.text)
-    return max(one(counted(each)) for each in references(answer.row[column_of(reward)]))
+    found = words_of(answer.text)
+    return max(one(words_of(each)) for each in references(answer.row[column_of(reward)]))
 
 
 class _Words:

@@ -33,6 +33,7 @@ def score(name: str, completion: str, **row: object) -> float:
     ("name", "completion", "row", "value"),
     [
         ("f1", "The cat, sat!", {"answer": "a cat sat"}, 1.0), ("f1", "cat", {"answer": "cat sat"}, 2 / 3),
+        ("f1", "A.", {"answer": "A"}, 1.0), ("f1", "the A", {"answer": "a"}, 2 / 3), ("f1", "", {"answer": "A"}, 0.0),
         ("f1", "", {"answer": "cat"}, 0.0), ("f1", "dog", {"answer": ["cat", "DOG"]}, 1.0),
         ("f1", "<answer>Katze", {"answer": "Katze", "_answer_tag": "answer"}, 0.0),
         ("f1", "猫が好き", {"answer": "猫が好き"}, 1.0), ("f1", "Вода", {"answer": "вода"}, 1.0),
