@@ -161,6 +161,8 @@ def test_all_of_a_models_page_can_be_read(browser: str, tmp_path: Path, size: tu
             found = shown.value(UNSEEN)
             assert found.pop("body") <= 0
             assert found == {"outside": [], "cut": [], "labels": [], "empty": [], "undrawn": 0}
+            facts = "(each => each.scrollWidth - each.clientWidth)(document.querySelector('#facts .wide'))"
+            assert shown.value(facts) <= 0
         shown.show(tmp_path / "one.html", *size)
         texts = "[...document.querySelectorAll('.chart .xtitle')].map((each) => each.textContent)"
         assert set(shown.value(texts)) == {"step"}
