@@ -539,11 +539,12 @@ Node = Mapping[str, object]
 _ADAPTERS: dict[type, TypeAdapter[object]] = {}  # building one takes milliseconds; a sweep checks hundreds of trees
 
 
-def typed(cls: type[T], node: Node, where: str, groups: Sequence[str] = ()) -> T:
+def typed(cls: type[T], node: Node, where: str, groups: Sequence[str] = (), *, is_exact: bool = False) -> T:
     """Checks every key and type of a node against a dataclass, then builds it.
 
     Args:
         groups: further keys to list as accepted in messages: Hydra consumes them.
+        is_exact: a number is no text; else what was typed is the text.
     """
     try:
         # Strict mode on JSON accepts a string for an enum, but not `true` for a number.
@@ -551,10 +552,10 @@ def typed(cls: type[T], node: Node, where: str, groups: Sequence[str] = ()) -> T
             _ADAPTERS[cls] = TypeAdapter(cls)
         return cast(T, _ADAPTERS[cls].validate_json(json.dumps(node), strict=True))
     except ValidationError as error:
-        if numbers := [each for detail in error.errors() if (each := _number_for_text(node, dict(detail)))]:
+        numbers = [each for detail in error.errors() if (each := _number_for_text(node, dict(detail)))]
+        if numbers and not is_exact:
             return typed(cls, _with_texts(node, numbers), where, groups)
-        problems = [_problem(cls, dict(detail), where, groups) for detail in error.errors()]
-        raise ConfigError("\n".join(problems)) from error
+        raise ConfigError("\n".join(_problem(cls, dict(each), where, groups) for each in error.errors())) from error
     except ConfigError as error:  # raised by a dataclass that checks its fields, without knowing its location
         if str(error).startswith(where):
             raise
@@ -565,8 +566,7 @@ def _number_for_text(node: object, detail: Mapping[str, object]) -> tuple[str | 
     """Where a number is, for which a text is expected: what was typed is the text."""
     if detail["type"] != "string_type":
         return None
-    at: list[str | int] = []
-    loc = detail["loc"]
+    at, loc = list[str | int](), detail["loc"]
     assert isinstance(loc, tuple)
     for part in loc:
         if (isinstance(node, Mapping) and part in node) or (isinstance(node, list | tuple) and isinstance(part, int)):

@@ -1,6 +1,7 @@
 """The model that a command names: an artifact of the store, a source of it, or a directory."""
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,17 +87,18 @@ def find_model(ref: str, overrides: Sequence[str], config_dir: Path | None) -> F
     from lineage.graph.refs import resolve
 
     directory = Path(ref).expanduser()
+    is_directory = os.path.isdir(directory)  # also of a name that is too long for a file
     try:
         store = asked_store(overrides, config_dir)
     except ConfigError as error:
-        if directory.is_dir():
+        if is_directory:
             return _of_directory(ref, directory)
         raise ConfigError(f"{ref}: no such directory; and {error}") from error
     with Index(store) as index:
         try:
             node = resolve(ref, index).node
         except ConfigError:
-            if directory.is_dir():
+            if is_directory:
                 return _of_directory(ref, directory)
             raise
         return _of_node(ref, node, index)
@@ -138,6 +140,8 @@ def _of_directory(ref: str, directory: Path) -> Found:
 
     if (directory / MANIFEST).is_file() and (directory / "output").is_dir():
         directory = directory / "output"
+    if not any((directory / each).exists() for each in ("config.json", "adapter_config.json")):  # before it is walked
+        raise ConfigError(f"model {ref}: no config.json in {directory}; save it with model.save_pretrained")
     config = read_json(directory, "config.json")
     names = config.get("architectures") if isinstance(config, dict) else None
     if names and not any(str(each).endswith(("CausalLM", "LMHeadModel", "ConditionalGeneration")) for each in names):

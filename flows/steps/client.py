@@ -132,6 +132,10 @@ class AsyncClient:
         about = await self.request("POST", "/v1/sessions", _opening(model, settings))
         return AsyncSession(self, str(about["session"]), about)
 
+    async def resume(self, session: str) -> "AsyncSession":
+        """As ``Client.resume``."""
+        return AsyncSession(self, session, await self.request("GET", f"/v1/sessions/{session}"))
+
     async def request(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Result:
         """As ``Client.request``."""
         return await self.result(await self.sent(method, path, body))
@@ -174,13 +178,14 @@ class Session:
         body = {"id": uuid.uuid4().hex, **_body(arguments)}
         return self.client.request("POST", f"/v1/sessions/{self.name}/{name}", body)
 
-    def forward_backward_custom(self, data: Sequence[Row], loss: CustomLoss) -> Result:
+    def forward_backward_custom(self, data: Sequence[Row | Mapping[str, object]], loss: CustomLoss) -> Result:
         """The gradients of a loss of your own: ``loss(data, logprobs)`` returns a scalar of torch, and metrics."""
         from tasks.train.steps.session import custom_weights
 
-        read = self.call("forward", data=_unweighted(data))
-        rows, value, metrics = custom_weights(loss, data, cast("list[list[float]]", read["logprobs"]))
-        return {**self.call("backward", data=rows), "loss": value, "metrics": dict(metrics)}
+        rows = _rows(data)
+        read = self.call("forward", data=_unweighted(rows))
+        weighted, value, metrics = custom_weights(loss, rows, cast("list[list[float]]", read["logprobs"]))
+        return {**self.call("backward", data=weighted), "loss": value, "metrics": dict(metrics)}
 
     def close(self) -> None:
         """Closes it on the server: its log and saved states stay."""
@@ -196,22 +201,32 @@ class AsyncSession:
 
     async def call(self, name: str, **arguments: object) -> Result:
         """One primitive by its name."""
-        body = {"id": uuid.uuid4().hex, **_body(arguments)}
         async with self._order:
-            found = await self.client.sent("POST", f"/v1/sessions/{self.name}/{name}", body, wait=0)
+            found = await self._sent(name, arguments)
         return await self.client.result(found)
 
-    async def forward_backward_custom(self, data: Sequence[Row], loss: CustomLoss) -> Result:
+    async def _sent(self, name: str, arguments: Mapping[str, object]) -> Result | str:
+        body = {"id": uuid.uuid4().hex, **_body(arguments)}
+        return await self.client.sent("POST", f"/v1/sessions/{self.name}/{name}", body, wait=0)
+
+    async def forward_backward_custom(self, data: Sequence[Row | Mapping[str, object]], loss: CustomLoss) -> Result:
         """As ``Session.forward_backward_custom``."""
         from tasks.train.steps.session import custom_weights
 
-        read = await self.call("forward", data=_unweighted(data))
-        rows, value, metrics = custom_weights(loss, data, cast("list[list[float]]", read["logprobs"]))
-        return {**await self.call("backward", data=rows), "loss": value, "metrics": dict(metrics)}
+        rows = _rows(data)
+        async with self._order:
+            read = await self.client.result(await self._sent("forward", {"data": _unweighted(rows)}))
+            weighted, value, metrics = custom_weights(loss, rows, cast("list[list[float]]", read["logprobs"]))
+            found = await self._sent("backward", {"data": weighted})
+        return {**await self.client.result(found), "loss": value, "metrics": dict(metrics)}
 
     async def close(self) -> None:
         """As ``Session.close``."""
         await self.client.request("DELETE", f"/v1/sessions/{self.name}")
+
+
+def _rows(data: Sequence[Row | Mapping[str, object]]) -> list[Row]:
+    return [each if isinstance(each, Row) else Row(**each) for each in data]  # type: ignore[arg-type]
 
 
 def _unweighted(data: Sequence[Row]) -> list[Row]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 from flows.declare.config import typed
 from flows.serving.model import find_model
 from flows.steps.calls import CALLS, Load, Place, Save
-from flows.steps.engine import CREATE, Engine
+from flows.steps.engine import CREATE, Engine, found_by
 from flows.steps.group import Here, session_of, threads_of
 from lineage.artifact import SOURCE, Kind, Source
 from lineage.errors import ArtifactError, ConfigError
@@ -78,7 +78,7 @@ def commit(
     text = "".join(json.dumps(each, sort_keys=True) + "\n" for each in lines)
     method, resources = engine.settings_of(json.loads(found["settings"]))
     method = replace(method, commands=_sha256(text))
-    record, policy = _input(find(found["model"]))
+    record, policy = _input(found_by(find, found))
     identity = fingerprint(method.recipe(), {"policy": policy})
     create_store(store)
     entry = Store(store).entry(stage, identity)

@@ -30,6 +30,7 @@ from flows.steps.calls import CALLS, Call, Generate, Load, Place
 from flows.steps.group import Group, Here, session_of, threads_of
 from flows.steps.records import DONE, FAILED, QUEUED, Records
 from lineage.errors import ArtifactError, ConfigError, PipelineError
+from lineage.filesystem.digest import DigestCache, digest_all
 from lineage.fingerprint import digest_json
 from tasks.context import Resources, TrainContext
 from tasks.steps import Steps, require_workers
@@ -46,6 +47,7 @@ CREATE = "create"
 _ID, _SESSION = re.compile(r"[A-Za-z0-9-]{1,64}"), re.compile(r"[A-Za-z0-9:-]{1,64}")
 _SNAPSHOT = "snapshot"
 _RETRY_SECONDS = 5.0
+_MODEL_FILES = ("*.safetensors", "*.bin", "*config.json")
 _FREE = ("step", "zero_grad", "save", "load")  # without tokens: a key whose quota is used up keeps what it trained
 _RESOURCES = ("num_workers", "num_nodes", "sharding", "cpus_per_worker")  # that a session sets; the server has the rest
 
@@ -148,6 +150,7 @@ class Engine:
         self._number = 0
         self._live: dict[str, _Live] = {}
         self._bases: Bases = {}
+        self._digests = DigestCache(None)
         self._callbacks: dict[str, list[Callable[[], None]]] = {}
         self._ends = False
         self._thread = threading.Thread(target=self._work, name="steps", daemon=True)
@@ -261,7 +264,7 @@ class Engine:
         if name not in CALLS:
             raise RefusedError(404, f"{name}: {', '.join(CALLS)} are accepted")
         self.require_session(key, session)
-        call, digest = typed(CALLS[name], body, name), digest_json({"call": name, **body})
+        call, digest = typed(CALLS[name], body, name, is_exact=True), digest_json({"call": name, **body})
         request_id, content = uuid.uuid4().hex if request_id is None else request_id, _json_of(body)
         if not _ID.fullmatch(request_id):
             raise RefusedError(422, f"id={request_id!r}: 1 to 64 letters, digits and dashes are accepted")
@@ -491,10 +494,11 @@ class Engine:
     def _created(self, session: str) -> dict[str, object]:
         found = self.records.session(session)
         assert found is not None
-        self.records.set_session(session, path=str(self._find(found["model"]).path))
-        live = self._loaded(session, done=False)
+        path = self._find(found["model"]).path
+        self.records.set_session(session, path=str(path.absolute()))
+        digest, live = self._model_digest(path), self._loaded(session, done=False)
         return {
-            "session": session, **live.session.apply(_about),
+            "session": session, "model_digest": digest, **live.session.apply(_about),
             "started_from": (found["start"] and json.loads(found["start"])) or None,
         }  # fmt: skip
 
@@ -538,6 +542,8 @@ class Engine:
             return live
         while len(self._live) >= self.limits.max_live:
             self._unload(min(self._live, key=lambda each: self._live[each].used))
+        if done:
+            self._require_model(name)
         live = self._live[name] = _Live(session=self._new(name), applied=0, used=time.monotonic())
         if done:
             try:
@@ -547,10 +553,26 @@ class Engine:
                 raise
         return live
 
+    def _require_model(self, session: str) -> None:
+        """Requires that the files of a session's model are those that it started from."""
+        found, created = self.records.session(session), self.records.call_at(session, 0)
+        assert found is not None and created is not None
+        before = json.loads(self._result(session, created["id"]).read_bytes()).get("model_digest")
+        path = found_by(self._find, found).path
+        if before not in (None, self._model_digest(path)):
+            raise ArtifactError(
+                f"session {session}: {path} is not the model that it started from; restore its files, or create "
+                "another session"
+            )
+
+    def _model_digest(self, path: Path) -> str:
+        files = sorted({each for pattern in _MODEL_FILES for each in path.glob(pattern)})
+        return digest_json(dict(zip([each.name for each in files], digest_all(files, self._digests), strict=True)))
+
     def _new(self, name: str) -> Here | Group:
         found = self.records.session(name)
         assert found is not None
-        policy, folder = self._find(found["model"]), self._folder(name)
+        policy, folder = found_by(self._find, found), self._folder(name)
         method, resources = self.settings_of(json.loads(found["settings"]))
         ctx = TrainContext(output_dir=folder / "output", work_dir=folder / "work", resources=resources)
         made = session_of(method, policy, ctx, self._bases)
@@ -650,6 +672,17 @@ class Engine:
 
     def _result(self, session: str, request_id: str) -> Path:
         return self._folder(session) / "results" / f"{request_id}.json"
+
+
+def found_by(find: "Callable[[str], Value]", session: "RowMapping") -> "Value":
+    """What a function finds of a session's model, whose path may be relative to the working directory of then."""
+    try:
+        return find(session["model"])
+    except ConfigError:
+        path = session["path"]
+        if path is None or Path(path).name != Path(session["model"]).name:  # that of a stage is output
+            raise
+        return find(path)
 
 
 def _about(session: "Session") -> dict[str, object]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 LONGEST_WAIT = 60.0  # seconds that a request may wait for a result
 MAX_BODY_BYTES = 64 * 2**20
 _SETTINGS = "Starts a session; settings: the fields of tasks.steps.Steps, resources of its workers, and a start."
+_SAVED_BY = "saved_by"  # in MCP the ``session`` of load, where session is the one that is called
 OWN = ("seq", "id")  # of a body: the number of the call, and the id of the request
 _CODES = {400: "the call was refused", 401: "no key", 403: "of another key", 404: "there is none", 422: "not valid"}
 
@@ -299,7 +300,11 @@ def _tools(engine: Engine, url: str) -> "MCPServer | None":
         body = {"model": model, **(settings or {})}
         return await _told(engine, CREATE, None, lambda key: engine.create(key, body, client="mcp"))
 
+    async def result(request_id: str) -> dict[str, object]:
+        return await _told(engine, "result", None, lambda key: engine.outcome(request_id, key))
+
     server.add_tool(create_session, description=_SETTINGS)
+    server.add_tool(result, description="The result of a call that was waiting; waits for it a minute.")
     for name, cls in CALLS.items():
         server.add_tool(_tool(engine, name, cls), name=name, description=cls.__doc__)
     return server
@@ -309,19 +314,18 @@ def _tool(engine: Engine, name: str, cls: type[Call]) -> Callable[..., Awaitable
     """A function whose parameters are the session and the fields of the call."""
 
     async def tool(**arguments: object) -> dict[str, object]:
-        session = str(arguments.pop("session"))
+        session, arguments["session"] = str(arguments.pop("session")), arguments.pop(_SAVED_BY, None)
         body = cast("dict[str, object]", without_nones(arguments))
         return await _told(engine, name, session, lambda key: submit(engine, key, session, name, body, "mcp"))
 
     shown = cast("dict[str, dict[str, object]]", _properties(cls)["properties"])
     parameters = [Parameter("session", Parameter.KEYWORD_ONLY, annotation=str)]
     for each in fields(cls):
-        if each.name == "session":  # of load: the session that saved
-            continue
         default = {} if each.default_factory is not MISSING else each.default
         default = Parameter.empty if default is MISSING else default
         kind = Annotated[object, WithJsonSchema(shown[each.name])]  # ``typed`` checks it, as of every client
-        parameters.append(Parameter(each.name, Parameter.KEYWORD_ONLY, annotation=kind, default=default))
+        own = _SAVED_BY if each.name == "session" else each.name
+        parameters.append(Parameter(own, Parameter.KEYWORD_ONLY, annotation=kind, default=default))
     parameters.append(Parameter("seq", Parameter.KEYWORD_ONLY, annotation=int | None, default=None))
     tool.__signature__ = Signature(parameters, return_annotation=dict[str, object])  # type: ignore[attr-defined]
     tool.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": dict[str, object]}
@@ -351,4 +355,5 @@ async def _told(
     found = json.loads(outcome.body)
     if outcome.status not in (200, 202):
         raise ToolError(found["error"])
-    return {"request_id": outcome.request_id, "session": outcome.session, "seq": outcome.seq, "result": found}
+    head = {"request_id": outcome.request_id, "session": outcome.session, "seq": outcome.seq}
+    return {**head, "state": "waiting"} if outcome.status == 202 else {**head, "state": "done", "result": found}

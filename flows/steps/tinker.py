@@ -7,15 +7,17 @@ their field numbers, since their ``.proto`` is not published.
 import array
 import base64
 import json
+import logging
 import math
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fastapi import APIRouter, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.routing import APIRoute
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 from flows.steps.engine import CREATE, Engine, Outcome, RefusedError
@@ -25,6 +27,7 @@ from lineage.source.model_files import read_json
 if TYPE_CHECKING:
     from sqlalchemy import RowMapping
 
+logger = logging.getLogger(__name__)
 _PREFIX, _SCHEME, _OWN = "/api/v1", "tinker://", "posttrain."
 _POLL_SECONDS = 30.0
 _LONGEST = 32_768  # tokens of a row, where the model's positions allow it
@@ -288,9 +291,26 @@ def promise(outcome: Outcome, **more: object) -> Response:
 # --- routes
 
 
+class _Route(APIRoute):
+    """Refuses a body whose parts have other types than the client sends."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
+        own = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            try:
+                return await own(request)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                logger.info("path=%s state=refused", self.path, exc_info=True)
+                found = f"{type(error).__name__}: {error}"
+                raise RefusedError(422, f"{self.path}: the body is not as the client sends it ({found})") from error
+
+        return handle
+
+
 def routes(engine: Engine) -> APIRouter:
     """All routes of the client."""
-    router = APIRouter(prefix=_PREFIX, include_in_schema=False)
+    router = APIRouter(prefix=_PREFIX, include_in_schema=False, route_class=_Route)
     _add_about(router, engine)
     _add_training(router, engine)
     _add_updates(router, engine)

@@ -12,6 +12,7 @@ import pytest
 
 from flows.serving.model import find_model
 from flows.serving.serve_model import KEY, app_of
+from lineage.errors import ConfigError
 from tests import tiny
 from tests.command import REPOSITORY, call
 from tests.model_directories import write_adapter
@@ -116,3 +117,11 @@ def test_openais_client_talks_with_a_served_model(folder):
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) in (0, 130)
+
+
+def test_what_is_no_model_is_refused_with_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no such directory"):
+        find_model("x" * 5000, [], None)
+    with pytest.raises(ConfigError, match=r"no config\.json in"):  # before it looks at all that is below
+        find_model(str(tmp_path), [], None)

@@ -156,6 +156,24 @@ def test_a_session_that_started_from_others_is_committed_with_their_calls(
     assert found["equal"] and found["calls"] == 12
 
 
+def test_a_session_is_loaded_from_any_directory_and_with_its_own_model_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training.write_models(tmp_path)
+    root, argv = tmp_path / "steps", ["--stage", "rl", "--root", str(tmp_path / "steps"), f"store={tmp_path / 'store'}"]
+    monkeypatch.chdir(tmp_path)
+    name = trained(root, Path("policy"), 1e-2, adapter={"rank": 2})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert main(["steps", "commit", name, *argv]) == 0
+    (tmp_path / "policy" / "README.md").write_text("of no weight")
+    assert main(["steps", "commit", name, *argv]) == 0
+    weights = tmp_path / "policy" / "model.safetensors"
+    shutil.copy(tmp_path / "teacher" / weights.name, weights)
+    assert main(["steps", "commit", name, *argv]) != 0
+    assert "policy is not the model that it started from; restore its files" in capsys.readouterr().err
+
+
 def test_the_state_of_another_model_is_not_committed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     training.write_models(tmp_path)
     root, store = tmp_path / "steps", f"store={tmp_path / 'store'}"

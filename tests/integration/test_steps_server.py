@@ -14,7 +14,7 @@ import pytest
 import torch
 from sqlalchemy.exc import OperationalError
 
-from flows.steps import engine
+from flows.steps import engine, server
 from flows.steps.calls import CALLS
 from flows.steps.engine import Engine, Limits
 from posttrain.steps import AsyncClient, CallError, Client, Row
@@ -177,6 +177,9 @@ REFUSED: list[tuple[str, dict[str, object], int, str]] = [
     ("backward", {"data": [ROW], "id": ""}, 422, "letters, digits and dashes"),
     ("backward?wait=abc", {"data": [ROW]}, 422, "wait=abc"),
     ("generate", {"prompts": [[5]], "seed": -1}, 400, "seed=-1"),
+    ("save", {"to": 5}, 422, "valid string"),
+    ("generate", {"texts": [5]}, 422, "valid string"),
+    ("generate", {"prompts": [[5]], "stop": [1.0]}, 422, "stop.0"),
     ("generate", {"prompts": [[5]], "stop": [10**9]}, 400, "stop: 1000000000 is no token"),
 ]
 SESSIONS: list[tuple[dict[str, object], str]] = [
@@ -293,6 +296,42 @@ def test_a_custom_loss_has_one_meaning_by_rest_sdk_and_mcp(served: Served, model
         own = call("create_session", {"model": model, "settings": SETTINGS})["session"]
         norms.append(by_hand(lambda name, body: call(name, {"session": own, **body})["result"]))
     assert norms[0] and norms == pytest.approx([norms[0]] * 3, rel=1e-6)
+
+
+def test_the_async_client_resumes_a_session_and_keeps_a_custom_loss_before_what_follows(
+    served: Served, model: str
+) -> None:
+    def loss(data: list[Row], logps: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return logps[0].sum() ** 2, {"rows": float(isinstance(data[0], Row))}
+
+    async def run(name: str) -> list[Any]:
+        client = AsyncClient(served.url, served.key)
+        session = await client.resume(name)
+        found = await asyncio.gather(session.forward_backward_custom([ROW], loss), session.step())  # type: ignore[attr-defined]
+        await client.close()
+        return list(found)
+
+    custom, step = asyncio.run(run(Client(served.url, served.key).session(model, **SETTINGS).name))
+    assert custom["metrics"] == {"rows": 1.0} and step["step"] == 1 and step["grad_norm"] == custom["grad_norm"]
+
+
+def test_a_tool_of_mcp_loads_from_another_session_and_has_a_result_later(
+    served: Served, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tools(served) as call:
+        first, second = (call("create_session", {"model": model, "settings": SETTINGS})["session"] for _ in "ab")
+        call("backward", {"session": first, "data": [ROW]})
+        call("step", {"session": first})
+        kept = call("save", {"session": first, "to": "kept"})["result"]
+        with monkeypatch.context() as patched:
+            patched.setattr(server, "LONGEST_WAIT", 0.0)
+            late = call("load", {"session": second, "saved": "kept", "saved_by": first, "seq": 2})
+        assert late["state"] == "waiting" and "result" not in late
+        call("zero_grad", {"session": second, "seq": 1})
+        found = call("result", {"request_id": late["request_id"]})
+        assert found["state"] == "done" and {"saved": "kept", **found["result"]} == kept
+        with pytest.raises(AssertionError, match="request none: there is none"):
+            call("result", {"request_id": "none"})
 
 
 def train(engine: Engine, name: str, first: int, last: int) -> None:

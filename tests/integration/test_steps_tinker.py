@@ -272,5 +272,13 @@ def test_the_protocol_without_the_client(tmp_path: Path) -> None:
         assert refused.status_code == 422 and "cross_entropy, importance_sampling" in refused.json()["error"]
         empty = future(http.post("/optim_step", json={"model_id": model, "seq_id": 4, "adam_params": {}}))
         assert empty.json()["category"] == "user" and "there are no gradients" in empty.json()["error"]
+        for path, wrong in (
+            ("asample", {"sampling_session_id": "NQ"}),
+            ("optim_step", {"adam_params": {}, "seq_id": "1"}),
+            ("create_sampling_session", {}),
+            ("create_model", {**body, "user_metadata": 5}),
+        ):
+            refused = http.post(f"/{path}", json=wrong)
+            assert refused.status_code == 422 and refused.json()["error"], (path, refused.text)
         assert http.post("/nothing", json={}).status_code == 404
         assert httpx.post(f"{served.url}/api/v1/create_session", json={}).status_code == 401

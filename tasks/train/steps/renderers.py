@@ -140,14 +140,14 @@ class Rollout:
 
 
 def merged(rollouts: Sequence[Rollout]) -> tuple[list[Row], int]:
-    """Rows of rollouts; one whose prompt extends an earlier one with the same advantage joins its row.
+    """Rows of rollouts, in any order; one whose prompt extends another one with the same advantage joins its row.
 
     Returns:
         The rows, and how many rollouts joined another.
     """
     found: list[tuple[list[int], list[float | None], float]] = []
     count = 0
-    for each in rollouts:
+    for each in sorted(rollouts, key=lambda rollout: len(rollout.prompt)):
         prompt = list(each.prompt)
         before = max(
             (own for own in found if own[2] == each.advantage and prompt[: len(own[0])] == own[0]),

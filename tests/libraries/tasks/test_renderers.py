@@ -61,6 +61,7 @@ def test_rollouts_whose_prompts_extend_each_other_are_one_row() -> None:
     assert rows[0].tokens == [1, 2, 3, 4, 5] and rows[0].target_tokens == [2, 3, 4, 5, 6]
     assert rows[0].logprobs == [0.0, -0.1, -0.2, 0.0, -0.3] and rows[0].advantages == [0.0, 1.0, 1.0, 0.0, 1.0]
     assert rows[1].weights == [0.0, 0.0, 0.0, 1.0]
+    assert merged([second, first]) == merged([first, second])
 
 
 def test_what_a_family_lacks_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
