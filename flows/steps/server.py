@@ -213,7 +213,9 @@ def _add_sessions(app: FastAPI, engine: Engine) -> None:
 
     @app.delete("/v1/sessions/{session}", description="Closes a session; its log and saved states stay.")
     def end(request: Request, session: str) -> dict[str, object]:
-        engine.end_session(engine.authenticate(key_of(request)), session)
+        key = engine.authenticate(key_of(request))
+        engine.end_session(key, session)
+        engine.records.audit(key=key["name"], client="rest", session=session, call="close", status=200)
         return {"session": session, "state": "closed"}
 
     @app.get("/v1/requests/{request_id}", description="The result of a call; waits for it so many seconds.")

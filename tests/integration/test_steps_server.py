@@ -221,7 +221,9 @@ def test_bad_input_is_refused_with_a_sentence_and_the_session_stays_usable(serve
         for _ in range(2):  # also when it is sent again
             assert client.delete(f"/v1/sessions/{name}").status_code == 200
         assert client.post(f"/v1/sessions/{name}/zero_grad", json={}).status_code == 410
-    statuses = {each["status"] for each in served.engine.records.audited()}
+    rows = served.engine.records.audited()
+    assert [each["status"] for each in rows if (each["call"], each["session"]) == ("close", name)] == [200, 200]
+    statuses = {each["status"] for each in rows}
     assert {200, 400, 401, 403, 410, 422} <= statuses
     page = httpx.get(f"{served.url}/openapi.json").json()
     assert {f"/v1/sessions/{{session}}/{each}" for each in CALLS} <= set(page["paths"])
