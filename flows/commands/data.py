@@ -18,6 +18,7 @@ from flows.commands.arguments import add_json
 from flows.declare.config import load_pipeline, typed
 from flows.declare.operation import strict
 from flows.declare.pipeline import listed
+from flows.declare.project import with_project
 from flows.reports.wording import printable
 from lineage.artifact import DATA, SOURCE, WHEEL, Kind, Source
 from lineage.errors import ConfigError, DataError
@@ -115,7 +116,8 @@ def _finished_data(cli_args: Sequence[str], config_dir: Path | None) -> Examined
     from lineage.store import is_store
 
     word, *others = cli_args
-    if others or ":" in word or local_paths(word) or not is_store(store := store_root([], config_dir)):
+    of_project = [each for each in with_project([]) if each.startswith("store=")]
+    if others or ":" in word or local_paths(word) or not is_store(store := store_root(of_project, config_dir)):
         return None
     with Index(store) as index, suppress(ConfigError):
         entry = resolve(word, index).entry
@@ -255,7 +257,7 @@ def _source(path: str, settings: Mapping[str, object], config_dir: Path | None) 
     """The source that an argument names, checked and with its settings; local files are not read."""
     node: dict[str, object] = {"path": path}
     if path.startswith(SOURCE):
-        name, declared = path.removeprefix(SOURCE), load_pipeline([], config_dir).sources
+        name, declared = path.removeprefix(SOURCE), load_pipeline(with_project([]), config_dir).sources
         if name not in declared:
             raise ConfigError(f"{path}: the configuration has no such source; there are: {listed(name, declared)}")
         node = asdict(declared[name])

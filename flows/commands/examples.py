@@ -175,8 +175,10 @@ _OPTIONS = {
     "pipeline": "pipeline={1}", "model": "model={1}", "model-name": "model={1}", "data": "data={1}",
     "output": "store={1}", "store": "store={1}", "resume": "nothing: the same command resumes",
     "dry-run": "posttrain plan",
+    **dict.fromkeys(("prompt", "message"), "--once {1}"),
 }  # fmt: skip
 
+_OF_A_MODEL = ("chat", "serve-model")
 
 _INNER = (
     "pipeline",
@@ -218,7 +220,11 @@ def no_option(word: str, following: str | None, command: str) -> ConfigError:
 
     name, _, value = word.lstrip("-").partition("=")
     key, value = name.replace("-", "_"), value or (following or "VALUE")
-    ours = _OPTIONS.get(name) or (f"{key}={{1}}" if key in groups() else FIELDS.get(key))
+    ours = (
+        "posttrain {2} {1}"
+        if name in ("model", "m") and command in _OF_A_MODEL
+        else _OPTIONS.get(name) or (f"{key}={{1}}" if key in groups() else FIELDS.get(key))
+    )
     for part, cls in {"method": Training, "resources": Resources}.items() if not ours else ():
         ours = f"stages.STAGE.{part}.{key}={{1}}" if key in field_names(cls) else ours
     here = (

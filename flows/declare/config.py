@@ -31,7 +31,7 @@ from pydantic import TypeAdapter, ValidationError
 from flows.declare.operation import Operation
 from flows.declare.peer_names import FIELDS, value_of
 from flows.declare.pipeline import Pipeline, Root, Stage, StageNode, TrainingDefaults, listed
-from flows.declare.project import DATA_KEY, data_key, quoted, require_global
+from flows.declare.project import DATA_KEY, data_key, meant, quoted, require_global
 from lineage.artifact import SOURCE, Source
 from lineage.code import target_class
 from lineage.errors import ConfigError, MissingValueError
@@ -497,7 +497,7 @@ def parsed(word: str) -> Override:
         if text := _ODD_TEXT.fullmatch(word):
             return parser.parse_override(text[1] + quoted(text[2]))
         raise ConfigError(
-            f"{word}: is no override ({_first_lines(error)}); write key=value, quote odd values"
+            f"{word}: is no override ({_first_lines(error)}); {meant(word)}write key=value, quote odd values"
         ) from error
 
 

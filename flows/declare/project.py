@@ -122,6 +122,12 @@ _PEERS = {
 }
 
 
+def meant(word: str) -> str:
+    """The override that a word without a key may stand for, as a question; empty: none."""
+    key = "pipeline" if (_SHIPPED / "pipeline" / f"{word}.yaml").is_file() else DATA_KEY if Path(word).is_file() else ""
+    return f"did you mean {key}={word}? " if key else ""
+
+
 def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
 

@@ -72,9 +72,10 @@ _OF_BASE = (
     "special_tokens", "chat_template",
 )  # fmt: skip
 _FIELD = re.compile(r"(stages\.STAGE\.method|stages\.STAGE\.resources|sources\.NAME)\.([\w.]+)(?:=(\w+))?")
+_LAUNCHERS = {"accelerate", "torchrun", "deepspeed"}
 _PREFIXES = (
     "wandb_", "mlflow_", "comet_", "swanlab_", "trackio_", "hub_", "ddp_", "dataset_prepared", "hf_", "enable_wandb",
-    "enable_mlflow", "enable_tensorboard", "use_swanlab", "push_to_hub",
+    "enable_mlflow", "enable_tensorboard", "use_swanlab", "push_to_hub", "launcher.",
 )  # fmt: skip
 
 
@@ -605,7 +606,8 @@ def _one(draft: Draft, key: str, value: object) -> None:
     if key in _OURS:
         draft.set(key, f"method.{key}", value)
     elif ours.startswith("nothing") or key.startswith(_PREFIXES):
-        draft.skip(key, ours.removeprefix("nothing: ") or "the record has what was trained, and where")
+        what = "GPUs are --num-workers N" if key[:9] == "launcher." else "the record has what was trained, and where"
+        draft.skip(key, ours.removeprefix("nothing: ") or what)
     elif ours.startswith(("store=", "tracking", "restart=")):
         draft.skip(key, f"it is said in the command: {ours}")
     elif found and found[3]:
@@ -803,6 +805,7 @@ def _arguments(peer: str, text: str) -> Values:
     """``--key value`` pairs of a command; of ``trl sft`` and ``.../dpo.py`` the trainer too."""
     words = shlex.split(text.replace("\\\n", " "), comments=True)
     found: Values = {}
+    scripts = [at for at, word in enumerate(words) if word.endswith(".py")] if _LAUNCHERS & {*words} else []
     for at, word in enumerate(words):
         if peer == "trl" and "trainer" not in found:
             script = re.fullmatch(r"(?:.*/)?(\w+)\.py", word)
@@ -812,9 +815,11 @@ def _arguments(peer: str, text: str) -> Values:
         if not word.startswith("--"):
             continue
         key, equals, value = word.removeprefix("--").partition("=")
+        is_launchers = at < min(scripts, default=0)
+        key = f"launcher.{key}" if is_launchers else key
         following = []
         for each in words[at + 1 :] if not equals else ():
-            if each.startswith("--"):
+            if each.startswith("--") or (is_launchers and each.endswith(".py")):
                 break
             following.append(each)
         values = [yaml.safe_load(each) for each in ([value] if equals else following)]
@@ -831,11 +836,7 @@ def add_import(parser: argparse.ArgumentParser) -> None:
         "--num-workers", type=int, default=1, metavar="N", help="GPUs of the peer's run, which multiply its batch"
     )
     parser.add_argument(
-        "--leave-out",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="a key that is refused, and may be lost; repeat it",
+        "--leave-out", action="append", default=[], metavar="KEY", help="a refused key that may be lost; repeat it"
     )
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,7 +99,7 @@ def app_of(
     Args:
         key: what clients must send as their API key; None: nothing.
     """
-    from fastapi import FastAPI, HTTPException, Request, Response
+    from fastapi import FastAPI, Request, Response
     from fastapi.responses import JSONResponse
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.completion import CompletionHandler
@@ -115,9 +115,7 @@ def app_of(
         def load_model_and_processor(
             self, model_id_and_revision: str, *args: object, **kwargs: object
         ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-            if model_id_and_revision not in (name, f"{name}@main"):
-                asked = model_id_and_revision.removesuffix("@main")
-                raise HTTPException(404, f"{asked}: is not served here; model={name} is accepted")
+            _require_name(model_id_and_revision.removesuffix("@main"), name)
             return model, tokenizer
 
     manager, state = One(), GenerationState()
@@ -133,17 +131,42 @@ def app_of(
 
     @app.post("/v1/chat/completions")
     async def chats(body: dict[str, object]) -> Response:
+        _require_one_answer(body)
         return await chat.handle_request({"model": name, **body}, str(uuid.uuid4()))  # type: ignore[no-any-return]
 
     @app.post("/v1/completions")
     async def completions(body: dict[str, object]) -> Response:
         return await text.handle_request({"model": name, **body}, str(uuid.uuid4()))  # type: ignore[no-any-return]
 
+    served = {"id": name, "object": "model", "created": 0, "owned_by": "posttrain"}
+
     @app.get("/v1/models")
     async def models() -> dict[str, object]:
-        return {"object": "list", "data": [{"id": name, "object": "model", "created": 0, "owned_by": "posttrain"}]}
+        return {"object": "list", "data": [served]}
+
+    @app.get("/v1/models/{asked:path}")
+    async def retrieved(asked: str) -> dict[str, object]:
+        _require_name(asked, name)
+        return served
 
     return app
+
+
+def _require_name(asked: str, name: str) -> None:
+    from fastapi import HTTPException
+
+    if asked != name:
+        raise HTTPException(404, f"{asked}: is not served here; model={name} is accepted")
+
+
+def _require_one_answer(body: Mapping[str, object]) -> None:
+    """Refuses what transformers' server fails at, or leaves out without a word."""
+    from fastapi import HTTPException
+
+    if not body.get("messages"):
+        raise HTTPException(400, "messages: there is none; give at least one")
+    if body.get("n") not in (None, 1):
+        raise HTTPException(400, f"n={body['n']}: one answer is accepted; leave n out, and ask again")
 
 
 def _serve_by_vllm(found: Found, address: str, host: str, key: str | None) -> int:

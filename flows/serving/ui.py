@@ -136,7 +136,7 @@ class _Pages:
 
         kind = request.path_params["kind"]
         asked = request.query_params.get("page", "1")
-        page = max(int(asked), 1) if asked.isdecimal() else 1
+        page = min(max(int(asked), 1), 10**6) if asked.isdecimal() else 1
         where = f"WHERE kind IN ({_quoted(_KINDS[kind])})" if kind in _KINDS else ""
         limit = f"LIMIT {_PAGE + 1} OFFSET {(page - 1) * _PAGE}"
         with self._index() as index:

@@ -311,6 +311,14 @@ def test_with_a_model_lengths_are_tokens_and_labels_are_told(model, call, tmp_pa
     assert "<|im_start|>assistant" in report_of(call(*words, "chat_template=chatml"))["samples"][0]
 
 
+def test_a_project_says_which_rows_a_source_has(call):
+    settings = "pipeline: sft\nmodel: owner/name\ndata: mine.jsonl\nsources.instructions.columns.prompt: ask\n"
+    rows = [{"ask": f"q {n}", "completion": "a"} for n in range(60)]
+    code, out, err = call("source:instructions", "--json", posttrain_yaml=settings, mine_jsonl=lines(rows))
+    assert code == 0, err
+    assert json.loads(out)["sources"]["rows"]["rows_used"] == 60
+
+
 def test_the_page_shows_what_the_command_prints_of_a_source(call):
     def without_numbers(text: str) -> list[str]:
         """The lines without what another version of Python's documentation changes; of lines alike then, one."""
