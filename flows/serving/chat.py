@@ -281,7 +281,12 @@ def _turn(speakers: Sequence[Speaker], said: str, images: str, *, quiet: bool) -
 
     Args:
         images: marks of those that stand before the text.
+
+    Raises:
+        ConfigError: the text spells such a mark, or is too long.
     """
+    if found := MARK.search(said):
+        raise ConfigError(f"the text spells {found[0]}, which is an image here; a text without it is accepted")
     text = f"{images}{said}"
     shown = printable_text if sys.stdout.isatty() else str
 

@@ -266,10 +266,14 @@ def _decoded(text: str, what: str) -> bytes:
         raise bad_image(f"{what} is not base64 ({error})", "a data URL in base64") from error
 
 
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"  # which macOS adds to an archive
+
+
 @lru_cache(maxsize=4)
 def _folders(root: Path) -> list[str]:
-    """The folders in a folder that has nothing else but hidden files."""
-    found = [each for each in root.iterdir() if not each.name.startswith(".")]
+    """The folders in a folder that has nothing else but hidden ones."""
+    found = [each for each in root.iterdir() if not _is_hidden(each.name)]
     return [each.name for each in found] if all(each.is_dir() for each in found) else []
 
 
@@ -280,8 +284,8 @@ def _archive(path: Path) -> ZipFile:
 
 @lru_cache(maxsize=4)
 def _top(archive: Path) -> str:
-    """The folder that all files of an archive are in; empty: there is none."""
-    found = {each.partition("/")[0] for each in _archive(archive).namelist()}
+    """The folder that all files of an archive are in, but hidden ones; empty: there is none."""
+    found = {top for each in _archive(archive).namelist() if not _is_hidden(top := each.partition("/")[0])}
     return f"{found.pop()}/" if len(found) == 1 else ""
 
 
@@ -328,6 +332,7 @@ def with_images(fields: Fields, files: ImageFiles) -> Fields:
     Raises:
         BadRowError: an image is bad, or the row's ``<image>`` and its images do not match.
     """
+    require_no_marks(fields)
     columns = [name for name in COLUMNS if not is_nothing(fields.get(name))]
     if len(columns) > 1:
         raise bad_image("images and image are both there", "one column of images", "remove one of them")
@@ -353,6 +358,24 @@ def with_images(fields: Fields, files: ImageFiles) -> Fields:
         )  # fmt: skip
     put = {name: _Put(files=files, marks=iter(marks[starts[name] :]) if given else None) for name in names}
     return {name: put[name](value, name) for name, value in rest.items()}
+
+
+def require_no_marks(value: object) -> None:
+    """Refuses a text that spells the mark of an image, which would be read as that image.
+
+    Raises:
+        BadRowError: there is one.
+    """
+    match value:
+        case str():
+            if "<image:" in value and (found := MARK.search(value)):
+                raise bad_image(f"a text spells {found[0]}", "texts without the mark of a stored image", "change it")
+        case Mapping():
+            for each in value.values():
+                require_no_marks(each)
+        case list() | tuple():
+            for each in value:
+                require_no_marks(each)
 
 
 def require_none_in_answers(row: Fields, answers: Iterable[str]) -> None:

@@ -95,9 +95,11 @@ def processor_of(directory: Path, tokenizer: "PreTrainedTokenizerBase", size: Ma
     except ConfigError:
         raise
     except Exception as error:  # of whatever a class of transformers raises
+        remedy = "files as save_pretrained writes them are accepted"
+        if isinstance(error, ImportError) and "num2words" in str(error):
+            remedy = "with that package it is accepted; pip install 'posttrain[vlm]', and run again"
         raise ConfigError(
-            f"{directory}: its processor {named} cannot be loaded ({type(error).__name__}: {error}); files as "
-            "save_pretrained writes them are accepted"
+            f"{directory}: its processor {named} cannot be loaded ({type(error).__name__}: {error}); {remedy}"
         ) from error
     return found
 
@@ -188,7 +190,14 @@ class Vision:
         before, length = 0, 0
         for (start, end), digest in zip(places, digests, strict=False):
             place = self.stored.places[digest]
-            text = self.replacement(place)
+            try:
+                text = self.replacement(place)
+            except ValueError as error:  # of Qwen-VL's processor, of an image far wider than high
+                width, height = self.stored.size(place)
+                raise DataError(
+                    f"row {row_id}: its image of {width} x {height} pixels is refused by the model's processor "
+                    f"({error}); one that it takes is accepted; crop it, or remove the row"
+                ) from error
             pieces += [rendered.text[before:start], text]
             length += start - before
             images.append((length, length + len(text), place))

@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForImageTextToText
 from trl.trainer.utils import add_fused_lm_head
 
+from flows.serving.chat import _turn
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
 from tasks.context import Resources, TrainContext
-from tasks.data.images import MARK, Images, StoredImages
+from tasks.data.images import MARK, Images, StoredImages, write_images
 from tasks.data.kinds import IGNORED, TRAIN, messages_of
 from tasks.data.preparing.prepare import token_lengths
+from tasks.data.tokens.encoding import Rendered
 from tasks.data.tokens.rendering import blocks_of
 from tasks.data.tokens.tokenization import SEEING, Tokenization
 from tasks.data.tokens.tokenize_rows import TokenizedRows, load_or_make
@@ -527,6 +529,24 @@ def test_lengths_and_estimates_count_images(root: Path, models: Any) -> None:
         assert percent_trained(stage, shapes) == pytest.approx(100 * (1 - frozen / whole))
 
 
+def test_an_image_that_the_processor_refuses_is_named_with_its_row(models: Any, tmp_path: Path) -> None:
+    from PIL import Image
+
+    digest, file = "a" * 64, tmp_path / "images.arrow"
+    Image.new("RGB", (900, 4)).save(tmp_path / digest, "PNG")
+    write_images([digest], [tmp_path], [], file)
+    vision = Vision(directory=models("qwen2_vl"), stored=StoredImages(file), size={})
+    with pytest.raises(DataError, match=r"row r7: its image of 900 x 4 pixels is refused .*must be smaller than 200"):
+        vision.expanded(Rendered(text="<|image_pad|>"), [{"role": "user", "content": f"<image:{digest}>"}], "r7")
+
+
+def test_a_processor_without_its_package_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_vision_model(tmp_path / "model", "smolvlm")
+    monkeypatch.setattr("transformers.models.smolvlm.processing_smolvlm.num2words", None)
+    with pytest.raises(ConfigError, match=r"SmolVLMProcessor cannot be loaded .*pip install 'posttrain\[vlm\]'"):
+        processor_of(model, tokenizer_of(model), {})
+
+
 def test_rows_with_images_are_refused_where_nothing_reads_them(root: Path, models: Any, tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"this training, where images is null,: the rows of .conversations. have images"
@@ -566,6 +586,8 @@ def test_a_model_that_reads_images_is_exported_and_asked(models: Any, tmp_path: 
     text = tiny.write_policy(tmp_path / "text")
     refused = call(["chat", str(text), "--once", "a", "--image", str(picture_file)], tmp_path, {})
     assert refused.returncode == 2 and "reads no images" in refused.stderr
+    with pytest.raises(ConfigError, match="the text spells <image:a+>, which is an image here"):
+        _turn([], f"<image:{'a' * 64}>", "", quiet=True)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", pytest.param("mllama", marks=pytest.mark.slow)])

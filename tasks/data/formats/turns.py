@@ -715,7 +715,7 @@ def _part(value: object, what: str) -> str:
 
 def images_are_not_read(found: str) -> BadRowError:
     """The error for a row with media."""
-    return BadRowError(found, "images are not read", "text, and images in rows of messages: no audio, no video")
+    return BadRowError(found, "media that is not read", "text, and images in rows of messages: no audio, no video")
 
 
 def _add_rest(made: Message, value: Mapping[str, object], what: str, read: set[str | None]) -> None:

@@ -32,7 +32,14 @@ from tasks.data.formats.turns import (
     tool_nulls,
     without_tool_nulls,
 )
-from tasks.data.images import WITH_IMAGES, ImageFiles, has_images, require_none_in_answers, with_images
+from tasks.data.images import (
+    WITH_IMAGES,
+    ImageFiles,
+    has_images,
+    require_no_marks,
+    require_none_in_answers,
+    with_images,
+)
 from tasks.data.kinds import DOMAIN, HELD_OUT, ROW_KINDS, TRAIN, ordered_map, texts_of
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.repeats import BANDS, band_hashes
@@ -136,8 +143,7 @@ class ConvertRows:
                 group = optional_name(fields.get(group_column), "group")
                 if self.detected is None:
                     raise _NOT_DETECTED
-                sees = self.images if self.images and has_images(fields) else None
-                fields = with_images(fields, sees) if sees else fields
+                fields, sees = self._with_images(fields)
                 row = self.detected.convert(fields)
                 nulls = self._nulls_of_tools(fields, row)
                 if nulls:
@@ -168,6 +174,18 @@ class ConvertRows:
             batch = record_batch(rows, kind.schema_with(kind.rare).remove(0))  # the first is the id
             found.rows, found.keys = _stream_of(batch), _keys(batch, named)
         return found
+
+    def _with_images(self, fields: Fields) -> tuple[Fields, bool]:
+        """A row with marks in place of its images, and whether it has any.
+
+        Raises:
+            BadRowError: an image is bad, or a text spells such a mark.
+        """
+        if self.images and has_images(fields):
+            return with_images(fields, self.images), True
+        if self.images:
+            require_no_marks(fields)
+        return fields, False
 
     def _label(self, fields: Fields) -> dict[str, str]:
         """The label of a row, where its source names a column of them.

@@ -629,9 +629,10 @@ def _nothing_to_train(stats: TokenStats, name: str, max_length: int) -> DataErro
             f"no prompt of {name!r} fits max_length={max_length}: all {stats.num_rows} were left out; raise "
             "max_length or max_prompt_length, or set too_long=cut_prompt"
         )
+    counts = ", ".join(f"{reason} {named.count}" for reason, named in stats.dropped.items())
     return DataError(
         f"no row of {name!r} has a trained token within max_length={max_length}: all {stats.num_rows} rows "
-        "were left out; raise max_length, or check that the rows have answers that fit it"
+        f"were left out ({counts}); raise max_length, or check that the rows have answers that fit it"
     )
 
 

@@ -205,6 +205,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Source:
             top = "set/" if kind != "zip" else ""
             with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
                 archive.writestr(f"{top}train.jsonl", lines)
+                archive.writestr(f"__MACOSX/{top}._train.jsonl", "as macOS adds them")
                 for path in folder.iterdir():
                     archive.write(path, f"{top}{path.name}")
             return Source(path=str(tmp_path / "data.zip"))
@@ -254,6 +255,17 @@ def test_a_bad_image_is_a_bad_row_with_its_line(tmp_path: Path) -> None:
         run(tmp_path, Source(path=str(tmp_path / "rows.jsonl"), images=str(tmp_path)))
     with pytest.raises(DataError, match=r"rows.jsonl:1: .*a file of rows alone.*set sources.NAME.images to the folder"):
         run(tmp_path, Source(path=str(tmp_path / "rows.jsonl")))
+
+
+@pytest.mark.parametrize("has_own_image", [False, True])
+def test_a_text_that_spells_the_mark_of_an_image_is_a_bad_row(tmp_path: Path, has_own_image: bool) -> None:
+    (tmp_path / "red.png").write_bytes(RED)
+    mark = f"<image:{'a' * 64}>"
+    content = [{"type": "text", "text": mark}, *([{"type": "image", "path": "red.png"}] if has_own_image else [])]
+    rows = [*(question("red", str(number)) for number in range(4)), user(*content)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(DataError, match=rf"rows.jsonl:5: a text spells {mark}; accepted: texts without the mark"):
+        run(tmp_path, Source(path=str(tmp_path / "rows.jsonl"), images=str(tmp_path)))
 
 
 ASKED = {"role": "user", "content": [{"type": "image"}, WHAT]}

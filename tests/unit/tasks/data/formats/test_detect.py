@@ -143,7 +143,7 @@ def test_rows_with_images_are_refused_and_rows_without_are_not():
         "the row has images; accepted: text, and images in rows of messages: no audio, no video; correct "
         "or remove the row"
     )
-    assert refusal.value.reason == "images are not read"
+    assert refusal.value.reason == "media that is not read"
     assert detected.convert(rows[1]) == {"messages": [Q, A]}
     document = {"text": "a", "image": "https://example.org/a.png"}  # the address of its picture
     assert detect([document], "rows.jsonl").convert(document) == {"text": "a"}

@@ -91,7 +91,7 @@ CASES = [  # format, row, how what is found begins, reason
     ("messages", {"messages": '[{"role": "user", "content": "q", "content": "p"}]'},
      "messages is not JSON: the key 'content' is there twice", "no messages"),
     ("messages", {"messages": [{**Q, "content": [{"type": "image_url", "image_url": {"url": "u"}}]}, A]},
-     "messages[0] content[0] is of type 'image_url'", "images are not read"),
+     "messages[0] content[0] is of type 'image_url'", "media that is not read"),
     ("prompt_completion", {"prompt": "q"}, "no field 'completion' (fields: prompt)", "no answer"),
     ("prompt_completion", {"prompt": " ", "completion": "a"}, "prompt is empty", "empty prompt"),
     ("prompt_completion", {"prompt": "q", "completion": "a", "response": "b"},
