@@ -586,7 +586,7 @@ def test_a_model_that_reads_images_is_exported_and_asked(models: Any, tmp_path: 
     text = tiny.write_policy(tmp_path / "text")
     refused = call(["chat", str(text), "--once", "a", "--image", str(picture_file)], tmp_path, {})
     assert refused.returncode == 2 and "reads no images" in refused.stderr
-    with pytest.raises(ConfigError, match="the text spells <image:a+>, which is an image here"):
+    with pytest.raises(ConfigError, match=r"the text spells <image:a+>, which is an image here"):
         _turn([], f"<image:{'a' * 64}>", "", quiet=True)
 
 
