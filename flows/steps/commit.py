@@ -247,6 +247,7 @@ def _compared(output: Path, files: Mapping[str, str]) -> dict[str, str]:
     for name in files:
         if Path(name).name == _ADAPTER_CONFIG:
             config = json.loads((output / name).read_text())
+            config.pop("base_model_name_or_path", None)  # the manifest has it; logs of earlier versions name none here
             ordered = {key: sorted(each, key=str) if isinstance(each, list) else each for key, each in config.items()}
             found[name] = _sha256(json.dumps(ordered, sort_keys=True))
     return found

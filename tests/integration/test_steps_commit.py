@@ -10,6 +10,7 @@ import pytest
 
 from flows.__main__ import main
 from flows.steps import command
+from flows.steps.commit import _compared
 from flows.steps.engine import Engine
 from lineage.store import Entry
 from tests import training
@@ -69,6 +70,19 @@ def test_a_committed_session_is_replayed_to_the_bit(
     # backward, step, save, backward and load, beside backward, step, backward, step ...
     assert "calls: number 3 of 5 and 7 is the first that differs: save " in shown
     Entry(outputs[0].parent).require_intact()
+
+
+def test_an_adapters_settings_are_compared_without_the_name_of_its_base(tmp_path: Path) -> None:
+    """Commits of earlier versions have none there."""
+    found = []
+    for number, (base, targets, rank) in enumerate(
+        [("", ["a", "b"], 2), ("f" * 64, ["b", "a"], 2), ("", ["a", "b"], 3)]
+    ):
+        config = {"base_model_name_or_path": base, "target_modules": targets, "r": rank}
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "adapter_config.json").write_text(json.dumps(config))
+        found.append(_compared(tmp_path / str(number), {"adapter_config.json": ""}))
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize("action", ["serve", "key", "commit"])
