@@ -16,6 +16,7 @@ from lineage.source.model_files import TOKENIZER_FILES, require_own_files, requi
 from lineage.source.model_source import has_tokenizer
 from lineage.source.peft_adapter import base_source, is_peft
 from tasks.context import Resources, TrainContext
+from tasks.data.images import Images
 from tasks.data.kinds import HELD_OUT, TRAIN
 from tasks.data.preparing.options import ROWS, TOKENIZER, Prepare
 from tasks.data.preparing.report import (
@@ -172,6 +173,7 @@ def add_labels(
         max_length: in tokens, of prompt and answer, or of prompts only; None: the suggested length.
     """
     from tasks.data.tokens.tokenize_rows import load_or_make, show
+    from tasks.model.vision import reads_images
 
     length = max_length or (found.report.lengths.suggested_max_length if found.report.lengths else None)
     if not found.num_trained or length is None:
@@ -180,7 +182,7 @@ def add_labels(
     try:
         tokenization = Tokenization(
             kind=found.kind, max_length=length, chat_template=chat_template, thinking=thinking,
-            control_tokens=control_tokens,
+            control_tokens=control_tokens, images=Images() if reads_images(tokenizer) else None,
         )  # fmt: skip
         tokens = load_or_make(tokenization, rows, tokenizer, None, os.cpu_count() or 1)
         stats = tokens.stats

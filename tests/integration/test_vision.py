@@ -511,6 +511,17 @@ def test_a_row_that_would_lose_a_part_of_an_image_is_dropped_and_counted(root: P
         assert set(ids) <= of_image  # whole images alone
 
 
+def test_rows_with_images_are_looked_at_with_a_model(models: Any, tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "b"}
+    asked = [[{"role": "user", "content": f"<image>{sentence(index, 3)}"}, answer] for index in range(4)]
+    (tmp_path / "a.png").write_bytes(picture(3))
+    lines = [json.dumps({"messages": messages, "images": ["a.png"]}) for messages in asked]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines))
+    done = call(["data", str(tmp_path), f"model={models('qwen2_vl')}", "max_length=512", "held_out=1"], tmp_path, {})
+    assert done.returncode == 0, done.stderr
+    assert "<|vision_start|><|image_pad|>" in done.stdout and "⟦b<|im_end|>⟧" in done.stdout
+
+
 def test_lengths_and_estimates_count_images(root: Path, models: Any) -> None:
     model = models("qwen2_vl")
     vision = Vision.of(model, root / "preferences")
