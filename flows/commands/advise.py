@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import recorded_cli_args
+from lineage.artifact import Kind
 from lineage.filesystem.files import local_path
 from tasks.judgement.advice import (
     BATCH_FACTOR,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from flows.planning.plan import Plan, PlannedStage
 
 _ASSUMED_ROWS = 20_000  # if they cannot be counted: a medium size
+_BYTES_PER_TOKEN = 4  # of texts, about
 _MOST_WORKERS = 9
 _PIPELINE = "the pipeline"
 MACHINE = "this machine"
@@ -165,7 +167,7 @@ def recipe(plan: "Plan", planned: "PlannedStage") -> Recipe:
 
     method, resources = planned.stage.method, planned.stage.resources
     assert isinstance(method, Training)
-    num_rows, counted = _rows(plan, planned)
+    num_rows, counted, held_out = _rows(plan, planned)
     length = planned.hyperparameters
     assert length
     machine = list(_machine(planned))
@@ -175,6 +177,7 @@ def recipe(plan: "Plan", planned: "PlannedStage") -> Recipe:
         case=case, method=method, num_rows=num_rows or _ASSUMED_ROWS, values={},
         kept="as set; the ranges are for pretrained models, and this one is made from scratch" if scratch else "",
         workers=next(int(each.value or 1) for each in machine if each.field == "resources.num_workers"),
+        validates=held_out is None or held_out >= _BYTES_PER_TOKEN * method.max_length,
     )  # fmt: skip
     for field in _SETTINGS:
         writer.add(field)
@@ -189,6 +192,7 @@ class _Writer:
     Args:
         kept: why all values are kept; empty: they are compared with the table.
         workers: number of workers, which times the micro batch must divide the global batch.
+        validates: whether the texts that are held out fill a chunk of ``max_length``.
     """
 
     case: Case
@@ -196,6 +200,7 @@ class _Writer:
     num_rows: int
     kept: str
     workers: int
+    validates: bool
     values: dict[str, Advised]
 
     def add(self, field: str) -> None:
@@ -232,7 +237,7 @@ class _Writer:
         """The row of the table for a field; None: there is none, or the stage does not use the field."""
         if field == VALIDATION:
             reads = getattr(self.method, "reads", None)
-            if self.method.has_own_loop or reads is None or not reads.trained:
+            if self.method.has_own_loop or reads is None or not reads.trained or not self.validates:
                 return None
         elif field == "method.schedule.min_learning_rate":
             if not str(self._chosen("method.schedule.name")).startswith("cosine"):
@@ -328,14 +333,15 @@ def _machine(planned: "PlannedStage") -> Iterator[Advised]:
         yield Advised(field=field, value=value, now=before, reason=seen, source=MACHINE)
 
 
-def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str]:
-    """Number of rows that a stage trains on (None: unknown), and how it is known."""
+def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str, int | None]:
+    """Number of rows that a stage trains on (None: unknown), how it is known, and the bytes of texts that are held out
+    (None: unknown, or rows are no texts that are cut into chunks)."""
     from tasks.data.preparing.options import Prepare
     from tasks.judgement.check_rows import rows_slot
 
     assert planned.hyperparameters
     if prepared := planned.hyperparameters.num_rows:
-        return prepared, f"{prepared:,} rows for training (prepared)"
+        return prepared, f"{prepared:,} rows for training (prepared)", None
     rows_input = planned.inputs.get(rows_slot(planned.stage.method))  # type: ignore[arg-type]
     data = (
         plan.stage(rows_input.name) if rows_input and rows_input.source is None and rows_input.entry is None else None
@@ -343,14 +349,17 @@ def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str]:
     method = data.stage.method if data else None
     sources = [each.source for each in data.inputs.values() if each.source] if data else []
     if not isinstance(method, Prepare) or not sources or any(each.streaming for each in sources):
-        return None, "the number of rows is known once they are prepared"
+        return None, "the number of rows is known once they are prepared", None
     from tasks.data.reading.read import read_chunks
 
     count = sum(1 for source in sources for chunk in read_chunks(source) for _ in chunk.rows())
     held_out = method.held_out if method.held_out >= 1 else method.held_out * count
     rest = max(1, round(count - held_out))
     names = ", ".join(each.path.rstrip("/").rpartition("/")[2] for each in sources)
-    return rest, f"about {rest:,} rows for training ({count:,} of {names})"
+    paths = [Path(each.path) for each in sources]
+    is_text = method.produces == Kind.TEXT and all(path.is_file() for path in paths)
+    size = round(sum(path.stat().st_size for path in paths) * held_out / max(1, count)) if is_text else None
+    return rest, f"about {rest:,} rows for training ({count:,} of {names})", size
 
 
 def _table(found: Recipe) -> str:

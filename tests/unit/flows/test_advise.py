@@ -104,6 +104,14 @@ def test_the_steps_of_a_warm_up_are_of_the_methods_own_batch(capsys) -> None:
     assert "at least 4 in 29 steps" in of_dpo["method.validation.every_steps"]["reason"]
 
 
+def test_texts_whose_held_out_part_fills_no_chunk_are_not_validated(capsys, tmp_path) -> None:
+    for num_rows, validates in ((144, False), (40_000, True)):
+        (tmp_path / "notes.txt").write_text("A line of some words.\n" * num_rows)
+        assert main(["advise", "cpt", "--json", *PRETRAINED[:2], "pipeline=cpt", "data=notes.txt"]) == 0
+        found = {each["field"] for each in json.loads(capsys.readouterr().out)["stages"][0]["values"]}
+        assert ("method.validation.every_steps" in found) == validates
+
+
 def test_what_only_the_job_form_names_is_kept_inside_its_range_and_moved_from_outside(capsys) -> None:
     wrong = [f"stages.dpo.{field}" for field in ("method.learning_rate=1", "resources.micro_batch_size=32")]
     assert main(["advise", "dpo", "--json", *PRETRAINED, *SMALL, *wrong]) == 0
