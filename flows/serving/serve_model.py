@@ -131,11 +131,12 @@ def app_of(
 
     @app.post("/v1/chat/completions")
     async def chats(body: dict[str, object]) -> Response:
-        _require_one_answer(body)
+        _require_answerable(body, model, tokenizer)
         return await chat.handle_request({"model": name, **body}, str(uuid.uuid4()))  # type: ignore[no-any-return]
 
     @app.post("/v1/completions")
     async def completions(body: dict[str, object]) -> Response:
+        _require_answerable(body, model, tokenizer)
         return await text.handle_request({"model": name, **body}, str(uuid.uuid4()))  # type: ignore[no-any-return]
 
     served = {"id": name, "object": "model", "created": 0, "owned_by": "posttrain"}
@@ -159,14 +160,40 @@ def _require_name(asked: str, name: str) -> None:
         raise HTTPException(404, f"{asked}: is not served here; model={name} is accepted")
 
 
-def _require_one_answer(body: Mapping[str, object]) -> None:
+def _require_answerable(
+    body: Mapping[str, object], model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase"
+) -> None:
     """Refuses what transformers' server fails at, or leaves out without a word."""
     from fastapi import HTTPException
+    from transformers.cli.serving.utils import BaseHandler, Modality
 
-    if not body.get("messages"):
-        raise HTTPException(400, "messages: there is none; give at least one")
-    if body.get("n") not in (None, 1):
-        raise HTTPException(400, f"n={body['n']}: one answer is accepted; leave n out, and ask again")
+    messages, prompt = body.get("messages"), body.get("prompt")
+    if not messages and not prompt:
+        raise HTTPException(400, "messages: there is none; give at least one (of /v1/completions: a prompt)")
+    for field in ("n", "best_of"):
+        if body.get(field) not in (None, 1):
+            raise HTTPException(400, f"{field}={body[field]}: one answer is accepted; leave {field} out, and ask again")
+    if any(body.get(field) for field in ("logprobs", "top_logprobs")):
+        raise HTTPException(400, "logprobs: there are none; leave it out")
+    for field in ("max_tokens", "max_completion_tokens"):
+        most = body.get(field)
+        if most is not None and (not isinstance(most, int) or most < 1):
+            raise HTTPException(400, f"{field}={most}: 1 or more is accepted")
+    read = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    try:
+        given = BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM) if messages else []
+        tools = body.get("tools") or None
+        asked = (
+            tokenizer.apply_chat_template(given, tools=tools, add_generation_prompt=True, tokenize=False)
+            if given
+            else prompt
+        )
+    except Exception as error:  # a template raises errors of its own
+        found = f"{type(error).__name__}: {error}"
+        raise HTTPException(400, f"messages: they cannot be read ({found}); role and content are accepted") from error
+    length = len(tokenizer(asked, add_special_tokens=not given)["input_ids"]) if isinstance(asked, str) else 0
+    if read is not None and length >= read:
+        raise HTTPException(400, f"the prompt has {length} tokens, and the model reads {read}; ask with less")
 
 
 def _serve_by_vllm(found: Found, address: str, host: str, key: str | None) -> int:

@@ -51,7 +51,15 @@ def test_a_chat_is_answered_as_by_chat_and_only_with_the_key(folder, name, monke
     other = client.post("/v1/chat/completions", json={**asked, "model": "us/other"})
     assert other.status_code == 404 and f"model={name} is accepted" in other.text
     assert client.get(f"/v1/models/{name}").json()["id"] == name and client.get("/v1/models/other").status_code == 404
-    for odd in ({"messages": []}, {"n": 2}):
+    long = [{"role": "user", "content": "the list " * 10_000}]
+    for odd in (
+        {"messages": []},
+        {"n": 2},
+        {"max_tokens": 0},
+        {"logprobs": True},
+        {"messages": long},
+        {"messages": ["a"]},
+    ):
         assert client.post("/v1/chat/completions", json={**asked, **odd}).status_code == 400
     assert client.post("/load_model", json={"model": "us/other"}).status_code == 404
 
