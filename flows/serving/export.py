@@ -410,7 +410,7 @@ def _eval_results(report: "Report") -> "list[EvalResult]":
         return metric.split("/")[1] if metric.startswith("lm_eval/") else f"held-out rows ({stage})"
 
     return [
-        EvalResult(  # results are told apart by the config, and not by the name
+        EvalResult(  # huggingface_hub merges results with the same config, whatever their names are
             task_type=task, dataset_type="posttrain", dataset_name=rows, dataset_config=rows,
             metric_type=row["metric"], metric_name=row["metric"], metric_value=cell["value"],
         )

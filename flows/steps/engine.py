@@ -636,7 +636,7 @@ class Engine:
         logger.info("session=%s state=unloaded", name)
 
     def _end_leases(self) -> None:
-        """Unloads sessions that nobody used, and fails calls that wait for one that did not come."""
+        """Unloads idle sessions, and fails calls whose earlier sequence number did not arrive within the lease."""
         limit = time.monotonic() - 60 * self.limits.lease_minutes
         for name in [each for each, live in self._live.items() if live.used < limit]:
             self._unload(name)

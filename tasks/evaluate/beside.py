@@ -74,7 +74,7 @@ def score(job: Job, request: Request) -> Scores:
 
 
 def answer(job: Job, request: Request) -> Scores:
-    """Scores one model with the process's own threads; the training goes on, whatever that raises."""
+    """Scores one model in this process; an error here does not stop the training."""
     import torch
 
     torch.set_num_threads(job.setting.cpus)
