@@ -179,7 +179,8 @@ class DataChecks:
                 if job is None:
                     continue
                 if each.fingerprint not in self._errors:
-                    wait = partial(run.wait, planned, f"the rows of {each.name}, checked first")
+                    whose = "its rows" if each is planned else f"the rows of {each.name}"
+                    wait = partial(run.wait, planned, f"the check of {whose}")
                     self._errors[each.fingerprint] = self._check(run, each, job, wait)
                 if error := self._errors[each.fingerprint]:
                     raise error

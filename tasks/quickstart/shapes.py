@@ -2,6 +2,7 @@
 
 import base64
 import io
+import itertools
 import random
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -29,18 +30,20 @@ _BARS, _STEP = 3, 4  # of a chart: bars, and pixels from one height to the next
 
 def rows() -> Iterator[dict[str, object]]:
     """Rows {messages, images}: a picture, and one question about it."""
-    draw = random.Random(0)
-    for _ in range(_NUM_ROWS):
-        question, answer, image = _drawn(draw)
+    for question, answer, image in itertools.islice(_drawn(random.Random(0)), _NUM_ROWS):
         asked = {"role": "user", "content": f"<image>{question}"}
         yield {"messages": [asked, {"role": "assistant", "content": answer}], "images": [image]}
 
 
 def pairs() -> Iterator[dict[str, object]]:
-    """Rows {prompt, chosen, rejected, images}: the right answer to a question about a picture, and a wrong one."""
+    """Rows {prompt, chosen, rejected, images}: the right answer to a question about a picture, and a wrong one.
+
+    No picture is one of ``rows``: held-out pairs ask about pictures on which nothing was trained.
+    """
     draw = random.Random(1)
-    for _ in range(_NUM_PAIRS):
-        question, answer, image = _drawn(draw)
+    trained = {image for _, _, image in itertools.islice(_drawn(random.Random(0)), _NUM_ROWS)}
+    others = (each for each in _drawn(draw) if each[2] not in trained)
+    for question, answer, image in itertools.islice(others, _NUM_PAIRS):
         wrong = draw.choice([each for each in ANSWERS[question] if each != answer])
         yield {"prompt": f"<image>{question}", "chosen": answer, "rejected": wrong, "images": [image]}
 
@@ -52,16 +55,17 @@ def questions() -> Iterator[dict[str, object]]:
             yield {"text": text}
 
 
-def _drawn(draw: random.Random) -> tuple[str, str, str]:
-    """A question, its answer, and its picture as a data URL."""
-    question = draw.choice(QUESTIONS)
-    if question == QUESTIONS[3]:
-        answer, data = chart(draw)
-    else:
-        colour, shape, count = draw.choice(list(COLOURS)), draw.choice(SHAPES), draw.randrange(len(NUMBERS))
-        answer = (colour, shape, NUMBERS[count])[QUESTIONS.index(question)]
-        data = picture(colour, shape, count + 1, draw)
-    return question, answer, "data:image/bmp;base64," + base64.b64encode(data).decode()
+def _drawn(draw: random.Random) -> Iterator[tuple[str, str, str]]:
+    """Without end: a question, its answer, and its picture as a data URL."""
+    while True:
+        question = draw.choice(QUESTIONS)
+        if question == QUESTIONS[3]:
+            answer, data = chart(draw)
+        else:
+            colour, shape, count = draw.choice(list(COLOURS)), draw.choice(SHAPES), draw.randrange(len(NUMBERS))
+            answer = (colour, shape, NUMBERS[count])[QUESTIONS.index(question)]
+            data = picture(colour, shape, count + 1, draw)
+        yield question, answer, "data:image/bmp;base64," + base64.b64encode(data).decode()
 
 
 def picture(colour: str, shape: str, count: int, draw: random.Random) -> bytes:

@@ -54,6 +54,12 @@ def test_pictures_show_what_their_answers_say() -> None:
     assert list(islice(shapes.rows(), 3)) == list(islice(shapes.rows(), 3))
 
 
+def test_pairs_are_about_pictures_on_which_nothing_else_is_trained() -> None:
+    trained = {image for row in shapes.rows() for image in row["images"]}  # type: ignore[attr-defined]
+    asked = [image for row in shapes.pairs() for image in row["images"]]  # type: ignore[attr-defined]
+    assert len(asked) == 1500 and not trained & {*asked}
+
+
 def test_the_rejected_answer_to_a_picture_is_a_wrong_one() -> None:
     for row in islice(shapes.pairs(), 60):
         assert row["chosen"] != row["rejected"]
