@@ -338,9 +338,6 @@ def check_machine(stages: Sequence[PlannedStage]) -> Cluster | None:
 
     Returns:
         That cluster, where a stage runs on it.
-
-    Raises:
-        ConfigError: names the stage.
     """
     for planned in stages:
         resources = planned.resources

@@ -184,11 +184,7 @@ def target_class(path: str, where: str, bases: tuple[type, ...], refusal: str) -
 
 
 def dotted(path: str, where: str) -> object:
-    """Imports what a dotted path names.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
+    """Imports what a dotted path names (ConfigError: it cannot be imported)."""
     module, _, name = path.rpartition(".")
     try:
         imported = import_module(module)

@@ -45,11 +45,7 @@ class Event:
 
 
 def read_events(store: Path) -> list[Event]:
-    """Every event, oldest first.
-
-    Raises:
-        ArtifactError: a line is damaged.
-    """
+    """Every event, oldest first (ArtifactError: a line is damaged)."""
     return read_jsonl(store / PROMOTIONS, Event, "is not an event")
 
 

@@ -71,11 +71,7 @@ def _redacted_address(address: re.Match[str]) -> str:
 
 
 def refuse_secrets(url: str) -> None:
-    """Refuses a URL that contains a secret.
-
-    Raises:
-        ConfigError: names the parameter without its value.
-    """
+    """Refuses a URL that contains a secret."""
     plain = unquote(url)  # a server reads X%2DAmz%2DSignature as X-Amz-Signature
     if redacted(plain) == plain:
         return

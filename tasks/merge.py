@@ -166,11 +166,7 @@ class Merge(Method):
                 raise ConfigError(f"weights.{slot}={weight}: a finite number is accepted; correct it")
 
     def check_inputs(self, slots: Collection[str]) -> None:
-        """Requires the slots that the combination combines, and a weight for each.
-
-        Raises:
-            ConfigError: names the slot or the field.
-        """
+        """Requires the slots that the combination combines, and a weight for each."""
         models = [slot for slot in slots if slot != BASE]
         row = COMBINATIONS[self.combination] if self.combination else None
         if row is None:
@@ -448,11 +444,7 @@ class MergeRewardModels(Merge):
 
 
 def require_alike(inputs: "Inputs") -> None:
-    """Requires that all models have the policy's architecture, vocabulary and chat template.
-
-    Raises:
-        ConfigError: one differs; names both models.
-    """
+    """Requires that all models have the policy's architecture, vocabulary and chat template."""
     from tasks.train.models.load import load_config
 
     policy = inputs[POLICY]

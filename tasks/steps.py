@@ -122,11 +122,7 @@ def precision_of(method: Steps) -> Precision:
 
 
 def require_workers(method: Steps, resources: Resources) -> None:
-    """Requires that a session can have these workers.
-
-    Raises:
-        ConfigError: it cannot; says why, and what comes nearest.
-    """
+    """Requires that a session can have these workers."""
     from tasks.train.compatibility import refusals
     from tasks.train.rule import Case
 

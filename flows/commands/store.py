@@ -108,11 +108,7 @@ def add_gc(parser: argparse.ArgumentParser) -> None:
 
 
 def run_gc(options: argparse.Namespace) -> int:
-    """Returns 0, even if nothing is deleted.
-
-    Raises:
-        PipelineError: the roots are unknown, so that nothing is deleted.
-    """
+    """Returns 0, even if nothing is deleted (PipelineError: the roots are unknown, so that nothing is deleted)."""
     from flows.declare.config import load_pipeline
     from flows.declare.store_root import asked_store
     from flows.operate.gc_roots import add_present, find_roots

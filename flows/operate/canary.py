@@ -121,11 +121,7 @@ def chosen(only: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def record(only: Sequence[str]) -> Canary:
-    """Runs recipes, and runs them again to measure their noise.
-
-    Raises:
-        PipelineError: a recipe failed.
-    """
+    """Runs recipes, and runs them again to measure their noise (PipelineError: a recipe failed)."""
     names, left_out = chosen(only)
     runs = [run_recipes(names, noise=noise, environment=settings, must=True) for noise, settings in _RUNS]
     recipes = {}
@@ -170,11 +166,7 @@ def write(canary: Canary, path: Path) -> None:
 
 
 def read(path: Path) -> Canary:
-    """Reads a record.
-
-    Raises:
-        ConfigError: it is missing, or of another form, or lacks a recipe.
-    """
+    """Reads a record (ConfigError: it is missing, or of another form, or lacks a recipe)."""
     remedy = f"write one by: posttrain canary record --out {path}"
     try:
         text = path.read_text(encoding="utf-8")

@@ -90,11 +90,7 @@ def _deterministic(stage: Stage) -> Stage:
 
 
 def _for_training(plan: Plan) -> Plan:
-    """The plan without stages that no training depends on.
-
-    Raises:
-        ConfigError: nothing trains.
-    """
+    """The plan without stages that no training depends on (ConfigError: nothing trains)."""
     required = {planned.name for planned in plan.stages if planned.stage.method.trains}
     if not required:
         raise ConfigError("no stage of this pipeline trains: there is nothing to certify; name one that trains")

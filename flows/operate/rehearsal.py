@@ -206,11 +206,7 @@ def _is_merged(manifest: Manifest) -> bool:
 
 
 def _unregister(named: Pipeline) -> None:
-    """Removes models of rehearsals whose store is deleted from the registry.
-
-    Raises:
-        ArtifactError: MLflow failed.
-    """
+    """Removes models of rehearsals whose store is deleted from the registry (ArtifactError: MLflow failed)."""
     if named.tracking.mlflow:
         from lineage.mlflow.registry import unregister_gone
 
@@ -218,11 +214,7 @@ def _unregister(named: Pipeline) -> None:
 
 
 def _require_recorded(plan: Plan) -> None:
-    """Checks that MLflow has every run and model, which a run itself does not require.
-
-    Raises:
-        ArtifactError: one is missing.
-    """
+    """Checks that MLflow has every run and model, which a run itself does not require."""
     if not plan.pipeline.tracking.mlflow:
         return
     from lineage.verify.mlflow import check_mlflow

@@ -37,11 +37,7 @@ def is_alias(source: Source) -> bool:
 
 
 def check_fallbacks(pipeline: Pipeline) -> None:
-    """Checks that every fallback can replace its source, even if it is not used now.
-
-    Raises:
-        ConfigError: names the problem.
-    """
+    """Checks that every fallback can replace its source, even if it is not used now."""
     for name, source in pipeline.sources.items():
         if source.fallback is None:
             continue

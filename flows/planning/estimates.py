@@ -482,9 +482,6 @@ def require_plan_disk(plan: Plan, stages: Sequence[PlannedStage]) -> None:
 
     Args:
         stages: in order of execution: outputs of earlier stages stay, their checkpoints do not.
-
-    Raises:
-        ConfigError: names the stage, what it needs, what is free, and what to do.
     """
     before = 0
     for planned in stages:

@@ -49,9 +49,6 @@ def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator
     Args:
         found: estimates of the stages that would run.
         suggest: file for the overrides that make all stages fit.
-
-    Raises:
-        ConfigError: names the stages, what they need, what there is, and what to change.
     """
     changes, lines, refused = list[Change](), list[str](), list[str]()
     for planned in plan.stale:

@@ -91,9 +91,6 @@ def check_store(pipeline: Pipeline) -> None:
 def check_models(pipeline: Pipeline) -> None:
     """Follows each model through the graph: checks that it is valid, that it has a chat template where one is needed,
     and that each training works on it.
-
-    Raises:
-        ConfigError: names the source or stage, and what to do.
     """
     has_template = {}
     for name in pipeline.used_sources():
@@ -272,11 +269,7 @@ def check_quantization(name: str, pipeline: Pipeline, config: Mapping[str, objec
 
 
 def check_replay(pipeline: Pipeline) -> None:
-    """Checks that ``replay_share`` and the slot ``replay`` are either both set or both unset.
-
-    Raises:
-        ConfigError: names the missing field or slot.
-    """
+    """Checks that ``replay_share`` and the slot ``replay`` are either both set or both unset."""
     for name, stage in pipeline.stages.items():
         if "replay" not in stage.method.consumes:
             continue
@@ -298,9 +291,6 @@ def check_same_split(pipeline: Pipeline, champions: Mapping[str, Champion]) -> N
 
     Args:
         pipeline: with resolved aliases.
-
-    Raises:
-        ConfigError: the settings differ or are unknown.
     """
     for name, stage in pipeline.stages.items():
         parent = stage.inputs.get("replay")

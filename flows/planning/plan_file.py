@@ -58,11 +58,7 @@ def write_plan(plan: Plan, path: Path, overrides: Sequence[str], config_dir: Pat
 
 
 def read_plan(path: Path) -> PlanFile:
-    """Reads a file of ``plan --out``.
-
-    Raises:
-        ConfigError: it is not such a file.
-    """
+    """Reads a file of ``plan --out`` (ConfigError: it is not such a file)."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["posttrain_plan"] != FORMAT:
@@ -80,11 +76,7 @@ def read_plan(path: Path) -> PlanFile:
 
 
 def require_approved(plan: Plan, file: PlanFile) -> None:
-    """Refuses a plan that differs from the approved one, except that more stages may be finished.
-
-    Raises:
-        ConfigError: names the differences.
-    """
+    """Refuses a plan that differs from the approved one, except that more stages may be finished."""
     now = json.loads(redacted(json.dumps(_approved(plan), default=str)))
     before = {key: value for key, value in file.approved.items() if key != "finished"}
     found = list(differences(before, {key: value for key, value in now.items() if key != "finished"}))

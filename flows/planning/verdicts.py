@@ -54,11 +54,7 @@ class Judgement:
 
 
 def judgements(plan: Plan) -> Iterator[Judgement]:
-    """The verdicts of the finished gates.
-
-    Raises:
-        ArtifactError: one was modified.
-    """
+    """The verdicts of the finished gates (ArtifactError: one was modified)."""
     for planned in gates(plan):
         entry = plan.entry(planned)
         manifest = entry.manifest()
@@ -115,11 +111,7 @@ def record_decision(store: Path, judged: Judgement, *, approved: bool, who: str,
 
 
 def require_passed(plan: Plan) -> None:
-    """Fails a command with exit code 3 if a gate or a person refused; every output is kept.
-
-    Raises:
-        GateError: names the rules that were not met.
-    """
+    """Fails a command with exit code 3 if a gate or a person refused; every output is kept."""
     if refused := refusals(plan):
         kept = "all outputs are kept; the evidence is in"
         tables = ", ".join(str(each.output / VERDICT_TABLE) for each in judgements(plan))

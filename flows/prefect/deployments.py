@@ -187,11 +187,7 @@ def deployable(preset: Preset) -> list[Declared]:
 
 
 def declared(option: str, preset: Preset) -> Declared:
-    """One pipeline.
-
-    Raises:
-        ConfigError: not even its name is known.
-    """
+    """One pipeline (ConfigError: not even its name is known)."""
     if "." in option:  # Prefect finds its flow by an attribute of this name
         raise ConfigError("the name of a pipeline that is deployed has no dot; rename the file")
     try:
@@ -216,11 +212,7 @@ def _name_in(path: Path, problem: ConfigError) -> str:
 
 
 def render(preset: Preset) -> str:
-    """The text of ``prefect.yaml``.
-
-    Raises:
-        ConfigError: there is nothing to deploy, or the preset is wrong for all.
-    """
+    """The text of ``prefect.yaml`` (ConfigError: there is nothing to deploy, or the preset is wrong for all)."""
     deployments = [
         {
             "name": "team",

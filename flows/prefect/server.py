@@ -78,11 +78,7 @@ class EmbeddedServer:
             )  # fmt: skip
 
     def wait_until_ready(self) -> None:
-        """Waits for the server to answer.
-
-        Raises:
-            PipelineError: it exited, or did not answer in time.
-        """
+        """Waits for the server to answer (PipelineError: it exited, or did not answer in time)."""
         assert self._process is not None
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while time.monotonic() < deadline and self._process.poll() is None:

@@ -77,11 +77,7 @@ def run_chat(options: argparse.Namespace) -> int:
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, object]:
-    """Fields of a generation config that the options set.
-
-    Raises:
-        ConfigError: a number is out of range.
-    """
+    """Fields of a generation config that the options set (ConfigError: a number is out of range)."""
     accepted: dict[str, tuple[str, Callable[[float], bool]]] = {
         "max_new_tokens": ("1 or more", lambda value: value >= 1),
         "temperature": ("0 or more", lambda value: value >= 0),
@@ -132,11 +128,7 @@ class Pictures:
         self._known, self._next = list[str](), list[str]()
 
     def show(self, name: str, speakers: "Sequence[Speaker]") -> None:
-        """Puts an image before the text of the next message.
-
-        Raises:
-            ConfigError: it is no image, or a model reads none.
-        """
+        """Puts an image before the text of the next message (ConfigError: it is no image, or a model reads none)."""
         from tasks.data.formats.turns import BadRowError
         from tasks.data.images import ImageFiles, StoredImages, marked, write_images
 
@@ -175,11 +167,7 @@ class Speaker:
 
     @staticmethod
     def of(found: Found, sampling: Mapping[str, object], seed: int, system: str | None) -> "Speaker":
-        """Loads a model.
-
-        Raises:
-            ConfigError: it has no chat template for a system prompt.
-        """
+        """Loads a model (ConfigError: it has no chat template for a system prompt)."""
         from tasks.data.tokens.rendering import Renderer
         from tasks.evaluate.answers import stop_tokens
 

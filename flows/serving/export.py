@@ -165,11 +165,7 @@ class Loaded:
 
     @staticmethod
     def of(found: Found) -> "Loaded":
-        """Loads a model.
-
-        Raises:
-            ConfigError: it was quantized before, and has no weights in 16 bits.
-        """
+        """Loads a model (ConfigError: it was quantized before, and has no weights in 16 bits)."""
         from tasks.model.adapter_files import base_and_adapters
         from tasks.model.merging import golden_texts_for
 
@@ -263,11 +259,7 @@ def _require_repository(options: argparse.Namespace) -> None:
 
 
 def _pushed(export: Export, repository: str, *, private: bool) -> Export:
-    """Pushes a folder as one commit.
-
-    Raises:
-        PipelineError: the hub refused it, or was not reached; the folder stays.
-    """
+    """Pushes a folder as one commit (PipelineError: the hub refused it, or was not reached; the folder stays)."""
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -60,11 +60,7 @@ def run_serve_model(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket on that port.
-
-    Raises:
-        ConfigError: another process has it.
-    """
+    """A socket on that port (ConfigError: another process has it)."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -83,11 +83,7 @@ class Job:
         return self.directory.parents[1] / CACHE
 
     def require_lease(self) -> None:
-        """Checks that it may still write its directory.
-
-        Raises:
-            ArtifactError: another process owns the lock.
-        """
+        """Checks that it may still write its directory."""
         if self.token:
             require_owned(self.directory, self.token)
 
@@ -112,11 +108,7 @@ class Job:
         return set(found.read_text().splitlines()) if found.exists() else set()
 
     def require_loaded(self, *slots: str) -> None:
-        """Requires that models which were just loaded, of these slots or of all, are those of the plan.
-
-        Raises:
-            PipelineError: one has changed before or while it was loaded.
-        """
+        """Requires that models which were just loaded, of these slots or of all, are those of the plan."""
         known, asked = self.loaded_models(), slots or self.inputs
         new = {slot for slot in asked if self.inputs[slot].planned.kind in MODELS}
         if new <= known:

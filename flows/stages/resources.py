@@ -158,9 +158,6 @@ def require_pools(wanted: Mapping[str, int]) -> None:
 
     Args:
         wanted: pool -> the most slots of it that one stage takes.
-
-    Raises:
-        ConfigError: there is no such pool, or it is too small.
     """
     from prefect.client.orchestration import get_client
     from prefect.exceptions import ObjectNotFound
@@ -301,11 +298,7 @@ def describe_workers(resources: Resources) -> str:
 def require_cluster(
     stage: str, resources: Resources, global_batch_size: int | None, cluster: Cluster, islands: int = 1
 ) -> None:
-    """Refuses, before anything starts, a stage for which the cluster has too little also when it is idle.
-
-    Raises:
-        ConfigError: names what is missing, and what the cluster has.
-    """
+    """Refuses, before anything starts, a stage for which the cluster has too little also when it is idle."""
     if cluster.grows or cluster.reduced(resources, global_batch_size, islands):
         return
     has, setting = f"the cluster has {cluster}", f"stages.{stage}.resources"
@@ -325,11 +318,7 @@ def require_cluster(
 
 
 def require_beside(stage: str, resources: Resources, beside: tuple[int, int], cluster: Cluster) -> None:
-    """Refuses what scores checkpoints where a cluster has no CPU or GPU for it beside the workers.
-
-    Raises:
-        ConfigError: names what is missing.
-    """
+    """Refuses what scores checkpoints where a cluster has no CPU or GPU for it beside the workers."""
     workers = resources.min_workers or resources.num_workers
     cpus = sum(node.cpus for node in cluster.nodes) - workers * resources.cpus_per_worker
     gpus = sum(node.gpus for node in cluster.nodes) - workers * resources.gpus_per_worker

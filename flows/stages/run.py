@@ -60,9 +60,6 @@ def require_unchanged(
     Args:
         code: whether to check the code too.
         loaded: slots of models that may have changed since the stage loaded them.
-
-    Raises:
-        StageError: one has changed, or is gone.
     """
     digests, log = DigestCache(plan.pipeline.store / "digests.json"), str(plan.entry(planned).logs)
     for slot, input_ in planned.inputs.items():
@@ -162,9 +159,6 @@ class DataChecks:
         """Checks the rows of this stage and of all that are to train after it, as far as they are prepared.
 
         Of an evaluation on local benchmarks those that its models were trained on before, for rows of the benchmarks.
-
-        Raises:
-            PipelineError: the rows of one of them cannot be trained on.
         """
         if isinstance(planned.stage.method, Training):
             checked = [planned, *(other for other in run.plan.stale if other is not planned)]

@@ -27,9 +27,6 @@ def stoppable() -> Iterator[None]:
 
     It is raised at once, but not inside an import; and raised again if it was swallowed, as by a finalizer. A second
     Ctrl-C only ends the wait for stages that save.
-
-    Raises:
-        KeyboardInterrupt: names the signal, the host, and where the stopped stages resume.
     """
     ended.clear()
     hurried.clear()

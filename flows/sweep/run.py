@@ -165,11 +165,7 @@ class SweepRun:
         return self.run.tracker.execution_id()
 
     def record(self, cli_args: Sequence[str], screen: Screen, command: str) -> None:
-        """Runs all trials as one Prefect flow run, with a task run per stage.
-
-        Raises:
-            TrialsFailedError: trials failed.
-        """
+        """Runs all trials as one Prefect flow run, with a task run per stage (TrialsFailedError: trials failed)."""
         sweep, plan, folder = self.sweep, self.sweep.plan, self.files.folder
         trials = Trials(folder=folder, own=sweep.own, count=sweep.num_trials)
         recorded = open_run(plan, cli_args, screen.on, sweep.stale, trials, command=command)

@@ -19,11 +19,7 @@ _NOT_VARIABLE = (
 
 
 def read_values(field: str, text: str) -> Override:
-    """Parses the values of a field.
-
-    Raises:
-        ConfigError: they do not parse, or a sweep does not accept them.
-    """
+    """Parses the values of a field (ConfigError: they do not parse, or a sweep does not accept them)."""
     word = f"{field}={text}"
     override = parsed(word)
     value = override.value()

@@ -153,11 +153,7 @@ def _finished(plan: Plan, stage: str, input_: PlannedInput) -> Path:
 
 
 def require_whole(stage: str, policy: Path) -> None:
-    """Requires a whole model, since verl cannot load an adapter without its base.
-
-    Raises:
-        ConfigError: the policy is an adapter.
-    """
+    """Requires a whole model, since verl cannot load an adapter without its base."""
     if not any(policy.glob("model*.safetensors")):
         raise ConfigError(
             f"{stage}: its policy {policy} is an adapter without its base, which verl cannot load; a whole model is "
@@ -166,11 +162,7 @@ def require_whole(stage: str, policy: Path) -> None:
 
 
 def require_plain_tokenizer(stage: str, policy: Path) -> None:
-    """Requires a tokenizer that verl, which loads it by ``AutoTokenizer``, reads as its file has it.
-
-    Raises:
-        ConfigError: it reads other tokens.
-    """
+    """Requires a tokenizer that verl, which loads it by ``AutoTokenizer``, reads as its file has it."""
     from tasks.model.tokenizers import read_otherwise
 
     if other := read_otherwise(policy):

@@ -182,11 +182,7 @@ def curves_of(reports: Iterable[StageReport]) -> dict[str, Curve]:
 
 
 def read_curves(directory: Path, *, failure: str = "") -> Curves:
-    """The curves of a stage of the store, finished or not.
-
-    Raises:
-        ArtifactError: its manifest cannot be read.
-    """
+    """The curves of a stage of the store, finished or not (ArtifactError: its manifest cannot be read)."""
     entry = Entry(directory)
     manifest = entry.manifest()
     noted = RunFile.read(directory)

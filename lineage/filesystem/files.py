@@ -127,11 +127,7 @@ _NUM_FLUSHES = 16  # concurrent fsyncs, which a disk merges: 2,000 small files t
 
 
 def flush(paths: Iterable[Path]) -> None:
-    """Flushes files and directories to the disk.
-
-    Raises:
-        OSError: a path is missing, or the disk failed.
-    """
+    """Flushes files and directories to the disk (OSError: a path is missing, or the disk failed)."""
     with ThreadPoolExecutor(_NUM_FLUSHES) as pool:
         list(pool.map(_flush, paths))
 

@@ -43,11 +43,7 @@ class Lock:
         return self._me.token
 
     def try_acquire(self) -> bool:
-        """Acquires the lock if it is free.
-
-        Raises:
-            ArtifactError: the file system does not lock files.
-        """
+        """Acquires the lock if it is free (ArtifactError: the file system does not lock files)."""
         if self._descriptor is not None:
             return True
         try:

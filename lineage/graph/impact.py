@@ -252,11 +252,7 @@ class Target:
 
 
 def parse_target(ref: str, index: Index) -> Target:
-    """Resolves a REF of ``impact``.
-
-    Raises:
-        ConfigError: there is nothing of that name.
-    """
+    """Resolves a REF of ``impact`` (ConfigError: there is nothing of that name)."""
     if not ref.strip():
         raise ConfigError(f"REF is empty ({ref!r}); name an artifact or a source; {FORMS}")
     if ref.startswith(LABEL):
@@ -391,11 +387,7 @@ class Impact:
 
 
 def impact(ref: str, index: Index) -> Impact:
-    """Everything that was made from what a REF names.
-
-    Raises:
-        ConfigError: there is nothing of that name.
-    """
+    """Everything that was made from what a REF names (ConfigError: there is nothing of that name)."""
     meant = parse_target(ref, index)
     below = Descendants(index, meant.roots, meant.within)
     held = {alias: node for alias, node in index.aliases.items() if below.holds(node) or node in meant.roots}

@@ -40,11 +40,7 @@ class Found:
 
 
 def resolve(ref: str, index: Index) -> Found:
-    """Resolves a REF.
-
-    Raises:
-        ConfigError: no or several things have that name; the message names similar ones.
-    """
+    """Resolves a REF (ConfigError: no or several things have that name; the message names similar ones)."""
     if index.is_empty():
         raise ConfigError(f"{ref}: the store {index.store} holds no finished artifact; produce one with: posttrain run")
     nodes = _candidates(ref, index)

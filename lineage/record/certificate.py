@@ -159,11 +159,7 @@ def write_certificate(store: Path, certificate: Certificate) -> Path:
 
 
 def read_certificate(store: Path, digest: str) -> Certificate:
-    """The certificate that a manifest names.
-
-    Raises:
-        ArtifactError: it is missing or was changed.
-    """
+    """The certificate that a manifest names (ArtifactError: it is missing or was changed)."""
     path = certificate_path(store, digest)
     try:
         content = path.read_bytes()

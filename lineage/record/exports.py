@@ -61,11 +61,7 @@ class Export:
 
 
 def read_exports(store: Path) -> list[Export]:
-    """Every export, oldest first.
-
-    Raises:
-        ArtifactError: a line is damaged.
-    """
+    """Every export, oldest first (ArtifactError: a line is damaged)."""
     return read_jsonl(store / EXPORTS, Export, "is not an export")
 
 

@@ -108,11 +108,7 @@ def interval_text(rule: RuleResult) -> str:
 
 
 def read_verdict(output: Path) -> Verdict:
-    """The verdict in a gate's output directory.
-
-    Raises:
-        ArtifactError: it is missing, or not readable by this version.
-    """
+    """The verdict in a gate's output directory (ArtifactError: it is missing, or not readable by this version)."""
     try:
         return Verdict.from_json((output / VERDICT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, KeyError) as error:

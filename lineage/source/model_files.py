@@ -62,9 +62,6 @@ def require_sound(directory: Path, passed: Callable[[Path], bool] | None = None)
 
     Args:
         passed: whether a file was checked before and can be skipped.
-
-    Raises:
-        ConfigError: names the file.
     """
     from safetensors import SafetensorError, safe_open
 

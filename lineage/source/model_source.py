@@ -84,11 +84,7 @@ def sets_tokens(source: Source) -> bool:
 
 
 def check_model_options(name: str, source: Source, *, is_hub: bool) -> None:
-    """Checks the options of a model source.
-
-    Raises:
-        ConfigError: names the field and what to do.
-    """
+    """Checks the options of a model source."""
     options = model_options(source)
     if options and (source.kind != Kind.CHECKPOINT or source.path.startswith(ALIAS)):
         what = f"of kind {source.kind}" if source.kind != Kind.CHECKPOINT else "a model that this project trained"

@@ -119,11 +119,7 @@ def _check_adapter(name: str, path: str, directory: Path, config: Mapping[str, o
 
 
 def check_base(name: str, path: str, base: str, config: object) -> None:
-    """Checks that an adapter's base is in full precision.
-
-    Raises:
-        ConfigError: it is quantized.
-    """
+    """Checks that an adapter's base is in full precision."""
     found = quantization_format(config)
     if found:
         raise ConfigError(

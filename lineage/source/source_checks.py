@@ -57,11 +57,7 @@ class PythonFunction:
 
 
 def python_function(path: str) -> PythonFunction:
-    """The function that a path names.
-
-    Raises:
-        ConfigError: the form is not accepted.
-    """
+    """The function that a path names (ConfigError: the form is not accepted)."""
     configured = path.removeprefix(PYTHON)
     file, _, name = configured.rpartition(":")
     if file:
@@ -181,9 +177,6 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool, is_d
 
     Args:
         is_hub, is_url, is_directory: what its path is.
-
-    Raises:
-        ConfigError: names the field and what to do.
     """
     twice = [theirs for theirs, count in Counter(source.columns.values()).items() if count > 1]
     if twice:

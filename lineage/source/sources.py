@@ -359,11 +359,7 @@ def filled_in(path: str) -> str:
 
 
 def local_parts(source: Source) -> list[Path]:
-    """The local files and directories that a source consists of.
-
-    Raises:
-        ConfigError: the base of an adapter is missing.
-    """
+    """The local files and directories that a source consists of (ConfigError: the base of an adapter is missing)."""
     paths = local_paths(source.path)
     parts = (source.tokenizer, source.chat_template, source.images)
     found = [path for part in parts if part for path in local_paths(part)]

@@ -93,9 +93,6 @@ def check_split(name: str, path: str, split_by: SplitBy | None, files: Sequence[
 
     Args:
         path, files: of the source.
-
-    Raises:
-        ConfigError: it has no such file.
     """
     if split_by is not None and not any(data_suffix(file) in _SPLIT_SUFFIXES for file in files):
         raise ConfigError(

@@ -71,11 +71,7 @@ class Gate(Method):
         return found and (*found, *(f"{name}/{key}" if name[-1] != "*" else name for name in each for key in _OF_RULES))
 
     def _each(self, metrics: Collection[str]) -> dict[str, Rule]:
-        """Its rules, each on one of these metrics.
-
-        Raises:
-            ConfigError: a rule is on none of them.
-        """
+        """Its rules, each on one of these metrics (ConfigError: a rule is on none of them)."""
         found: dict[str, Rule] = {}
         for name, rule in self.rules.items():
             of_each = rule.of_each(name, metrics)
@@ -178,11 +174,7 @@ def _names(inputs: Inputs) -> dict[str, str]:
 
 
 def _require_measured(inputs: Inputs) -> None:
-    """Requires that each report measured the bytes of the models that are judged.
-
-    Raises:
-        ArtifactError: one measured another checkpoint.
-    """
+    """Requires that each report measured the bytes of the models that are judged."""
     for report in (each for each in inputs.values() if each.kind == Kind.REPORT):
         policies, weights = read_policies(report.path), read_weights(report.path)
         for slot, model in inputs.items():

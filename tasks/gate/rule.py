@@ -79,11 +79,7 @@ class Rule(Setting):
         return {f"{name}/{each}": replace(self, metric=each) for each in found}
 
     def judge(self, name: str, evidence: Evidence) -> RuleResult:
-        """The outcome, with its evidence.
-
-        Raises:
-            ConfigError: a report lacks the metric or a policy.
-        """
+        """The outcome, with its evidence (ConfigError: a report lacks the metric or a policy)."""
         if self.against == CHAMPION and not evidence.has_champion:
             note = "no champion yet"
             return RuleResult(rule=name, demand=self.demand(), against=CHAMPION, outcome="better", note=note)

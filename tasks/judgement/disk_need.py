@@ -166,9 +166,6 @@ def require_disk(
 
     Returns:
         How many more bytes are on the disk when it is finished; negative: fewer.
-
-    Raises:
-        ConfigError: names what it needs, what is free, and what to do.
     """
     there = sum(_sizes(entry))  # of an earlier attempt: deleted, or not written again
     if model:

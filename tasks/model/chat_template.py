@@ -71,11 +71,7 @@ CHAT_TEMPLATE_FILE = "chat_template.jinja"  # of a model directory
 
 
 def check_name(name: str | None) -> None:
-    """Checks the name of a template.
-
-    Raises:
-        ConfigError: there is no such template.
-    """
+    """Checks the name of a template."""
     if name is None or name in CHAT_TEMPLATES:
         return
     names = [*CHAT_TEMPLATES, *template_families()]

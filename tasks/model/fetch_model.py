@@ -187,9 +187,6 @@ def require_all_weights(
     Args:
         missing: the names that transformers reports.
         has_head: whether the head is among them; a reward model's may be new, or an adapter's.
-
-    Raises:
-        ConfigError: a weight is missing.
     """
     weights, backbone = dict(model.named_parameters(remove_duplicate=False)), f"{model.base_model_prefix}."
     lost = sorted(name for name in missing if name in weights and (has_head or name.startswith(backbone)))

@@ -189,11 +189,7 @@ class GgufModel:
                 writer.add_rope_scaling_attn_factors(scaling / by_itself)
 
     def _stored(self, its: str, weight: str, tensor: "Tensor", kind: str) -> "ndarray":
-        """A weight as llama.cpp keeps it.
-
-        Raises:
-            ConfigError: a value is too large for 16 bits.
-        """
+        """A weight as llama.cpp keeps it (ConfigError: a value is too large for 16 bits)."""
         import numpy as np
         from gguf import quantize
 
@@ -347,11 +343,7 @@ def _type_of(name: str, shape: "Sequence[int]", kind: str) -> "GGMLQuantizationT
 
 
 def _require_attention_scale(label: str, config: "PreTrainedConfig", architecture: str) -> None:
-    """Requires the scale of attention that llama.cpp assumes of Gemma, and that no file says.
-
-    Raises:
-        ConfigError: it is another one.
-    """
+    """Requires the scale of attention that llama.cpp assumes of Gemma, and that no file says."""
     scalar = getattr(config, "query_pre_attn_scalar", None)
     is_27b = config.num_hidden_layers == _LAYERS_OF_27B.get(architecture)
     assumed = config.hidden_size // config.num_attention_heads if is_27b else _head_size(config)
@@ -492,11 +484,7 @@ def _require_same_config(label: str, config: "PreTrainedConfig", header: Path) -
 
 
 def _has_rope(label: str, config: "PreTrainedConfig") -> bool:
-    """Whether a file says how the model scales rotary positions.
-
-    Raises:
-        ConfigError: llama.cpp does not scale them so.
-    """
+    """Whether a file says how the model scales rotary positions (ConfigError: llama.cpp does not scale them so)."""
     kind, architecture = _rope_type(config), ARCHITECTURES[config.model_type]
     if kind in ("", "default"):
         return False

@@ -91,11 +91,7 @@ def config_difference(ours: Mapping[str, object], theirs: Mapping[str, object]) 
 
 
 def require_same_config(name: str, other: str, ours: Mapping[str, object], theirs: Mapping[str, object]) -> None:
-    """Requires that two models have one architecture and size.
-
-    Raises:
-        ConfigError: they differ, or one is quantized.
-    """
+    """Requires that two models have one architecture and size."""
     for label, config in ((name, ours), (other, theirs)):
         found = quantization_format(config)
         if found:
@@ -112,11 +108,7 @@ def require_same_config(name: str, other: str, ours: Mapping[str, object], their
 
 
 def require_same_vocabulary(name: str, other: str, ours: Mapping[str, int], theirs: Mapping[str, int]) -> None:
-    """Requires that two models have the same tokens under the same ids.
-
-    Raises:
-        ConfigError: they differ, naming a token.
-    """
+    """Requires that two models have the same tokens under the same ids."""
     apart = sorted(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
     if apart:
         raise ConfigError(
@@ -127,11 +119,7 @@ def require_same_vocabulary(name: str, other: str, ours: Mapping[str, int], thei
 
 
 def require_same_template(name: str, other: str, ours: str | None, theirs: str | None) -> None:
-    """Requires that another model has the policy's chat template, or none: a model before fine-tuning has none.
-
-    Raises:
-        ConfigError: it has a different one.
-    """
+    """Requires that another model has the policy's chat template, or none: a model before fine-tuning has none."""
     if theirs is None or ours == theirs:
         return
     if ours is None:
@@ -156,11 +144,7 @@ def template_of(directory: Path) -> str | None:
 
 
 def places_of(directory: Path) -> Places:
-    """The file of each tensor of a model's directory.
-
-    Raises:
-        ConfigError: there are no weights.
-    """
+    """The file of each tensor of a model's directory (ConfigError: there are no weights)."""
     found = weight_places(directory)
     if not found:
         raise ConfigError(f"{directory}: no {WHOLE} and no {INDEX}; a model as save_pretrained writes it is accepted")
@@ -415,9 +399,6 @@ def require_same_values(
         what: the hand-over, such as ``merging``.
         error: the class of what is raised.
         setting: the one that states the tolerance; empty: none does.
-
-    Raises:
-        PipelineError: a value moved by more, or is not a number.
     """
     apart = largest_difference(before, after)
     if not apart <= tolerance:  # nan is not either
@@ -598,9 +579,6 @@ def _require_layers(layers: Sequence[_Layer], model: "PreTrainedModel", name: st
     """Requires that each merged layer has the change of its adapter, however small: once, and not twice.
 
     Where rounding to the weights' dtype takes it away, it is logged: no weights of that dtype have it.
-
-    Raises:
-        PipelineError: a layer has not.
     """
     import torch
 

@@ -69,9 +69,6 @@ def require_ends(tokenizer: "PreTrainedTokenizerBase", name: str, size: int) -> 
     Args:
         name: of the model.
         size: number of its embeddings.
-
-    Raises:
-        ConfigError: names the token.
     """
     for field in ("bos_token", "eos_token"):
         index = getattr(tokenizer, f"{field}_id")
@@ -184,11 +181,7 @@ def read_otherwise(directory: Path) -> str | None:
 
 
 def require_same_tokens(policy: Input, other: Input) -> None:
-    """Requires that another model has the policy's tokens under the same ids.
-
-    Raises:
-        ConfigError: their tokenizers differ, naming a token.
-    """
+    """Requires that another model has the policy's tokens under the same ids."""
     ours, theirs = (tokenizer_of(each.path).get_vocab() for each in (policy, other))
     apart = differing_tokens(theirs, ours)
     if apart:

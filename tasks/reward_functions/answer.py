@@ -98,11 +98,7 @@ def as_text(value: object) -> str:
 
 
 def json_of(value: object, what: str) -> object:
-    """A column's value, decoded where it is JSON text.
-
-    Raises:
-        DataError: it is text that is not JSON.
-    """
+    """A column's value, decoded where it is JSON text (DataError: it is text that is not JSON)."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -121,20 +117,13 @@ def check_tags(option: str, tags: Sequence[str]) -> None:
 
     Args:
         option: that sets them, for the message.
-
-    Raises:
-        ConfigError: names the tags.
     """
     if len(set(tags)) < len(tags) or not all(re.fullmatch(r"[\w-]+", tag) for tag in tags):
         raise ConfigError(f"{option}={[*tags]}: different names such as think, answer are accepted; change them")
 
 
 def require_pattern(pattern: str) -> None:
-    """Refuses what is not a regular expression.
-
-    Raises:
-        ConfigError: names what is wrong in it.
-    """
+    """Refuses what is not a regular expression."""
     import regex
 
     try:

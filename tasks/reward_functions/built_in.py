@@ -489,11 +489,7 @@ def _share(call: object, tools: Mapping[str, Mapping[str, object]]) -> float:
 
 
 def _parameters(value: object, what: str) -> Mapping[str, Mapping[str, object]]:
-    """Name of a declared tool -> the JSON Schema of its arguments.
-
-    Raises:
-        DataError: the column holds no tools.
-    """
+    """Name of a declared tool -> the JSON Schema of its arguments (DataError: the column holds no tools)."""
     tools = json_of(value, what)
     if not isinstance(tools, list) or not tools:
         raise DataError(

@@ -79,11 +79,7 @@ def passed(program: str, tests: Sequence[str], cpu_seconds: int, memory_mib: int
 
 @cache
 def require_sandbox() -> None:
-    """Runs a program in the sandbox, before the first step.
-
-    Raises:
-        PipelineError: it cannot be contained, or does not run.
-    """
+    """Runs a program in the sandbox, before the first step (PipelineError: it cannot be contained, or does not run)."""
     if passed("answer = 6 * 7", ["assert answer == 42"], _TIMEOUT_SECONDS, _MEMORY_MIB) != {0}:
         raise PipelineError(
             f"the sandbox of the reward function code does not run on this machine ({sys.platform}, {sys.executable}); "

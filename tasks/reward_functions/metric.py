@@ -267,11 +267,7 @@ def local_task(metric: Metric) -> dict[str, object]:
 
 
 def data_files(task: Mapping[str, object], path: Path) -> dict[str, list[Path]]:
-    """Split -> local files of rows of a benchmark; paths are relative to its YAML file.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """Split -> local files of rows of a benchmark; paths are relative to its YAML file."""
     options = task.get("dataset_kwargs")
     given = options.get("data_files") if isinstance(options, dict) else None
     given = given if isinstance(given, dict) else {"train": given} if given else {}

@@ -857,9 +857,6 @@ def check_compatible(where: str, method: Method, resources: Resources, config: M
     Args:
         where: ``stages.NAME``.
         config: of its model, where that is known.
-
-    Raises:
-        ConfigError: names the fields, the reason, and the overrides that make it work.
     """
     if isinstance(method, Training):
         for refusal in refusals(Case(method=method, resources=resources, config=config)):

@@ -276,9 +276,6 @@ def require_agreement(policy: "Input", precision: str, log_ratios_R: "Tensor") -
 
     Args:
         log_ratios_R: log-probability of each answer under the policy minus that under the reference, in nats.
-
-    Raises:
-        PipelineError: they differ, or are non-finite.
     """
     worst = float(log_ratios_R.abs().max())
     tolerance = TOLERANCE[precision] / PROOF_BETA

@@ -262,11 +262,7 @@ class _ByTokens(_Base):
     def _smaller(
         self, model: torch.nn.Module, micro_batches: Sequence[MicroBatch], before: "_State", reason: str
     ) -> list[MicroBatch]:
-        """Halves the budget, as if the step had not been tried.
-
-        Raises:
-            PipelineError: a micro batch has one row already.
-        """
+        """Halves the budget, as if the step had not been tried (PipelineError: a micro batch has one row already)."""
         largest, longest = max(each.tokens for each in micro_batches), max(each.rows for each in micro_batches)
         remedy = "set gradient_checkpointing=on, a smaller max_length, an adapter or quantization"
         if longest == 1:

@@ -373,11 +373,7 @@ def continued(model: "PreTrainedModel", adapter: Adapter, config: PeftConfig, di
 
 
 def require_same(adapter: Adapter, wanted: PeftConfig, saved: PeftConfig, model: "PreTrainedModel") -> None:
-    """Requires that a saved adapter is the one that the recipe sets.
-
-    Raises:
-        ConfigError: names a field that differs.
-    """
+    """Requires that a saved adapter is the one that the recipe sets."""
     reads = ADAPTERS[adapter.type].reads
     compared = {name: argument for name, argument in reads.items() if argument and name not in ("dropout", "init")}
     pairs: dict[str, tuple[object, object]] = {"type": (wanted.peft_type.value.lower(), saved.peft_type.value.lower())}

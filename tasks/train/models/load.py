@@ -238,11 +238,7 @@ def load_on_device(model: Input, ctx: "TrainContext") -> "PreTrainedModel":
 
 
 def require_trainable(method: TrainingRecipe, policy: Input, ctx: "TrainContext") -> None:
-    """Requires that a policy that was quantized before can be trained as the method does.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Requires that a policy that was quantized before can be trained as the method does."""
     base, adapters = base_and_adapters(policy.path)
     new = (*policy.source.added_tokens, *policy.source.special_tokens) if policy.source else ()
     if new and (method.adapter or method.freeze):  # of a hub id the plan may not know the tokenizer
@@ -346,9 +342,6 @@ def _class_for(kind: Kind, config: "PreTrainedConfig") -> "type[_BaseAutoModelCl
 
     Of a model of text and images transformers has no causal class, or one of its text part alone, which would lose the
     rest: then it is the class that also reads images, and rows of text use its text part.
-
-    Raises:
-        ConfigError: there is none.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.models.auto import modeling_auto
@@ -843,9 +836,6 @@ def require_embeddings(
 
     Args:
         spelled: control tokens in the rows' texts; empty where ``control_tokens`` is set.
-
-    Raises:
-        DataError: names a token that it has none for.
     """
     num_embeddings = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) <= num_embeddings:

@@ -271,11 +271,7 @@ def _is_installed(module: str) -> bool:
 
 
 def require_available(setting: Quantization, *, on_gpu: bool) -> None:
-    """Requires the package and the hardware of a format.
-
-    Raises:
-        ConfigError: names what is missing, and how to get it.
-    """
+    """Requires the package and the hardware of a format."""
     lacking = missing(setting.format, on_gpu=on_gpu)
     if lacking:
         raise ConfigError(f"quantization.format={setting.format}: {lacking}")

@@ -48,11 +48,7 @@ class Quantizer:
 
     @staticmethod
     def of(setting: Quantization | None, precision: str, ctx: "TrainContext") -> "Quantizer | None":
-        """From a training's settings; None: full precision.
-
-        Raises:
-            ConfigError: a package or a GPU is missing.
-        """
+        """From a training's settings; None: full precision (ConfigError: a package or a GPU is missing)."""
         if setting is None:
             return None
         from accelerate import PartialState
@@ -179,9 +175,6 @@ def require_gradient(model: "PreTrainedModel") -> None:
     An adapter in a lower layer learns from that gradient. Formats for inference pass none, or a wrong one. One layer of
     each class is tried, the smallest: a layer f is linear, so that the gradient of <g, f(x)> at x times a direction v
     is <g, f(v) - f(0)>, whatever holds its weights.
-
-    Raises:
-        ConfigError: names the class of the layers.
     """
     layers: dict[type, nn.Module] = {}
     for module in model.modules():
