@@ -151,7 +151,7 @@ class Engine:
         self._live: dict[str, _Live] = {}
         self._bases: Bases = {}
         self._digests = DigestCache(None)
-        self._callbacks: dict[str, list[Callable[[], None]]] = {}
+        self._callbacks: dict[str, list[Callable[[], None]]] = {}  # of each call without a result
         self._ends = False
         self._thread = threading.Thread(target=self._work, name="steps", daemon=True)
 
@@ -231,7 +231,7 @@ class Engine:
                 key["name"], client, name, request_id, 0, CREATE, body_digest, changes=True,
                 opens={**row, "start": start and json.dumps(start)},
             )  # fmt: skip
-        return self.outcome(request_id)
+        return _accepted(request_id, name, 0, CREATE)
 
     def settings_of(self, settings: Mapping[str, object]) -> tuple[Steps, Resources]:
         """The training of a session's settings, and its workers.
@@ -287,7 +287,7 @@ class Engine:
                 self._require_quota(key, sessions=False)
             _replace(self._body(session, request_id), content)
             self._add(key["name"], client, session, request_id, seq, name, digest, changes=call.changes)
-        return self.outcome(request_id)
+        return _accepted(request_id, session, seq, name)
 
     def require_session(self, key: "RowMapping", session: str) -> "RowMapping":
         """A session of a key that is not closed.
@@ -339,9 +339,8 @@ class Engine:
     def when_done(self, request_id: str, notify: Callable[[], None]) -> None:
         """Calls ``notify`` once the call has its result, or now."""
         with self._condition:
-            found = self.records.call(request_id)
-            if found is not None and found["state"] == QUEUED:
-                self._callbacks.setdefault(request_id, []).append(notify)
+            if request_id in self._callbacks:
+                self._callbacks[request_id].append(notify)
                 return
         notify()
 
@@ -389,6 +388,7 @@ class Engine:
 
     def _enqueue(self, session: str, request_id: str, seq: int | None, number: int) -> None:
         order = self._orders[session]
+        self._callbacks[request_id] = []
         order.waiting, order.arrived = order.waiting + 1, time.monotonic()
         if seq is not None:
             order.top = max(order.top, seq)
@@ -449,7 +449,7 @@ class Engine:
                     order.next = found["seq"] + 1
                     if (following := order.held.get(order.next)) is not None:
                         heapq.heappush(self._ready, (found["number"], following))
-                for notify in self._callbacks.pop(request_id, ()):
+                for notify in self._callbacks.pop(request_id):
                     notify()
 
     def _run(self, found: "RowMapping") -> None:
@@ -653,7 +653,7 @@ class Engine:
         for request_id in order.held.values():
             _replace(self._result(session, request_id), orjson.dumps({"error": sentence}))
             self.records.finish(request_id, FAILED, 408, 0, None)
-            for notify in self._callbacks.pop(request_id, ()):
+            for notify in self._callbacks.pop(request_id):
                 notify()
         order.waiting, order.next, order.held = order.waiting - len(order.held), order.top + 1, {}
 
@@ -672,6 +672,10 @@ class Engine:
 
     def _result(self, session: str, request_id: str) -> Path:
         return self._folder(session) / "results" / f"{request_id}.json"
+
+
+def _accepted(request_id: str, session: str, seq: int | None, call: str) -> Outcome:
+    return Outcome(request_id=request_id, session=session, seq=seq, call=call, status=202, body=b"{}")
 
 
 def found_by(find: "Callable[[str], Value]", session: "RowMapping") -> "Value":

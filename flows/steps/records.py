@@ -4,6 +4,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,10 @@ from lineage.secrets import redacted
 
 if TYPE_CHECKING:
     from sqlalchemy import RowMapping
+    from sqlalchemy.engine.interfaces import DBAPIConnection
 
 QUEUED, DONE, FAILED = "queued", "done", "failed"
+_CONNECTIONS = 48  # kept open: of the server's threads, 40 of which answer requests, each has one
 KEY_PREFIX = "tml-"  # a client that we work with sends no others
 
 _META = MetaData()
@@ -80,9 +83,11 @@ class Records:
         root.mkdir(parents=True, exist_ok=True)
         address = url or f"sqlite:///{(root / 'steps.db').absolute()}"
         try:
-            self._engine = create_engine(address, pool_pre_ping=True)
-            if self._engine.dialect.name == "sqlite":
-                event.listen(self._engine, "connect", _set_sqlite)
+            self._engine = create_engine(address, pool_pre_ping=True, pool_size=_CONNECTIONS)
+            if self._engine.dialect.name in _SETTINGS:
+                event.listen(self._engine, "connect", partial(_set, _SETTINGS[self._engine.dialect.name]))
+            # What only reads needs no transaction, which PostgreSQL would be asked to begin and to end.
+            self._reading = self._engine.execution_options(isolation_level="AUTOCOMMIT")
             _META.create_all(self._engine)
         except (SQLAlchemyError, ImportError, ValueError) as error:
             raise ConfigError(
@@ -111,18 +116,18 @@ class Records:
         return key
 
     def key_of(self, key: str) -> "RowMapping | None":
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             return connection.execute(select(KEYS).where(KEYS.c.digest == digest_of(key))).mappings().first()
 
     def has_keys(self) -> bool:
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             return connection.execute(select(KEYS.c.name)).first() is not None
 
     def used(self, key: str) -> tuple[int, int]:
         """Open sessions and tokens so far of a key."""
         sessions = select(func.count()).where(SESSIONS.c.key == key, SESSIONS.c.state == "open")
         tokens = select(func.coalesce(func.sum(AUDIT.c.tokens), 0)).where(AUDIT.c.key == key)
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             return int(connection.execute(sessions).scalar_one()), int(connection.execute(tokens).scalar_one())
 
     # --- sessions and calls
@@ -132,18 +137,18 @@ class Records:
             connection.execute(update(SESSIONS).where(SESSIONS.c.id == session).values(**values))
 
     def session(self, session: str) -> "RowMapping | None":
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             return connection.execute(select(SESSIONS).where(SESSIONS.c.id == session)).mappings().first()
 
     def sessions(self, key: str | None = None) -> "Sequence[RowMapping]":
         query = select(SESSIONS).order_by(SESSIONS.c.created)
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             return connection.execute(query if key is None else query.where(SESSIONS.c.key == key)).mappings().all()
 
     def owner(self, session: str) -> "RowMapping":
         """The key of a session."""
         query = select(KEYS).join(SESSIONS, SESSIONS.c.key == KEYS.c.name).where(SESSIONS.c.id == session)
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             return connection.execute(query).mappings().one()
 
     def add_call(self, key: str, client: str, opens: Mapping[str, object] | None, **values: object) -> None:
@@ -162,18 +167,18 @@ class Records:
             connection.execute(insert(AUDIT).values(**audit, key=key, client=client, time=now))
 
     def call(self, request_id: str) -> "RowMapping | None":
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             return connection.execute(select(CALLS).where(CALLS.c.id == request_id)).mappings().first()
 
     def call_at(self, session: str, seq: int) -> "RowMapping | None":
         query = select(CALLS).where(CALLS.c.session == session, CALLS.c.seq == seq)
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             return connection.execute(query).mappings().first()
 
     def calls(self, session: str | None = None) -> "Sequence[RowMapping]":
         """In the order of arrival."""
         query = select(CALLS).order_by(CALLS.c.number)
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             return (
                 connection.execute(query if session is None else query.where(CALLS.c.session == session))
                 .mappings()
@@ -192,12 +197,21 @@ class Records:
             connection.execute(insert(AUDIT).values(**values, time=time.time()))
 
     def audited(self) -> "Sequence[RowMapping]":
-        with self._engine.connect() as connection:
+        with self._reading.connect() as connection:
             return connection.execute(select(AUDIT).order_by(AUDIT.c.id)).mappings().all()
 
 
-def _set_sqlite(connection: object, _record: object) -> None:
-    cursor = connection.cursor()  # type: ignore[attr-defined]
-    for each in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=30000", "foreign_keys=ON"):
-        cursor.execute(f"PRAGMA {each}")
+# A call is not lost with the process; a power failure may lose the last ones.
+_SETTINGS = {
+    "sqlite": ("PRAGMA journal_mode=WAL", "PRAGMA synchronous=NORMAL", "PRAGMA busy_timeout=30000",
+               "PRAGMA foreign_keys=ON"),
+    "postgresql": ("SET synchronous_commit TO off",),
+}  # fmt: skip
+
+
+def _set(statements: Sequence[str], connection: "DBAPIConnection", _record: object) -> None:
+    cursor = connection.cursor()
+    for each in statements:
+        cursor.execute(each)
     cursor.close()
+    connection.commit()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import html
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import AnyHttpUrl, TypeAdapter, WithJsonSchema
 from starlette.exceptions import HTTPException
 
@@ -19,6 +20,7 @@ from flows.steps.calls import CALLS, Call
 from flows.steps.engine import CREATE, Engine, Outcome, RefusedError
 from lineage.errors import PipelineError
 from lineage.fingerprint import without_nones
+from lineage.markup import html_page
 from tasks.steps import Steps
 
 if TYPE_CHECKING:
@@ -134,8 +136,15 @@ def app_of(
             yield
         await run_in_threadpool(engine.close)
 
-    app = FastAPI(title="posttrain steps", summary="Drive a training step by step", lifespan=life)
+    # The pages of FastAPI load their scripts from other servers.
+    app = FastAPI(
+        title="posttrain steps", summary="Drive a training step by step", lifespan=life, docs_url=None, redoc_url=None
+    )
     app.add_middleware(BodyLimit, limit=max_body_bytes)
+
+    @app.get("/docs", include_in_schema=False)
+    def docs() -> Response:
+        return HTMLResponse(_page(app.openapi()))
 
     @app.exception_handler(PipelineError)
     async def refused(request: Request, error: PipelineError) -> Response:
@@ -170,6 +179,22 @@ def app_of(
     if sub is not None:
         app.mount("/", _Tools(sub))  # last: it takes every other address
     return app
+
+
+def _page(schema: Mapping[str, object]) -> str:
+    """The routes of an OpenAPI schema, on a page that loads nothing."""
+    parts = ["<h1>posttrain steps</h1><p>The schema for programs: <a href='openapi.json'>openapi.json</a></p>"]
+    paths = cast("Mapping[str, Mapping[str, Mapping[str, object]]]", schema["paths"])
+    for method, path, route in [(method, path, each) for path, of in paths.items() for method, each in of.items()]:
+        parts.append(
+            f"<h2><code>{method.upper()} {path}</code></h2><p>{html.escape(str(route.get('description')))}</p>"
+        )
+        for name in ("parameters", "requestBody"):
+            if found := route.get(name):
+                text = html.escape(json.dumps(found, indent=1))
+                parts.append(f"<details><summary>{name}</summary><pre>{text}</pre></details>")
+    style, policy = "body { font-family: sans-serif; margin: 2em }", "default-src 'none'; style-src 'unsafe-inline'"
+    return html_page(title="posttrain steps", style=style, body="".join(parts), policy=policy)
 
 
 class _Tools:

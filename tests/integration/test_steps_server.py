@@ -227,7 +227,10 @@ def test_bad_input_is_refused_with_a_sentence_and_the_session_stays_usable(serve
     assert {200, 400, 401, 403, 410, 422} <= statuses
     page = httpx.get(f"{served.url}/openapi.json").json()
     assert {f"/v1/sessions/{{session}}/{each}" for each in CALLS} <= set(page["paths"])
-    assert httpx.get(f"{served.url}/docs").status_code == 200
+    shown = httpx.get(f"{served.url}/docs").text
+    assert all(f"POST /v1/sessions/{{session}}/{each}" in shown for each in CALLS) and "gradients of the loss" in shown
+    assert "<script" not in shown and "http://" not in shown and "https://" not in shown  # it needs no network
+    assert httpx.get(f"{served.url}/redoc").status_code == 404
 
 
 def test_an_oversized_body_is_refused_before_it_is_read(tmp_path: Path, model: str) -> None:

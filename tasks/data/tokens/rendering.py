@@ -523,6 +523,10 @@ class ControlTokens:
         """Those that a document spells."""
         return self.pattern.findall(text) if self._are_in(text) else []
 
+    def places(self, text: str, role: object = None) -> list[Span]:
+        """Where a text spells them; in one of the assistant, not those around thinking."""
+        return [each.span() for each in self._pattern(role).finditer(text)] if self._are_in(text) else []
+
     def spelled_by(self, messages: Sequence[Message], tools: Tools | None) -> list[str]:
         """Those that the texts of a row spell."""
         values = [value for message in messages for value in message.values()]

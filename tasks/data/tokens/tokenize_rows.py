@@ -218,9 +218,7 @@ class RowTokenizer:
         spelled = self.control.spelled(text)
         if not spelled or self.tokenization.keeps_control:
             return Rendered(text=text, spelled=spelled)
-        return Rendered(
-            text=text, spelled=spelled, literal=[each.span() for each in self.control.pattern.finditer(text)]
-        )
+        return Rendered(text=text, spelled=spelled, literal=self.control.places(text))
 
     def _count(self, outcome: RowOutcome, text: Rendered, whole: Encoded) -> None:
         """Counts the control tokens that a text spells, and the starts of answers over which tokens would merge.

@@ -6,9 +6,12 @@ training. It holds because the tokens that were sampled stay as they are: nothin
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError
+from tasks.data.tokens.encoding import Rendered, Span, encode_rendered, encoder_of
+from tasks.data.tokens.rendering import ControlTokens, StopTokens
 from tasks.steps import Row
 
 if TYPE_CHECKING:
@@ -100,12 +103,24 @@ class Conversation:
         self.tokens: list[int] = []
         self.sampled: list[float | None] = []
 
+    @cached_property
+    def _control(self) -> ControlTokens:
+        """The tokens that only the renderer may write, as in trainings only a chat template may."""
+        stops, own = StopTokens.of(self.tokenizer), self.renderer
+        return ControlTokens(texts=frozenset({*stops.special, *({*own.marks, own.begin, own.stop} & {*stops.added})}))
+
     def prompt(self, *messages: Message) -> list[int]:
-        """Adds messages, and begins the assistant's turn; returns all tokens, from which to sample."""
-        text = "" if self.tokens else self.renderer.begin
+        """Adds messages, and begins the assistant's turn; returns all tokens, from which to sample.
+
+        A content that spells a control token is text, as in trainings.
+        """
+        text, literal = "" if self.tokens else self.renderer.begin, list[Span]()
         for each in messages:
-            text += f"{self.renderer.head(each['role'])}{each['content']}{self.renderer.end}"
-        self._add(text + self.renderer.head("assistant").rstrip(" "))
+            text += self.renderer.head(each["role"])
+            spans = self._control.places(each["content"], each["role"])
+            literal += [(len(text) + start, len(text) + end) for start, end in spans]
+            text += f"{each['content']}{self.renderer.end}"
+        self._add(text + self.renderer.head("assistant").rstrip(" "), literal)
         return list(self.tokens)
 
     def answer(self, tokens: Sequence[int], logprobs: Sequence[float]) -> str:
@@ -119,14 +134,17 @@ class Conversation:
         self._add(self.renderer.end.removeprefix(self.renderer.stop) if is_whole else self.renderer.end)
         return text.removesuffix(self.renderer.stop)
 
-    def _add(self, text: str) -> None:
+    def _add(self, text: str, literal: Sequence[Span] = ()) -> None:
         found = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+        if literal:
+            [encoded] = encode_rendered(encoder_of(self.tokenizer), [Rendered(text=text, literal=literal)])
+            found = encoded.ids
         self.tokens += found
         self.sampled += [None] * len(found)
 
     def row(self, advantage: float) -> Row:
         """One row for the losses of reinforcement: only sampled tokens have the advantage, and a weight."""
-        return _row(self.tokens, self.sampled, advantage)
+        return _row(self.tokens, self.sampled, [advantage] * len(self.tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,35 +158,37 @@ class Rollout:
 
 
 def merged(rollouts: Sequence[Rollout]) -> tuple[list[Row], int]:
-    """Rows of rollouts, in any order; one whose prompt extends another one with the same advantage joins its row.
+    """Rows of rollouts, in any order; one whose prompt extends another one joins its row.
+
+    Each token keeps the advantage of its rollout.
 
     Returns:
         The rows, and how many rollouts joined another.
     """
-    found: list[tuple[list[int], list[float | None], float]] = []
+    found: list[tuple[list[int], list[float | None], list[float]]] = []
     count = 0
     for each in sorted(rollouts, key=lambda rollout: len(rollout.prompt)):
         prompt = list(each.prompt)
         before = max(
-            (own for own in found if own[2] == each.advantage and prompt[: len(own[0])] == own[0]),
-            key=lambda own: len(own[0]), default=None,
+            (own for own in found if prompt[: len(own[0])] == own[0]),
+            key=lambda own: (len(own[0]), own[2][-1] == each.advantage), default=None,
         )  # fmt: skip
         if before is None:
-            before = ([], [], each.advantage)
-            found.append(before)
+            found.append(before := ([], [], []))
         else:
             count += 1
         rest = prompt[len(before[0]) :]
         before[0].extend([*rest, *each.tokens])
         before[1].extend([*[None] * len(rest), *each.logprobs])
+        before[2].extend([each.advantage] * (len(rest) + len(each.tokens)))
     return [_row(*each) for each in found], count
 
 
-def _row(tokens: Sequence[int], sampled: Sequence[float | None], advantage: float) -> Row:
+def _row(tokens: Sequence[int], sampled: Sequence[float | None], advantages: Sequence[float]) -> Row:
     follow = sampled[1:]
     return Row(
         tokens=list(tokens[:-1]), target_tokens=list(tokens[1:]),
         logprobs=[0.0 if each is None else each for each in follow],
-        advantages=[0.0 if each is None else advantage for each in follow],
+        advantages=[0.0 if each is None else own for each, own in zip(follow, advantages[1:], strict=True)],
         weights=[float(each is not None) for each in follow],
     )  # fmt: skip

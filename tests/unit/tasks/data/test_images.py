@@ -20,7 +20,16 @@ from lineage.errors import DataError
 from tasks.context import TrainContext
 from tasks.data.formats.detect import detect
 from tasks.data.formats.turns import BadRowError
-from tasks.data.images import IMAGES, MARK, ImageFiles, StoredImages, has_images, require_none_in_answers, with_images
+from tasks.data.images import (
+    IMAGES,
+    MARK,
+    ImageFiles,
+    StoredImages,
+    check_image,
+    has_images,
+    require_none_in_answers,
+    with_images,
+)
 from tasks.data.kinds import messages_of
 from tasks.method import Input
 from tasks.prepare_data import PrepareConversations, PreparePreferences
@@ -165,6 +174,22 @@ def test_a_bad_image_is_named_with_a_remedy(
 def test_a_text_about_a_mark_is_a_text() -> None:
     assert not has_images(MARKED)
     assert not has_images({"messages": [{"role": "user", "content": "?"}, ANSWER], "images": []})
+
+
+@pytest.mark.parametrize("format", ["PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF"])
+def test_a_cut_image_is_refused_unless_all_its_pixels_are_there(format: str) -> None:
+    file = io.BytesIO()
+    Image.effect_noise((24, 20), 80).save(file, format)
+    data, refused = file.getvalue(), 0
+    whole = Image.open(file).convert("RGB").tobytes()
+    for length in range(len(data) - 40, len(data)):
+        try:
+            check_image(data[:length], "it")
+        except BadRowError:
+            refused += 1
+        else:
+            assert Image.open(io.BytesIO(data[:length])).convert("RGB").tobytes() == whole, length
+    assert refused >= 19  # after the pixels a PNG has 21 bytes
 
 
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded(files: ImageFiles) -> None:
