@@ -23,7 +23,7 @@ from typing import NoReturn
 from flows.commands.arguments import add_json, add_overrides, add_sweep, read_overrides, recorded_cli_args
 from flows.commands.examples import EXAMPLES, no_command, no_option, overview
 from flows.declare.project import read_project, with_project
-from flows.reports.wording import PrintableFormatter, coloured, printable, printable_text
+from flows.reports.wording import PrintableFormatter, coloured, on_screen, printable
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.files import local_path
 from posttrain import first
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _interruptible():
             return _run(sys.argv[1:] if arguments is None else arguments)
     except PipelineError as error:
-        print(coloured(printable_text(f"posttrain: {error}"), sys.stderr), file=sys.stderr)
+        print(coloured(on_screen(f"posttrain: {error}"), sys.stderr), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as stop:
         how = f" {stop}" if stop.args else ""
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         remedy = _OF_INPUT.get(error.errno or 0)
         where = f"{error.filename}: " if error.filename else ""
         text = f"{where}{error.strerror}; {remedy}" if remedy else f"{type(error).__name__}: {error}"
-        print(printable_text(f"posttrain: {text}"), file=sys.stderr)
+        print(on_screen(f"posttrain: {text}"), file=sys.stderr)
         return ConfigError.exit_code if remedy else 1
 
 
@@ -163,7 +163,7 @@ def _warn_of_repeated(overrides: Sequence[str]) -> None:
     last = {word.lstrip("+").partition("=")[0]: word for word in overrides}
     for word in overrides:
         if (counts := last[word.lstrip("+").partition("=")[0]]) != word:
-            print(printable(f"posttrain: {word} is ignored, since {counts} follows it"), file=sys.stderr)
+            print(on_screen(f"posttrain: {word} is ignored, since {counts} follows it"), file=sys.stderr)
 
 
 @contextlib.contextmanager

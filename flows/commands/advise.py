@@ -363,13 +363,13 @@ def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str, int |
 
 
 def _table(found: Recipe) -> str:
-    from flows.reports.wording import empty_table, plain_text
+    from flows.reports.wording import empty_table, on_screen, plain_text
 
     table = empty_table("setting", "now", "advised", "reason", "source")
     for each in found.values:
         now = "-" if each.now is None else text_of(each.now)
         table.add_row(each.field, now, text_of(each.value), each.reason, each.source)
-    return f"{found.stage}: {found.rows}\n{plain_text(table)}"
+    return on_screen(f"{found.stage}: {found.rows}\n{plain_text(table)}")
 
 
 def text_of(value: Value | None) -> str:

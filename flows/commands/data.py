@@ -19,7 +19,7 @@ from flows.declare.config import load_pipeline, typed
 from flows.declare.operation import strict
 from flows.declare.pipeline import listed
 from flows.declare.project import with_project
-from flows.reports.wording import printable
+from flows.reports.wording import on_screen, printable
 from lineage.artifact import DATA, SOURCE, WHEEL, Kind, Source
 from lineage.errors import ConfigError, DataError
 from lineage.filesystem.digest import DigestCache
@@ -351,4 +351,4 @@ def as_text(section: Section) -> str:
     lines = [
         printable(row) if isinstance(row, str) else f"{printable(row[0]):<{width}}  {printable(row[1])}" for row in rows
     ]
-    return "\n".join([printable(title), *(f"  {line}" for line in lines)])
+    return on_screen("\n".join([title, *(f"  {line}" for line in lines)]))

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.reports.wording import counted, printable_text
+from flows.reports.wording import counted, on_screen
 from lineage.errors import ConfigError
 from lineage.secrets import redacted
 
@@ -26,9 +26,9 @@ def run_doctor(options: argparse.Namespace) -> int:
     else:
         width = max(len(each.check) for each in findings)
         for each in findings:
-            print(printable_text(f"{each.level:<5}  {each.check:<{width}}  {each.found}"))
+            print(on_screen(f"{each.level:<5}  {each.check:<{width}}  {each.found}"))
             if each.remedy:
-                print(printable_text(f"{'':<{7 + width}}  -> {each.remedy}"))
+                print(on_screen(f"{'':<{7 + width}}  -> {each.remedy}"))
         print(f"{counted(len(errors), 'error')}, {counted(len(warnings), 'warning')}")
     if any(each.check == "configuration" for each in errors):
         return ConfigError.exit_code

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.reports.wording import printable_text
+from flows.reports.wording import on_screen
 from lineage.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def run_verify(options: argparse.Namespace) -> int:
     else:
         lines = [f"{each.fault:9} {each.what}: {each.why}\n          {each.mend}" for each in findings]
         verdict = f"{len(faults)} faults" if faults else "intact"
-        print(printable_text("\n".join([*lines, f"{len(checked.chosen)} artifacts checked: {verdict}"])))
+        print(on_screen("\n".join([*lines, f"{len(checked.chosen)} artifacts checked: {verdict}"])))
     return 1 if faults else 0
 
 
@@ -162,7 +162,7 @@ def _print_garbage(
         lines.append(f"{used} stay: {names}; --older-than 0 takes them too")
     total = f"{counted(len(garbage), 'thing')} to delete in {store}: {decimal(whole.freed)}"
     lines.append(total if garbage else f"nothing to delete in {store}")
-    print(printable_text("\n".join(lines)))
+    print(on_screen("\n".join(lines)))
 
 
 def _confirmed(as_json: bool) -> bool:

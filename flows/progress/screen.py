@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.table import Table
 
 from flows.progress.stage_progress import Progress, line_of, progress_of
-from flows.reports.wording import clock, printable, relative
+from flows.reports.wording import clock, on_screen
 from lineage.record.tracker import Event
 
 PLAIN_INTERVAL_SECONDS = 30.0
@@ -82,14 +82,14 @@ class Screen:
             if self._is_live:
                 self._live.refresh()  # else the live line of a stage is drawn once more below the line of its end
             style = {"done": "green", "failed": "red"}.get(event.state, "")
-            self._say(title, printable(text.partition("\n")[0]), style)
+            self._say(title, text.partition("\n")[0], style)
 
     def _say(self, name: str, text: str, style: str = "") -> None:
         self._print(f"{name:<{self._width}}  {text}", style)
 
     def _print(self, text: str, style: str = "") -> None:
         with self._lock, contextlib.suppress(OSError):  # the reader is gone; the run continues
-            self._console.print(relative(text), markup=False, soft_wrap=True, style=style)
+            self._console.print(on_screen(text), markup=False, soft_wrap=True, style=style)
 
     def _render(self) -> Table:
         grid = Table.grid(padding=(0, 2))

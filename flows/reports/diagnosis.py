@@ -12,7 +12,7 @@ import yaml
 from flows.declare.config import load_pipeline
 from flows.progress.run_record import RunRecord, runs_of
 from flows.progress.stage_log import stage_entry
-from flows.reports.wording import counted, printable_text
+from flows.reports.wording import counted, on_screen
 from lineage.diagnosis.curves import Curve, Curves, read_curves
 from lineage.diagnosis.finding import Finding
 from lineage.diagnosis.rules import MIN_STEPS, RULES, diagnose
@@ -124,7 +124,7 @@ def diagnosis_text(found: Diagnosis) -> str:
         checked = [name for name in ("loss", found.curves.validation_name) if name in found.curves.series]
         few = f"; most judge {MIN_STEPS} steps or more" if 0 < len(found.curves.loss) < MIN_STEPS else ""
         lines = [f"{head}, and none of the {len(RULES)} rules fires{few}", *_plots(found.curves, checked)]
-        return printable_text("\n".join(lines))
+        return on_screen("\n".join(lines))
     lines = [f"{head}, {counted(len(found.findings), 'finding')}"]
     for each in found.findings:
         lines += ["", f"{each.rule} ({each.confidence} confidence): {each.evidence}"]
@@ -133,7 +133,7 @@ def diagnosis_text(found: Diagnosis) -> str:
     if any(each.change for each in found.findings):
         patch = f"posttrain diagnose {found.node} --out patch.yaml"
         lines += ["", f"to apply: {patch}, then posttrain run --overrides-from patch.yaml"]
-    return printable_text("\n".join(lines))
+    return on_screen("\n".join(lines))
 
 
 def _plots(curves: Curves, names: list[str]) -> Iterator[str]:

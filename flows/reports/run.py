@@ -17,7 +17,7 @@ from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, dashboard_file, latest, run_record_path, waits_for
 from flows.progress.stage_progress import Progress
 from flows.reports.page import render
-from flows.reports.wording import clock, empty_table, plain_text, printable_text, relative
+from flows.reports.wording import clock, empty_table, on_screen, plain_text, relative
 from flows.sweep.folder import trial_results
 from lineage.artifact import Kind
 from lineage.diagnosis.finding import Finding
@@ -210,13 +210,14 @@ def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> s
         if found := planned.hyperparameters:
             origin = re.sub(r"default of \w+", "default", found.learning_rate_reason)
             settings.add_row(planned.name, f"{found.learning_rate:g}", origin, found.length)
-    trained = [plain_text(settings)] if settings.rows else []
-    trained += [
+    kernels = [
         f"{planned.name}: {'; '.join(f'{name} by {choice}' for name, choice in planned.kernels.items())}"
         for planned in plan.stale if planned.kernels
     ]  # fmt: skip
+    trained = plain_text(settings) if settings.rows else ""
     needed = [*_estimate_table(estimates or {}), *advice_lines(plan.advice)]
-    return printable_text("\n".join([*head, plain_text(table), *trained, *needed, verdict]))
+    parts = [plain_text(table), trained, "\n".join(kernels), *needed, verdict]
+    return on_screen("\n\n".join(["\n".join(head), *filter(None, parts)]))
 
 
 def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: str | None) -> dict[str, object]:
@@ -267,7 +268,7 @@ def summary(
     pages = {"page": relative(page) if page else "", "lineage": _lineage_page(plan)}
     parts += ["\n".join(found)] if (found := [f"{name:<7}  {place}" for name, place in pages.items() if place]) else []
     parts.append(_next(plan, seconds, cli_args))
-    return printable_text("\n\n".join(part.rstrip() for part in parts))
+    return on_screen("\n\n".join(part.rstrip() for part in parts))
 
 
 def _findings(plan: Plan, seconds: Mapping[str, float]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.progress.run_record import RunRecord
 from flows.reports.run import RunView, StageView
-from flows.reports.wording import clock, counted, printable_text
+from flows.reports.wording import clock, counted, on_screen
 from lineage.diagnosis.rules import as_line
 from lineage.record.attempts import describe_last_attempt
 
@@ -54,11 +54,11 @@ def _stage_dict(stage: StageView) -> dict[str, object]:
 def status_text(store: Path, live: Sequence[RunView], last: Sequence[RunView]) -> str:
     """The status as text."""
     if not (live or last):
-        return printable_text(f"no run is recorded in {store} yet; start one with: posttrain run")
+        return on_screen(f"no run is recorded in {store} yet; start one with: posttrain run")
     blocks = ["\n".join(_live_lines(run)) for run in live] or [f"nothing runs in {store}"]
     if last:
         blocks.append("\n".join(["last runs", *(line for run in last for line in _last_lines(run))]))
-    return printable_text("\n\n".join(blocks))
+    return on_screen("\n\n".join(blocks))
 
 
 def _live_lines(run: RunView) -> Iterator[str]:

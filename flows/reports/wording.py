@@ -3,10 +3,13 @@
 Control characters, as in file names, are escaped: they could move a terminal's cursor or hide text.
 """
 
+import contextlib
 import logging
 import os
 import re
+import sys
 import unicodedata
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -57,6 +60,54 @@ def printable_text(text: str) -> str:
     return "\n".join(map(printable, _COLOURS.sub("", text).expandtabs().split("\n")))
 
 
+_LEAST_COLUMNS = 40  # below which nothing is laid out
+_QUOTED = r"(?<![^\s=(])'[^'\n]*'"
+_WORDS = re.compile(rf"(?:{_QUOTED}|\S)+")
+_COMMAND = re.compile(rf"(?<!\S)posttrain [a-z][\w-]*(?: (?:{_QUOTED}|[^\s;'()]*[^\s;,'()])+)*[;,.)]*")
+_UNBROKEN = re.compile(f"{_COMMAND.pattern}|{_WORDS.pattern}")
+_LABEL = re.compile(r"\s*\S+(?: \S+)*? {2,}")  # name  text
+
+
+def screen_width() -> int:
+    """Columns of the screen, which COLUMNS may set; 0: other programs read the output, and lines stay whole."""
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdecimal():
+        return int(columns)
+    with contextlib.suppress(OSError, ValueError):  # closed, or no terminal
+        return os.get_terminal_size(sys.stdout.fileno()).columns
+    return 0
+
+
+def on_screen(text: str) -> str:
+    """Printable text whose lines fit the screen: what is too long goes on below, indented, or after a backslash."""
+    text, width = printable_text(text), screen_width()
+    if width < _LEAST_COLUMNS:
+        return text
+    return "\n".join(part for line in text.split("\n") for part in _folded(line, width))
+
+
+def _folded(line: str, width: int, hang: int | None = None) -> list[str]:
+    """A line as lines of a width; a word that is longer, and a command that is not, stay whole to be copied.
+
+    Args:
+        hang: indentation from the second line on; None: below the text after a label, or two more than the line's own.
+    """
+    if len(line) <= width:
+        return [line]
+    if hang is None:
+        label = _LABEL.match(line)
+        hang = label.end() if label and label.end() <= width // 2 else len(line) - len(line.lstrip()) + 2
+    lines, now, end = list[str](), "", 0
+    for chunk in _UNBROKEN.finditer(line):
+        is_long = len(chunk[0]) > width - hang and bool(_COMMAND.fullmatch(chunk[0]))
+        for word in _WORDS.finditer(line, *chunk.span()) if is_long else (chunk,):
+            if now.strip() and len(now) + word.end() - end > width - 2 * is_long:
+                lines.append(now + " \\" * (word.start() > chunk.start()))
+                now, end = " " * hang, word.start()
+            now, end = now + line[end : word.end()], word.end()
+    return [*lines, now]
+
+
 _RED, _GREEN, _YELLOW, _BLUE = 31, 32, 33, 36
 _PATTERNS = (  # what stands out on a screen, after what is before it; and its colour
     (re.compile(r"^(\S+ +)(reuse)(?=  )", re.MULTILINE), _GREEN),
@@ -104,11 +155,29 @@ def empty_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
 
 
 def plain_text(table: Table) -> str:
-    """The table with columns two spaces apart."""
+    """The table with columns two spaces apart; on a screen the widest columns of text are folded until it fits."""
     rows = [table.columns, *(tuple(map(relative, row)) for row in table.rows)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    room = screen_width() - 2 * (len(widths) - 1)
+    if room >= _LEAST_COLUMNS and sum(widths) > room:
+        widths = _narrowed(widths, rows, room)
+        rows = [row for each in rows for row in _folded_row(each, widths)]
     aligned = [str.rjust if name in table.numbers else str.ljust for name in table.columns]
     return "\n".join(
         "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip()
         for row in rows
     )
+
+
+def _narrowed(widths: list[int], rows: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Widths that fit, none below its longest word: the widest gives first."""
+    words = [[len(word) for row in rows for word in row[at].split()] for at in range(len(widths))]
+    least = [max(each, default=0) for each in words]
+    while sum(widths) > room and (wide := [at for at, width in enumerate(widths) if width > least[at]]):
+        widths[max(wide, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _folded_row(row: Sequence[str], widths: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    cells = [_folded(cell, width, 0) for cell, width in zip(row, widths, strict=True)]
+    return zip_longest(*cells, fillvalue="")
