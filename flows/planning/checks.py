@@ -17,7 +17,7 @@ from lineage.artifact import ALIAS, MODELS, QUICKSTART, SOURCE, Source
 from lineage.errors import ConfigError, PipelineError
 from lineage.record.environment import list_gpus
 from lineage.record.verdict import CHAMPION
-from lineage.source.model_files import weight_places
+from lineage.source.model_files import PROCESSOR_FILES, weight_places
 from lineage.source.model_source import vocabulary_of
 from lineage.source.source_checks import PYTHON, is_loaded
 from lineage.source.sources import local_paths
@@ -26,6 +26,7 @@ from tasks.data.formats.detect import check_direction, detect
 from tasks.data.formats.proposals import with_prompt
 from tasks.data.formats.trees import is_tree
 from tasks.data.formats.turns import BadRowError, Fields
+from tasks.data.images import WITH_IMAGES, Images, has_images, require_pixels
 from tasks.data.kinds import CONVERSATIONS, TEXT
 from tasks.data.preparing.options import Prepare
 from tasks.evaluate.benchmarks import require_reached
@@ -120,20 +121,80 @@ def column_notes(pipeline: Pipeline, stages: Collection[str]) -> list[str]:
 
 def _unread_columns(source: Source, template: str | None) -> list[str]:
     """Columns of the first rows that are not read; empty for a source that is not a file on this machine."""
+    rows = _read_rows(source, template)
+    if not rows or is_tree(rows, source.columns):
+        return []
+    detected = detect(rows, source.path, columns=source.columns, configured=source.format)
+    return sorted({name for row in rows for name in row.keys() - detected.read_columns(row)})
+
+
+def _read_rows(source: Source, template: str | None) -> list[Fields]:
+    """The first rows of any file or folder on this machine; none of one that ``datasets`` reads, which is heavy."""
     paths = [] if source.path.startswith((PYTHON, QUICKSTART)) else local_paths(source.path)
     from tasks.data.reading.chunk import Row
     from tasks.data.reading.read import read_chunks
     from tasks.data.reading.tables import is_saved
 
-    if not paths or is_loaded(source) or is_saved(paths[0]):  # `datasets`, which is heavy, reads these
+    if not paths or is_loaded(source) or is_saved(paths[0]):
         return []
     chunk = next(read_chunks(source))
     rows = [row.fields for row in islice(chunk.rows(), _FIRST_ROWS) if isinstance(row, Row)]
-    rows = [with_prompt(row, template) if template else row for row in rows]
-    if is_tree(rows, source.columns):
-        return []
-    detected = detect(rows, source.path, columns=source.columns, configured=source.format)
-    return sorted({name for row in rows for name in row.keys() - detected.read_columns(row)})
+    return [with_prompt(row, template) if template else row for row in rows]
+
+
+def check_images(pipeline: Pipeline) -> None:
+    """Checks that a training whose rows have images reads them, and that its processor can be loaded as it is set.
+
+    The rows are the first ones of files on this machine.
+
+    Raises:
+        ConfigError: names the stage, and the setting.
+    """
+    for name, stage in pipeline.stages.items():
+        kind = getattr(stage.method, "reads", None)
+        if not isinstance(stage.method, Training) or kind is None:
+            continue
+        if stage.method.images is not None:
+            _check_processor(pipeline, name, stage.method.images)
+            continue
+        ref = stage.inputs.get(kind.slot)
+        for source, template in _prepared(pipeline, ref) if ref and kind.kind in WITH_IMAGES else ():
+            rows: list[Fields] = []
+            with suppress(
+                OSError, ValueError, PipelineError, BadRowError, StopIteration
+            ):  # the stage says what is wrong
+                rows = _read_rows(source, template)
+            if any(map(has_images, rows)):
+                raise ConfigError(
+                    f"stages.{name}.inputs.{kind.slot}={ref}: rows of {source.path} have images, and images is null; "
+                    "set model.kind=vlm, for a model and a method that read images (docs/vlm.md), or give it rows of "
+                    "text"
+                )
+
+
+def _check_processor(pipeline: Pipeline, name: str, images: Images) -> None:
+    if root_config(pipeline, name).get("model_type") == "smolvlm" and not find_spec(_NUM2WORDS.module):
+        raise ConfigError(
+            f"stages.{name}: the processor of SmolVLM needs the package {_NUM2WORDS.module}, which is not installed; "
+            f"install it ({_NUM2WORDS.install}), or set images=null and train on rows of text"
+        )
+    files = (root_json(pipeline, name, each) for each in PROCESSOR_FILES[:2])
+    if images.size and isinstance(file := next(filter(None, files), None), Mapping):
+        require_pixels(images.size, file, f"stages.{name}.method.")
+
+
+def _prepared(pipeline: Pipeline, ref: str) -> Iterator[tuple[Source, str | None]]:
+    """The sources that rows are prepared of, with the template of their prompts."""
+    if pipeline.is_source(ref):
+        return
+    stage = pipeline.stages[ref]
+    if isinstance(stage.method, Prepare):
+        slots = [stage.inputs[slot] for slot in stage.method.row_slots(stage.inputs)]
+        for each in filter(pipeline.is_source, slots if not stage.method.max_bad_rows else ()):
+            yield pipeline.sources[each.removeprefix(SOURCE)], stage.method.prompt_template
+    elif not isinstance(stage.method, Training):
+        for each in stage.inputs.values():
+            yield from _prepared(pipeline, each)
 
 
 def _first_rows(source: Source, template: str | None) -> list[Fields]:
@@ -540,6 +601,7 @@ _FLASH = {
     ),
 }
 _LIGER = _Package(module="liger_kernel", install="pip install 'posttrain[gpu]'")
+_NUM2WORDS = _Package(module="num2words", install="pip install 'posttrain[vlm]'")
 _TORCHAO = _Package(module="torchao", install="pip install torchao==0.18.0")
 _FP8_CAPABILITY = (8, 9)
 _CPU_FLAGS = Path("/proc/cpuinfo")

@@ -16,6 +16,7 @@ from flows.planning.checks import (
     check_evaluations,
     check_frozen_models,
     check_gates,
+    check_images,
     check_kernels,
     check_metrics,
     check_positions,
@@ -221,6 +222,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     check_replay(pipeline)
     check_data(pipeline)
     check_row_kinds(pipeline)
+    check_images(pipeline)
     check_models(pipeline)
     check_positions(pipeline)
     check_evaluations(pipeline)

@@ -110,6 +110,40 @@ class Images(Setting):
         return {name: value for name, value in named.items() if value is not None}
 
 
+def require_pixels(size: Mapping[str, int], processor: Mapping[str, object], where: str = "") -> None:
+    """Requires that limits of pixels agree with what a processor does with an image.
+
+    Args:
+        size: as ``Images.size`` gives it.
+        processor: its file.
+        where: before the names of fields.
+
+    Raises:
+        ConfigError: no image could have so few pixels.
+    """
+    files = processor.get("image_processor", processor)
+    assert isinstance(files, Mapping)
+    own = files.get("size") or {}
+    sides = [files.get(name) for name in ("min_pixels", "max_pixels")]
+    least, most = (
+        size.get(name, side or (own.get(name) if isinstance(own, Mapping) else None))
+        for name, side in zip(("shortest_edge", "longest_edge"), sides, strict=True)
+    )
+    patch, merge = files.get("patch_size"), files.get("merge_size")
+    token = (patch * merge) ** 2 if isinstance(patch, int) and isinstance(merge, int) else 1
+    if isinstance(most, int) and most < token:
+        raise ConfigError(
+            f"{where}images.max_pixels={most}: a token of an image has {token} pixels; set {token} or more"
+        )
+    if isinstance(least, int) and isinstance(most, int) and least > most:
+        set_, other = ("max", "min") if "longest_edge" in size else ("min", "max")
+        values = {"max": most, "min": least}
+        raise ConfigError(
+            f"{where}images.{set_}_pixels={values[set_]}: the files of the model's processor have "
+            f"{other}_pixels={values[other]}, so that no size would be right; set images.{other}_pixels too"
+        )
+
+
 def bad_image(found: str, accepted: str, remedy: str = "") -> BadRowError:
     """The error for a row with an image that cannot be used."""
     return BadRowError(found, _REASON, accepted, remedy)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from lineage.errors import ConfigError, DataError
 from lineage.filesystem.digest import DigestCache, digest_file
 from lineage.source.model_files import PROCESSOR_FILES, read_json
-from tasks.data.images import Images, StoredImages, marked
+from tasks.data.images import Images, StoredImages, marked, require_pixels
 from tasks.data.kinds import MISMATCHED, PLACES, Message
 from tasks.data.tokens.encoding import ImageSpan, Rendered
 from tasks.data.tokens.tokenization import images_of_pack
@@ -85,6 +85,7 @@ def processor_of(directory: Path, tokenizer: "PreTrainedTokenizerBase", size: Ma
                     f"images.{'max' if 'longest_edge' in size else 'min'}_pixels: {type(image_processor).__name__} of "
                     f"{directory} does not count pixels; processors of Qwen2-VL and its kin do; set it to null"
                 )
+            require_pixels(size, image_processor.to_dict())
             image_processor.size = type(image_processor.size)(**{**dict(image_processor.size), **size})
         # The check of types looks for classes of video processors, which are not there without torchvision.
         unchecked = {"check_argument_for_proper_class": lambda self, name, argument: type(argument)}

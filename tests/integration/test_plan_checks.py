@@ -15,6 +15,7 @@ from flows.planning.checks import (
     batch_notes,
     check_evaluations,
     check_frozen_models,
+    check_images,
     check_positions,
     left_out_notes,
     position_notes,
@@ -293,3 +294,41 @@ def test_the_plan_says_that_transformers_has_no_class_of_a_reward_model(tmp_path
         found[family] = left_out_notes(stages, ["reward"])
     assert found["gemma3"] == []
     assert found["qwen2_vl"][0].startswith("reward: transformers has no class of type qwen2_vl with a head for scores:")
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm"])
+def test_what_does_not_fit_the_images_of_rows_is_refused_by_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    model, rows = write_tokenizer(tmp_path / "model"), tmp_path / "rows"
+    (model / "config.json").write_text(json.dumps({"model_type": family, "vision_config": {}, "text_config": {}}))
+    size = {"size": {"shortest_edge": 256, "longest_edge": 4096}, "patch_size": 4, "merge_size": 2}
+    (model / "processor_config.json").write_text(json.dumps({"image_processor": size}))
+    rows.mkdir()
+    answer = {"role": "assistant", "content": "b"}
+    row = {"messages": [{"role": "user", "content": "<image>a"}, answer], "images": ["a.png"]}
+    (rows / "train.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr("flows.planning.checks.find_spec", lambda name: None if name == "num2words" else True)
+
+    def check(*overrides: str, path: Path = rows) -> None:
+        own = ["pipeline=sft", f"model={model}", f"sources.instructions.path={path}"]
+        check_images(load_pipeline([*own, *overrides]))
+
+    with pytest.raises(ConfigError, match=r"sft.inputs.rows=instructions: rows of .*rows have images.*model.kind=vlm"):
+        check("model.kind=llm")
+    with pytest.raises(ConfigError, match=r"rows of .*jsonl have images"):
+        check(path=rows / "train.jsonl")
+    if family == "smolvlm":
+        with pytest.raises(ConfigError, match=r"stages.sft: the processor of SmolVLM needs the package num2words"):
+            check("model.kind=vlm")
+        return
+    check("model.kind=vlm", "stages.sft.method.images.max_pixels=256")
+    check("model.kind=vlm", "stages.sft.method.images={min_pixels: 64, max_pixels: 64}")
+    for limit, message in (
+        ("max_pixels=100", "processor have min_pixels=256, so that no size would be right; set images.min_pixels too"),
+        ("min_pixels=5000", "processor have max_pixels=4096"), ("max_pixels=50", "a token of an image has 64 pixels"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=rf"stages.sft.method.images.{limit}: .*{message}"):
+            check("model.kind=vlm", f"stages.sft.method.images.{limit}")
+    (rows / "train.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, answer]}) + "\n")
+    check()
