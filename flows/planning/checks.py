@@ -151,18 +151,17 @@ def check_images(pipeline: Pipeline) -> None:
         ConfigError: names the stage, and the setting.
     """
     for name, stage in pipeline.stages.items():
-        kind = getattr(stage.method, "reads", None)
+        kind, images = (getattr(stage.method, field, None) for field in ("reads", "images"))
         if not isinstance(stage.method, Training) or kind is None:
             continue
-        if stage.method.images is not None:
-            _check_processor(pipeline, name, stage.method.images)
+        if images is not None:
+            _check_processor(pipeline, name, images)
             continue
         ref = stage.inputs.get(kind.slot)
         for source, template in _prepared(pipeline, ref) if ref and kind.kind in WITH_IMAGES else ():
             rows: list[Fields] = []
-            with suppress(
-                OSError, ValueError, PipelineError, BadRowError, StopIteration
-            ):  # the stage says what is wrong
+            # The stage says what is wrong with the file.
+            with suppress(OSError, ValueError, PipelineError, BadRowError, StopIteration):
                 rows = _read_rows(source, template)
             if any(map(has_images, rows)):
                 raise ConfigError(
