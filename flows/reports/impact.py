@@ -124,7 +124,13 @@ def _filled_by_alias(found: Impact, each: Retraining) -> list[str]:
     return sorted(slots)
 
 
+_STEPS = "tasks.steps.Steps"  # the method of sessions, which no pipeline runs
+
+
 def _to_do(found: Impact, each: Retraining) -> str:
+    if driven := [one.stage for one in each.again if one.method == _STEPS]:
+        stage = f"--stage {', '.join(driven)}"
+        return f"run the program of the session again on the other model, then posttrain steps commit SESSION {stage}"
     store = relative(found.index.store)
     run = f"posttrain run pipeline={each.pipeline}" + ("" if store == "artifacts" else f" store={store}")
     meant = found.meant

@@ -35,7 +35,7 @@ def test_a_held_out_text_among_the_rows_of_another_stage_is_listed_with_both_ids
     result = command("run")
     assert result.returncode == 0, result.stderr
     (line,) = [line for line in result.stderr.splitlines() if "among what it trains on" in line]
-    found = pq.read_table(line.rpartition(": ")[2]).to_pylist()
+    found = pq.read_table(command.folder / line.rpartition(": ")[2]).to_pylist()
     assert (leak["row_id"], "corpus", "instructions") in [
         (row["held_out_row_id"], row["held_out_set"], row["train_set"]) for row in found
     ]

@@ -64,6 +64,9 @@ def test_a_committed_session_is_replayed_to_the_bit(
     assert manifest["inputs"]["policy"]["source"]["files"]
     assert main(["lineage", refs[0], "--json", store]) == 0
     assert "source:policy" in capsys.readouterr().out
+    assert main(["impact", "source:policy", store]) == 0
+    shown = capsys.readouterr().out
+    assert "to do: run the program of the session again" in shown and "pipeline=steps" not in shown
     assert main(["diff", *refs, store]) == 0
     shown = capsys.readouterr().out
     assert "commands" in shown and "calls: 5 -> 7" in shown
