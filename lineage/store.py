@@ -64,7 +64,7 @@ def store_path(configured: str) -> Path:
     """
     if not configured.strip():
         raise ConfigError("store= is empty; the path of a directory is accepted; give one, or leave store= out")
-    path = local_path(configured, "store=", _NO_URL).expanduser().absolute()
+    path = local_path(configured, "store=", _NO_URL).absolute()
     with contextlib.suppress(FileNotFoundError):
         if not S_ISDIR(path.stat().st_mode):
             raise ConfigError(f"store={path}: is a file; name a directory, which is created if it does not exist")

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flows.commands.arguments import recorded_cli_args
+from flows.commands.arguments import recorded_cli_args, write_output
 from lineage.artifact import Kind
 from lineage.filesystem.files import local_path
 from tasks.judgement.advice import (
@@ -101,7 +101,7 @@ def run_advise(options: argparse.Namespace) -> int:
     recipes = [_saving(each, [*adapted, *savings.get(each.stage, [])]) for each in recipes]
     overrides = [word for each in recipes for word in each.overrides()]
     if options.out:
-        options.out.write_text(_yaml(recipes, options.overrides, options.config_dir), encoding="utf-8")
+        write_output(options.out, _yaml(recipes, options.overrides, options.config_dir), keeps=True)
     if options.json:
         print(json.dumps({"stages": [asdict(each) for each in recipes], "overrides": overrides}, indent=2))
         return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flows.reports.wording import relative
 from lineage.errors import ConfigError, PipelineError
-from lineage.filesystem.files import local_path
+from lineage.filesystem.files import local_path, refuse_edited
 from lineage.secrets import redacted
 
 
@@ -77,8 +77,14 @@ def count_of(what: str, least: int) -> Callable[[str], int]:
     return count
 
 
-def write_output(path: Path, text: str) -> None:
-    """Writes a file that an option names."""
+def write_output(path: Path, text: str, *, keeps: bool = False) -> None:
+    """Writes a file that an option names.
+
+    Args:
+        keeps: refuses to replace a file that may have been edited.
+    """
+    if keeps:
+        refuse_edited(path, text)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -121,7 +121,8 @@ def _named(data: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _from(path: str, folder: Path) -> str:
     """A path of this machine as the project's folder sees it."""
-    return os.path.relpath(path, folder) if local_paths(path) and not os.path.isabs(path) else path
+    is_relative = local_paths(path) and not os.path.isabs(os.path.expanduser(path))
+    return os.path.relpath(path, folder) if is_relative else path
 
 
 def _look(path: str, folder: Path) -> _Looked:
@@ -331,7 +332,7 @@ def _track() -> str:
         if done.returncode:
             return f"; DVC is not set up: {done.stderr.strip().splitlines()[-1:]}"
     try:
-        write_output(Path(FILE), render([], Path.cwd()))
+        write_output(Path(FILE), render([], Path.cwd()), keeps=True)
     except PipelineError as error:
         return f"; no {FILE}: {str(error).partition(chr(10))[0]}"
     return f"; DVC tracks it by {FILE}, MLflow by mlflow.db"

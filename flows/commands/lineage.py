@@ -167,7 +167,7 @@ def run_diagnose(options: argparse.Namespace) -> int:
     files = [(options.out, patch_of), (options.html, diagnosis_page)]
     for path, write in files:
         if path:
-            write_output(path, write(found, options.rule))
+            write_output(path, write(found, options.rule), keeps=path == options.out)
     if options.json:
         print(json.dumps(diagnosis_dict(found), indent=2))
     else:

@@ -8,10 +8,10 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import ClassVar, Protocol, TextIO, TypeVar, cast, get_args
+from typing import ClassVar, Protocol, TextIO, TypeVar, cast
 
 import omegaconf._utils
 import yaml
@@ -29,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 
 from flows.declare.operation import Operation
-from flows.declare.peer_names import FIELDS, value_of
+from flows.declare.peer_names import problem, value_of
 from flows.declare.pipeline import Pipeline, Root, Stage, StageNode, TrainingDefaults, listed
 from flows.declare.project import DATA_KEY, data_key, meant, quoted, require_global
 from lineage.artifact import SOURCE, Source
@@ -555,7 +555,9 @@ def typed(cls: type[T], node: Node, where: str, groups: Sequence[str] = (), *, i
         numbers = [each for detail in error.errors() if (each := _number_for_text(node, dict(detail)))]
         if numbers and not is_exact:
             return typed(cls, _with_texts(node, numbers), where, groups)
-        raise ConfigError("\n".join(_problem(cls, dict(each), where, groups) for each in error.errors())) from error
+        raise ConfigError(
+            "\n".join(problem(cls, dict(each), where, groups, node) for each in error.errors())
+        ) from error
     except ConfigError as error:  # raised by a dataclass that checks its fields, without knowing its location
         if str(error).startswith(where):
             raise
@@ -586,62 +588,6 @@ def _with_texts(node: Node, numbers: Sequence[tuple[str | int, ...]]) -> Node:
             place = place[part]  # type: ignore[index]
         place[last] = str(place[last])  # type: ignore[index]
     return copy
-
-
-def _problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[str]) -> str:
-    loc = detail["loc"]
-    assert isinstance(loc, tuple)
-    path = ".".join(part for part in (where, *map(str, loc)) if part)
-    if detail["type"] == "unexpected_keyword_argument":
-        accepted = list(dict.fromkeys([*field_names(_class_at(cls, loc[:-1])), *(groups if len(loc) == 1 else ())]))
-        peers = "" if str(loc[-1]) in accepted else FIELDS.get(str(loc[-1]), "")
-        place = peers or _elsewhere(cls, str(loc[-1]), path) if str(loc[-1]) not in accepted else ""
-        there = f"here it is {place}; " if place else ""
-        return f"{path}: unknown key; {there}accepted: {', '.join(accepted) if place else listed(loc[-1], accepted)}"
-    if detail["type"] in ("missing", "missing_argument"):
-        return f"{path}: is not set and has no default; set {path}=..."
-    form = _form(cls, detail, loc)
-    hint = f"; write {path}={form}" if form else ""
-    if ours := value_of(detail["input"], str(detail["msg"])):
-        hint = f"; here it is {path}={ours}"
-    if detail["type"] == "string_type" and isinstance(detail["input"], bool):
-        hint = f"; where the text is meant, write '{path}=\"{json.dumps(detail['input'])}\"'"
-    return f"{path}={json.dumps(detail['input'])}: {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}{hint}"
-
-
-def _elsewhere(cls: type, key: str, path: str) -> str:
-    """Where a field of that name is that is not one of ``cls``: in its settings, or in another part of its stage."""
-    parent = path.removesuffix(key)
-    within = [each.name for each in fields(cls) for part in _dataclasses(each.type) if key in field_names(part)]
-    stage = "stages.STAGE" if cls is Root else ".".join(path.split(".")[:2])
-    beside = {"resources": Resources, "method": Training} if stage.startswith("stages.") else {}
-    others = [f"{stage}.{part}.{key}" for part, known in beside.items() if key in field_names(known)]
-    return " or ".join([*(f"{parent}{name}.{key}" for name in dict.fromkeys(within)), *others])
-
-
-def _form(cls: type, detail: dict[str, object], loc: tuple[int | str, ...]) -> str:
-    """How to write the expected list or object in an override; empty: neither was expected."""
-    if detail["type"] in ("list_type", "tuple_type"):
-        return f"[{detail['input'] if isinstance(detail['input'], str | int | float) else '...'}]"
-    if detail["type"] == "dataclass_type":
-        return f"{{{', '.join(f'{field.name}: ...' for field in fields(_class_at(cls, loc)))}}}"
-    return ""
-
-
-def _class_at(cls: type, loc: tuple[int | str, ...]) -> type:
-    """The dataclass at a location inside ``cls``."""
-    for part in loc:
-        hints = {field.name: field.type for field in fields(cls)}
-        cls = next(_dataclasses(hints.get(str(part))), cls)
-    return cls
-
-
-def _dataclasses(hint: object) -> Iterator[type]:
-    """The dataclasses in a type: ``Rule`` in ``Mapping[str, Rule] | None``."""
-    if isinstance(hint, type) and is_dataclass(hint):
-        yield hint
-    for part in get_args(hint):
-        yield from _dataclasses(part)
 
 
 def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> Pipeline:

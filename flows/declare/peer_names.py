@@ -3,9 +3,28 @@
 Checked against LLaMA-Factory ff6d4d12, axolotl 067b021c and ms-swift 3602360a; a test checks those of Hugging Face.
 """
 
-from collections.abc import Mapping
+import contextlib
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import get_args
+
+from flows.declare.pipeline import Root, listed
+from flows.declare.project import Node, data_sources, node_of
+from lineage.artifact import Source
+from lineage.code import target_class
+from lineage.errors import ConfigError
+from lineage.fingerprint import field_names
+from tasks.context import Resources
+from tasks.method import Method, Training
 
 _M, _R, _S = "stages.STAGE.method", "stages.STAGE.resources", "sources.NAME"
+OF_BASE = (  # fields of a source that are of a model alone
+    "revision", "model_kwargs", "tokenizer", "pad_token", "eos_token", "bos_token", "add_bos", "added_tokens",
+    "special_tokens", "chat_template",
+)  # fmt: skip
 HUGGING_FACE: set[str] = set()  # the names that are attributed to transformers, TRL and PEFT
 
 
@@ -45,7 +64,7 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_M}.best and {_M}.output=best", "load_best_model_at_end metric_for_best_model greater_is_better"),
     **_each(
         f"{_M}.max_length", "", "cutoff_len sequence_len model_max_length sequence_length",
-        "max_seq_length max_seq_len seq_length",
+        "max_seq_length max_seq_len seq_length seq_len",
     ),
     **_each(f"{_M}.too_long", "truncation_mode", "truncation_strategy excess_length_strategy"),
     **_each(f"{_M}.max_completion_length", "max_new_tokens", "response_length", "max_response_length"),
@@ -148,7 +167,7 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_R}.sharding", "deepspeed fsdp fsdp_config"),
     **_each(f"{_R}.empty_cache_steps", "torch_empty_cache_steps"),
     **_each(f"{_R}.num_workers and {_R}.gpus_per_worker", "", "world_size n_gpu",
-            "nproc_per_node num_gpus n_gpus_per_node"),
+            "nproc_per_node num_gpus n_gpus_per_node gpus"),
     **_each(f"{_R}.num_nodes", "", "n_node", "nnodes"),
     **_each(f"{_R}.deterministic", "full_determinism", "use_deterministic"),
     **_each(f"{_M}.seed", "data_seed", "", "random_state"),
@@ -264,3 +283,101 @@ def value_of(word: object, accepted: str) -> str | None:
     """Our name of a peer's value, where a message that lists what is accepted names it."""
     ours = VALUES.get(str(word))
     return ours if ours and f"'{ours}'" in accepted else None
+
+
+def problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[str], node: Node) -> str:
+    """What is wrong with a value, and how it is written.
+
+    Args:
+        cls, where, groups, node: as of ``typed``, whose check found it.
+    """
+    loc = detail["loc"]
+    assert isinstance(loc, tuple)
+    path = ".".join(part for part in (where, *map(str, loc)) if part)
+    if detail["type"] == "unexpected_keyword_argument":
+        accepted = list(dict.fromkeys([*field_names(_class_at(cls, loc[:-1])), *(groups if len(loc) == 1 else ())]))
+        key = str(loc[-1])
+        of_stages = " or ".join(_placed(node, key)) if cls is Root and len(loc) == 1 else ""
+        place = "" if key in accepted else of_stages or FIELDS.get(key, "") or _elsewhere(cls, key, path)
+        there = f"here it is {place}; " if place else ""
+        return f"{path}: unknown key; {there}accepted: {', '.join(accepted) if place else listed(loc[-1], accepted)}"
+    if detail["type"] in ("missing", "missing_argument"):
+        return f"{path}: is not set and has no default; set {path}=..."
+    form = _form(cls, detail, loc)
+    hint = f"; write {path}={form}" if form else ""
+    if ours := value_of(detail["input"], str(detail["msg"])):
+        hint = f"; here it is {path}={ours}"
+    if detail["type"] == "string_type" and isinstance(detail["input"], bool):
+        hint = f"; where the text is meant, write '{path}=\"{json.dumps(detail['input'])}\"'"
+    return f"{path}={json.dumps(detail['input'])}: {str(detail['msg'])[0].lower()}{str(detail['msg'])[1:]}{hint}"
+
+
+def _elsewhere(cls: type, key: str, path: str) -> str:
+    """Where a field of that name is that is not one of ``cls``: in its settings, or in another part of its stage."""
+    parent = path.removesuffix(key)
+    stage = "stages.STAGE" if cls is Root else ".".join(path.split(".")[:2])
+    beside = {"resources": Resources, "method": Training} if stage.startswith("stages.") else {}
+    others = [f"{stage}.{part}.{key}" for part, known in beside.items() if key in field_names(known)]
+    return " or ".join([*(f"{parent}{each}" for each in _within(cls, key)), *others])
+
+
+def _within(cls: type, key: str) -> list[str]:
+    """The fields of a class that are settings with a field of that name, each with it: ``adapter.rank``."""
+    found = [each.name for each in fields(cls) for part in _dataclasses(each.type) if key in field_names(part)]
+    return [f"{name}.{key}" for name in dict.fromkeys(found)]
+
+
+def _placed(tree: Node, key: str) -> list[str]:
+    """The overrides of stages, resources or sources that a key without its place may stand for, with its value."""
+    ours = re.fullmatch(r"(?:stages\.STAGE\.(?:method|resources)|sources\.NAME)\.([\w.]+)", FIELDS.get(key, key))
+    path = ours[1] if ours else FIELDS.get(key, key).removesuffix(" of the stage that prepares the rows")
+    name, own, inner, trainings = path.partition(".")[0], list[str](), list[str](), list[str]()
+    for stage, node in node_of(tree.get("stages")).items():
+        with contextlib.suppress(ConfigError):
+            cls = target_class(str(node_of(node_of(node).get("method")).get("_target_")), stage, (Method,), "")
+            own += [f"stages.{stage}.method.{path}"] if name in field_names(cls) else []
+            inner += [f"stages.{stage}.method.{each}" for each in _within(cls, path)]
+            trainings += [stage] if issubclass(cls, Training) else []
+    if not own and name in field_names(Resources):
+        own = [f"resources.{path}"]
+    if not own and name in field_names(Source):
+        own = [f"sources.{each}.{path}" for each in (("base",) if name in OF_BASE else data_sources(tree))]
+    if key in FIELDS and not (own or inner):  # more than one field, or none
+        text = FIELDS[key].replace("stages.STAGE.resources", "resources")
+        return [text.replace("STAGE", trainings[0]) if len(trainings) == 1 else text]
+    return [shlex.quote(f"{each}={_value(tree[key])}") for each in own or inner]
+
+
+def _value(value: object) -> str:
+    """A value in the grammar of overrides."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name}: {_value(each)}' for name, each in value.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return str(value) if is_number else json.dumps(value, ensure_ascii=False).strip('"')
+
+
+def _form(cls: type, detail: dict[str, object], loc: tuple[int | str, ...]) -> str:
+    """How to write the expected list or object in an override; empty: neither was expected."""
+    if detail["type"] in ("list_type", "tuple_type"):
+        return f"[{detail['input'] if isinstance(detail['input'], str | int | float) else '...'}]"
+    if detail["type"] == "dataclass_type":
+        return f"{{{', '.join(f'{field.name}: ...' for field in fields(_class_at(cls, loc)))}}}"
+    return ""
+
+
+def _class_at(cls: type, loc: tuple[int | str, ...]) -> type:
+    """The dataclass at a location inside ``cls``."""
+    for part in loc:
+        hints = {field.name: field.type for field in fields(cls)}
+        cls = next(_dataclasses(hints.get(str(part))), cls)
+    return cls
+
+
+def _dataclasses(hint: object) -> Iterator[type]:
+    """The dataclasses in a type: ``Rule`` in ``Mapping[str, Rule] | None``."""
+    if isinstance(hint, type) and is_dataclass(hint):
+        yield hint
+    for part in get_args(hint):
+        yield from _dataclasses(part)

@@ -37,18 +37,19 @@ def data_key(tree: Node, key: str) -> str:
 
 def data_sources(tree: Node) -> list[str]:
     """The sources of rows that stages read, without those that only make a model from scratch (``model=tiny``)."""
-    stages = {name: _node(node) for name, node in _node(tree.get("stages")).items()}
-    read = {name: set(map(str, _node(stage.get("inputs")).values())) for name, stage in stages.items()}
-    scratch = {name for name, stage in stages.items() if _node(stage.get("method")).get("_target_") == _SCRATCH}
+    stages = {name: node_of(node) for name, node in node_of(tree.get("stages")).items()}
+    read = {name: set(map(str, node_of(stage.get("inputs")).values())) for name, stage in stages.items()}
+    scratch = {name for name, stage in stages.items() if node_of(stage.get("method")).get("_target_") == _SCRATCH}
     others = set().union(*(refs for name, refs in read.items() if name not in scratch))
     left_out = scratch.union(*(read[name] - others for name in scratch))
     refs = set().union(*(refs for name, refs in read.items() if name not in left_out))
     names = {ref.removeprefix(SOURCE) for ref in refs if ref.startswith(SOURCE) or ref not in stages}
-    sources = {name: _node(node) for name, node in _node(tree.get("sources")).items() if name in names}
+    sources = {name: node_of(node) for name, node in node_of(tree.get("sources")).items() if name in names}
     return [name for name, source in sources.items() if source.get("kind", Kind.ROWS) == Kind.ROWS]
 
 
-def _node(value: object) -> Node:
+def node_of(value: object) -> Node:
+    """The mapping at a key; of anything else an empty one."""
     return value if isinstance(value, Mapping) else {}
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import yaml
 
-from flows.declare.peer_names import FIELDS, VALUES
+from flows.commands.arguments import write_output
+from flows.declare.peer_names import FIELDS, OF_BASE, VALUES
 from flows.peers.datasets import READERS, Draft, Values, as_list, flat_oumi, section, slug
 from flows.reports.wording import relative
 from lineage.errors import ConfigError
@@ -67,10 +68,6 @@ _OURS = (  # the same name here
     "undesirable_weight", "ld_alpha", "discopop_tau", "gamma", "max_grad_norm",
 )  # fmt: skip
 _UNCLIPPED = 1e9  # a norm that no gradient reaches, for 0, which clips none at peers
-_OF_BASE = (
-    "revision", "model_kwargs", "tokenizer", "pad_token", "eos_token", "bos_token", "add_bos", "added_tokens",
-    "special_tokens", "chat_template",
-)  # fmt: skip
 _FIELD = re.compile(r"(stages\.STAGE\.method|stages\.STAGE\.resources|sources\.NAME)\.([\w.]+)(?:=(\w+))?")
 _LAUNCHERS = {"accelerate", "torchrun", "deepspeed"}
 _PREFIXES = (
@@ -617,7 +614,7 @@ def _one(draft: Draft, key: str, value: object) -> None:
             draft.skip(key, "off is the default")
     elif found:
         part = found[1].rpartition(".")[2]
-        part = part if part != "NAME" else "base" if found[2] in _OF_BASE else "rows"
+        part = part if part != "NAME" else "base" if found[2] in OF_BASE else "rows"
         if part == "rows":
             for each in draft.rows:
                 each[found[2]] = value
@@ -858,7 +855,7 @@ def run_import(options: argparse.Namespace) -> int:
     text = pipeline_of(draft, name, [f"Imported from {file.name} of {options.peer}.", *lost])
     more = _require_loads(text, name, file)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    write_output(out, text, keeps=True)
     if options.json:
         shown = {
             "pipeline": name, "file": str(out), "add": more, "mapped": draft.mapped, "not_needed": draft.not_needed,

@@ -13,7 +13,7 @@ from flows.planning.estimates import Estimate, Estimator
 from flows.planning.plan import Plan, PlannedStage
 from flows.reports.wording import gib
 from lineage.errors import ConfigError
-from lineage.filesystem.files import atomic_write
+from lineage.filesystem.files import atomic_write, refuse_edited
 from tasks.context import Resources
 from tasks.judgement.estimate import describe
 from tasks.method import Adapter, Quantization, Training
@@ -85,7 +85,9 @@ def _remedy(change: Change) -> str:
 
 def _write(path: Path, overrides: list[str]) -> None:
     text = yaml.safe_dump({"overrides": overrides}, width=10_000)
-    atomic_write(path, f"# posttrain run --overrides-from THIS_FILE\n{text}")
+    text = f"# posttrain run --overrides-from THIS_FILE\n{text}"
+    refuse_edited(path, text)
+    atomic_write(path, text)
 
 
 def cheapest(estimator: Estimator, planned: PlannedStage, held: int) -> Change:

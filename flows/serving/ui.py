@@ -65,6 +65,7 @@ def run_ui(options: argparse.Namespace) -> int:
 def site(store: Path, key: str) -> "Starlette":
     """The site. A first address with the key sets a cookie, without which nothing is shown."""
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.middleware.base import BaseHTTPMiddleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -75,6 +76,8 @@ def site(store: Path, key: str) -> "Starlette":
         given = request.query_params.get("key", request.cookies.get("key", ""))
         if not hmac.compare_digest(given.encode(), key.encode()):
             return PlainTextResponse("open the address that posttrain ui printed, which has the key", status_code=403)
+        if not request.url.path.isprintable() or "\ufffd" in request.url.path:
+            return PlainTextResponse("an address of letters that can be read is accepted; / lists all", status_code=400)
         if "key" not in request.query_params:
             return await call_next(request)
         answer = RedirectResponse("/")
@@ -89,7 +92,7 @@ def site(store: Path, key: str) -> "Starlette":
     }  # fmt: skip
 
     def refused(request: "Request", error: Exception) -> "Response":
-        return PlainTextResponse(str(error), status_code=404)
+        return PlainTextResponse(f"{error}\n/ lists what there is", status_code=getattr(error, "status_code", 404))
 
     return Starlette(
         routes=[Route(path, page, methods=["GET"]) for path, page in routes.items()],
@@ -97,7 +100,7 @@ def site(store: Path, key: str) -> "Starlette":
             Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
             Middleware(BaseHTTPMiddleware, dispatch=keyed),
         ],
-        exception_handlers={PipelineError: refused},
+        exception_handlers=dict.fromkeys((PipelineError, OSError, HTTPException), refused),
     )
 
 

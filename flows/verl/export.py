@@ -12,6 +12,7 @@ from flows.verl.recipe import VERSION, Places, flat, verl_recipe
 from lineage.artifact import MODELS, SOURCE
 from lineage.errors import ArtifactError, ConfigError
 from lineage.filesystem.digest import DigestCache
+from lineage.filesystem.files import refuse_edited
 from lineage.source.model_source import model_options
 from lineage.store import CACHE
 from tasks.data.kinds import HELD_OUT, TRAIN, messages_of, tools_of
@@ -108,6 +109,9 @@ def export_verl(plan: Plan, stage: str, folder: Path, overrides: Sequence[str], 
         COMMAND: _command(cli_args),
         WEIGHTS_FILE: json.dumps(_weights(plan, planned), indent=2) + "\n",
     }
+    for file, text in texts.items():
+        if text is not None:
+            refuse_edited(folder / file, text)
     _write(folder, rows, texts)
     sizes = {Path(name).stem: len(each) for name, each in rows.items()}
     return Exported(folder=folder, num_rows=sizes, config=config, overrides=list(overrides), notes=recipe.notes)

@@ -35,7 +35,10 @@ def local_path(configured: str, name: str = "", instead: str = "") -> Path:
     """
     scheme, shown = URL.match(configured.lower()), redacted(configured)
     if not scheme:
-        return Path(configured)
+        path = Path(os.path.expanduser(configured))
+        if configured.startswith("~") and str(path).startswith("~") and not path.exists():
+            raise ConfigError(f"{name}{shown}: this machine has no account of that name; write the path without ~")
+        return path
     if scheme[0] == "file://":
         raise ConfigError(f"{name}{shown}: is a URL; the path without file:// is accepted: {shown[len('file://') :]}")
     raise ConfigError(
@@ -61,6 +64,12 @@ def atomic_write(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):  # after a full disk
             draft.unlink()
         raise
+
+
+def refuse_edited(path: Path, text: str) -> None:
+    """Refuses to replace a file that has other content, which its user may have edited."""
+    if path.is_file() and path.read_text(encoding="utf-8", errors="replace") != text:
+        raise ConfigError(f"{path}: is there already, and may have been edited; delete it, or name another with --out")
 
 
 def append_jsonl(path: Path, *records: Mapping[str, object], flush: bool = True) -> None:

@@ -390,6 +390,12 @@ def test_an_imported_pipeline_is_planned_by_its_path(folder):
     plan = call(["plan", "ours/pipeline/mine.yaml", "resources=gpu", "--json"], folder, {})
     assert plan.returncode == 0, plan.stderr
     assert json.loads(plan.stdout)["pipeline"] == "mine"
+    file = folder / "ours/pipeline/mine.yaml"
+    assert imported(folder, peer, "own.yaml", text, "--out", "ours/pipeline/mine.yaml").returncode == 0  # the same
+    file.write_text(edited := file.read_text() + "# ours\n")
+    again = imported(folder, peer, "own.yaml", text, "--out", "ours/pipeline/mine.yaml")
+    assert again.returncode == 2 and "mine.yaml: is there already, and may have been edited" in again.stderr
+    assert file.read_text() == edited
     elsewhere = call(["plan", "ours/pipeline/mine.yaml", "--config-dir", "conf"], folder, {})
     assert elsewhere.returncode == 2 and "leave --config-dir out" in elsewhere.stderr
 

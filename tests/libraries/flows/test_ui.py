@@ -98,6 +98,14 @@ def test_what_is_not_there_is_answered_with_its_name(store):
     ):  # fmt: skip
         answer = browser.get(page)
         assert answer.status_code == 404 and told in answer.text, (page, answer.text)
+    for page in ("/artifact/%00", "/log/%00", "/curves/a%0ab", "/page/%ff", "/sweep/%e2%80%ae", "/rows/%1b[2J",
+                 f"/artifact/{'a' * 5000}", f"/sweep/{'a' * 300}", "/log/../../etc/passwd", "/log/%2Fetc%2Fpasswd",
+                 "/lineage/source:none", "/page/alias:none", "/curves/'", "/artifact/%25", "/nothing", "/list/",
+                 "/rows/~", "/artifact/*", "/log/@", "/sweep/."):  # fmt: skip
+        answer = browser.get(page)
+        assert answer.status_code in (400, 404) and "/ lists" in answer.text, (page, answer.status_code, answer.text)
+    for page in ("/list/none", "/list/all?page=-1", "/list/all?page=%00", "/list/models?page=99999999999", "/?x=%00"):
+        assert browser.get(page).status_code == 200, page
 
 
 @pytest.mark.slow

@@ -13,9 +13,9 @@ import pytest
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem import digest
 from lineage.filesystem.disk import explain_full_disk, free_bytes, gigabytes
-from lineage.filesystem.files import append_jsonl, atomic_write, read_jsonl, replace_jsonl
+from lineage.filesystem.files import append_jsonl, atomic_write, local_path, read_jsonl, replace_jsonl
 from lineage.record.metrics_file import ReportFile, cut_reports, last_step, read_reports
-from lineage.store import Entry
+from lineage.store import Entry, store_path
 from tests.saved import commit
 
 
@@ -164,3 +164,14 @@ class Refusing:
         if fcntl(self._file, F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
         return self._file.write(piece)
+
+
+def test_a_home_directory_is_filled_in_and_an_unknown_one_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert local_path("~/plan.json") == Path("/home/me/plan.json") and store_path("~/store") == Path("/home/me/store")
+    for find in (local_path, store_path):
+        with pytest.raises(ConfigError, match="~nobody-here/x: this machine has no account of that name"):
+            find("~nobody-here/x")
+    (tmp_path / "~rows.jsonl").touch()  # what editors leave
+    assert local_path("~rows.jsonl") == Path("~rows.jsonl")

@@ -516,7 +516,7 @@ SFT = "stages.sft.method"
     ("override", "ours"),
     [
         (f"{SFT}.eval_steps=5", "STAGE.method.validation.every_steps"),
-        (f"{SFT}.num_train_epochs=1", "STAGE.method.num_epochs"),
+        (f"{SFT}.num_train_epochs=1", "stages.sft.method.num_epochs=3"),
         (f"{SFT}.per_device_train_batch_size=4", "STAGE.method.global_batch_size .*micro_batch_size"),
         (f"{SFT}.gradient_accumulation_steps=4", "STAGE.method.global_batch_size: the micro batches"),
         (f"{SFT}.adapter={{type: lora, lora_r: 8}}", "STAGE.method.adapter.rank"),
@@ -527,7 +527,7 @@ SFT = "stages.sft.method"
         (f"{SFT}.optimizer.name=adamw", f"{SFT}.optimizer.name=adamw_torch_fused"),
         (f"{SFT}.optimizer.name=paged_adamw", f"{SFT}.optimizer.name=paged_adamw_32bit"),
         (f"{SFT}.schedule.name=wsd", f"{SFT}.schedule.name=warmup_stable_decay"),
-        ("num_train_epochs=3", "STAGE.method.num_epochs"), ("resources.save_total_limit=2", "keep_last"),
+        ("num_train_epochs=3", "stages.sft.method.num_epochs=3"), ("resources.save_total_limit=2", "keep_last"),
         ("model_name_or_path=x", "model=DIRECTORY or model=owner/name"),
         (f"{SFT}.dropout_position=post", "STAGE.method.adapter.dropout_position"),
         (f"{SFT}.adapter={{type: lora, lora_A_init_method: xavier}}", "STAGE.method.adapter.init"),
@@ -545,8 +545,13 @@ SFT = "stages.sft.method"
         ("stages.dpo.method.loss_type=cdpo", "stages.dpo.method.loss_type=robust"),
         ("stages.dpo.method.precompute_ref_log_probs=true", "STAGE.resources.precompute_reference"),
         ("optimizer=adamw", "optimizer=adamw_torch_fused"), ("schedule=wsd", "schedule=warmup_stable_decay"),
-        ("quantization=4bit", "quantization=nf4"), ("learning_rate=1e-4", "stages.STAGE.method.learning_rate"),
-        ("num_workers=2", "resources.num_workers or stages.STAGE.resources.num_workers"),
+        ("quantization=4bit", "quantization=nf4"), ("learning_rate=1e-4", "stages.sft.method.learning_rate=1e-4 or "),
+        ("beta=0.2", "stages.dpo.method.beta=0.2; accepted"), ("num_workers=2", "resources.num_workers=2; "),
+        ("max_bad_rows=0.02", "stages.preferences.method.max_bad_rows=0.02"), ("lora_r=8", "sft.method.adapter.rank=8"),
+        ("val_size=0.1", "stages.instructions.method.held_out=0.1"), ("seq_len=99", "stages.dpo.method.max_length=99"),
+        ("columns.prompt=a b", "'sources.instructions.columns={prompt: a b}' or 'sources.pref"),
+        ("pad_token=x", "sources.base.pad_token=x"), ("shuffle_seed=1", "sources.corpus.shuffle_seed=1 or "),
+        ("every_steps=9", "stages.sft.method.validation.every_steps=9"),
     ],
 )  # fmt: skip
 def test_a_peers_name_is_answered_with_ours(override, ours):
