@@ -297,8 +297,10 @@ def problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[s
     if detail["type"] == "unexpected_keyword_argument":
         accepted = list(dict.fromkeys([*field_names(_class_at(cls, loc[:-1])), *(groups if len(loc) == 1 else ())]))
         key = str(loc[-1])
+        stage = ".".join(path.split(".")[:2]) if path.startswith("stages.") else "stages.STAGE"
+        peers = FIELDS.get(key, "").replace("stages.STAGE", stage)
         of_stages = " or ".join(_placed(node, key)) if cls is Root and len(loc) == 1 else ""
-        place = "" if key in accepted else of_stages or FIELDS.get(key, "") or _elsewhere(cls, key, path)
+        place = "" if key in accepted else of_stages or peers or _elsewhere(cls, key, path)
         there = f"here it is {place}; " if place else ""
         return f"{path}: unknown key; {there}accepted: {', '.join(accepted) if place else listed(loc[-1], accepted)}"
     if detail["type"] in ("missing", "missing_argument"):
