@@ -13,8 +13,9 @@ from itertools import takewhile
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.data.formats.proposals import JOBS, proposal, with_inner
+from tasks.data.formats.proposals import JOBS, as_text, proposal, with_inner
 from tasks.data.formats.turns import (
+    CHOICE_COLUMNS,
     SYSTEM,
     THOUGHTS,
     BadRowError,
@@ -30,6 +31,7 @@ from tasks.data.formats.turns import (
     is_nothing,
     is_transcript,
     listed,
+    multiple_choice,
     named,
     of_gemini,
     one_of,
@@ -37,6 +39,7 @@ from tasks.data.formats.turns import (
     prompt,
     prompt_of,
     prompt_turns,
+    recognize_choices,
     require_nothing_else,
     required,
     spelling_of,
@@ -546,6 +549,12 @@ FORMATS: tuple[Format, ...] = (
         },
     ),
     Format(
+        name="multiple_choice", kind=Kind.CONVERSATIONS, by_value=recognize_choices, read=multiple_choice,
+        accepted='{"question": "...", "choices": ["...", "..."], "answer": 1}, an index from 0, a letter or the text',
+        mapping={**CHOICE_COLUMNS, **_SYSTEM},
+        losing=frozenset({*_OTHER_PROMPTS, *_COMPLETION, "output", "solution", "chosen", "rejected", *THOUGHTS}),
+    ),
+    Format(
         name="function_calling", kind=Kind.CONVERSATIONS, needs=("query", "tools", "answers"), read=_function_calling,
         accepted='{"query": "...", "tools": [{"name": ...}], "answers": [{"name": ..., "arguments": {...}}]}',
         mapping={"query": "the user's turn", "answers": "the assistant's tool calls", **_ONE_ANSWER},
@@ -836,7 +845,7 @@ def _problem(fit: _Fit, rows: Sequence[Fields]) -> str:
 def _renamed(fields: Fields, columns: Mapping[str, str]) -> Fields:
     """A row with its columns renamed to the formats' names."""
     fields, ours = with_inner(fields, columns), {theirs: name for name, theirs in columns.items()}
-    renamed = {ours.get(name, name): value for name, value in fields.items()}
+    renamed = {ours.get(name, name): as_text(ours.get(name), value) for name, value in fields.items()}
     if len(renamed) < len(fields):
         ((twice, _),) = Counter(ours.get(name, name) for name in fields).most_common(1)
         raise BadRowError(f"columns makes two columns {twice!r} of this row", accepted="one column of a name")

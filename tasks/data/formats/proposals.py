@@ -32,7 +32,7 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
     paths = dict.fromkeys(path for row in rows for name, value in row.items() for path in _paths(str(name), value))
     values = {path: [inside(row, path) for row in rows] for path in paths}
     # Bad rows among good ones, such as those with an empty answer, hide no column.
-    good = {path: sum(bool(each) and _is_read(each) for each in found) for path, found in values.items()}
+    good = {path: sum(_is_number(each) or bool(each and _is_read(each)) for each in values[path]) for path in paths}
     texts = [path for path in paths if good[path] > len(rows) / 2]
     turns = {path: key for path in texts if (key := next(filter(None, map(_key_of_turns, values[path])), None))}
     by_name = {path.partition(".")[0].lower().replace("-", "_").replace(" ", "_"): path for path in reversed(texts)}
@@ -84,13 +84,23 @@ def proposed(message: str) -> list[str]:
 
 def _paths(name: str, value: object) -> Iterator[str]:
     """A column of texts or turns, or the places of the first texts inside it: ``answers.text.0``."""
-    if _is_read(value):
+    if _is_read(value) or (_is_number(value) and "." not in name):
         yield name
     elif isinstance(value, list | tuple) and value:
         yield from _paths(f"{name}.0", value[0])
     elif isinstance(value, Mapping):
         for part, each in value.items():
             yield from _paths(f"{name}.{part}", each)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def as_text(name: str | None, value: object) -> object:
+    """A number as text, where the user has named its column as the prompt or the completion."""
+    is_text = name in ("prompt", "completion") and _is_number(value) and value == value  # no NaN
+    return str(value) if is_text else value
 
 
 def _is_read(value: object) -> bool:

@@ -812,3 +812,63 @@ def prompt_of(transcript: str) -> list[Message]:
     """The turns of a prompt, without the ``Assistant:`` at its end."""
     turns = turns_of(transcript, "prompt")
     return turns[:-1] if turns[-1] == {"role": "assistant", "content": ""} else turns
+
+
+# Columns of a multiple choice: the text before the question, the question, the choices and the right one.
+_CONTEXT, _QUESTION = ("context", "passage", "article"), ("question", "problem", "query", "ctx")
+_CHOICES, _LETTERS = ("choices", "options", "endings"), ("A", "B", "C", "D", "E", "F", "opa", "opb", "opc", "opd")
+_RIGHT = ("answerKey", "answer_key", "answer_idx", "answer_index", "correct", "cop", "answer", "label")
+CHOICE_COLUMNS = {
+    **dict.fromkeys((*_CONTEXT, *_QUESTION, *_CHOICES, *_LETTERS), "the user's turn"),
+    **dict.fromkeys(_RIGHT, "the assistant's turn"),
+}
+_MARK = re.compile(r"\s*\(?([A-Z])[).:]\s*(.*)", re.DOTALL)  # A) one
+
+
+def recognize_choices(fields: Fields) -> tuple[str, ...]:
+    """The columns of a multiple choice, whose choices are a list, an object or columns of their own."""
+    named_ = [next((name for name in names if name in fields), "") for names in (_QUESTION, _RIGHT)]
+    shown = [name for name in _CHOICES if name in fields][:1] or [name for name in _LETTERS if name in fields]
+    return (*named_, *shown) if all(named_) and len(_choices(fields)) > 1 else ()
+
+
+def _choices(fields: Fields) -> dict[str, str]:
+    """Label -> choice; empty: there are none."""
+    value = next((fields[name] for name in _CHOICES if not is_nothing(fields.get(name))), None)
+    if value is None:
+        value = {name[-1].upper(): fields[name] for name in _LETTERS if not is_nothing(fields.get(name))}
+    if isinstance(value, Mapping) and all(isinstance(value.get(name), list) for name in ("label", "text")):
+        value = dict(zip(map(str, value["label"]), value["text"], strict=False))
+    if isinstance(value, list) and all(isinstance(each, Mapping) and "label" in each for each in value):
+        value = {str(each["label"]): each.get("text") for each in value}
+    if isinstance(value, list):
+        marks = [_MARK.fullmatch(each) if isinstance(each, str) else None for each in value]
+        letters = [chr(ord("A") + at) for at in range(len(value))]
+        if all(mark and mark[1] == letter for mark, letter in zip(marks, letters, strict=True)):
+            value = [mark[2] for mark in marks if mark]
+        value = dict(zip(letters, value, strict=True))
+    found = value if isinstance(value, Mapping) else {}
+    is_text = all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in found.values())
+    return {str(label): str(each) for label, each in found.items()} if is_text else {}
+
+
+def multiple_choice(fields: Fields) -> CanonicalRow:
+    """The question with its choices, each after its label; the answer is the right one with its label."""
+    choices, labels = _choices(fields), list(_choices(fields))
+    if len(choices) < 2:
+        raise BadRowError(f"{one_of(fields, _CHOICES)} holds no choices", "no choices")
+    name = next((name for name in _RIGHT if not is_nothing(fields.get(name))), _RIGHT[-2])
+    right = required(fields, name, "no answer")
+    label = str(right).strip()
+    if isinstance(right, bool) or not isinstance(right, str | int) or not label:
+        raise BadRowError(f"{name} is {named(right)}", "no answer")
+    if label not in choices:
+        at = int(label) if label.isdecimal() and len(label) < 4 else len(labels)
+        of_text = [each for each, choice in choices.items() if choice.strip() == label]
+        label = labels[at] if at < len(labels) else of_text[0] if of_text else label
+    if label not in choices:
+        raise BadRowError(f"{name} is {named(right)}, which is none of the choices {', '.join(labels)}", "no answer")
+    before = [text(fields[each], each, "empty prompt") for each in _CONTEXT if not is_nothing(fields.get(each))]
+    shown = "\n".join(f"{each}. {choice}" for each, choice in choices.items())
+    asked = "\n\n".join([*before, text_of(fields, "empty prompt", *_QUESTION), shown])
+    return {"messages": prompt(asked, "question") + answer(f"{label}. {choices[label]}", name)}

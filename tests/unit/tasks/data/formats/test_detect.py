@@ -13,8 +13,8 @@ Q: Row = {"role": "user", "content": "q"}
 A: Row = {"role": "assistant", "content": "a"}
 ALPACA: Row = {"instruction": "q", "input": "i", "output": "a"}
 NAMES = (
-    "text, messages, prompt_completion, alpaca, sharegpt, contents, responses, reasoning, function_calling, "
-    "preference, implicit_preference, transcript_preference, sharegpt_ranking, "
+    "text, messages, prompt_completion, alpaca, sharegpt, contents, responses, reasoning, "
+    "multiple_choice, function_calling, preference, implicit_preference, transcript_preference, sharegpt_ranking, "
     "openai_preference, oumi_preference, unpaired, messages_label, prompts"
 )
 

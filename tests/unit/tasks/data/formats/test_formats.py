@@ -122,6 +122,21 @@ CASES: dict[str, list[tuple[Row, Row]]] = {
         ({"question": "q", "reasoning": "t", "answer": "a", "system": "s"},
          {"messages": [S, Q, assistant("<think>\nt\n</think>\n\na")]}),
     ],
+    "multiple_choice": [
+        (row, {"messages": [{"role": "user", "content": "q\n\nA. x\nB. y"}, assistant("B. y")]})
+        for row in (
+            {"question": "q", "choices": ["x", "y"], "answer": 1, "subject": "s"},
+            {"question": "q", "options": ["A) x", "B) y"], "correct": "B"},
+            {"question": "q", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answerKey": "B"},
+            {"question": "q", "options": {"A": "x", "B": "y"}, "answer_idx": "B", "answer": "y"},
+            {"question": "q", "A": "x", "B": "y", "answer": "B"}, {"question": "q", "opa": "x", "opb": "y", "cop": 1},
+            {"ctx": "q", "endings": ["x", "y"], "label": "1"}, {"question": "q", "options": ["x", "y"], "answer": "y"},
+            {"question": "q", "choices": [{"label": "A", "text": "x"}, {"label": "B", "text": "y"}], "answer": "B"},
+        )
+    ] + [
+        ({"article": "c", "question": "q", "choices": {"text": [4, 7], "label": ["1", "2"]}, "answer": "2"},
+         {"messages": [{"role": "user", "content": "c\n\nq\n\n1. 4\n2. 7"}, assistant("2. 7")]}),
+    ],
     "function_calling": [
         ({"query": "q", "tools": json.dumps([WEATHER]), "answers": json.dumps([CALL]), "id": 3},
          {"messages": [Q, CALLING], "tools": TOOLS}),

@@ -57,6 +57,7 @@ GOOD: dict[str, Row] = {
         ],
     },
     "reasoning": {"problem": "w0", "thinking": "w1", "solution": "w2"},
+    "multiple_choice": {"context": "w3", "question": "w0", "choices": ["w1", "w2"], "answer": 1},
     "function_calling": {"query": "w0", "tools": [TOOL], "answers": [CALL]},
     "preference": {"prompt": ASKED, "chosen": "w7", "rejected": [REJECTED], "kind": "w9"},
     "implicit_preference": {"chosen": [*ASKED, CHOSEN], "rejected": [*ASKED, REJECTED], "kind": "w9"},

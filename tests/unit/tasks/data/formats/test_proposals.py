@@ -39,6 +39,18 @@ def test_the_overrides_of_the_message_read_the_rows(call, names, format):
     assert load_pipeline(["pipeline=sft", "model=owner/name", "data=a.jsonl", *words])
 
 
+def test_numbers_are_proposed_as_answers_and_read_as_they_are_written(call):
+    rows = "".join(
+        json.dumps({"question": f"{n} / 4?", "answer": n / 4 if n % 4 else n // 4}) + "\n" for n in range(200)
+    )
+    code, _, err = call("a.jsonl", a_jsonl=rows)
+    assert code == 2 and "columns.prompt=question columns.completion=answer reads them" in err, err
+    code, out, err = call("a.jsonl", "columns.prompt=question", "columns.completion=answer", "--json")
+    assert code == 0 and json.loads(out)["sources"]["rows"]["rows_used"] == 200, err
+    read = detect([{"question": "q", "answer": 0}], "a", columns={"prompt": "question", "completion": "answer"})
+    assert read.convert({"question": "q", "answer": 0.25})["messages"][-1]["content"] == "0.25"
+
+
 @pytest.mark.parametrize(
     ("row", "answer"),
     [
