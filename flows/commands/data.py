@@ -200,7 +200,8 @@ def examined(
     sources = [_source(path, of_source, config_dir) for path in paths]
     others = [_source(path, {}, config_dir) for path in against]
     template = of_stage.get("prompt_template")
-    rows = [detect_source(source, str(template) if template else None) for source in sources]
+    asked = Kind.PROMPTS if measure.kind == Kind.PROMPTS else None
+    rows = [detect_source(source, str(template) if template else None, asked) for source in sources]
     kind, refusals = _kind_of(rows, measure, is_chat=bool(template or of_stage.get("system_prompt")))
     method = typed(method_of(kind), of_stage, "")
     rows = [each for each in rows if each.kind in (kind, None)]

@@ -740,8 +740,9 @@ class _Fit:
 
 
 def detect(
-    sample: Sequence[Fields], place: str, *, columns: Mapping[str, str] | None = None, configured: str | None = None
-) -> Detected:
+    sample: Sequence[Fields], place: str, *, columns: Mapping[str, str] | None = None, configured: str | None = None,
+    kind: Kind | None = None,
+) -> Detected:  # fmt: skip
     """Detects the format of a source.
 
     Args:
@@ -749,6 +750,7 @@ def detect(
         place: its path, for messages.
         columns: our names -> the user's columns.
         configured: name of the format, if the user sets it.
+        kind: what is made of the rows, for the message.
 
     Raises:
         ConfigError: there is no format of that name.
@@ -778,7 +780,7 @@ def detect(
             "or say with format=NAME (sources.NAME.format=...) as what all are read"
         )
     if not fitting:
-        raise DataError(f"{place}: {_misfit(fits, rows, present, place)}")
+        raise DataError(f"{place}: {_misfit(fits, rows, present, place, kind)}")
     best = fitting[0]
     if DOMAIN in (columns or {}) and not {REST, DOMAIN} & {*best.format.mapping, *ROW_KINDS[best.format.kind].rare}:
         found = f"columns.{DOMAIN}: these are {best.format.kind}, and labels of text and conversations are accepted"
@@ -813,13 +815,15 @@ def _best(fits: Sequence[_Fit], needed: float) -> list[_Fit]:
     return best + [each for each in rare if any(other.columns < each.columns for other in best)]
 
 
-def _misfit(fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str], place: str) -> str:
+def _misfit(
+    fits: Sequence[_Fit], rows: Sequence[Fields], present: frozenset[str], place: str, kind: Kind | None
+) -> str:
     """Why no format fits: what the nearest formats miss in the first row that does not match them."""
     columns = list(dict.fromkeys(str(name) for fields in rows for name in fields))
     near = [each for each in fits if each.rows or each.format.mapping.keys() & set(columns) or len(fits) == 1]
     near.sort(key=lambda each: (-len(each.rows), -len(each.format.mapping.keys() & set(columns))))
     problems = "; ".join(f"{each.format.name}: {_problem(each, rows)}" for each in near[:3])
-    if len(fits) > 1 and (proposed := proposal(rows, place)):
+    if len(fits) > 1 and (proposed := proposal(rows, place, kind)):
         return f"no format fits the columns {', '.join(columns)}; {proposed}; the formats are in docs/data.md"
     way = "name columns, such as columns={prompt: question}"
     if columns and not present:

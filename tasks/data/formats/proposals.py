@@ -27,8 +27,12 @@ _REJECTED = ("rejected", "response_k", "rejected_response", "rejected_messages",
              "declined", "loser", "response_rejected")  # fmt: skip
 
 
-def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
-    """How the rows can be read, as overrides to paste; empty: their columns have unusual names."""
+def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None) -> str:
+    """How the rows can be read, as overrides to paste; empty: their columns have unusual names.
+
+    Args:
+        kind: what is made of them; prompts keep the answer as the column that reward functions compare with.
+    """
     paths = dict.fromkeys(path for row in rows for name, value in row.items() for path in _paths(str(name), value))
     values = {path: [inside(row, path) for row in rows] for path in paths}
     # Bad rows among good ones, such as those with an empty answer, hide no column.
@@ -53,6 +57,8 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
         answers, taken = {}, set()
         ((asked, name),) = turns.items()
     assert asked is not None
+    if kind == Kind.PROMPTS:
+        answers = {"answer": answers["completion"]} if "completion" in answers else {}
     renamed = {ours: theirs for ours, theirs in {name: asked, **answers}.items() if ours != theirs}
     template = ""
     if context and not all(isinstance(each, str) for each in values[context]):  # a template needs it in each row
@@ -64,6 +70,7 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str) -> str:
         return ""
     columns = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in renamed.items() if theirs)
     of_data = [
+        *(["kind=prompts"] if kind == Kind.PROMPTS else []),
         *(f"columns.{ours}={_shell(str(theirs))}" for ours, theirs in renamed.items()),
         *([template] if template else []),
     ]

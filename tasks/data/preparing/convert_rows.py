@@ -355,7 +355,7 @@ def detect_source(source: Source, template: str | None = None, kind: Kind | None
         return _of_trees(source, chain(looked_at, chunks), kind or default, what)
     detected = None
     if sample or not count:
-        detected = detect(sample, source.path, columns=source.columns, configured=source.format)
+        detected = detect(sample, source.path, columns=source.columns, configured=source.format, kind=kind)
     return Opened(source=source, detected=detected, chunks=chain(looked_at, chunks))
 
 

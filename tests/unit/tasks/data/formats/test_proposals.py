@@ -39,6 +39,14 @@ def test_the_overrides_of_the_message_read_the_rows(call, names, format):
     assert load_pipeline(["pipeline=sft", "model=owner/name", "data=a.jsonl", *words])
 
 
+def test_prompts_keep_the_answer_for_their_reward(call):
+    rows = "".join(json.dumps({"question": f"{n} + 1?", "solution": f"#### {n + 1}"}) + "\n" for n in range(200))
+    code, _, err = call("a.jsonl", "kind=prompts", a_jsonl=rows)
+    assert code == 2 and "'sources.NAME.columns={prompt: question, answer: solution}'" in err, err
+    code, out, err = call(*shlex.split(err.partition("posttrain data ")[2].partition(" reads them")[0]), "--json")
+    assert code == 0 and json.loads(out)["sources"]["rows"]["format"] == "prompts", err
+
+
 def test_numbers_are_proposed_as_answers_and_read_as_they_are_written(call):
     rows = "".join(
         json.dumps({"question": f"{n} / 4?", "answer": n / 4 if n % 4 else n // 4}) + "\n" for n in range(200)
