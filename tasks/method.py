@@ -117,6 +117,8 @@ class Training(TrainingRecipe):
                 version = recipe.get(entry, 1)
                 assert isinstance(version, int)
                 recipe[entry] = version + raised
+        if self.num_steps == 1 and self.schedule.warmup:
+            recipe["warmup_version"] = 2  # at first the only step was one of the warm-up, with a learning rate of 0
         is_copy = self.has_reference and self.reference_kind == "copy" and not self.has_own_loop
         if is_copy and self.adapter and self.adapter.dropout:
             recipe["reference_version"] = 2  # at first the copy of the adapter had its dropout too

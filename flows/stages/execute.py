@@ -152,6 +152,8 @@ def notes_on(method: object, metrics: Metrics) -> Iterator[str]:
     if "diverged_at_step" in metrics:
         at, best = (int(metrics[name]) for name in ("diverged_at_step", "best_step"))
         yield f"DIVERGED at step {at}; its output is its model of step {best}"
+    if "weights_unchanged" in metrics:
+        yield "UNCHANGED: no step moved a weight, so that its output is its start; see learning_rate and grad_norm"
     if "ended_early_at_step" in metrics:
         step, reasons = int(metrics["ended_early_at_step"]), []
         for name, reason in (("validation", "val/loss no longer fell"), ("evaluation", "its score was no better")):

@@ -4,6 +4,7 @@ A method names the record that it trains on (``reads = PREFERENCES``). Data stag
 the leak check and evaluation use these records. Below: messages, tools and texts in the columns of prepared rows.
 """
 
+import atexit
 import json
 import os
 import threading
@@ -503,6 +504,7 @@ def _begin(function: bytes) -> None:
 
     global _work_on
     os.environ.update(ONE_THREAD)
+    atexit.register(os._exit, 0)  # before the interpreter's clean-up, of which DuckDB's bindings write warnings
     threading.Thread(target=_die_with_parent, daemon=True, name="die-with-parent").start()
     _work_on = pickle.loads(function)
 

@@ -25,7 +25,7 @@ ONLY_REPORTED = ("learning_rate", "memory_gib")  # no metrics of an output
 OUTPUT = (
     "steps", "epochs", "rows", "rows_cut", "rows_dropped", "packs", "train_seconds", "trained_tokens_percent",
     "prompt_tokens", "parameters", "trained_parameters", "percent_trained", "best_step", "ended_early_at_step",
-    "diverged_at_step", "weights_left_out",
+    "diverged_at_step", "weights_left_out", "weights_unchanged",
 )  # fmt: skip
 MERGES = tuple(f"merge/{of}_{when}" for of in ("logps", "scores") for when in ("before", "after", "difference"))
 BY_OPTION = (

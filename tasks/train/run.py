@@ -47,7 +47,7 @@ from tasks.model.tokenizers import read_otherwise, require_same_tokens, tokenize
 from tasks.model.vision import Vision, write_size
 from tasks.recipe import Role
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS
-from tasks.train.generation.one_policy import FixedReference
+from tasks.train.generation.one_policy import FixedReference, unmoved, weights_of
 from tasks.train.kernels.fast_lora import speed_up
 from tasks.train.kernels.machine import (
     attention_of,
@@ -826,7 +826,7 @@ def fit(
     """
     if method.adapter:
         step_in_fp32(trainer.model)
-    before, start = seconds_before(ctx), time.perf_counter()
+    before, start, first = seconds_before(ctx), time.perf_counter(), weights_of(trainer.model)
     speed = Speed(method, ctx.resources, trainer.model.config.to_dict(), inputs)
     validation = None
     if method.measures_held_out:
@@ -862,7 +862,7 @@ def fit(
     num_steps = (scoring and scoring.ended_at) or num_steps
     if best and (method.output == "best" or divergence.step is not None):
         notes["best_step"] = float(best.end_at_best())
-    notes |= rate.metrics if rate else {}
+    notes |= (rate.metrics if rate else {}) | unmoved(trainer.model, first)
     ended = {"ended_early_at_step": validation and validation.ended_at, "diverged_at_step": divergence.step}
     notes |= {name: float(at) for name, at in ended.items() if at is not None}
     step, log = int(notes.get("best_step", num_steps)), [x for x in trainer.state.log_history if x["step"] <= num_steps]

@@ -73,6 +73,14 @@ def weights_of(model: "PreTrainedModel | PeftModel") -> Weights:
     return Weights(digest=digest_of(trained, active_adapters(model)))
 
 
+def unmoved(model: "PreTrainedModel | PeftModel", first: Weights) -> dict[str, float]:
+    """The metric of a training whose weights are those of its start, ``first``; of others none."""
+    if weights_of(model) != first:
+        return {}
+    logger.warning("weights=%s unchanged: no step moved a trained weight", first.digest)
+    return {"weights_unchanged": 1.0}
+
+
 def digest_of(tensors: "Mapping[str, Tensor]", also: Iterable[str] = ()) -> str:
     """A short digest of tensors on any device, and of further words."""
     sums = [_bits(each.detach()).sum(dtype=torch.int64) for each in tensors.values()]

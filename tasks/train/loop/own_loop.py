@@ -23,6 +23,7 @@ from transformers import Trainer, TrainingArguments
 
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError, PipelineError, StoppedError
+from tasks.train.generation.one_policy import unmoved, weights_of
 from tasks.train.kernels.machine import collecting_between_steps, deterministic_kernels, fast_products
 from tasks.train.loop.callbacks import WINDOW_STEPS, Recorder, seed_worker, step_metrics, summary
 from tasks.train.loop.checkpointing import Saver, divergence, seconds_before
@@ -140,7 +141,7 @@ class OwnLoop:
         self._log: deque[dict[str, float]] = deque(maxlen=WINDOW_STEPS)
         self._seconds_before = seconds_before(run.ctx)
         self._saver = run.saver = Saver(run.ctx, run.method, self._seconds_before, len(run.rows))
-        self._start = time.perf_counter()
+        self._first, self._start = weights_of(run.policy.model), time.perf_counter()
 
     def steps(self) -> Iterator[int]:
         """The remaining steps, counted from 0; ``report`` must be called in each.
@@ -197,7 +198,8 @@ class OwnLoop:
     def metrics(self) -> dict[str, float]:
         """Final metrics: means of the last steps, ``steps``, ``num_tokens``, ``train_seconds`` of all attempts."""
         seconds = self._seconds_before + time.perf_counter() - self._start
-        return summary(self._log, seconds, self._speed, num_steps=self.step, output_step=self.step)
+        found = summary(self._log, seconds, self._speed, num_steps=self.step, output_step=self.step)
+        return found | unmoved(self.run.policy.model, self._first)
 
     def _save_or_stop(self) -> None:
         save, stop = self._saver.agreed(self.step, self.run.device)
