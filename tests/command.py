@@ -245,7 +245,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
 
-def wait_until_gone(processes: list[psutil.Process], seconds: float = 10) -> None:
+def wait_until_gone(processes: list[psutil.Process], seconds: float = 60) -> None:
     """Waits for processes to exit; fails after so many seconds, naming those that are alive."""
     _, left = psutil.wait_procs(processes, seconds)
     assert not alive(left), f"still there after {seconds} s: {alive(left)}"

@@ -51,7 +51,7 @@ settings.load_profile("posttrain")
 # Tests of `make test` that may take more than so many seconds on a quiet machine; the end of a run names others.
 LONG_SECONDS = 8.0
 LONG = (
-    "test_resuming_the_flow_run_approves_and_the_next_run_does_not_ask_again",
+    "test_a_stop_while_it_waits_decides_nothing_and_resuming_the_flow_run_approves_for_good",
     "test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130",
     "test_a_run_that_is_killed_leaves_nothing_and_goes_on_from_its_checkpoint",
     "test_the_first_stage_whose_model_is_worse_is_named_and_nothing_is_trained",

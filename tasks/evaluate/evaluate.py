@@ -240,13 +240,8 @@ class Evaluate(Method):
             require_chat_template(tokenizer, inputs["reference"])
         models = {**policies, **{slot: inputs[slot] for slot in ("reward_model",) if slot in inputs}}
         require_same_tokens(models, inputs["reference"], tokenizer)
-        trained = [*models.values(), inputs["reference"]]
-        lengths, thinking, control_tokens = self._as_trained(trained)
-        rows = held_out.draw(
-            inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts,
-            num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
-            thinking=thinking, control_tokens=control_tokens, visions=_visions(inputs, trained),
-        )  # fmt: skip
+        lengths, thinking, control_tokens = self._as_trained(trained := [*models.values(), inputs["reference"]])
+        rows = self.rows_of(inputs, tokenizer, trained, lengths, thinking, control_tokens)
         self._require_text(rows)
         caching = self._cache(tokenizer, ctx)
         functions, own = scorers(self.rewards or {}, tokenizer), self._own_scorers(rows, tokenizer)
@@ -286,6 +281,16 @@ class Evaluate(Method):
         if benchmarks:
             write_settings(ctx.output_dir, benchmarks, Batches.of(ctx), ctx.resources.frozen_dtype(None))
         return metrics
+
+    def rows_of(
+        self, inputs: Inputs, tokenizer: "PreTrainedTokenizerBase", models: Sequence[Input], lengths: held_out.Lengths,
+        thinking: Thinking | None, control_tokens: Literal["text", "keep"] | None,
+    ) -> held_out.Rows:  # fmt: skip
+        return held_out.draw(
+            inputs, tokenizer, num_rows=self.num_rows, num_prompts=self.num_prompts,
+            num_questions=self.num_questions or self.num_prompts, lengths=lengths, seed=self.seed,
+            thinking=thinking, control_tokens=control_tokens, visions=_visions(inputs, models),
+        )  # fmt: skip
 
     def _as_trained(
         self, trained: Sequence[Input]
@@ -635,12 +640,8 @@ class EvaluationCheck(Method):
         if self.chat_template:
             install_chat_template(tokenizer, self.chat_template)
         assert method.max_length
-        held_out.draw(
-            inputs, tokenizer, num_rows=method.num_rows, num_prompts=method.num_prompts,
-            num_questions=method.num_questions or method.num_prompts, lengths=method.lengths(method.max_length),
-            seed=method.seed, thinking=method.thinking, control_tokens=method.control_tokens,
-            visions=_visions(inputs, [inputs["reference"]]),
-        )  # fmt: skip
+        lengths = method.lengths(method.max_length)
+        method.rows_of(inputs, tokenizer, [inputs["reference"]], lengths, method.thinking, method.control_tokens)
         return {}
 
 

@@ -138,18 +138,17 @@ def text_rows(count: int) -> Rows:
     return [{"row_id": f"t{i}", "text": sentence(i, 10 + i % 9)} for i in range(count)]
 
 
+def _question(index: int) -> Rows:
+    return [{"role": "user", "content": sentence(index, 3 + index % 4)}]
+
+
+def _answer(index: int, length: int) -> Rows:
+    return [{"role": "assistant", "content": sentence(index, length)}]
+
+
 def conversation_rows(count: int) -> Rows:
     """One question and one answer each, of different lengths."""
-    return [
-        {
-            "row_id": f"c{i}",
-            "messages": [
-                {"role": "user", "content": sentence(i, 3 + i % 4)},
-                {"role": "assistant", "content": sentence(i + 1, 2 + i % 7)},
-            ],
-        }
-        for i in range(count)
-    ]
+    return [{"row_id": f"c{i}", "messages": _question(i) + _answer(i + 1, 2 + i % 7)} for i in range(count)]
 
 
 def preference_rows(count: int) -> Rows:
@@ -157,9 +156,9 @@ def preference_rows(count: int) -> Rows:
     return [
         {
             "row_id": f"p{i}",
-            "prompt": [{"role": "user", "content": sentence(i, 3 + i % 4)}],
-            "chosen": [{"role": "assistant", "content": sentence(i + 1, 4 + i % 5)}],
-            "rejected": [{"role": "assistant", "content": sentence(i + 2, 1 + i % 6)}],
+            "prompt": _question(i),
+            "chosen": _answer(i + 1, 4 + i % 5),
+            "rejected": _answer(i + 2, 1 + i % 6),
             "kind": ("cut", "wrong")[i % 2],
         }
         for i in range(count)
@@ -169,12 +168,7 @@ def preference_rows(count: int) -> Rows:
 def unpaired_rows(count: int) -> Rows:
     """One answer each; every third is undesirable."""
     return [
-        {
-            "row_id": f"u{i}",
-            "prompt": [{"role": "user", "content": sentence(i, 3 + i % 4)}],
-            "completion": [{"role": "assistant", "content": sentence(i + 1, 2 + i % 5)}],
-            "label": i % 3 != 0,
-        }
+        {"row_id": f"u{i}", "prompt": _question(i), "completion": _answer(i + 1, 2 + i % 5), "label": i % 3 != 0}
         for i in range(count)
     ]
 
@@ -182,11 +176,7 @@ def unpaired_rows(count: int) -> Rows:
 def prompt_rows(count: int) -> Rows:
     """Every second one has an answer for a reward function."""
     return [
-        {
-            "row_id": f"q{i}",
-            "prompt": [{"role": "user", "content": sentence(i, 3 + i % 4)}],
-            "columns": None if i % 2 else f'{{"answer": {i}}}',
-        }
+        {"row_id": f"q{i}", "prompt": _question(i), "columns": None if i % 2 else f'{{"answer": {i}}}'}
         for i in range(count)
     ]
 

@@ -326,24 +326,21 @@ def memory(
     """Peak memory of one worker.
 
     Args:
-        mean: tokens of a row in the mean, all of its sequences together, which decides where micro batches have equal
-            tokens; None: unknown, and all rows are as long as the longest.
+        mean: tokens of a row in the mean, with all its sequences; None: unknown, all are as long as the longest.
         capacity: bytes of a worker, which ``micro_batch_size=auto`` fills; 0: unknown.
         shapes: of the weights; ``found.shapes()`` where those of the files are not known.
         tokens: of the longest row: prompt and completion.
-        frozen: slot of a teacher or reward model, where it is filled -> number of the model's weights; None: all are
-            filled, with models of the policy's size.
+        frozen: filled slot of a teacher or reward model -> number of weights; None: all, each of the policy's size.
     """
     weights, precision = trained_weights(method, shapes), method.precision
     dtype = 2 if resources.frozen_dtype(precision) == "bf16" else _FLOAT
     whole = _whole(_of_island(method, resources), shapes)
     copies = 2 if VALUE_MODEL in method.models.values() else 1  # policy and value model are trained
     linear = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 2 and ".layers." in name)
-    rest, scales = weights.base - linear, 0
-    of_rest = of_linear = float(dtype if method.adapter or method.quantization else _FLOAT)
-    if method.quantization:
-        of_linear = _BITS.get(method.quantization.format, 8) / 8
-        scales = int(linear * of_linear * (_SCALES - 1))
+    rest = weights.base - linear
+    of_rest = float(dtype if method.adapter or method.quantization else _FLOAT)
+    of_linear = _BITS.get(method.quantization.format, 8) / 8 if method.quantization else of_rest
+    scales = int(linear * of_linear * (_SCALES - 1)) if method.quantization else 0
     base = int(linear * of_linear + rest * of_rest) + scales
     # optimizer.weights=bf16: a weight and its gradient in half, and the other half of the weight with the optimizer.
     split = _matrices(shapes) if method.optimizer.weights else 0
@@ -354,14 +351,14 @@ def memory(
     gradients = _gradient_copies(method, resources) * copies * (weights.trained * _FLOAT - trained_split * (_FLOAT - 2))
     gradients = whole.part("gradients", gradients, method)
     if whole.passing and not method.adapter:
-        is_auto = resources.micro_batch_size == "auto"
-        is_one = passes == 1 if is_auto else resources.accumulation_steps(method.global_batch_size) == 1
+        fixed = resources.micro_batch_size != "auto" and resources.accumulation_steps(method.global_batch_size)
+        is_one = (fixed or passes) == 1
         # In the first pass, no worker has its part yet of what it passes on.
         gradients += copies * _FLOAT * (whole.passing - is_one * whole.passing // whole.over)
     base -= split * (_FLOAT - 2)
-    held = copies * ((base - scales) // whole.over + scales if whole.is_fsdp else base)
+    held = (base - scales) // whole.over + scales if whole.is_fsdp else base
+    held *= copies * ("weights" not in whole.offloaded)
     gathered = whole.ends * of_rest + (whole.gathered - whole.ends) * of_linear if whole.gathered else 0
-    held *= "weights" not in whole.offloaded
     optimizer = weights.trained * (method.optimizer.state_bytes + whole.copied) + trained_split * 2
     beside = _frozen_weights(method, resources, weights.base, frozen) * dtype
     activations, logits = _activations_and_logits(method, resources, found, at_once, width)

@@ -87,11 +87,19 @@ def ask(toy) -> Iterator[Callable[[], Asking]]:
         each.process.communicate(timeout=120)
 
 
+def stop_while_it_waits(toy: Command, asking: Asking, number: signal.Signals) -> None:
+    asking.process.send_signal(number)
+    assert asking.end() == 130
+    assert decisions(toy) == []
+    assert "Traceback" not in asking.errors()
+
+
 def decisions(toy: Command) -> list[tuple[str, str, str]]:
     return [(event.action, event.who, event.why) for event in read_events(toy.folder / "artifacts")]
 
 
-def test_resuming_the_flow_run_approves_and_the_next_run_does_not_ask_again(toy, ask):
+def test_a_stop_while_it_waits_decides_nothing_and_resuming_the_flow_run_approves_for_good(toy, ask):
+    stop_while_it_waits(toy, ask(), signal.SIGINT)
     asking = ask()
     assert "**pass** if a person approves it: left@" in asking.errors()
     assert f"/runs/flow-run/{asking.path.rpartition('/')[2]}" in asking.errors()
@@ -130,13 +138,9 @@ def test_cancelling_the_flow_run_rejects_and_a_reused_gate_asks_again(toy, ask):
     assert [action for action, *_ in decisions(toy)] == ["reject", "approve"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_a_stop_while_it_waits_decides_nothing(toy, ask, number):
-    asking = ask()
-    asking.process.send_signal(number)
-    assert asking.end() == 130
-    assert decisions(toy) == []
-    assert "Traceback" not in asking.errors()
+@pytest.mark.slow
+def test_so_does_a_stop_by_sigterm(toy, ask):
+    stop_while_it_waits(toy, ask(), signal.SIGTERM)
 
 
 def test_a_refused_model_is_not_asked_about_and_its_flow_run_is_none_that_completed(toy, prefect_url):

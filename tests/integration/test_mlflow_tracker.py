@@ -3,7 +3,7 @@
 import json
 import shutil
 import socket
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -298,10 +298,12 @@ def test_an_mlflow_that_cannot_be_written_is_reported_once_and_filled_in_later(t
 
 def test_an_mlflow_that_does_not_answer_is_given_up_at_the_end(uri, store, monkeypatch, capsys):
     monkeypatch.setattr("lineage.mlflow.tracker._CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr(MlflowTracker, "_open", lambda self: time.sleep(2))
+    answers = threading.Event()
+    monkeypatch.setattr(MlflowTracker, "_open", lambda self: answers.wait(60))
     tracker = MlflowTracker(uri)
     with tracker.execution(execution(store)):
         pass
+    answers.set()
     assert "no answer within 0 s" in capsys.readouterr().err
     assert not tracker.is_complete  # the next command completes it
 

@@ -44,18 +44,20 @@ for name, rows in ROWS.items():
 """
 
 
-def digests(before: str, directory: Path, **environment: str) -> str:
+def digests(before: str, directory: Path, **environment: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", DIGEST.format(before=before)]
-    env = {**os.environ, **environment}
-    return subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, check=True).stdout
+    return subprocess.Popen(
+        command, cwd=directory, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_rows_depend_on_neither_hash_seed_nor_directory_nor_environment_nor_what_is_imported(tmp_path: Path) -> None:
     plain = digests("", REPOSITORY, PYTHONHASHSEED="1")
     patched = "import os.path, email.mime.text, textwrap; os.listdir.__class__; textwrap.dedent.__doc__ = 'changed'"
     elsewhere = digests(patched, tmp_path, PYTHONHASHSEED="2", QUERY_STRING="secret", HOME=str(tmp_path), LC_ALL="C")
-    assert plain == elsewhere
-    assert [line.split()[0] for line in plain.splitlines()] == list(ROWS)
+    found, other = (each.communicate(timeout=60)[0] for each in (plain, elsewhere))
+    assert found == other
+    assert [line.split()[0] for line in found.splitlines()] == list(ROWS)
 
 
 def test_rows_do_not_depend_on_the_virtual_environment() -> None:
@@ -80,5 +82,5 @@ def test_processes_that_work_on_rows_end_with_a_parent_that_is_killed(tmp_path: 
     )
     worker = int(subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=False).stdout)
     with contextlib.suppress(psutil.NoSuchProcess):
-        psutil.Process(worker).wait(timeout=20)
+        psutil.Process(worker).wait(timeout=60)
     assert not psutil.pid_exists(worker)

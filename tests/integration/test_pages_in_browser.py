@@ -89,7 +89,7 @@ class Tab:
 
     def wait_for(self, text: str) -> None:
         """Until the page, which loads itself again, shows a text."""
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while text not in self.value("document.body ? document.body.innerText : ''"):
             assert time.monotonic() < until, f"{text} is not shown"
             time.sleep(0.1)

@@ -59,8 +59,8 @@ def test_a_run_is_seen_followed_and_cancelled_from_outside(toy, slow, prefect_ur
     assert (cancelled.returncode, cancelled.stderr) == (0, "")
     assert cancelled.stdout.startswith(f"{run['id']} is stopped; ")
     assert not alive(started)
-    assert slow.wait(timeout=10) == 130
-    said, errors = follower.communicate(timeout=20)
+    assert slow.wait(timeout=60) == 130
+    said, errors = follower.communicate(timeout=60)
     assert (follower.returncode, errors) == (0, "")
     assert "local mode" in said
 
@@ -75,7 +75,7 @@ def test_a_run_is_seen_followed_and_cancelled_from_outside(toy, slow, prefect_ur
 def test_a_run_that_was_killed_is_shown_as_died_with_the_command_that_goes_on(toy, slow):
     started = family(slow)
     slow.kill()
-    slow.wait(timeout=10)
+    slow.wait(timeout=60)
     wait_until_gone(started)  # its stage may have reported another step
     document = status(toy)
     assert not document["running"]

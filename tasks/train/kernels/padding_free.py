@@ -145,25 +145,12 @@ def choose_kernel(
 
 
 def padding_free_attention(
-    module: torch.nn.Module,
-    query: "Tensor",
-    key: "Tensor",
-    value: "Tensor",
-    attention_mask: "Tensor | None",
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    cu_seq_lens_q: "Tensor | None" = None,
-    max_length_q: int | None = None,
-    token_index: "Tensor | None" = None,
-    row_index: "Tensor | None" = None,
-    row_tokens: "Tensor | None" = None,
-    token_rows: "Tensor | None" = None,
-    image_groups: "Tensor | None" = None,
-    attention: str = "sdpa",
-    **kwargs: object,
-) -> "Attended":
+    module: torch.nn.Module, query: "Tensor", key: "Tensor", value: "Tensor", attention_mask: "Tensor | None",
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
+    cu_seq_lens_q: "Tensor | None" = None, max_length_q: int | None = None, token_index: "Tensor | None" = None,
+    row_index: "Tensor | None" = None, row_tokens: "Tensor | None" = None, token_rows: "Tensor | None" = None,
+    image_groups: "Tensor | None" = None, attention: str = "sdpa", **kwargs: object,
+) -> "Attended":  # fmt: skip
     """Causal attention of (1, heads, T, d) within each row; plain SDPA for a padded batch.
 
     Args:

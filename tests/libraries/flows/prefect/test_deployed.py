@@ -48,7 +48,7 @@ class StartingRunner:
         self.stopped.set()
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("before", [True, False])
 def test_a_server_that_is_stopped_while_it_starts_ends(before: bool) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

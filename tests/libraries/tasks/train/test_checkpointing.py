@@ -56,7 +56,7 @@ def saved(folder: Path) -> Checkpoints:
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Writes wait until it is set."""
     event, write = threading.Event(), Draft.write
-    monkeypatch.setattr(Draft, "write", lambda self: (event.wait(10), write(self))[1])
+    monkeypatch.setattr(Draft, "write", lambda self: (event.wait(60), write(self))[1])
     return event
 
 
@@ -195,7 +195,7 @@ def test_a_mirror_that_refuses_a_checkpoint_is_a_warning_with_the_last_good_one(
 
 def test_a_slow_mirror_holds_up_no_save_and_loses_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow, push = threading.Event(), Mirror.push
-    monkeypatch.setattr(Mirror, "push", lambda *args: (slow.wait(10), push(*args))[1])
+    monkeypatch.setattr(Mirror, "push", lambda *args: (slow.wait(60), push(*args))[1])
     writer = saver(tmp_path, keep_last=1, checkpoint_mirror=f"file://{tmp_path}/mirror")
     for step in (2, 4, 6):
         writer.save(step, state(step), {})

@@ -88,10 +88,10 @@ def test_a_run_shows_its_stages_before_they_begin_and_writes_every_change(plan):
         }  # fmt: skip
         assert (note.stages["right"].workers, note.stages["right"].cpus, note.stages["left"].cpus) == (2, 2, 1)
         journal.on(event("waiting", "1 CPU", title="left"))
-        wait_until(lambda: the_note(store).stages["left"].state == "waiting", "waits", seconds=5)
+        wait_until(lambda: the_note(store).stages["left"].state == "waiting", "waits")
         directory = plan.entry(plan.stage("left")).path
         journal.on(event("running", title="left", directory=directory, num_steps=10))
-        wait_until(lambda: the_note(store).stages["left"].state == "running", "runs", seconds=5)
+        wait_until(lambda: the_note(store).stages["left"].state == "running", "runs")
         assert the_note(store).stages["left"].total == 10
         assert Path(the_note(store).stages["left"].directory) == directory
         journal.on(event("done", title="left", seconds=1.5))

@@ -139,6 +139,6 @@ def test_a_worker_that_stands_still_writes_its_stack(tmp_path):
     rank = HeartbeatFile(tmp_path, 0, 0.01)
     rank.mark(1, Phase.STEPPING)
     path = Path(tmp_path / "alive" / "rank-0.stack")
-    wait_until(lambda: "test_hang.py" in path.read_text(), "its stack is there", 20)
+    wait_until(lambda: "test_hang.py" in path.read_text(), "its stack is there")
     rank.end()
     assert "test_a_worker_that_stands_still_writes_its_stack" in path.read_text()

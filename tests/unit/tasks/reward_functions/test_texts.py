@@ -72,10 +72,10 @@ def test_with_a_tag_only_the_text_in_it_is_an_answer(completion, value):
     ],
 )  # fmt: skip
 def test_numeric(completion, answer, value):
-    start = time.perf_counter()
+    start = time.process_time()
     found = score("numeric", completion, {"answer": answer}, partial_credit=0.5)
     assert 0 <= found <= 1 if value is None else found == pytest.approx(value)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_numeric_has_an_absolute_and_a_relative_tolerance():
@@ -186,7 +186,7 @@ def test_json_fits_the_schema_of_a_column(completion, value, written):
 
 
 def test_no_answer_keeps_a_schema_busy():
-    start = time.perf_counter()
+    start = time.process_time()
     slow = {"properties": {"a": {"pattern": "^(a+)+$"}}}
     assert score("json", json.dumps({"a": "a" * 40 + "!"}), {"answer": slow}, column="answer") == 0
     many = [1, "a", *({"k": each} for each in range(6000))]
@@ -195,7 +195,7 @@ def test_no_answer_keeps_a_schema_busy():
     assert score("json", json.dumps([*many, {"k": 7.0}]), {"answer": different}, column="answer") == 0
     assert score("json", "[1, true, 0, false, [1], [true]]", {"answer": different}, column="answer") == 1
     assert score("json", "[" + '{"a": ' * 200 + "1" + "}" * 200 + "]", {"answer": different}, column="answer") == 1
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_json_without_a_column_is_any_json():

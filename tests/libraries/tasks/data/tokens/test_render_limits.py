@@ -24,7 +24,7 @@ def template(text: str) -> Template:
 @pytest.fixture
 def hasty(monkeypatch):
     """Limits that a test reaches at once, and a watch that begins with them."""
-    for name, value in (("SECONDS", 0.02), ("_POLL_SECONDS", 0.01), ("_watches", [])):
+    for name, value in (("SECONDS", 0.1), ("_POLL_SECONDS", 0.01), ("_watches", [])):
         monkeypatch.setattr(limits, name, value)
 
 
