@@ -61,11 +61,7 @@ def write_record(directory: Path, checkpoint: Checkpoint) -> None:
 
 
 def read_record(directory: Path) -> Checkpoint:
-    """The record in a checkpoint.
-
-    Raises:
-        ArtifactError: it is missing, unreadable or modified.
-    """
+    """The record in a checkpoint (ArtifactError: it is missing, unreadable or modified)."""
     path = directory / RECORD
     try:
         fields = json.loads(path.read_text())
@@ -118,11 +114,7 @@ class Checkpoints:
 
     @staticmethod
     def at(path: Path) -> Checkpoint:
-        """The record of the checkpoint in a directory.
-
-        Raises:
-            ArtifactError: as ``read``.
-        """
+        """The record of the checkpoint in a directory (ArtifactError: as ``read``)."""
         match = _NAME.fullmatch(path.name)
         if not match:
             raise ArtifactError(f"{path} is not a checkpoint: its name is not step-N")
@@ -213,11 +205,7 @@ class Checkpoints:
         return record
 
     def keep(self, steps: Iterable[int]) -> None:
-        """Removes all other checkpoints, oldest first.
-
-        Raises:
-            PipelineError: as ``require`` raises it.
-        """
+        """Removes all other checkpoints, oldest first (PipelineError: as ``require`` raises it)."""
         others = sorted(
             set(self.steps()) - set(steps)
         )  # listed before the check: a process suspended in between removes nothing of its successor
@@ -284,11 +272,7 @@ class Mirror:
         self._configured = url
 
     def require_writable(self) -> None:
-        """Requires that files can be written and deleted there.
-
-        Raises:
-            ConfigError: they cannot.
-        """
+        """Requires that files can be written and deleted there."""
         try:
             with file_system(f"{self.url}/.probe") as (files, path):
                 files.pipe_file(path, b"posttrain")
@@ -301,11 +285,7 @@ class Mirror:
             ) from error
 
     def steps(self) -> list[int]:
-        """Steps of its whole checkpoints, ascending.
-
-        Raises:
-            ConfigError: it cannot be listed.
-        """
+        """Steps of its whole checkpoints, ascending (ConfigError: it cannot be listed)."""
         try:
             with file_system(self.url) as (files, path):
                 files.invalidate_cache()
@@ -318,11 +298,7 @@ class Mirror:
         return sorted(int(match[1]) for each in found if (match := _NAME.fullmatch(PurePosixPath(each).parent.name)))
 
     def read(self, step: int) -> Checkpoint:
-        """The record of a checkpoint.
-
-        Raises:
-            ArtifactError: it is unreadable or modified.
-        """
+        """The record of a checkpoint (ArtifactError: it is unreadable or modified)."""
         with tempfile.TemporaryDirectory() as folder, file_system(f"{self.url}/step-{step}") as (files, path):
             (Path(folder) / RECORD).write_bytes(files.cat_file(f"{path}/{RECORD}"))
             return read_record(Path(folder))
@@ -351,11 +327,7 @@ class Mirror:
         return True
 
     def pull(self, step: int, folder: Path) -> Checkpoint:
-        """Copies a checkpoint from there into an empty directory.
-
-        Raises:
-            ArtifactError: it is not what was committed.
-        """
+        """Copies a checkpoint from there into an empty directory (ArtifactError: it is not what was committed)."""
         with file_system(f"{self.url}/step-{step}") as (files, path):
             (folder / RECORD).write_bytes(files.cat_file(f"{path}/{RECORD}"))
             record = read_record(folder)

@@ -159,11 +159,7 @@ class Training(TrainingRecipe):
                 )
 
     def run(self, inputs: Inputs, ctx: TrainContext) -> Metrics:
-        """Trains, and writes the output.
-
-        Raises:
-            GateError: the verdict that it waited for refuses.
-        """
+        """Trains, and writes the output (GateError: the verdict that it waited for refuses)."""
         if VERDICT in inputs:
             gate, name = read_verdict(inputs[VERDICT].path), inputs[VERDICT].name
             if gate.result == "refuse" or gate.approval == "required":

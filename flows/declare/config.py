@@ -596,19 +596,12 @@ def load_pipeline(overrides: Sequence[str], config_dir: Path | None = None) -> P
     Args:
         overrides: in Hydra's grammar.
         config_dir: a directory of further groups (``model/``, ``source/``, ``pipeline/`` ...).
-
-    Raises:
-        ConfigError: names what was found, what is accepted, what to do.
     """
     return pipeline_of(compose_tree(overrides, config_dir), overrides, config_dir)
 
 
 def pipeline_of(tree: Node, overrides: Sequence[str], config_dir: Path | None = None) -> Pipeline:
-    """Checks every key and type of a configuration that these overrides composed.
-
-    Raises:
-        ConfigError: names what was found, what is accepted, what to do.
-    """
+    """Checks every key and type of a configuration that these overrides composed."""
     _refuse_ms_amp(tree)
     root = _root(tree)
     sources = {name: typed(Source, node, f"sources.{name}") for name, node in _nodes(tree, "sources").items()}
@@ -642,11 +635,7 @@ def _root(tree: Node) -> Root:
 
 
 def stages_of(tree: Node) -> dict[str, Stage]:
-    """The stages of a configuration, each checked on its own, without their connections.
-
-    Raises:
-        ConfigError: names what was found, what is accepted, what to do.
-    """
+    """The stages of a configuration, each checked on its own, without their connections."""
     root = _root(tree)
     return {name: _stage(name, node, root, tree) for name, node in _nodes(tree, "stages").items()}
 

@@ -171,11 +171,7 @@ class Pipeline:
         return sorted({*self.used_sources(), *fallbacks & self.sources.keys()})
 
     def order(self) -> list[str]:
-        """Stage names, each after the stages it waits for.
-
-        Raises:
-            ConfigError: the stages form a cycle.
-        """
+        """Stage names, each after the stages it waits for (ConfigError: the stages form a cycle)."""
         return list(self._order)
 
     def before(self, name: str) -> set[str]:

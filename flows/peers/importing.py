@@ -877,11 +877,7 @@ def run_import(options: argparse.Namespace) -> int:
 
 
 def _require_loads(text: str, name: str, file: Path) -> list[str]:
-    """Requires that the pipeline is one of ours; returns the overrides with which it is, where it needs a GPU.
-
-    Raises:
-        ConfigError: a value is not accepted here.
-    """
+    """Requires that the pipeline is one of ours; returns the overrides with which it is, where it needs a GPU."""
     from flows.declare.config import load_pipeline
 
     with tempfile.TemporaryDirectory() as folder:

@@ -165,11 +165,7 @@ _GROUPS = ("adapter", "quantization", "optimizer", "schedule", "precision")
 
 
 def model_report(ref: str, index: Index) -> Report:
-    """What the record says of the model that a REF names.
-
-    Raises:
-        ConfigError: the REF names nothing, or no model.
-    """
+    """What the record says of the model that a REF names (ConfigError: the REF names nothing, or no model)."""
     graph = ancestry(index, resolve(ref, index).node)
     node = graph.nodes[graph.root]
     manifest = node.manifest

@@ -33,11 +33,7 @@ class Place:
     saves: Mapping[str, Path]
 
     def saved(self, name: str, session: str | None = None) -> Path:
-        """The folder of a saved state.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The folder of a saved state."""
         folder = self.saves.get(session or self.session)
         if folder is None:
             raise ConfigError(f"session={session}: is no session of this key; name one of yours")

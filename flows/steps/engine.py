@@ -174,11 +174,7 @@ class Engine:
     # --- accepting
 
     def authenticate(self, key: str | None) -> "RowMapping":
-        """The row of a key.
-
-        Raises:
-            RefusedError: there is no such key.
-        """
+        """The row of a key (RefusedError: there is no such key)."""
         found = self.records.key_of(key) if key else None
         if found is None:
             what = "is not one of this server" if key else "is missing"
@@ -234,11 +230,7 @@ class Engine:
         return _accepted(request_id, name, 0, CREATE)
 
     def settings_of(self, settings: Mapping[str, object]) -> tuple[Steps, Resources]:
-        """The training of a session's settings, and its workers.
-
-        Raises:
-            ConfigError: they are no settings of a session.
-        """
+        """The training of a session's settings, and its workers (ConfigError: they are no settings of a session)."""
         own, given = dict(settings), settings.get("resources") or {}
         own.pop("resources", None)
         if not isinstance(given, dict) or (unknown := sorted(given.keys() - set(_RESOURCES))):
@@ -290,11 +282,7 @@ class Engine:
         return _accepted(request_id, session, seq, name)
 
     def require_session(self, key: "RowMapping", session: str) -> "RowMapping":
-        """A session of a key that is not closed.
-
-        Raises:
-            RefusedError: there is none.
-        """
+        """A session of a key that is not closed."""
         found = self.records.session(session)
         if found is None:
             raise RefusedError(404, f"session {session}: there is none; create one first")
@@ -317,11 +305,7 @@ class Engine:
             live.used = -math.inf  # it leaves the memory next
 
     def outcome(self, request_id: str, key: "RowMapping | None" = None) -> Outcome:
-        """A call, and its result.
-
-        Raises:
-            RefusedError: there is no such call of this key.
-        """
+        """A call, and its result (RefusedError: there is no such call of this key)."""
         found = self.records.call(request_id)
         if found is None:
             raise RefusedError(404, f"request {request_id}: there is none")
@@ -697,11 +681,7 @@ def _about(session: "Session") -> dict[str, object]:
 
 
 def _json_of(body: Mapping[str, object]) -> bytes:
-    """A body as it is kept.
-
-    Raises:
-        RefusedError: it has what JSON of other programs has not.
-    """
+    """A body as it is kept (RefusedError: it has what JSON of other programs has not)."""
     try:
         return orjson.dumps(dict(body))
     except TypeError as error:

@@ -101,11 +101,7 @@ class Records:
     # --- keys
 
     def add_key(self, name: str, max_sessions: int | None = None, max_tokens: int | None = None) -> str:
-        """A new key, which is kept as its digest alone.
-
-        Raises:
-            ConfigError: the name is taken.
-        """
+        """A new key, which is kept as its digest alone (ConfigError: the name is taken)."""
         key = f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
         values = {"name": name, "digest": digest_of(key), "max_sessions": max_sessions, "max_tokens": max_tokens}
         try:

@@ -58,11 +58,7 @@ def key_of(request: Request) -> str | None:
 
 
 async def json_of(request: Request) -> dict[str, object]:
-    """The JSON object of a request's body.
-
-    Raises:
-        RefusedError: it is none.
-    """
+    """The JSON object of a request's body (RefusedError: it is none)."""
     body = await request.body()
     try:
         found = json.loads(body or b"{}")
@@ -362,11 +358,7 @@ def _tool(engine: Engine, name: str, cls: type[Call]) -> Callable[..., Awaitable
 async def _told(
     engine: Engine, name: str, session: str | None, accept: "Callable[[RowMapping], Outcome]"
 ) -> dict[str, object]:
-    """The result of a call as a tool returns it.
-
-    Raises:
-        ToolError: it failed, or was refused.
-    """
+    """The result of a call as a tool returns it (ToolError: it failed, or was refused)."""
     from mcp.server.auth.middleware.auth_context import get_access_token
     from mcp.server.mcpserver.exceptions import ToolError
 

@@ -97,11 +97,7 @@ MESSAGES = _messages()
 
 
 def rows_of(request: object) -> list[dict[str, object]]:
-    """The rows of a request for gradients.
-
-    Raises:
-        RefusedError: it has images, or columns of more than one dimension.
-    """
+    """The rows of a request for gradients (RefusedError: it has images, or columns of more than one dimension)."""
     found = []
     for number, datum in enumerate(request.data):  # type: ignore[attr-defined]
         tokens: list[int] = []
@@ -129,11 +125,7 @@ def _numbers(data: bytes, dtype: int) -> list[int] | list[float]:
 
 
 def settings_of(body: Mapping[str, object], path: Path) -> dict[str, object]:
-    """The settings of a session for a training run of the client.
-
-    Raises:
-        RefusedError: there is no such setting here.
-    """
+    """The settings of a session for a training run of the client (RefusedError: there is no such setting here)."""
     _require_adam(body)
     config = read_json(path, "config.json")
     positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
@@ -168,11 +160,7 @@ def _workers(body: Mapping[str, object]) -> dict[str, object]:
 
 
 def place_of(path: object) -> tuple[str, str]:
-    """The session and the saved state of ``tinker://RUN/KIND/NAME``.
-
-    Raises:
-        RefusedError: it is no such path.
-    """
+    """The session and the saved state of ``tinker://RUN/KIND/NAME`` (RefusedError: it is no such path)."""
     parts = str(path).removeprefix(_SCHEME).split("/")
     if not str(path).startswith(_SCHEME) or len(parts) != 3 or parts[1] not in ("weights", "sampler_weights"):
         raise RefusedError(404, f"{path}: tinker://RUN/weights/NAME and tinker://RUN/sampler_weights/NAME are accepted")

@@ -117,9 +117,6 @@ def require_pixels(size: Mapping[str, int], processor: Mapping[str, object], whe
         size: as ``Images.size`` gives it.
         processor: its file.
         where: before the names of fields.
-
-    Raises:
-        ConfigError: no image could have so few pixels.
     """
     files = processor.get("image_processor", processor)
     assert isinstance(files, Mapping)
@@ -177,11 +174,7 @@ class ImageFiles:
         )  # fmt: skip
 
     def mark(self, value: object, what: str) -> str:
-        """Checks and stores an image; returns its mark.
-
-        Raises:
-            BadRowError: what is wrong with it.
-        """
+        """Checks and stores an image; returns its mark."""
         data = self._bytes(value, what)
         digest = hashlib.sha256(data).hexdigest()
         path = self.store / digest
@@ -324,11 +317,7 @@ def _top(archive: Path) -> str:
 
 
 def check_image(data: bytes, what: str) -> None:
-    """Requires that an image decodes, and is neither too large nor of an unknown mode.
-
-    Raises:
-        BadRowError: it is not so.
-    """
+    """Requires that an image decodes, and is neither too large nor of an unknown mode."""
     _require_small(len(data), what)
     with _opened(data, what) as image:
         width, height = image.size
@@ -395,11 +384,7 @@ def with_images(fields: Fields, files: ImageFiles) -> Fields:
 
 
 def require_no_marks(value: object) -> None:
-    """Refuses a text that spells the mark of an image, which would be read as that image.
-
-    Raises:
-        BadRowError: there is one.
-    """
+    """Refuses a text that spells the mark of an image, which would be read as that image."""
     match value:
         case str():
             if "<image:" in value and (found := MARK.search(value)):
@@ -413,11 +398,7 @@ def require_no_marks(value: object) -> None:
 
 
 def require_none_in_answers(row: Fields, answers: Iterable[str]) -> None:
-    """Refuses an image in an answer of a converted row, which no model here writes.
-
-    Raises:
-        BadRowError: there is one.
-    """
+    """Refuses an image in an answer of a converted row, which no model here writes."""
     for name in answers:
         turns = row[name]
         if isinstance(turns, list) and any(MARK.search(str(turn.get("content"))) for turn in turns):
@@ -593,11 +574,7 @@ class StoredImages:
 
 
 def require_no_images(rows: Path, name: str, what: str, remedy: str = "") -> None:
-    """Refuses rows with images.
-
-    Raises:
-        DataError: they have some.
-    """
+    """Refuses rows with images."""
     if (rows / IMAGES).exists():
         raise DataError(
             f"{what}: the rows of {name!r} have images, which it does not read; give it rows of text{remedy}"

@@ -335,11 +335,7 @@ def _text(task: "Task", request: "object", stub: str) -> str:
 
 
 def _measured(benchmark: Benchmark, name: str, model: "LM") -> Measurement:
-    """Runs lm-eval, and reads its scores per row.
-
-    Raises:
-        PipelineError: lm-eval fails.
-    """
+    """Runs lm-eval, and reads its scores per row (PipelineError: lm-eval fails)."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

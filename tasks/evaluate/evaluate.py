@@ -157,9 +157,6 @@ class Evaluate(Method):
 
         Args:
             filled: the slots that have an input.
-
-        Raises:
-            ConfigError: names the empty slot.
         """
         own, asking = self.own_metrics, ("prompts", "conversations", "pairs", "unpaired")
         answered = [each.label for each in own if not each.is_benchmark]
@@ -211,11 +208,7 @@ class Evaluate(Method):
         return None if of_chats.isdisjoint(filled) else self.chat_slot
 
     def lengths(self, max_length: int) -> held_out.Lengths:
-        """The limits for rows.
-
-        Raises:
-            ConfigError: ``max_new_tokens`` leaves no capacity for a prompt.
-        """
+        """The limits for rows (ConfigError: ``max_new_tokens`` leaves no capacity for a prompt)."""
         return held_out.Lengths(
             max_length=max_length, max_new_tokens=self.max_new_tokens, max_dropped=self.max_dropped,
             max_cut=self.max_cut,
@@ -307,11 +300,7 @@ class Evaluate(Method):
         return lengths, self.thinking or trained_thinking(trained), control_tokens
 
     def _require_text(self, rows: held_out.Rows) -> None:
-        """Refuses samples of answers to images: they are drawn from tokens alone.
-
-        Raises:
-            ConfigError: an option asks for them.
-        """
+        """Refuses samples of answers to images: they are drawn from tokens alone."""
         asked = rows.question_images if rows.questions and not rows.has_own_prompts else rows.prompt_images
         sampled = {
             "kl_samples": self.kl_samples and any(rows.prompt_images),
@@ -688,11 +677,7 @@ def _visions(inputs: Inputs, models: Sequence[Input]) -> dict[str, Vision]:
 
 
 def trained_length(models: Sequence[Input]) -> int:
-    """The longest ``max_length`` in the manifests of the models.
-
-    Raises:
-        ConfigError: no manifest has one.
-    """
+    """The longest ``max_length`` in the manifests of the models (ConfigError: no manifest has one)."""
     found = [recipe.get("max_length") for recipe in _recipes(models).values()]
     lengths = [length for length in found if isinstance(length, int)]
     if not lengths:
@@ -704,11 +689,7 @@ def trained_length(models: Sequence[Input]) -> int:
 
 
 def trained_thinking(models: Sequence[Input]) -> Thinking | None:
-    """The ``thinking`` in the manifests of the models; None: no manifest has one.
-
-    Raises:
-        ConfigError: they do not agree.
-    """
+    """The ``thinking`` in the manifests of the models; None: no manifest has one (ConfigError: they do not agree)."""
     return agreed_thinking({
         name: recipe["thinking"] for name, recipe in _recipes(models).items() if "thinking" in recipe
     })  # fmt: skip

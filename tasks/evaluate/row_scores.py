@@ -116,11 +116,7 @@ def write_scores(
 
 
 def read_scores(report: Path) -> dict[str, RowScores]:
-    """Metric -> its scores, from a report's output directory.
-
-    Raises:
-        ConfigError: the report has none.
-    """
+    """Metric -> its scores, from a report's output directory (ConfigError: the report has none)."""
     lines: dict[str, list[dict[str, object]]] = {}
     for line in _read(report, SCORES_FILE).splitlines():
         row = json.loads(line)

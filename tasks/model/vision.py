@@ -45,11 +45,7 @@ def reads_images(directory: Path) -> bool:
 
 
 def require_reads_images(directory: Path, name: str) -> None:
-    """Requires that a model reads images.
-
-    Raises:
-        ConfigError: it is a model of text, or its processor's files are missing.
-    """
+    """Requires that a model reads images (ConfigError: it is a model of text, or its processor's files are missing)."""
     if not reads_images(directory):
         raise ConfigError(
             f"{name}: a model of text, or one without the files of its processor ({', '.join(PROCESSOR_FILES[:2])}), "

@@ -434,11 +434,7 @@ class Format:
         return tuple(name for name in found if name is not None) if None not in found else ()
 
     def convert(self, fields: Fields) -> CanonicalRow:
-        """A row in the form of ``kind``.
-
-        Raises:
-            BadRowError: what is wrong with it.
-        """
+        """A row in the form of ``kind`` (BadRowError: what is wrong with it)."""
         try:
             row = self.read(fields)
             return row if self.kind == Kind.TEXT else with_system_column(without_marks(row), fields)
@@ -701,11 +697,7 @@ class Detected:
         return frozenset(kept | theirs | {each.partition(".")[0] for each in theirs} | {*images})
 
     def convert(self, fields: Fields) -> CanonicalRow:
-        """A row in the form of its kind.
-
-        Raises:
-            BadRowError: what is wrong with it.
-        """
+        """A row in the form of its kind (BadRowError: what is wrong with it)."""
         if self.columns:
             fields = _renamed(fields, self.columns)
         if off := self.format.switched_off(fields):
@@ -862,9 +854,6 @@ def check_direction(field: str, columns: Mapping[str, str], format: str | None) 
     Args:
         field: name of the setting, such as ``sources.rows.columns``.
         format: format of the source, if set.
-
-    Raises:
-        ConfigError: shows the inverted mapping.
     """
     for ours, theirs in columns.items():
         # Prompts keep all columns for reward functions, which may have any name.

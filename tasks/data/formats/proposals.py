@@ -159,11 +159,7 @@ _TEMPLATE = "text with named placeholders, such as '{context}\\n\\n{question}'"
 
 @lru_cache(maxsize=8)
 def placeholders(template: str) -> frozenset[str]:
-    """The columns in a prompt template.
-
-    Raises:
-        ConfigError: it has no placeholder, or one with a conversion or format.
-    """
+    """The columns in a prompt template (ConfigError: it has no placeholder, or one with a conversion or format)."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:

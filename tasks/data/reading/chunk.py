@@ -142,11 +142,7 @@ class Slice:
 
 
 def parse_split(text: str) -> tuple[str, Slice | None]:
-    """The name of a split, and the slice of it.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """The name of a split, and the slice of it (ConfigError: it is neither)."""
     found = _SPLIT.fullmatch(text)
     if not found or any(bound and bound.endswith("%") and abs(int(bound[:-1])) > 100 for bound in found.groups()[1:]):
         raise ConfigError(f"split={text!r}: {_PARTS} is accepted")
@@ -217,11 +213,7 @@ def on_disk(path: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def _unpacked(path: Path, name: str) -> Iterator[BufferedReader]:
-    """The bytes of a file.
-
-    Raises:
-        DataError: it cannot be read, or the packed file is damaged.
-    """
+    """The bytes of a file (DataError: it cannot be read, or the packed file is damaged)."""
     packing = compression_of(path)
     try:
         stream: BufferedReader = BufferedReader(_raw(path, packing), BLOCK_BYTES)
@@ -248,11 +240,7 @@ _LONG = b"0" * 19  # digits of the shortest number that may be beyond 64 bits
 
 
 def json_value(raw: bytes) -> object:
-    """The value in a JSON text of a column.
-
-    Raises:
-        ValueError: it is not JSON, or has an integer of more than 64 bits.
-    """
+    """The value in a JSON text of a column (ValueError: it is not JSON, or has an integer of more than 64 bits)."""
     value: object = orjson.loads(raw)
     if beyond := beyond_64_bits(raw):
         raise ValueError(beyond)

@@ -87,11 +87,7 @@ def _yielded(function: PythonFunction, path: str) -> Iterator[object]:
 
 
 def load_function(function: PythonFunction, path: str, accepted: str) -> Callable[..., object]:
-    """Imports a user's function.
-
-    Raises:
-        DataError: it cannot be called.
-    """
+    """Imports a user's function (DataError: it cannot be called)."""
     if function.file:
         spec = importlib.util.spec_from_file_location(function.file.stem, function.file)
         assert spec and spec.loader

@@ -206,11 +206,7 @@ def _validated(batch: "pa.RecordBatch") -> "pa.RecordBatch":
 
 @contextmanager
 def _readable(path: Path, name: str, kind: str) -> Iterator[Path]:
-    """The unpacked file.
-
-    Raises:
-        DataError: the library of the format cannot read it.
-    """
+    """The unpacked file (DataError: the library of the format cannot read it)."""
     import pyarrow as pa
 
     with on_disk(path, name) as file:

@@ -104,11 +104,7 @@ class Template:
 
     @staticmethod
     def of(tokenizer: "PreTrainedTokenizerBase") -> "Template":
-        """The template of a tokenizer that has one.
-
-        Raises:
-            ConfigError: it has several, and none is the default.
-        """
+        """The template of a tokenizer that has one (ConfigError: it has several, and none is the default)."""
         try:
             plain, with_tools = tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[{}])
         except ValueError as error:

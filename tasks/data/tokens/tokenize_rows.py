@@ -583,11 +583,7 @@ class TokenizedRows:
 
 
 def show(result: TokenizedRows, rows: "Input", max_length: int) -> None:
-    """Logs what is trained and what is not, before the first step.
-
-    Raises:
-        DataError: nothing would be trained.
-    """
+    """Logs what is trained and what is not, before the first step (DataError: nothing would be trained)."""
     stats = result.stats
     if not len(result):
         raise _nothing_to_train(stats, rows.name, max_length)

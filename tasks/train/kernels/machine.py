@@ -58,11 +58,7 @@ _SIDE = 64  # of matrices: torch has no oneDNN product of much smaller ones
 
 
 def kernel_args(method: "TrainingRecipe", resources: "Resources") -> dict[str, object]:
-    """The trainer's arguments for precision and kernels.
-
-    Raises:
-        ConfigError: the hardware lacks the precision.
-    """
+    """The trainer's arguments for precision and kernels (ConfigError: the hardware lacks the precision)."""
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # it would replace precision=fp32
     precision, on_gpu = resources.resolved_precision(method.precision), resources.gpus_per_worker > 0
     require_precision(precision, on_gpu=on_gpu)
@@ -244,11 +240,7 @@ def _set_checkpointing(
 
 
 def require_precision(precision: str, *, on_gpu: bool) -> None:
-    """Requires hardware for a precision.
-
-    Raises:
-        ConfigError: it is missing.
-    """
+    """Requires hardware for a precision."""
     if precision == "fp16" and not on_gpu:
         raise ConfigError(
             "precision=fp16: this training has no GPU, and would compute in fp32; set precision=bf16 or fp32, or "

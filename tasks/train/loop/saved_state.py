@@ -209,11 +209,7 @@ def read_state(folder: Path, rank: int, parameters: "Mapping[str, Tensor] | None
 
 
 def read_own(folder: Path, rank: int) -> dict[str, object]:
-    """The state of one worker.
-
-    Raises:
-        ArtifactError: an earlier version wrote the checkpoint.
-    """
+    """The state of one worker (ArtifactError: an earlier version wrote the checkpoint)."""
     _require(folder, OWN.format(rank=rank))
     found: dict[str, object] = torch.load(own_file(folder, rank), map_location="cpu", weights_only=True)
     return found

@@ -301,11 +301,7 @@ OPTIMIZERS: Mapping[str, Entry] = {
 
 
 def names_in(setting: str, text: str | None, example: str = "q_proj,v_proj") -> list[str]:
-    """The names of modules in a setting, which are separated by commas.
-
-    Raises:
-        ConfigError: a name is empty.
-    """
+    """The names of modules in a setting, which are separated by commas (ConfigError: a name is empty)."""
     names = [name.strip() for name in text.split(",")] if text is not None else []
     if not all(names):
         raise ConfigError(
@@ -321,9 +317,6 @@ def refuse_unread(where: str, setting: object, key: str, reads: Mapping[str, Col
         where: the setting.
         key: its field that names what reads the others.
         reads: name -> the fields that it reads; a field that none of them has, all read.
-
-    Raises:
-        ConfigError: names the field, those that it reads, and what reads the field.
     """
     name, some = getattr(setting, key), {field for each in reads.values() for field in each}
     for each in fields(setting):  # type: ignore[arg-type]

@@ -43,11 +43,7 @@ class Renderer:
     roles: Mapping[str, str]
 
     def head(self, role: str) -> str:
-        """The text before the content of a turn.
-
-        Raises:
-            ConfigError: the family has no such role.
-        """
+        """The text before the content of a turn (ConfigError: the family has no such role)."""
         if role not in self.roles:
             raise ConfigError(f"role={role}: {', '.join(self.roles)} are accepted")
         return self.turn.format(role=self.roles[role])

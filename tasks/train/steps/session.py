@@ -564,11 +564,7 @@ class _Outputs:
 
 
 def read_saved(folder: Path) -> Mapping[str, object]:
-    """What ``Session.save`` wrote.
-
-    Raises:
-        ArtifactError: there is none.
-    """
+    """What ``Session.save`` wrote."""
     if not (folder / STATE_FILE).exists():
         raise ArtifactError(f"{folder}: no state of a session is saved there; save one first")
     found: Mapping[str, object] = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
@@ -576,11 +572,7 @@ def read_saved(folder: Path) -> Mapping[str, object]:
 
 
 def loss_of(name: str, options: Mapping[str, float] | None) -> tuple[Loss, dict[str, float]]:
-    """A loss, and its options.
-
-    Raises:
-        ConfigError: there is no such loss, or it has no such option.
-    """
+    """A loss, and its options (ConfigError: there is no such loss, or it has no such option)."""
     if name not in LOSSES:
         raise ConfigError(
             f"loss={name}: {', '.join(LOSSES)} are accepted; another one is a function of the log-probabilities, by "

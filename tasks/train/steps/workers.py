@@ -118,11 +118,7 @@ class Optimization(own_loop.Optimization):
             group["params"] = list(filter(self.owns, group["params"]))
 
     def check_betas(self, betas: Sequence[float] | None) -> None:
-        """Requires as many decays as the optimizer has, each below 1.
-
-        Raises:
-            ConfigError: they are others.
-        """
+        """Requires as many decays as the optimizer has, each below 1."""
         known = self._groups[0].get("betas")
         if betas is None or known is None:  # another optimizer has no such setting, which ``step`` refuses
             return
