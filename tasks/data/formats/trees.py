@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Literal
 
 from lineage.artifact import Kind
-from tasks.data.formats.turns import SYSTEM, Fields, is_nothing, is_transcript, prompt_of
+from tasks.data.formats.turns import SYSTEM, THOUGHTS, Fields, is_nothing, is_transcript, prompt_of
 from tasks.data.reading.chunk import Row
 
 Into = Literal["messages", "preference"]  # the format of the rows that are made
@@ -31,14 +31,23 @@ _COMPARED: tuple[tuple[str, str, str, Collection[object], Collection[object]], .
     ("response_1", "response_2", "preference_strength", (-3, -2, -1), (1, 2, 3)),
     ("conversation_a", "conversation_b", "winner", ("model_a",), ("model_b",)),  # which differ in the last answer
 )
+# What changes what is trained and is beside role and text: of a row, of a message, and of either.
+_OF_ROW = ("tools", "functions", "images", "image", "image_url", "image_path", "videos", "video", "audios", "audio")
+_OF_MESSAGE = (*THOUGHTS, "tool_calls", "function_call", "tool_call_id")
+_OF_EITHER = ("weight", "loss_weight", "loss", "train", "training")
 
 
 @dataclass(eq=False, kw_only=True)
 class Node:
-    """A message of a tree, where it stands, and the replies to it."""
+    """A message of a tree, where it stands, and the replies to it.
+
+    Args:
+        of_row: of the first message: the columns of a row that are beside its messages and that are trained or refused.
+    """
 
     fields: Fields
     where: str
+    of_row: Fields = field(default_factory=dict)
     parent: "Node | None" = None
     replies: "list[Node]" = field(default_factory=list)
 
@@ -58,7 +67,9 @@ class Node:
         return rank if isinstance(rank, int) and not isinstance(rank, bool) else None
 
     def turn(self) -> dict[str, object]:
-        return {"role": self.fields.get("role"), "content": self.fields.get("text")}
+        """As of a conversation, which refuses what it cannot read of a message."""
+        own = _some(self.fields, (*_OF_MESSAGE, *_OF_EITHER, *(_OF_ROW if self.parent else ())))
+        return {"role": self.fields.get("role"), "content": self.fields.get("text"), **own}
 
     def path(self) -> "list[Node]":
         """The messages from the first one to this one."""
@@ -68,6 +79,10 @@ class Node:
             found.append(node)
             node = node.parent
         return found[::-1]
+
+
+def _some(fields: Fields, names: Sequence[str]) -> Fields:
+    return {name: fields[name] for name in names if not is_nothing(fields.get(name))}
 
 
 def is_tree(sample: Sequence[Fields], columns: Mapping[str, str] | None = None, kind: Kind | None = None) -> bool:
@@ -171,9 +186,10 @@ def _linked(rows: Sequence[Row]) -> tuple[list[Node], list[Node]]:
     grown, single, roots = list[Node](), list[Node](), list[Node]()
     for row in rows:
         if (first := _root(row.fields)) is not None:
-            grown += _grown(first, row.where, roots)
+            roots.append(Node(fields=first, where=row.where, of_row=_some(row.fields, (*_OF_ROW, *_OF_EITHER))))
+            grown += _grown(roots[-1])
         else:
-            single.append(Node(fields=row.fields, where=row.where))
+            single.append(Node(fields=row.fields, where=row.where, of_row=_some(row.fields, _OF_ROW)))
     known = {str(name): node for node in single if (name := _id(node)) is not None}
     for node in single:
         parent = node.fields.get(_PARENT)
@@ -189,17 +205,15 @@ def _id(node: Node) -> object:
     return next((node.fields[name] for name in _IDS if node.fields.get(name) is not None), None)
 
 
-def _grown(first: Fields, where: str, roots: list[Node]) -> list[Node]:
+def _grown(root: Node) -> list[Node]:
     """The messages of a whole tree, linked."""
-    root = Node(fields=first, where=where)
-    roots.append(root)
     found, waiting = [root], [root]
     while waiting:
         node = waiting.pop()
         replies = node.fields.get("replies")
         for reply in replies if isinstance(replies, list) else ():
             if isinstance(reply, Mapping):
-                node.replies.append(Node(fields=reply, where=where, parent=node))
+                node.replies.append(Node(fields=reply, where=root.where, parent=node))
         found += node.replies
         waiting += node.replies
     return found
@@ -235,7 +249,7 @@ def _conversations(roots: Sequence[Node]) -> tuple[list[Row], set[Node]]:
         if node.is_answer and not goes_on:
             path = node.path()
             turns = [{**each.turn(), **({"weight": 0} if each.is_answer and each in used else {})} for each in path]
-            made.append(Row(fields={"messages": turns}, where=node.where))
+            made.append(Row(fields={"messages": turns, **path[0].of_row}, where=node.where))
             used.update(path)
     return made, used
 
@@ -246,7 +260,8 @@ def _pairs(roots: Sequence[Node]) -> tuple[list[Row], set[Node]]:
         answers = [each for each in _following(node, best=False) if each.is_answer and each.rank is not None]
         for chosen, rejected in combinations(answers, 2):
             if chosen.rank != rejected.rank:
-                turns = {"chosen": [chosen.turn()], "rejected": [rejected.turn()]}
-                made.append(Row(fields={"prompt": [each.turn() for each in node.path()], **turns}, where=chosen.where))
-                used.update([*node.path(), chosen, rejected])
+                path, turns = node.path(), {"chosen": [chosen.turn()], "rejected": [rejected.turn()]}
+                of_row = {"prompt": [each.turn() for each in path], **path[0].of_row}
+                made.append(Row(fields={**of_row, **turns}, where=chosen.where))
+                used.update([*path, chosen, rejected])
     return made, used

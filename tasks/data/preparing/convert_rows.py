@@ -386,7 +386,7 @@ def _of_trees(source: Source, chunks: Iterable[Chunk], kind: Kind | None, what: 
             "users are accepted, and for pairs two of different rank to one message; correct parent_id, role and rank"
         )
     detected = detect([row.fields for row in made[:SAMPLE]], source.path, columns=source.columns, configured=into)
-    detected = replace(detected, evidence=what.format(count))
+    detected = replace(detected, evidence=what.format(count), configured=source.format is not None)
     parts = [made[start : start + SAMPLE] for start in range(0, len(made), SAMPLE)]
     return Opened(
         source=source, detected=detected, unused=unused,

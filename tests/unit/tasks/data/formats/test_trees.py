@@ -8,6 +8,7 @@ import pytest
 from lineage.artifact import Kind, Source
 from lineage.errors import DataError
 from tasks.data.formats.trees import is_tree
+from tasks.data.formats.turns import BadRowError
 from tasks.data.preparing.convert_rows import Opened, detect_source
 from tasks.data.reading.chunk import Broken, Row
 
@@ -81,6 +82,31 @@ def test_pairs_are_of_answers_to_one_message_of_different_rank(tmp_path: Path, r
         said = [{name: " ".join(turn["content"] for turn in row[name]) for name in SIDES} for row in made(found)]
         pairs = [tuple(row.values()) for row in said]
         assert pairs == PAIRS
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}
+
+
+@pytest.mark.parametrize("form", ["messages", "trees", "rated"])
+def test_what_stands_beside_role_and_text_is_read_or_refused(tmp_path: Path, form: str) -> None:
+    rows: list[Fields] = [
+        message("Q", None, "prompter", tools=[TOOL]), message("B", "Q", "assistant", 0, reasoning_content="why"),
+        message("E", "B", "prompter"), message("G", "E", "assistant", 0, weight=0),
+    ]  # fmt: skip
+    if form == "rated":
+        rows = [{"instruction": "Q", "completions": rated("response", "score", 2, 1), "tools": [TOOL]}]
+    elif form == "trees":
+        rows = [{**whole(rows)[0], "tools": [TOOL]}]
+    (row,) = made(opened(tmp_path, rows))
+    assert json.loads(str(row["tools"])) == [TOOL]
+    if form != "rated":
+        assert row["untrained"] == "[1]" and row["messages"][1]["content"].startswith("<think>\nwhy\n</think>")
+    for column in ("image_url", "video"):  # of the row, or of its first message
+        with pytest.raises(BadRowError, match=f"the row has {column}"):
+            made(opened(tmp_path, [{**rows[0], column: "x"}, *rows[1:]]))
+    if form == "messages":
+        with pytest.raises(BadRowError, match=r"messages\[2\] has image"):
+            made(opened(tmp_path, [*rows[:2], {**rows[2], "image": "x.jpg"}, rows[3]]))
 
 
 def test_texts_of_trees_are_read_only_where_that_is_said(tmp_path: Path) -> None:
