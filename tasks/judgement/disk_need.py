@@ -19,7 +19,7 @@ from tasks.context import Resources
 from tasks.data.images import Images, ModelPart
 from tasks.judgement.check_rows import POLICY
 from tasks.recipe import REWARD_HEAD, VALUE_MODEL, TrainingRecipe
-from tasks.train.models.adapters import ADAPTERS, HEADS, Adapter, adapts_experts, targets
+from tasks.train.models.adapters import ADAPTERS, HEADS, Adapter, adapts_experts, no_module, targets
 from tasks.train.models.freeze import idle
 from tasks.train.models.quantization import CONV1D_MODELS
 
@@ -298,6 +298,11 @@ def adapter_weights(
     """
     if adapter.bias is not None and shapes and not any(name.endswith(".bias") for name in shapes):
         raise ConfigError(f"adapter.bias={adapter.bias}: this model has no biases to train; set adapter.bias=null")
+    modules = {name.rsplit(".", depth)[0] for name in shapes for depth in range(1, name.count(".") + 1)}
+    ends = {*HEADS, *(name.rpartition(".")[2] for name in modules)}  # a head that is the embedding is in no file
+    unknown = [each for each in adapter.saved_names if each.rpartition(".")[2] not in ends]
+    if unknown and not any("expert" in name for name in shapes):  # which are loaded under other names
+        raise no_module(adapter, unknown[0], modules)
     row = ADAPTERS[adapter.type]
     places = {name: _layer(shapes[f"{name}.weight"]) for name in _targets(adapter, shapes)}
     layers = list(places.values())

@@ -7,6 +7,8 @@ from tasks.train.models.adapters import (
     ADALORA_STEPS,
     ADAPTERS,
     ALL_LINEAR,
+    EMBEDDINGS,
+    HEADS,
     MIXTURES,
     NOT_ON_CONV1D,
     ON_QUANTIZED,
@@ -94,6 +96,11 @@ def _reads_images(case: Case) -> bool:
 
 def _reads_text_alone(case: Case) -> bool:
     return _reads_images(case) and bool(case.config) and case.get("config.vision_config") is None
+
+
+def _saves_embedding(case: Case) -> bool:
+    saved = case.method.adapter.saved_names if case.method.adapter else []
+    return not {name.rpartition(".")[2] for name in saved}.isdisjoint({*EMBEDDINGS, *HEADS} - {"score"})
 
 
 def _drops_out_of_its_start(case: Case) -> bool:
@@ -283,6 +290,14 @@ MODEL_RULES: tuple[Rule, ...] = (
             "parameters, and PEFT cannot do that for them"
         ),
         nearest={"method.adapter.target_modules": "attention"}, also={"method.adapter.type": "dora"},
+    ),
+    Rule(
+        id="adapter-tied-embedding",
+        when={"method.adapter.modules_to_save": _saves_embedding, "config.tie_word_embeddings": True},
+        reason="embedding and head of this model are one matrix, and PEFT would train two, of which one is saved; "
+        "train single rows with adapter.trainable_token_indices, or all weights with adapter=full",
+        nearest={"method.adapter.modules_to_save": None},
+        also={"method.adapter.type": "lora", "method.adapter.modules_to_save": "embed_tokens"},
     ),
     Rule(
         id="adapter-images",

@@ -32,6 +32,7 @@ from tasks.train.models.adapters import (
     XAVIER,
     Adapter,
     is_plain,
+    no_module,
     osf_rank,
     targets,
     why_not_on_experts,
@@ -224,11 +225,7 @@ def _saved(adapter: Adapter, model: "PreTrainedModel") -> list[str]:
         matched = [name for name in names if name == wanted or name.endswith(f".{wanted}")]
         found += matched
         if not matched:
-            ends = sorted({name.rpartition(".")[2] for name in names if name and not name[-1].isdigit()})
-            raise ConfigError(
-                f"adapter.modules_to_save={adapter.modules_to_save}: the model has no module {wanted}; it has "
-                f"{', '.join(ends)}; name some of these"
-            )
+            raise no_module(adapter, wanted, names)
         tied = getattr(model.config, "tie_word_embeddings", False)
         embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
         if tied and any(model.get_submodule(name) in embeddings for name in matched):

@@ -415,6 +415,15 @@ def why_not_on_parameters(adapter: Adapter) -> str | None:
     return f"dropout={adapter.dropout:g}" if adapter.dropout else None
 
 
+def no_module(adapter: Adapter, wanted: str, names: Iterable[str]) -> ConfigError:
+    """The error for a name in ``modules_to_save`` of no module."""
+    ends = sorted({name.rpartition(".")[2] for name in names if name and not name[-1].isdigit()})
+    return ConfigError(
+        f"adapter.modules_to_save={adapter.modules_to_save}: the model has no module {wanted}; it has "
+        f"{', '.join(ends)}; name some of these"
+    )
+
+
 def targets(adapter: Adapter, modules: Sequence[str]) -> list[str]:
     """The full names of the modules that get an adapter.
 

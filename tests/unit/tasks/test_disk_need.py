@@ -206,6 +206,16 @@ def test_biases_of_a_model_that_has_none_are_refused():
         adapter_weights(Adapter(bias="all"), SHAPES)
 
 
+def test_modules_that_a_model_lacks_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"adapter\.modules_to_save=norm,wte: the model has no module wte; it has emb"
+    ):
+        adapter_weights(Adapter(modules_to_save="norm,wte"), SHAPES)
+    tied = {name: shape for name, shape in SHAPES.items() if not name.startswith("lm_head")}
+    for shapes in (SHAPES, tied):  # whose head is in no file
+        adapter_weights(Adapter(modules_to_save="norm,lm_head,model.embed_tokens,layers"), shapes)
+
+
 def test_the_best_that_stay_take_room_from_the_stages_after(model: Path, entry: Entry) -> None:
     keeping = Resources(save_steps=10, keep_best=KeepBest(metric="loss", n=2))
     assert require(keeping, model, entry) == (4 + 2 * 12) * WEIGHTS
