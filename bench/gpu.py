@@ -6,6 +6,14 @@ The limit is a loop without any feature: full rows, compiled layers, fused AdamW
 of TRL. Each case is a process of its own that fails alone, or is ended at its limit. ``--save`` keeps the results in
 ``bench/baselines/`` by GPU, model and method; ``--compare`` names what is slower than there by more than 5 %. SIZE=tiny
 tries it on a CPU.
+
+Where a GPU is at hand, in this order, for the first three were never run on one:
+
+1. ``pytest -m gpu tests/gpu`` with transformers 5.24 and torch 2.13 (run with 5.23 and 2.11), then test_pipeline_on_gpu.py.
+2. ``--cases sft-lora/posttrain,sft-qlora/posttrain,dpo-lora/posttrain --compare``: layers of one input are one function
+   (tasks/train/kernels/fast_lora.py). Their losses must be those of the baselines, and they should be faster.
+3. ``--cases sft-8b/posttrain`` on a card of 80 GB, and ``estimate`` beside ``peak_gib`` of every case on another card.
+4. All cases with ``--save``; the tables of docs/hardware.md.
 """
 
 import argparse

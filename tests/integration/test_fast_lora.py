@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.nn.functional import dropout
 from torch.nn.init import xavier_normal_, xavier_uniform_
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from trl.trainer.utils import use_adapter
 
@@ -28,7 +29,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapted(policy: Path, **fields: object) -> PeftModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **fields)
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **fields})
     found = get_peft_model(model, config)
     for name, each in found.named_parameters():
         if "lora_B" in name:
@@ -45,10 +46,17 @@ def losses_and_gradients(model: PeftModel) -> tuple[torch.Tensor, dict[str, torc
     return loss.detach(), {name: each.grad.clone() for name, each in model.named_parameters() if each.requires_grad}
 
 
-def test_losses_and_gradients_are_those_of_peft(policy: Path) -> None:
-    model = adapted(policy)
+ALIKE: tuple[dict[str, object], ...] = (
+    {}, {"target_modules": ["q_proj", "v_proj", "down_proj"]}, {"rank_pattern": {"q_proj": 2, "up_proj": 8}},
+    {"alpha_pattern": {"k_proj": 3, "gate_proj": 5}},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ALIKE)
+def test_losses_and_gradients_are_those_of_peft(policy: Path, fields: dict[str, object]) -> None:
+    model = adapted(policy, **fields)
     expected, theirs = losses_and_gradients(model)
-    assert speed_up(model, on_cpu=True) == 2 * 7
+    assert speed_up(model, on_cpu=True) == 2 * (3 if "target_modules" in fields else 7)
     calls: list[int] = []
     for each in model.modules():
         if hasattr(each, "lora_A"):
@@ -63,6 +71,59 @@ def test_losses_and_gradients_are_those_of_peft(policy: Path) -> None:
     with model.disable_adapter(), torch.autocast("cpu", torch.bfloat16):
         model(input_ids=torch.arange(5, 17).view(1, -1))
     assert calls, "without its adapter a layer is PEFT's"
+
+
+class Count(TorchDispatchMode):
+    """Counts the operations that would start a kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        is_view = any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
+        self.count += not (is_view or func.name().startswith(("aten::empty", "aten::_unsafe_view")))
+        return func(*args, **(kwargs or {}))
+
+
+def test_layers_of_one_input_are_one_function_and_start_few_kernels(policy: Path) -> None:
+    """Those that an adapter on the seven matrices of a layer adds, forward and backward."""
+
+    def count(model: PeftModel) -> int:
+        layers, found = model.get_base_model().model.layers, []
+        for number in (1, 2):
+            model.get_base_model().model.layers = layers[:number]
+            with Count() as counted:
+                losses_and_gradients(model)
+            found.append(counted.count)
+        model.get_base_model().model.layers = layers
+        return found[1] - found[0]
+
+    model, alone = adapted(policy), adapted(policy, target_modules=["embed_tokens"])
+    slow = count(model) - count(alone)
+    speed_up(model, on_cpu=True)
+    fast = count(model) - count(alone)
+    assert fast <= 57 and slow > 2 * fast
+
+
+def test_a_layer_reads_its_own_input(policy: Path) -> None:
+    """Where another one is called with something else, with the same changed in place, or not at all."""
+    model = adapted(policy)
+    speed_up(model, on_cpu=True)
+    attention = model.get_base_model().model.layers[0].self_attn
+    layers = attention.q_proj, attention.k_proj
+
+    def outputs(x: torch.Tensor) -> list[torch.Tensor]:
+        return [each.forward.products(x, [each.forward])[0] for each in layers]
+
+    x, y = torch.randn(2, 1, 6, 32)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layers[0](x), outputs(x)[0])
+        assert torch.equal(layers[1](y), outputs(y)[1])
+        assert torch.equal(layers[0](x), outputs(x)[0])
+        x += 1
+        assert torch.equal(layers[1](x), outputs(x)[1])
+        assert torch.equal(layers[1](x), outputs(x)[1])
 
 
 @pytest.mark.parametrize("fields", [{"lora_dropout": 0.1}, {"use_dora": True}, {"lora_bias": True}])

@@ -2,10 +2,11 @@
 
 PEFT casts the input of each layer to the adapter's fp32, and autocast casts it back, for every one of some hundred
 layers. Here the low-rank product is computed in bf16 from weights that stay in fp32, and the product with the frozen
-weights is added to it: no activation is cast, copied or kept beside the input. A base in 4 bits is dequantized for each
-product and never kept. The gradients are those of PEFT up to bf16.
+weights is added to it: no activation is cast, copied or kept beside the input. Layers that read the same input (those
+of queries, keys and values; of gate and up) are one function of it, with one gradient for it. A base in 4 bits is
+dequantized for each product and never kept. The gradients are those of PEFT up to bf16.
 
-Shapes: T tokens, I inputs, O outputs, R rank.
+Shapes: T tokens, I inputs, O outputs, R ranks of all layers of a product.
 """
 
 import copy
@@ -18,7 +19,7 @@ from torch import nn
 from tasks.train.kernels.machine import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
     from bitsandbytes.functional import QuantState
     from peft import PeftModel
@@ -26,40 +27,72 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _FOUR_BITS = "Params4bit"
+_SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of one module
 
 
 class LoraProduct(torch.autograd.Function):
-    """x W' + s (x A') B' + bias, in the dtype of autocast."""
+    """x W' + s (x A') B' + bias of layers that read the same x, in the dtype of autocast."""
 
     @staticmethod
     def forward(
-        ctx: "torch.autograd.function.FunctionCtx", x: "Tensor", weight: "Callable[[], Tensor]", bias: "Tensor | None",
-        a_RI: "Tensor", b_OR: "Tensor", scaling: float, dtype: torch.dtype,
-    ) -> "Tensor":  # fmt: skip
-        x_TI, a, b = x.reshape(-1, x.shape[-1]).to(dtype), a_RI.to(dtype), b_OR.to(dtype)
-        low_TR = x_TI @ a.t()
-        y_TO = low_TR @ b.t()
-        y_TO.addmm_(x_TI, weight().t(), beta=scaling)  # the large product itself scales and adds the small one
-        if bias is not None:
-            y_TO += bias.to(dtype)
-        ctx.save_for_backward(x_TI, low_TR, a, b)
-        ctx.weight, ctx.scaling, ctx.trained_dtype = weight, scaling, a_RI.dtype
+        ctx: "torch.autograd.function.FunctionCtx", x: "Tensor", layers: "Sequence[_Forward]", scaling: float,
+        dtype: torch.dtype, *adapters: "Tensor",
+    ) -> "tuple[Tensor, ...]":  # fmt: skip
+        x_TI = x.reshape(-1, x.shape[-1]).to(dtype)
+        shapes = [each.shape for each in adapters]  # A of all layers, then B of all
+        packed = torch.cat([each.reshape(-1) for each in adapters]).to(dtype)
+        a_RI, parts = _parts(packed, shapes)
+        low_TR, outputs = x_TI @ a_RI.t(), list["Tensor"]()
+        for layer, (low, _, b) in zip(layers, _of_layers(low_TR, parts), strict=True):
+            y_TO = low @ b.t()
+            y_TO.addmm_(x_TI, layer.weight().t(), beta=scaling)  # the large product itself scales and adds the small
+            if layer.bias is not None:
+                y_TO += layer.bias.to(dtype)
+            outputs.append(y_TO.view(*x.shape[:-1], -1))
+        ctx.save_for_backward(x_TI, low_TR, packed)
+        ctx.layers, ctx.scaling, ctx.shapes, ctx.trained_dtype = layers, scaling, shapes, adapters[0].dtype
         ctx.shape, ctx.input_dtype = x.shape, x.dtype
-        return y_TO.view(*x.shape[:-1], -1)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: "torch.autograd.function.FunctionCtx", *grads: "Tensor") -> "tuple[Tensor | None, ...]":
-        x_TI, low_TR, a, b = ctx.saved_tensors
-        grad_TO = grads[0].reshape(-1, grads[0].shape[-1]).to(a.dtype)
-        grad_TR = grad_TO @ b
+        x_TI, low_TR, packed = ctx.saved_tensors
+        a_RI, parts = _parts(packed, ctx.shapes)
+        found = torch.empty_like(packed)
+        found_RI, found_parts = _parts(found, ctx.shapes)
+        grad_TR = torch.empty_like(low_TR)
+        grads_TO = [each.reshape(-1, each.shape[-1]).to(packed.dtype) for each in grads]
+        of_layers = zip(_of_layers(low_TR, parts), _of_layers(grad_TR, found_parts), strict=True)
+        for grad_TO, ((low, _, b), (grad_low, _, grad_b)) in zip(grads_TO, of_layers, strict=True):
+            torch.mm(grad_TO, b, out=grad_low)
+            grad_b.addmm_(grad_TO.t(), low, beta=0, alpha=ctx.scaling)
+        found_RI.addmm_(grad_TR.t(), x_TI, beta=0, alpha=ctx.scaling)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_TI = grad_TR @ a
-            grad_TI.addmm_(grad_TO, ctx.weight(), beta=ctx.scaling)
+            grad_TI = grad_TR @ a_RI
+            for number, (layer, grad_TO) in enumerate(zip(ctx.layers, grads_TO, strict=True)):
+                grad_TI.addmm_(grad_TO, layer.weight(), beta=1.0 if number else ctx.scaling)
             grad_x = grad_TI.view(ctx.shape).to(ctx.input_dtype)
-        grad_a = (grad_TR.t() @ x_TI).to(ctx.trained_dtype).mul_(ctx.scaling)
-        grad_b = (grad_TO.t() @ low_TR).to(ctx.trained_dtype).mul_(ctx.scaling)
-        return grad_x, None, None, grad_a, grad_b, None, None
+        trained = _split(found.to(ctx.trained_dtype), ctx.shapes)
+        return grad_x, None, None, None, *trained
+
+
+def _split(packed: "Tensor", shapes: "Sequence[torch.Size]") -> "list[Tensor]":
+    """Views of tensors that lie end to end."""
+    views = packed.split([shape.numel() for shape in shapes])
+    return [view.view(shape) for view, shape in zip(views, shapes, strict=True)]
+
+
+def _parts(packed: "Tensor", shapes: "Sequence[torch.Size]") -> "tuple[Tensor, list[Tensor]]":
+    """The A of all layers as one, which lie first, and all matrices by themselves."""
+    half = shapes[: len(shapes) // 2]
+    return packed[: sum(shape.numel() for shape in half)].view(-1, half[0][1]), _split(packed, shapes)
+
+
+def _of_layers(low_TR: "Tensor", parts: "Sequence[Tensor]") -> "Iterable[tuple[Tensor, Tensor, Tensor]]":
+    """The low-rank states of each layer, with its A and B."""
+    all_a, all_b = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+    return zip(low_TR.split([len(a) for a in all_a], dim=1), all_a, all_b, strict=True)
 
 
 def speed_up(model: "PreTrainedModel | PeftModel", *, on_cpu: bool = False) -> int:
@@ -72,11 +105,44 @@ def speed_up(model: "PreTrainedModel | PeftModel", *, on_cpu: bool = False) -> i
         The number of layers.
     """
     count = 0
-    for layer in plain(model).modules():
-        if _is_lora(layer) and _weight(layer.get_base_layer()) is not None:
-            layer.forward = _Forward(layer, on_cpu=on_cpu)
-            count += 1
+    for parent in plain(model).modules():
+        fast = {
+            name: _Forward(layer, on_cpu=on_cpu) for name, layer in parent.named_children()
+            if _is_lora(layer) and _weight(layer.get_base_layer()) is not None
+        }  # fmt: skip
+        for each in fast.values():
+            each.layer.forward = each
+        for names in _SAME_INPUT:
+            group = _Group([fast[name] for name in names if name in fast])
+            for each in group.members:
+                each.group = group
+        count += len(fast)
     return count
+
+
+class _Group:
+    """Layers that read the same input: the first that is called computes the outputs of all."""
+
+    def __init__(self, members: "list[_Forward]") -> None:
+        self.members = members
+        self.x: Tensor | None = None
+        self.version = 0
+        self.outputs = dict[int, "Tensor"]()  # of members that were not called yet
+
+    def output(self, member: "_Forward", x: "Tensor") -> "Tensor":
+        """A member's product with x; what others would read of another x is dropped."""
+        if torch.compiler.is_compiling():
+            return member.products(x, [member])[0]
+        version = 0 if x.is_inference() else x._version
+        if not (self.x is x and self.version == version and id(member) in self.outputs):
+            alike = [each for each in self.members if each is member or each.is_like(member, x)]
+            found = member.products(x, alike)
+            self.x, self.version = x, version
+            self.outputs = {id(each): output for each, output in zip(alike, found, strict=True)}
+        output = self.outputs.pop(id(member))
+        if not self.outputs:
+            self.x = None
+        return output
 
 
 class _Forward:
@@ -89,21 +155,37 @@ class _Forward:
         self.bias, weight = base.bias, _weight(base)
         assert weight is not None
         self.weight = weight
+        self.group = _Group([self])
 
     def __call__(self, x: "Tensor", *args: object, **kwargs: object) -> "Tensor":
+        if args or kwargs or self._adapter(x) is None:
+            return cast("Tensor", self.slow(x, *args, **kwargs))
+        return self.group.output(self, x)
+
+    def _adapter(self, x: "Tensor") -> str | None:
+        """The name of the adapter that is all that the layer adds to its base; None: it is not so."""
         layer, dtype = self.layer, torch.bfloat16
         active = layer.active_adapters
         is_plain = (
             not layer.disable_adapters and not layer.merged and len(active) == 1 and active[0] in layer.lora_A
-            and not args and not kwargs and (x.is_cuda or self.on_cpu)
+            and (x.is_cuda or self.on_cpu)
             and torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == dtype
         )  # fmt: skip
-        if not is_plain:
-            return cast("Tensor", self.slow(x, *args, **kwargs))
-        name = active[0]
-        found: Tensor = LoraProduct.apply(
-            x, self.weight, self.bias, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], dtype
-        )
+        return active[0] if is_plain else None
+
+    def is_like(self, other: "_Forward", x: "Tensor") -> bool:
+        """Whether it has the same adapter, scaled alike."""
+        name = self._adapter(x)
+        return name is not None and name == other._adapter(x) and self._scaling(name) == other._scaling(name)
+
+    def _scaling(self, name: str) -> float:
+        return float(self.layer.scaling[name])
+
+    def products(self, x: "Tensor", layers: "Sequence[_Forward]") -> "tuple[Tensor, ...]":
+        """Of layers alike, of which it is one."""
+        name = self.layer.active_adapters[0]
+        of_a, of_b = ([getattr(each.layer, side)[name].weight for each in layers] for side in ("lora_A", "lora_B"))
+        found: tuple[Tensor, ...] = LoraProduct.apply(x, layers, self._scaling(name), torch.bfloat16, *of_a, *of_b)
         return found
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_SIDE, _LAST_SIDE = 256, 8192  # of the matrices, which are doubled until a product takes long enough
-_LONG_ENOUGH = 0.02  # seconds
+_LONG_ENOUGH = 0.01  # seconds
 _PRODUCTS = 5
 _LOCK_SECONDS = 60
 
