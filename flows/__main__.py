@@ -20,10 +20,10 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import NoReturn
 
-from flows.commands.arguments import add_json, add_overrides, add_sweep, read_overrides, recorded_cli_args
+from flows.commands.arguments import add_json, add_overrides, add_sweep, known_refs, read_overrides, recorded_cli_args
 from flows.commands.examples import EXAMPLES, no_command, no_option, overview
-from flows.declare.project import read_project, with_project
-from flows.reports.wording import PrintableFormatter, coloured, on_screen, printable
+from flows.declare.project import read_project
+from flows.reports.wording import PrintableFormatter, coloured, on_screen
 from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.files import local_path
 from posttrain import first
@@ -83,9 +83,14 @@ _COMPLETION = "--print-completion"
 # Commands that add all their arguments themselves.
 _OWN_ARGUMENTS = ("init", "data", "diagnose", "report", "tune", "gate-check")
 _WITHOUT_JSON = ("stage", "serve", "serve-model", "status", "logs", "cancel")  # a command's --json prints one object
-_OF_MODELS = ("chat", "serve-model", "export", "promote", "report", "blame")
 _WITHOUT_REF = ("report", "verify")  # which take none too
 _WITH_ACTIONS = ("steps", "canary")  # each of their actions has a function and arguments of its own
+_MISSING = {  # argument -> what it may be
+    "RUN": "posttrain status shows the runs; latest is accepted",
+    "STAGE": "a stage of the pipeline is accepted, such as sft",
+    "--alias": "an alias is accepted, such as champion",
+    "SESSION": "the id of a session is accepted, which posttrain steps serve gives",
+}
 _HERE = ("plan", "run", "stage")
 # The module that defines run_NAME(options) and add_NAME(parser), unless it is flows.commands.NAME.
 _MODULES = {
@@ -150,7 +155,7 @@ def _run(arguments: Sequence[str]) -> int:
     if (
         arguments[0] not in _WITHOUT_REF and words[0] and all(map(_OVERRIDE.fullmatch, words))
     ):  # argparse takes the first override for the REF
-        raise ConfigError(f"{arguments[0]}: no REF is given; {_refs(arguments)}")
+        raise ConfigError(f"{arguments[0]}: no REF is given; {known_refs(arguments)}")
     if "data" not in arguments[:1]:  # which accepts files called year=2024/rows.jsonl, and checks its keys itself
         if "overrides" in options:
             read_project(options)
@@ -194,26 +199,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with 2."""
-        if "required: REF" in message:
-            message = f"{message}; {_refs(self.words)}"
-        super().error(message)
-
-
-def _refs(words: Sequence[str]) -> str:
-    """What the REF of a command line may be."""
-    from flows.declare.store_root import asked_store
-    from lineage.artifact import Kind
-    from lineage.graph.index import Index
-    from lineage.graph.refs import known_names
-
-    found = with_project([word for word in words if word.startswith("store=")])
-    try:
-        store = asked_store([word for word in found if word.startswith("store=")])
-    except ConfigError as error:
-        return printable(str(error))
-    with Index(store) as index:
-        names = known_names(index, Kind.CHECKPOINT if words[0] in _OF_MODELS else None)
-    return printable(f"{store} has {names or 'none; produce one with: posttrain run'}")
+        wanted = message.partition("required: ")[2].split(", ")[0]
+        if wanted in ("REF", "A", "B"):
+            message = f"{message}; {known_refs(self.words)}"
+        elif hint := _MISSING.get(wanted):
+            message = f"{message}; {hint}"
+        self.print_usage(sys.stderr)
+        self.exit(ConfigError.exit_code, on_screen(f"{self.prog}: error: {message}") + "\n")
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

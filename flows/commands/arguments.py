@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flows.reports.wording import relative
+from flows.reports.wording import printable, relative
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.files import local_path, refuse_edited
 from lineage.secrets import redacted
@@ -60,6 +60,27 @@ def name_among(word: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
     name = next((each for each in cli_args if "=" not in each), word)
     cli_args.remove(name)
     return name, cli_args
+
+
+_OF_MODELS = ("chat", "serve-model", "export", "promote", "report", "blame")
+
+
+def known_refs(words: Sequence[str]) -> str:
+    """What the REF of a command line may be: the models of the store, or all that it has."""
+    from flows.declare.project import with_project
+    from flows.declare.store_root import asked_store
+    from lineage.artifact import Kind
+    from lineage.graph.index import Index
+    from lineage.graph.refs import known_names
+
+    found = with_project([word for word in words if word.startswith("store=")])
+    try:
+        store = asked_store([word for word in found if word.startswith("store=")])
+    except ConfigError as error:
+        return printable(str(error))
+    with Index(store) as index:
+        names = known_names(index, Kind.CHECKPOINT if words[0] in _OF_MODELS else None)
+    return printable(f"{store} has {names or 'none; produce one with: posttrain run'}")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from flows.commands.arguments import add_json, add_overrides, name_among, recorded_cli_args, write_output
+from flows.commands.arguments import add_json, add_overrides, known_refs, name_among, recorded_cli_args, write_output
 from flows.declare.store_root import asked_store
 from flows.reports.wording import relative
 from lineage.filesystem.files import local_path
@@ -59,10 +59,9 @@ def run_report(options: argparse.Namespace) -> int:
     words = [*([options.ref] if options.ref else []), *options.overrides]
     refs = [*(options.compare or []), *(word for word in words if "=" not in word)]
     if len(refs) != (2 if options.compare else 1):
-        raise ConfigError(
-            f"report: {len(refs)} REFs are given ({', '.join(refs)}); give one, or two as: "
-            "posttrain report --compare A B"
-        )
+        given = f"{len(refs)} REFs are given ({', '.join(refs)})" if refs else "no REF is given"
+        there = "" if refs else f"; {known_refs(['report', *words])}"
+        raise ConfigError(f"report: {given}{there}; give one, or two as: posttrain report --compare A B")
     if options.card and options.compare:
         raise ConfigError("--card with --compare: a card is of one model; leave one of them out")
     store = asked_store([word for word in words if "=" in word], options.config_dir)

@@ -235,7 +235,7 @@ def test_two_scores_that_were_measured_otherwise_are_marked(full, change):
         (("p/chats",), "is conversations; a model (checkpoint or reward_model) is accepted"),
         (("source:chats",), "is a source or deleted"),
         (("p/none",), "p/none: no such artifact"),
-        ((), "0 REFs are given"),
+        ((), "no REF is given"),
         (("--compare", "p/sft", "p/dpo", "--card"), "a card is of one model"),
     ],
 )
