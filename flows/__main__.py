@@ -89,6 +89,7 @@ _MISSING = {  # argument -> what it may be
     "RUN": "posttrain status shows the runs; latest is accepted",
     "STAGE": "a stage of the pipeline is accepted, such as sft",
     "--alias": "an alias is accepted, such as champion",
+    "SOURCE|OVERRIDE": "a file, a folder, a URL or a hub id is accepted, such as chats.jsonl",
     "SESSION": "the id of a session is accepted, which posttrain steps serve gives",
 }
 _HERE = ("plan", "run", "stage")

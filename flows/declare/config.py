@@ -497,7 +497,8 @@ def parsed(word: str) -> Override:
         if text := _ODD_TEXT.fullmatch(word):
             return parser.parse_override(text[1] + quoted(text[2]))
         raise ConfigError(
-            f"{word}: is no override ({_first_lines(error)}); {meant(word)}write key=value, quote odd values"
+            f"{word}: is no override ({_first_lines(error)}); {meant(word)}write key=value without spaces, and quote "
+            "odd values"
         ) from error
 
 
@@ -524,7 +525,10 @@ def _group(word: str, override: Override, options: list[str]) -> list[str]:
     hint = " (a model is also a directory that exists, or a hub id owner/name)" if group == "model" else ""
     if ours := value_of(value, str(options)):
         raise ConfigError(f"{word}: no such {group}; here it is {group}={ours}; accepted: {', '.join(options)}")
-    raise ConfigError(f"{word}: no such {group}; accepted: {listed(value, options)}{hint}")
+    other = next((name for name in groups() if isinstance(value, str) and value in _options(name, None)), "")
+    there = f"did you mean {other}={value}? " if other else ""
+    names = ", ".join(options) if other else listed(value, options)
+    raise ConfigError(f"{word}: no such {group}; {there}accepted: {names}{hint}")
 
 
 def _first_lines(error: Exception) -> str:

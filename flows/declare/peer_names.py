@@ -270,6 +270,9 @@ VALUES: Mapping[str, str] = {
     **_each("polynomial", "", "", "poly"),
     **_each("inverse_sqrt", "", "", "rsqrt inv_sqrt inverse-square-root"),
     **_each("reduce_lr_on_plateau", "", "", "plateau"),
+    **_each("bf16", "", "", "bfloat16 bf16-mixed"),
+    **_each("fp16", "", "", "float16 half 16-mixed"),
+    **_each("fp32", "", "", "float32 float"),
     **_each("nf4", "", "", "bnb 4bit bitsandbytes bnb_4bit bnb_nf4"),
     **_each("fp4", "", "", "bnb_fp4"),
     **_each("int8", "", "", "8bit bnb_8bit llm_int8"),
@@ -307,6 +310,14 @@ def problem(cls: type, detail: dict[str, object], where: str, groups: Sequence[s
         return f"{path}: is not set and has no default; set {path}=..."
     form = _form(cls, detail, loc)
     hint = f"; write {path}={form}" if form else ""
+    if detail["type"] == "dataclass_type" and isinstance(named := detail["input"], str):  # optimizer=adam
+        inside = field_names(_class_at(cls, loc))
+        name = next((each for each in ("name", "type", "format") if each in inside), "")
+        hint = f"; write {path}.{name}={VALUES.get(named, named)}" if name else hint
+    if str(detail["type"]).startswith(("float_", "int_")):
+        hint = f"; write {path}=NUMBER"
+    if detail["type"] == "string_type" and isinstance(detail["input"], list) and path.endswith(".path"):
+        hint = "; several files are a glob such as 'data=rows-*.jsonl', or a folder"
     if ours := value_of(detail["input"], str(detail["msg"])):
         hint = f"; here it is {path}={ours}"
     if detail["type"] == "string_type" and isinstance(detail["input"], bool):

@@ -279,8 +279,9 @@ class Pipeline:
 def listed(word: object, names: Iterable[str]) -> str:
     """``a, b, c; did you mean b?``: the names that there are, and the one that is similar to a word, if any."""
     there = list(names)
-    close = get_close_matches(str(word), there, n=1, cutoff=0.5)
-    return f"{', '.join(there)}; did you mean {close[0]}?" if close else ", ".join(there)
+    lower = {name.lower(): name for name in there}
+    close = get_close_matches(str(word).lower(), lower, n=1, cutoff=0.5)
+    return f"{', '.join(there)}; did you mean {lower[close[0]]}?" if close else ", ".join(there)
 
 
 def require_stage(pipeline: Pipeline, name: str) -> None:

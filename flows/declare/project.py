@@ -144,19 +144,22 @@ def project_overrides(file: Path) -> list[str]:
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        what = " ".join(str(getattr(error, "strerror", None) or error).split())
+        what = " ".join(str(getattr(error, "strerror", None) or error).split()).replace(' in "<unicode string>",', "")
         raise ConfigError(
             f"{file}: cannot be read as a project ({what}); YAML lines KEY: VALUE are accepted"
         ) from error
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{file}: holds no settings; YAML lines KEY: VALUE are accepted, such as model: owner/name")
+    names = [str(key.value) for key, _ in node.value]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{file}: {twice} is there twice; one value of a key is accepted; remove the other")
     if any(key.value == "defaults" for key, _ in node.value):
         raise ConfigError(
             f"{file}: has a defaults list, so it is a pipeline; put it into a folder of the name pipeline: "
             f"posttrain plan conf/pipeline/{file.name}; a project file has no such list, but pipeline: NAME"
         )
     found = list(_leaves(node, ""))
-    keys = {str(key.value) for key, _ in node.value} | {word.partition("=")[0] for word in found}
+    keys = {*names} | {word.partition("=")[0] for word in found}
     if peer := next((peer for peer, its in _PEERS.items() if keys & its), None):
         raise ConfigError(
             f"{file}: is a configuration of {peer}, with {', '.join(sorted(keys & _PEERS[peer]))}; make "

@@ -840,6 +840,8 @@ def add_import(parser: argparse.ArgumentParser) -> None:
 def run_import(options: argparse.Namespace) -> int:
     file = options.file
     values = read_values(options.peer, file)
+    if {"pipeline", "stages"} & values.keys():
+        raise ConfigError(f"{file}: is no configuration of {options.peer}, but of posttrain: posttrain plan {file}")
     left_out = [key for key in options.leave_out if values.pop(key, None) is not None]
     draft = convert(options.peer, values, options.num_workers, options.training, file.parent)
     refused = {key: why for key, why in draft.refused.items() if key not in options.leave_out}

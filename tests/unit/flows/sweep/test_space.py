@@ -80,7 +80,7 @@ def test_a_shuffle_is_the_same_every_time():
         ("range(5,1)", "the range is empty"),
         ("range(1,5,0)", "a step that leads to stop"),
         ("range(1.0,5.0,0)", "a step that leads to stop"),
-        ("choice(", "quote odd values"),
+        ("choice(", "and quote odd values"),
     ],
 )
 def test_values_that_no_sweep_takes_are_refused(values, why):
