@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 OWN = Path(tempfile.mkdtemp(prefix="pt-"))
 # The user's variables that the product or its libraries read.
 USERS = (
-    "AWS_", "DVC_", "GIT_", "HF_", "HUGGINGFACE_", "HYDRA_", "MLFLOW_", "POSTTRAIN_", "PREFECT_", "RAY_",
+    "AWS_", "COLUMNS", "DVC_", "GIT_", "HF_", "HUGGINGFACE_", "HYDRA_", "MLFLOW_", "POSTTRAIN_", "PREFECT_", "RAY_",
     "TRANSFORMERS_", "WANDB_", "XDG_",
 )  # fmt: skip
 for name in [name for name in os.environ if name.startswith(USERS)]:

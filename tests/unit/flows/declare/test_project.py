@@ -94,6 +94,7 @@ def test_the_project_of_this_folder_is_read_unless_another_pipeline_is_chosen(tm
     ("text", "message"),
     [
         (None, "no.yaml: cannot be read as a project .No such file"),
+        ("model: tiny\nmodel: smollm2\n", "model is there twice; one value of a key is accepted"),
         ("- a\n", "holds no settings; YAML lines KEY: VALUE are accepted"),
         ("a: [", "cannot be read as a project"),
         (
