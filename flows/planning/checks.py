@@ -33,7 +33,7 @@ from tasks.evaluate.benchmarks import require_reached
 from tasks.evaluate.evaluate import Evaluate, agreed_thinking, other_tokens
 from tasks.gate import Gate
 from tasks.gate.rule import CANDIDATE, PARENT, Rule
-from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Training
+from tasks.method import REWARD_HEAD, REWARD_MODEL, TEACHER, Method, Training
 from tasks.model.positions import (
     SCORED,
     learned_positions,
@@ -44,6 +44,7 @@ from tasks.model.positions import (
 )
 from tasks.model.tokenizers import differing_tokens
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS
+from tasks.train.evaluation import SLOTS
 from tasks.train.generation.generating import Completing
 from tasks.train.models.quantization import compiles
 from tasks.train.optim.optimizers import OPTIMIZERS
@@ -512,10 +513,10 @@ _NAMED_BY_SLOT = (CANDIDATE, PARENT, CHAMPION)
 
 
 def check_metrics(pipeline: Pipeline) -> None:
-    """Checks that checkpoints are of a training, and ranked by a metric that its steps report.
+    """Checks that checkpoints are of a training, and judged by a metric that its steps report or its evaluation scores.
 
     Raises:
-        ConfigError: it reports none of that name.
+        ConfigError: there is none of that name.
     """
     of_trainings = [stage.resources.keep_best for stage in pipeline.stages.values() if stage.method.trains]
     for name, stage in pipeline.stages.items():
@@ -526,6 +527,25 @@ def check_metrics(pipeline: Pipeline) -> None:
                 require_metric(path, name, stage, ranking.metric, of_steps=True)
             elif ranking and ranking not in of_trainings:  # else it is the pipeline's default, meant for these
                 raise ConfigError(f"{path}: {name} trains nothing, so it has no checkpoints; set {where}=null")
+        setting = stage.method.evaluation if isinstance(stage.method, Training) else None
+        asked = {"metric": setting.metric} if setting and setting.metric else {}
+        asked |= {f"gate.{of}.metric": bound.metric for of, bound in (setting.gate or {}).items()} if setting else {}
+        for field, metric in asked.items():
+            known = _scored(stage.method)
+            if not any(_is_of(metric, each) or each.startswith(f"{metric}/") for each in known):
+                raise ConfigError(
+                    f"stages.{name}.method.evaluation.{field}={metric}: no checkpoint is scored by it; it may be in "
+                    f"evaluation.metrics; they are scored by {listed(metric, known)}"
+                )
+
+
+def _scored(method: Method) -> list[str]:
+    """The metrics by which ``evaluation`` scores the checkpoints of a training; ``NAME/*``: all that begin so."""
+    if not isinstance(method, Training) or method.evaluation is None:
+        return []
+    slot, _ = SLOTS[type(method).reads.kind]
+    measured = Evaluate(metrics=method.evaluation.metrics, rewards=getattr(method, "rewards", None))
+    return sorted(measured.policy_metrics([slot]))
 
 
 def require_metric(where: str, name: str, stage: Stage, metric: str, *, of_steps: bool = False) -> None:
@@ -534,6 +554,10 @@ def require_metric(where: str, name: str, stage: Stage, metric: str, *, of_steps
     by_reward = isinstance(method, Training) and method.progress == "reward"
     if metric == "loss" and isinstance(method, Training) and by_reward:
         raise ConfigError(f"{where}: {method.loss_says_nothing}, so it ranks no models; name reward, to be maximized")
+    if known and "evaluation/*" in known:
+        names = [name for each in _scored(method) for name in (each, *([f"{each}/stderr"] * (each[-1] != "*")))]
+        scored = [f"evaluation/{of}{each}" for of in ("", "base/") for each in names]
+        known = (*(each for each in known if each != "evaluation/*"), *scored)
     if known is None or any(metric == each or (each[-1] == "*" and metric.startswith(each[:-1])) for each in known):
         return
     if not known:

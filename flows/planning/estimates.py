@@ -14,6 +14,7 @@ from typing import TypedDict
 
 from flows.planning.adapter_choice import PROCESS, Model, capacity, local_model, planned_model, read_model
 from flows.planning.plan import Plan, PlannedStage
+from flows.reports.wording import counted, gib
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError, DataError
 from lineage.filesystem.files import append_jsonl, read_jsonl
@@ -35,11 +36,13 @@ from tasks.judgement.estimate import (
     frozen_slots,
     memory,
     num_weights,
+    scoring_memory,
     traffic,
     trained_weights,
     work,
 )
 from tasks.method import Training
+from tasks.train.evaluation import asked_beside
 from tasks.train.loop.speed import known_peak, peak_key
 from tasks.train.optim.diloco import Traffic
 
@@ -119,6 +122,8 @@ class Estimate:
         price: of its GPUs; None: no price is set. kwh: None: no power is set.
         at_most: the length of rows is unknown, so all rows are assumed to have ``max_length``.
         traffic: bytes that a worker sends to others in a step.
+        scoring: bytes of the process that scores its checkpoints; shared: those of them that a worker has less, because
+            they are of the same memory.
         islands: what those of ``method.diloco`` send each other; None: there are none, or the steps are unknown.
     """
 
@@ -135,6 +140,8 @@ class Estimate:
     error: tuple[float, float] | None = None
     at_most: bool = False
     traffic: int = 0
+    scoring: int = 0
+    shared: int = 0
     islands: Traffic | None = None
 
     @property
@@ -153,6 +160,7 @@ class Estimate:
         return {
             **in_all([self]), "terms_gib": self.terms.to_dict(), "basis": "measured" if self.runs else "formula",
             "runs": self.runs, "error": error, "at_most": self.at_most, "traffic_gib": self.traffic / 2**30,
+            **({"evaluation_gib": self.scoring / 2**30} if self.scoring else {}),
             **({"islands": self.islands.to_dict()} if self.islands else {}),
         }  # fmt: skip
 
@@ -345,6 +353,10 @@ class Estimator:
         whole = (past or by_formula) + (median(others) if others else _START_SECONDS) if steps else None
         gpu_hours = planned.asks[1] * whole / 3600 if whole is not None else None
         price, watts = resources.price_per_gpu_hour, resources.watts_per_worker
+        scoring, beside = scoring_memory(method, found, shapes), asked_beside(method)
+        if scoring and not beside[1]:
+            scoring += PROCESS
+        on_this = -(-resources.num_workers // resources.num_nodes)
         most = self._history.memory(features) or _process(features) + terms.total
         return Estimate(
             memory=most, least=most if is_known else _process(features) + terms.model, terms=terms, seconds=whole,
@@ -352,6 +364,7 @@ class Estimator:
             traffic=traffic(method, resources, shapes, total.passes // num_steps),
             price=None if price is None or gpu_hours is None else price * gpu_hours, currency=resources.currency,
             kwh=None if watts is None or whole is None else watts * resources.num_workers * whole / 3.6e6,
+            scoring=scoring, shared=0 if resources.gpus_per_worker or beside[1] else -(-scoring // on_this),
             islands=method.diloco.traffic(trained_weights(method, shapes).trained, steps, resources.num_workers)
             if method.diloco and steps
             else None,
@@ -522,6 +535,17 @@ def share_notes(plan: Plan, stages: Sequence[PlannedStage]) -> list[str]:
 def island_notes(estimates: Mapping[str, Estimate]) -> list[str]:
     """Notes on what the islands of ``method.diloco`` send each other."""
     return [f"stages.{name}: {each.islands}" for name, each in estimates.items() if each.islands]
+
+
+def scoring_notes(plan: Plan, estimates: Mapping[str, Estimate]) -> list[str]:
+    """Notes on what the processes that score checkpoints take beside the trainings."""
+    asked = {name: (asked_beside(plan.stage(name).stage.method), each) for name, each in estimates.items()}
+    return [
+        f"stages.{name}.method.evaluation takes {counted(cpus, 'CPU')} ({counted(cpus, 'thread')}), "
+        f"{'a GPU of its own' if gpus else 'no GPU'} and {gib(each.scoring)} of {'it' if gpus else 'memory'} "
+        "beside the training, by formula"
+        for name, ((cpus, gpus), each) in asked.items() if each.scoring
+    ]  # fmt: skip
 
 
 def model_of(plan: Plan, planned: PlannedStage, slot: str = POLICY) -> Path | None:

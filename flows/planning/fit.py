@@ -18,6 +18,7 @@ from tasks.context import Resources
 from tasks.judgement.estimate import describe
 from tasks.method import Adapter, Quantization, Training
 from tasks.train.compatibility import check_compatible
+from tasks.train.evaluation import asked_beside
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +56,18 @@ def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator
         if planned.name not in found or planned.runs_elsewhere:
             continue
         held, need = capacity(planned.stage.resources), found[planned.name]
-        if not held or need.memory <= held:
+        if apart := _scoring_apart(planned, need):
+            (refused if planned.stage.resources.check_memory else lines).append(apart)
+        if not held or need.memory <= held - need.shared:
             continue
+        held -= need.shared
         change = cheapest(estimator, planned, held)
         verb = "needs" if need.least > held else "may need, if its rows are as long as max_length allows,"
         what = "a GPU has" if planned.stage.resources.gpus_per_worker else "the machine has for it"
         lines.append(
             f"stages.{planned.name} {verb} {gib(need.memory)} per worker ({need.basis}: {describe(need.terms)}), and "
-            f"{what} {gib(held)}; {_remedy(change)}"
+            f"{what} {gib(max(held, 0))}{f' beside {gib(need.shared)} of its evaluation' if need.shared else ''}; "
+            f"{_remedy(change)}"
         )
         changes.append(change)
         off = need.error[0] if need.error else 0.0  # what earlier predictions were wrong by
@@ -74,6 +79,19 @@ def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator
         logger.warning("%s", line)
     if refused:
         raise ConfigError("\n".join(refused))
+
+
+def _scoring_apart(planned: PlannedStage, need: Estimate) -> str:
+    """Why the process that scores checkpoints does not fit into memory of its own; empty: it fits."""
+    if not need.scoring or need.shared:
+        return ""
+    cpus, gpus = asked_beside(planned.stage.method)
+    held = capacity(Resources(cpus_per_worker=cpus, gpus_per_worker=gpus))
+    if not held or need.scoring <= held:
+        return ""
+    where, what = f"stages.{planned.name}.method.evaluation", "a GPU" if gpus else "the machine"
+    instead = f"{where}.gpus=0, or {where}=null" if gpus else f"{where}=null"
+    return f"{where} needs {gib(need.scoring)} by formula, and {what} has {gib(held)}; set {instead}"
 
 
 def _remedy(change: Change) -> str:

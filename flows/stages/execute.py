@@ -201,7 +201,7 @@ def cpus_for(planned: PlannedStage, need: Estimate | None) -> int:
     memory = 0 if gpus else capacity(planned.stage.resources)
     if need is None or not (cpus and memory):
         return cpus
-    return max(cpus, min(count_cpus(), math.ceil(count_cpus() * need.memory / memory)))
+    return max(cpus, min(count_cpus(), math.ceil(count_cpus() * (need.memory + need.shared) / memory)))
 
 
 def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoint: Checkpoint | None) -> Manifest:

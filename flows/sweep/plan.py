@@ -180,6 +180,7 @@ def read_sweep(arguments: Sequence[str], config_dir: Path | None = None) -> Swee
     found = SweepPlan(sweep=sweep, params=params, space=space, overrides=cli_args, config_dir=config_dir)
     check_sweep(sweep, space, [planned.name for planned in found.plan.stages])
     check_metrics(sweep, found.plan)
+    check_recorded(sweep, [each.plan for each in found.samples])
     return found
 
 
@@ -241,6 +242,25 @@ def check_metrics(sweep: Sweep, plan: Plan) -> None:
             stage, _, metric = objective.metric.partition("/")
             where = f"sweep.objectives.{name}.metric={objective.metric}"
             require_metric(where, stage, plan.stage(stage).stage, metric)
+
+
+def check_recorded(sweep: Sweep, plans: Iterable[Plan]) -> None:
+    """Checks that the finished stages of trials have the metrics of the objectives.
+
+    Raises:
+        ConfigError: one was finished before its evaluation was set, or by an older version.
+    """
+    for name, objective in sweep.objectives.items():
+        stage, _, metric = str(objective.metric).partition("/")
+        for plan in plans if objective.metric else ():
+            planned = plan.stage(stage)
+            manifest = plan.entry(planned).manifest() if planned.state == "reuse" else None
+            if manifest and metric not in manifest.metrics:
+                raise ConfigError(
+                    f"sweep.objectives.{name}.metric={objective.metric}: {stage} is finished and has not measured it; "
+                    f"it measured {listed(metric, sorted(manifest.metrics))}; to measure it, change a field, such as "
+                    f"stages.{stage}.method.evaluation.pick=best, or delete {plan.entry(planned).path}"
+                )
 
 
 def _function(name: str, path: str) -> Callable[[Mapping[str, Manifest]], float]:

@@ -15,7 +15,7 @@ from flows.planning.estimates import Estimator, History
 from flows.planning.plan import PlannedStage
 from flows.reports.diagnosis import overrides_of
 from flows.sweep.folder import TrialResult, overrides, trial_results
-from flows.sweep.plan import SweepPlan, varying
+from flows.sweep.plan import SweepPlan, check_recorded, varying
 from flows.sweep.space import fixed_and_swept
 from lineage.diagnosis.curves import read_curves
 from lineage.diagnosis.finding import rounded
@@ -132,10 +132,11 @@ class Tuner:
         stopped: the trial that would have exceeded the budget; empty: none.
 
     Raises:
-        ConfigError: a budget of money, without a price and GPUs.
+        ConfigError: a budget of money, without a price and GPUs; or the finished stage has not measured the metric.
     """
 
     def __init__(self, sweep: SweepPlan, asked: Tuning) -> None:
+        check_recorded(sweep.sweep, [sweep.plan])
         self._sweep, self._asked = sweep, asked
         self._folder, self._began = Path(), time.time()
         self._titles: dict[int, str] = {}

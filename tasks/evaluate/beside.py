@@ -11,16 +11,17 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, PipelineError
+from lineage.record.verdict import interval_text
 from tasks.context import Resources, TrainContext
 from tasks.evaluate.evaluate import Evaluate
-from tasks.evaluate.row_scores import read_failed, read_scores
+from tasks.evaluate.row_scores import RowScores, read_failed, read_scores
 from tasks.evaluate.stubs import Stubs
 from tasks.gate import Gate
 from tasks.gate.bootstrap import Bootstrap
@@ -51,22 +52,14 @@ def score(job: Job, request: Request) -> Scores:
         policies = {BASE: job.base, MODEL: model if request.step else job.base}
         metrics = _EVALUATE(**job.options).run({**job.rows, "reference": job.base, **policies}, context)
     found = read_scores(draft)
-    rules = {}
-    if job.setting.gate:
-        gate = Gate(rules=_rules(job.setting))
-        if not request.step and (stubs := Stubs.read(draft)):
-            gate.require_tested(stubs)
-        bootstrap = Bootstrap(confidence=gate.confidence, num_resamples=gate.num_resamples, seed=gate.seed)
-        evidence = Evidence(reports=[found], names={}, has_champion=False, bootstrap=bootstrap, min_rows=gate.min_rows)
-        judged = {name: rule.judge(name, evidence) for name, rule in gate.rules.items()}
-        rules = {name: f"{each.outcome} ({each.note})" if each.note else each.outcome for name, each in judged.items()}
+    failed = {key.partition("/")[2]: why for key, why in read_failed(draft).items() if key.startswith(f"{MODEL}/")}
+    rules = _judged(job.setting, found, failed, None if request.step else Stubs.read(draft))
     shutil.rmtree(place, ignore_errors=True)
     draft.rename(place)
     of = {
         name: {key.removeprefix(f"{name}/"): value for key, value in metrics.items() if key.startswith(f"{name}/")}
         for name in policies
     }
-    failed = {key.partition("/")[2]: why for key, why in read_failed(place).items() if key.startswith(f"{MODEL}/")}
     return Scores(
         step=request.step, digest=request.digest, seconds=time.monotonic() - start, scores=of[MODEL], base=of[BASE],
         small_is_good=tuple(name for name, each in found.items() if each.lower_is_better), failed=failed, rules=rules,
@@ -103,6 +96,32 @@ def _whole(model: Path) -> Iterator[Path]:
         for path in (each for each in model.iterdir() if each.name != PARTS_FILE):
             shutil.copyfile(path, Path(folder, path.name))
         yield Path(folder)
+
+
+def _judged(
+    setting: Evaluation, found: Mapping[str, RowScores], failed: Mapping[str, str], stubs: Stubs | None
+) -> dict[str, str]:
+    """The outcome of each bound on a checkpoint, of an unmet one with its values.
+
+    Raises:
+        ConfigError: a bound passes a known-wrong stub or refuses the right one.
+    """
+    asked = _rules(setting)
+    reasons = {name: [why for metric, why in failed.items() if rule.is_on(metric)] for name, rule in asked.items()}
+    rules = {name: f"not measured: {why[0]}" for name, why in reasons.items() if why}
+    if not (measured := {name: rule for name, rule in asked.items() if name not in rules}):
+        return rules
+    gate = Gate(rules=measured)
+    if stubs:
+        gate.require_tested(stubs)
+    bootstrap = Bootstrap(confidence=gate.confidence, num_resamples=gate.num_resamples, seed=gate.seed)
+    evidence = Evidence(reports=[found], names={}, has_champion=False, bootstrap=bootstrap, min_rows=gate.min_rows)
+    for name, rule in gate.each_rule(found).items():
+        each = rule.judge(name, evidence)
+        values = " against ".join(f"{value:.4g}" for value in (each.candidate, each.baseline) if value is not None)
+        unmet = f"{each.outcome}: {each.demand}: {values}; {interval_text(each)}"
+        rules[name] = each.outcome if each.outcome == "better" else unmet
+    return rules
 
 
 def _rules(setting: Evaluation) -> dict[str, Rule]:

@@ -17,6 +17,7 @@ from lineage.filesystem.files import atomic_write
 from lineage.fingerprint import digest_json
 from tasks.data.kinds import IGNORED
 from tasks.model.positions import fix_length, reads_padding
+from tasks.train.evaluation import BATCH_LOGITS, BATCH_TOKENS
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from tasks.model.vision import Vision
 
 Result = TypeVar("Result")
-
-_AUTO_TOKENS = 2**14  # of a batch including padding, where no number of rows is set
-_MAX_LOGITS = 2**28  # of a batch: 1 GiB in fp32; rows of 2,048 tokens with 150,000 logits each are scored one by one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +51,7 @@ class Batches:
         """Those of a stage: ``micro_batch_size`` rows, or by tokens where it is ``auto``."""
         rows = ctx.resources.micro_batch_size
         return Batches(
-            rows=None if rows == "auto" else rows, tokens=_AUTO_TOKENS if rows == "auto" else None,
+            rows=None if rows == "auto" else rows, tokens=BATCH_TOKENS if rows == "auto" else None,
             rank=ctx.rank, world_size=ctx.world_size,
         )  # fmt: skip
 
@@ -202,7 +200,7 @@ def logps(
     import torch
 
     lengths = [len(row.input_ids) for row in rows]
-    max_tokens = _MAX_LOGITS // model.config.get_text_config().vocab_size
+    max_tokens = BATCH_LOGITS // model.config.get_text_config().vocab_size
     with torch.inference_mode(), without_router_loss(model):
         return in_batches(
             lambda batch: _batch_logps(model, [rows[index] for index in batch], vision),

@@ -70,7 +70,7 @@ class Gate(Method):
         each = [f"{name}/*" if rule.metric.endswith("*") else name for name, rule in self.rules.items()]
         return found and (*found, *(f"{name}/{key}" if name[-1] != "*" else name for name in each for key in _OF_RULES))
 
-    def _each(self, metrics: Collection[str]) -> dict[str, Rule]:
+    def each_rule(self, metrics: Collection[str]) -> dict[str, Rule]:
         """Its rules, each on one of these metrics (ConfigError: a rule is on none of them)."""
         found: dict[str, Rule] = {}
         for name, rule in self.rules.items():
@@ -96,7 +96,7 @@ class Gate(Method):
             min_rows=self.min_rows,
         )
         tested = self._test(inputs["report"])
-        results = [rule.judge(name, evidence) for name, rule in self._each(reports[0]).items()]
+        results = [rule.judge(name, evidence) for name, rule in self.each_rule(reports[0]).items()]
         verdict = Verdict(
             result=self._result(results),
             approval=self.approval,
@@ -130,8 +130,7 @@ class Gate(Method):
         failed = read_failed(report.path)
         for name, rule in self.rules.items():
             for key, reason in failed.items():
-                metric = key.partition("/")[2]
-                if any(each.metric == metric for each in rule.of_each(name, [metric]).values()):
+                if rule.is_on(key.partition("/")[2]):
                     raise ConfigError(
                         f"rules.{name}.metric={rule.metric}: {report.name} could not measure it: {reason}"
                     )

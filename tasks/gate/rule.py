@@ -71,11 +71,15 @@ class Rule(Setting):
                 "at_least and at_most take none"
             )
 
+    def is_on(self, metric: str) -> bool:
+        """Whether it is on a metric."""
+        return metric == self.metric or (self.metric.endswith("*") and metric.startswith(self.metric[:-1]))
+
     def of_each(self, name: str, metrics: Collection[str]) -> "dict[str, Rule]":
         """The rule for each of the metrics that it is on: by its own name, or of several by ``name/metric``."""
         if not self.metric.endswith("*"):
             return {name: self}
-        found = [each for each in metrics if each.startswith(self.metric[:-1])]
+        found = [each for each in metrics if self.is_on(each)]
         return {f"{name}/{each}": replace(self, metric=each) for each in found}
 
     def judge(self, name: str, evidence: Evidence) -> RuleResult:

@@ -11,6 +11,7 @@ from tasks.context import Resources
 from tasks.data.images import Images
 from tasks.judgement.disk_need import NOT_LINEAR, Shapes, frozen_names, parts_trained, weights_of_adapter
 from tasks.recipe import FROZEN_POLICY, REWARD_HEAD, REWARD_MODEL, TEACHER, VALUE_MODEL, TrainingRecipe
+from tasks.train.evaluation import BATCH_LOGITS, BATCH_TOKENS
 from tasks.train.sharding import STRATEGIES, Part, divided_over
 
 _FLOAT = 4
@@ -379,6 +380,19 @@ def memory(
         frozen=beside // whole.over + beside * whole.ends // weights.base if whole.is_fsdp else beside,
         cache=2 * found.layers * found.kv_heads * found.head * tokens * generated * width,
     )  # fmt: skip
+
+
+def scoring_memory(method: TrainingRecipe, found: Architecture, shapes: Shapes) -> int:
+    """Peak memory of the process that scores checkpoints beside a training: one model at a time, without gradients."""
+    setting = method.evaluation
+    if setting is None:
+        return 0
+    weights, width = trained_weights(method, shapes), 2 if setting.gpus else _FLOAT
+    tokens = min(BATCH_TOKENS, setting.rows * method.max_length)
+    at_once = min(tokens, max(BATCH_LOGITS // found.vocabulary, method.max_length))
+    logits = at_once * found.vocabulary * (width + _FLOAT * (1 if width == _FLOAT else 2))
+    cache = 2 * found.layers * found.kv_heads * found.head * tokens * width
+    return (weights.base + weights.beside) * width + max(logits, cache) + tokens * _kept(found) * width
 
 
 @dataclass(frozen=True, kw_only=True)

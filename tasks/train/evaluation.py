@@ -7,11 +7,19 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.fingerprint import Setting, set_fields
 from tasks.reward_functions.metric import Metric, check_metrics, metrics_of
 from tasks.train.best import is_due, require_one
 
+SLOTS = {  # kind of rows -> the slot of ``evaluate`` that reads them, and the metric that ranks by default
+    Kind.TEXT: ("text", "text_perplexity"), Kind.CONVERSATIONS: ("conversations", "answer_perplexity"),
+    Kind.PREFERENCES: ("pairs", "preference_accuracy"), Kind.UNPAIRED: ("unpaired", "unpaired_accuracy"),
+    Kind.PROMPTS: ("prompts", "unfinished_share"),
+}  # fmt: skip
+BATCH_TOKENS = 2**14  # of a batch that is scored, including padding, where no number of rows is set
+BATCH_LOGITS = 2**28  # 1 GiB in fp32; rows of 2,048 tokens with 150,000 logits each are scored one by one
 _BOUNDS = ("at_least", "at_most", "min_gain", "max_regression")
 
 

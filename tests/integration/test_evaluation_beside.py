@@ -18,6 +18,7 @@ from flows.stages.launch import ScoringTask
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError, StoppedError
 from tasks.evaluate import beside
+from tasks.evaluate.row_scores import RowScores
 from tasks.gate import Gate
 from tasks.method import Adapter
 from tasks.recipe import Input
@@ -177,8 +178,28 @@ def test_the_best_or_the_one_that_the_gate_picks_is_the_output(
     assert gated(replace(stage, evaluation=wide))["best_step"] == 5
     assert all(each["rules"] == {"keeps": "better"} for each in recorded(gated).values())
     none = replace(wide, gate={"gains": Bound(metric="answer_perplexity", min_gain=0.99)})
-    with pytest.raises(PipelineError, match=r"no checkpoint passes the gate \(step 2: gains is worse; step 4"):
+    unmet = (
+        r"none of 3 checkpoints passes the gate \(the best is step 5: gains is worse: model's answer_perplexity gains"
+    )
+    with pytest.raises(
+        PipelineError, match=unmet + r" more than 99 % over base: \d.* against \d.*; [+-]\d.*\); the ch"
+    ):
         StageFolder(tmp_path / "none", root)(replace(stage, evaluation=none))
+
+
+def test_a_bound_on_what_failed_is_not_met_and_one_on_several_metrics_is_of_each() -> None:
+    rows = [str(index) for index in range(40)]
+    scores = {"base": [0.0] * 40, "model": [float(index % 2) for index in range(40)]}
+    found = {
+        name: RowScores(metric=name, row_ids=rows, groups=rows, weights=[1.0] * 40, scores=scores)
+        for name in ("lm_eval/a/acc", "lm_eval/b/acc")
+    }
+    gate = {"own": Bound(metric="score", at_least=1), "all": Bound(metric="lm_eval/*", at_least=0.9)}
+    judged = beside._judged(replace(EVERY, pick="gate", gate=gate), found, {"score": "row 3: nan"}, None)
+    assert judged["own"] == "not measured: row 3: nan" and len(judged) == 3
+    assert judged["all/lm_eval/b/acc"].startswith(
+        "worse: model's lm_eval/b/acc at least 0.9: 0.5; 0.5 [0.35, 0.65], n="
+    )
 
 
 @pytest.mark.slow

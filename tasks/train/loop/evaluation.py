@@ -35,6 +35,7 @@ from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.model.fetch_model import PARTS_FILE
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS, Best, Patience
+from tasks.train.evaluation import SLOTS, Evaluation
 from tasks.train.loop.callbacks import has_diverged, step_metrics
 from tasks.train.loop.checkpointing import Checkpointing, Saver, divergence
 from tasks.train.loop.heartbeat import Phase
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
     from tasks.context import TrainContext
     from tasks.recipe import Input, Inputs, TrainingRecipe
-    from tasks.train.evaluation import Evaluation
 
     Logs = dict[str, float]
     from datasets import Dataset
@@ -419,11 +419,6 @@ SCORES_FILE, SCORES_FOLDER = "evaluation.jsonl", "evaluation"  # in the stage's 
 _MODEL_FILES = re.compile(r"(model|adapter_model)[\w.-]*\.safetensors|(adapter_|generation_)?config\.json")
 _NOT_OF_MODEL = ("trainer_state.json", "model_parts.json", "checkpoint.json", "base.json")
 _BESIDE_MODEL = ("*.json", "*.jinja", "*.model", "*.txt")  # files that a model's directory has beside its weights
-_SLOTS = {
-    Kind.TEXT: ("text", "text_perplexity"), Kind.CONVERSATIONS: ("conversations", "answer_perplexity"),
-    Kind.PREFERENCES: ("pairs", "preference_accuracy"), Kind.UNPAIRED: ("unpaired", "unpaired_accuracy"),
-    Kind.PROMPTS: ("prompts", "unfinished_share"),
-}  # fmt: skip
 _JOIN_SECONDS = 1.0
 BASE, MODEL = "base", "model"  # names of policies
 
@@ -440,7 +435,7 @@ class Job:
         cache: of the store.
     """
 
-    setting: "Evaluation"
+    setting: Evaluation
     options: Mapping[str, object]
     base: "Input"
     rows: "Inputs"
@@ -486,6 +481,10 @@ class Scores:
     def passes(self) -> bool:
         """Whether it keeps every bound."""
         return not self.error and all(each == "better" for each in self.rules.values())
+
+
+def _unmet(scores: Scores) -> str:
+    return ", ".join(f"{name} is {found}" for name, found in scores.rules.items() if found != "better")
 
 
 class Scorer(Protocol):
@@ -711,11 +710,13 @@ class Scoring(TrainerCallback):
 
     def _best(self) -> int | None:
         """The step that ranks first, of equal ones the earlier; None: none was scored, or passes the gate."""
+        return next((each.step for each in self._ranked() if each.passes), None)
+
+    def _ranked(self) -> "list[Scores]":
+        """What was scored up to the end, the best first."""
         end = self._ends_at() or math.inf
-        scored = [each for each in self._in_order() if 0 < each.step <= end and each.passes]
-        scored = [each for each in scored if self._value(each) is not None]
-        ranked = sorted(scored, key=lambda each: (-self._worth(each), each.step))
-        return ranked[0].step if ranked else None
+        scored = [each for each in self._in_order() if 0 < each.step <= end and self._value(each) is not None]
+        return sorted(scored, key=lambda each: (-self._worth(each), each.step))
 
     def _worth(self, scores: "Scores") -> float:
         value = self._value(scores)
@@ -728,17 +729,15 @@ class Scoring(TrainerCallback):
     def _metric(self, scores: "Scores") -> str | None:
         """The metric that ranks; of a benchmark the first of its own."""
         own = self.setting.own_metrics
-        wanted = self.setting.metric or (own[0].label if own else _SLOTS[type(self.method).reads.kind][1])
+        wanted = self.setting.metric or (own[0].label if own else SLOTS[type(self.method).reads.kind][1])
         return next((name for name in scores.scores if name == wanted or name.startswith(f"{wanted}/")), None)
 
     def _why_none(self) -> str:
         errors = [f"step {each.step}: {each.error}" for each in self.known.values() if each.step and each.error]
-        refused = [
-            f"step {each.step}: {', '.join(f'{name} is {found}' for name, found in each.rules.items())}"
-            for each in self.known.values() if each.step and each.rules and not each.passes
-        ]  # fmt: skip
-        reasons = "; ".join([*errors, *refused]) or "no score has its metric"
-        what = "no checkpoint passes the gate" if refused else "no checkpoint has a score"
+        refused = [each for each in (self._ranked() or self._in_order()) if each.step and each.rules]
+        best = [f"the best is step {each.step}: {_unmet(each)}" for each in refused[:1]]
+        reasons = "; ".join([*best, *errors]) or "no score has its metric"
+        what = f"none of {len(refused)} checkpoints passes the gate" if refused else "no checkpoint has a score"
         return f"{what} ({reasons}); the checkpoints are kept; change evaluation, or set evaluation.pick=last"
 
     def _run(self) -> None:
@@ -769,7 +768,7 @@ class Scoring(TrainerCallback):
     def job(self) -> Job:
         """What is the same for all checkpoints."""
         method, policy = self.method, self.inputs[POLICY]
-        slot = _SLOTS[type(method).reads.kind][0]
+        slot = SLOTS[type(method).reads.kind][0]
         kept = "keep" if getattr(method, "control_tokens", None) == "keep" else None
         options: dict[str, object] = {
             "num_rows": self.setting.rows, "num_prompts": self.setting.rows, "metrics": self.setting.metrics,

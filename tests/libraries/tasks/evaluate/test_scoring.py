@@ -79,12 +79,12 @@ def test_a_batch_holds_no_more_logits_than_fit(model, rows, monkeypatch):
     scored = [Scored(input_ids=ids, mask=[1] * len(ids)) for ids in rows]
     expected = logps(model, scored, 8)
     most, shapes = 2 * max(map(len, rows)) * model.config.vocab_size, []
-    monkeypatch.setattr(scoring, "_MAX_LOGITS", most)
+    monkeypatch.setattr(scoring, "BATCH_LOGITS", most)
     model.register_forward_hook(lambda model, inputs, output: shapes.append(output.logits.shape))
     assert logps(model, scored, 8) == pytest.approx(expected, abs=1e-4)
     assert len(shapes) > 1
     assert all(shape.numel() <= most for shape in shapes)
-    monkeypatch.setattr(scoring, "_MAX_LOGITS", 1)
+    monkeypatch.setattr(scoring, "BATCH_LOGITS", 1)
     assert logps(model, scored, 8) == pytest.approx(expected, abs=1e-4)
 
 

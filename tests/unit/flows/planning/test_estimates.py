@@ -8,10 +8,11 @@ import yaml
 
 from flows.declare.config import load_pipeline
 from flows.planning import adapter_choice, fit
-from flows.planning.estimates import FILE, Estimator, Features, History, Run, island_notes
+from flows.planning.estimates import FILE, Estimator, Features, History, Run, island_notes, scoring_notes
 from flows.planning.fit import require_fits
 from flows.planning.plan import make_plan
 from flows.reports.run import plan_dict, plan_table
+from flows.stages import execute
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.filesystem.files import append_jsonl
@@ -399,3 +400,39 @@ def test_the_command_prints_estimates_and_writes_what_makes_it_fit(tmp_path, mon
         assert "stages.cpt needs" in refused.stderr
     assert "stages.cpt.resources.micro_batch_size=4" in (tmp_path / "fit.yaml").read_text()
     assert command("plan", "--overrides-from", "fit.yaml").returncode == 0
+
+
+def test_the_process_that_scores_checkpoints_is_counted_noted_and_refused(demo, monkeypatch):
+    words = ["+stages.sft.evaluation={every_steps: 5, cpus: 2}", "stages.sft.resources.cpus_per_worker=1"]
+    plan, plain = demo(*words), estimates(demo())["sft"]
+    estimator = Estimator(plan, History())
+    found = estimator.estimates(plan.stale)
+    sft, tokens, vocabulary = found["sft"], 50 * 128, 4096
+    least = 2**29 + sft.terms.weights + tokens * vocabulary * 8
+    assert least < sft.scoring == sft.shared < 1.2 * least
+    assert (sft.memory, plain.scoring) == (plain.memory, 0)
+    assert sft.to_dict()["evaluation_gib"] == sft.scoring / 2**30 and "evaluation_gib" not in plain.to_dict()
+    note = "stages.sft.method.evaluation takes 2 CPUs (2 threads), no GPU and 0."
+    assert [each for each in scoring_notes(plan, found) if each.startswith(note)]
+    together = sft.memory + sft.shared
+    monkeypatch.setattr(fit, "capacity", lambda resources: together)
+    require_fits(plan, {"sft": sft}, estimator)
+    monkeypatch.setattr(fit, "capacity", lambda resources: together - 1)
+    with pytest.raises(ConfigError, match=r"stages\.sft needs .*, and the machine has for it .* beside .* of its eval"):
+        require_fits(plan, {"sft": replace(sft, least=sft.memory)}, estimator)
+    monkeypatch.setattr(execute, "capacity", lambda resources: together)
+    monkeypatch.setattr(execute, "count_cpus", lambda: 8)
+    assert execute.cpus_for(plan.stage("sft"), sft) == 8 and execute.cpus_for(plan.stage("sft"), None) == 3
+
+
+def test_a_gpu_of_its_own_must_hold_what_is_scored_on_it(demo, monkeypatch):
+    plan = demo("+stages.sft.evaluation={every_steps: 5, gpus: 1}")
+    estimator = Estimator(plan, History())
+    found = estimator.estimates(plan.stale)
+    assert found["sft"].shared == 0 and "a GPU of its own and 0." in scoring_notes(plan, found)[0]
+    held = {0: 2**50, 1: found["sft"].scoring - 1}
+    monkeypatch.setattr(fit, "capacity", lambda resources: held[resources.gpus_per_worker])
+    with pytest.raises(ConfigError, match=r"sft\.method\.evaluation needs .* a GPU has .*evaluation.gpus=0, or"):
+        require_fits(plan, found, estimator)
+    held[1] += 1
+    require_fits(plan, found, estimator)

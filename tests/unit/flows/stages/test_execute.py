@@ -197,7 +197,7 @@ def test_a_stage_takes_as_large_a_share_of_the_cpus_as_of_the_memory(toy, monkey
     monkeypatch.setattr(execute_module, "admitted", admitted)
     monkeypatch.setattr(execute_module, "count_cpus", lambda: 8)
     monkeypatch.setattr(execute_module, "capacity", lambda resources: 100)
-    need = memory and SimpleNamespace(memory=memory)
+    need = memory and SimpleNamespace(memory=memory - 5, shared=5)
     monkeypatch.setattr(execute_module.Estimator, "estimate", lambda self, planned: need)
     run = Run(plan=plan, processes=Ending(StageError("data", "begun", "log")), emit=Heard(), tracker=Tracker())
     with pytest.raises(StageError, match="begun"):

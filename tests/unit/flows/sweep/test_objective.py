@@ -9,9 +9,14 @@ import pytest
 from flows.declare.config import load_pipeline
 from flows.declare.sweep import Objective, Pruning
 from flows.planning.checks import check_metrics
+from flows.planning.plan import make_plan
 from flows.sweep.plan import check_sweep, objective_values, read_sweep
+from flows.sweep.tune import Tuner, Tuning, read_tuning
 from lineage.errors import ArtifactError, ConfigError
+from tests.finished import finish
 from tests.sweeps import TPE, manifest, maximize, minimize, sweep
+
+BEST = "every_steps: 5, metrics: [f1], pick: best"
 
 
 def loss_per_score(manifests) -> float:
@@ -131,6 +136,10 @@ def test_an_objective_is_either_a_metric_or_a_function(stated):
         ("cpt/best_step", "cpt does not measure it"),
         ("cpt/diloco/rounds", "cpt does not measure it"),
         ("sft/evaluation/f1", None),
+        ("sft/evaluation/base/f1/stderr", None),
+        ("sft/evaluation/answer_perplexity/sports", None),
+        ("sft/evaluation/f2", r"sft does not measure it; .*did you mean evaluation/f1\?"),
+        ("sft/evaluation/preference_accuracy", "sft does not measure it"),
         ("cpt/evaluation/f1", "cpt does not measure it; set evaluation.every_steps"),
     ],
 )
@@ -146,6 +155,20 @@ def test_a_metric_that_a_stage_will_not_measure_is_refused_by_the_plan(metric, w
         return
     with pytest.raises(ConfigError, match=why):
         read_sweep(words)
+
+
+def test_a_finished_stage_that_has_not_measured_the_metric_is_refused_by_the_plan(tmp_path):
+    store = [f"store={tmp_path}/store", "tracking=none"]
+    finish(make_plan(load_pipeline(store)), "corpus", "base", "cpt", "instructions", "sft", metrics={"loss": 1.0})
+    scored = [*store, "+stages.sft.evaluation={every_steps: 5, metrics: [f1]}"]
+    best = "sweep.objectives.best={metric: sft/evaluation/f1, direction: maximize}"
+    with pytest.raises(ConfigError, match=r"sft is finished and has not measured it; it measured loss.*, or delete /"):
+        read_sweep([*scored, best, "stages.dpo.method.beta=0.1,0.2"])
+    assert read_sweep([*scored, best, "stages.sft.method.seed=5,6"]).num_trials == 2
+    asked = Tuning(stage="sft", metric="evaluation/f1")
+    tuned = read_tuning(asked, scored, None)
+    with pytest.raises(ConfigError, match="sft is finished and has not measured it"):
+        Tuner(tuned, asked)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +212,12 @@ def test_a_metric_that_no_step_reports_is_refused_by_the_plan(words, why):
         ),
         ("dpo.resources.keep_best={metric: rewards/margins}", None),
         ("corpus.resources.keep_best={metric: loss}", r"keep_best.metric=loss: corpus trains nothing, so it has no"),
+        (f"sft.evaluation={{{BEST}, metric: f2}}", r"sft.method.evaluation.metric=f2: no checkpoint is .*mean f1\?"),
+        (f"dpo.evaluation={{{BEST}, metric: logp_accuracy}}", None),
+        (
+            "sft.evaluation={every_steps: 5, pick: gate, gate: {a: {metric: 'lm_eval/*', at_least: 1}}}",
+            r"sft.method.evaluation.gate.a.metric=lm_eval/\*: no checkpoint is scored by it; it may be in",
+        ),
     ],
 )
 def test_checkpoints_are_ranked_by_a_metric_that_their_training_reports(field, why):
