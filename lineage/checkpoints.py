@@ -17,7 +17,7 @@ from lineage.filesystem.digest import damage_of, digest_files
 from lineage.filesystem.files import flush, flush_tree
 from lineage.filesystem.remote_files import file_system, is_url
 from lineage.fingerprint import digest_json, short
-from lineage.secrets import redacted, refuse_secrets, without_secrets
+from lineage.secrets import first_line, redacted, refuse_secrets
 from lineage.source.source_checks import readable_as
 
 RECORD = "checkpoint.json"
@@ -280,7 +280,7 @@ class Mirror:
         except Exception as error:  # of a file system's own library: no common base
             raise ConfigError(
                 f"resources.checkpoint_mirror={redacted(self._configured)}: cannot be written "
-                f"({without_secrets(error, {})}); give a URL that fsspec writes, such as s3://BUCKET/PREFIX, with its "
+                f"({first_line(error)}); give a URL that fsspec writes, such as s3://BUCKET/PREFIX, with its "
                 "package installed (s3fs, gcsfs, adlfs) and credentials in the environment; or set it to null"
             ) from error
 
@@ -293,7 +293,7 @@ class Mirror:
         except Exception as error:
             raise ConfigError(
                 f"resources.checkpoint_mirror={redacted(self._configured)}: cannot be listed "
-                f"({without_secrets(error, {})}); see that it can be reached, or set it to null"
+                f"({first_line(error)}); see that it can be reached, or set it to null"
             ) from error
         return sorted(int(match[1]) for each in found if (match := _NAME.fullmatch(PurePosixPath(each).parent.name)))
 

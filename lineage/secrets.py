@@ -49,10 +49,11 @@ def secrets_of(credentials: Mapping[str, str]) -> dict[str, str]:
     return {option: os.environ[variable] for option, variable in credentials.items()}
 
 
-def without_secrets(error: Exception, credentials: Mapping[str, str]) -> str:
-    """The first line of an error, with the values of secret variables replaced by their names."""
-    line = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-    for variable in credentials.values():
+def first_line(error: BaseException, credentials: Mapping[str, str] | None = None) -> str:
+    """The type of an error and its first line, with the values of secret variables replaced by their names."""
+    text = str(error).strip().partition("\n")[0]
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    for variable in (credentials or {}).values():
         secret = os.environ.get(variable)
         if secret and len(secret) >= _SECRET_LENGTH:
             line = line.replace(secret, f"${variable}")

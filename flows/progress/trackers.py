@@ -21,6 +21,7 @@ from lineage.markup import markdown_table
 from lineage.record.metrics_file import ReportFile, StageReport
 from lineage.record.run_file import RunNames
 from lineage.record.tracker import Event, Execution, RunIds, StageStart, Tracker, TrialEnd
+from lineage.secrets import first_line
 
 Status = Literal["finished", "failed", "killed"]
 _POLL_SECONDS = 1.0
@@ -230,7 +231,7 @@ class StageTracker(Tracker):
                 try:
                     self._sync(stage)
                 except Exception as error:  # of a library of its own: no common base
-                    self._report(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+                    self._report(first_line(error))
                     self._stages.remove(stage)
 
     def _sync(self, stage: _Stage) -> None:

@@ -1,7 +1,6 @@
 """Output of ``posttrain diagnose``: findings with small plots, a patch, an HTML page."""
 
 import html
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import yaml
 from flows.declare.config import load_pipeline
 from flows.progress.run_record import RunRecord, runs_of
 from flows.progress.stage_log import stage_entry
-from flows.reports.wording import counted, on_screen
+from flows.reports.wording import counted, on_screen, spelled
 from lineage.diagnosis.curves import Curve, Curves, read_curves
 from lineage.diagnosis.finding import Finding
 from lineage.diagnosis.rules import MIN_STEPS, RULES, diagnose
@@ -94,11 +93,7 @@ def _as_declared(found: Diagnosis) -> Curves:
 def overrides_of(name: str, finding: Finding) -> list[str]:
     """The change of a finding as overrides."""
     nulled = {short: None for long, short in _SHORT_FORMS.items() if long in finding.change}
-    return [f"stages.{name}.{field}={_value(value)}" for field, value in {**nulled, **finding.change}.items()]
-
-
-def _value(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return [f"stages.{name}.{field}={spelled(value)}" for field, value in {**nulled, **finding.change}.items()]
 
 
 def finding_dict(name: str, finding: Finding) -> dict[str, object]:

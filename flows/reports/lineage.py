@@ -1,12 +1,11 @@
 """Output of ``posttrain lineage``: the ancestry as a tree, each artifact once."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 
-from flows.reports.wording import printable
+from flows.reports.wording import printable, spelled
 from lineage.errors import ArtifactError
 from lineage.fingerprint import short
 from lineage.graph.ancestry import Graph, Node
@@ -83,14 +82,10 @@ def _certificate(manifest: Manifest, node: Node) -> list[str]:
 
 def _recipe(recipe: Mapping[str, object]) -> str:
     parts = [
-        f"{name}={_value(value)}" for name, value in recipe.items() if name not in _HIDDEN_FIELDS and value is not None
+        f"{name}={spelled(value)}" for name, value in recipe.items() if name not in _HIDDEN_FIELDS and value is not None
     ]
     more = [f"and {len(parts) - _MOST_FIELDS} more"] if len(parts) > _MOST_FIELDS else []
     return " ".join(parts[:_MOST_FIELDS] + more)
-
-
-def _value(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _measured(metrics: Mapping[str, float]) -> str:

@@ -25,7 +25,7 @@ from flows.planning.estimates import History
 from flows.progress.run_record import runs_of
 from flows.reports.diagnosis import finding_dict
 from flows.reports.page import ascii_tree, draw, script_json, source_hash
-from flows.reports.wording import clock, gib
+from flows.reports.wording import clock, gib, spelled
 from lineage.artifact import DATA, MODELS, SOURCE, Kind
 from lineage.diagnosis.curves import VALIDATION, read_curves
 from lineage.diagnosis.rules import diagnose
@@ -416,7 +416,7 @@ def _recipe(store: Path, node: Node, manifest: Manifest) -> list[tuple[str, str,
     given = {key.lstrip("+"): word for word in cli_args for key in [word.partition("=")[0]] if "=" in word}
     origin = partial(_origin, manifest=manifest, given=given, defaults=_defaults(manifest.method), origins=origins)
     return [
-        (name, value if isinstance(value, str) else json.dumps(value), origin(name, value))
+        (name, spelled(value), origin(name, value))
         for name, value in _flat(manifest.recipe)
         if name not in ("method", "version")
     ]

@@ -1,7 +1,6 @@
 """Renders the tables of pages in ``docs/`` from the code: ``python -m flows.reports.pages`` writes them."""
 
 import inspect
-import json
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter
 
 from flows.declare.config import CONF
 from flows.reports.compat import Outcome, all_outcomes, condition_rows, refused_rows, rule_rows, shipped, trainings
+from flows.reports.wording import spelled
 from flows.steps.calls import CALLS
 from lineage.artifact import Kind
 from lineage.diagnosis.rules import RULES
@@ -193,7 +193,7 @@ def _accepted(schema: Schema, root: Schema) -> str:
         return ", or ".join(_accepted(each, root) for each in options)
     words = cast("Sequence[object]", schema.get("enum", [schema["const"]] if "const" in schema else []))
     if words:
-        return ", ".join(f"`{word if isinstance(word, str) else json.dumps(word)}`" for word in words)
+        return ", ".join(f"`{spelled(word)}`" for word in words)
     if items := cast("Sequence[Schema]", schema.get("prefixItems", [])):
         return f"list of {len(items)}: {_accepted(items[0], root)}"
     if schema.get("type") == "array":
@@ -208,8 +208,7 @@ def _default(each: "Field[object]") -> str:
         return "required" if each.default_factory is MISSING else "empty"
     if is_dataclass(each.default):
         return "its defaults"
-    value = each.default if isinstance(each.default, str) else json.dumps(each.default)
-    return f"`{value}`"
+    return f"`{spelled(each.default)}`"
 
 
 def _what_works() -> dict[str, str]:

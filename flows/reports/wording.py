@@ -4,6 +4,7 @@ Control characters, as in file names, are escaped: they could move a terminal's 
 """
 
 import contextlib
+import json
 import logging
 import os
 import re
@@ -39,6 +40,11 @@ def relative(text: str | Path) -> str:
     except FileNotFoundError:  # another process has deleted it
         return str(text)
     return re.sub(rf"(?<![\w./~-]){here}/(?=[^\s/])", "", str(text)) if here else str(text)
+
+
+def spelled(value: object) -> str:
+    """A value as an override has it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def counted(number: int, what: str) -> str:

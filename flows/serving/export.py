@@ -20,6 +20,7 @@ from lineage.fingerprint import short
 from lineage.markup import markdown_table
 from lineage.record.exports import Export, record_export
 from lineage.record.metrics_file import is_of_machine
+from lineage.secrets import first_line
 from lineage.source.model_files import quantization_format, read_json
 from lineage.source.source_checks import is_hub_id
 
@@ -269,7 +270,7 @@ def _pushed(export: Export, repository: str, *, private: bool) -> Export:
             repo_id=repository, folder_path=export.place, commit_message=f"Export {export.stage} by posttrain"
         )
     except Exception as error:  # the hub's errors and its HTTP library's have no common base
-        cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        cause = first_line(error)
         raise PipelineError(
             f"{repository}: the push failed ({cause}); the folder is written; log in with `hf auth login`, and push "
             f"it: hf upload {repository} {export.place}"

@@ -36,7 +36,7 @@ from lineage.record.certificate import certificate_of
 from lineage.record.environment import current_signature, hardware, provenance_here
 from lineage.record.metrics_file import last_step
 from lineage.record.tracker import Event, StageStart, end_event
-from lineage.secrets import without_secrets
+from lineage.secrets import first_line
 from lineage.store import Entry, Manifest, Provenance
 from tasks.context import Metrics, Resources
 from tasks.data.preparing.options import Prepare
@@ -417,7 +417,7 @@ def clear_mirror(mirror: Mirror, kept: Collection[int]) -> None:
     try:
         mirror.keep(kept)
     except Exception as error:  # of a file system's own library: no common base
-        logger.warning("mirror=%s state=not cleared: %s; delete it there", mirror.url, without_secrets(error, {}))
+        logger.warning("mirror=%s state=not cleared: %s; delete it there", mirror.url, first_line(error))
 
 
 def settle_last_run(store: Path, entry: Entry) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from flows.stages.job import Job
 from flows.stages.resources import Cluster, describe_workers
 from lineage.errors import AskedError, LostError, NoMemoryError, PipelineError, ShortError, StageError, StoppedError
+from lineage.secrets import first_line
 from tasks.context import Launcher
 from tasks.evaluate.evaluate import EvaluationCheck
 from tasks.judgement.check_rows import RowCheck
@@ -52,7 +53,7 @@ def failed(job: Job, rank: int | None, error: Exception | SystemExit) -> StageEr
     Args:
         rank: None: it was no worker's.
     """
-    cause, code = (str(error), error.exit_code) if isinstance(error, PipelineError) else (one_line(error), 1)
+    cause, code = (str(error), error.exit_code) if isinstance(error, PipelineError) else (first_line(error), 1)
     if isinstance(job.method, RowCheck | EvaluationCheck):  # the log and the row on the screen are another stage's
         cause = f"its rows, looked at before any stage trains: {cause}"
     elif rank is not None and _step(job, rank) is not None:
@@ -63,12 +64,6 @@ def failed(job: Job, rank: int | None, error: Exception | SystemExit) -> StageEr
     if isinstance(error, NoMemoryError):
         return ShortError(job.stage, cause, log, error.rows)
     return StageError(job.stage, cause, log, code)
-
-
-def one_line(error: BaseException) -> str:
-    """An error's type and the first line of its message."""
-    text = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def asked(job: Job, stopped: StoppedError) -> AskedError:

@@ -40,7 +40,6 @@ from flows.stages.exit_reasons import (
     memory_hint,
     memory_kills,
     no_capacity,
-    one_line,
 )
 from flows.stages.job import Job
 from flows.stages.process_settings import set_environment, stage_environment
@@ -66,6 +65,7 @@ from lineage.filesystem.disk import explain_full_disk
 from lineage.filesystem.files import append_jsonl
 from lineage.record.environment import hardware
 from lineage.record.metrics_file import Part, write_part
+from lineage.secrets import first_line
 from lineage.store import COMPILED
 from posttrain import hold
 from tasks.context import Launcher, Metrics, Resources, TrainContext
@@ -620,7 +620,7 @@ class ScoringTask:
             asked = f"{counted(setting.cpus, 'CPU')} and {counted(setting.gpus, 'GPU')}"
             why = f"the cluster had no {asked} for it within {self.minutes:g} minutes (resources.wait_minutes)"
         except RayActorError as error:
-            self._actor, why = None, f"its process ended: {one_line(error)}"
+            self._actor, why = None, f"its process ended: {first_line(error)}"
         return Scores(step=request.step, digest=request.digest, error=why)
 
     def end(self) -> None:
@@ -748,7 +748,7 @@ def _of_workers(job: Job, failures: Mapping[int, Exception], memory_kills_before
     if gone := ranks_of_lost_nodes(job):
         return lost(job, gone, "died", _NODE_GONE)
     rank, error = next(iter(raised.items()))
-    return lost(job, [rank], "lost its connection to another worker", f": {one_line(error)}")
+    return lost(job, [rank], "lost its connection to another worker", f": {first_line(error)}")
 
 
 def ranks_of_lost_nodes(job: Job) -> list[int]:

@@ -35,6 +35,7 @@ from flows.stages.process_settings import WORKER_ENVIRONMENT, stage_environment
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.remote_files import private_folder
 from lineage.record.environment import list_gpus
+from lineage.secrets import first_line
 from posttrain import PACKAGES
 from tasks.context import Launcher, Resources
 from tasks.data.kinds import ELSEWHERE, ONE_THREAD
@@ -421,7 +422,7 @@ def join(**options: object) -> str:
                 "set RAY_AUTH_MODE=token and put the token of its head node (`ray get-auth-token`) in RAY_AUTH_TOKEN "
                 "or ~/.ray/auth_token"
             ) from error
-        cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        cause = first_line(error)
         raise ConfigError(
             f"RAY_ADDRESS={address}: cannot be joined ({cause}); start the cluster, correct the address, "
             "or unset it for a cluster of our own"

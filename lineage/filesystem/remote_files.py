@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from lineage.errors import ConfigError
 from lineage.filesystem.digest import digest_of
 from lineage.filesystem.files import URL
-from lineage.secrets import secrets_of, without_secrets
+from lineage.secrets import first_line, secrets_of
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -115,7 +115,7 @@ def remote_versions(name: str, url: str, credentials: Credentials = _NONE) -> di
     except ConfigError as error:
         raise ConfigError(f"sources.{name}.{error}") from error
     except Exception as error:  # of a file system's own library: no common base
-        raise _unreachable(name, url, without_secrets(error, credentials)) from error
+        raise _unreachable(name, url, first_line(error, credentials)) from error
     if not versions:
         raise ConfigError(
             f"sources.{name}.path={url}: no file there, or its server does not answer; "

@@ -15,6 +15,7 @@ from lineage.filesystem.owner import Owner
 from lineage.mlflow.address import connect, shown
 from lineage.record.run_file import UNNAMED, RunFile, RunNames
 from lineage.record.tracker import Event, Execution, RunIds, StageStart, Tracker, TrialEnd
+from lineage.secrets import first_line
 from lineage.store import Entry
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ class MlflowTracker(Tracker):
         try:
             write()
         except Exception as error:  # errors of MLflow, its HTTP library and its database have no common base
-            cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            cause = first_line(error)
             short = cause if len(cause) <= _CAUSE_LENGTH else f"{cause[:_CAUSE_LENGTH]} ..."
             self._report(str(error) if isinstance(error, PipelineError) else short)  # ours says what to do
             return False

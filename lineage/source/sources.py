@@ -16,6 +16,7 @@ from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.digest import DigestCache, digest_all, digest_of, file_names
 from lineage.filesystem.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
 from lineage.fingerprint import digest_json
+from lineage.secrets import first_line
 from lineage.source.model_files import read_json, require_own_files, require_sound
 from lineage.source.model_source import (
     BY_VALUE,
@@ -428,7 +429,7 @@ def _hub_commit(name: str, source: Source) -> str:
     try:
         info = HfApi().repo_info(source.path, revision=source.revision, repo_type=repo_type, timeout=20)
     except Exception as error:  # errors of the hub, of its HTTP library and of being offline have no common base
-        cause = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        cause = first_line(error)
         if getattr(error, "response", None) is None:
             remedy = (
                 f"connect to the hub, set sources.{name}.path to a directory of this machine, or give the commit of a "

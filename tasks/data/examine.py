@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError, PipelineError
+from lineage.secrets import first_line
 from lineage.source.model_files import TOKENIZER_FILES, require_own_files, require_sound
 from lineage.source.model_source import has_tokenizer
 from lineage.source.peft_adapter import base_source, is_peft
@@ -154,8 +155,8 @@ def fetch_tokenizer(model: str) -> Path:
         return Path(snapshot_download(model, allow_patterns=["config.json", *TOKENIZER_FILES]))
     except Exception as error:  # the hub's errors and its HTTP library's have no common base
         raise ConfigError(
-            f"model={model}: no such directory, and the hub gave none ({type(error).__name__}: "
-            f"{str(error).strip().partition(chr(10))[0]}); give a directory or a hub id"
+            f"model={model}: no such directory, and the hub gave none ({first_line(error)}); give a directory or a hub "
+            "id"
         ) from error
 
 

@@ -27,7 +27,7 @@ from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError
 from lineage.filesystem.remote_files import Credentials, is_url, open_remote, place_of, request
 from lineage.fingerprint import Setting
-from lineage.secrets import without_secrets
+from lineage.secrets import first_line
 from lineage.source.sources import local_paths
 from tasks.data.formats.turns import BadRowError, Fields, is_nothing, named
 
@@ -227,7 +227,7 @@ class ImageFiles:
                     file = stack.enter_context(open_remote(url, self.credentials))
                 data: bytes = file.read(MAX_BYTES + 1)
         except Exception as error:  # file systems have no common base for their errors
-            found = f"{what}: {url[:200]!r} cannot be read ({without_secrets(error, self.credentials)})"
+            found = f"{what}: {url[:200]!r} cannot be read ({first_line(error, self.credentials)})"
             raise bad_image(
                 found, "an image that is there", "correct the URL, or save the image and name it"
             ) from error

@@ -21,6 +21,7 @@ from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.cached import cached
 from lineage.filesystem.digest import digest_all, digest_file
 from lineage.fingerprint import digest_json, short
+from lineage.secrets import first_line
 from lineage.source.model_files import (
     INDEX,
     PROCESSOR_FILES,
@@ -435,7 +436,7 @@ def _downloaded(path: str, revision: str | None, *, with_code: bool = False, pat
     except Exception as error:  # the hub's errors and its HTTP library's have no common base
         raise ConfigError(
             f"model {path}: no such directory, and the hub gave none{f' at revision {revision}' if revision else ''} "
-            f"({type(error).__name__}: {str(error).strip().partition(chr(10))[0]}); give a directory or a hub id"
+            f"({first_line(error)}); give a directory or a hub id"
         ) from error
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lineage.errors import ConfigError
+from lineage.secrets import first_line
 from lineage.source.model_files import PROCESSOR_FILES, TOKENIZER_FILES, read_json
 from lineage.source.model_source import embeddings_of, no_embedding
 from tasks.model.remote_code import local_options, trusts
@@ -51,7 +52,7 @@ def tokenizer_of(directory: Path) -> "PreTrainedTokenizerBase":
     except ConfigError:
         raise
     except Exception as error:  # the libraries raise various errors for JSON that is not a tokenizer
-        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        cause = first_line(error)
         raise ConfigError(
             f"{directory}: its tokenizer cannot be loaded ({cause}); files as save_pretrained writes them are accepted"
         ) from error

@@ -28,7 +28,7 @@ import orjson
 from lineage.artifact import QUICKSTART, Source
 from lineage.errors import ConfigError
 from lineage.filesystem.remote_files import is_url, open_remote, place_of, remote_versions, revision_of
-from lineage.secrets import without_secrets
+from lineage.secrets import first_line
 from lineage.source.source_checks import PYTHON, is_loaded, separator_of
 from lineage.source.sources import filled_in, local_paths
 from lineage.source.text_split import BLANK_LINE, NOTE, SplitBy, data_suffix, detected_split, partitions
@@ -294,7 +294,7 @@ def _copied(url: str, source: Source, folder: Path) -> Path:
         with open_remote(url, source.credentials) as remote, copy.open("wb") as file:
             shutil.copyfileobj(remote, file)
     except Exception as error:  # file-system libraries have no common base for their errors
-        found = f"cannot be copied here ({without_secrets(error, source.credentials)})"
+        found = f"cannot be copied here ({first_line(error, source.credentials)})"
         accepted = "a file that stays as it is and that the credentials may read"
         raise refused(url, found, accepted, "look for it there, and run again") from error
     return copy

@@ -30,7 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from lineage.checkpoints import Checkpoint, Checkpoints, Mirror
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.files import atomic_write
-from lineage.secrets import without_secrets
+from lineage.secrets import first_line
 from tasks.context import Metrics, TrainContext
 from tasks.train.best import HELD_OUT_LOSS, completes_epochs, kept_steps
 from tasks.train.loop.callbacks import step_metrics
@@ -147,7 +147,7 @@ class Uploads:
             except Exception as error:  # of a file system's own library: no common base
                 logger.warning(
                     "step=%d mirror=%s state=not sent (%s): %s; the next checkpoint is tried again",
-                    record.step, self.mirror.url, without_secrets(error, {}),
+                    record.step, self.mirror.url, first_line(error),
                     "it has none of this run" if self._last is None else f"its last good one is of step {self._last}",
                 )  # fmt: skip
 

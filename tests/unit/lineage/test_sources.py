@@ -16,7 +16,7 @@ from lineage.errors import ConfigError
 from lineage.filesystem.digest import DigestCache
 from lineage.filesystem.remote_files import file_system, open_remote, remote_versions
 from lineage.fingerprint import canonical_json
-from lineage.secrets import secrets_of, without_secrets
+from lineage.secrets import first_line, secrets_of
 from lineage.source.model_source import resized, tokens_beyond
 from lineage.source.sources import pin as pin_with
 from tests.web_server import site
@@ -138,9 +138,9 @@ def test_the_region_of_a_bucket_is_given_as_its_other_options_are(monkeypatch):
         file_system("memory://a.jsonl", {"region": "MY_REGION"}).__enter__()
 
 
-def test_what_a_library_says_is_told_without_secrets(monkeypatch):
+def test_what_a_library_says_is_told_first_line(monkeypatch):
     monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
-    said = without_secrets(ValueError("signed with hunter2hunter2\nand more"), {"secret": "MY_SECRET"})
+    said = first_line(ValueError("signed with hunter2hunter2\nand more"), {"secret": "MY_SECRET"})
     assert said == "ValueError: signed with $MY_SECRET"
 
 
