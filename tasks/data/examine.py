@@ -12,10 +12,6 @@ from typing import TYPE_CHECKING
 
 from lineage.artifact import Kind, Source
 from lineage.errors import ConfigError, DataError, PipelineError
-from lineage.secrets import first_line
-from lineage.source.model_files import TOKENIZER_FILES, require_own_files, require_sound
-from lineage.source.model_source import has_tokenizer
-from lineage.source.peft_adapter import base_source, is_peft
 from tasks.context import Resources, TrainContext
 from tasks.data.images import Images
 from tasks.data.kinds import HELD_OUT, TRAIN
@@ -134,30 +130,6 @@ def keep(found: Examined, directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
         if (found.output / name).exists():
             shutil.copyfile(found.output / name, directory / name)
-
-
-def fetch_tokenizer(model: str) -> Path:
-    """The directory of a model's tokenizer; for a hub id it is downloaded, without weights.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
-    if os.path.isdir(model):
-        directory = Path(model)
-        require_own_files(directory)
-        require_sound(directory)
-        if is_peft(directory) and not has_tokenizer(directory):
-            return fetch_tokenizer(base_source("base", Source(path=model, kind=Kind.CHECKPOINT), directory).path)
-        return directory
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["config.json", *TOKENIZER_FILES]))
-    except Exception as error:  # the hub's errors and its HTTP library's have no common base
-        raise ConfigError(
-            f"model={model}: no such directory, and the hub gave none ({first_line(error)}); give a directory or a hub "
-            "id"
-        ) from error
 
 
 def add_labels(

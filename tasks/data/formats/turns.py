@@ -460,7 +460,7 @@ def _each(value: object, what: str, spelling: Spelling, empty: str) -> list[Mess
 
 def _of_items(items: Sequence[object], what: str) -> Sequence[object]:
     """The turns of items of OpenAI's Responses; a thought, a text and calls that follow each other are one turn."""
-    if not any(isinstance(item, Mapping) and item.get("type") in _ITEMS for item in items):
+    if not any(isinstance(item, Mapping) and str(item.get("type")) in _ITEMS for item in items):
         return items
     turns = list[object]()
     for place, item in enumerate(items):

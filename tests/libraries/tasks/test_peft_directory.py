@@ -30,9 +30,8 @@ from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.digest import DigestCache
 from lineage.source.peft_adapter import MERGED_TYPES
 from lineage.source.sources import Pinned, pin
-from tasks.data.examine import fetch_tokenizer
 from tasks.model.adapter_files import base_and_adapters
-from tasks.model.fetch_model import PARTS_FILE, fetch_model
+from tasks.model.fetch_model import PARTS_FILE, fetch_model, fetch_tokenizer
 from tasks.model.tokenizers import tokenizer_of
 from tasks.train.models.load import whole_model
 from tests.model_directories import edit, move_tokenizer, write_adapter

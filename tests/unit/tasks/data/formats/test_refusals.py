@@ -57,6 +57,7 @@ CASES = [  # format, row, how what is found begins, reason
     ("messages", {"messages": [{**Q, "content": ""}, A]}, "messages[0] content is empty", "empty prompt"),
     ("messages", answered("a", refusal="r"), "messages[1] has refusal", "unknown field"),
     ("messages", {"messages": [{**Q, "name": 3}, A]}, "messages[0] name is the number 3", "not text"),
+    ("messages", {"messages": [{**Q, "type": ["text"]}, A]}, "messages[0] has type", "unknown field"),
     ("messages", {"messages": [A]}, "messages[0] has the role 'assistant' at the beginning", "wrong role order"),
     ("messages", {"messages": [Q, Q, A]}, "messages[1] has the role 'user' after 'user'", "wrong role order"),
     ("messages", {"messages": [Q, CALLING, Q, A]}, "messages[2] has the role 'user' after a tool call that", UNCLOSED),
