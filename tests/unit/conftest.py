@@ -30,6 +30,8 @@ def _no_waiting_for_the_disk() -> Iterator[None]:
     """Thousands of small files need not survive a power failure; that they are flushed is tested by replacing this."""
     with pytest.MonkeyPatch.context() as patch:  # a test's own monkeypatch ends before the fixtures that it came after
         patch.setattr(os, "fsync", lambda descriptor: None)
+        if "tests.command" in sys.modules:  # their runs are refused: a fork server would import for nothing
+            patch.setattr("tests.command.warm_up", lambda: None)
         yield
 
 
