@@ -28,11 +28,11 @@ from math import inf, isfinite, isnan
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 from pydantic import TypeAdapter, ValidationError
 
+from flows.operate.doctor import requirements_here
 from flows.stages.process_settings import LIBRARIES, WORKER_ENVIRONMENT
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.files import atomic_write, read_jsonl
@@ -208,17 +208,8 @@ def package_versions() -> dict[str, str]:
             continue
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-            waiting += [each.name for each in _requirements(metadata.requires(name))]
+            waiting += [each.name for each in requirements_here(metadata.requires(name) or ())]
     return dict(sorted(versions.items()))
-
-
-def _requirements(texts: Iterable[str] | None) -> Iterator[Requirement]:
-    """The requirements for this system, without extras."""
-    for text in texts or ():
-        with contextlib.suppress(InvalidRequirement):
-            found = Requirement(text)
-            if not found.marker or found.marker.evaluate({"extra": ""}):
-                yield found
 
 
 # --- a run
@@ -592,7 +583,7 @@ def resolvable(name: str, folders: Mapping[str, Path]) -> tuple[set[str], str]:
         installed = {each: metadata.distribution(each) if each in group else old for each, old in recorded.items()}
         missing = [
             (package, required, other)
-            for package, each in installed.items() for required in _requirements(each.requires)
+            for package, each in installed.items() for required in requirements_here(each.requires or ())
             if (other := canonicalize_name(required.name)) in installed and (package in group) != (other in group)
             and not required.specifier.contains(installed[other].version, prereleases=True)
         ]  # fmt: skip

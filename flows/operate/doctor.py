@@ -146,7 +146,7 @@ def check_names(path: Sequence[str]) -> Finding:
 
 def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]], lock: str) -> Iterator[Finding]:
     """Checks Python, requirements, the lock file, conflicting packages, and releases with published vulnerabilities."""
-    needed = {package: list(_requirements(texts)) for package, texts in requires.items()}
+    needed = {package: list(requirements_here(texts)) for package, texts in requires.items()}
     names = {canonicalize_name(each.name) for each in needed["posttrain"]}
     broken: dict[str, list[str]] = {"python": [], "own": [], "others": []}
     for package, requirements in needed.items():
@@ -195,11 +195,11 @@ def check_packages(versions: Mapping[str, str], requires: Mapping[str, list[str]
 
 def lock_versions(text: str) -> dict[str, str]:
     """Name -> version in a file of ``uv pip compile``, without packages for other systems."""
-    found = _requirements(re.findall(r"^[A-Za-z0-9][^\s=]*==[^#\n]+", text, re.MULTILINE))
+    found = requirements_here(re.findall(r"^[A-Za-z0-9][^\s=]*==[^#\n]+", text, re.MULTILINE))
     return {canonicalize_name(each.name): next(iter(each.specifier)).version for each in found}
 
 
-def _requirements(texts: Iterable[str]) -> Iterator[Requirement]:
+def requirements_here(texts: Iterable[str]) -> Iterator[Requirement]:
     """The valid requirements for this system, without extras."""
     for text in texts:
         with contextlib.suppress(InvalidRequirement):

@@ -98,7 +98,7 @@ def metric_scores(
                 failed[f"{name}/{metric.label}"] = str(error)
         if values and asked.rows:
             small = metric.small_is_good if metric.function != WIN_RATE else False
-            scores = _equal(metric.label, asked.rows, values)
+            scores = equal_weights(metric.label, asked.rows, values)
             bounded = metric.is_bounded or (metric.function == WIN_RATE and not metric.length_control)
             found.append(replace(scores, small_is_good=small, bounded=bounded))
     return found, failed
@@ -266,7 +266,7 @@ def _of_answers(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]
     }
     asked = [(prompt.name, prompt.name) for prompt in rows.prompts]
     asked += [(each.row_id, each.group) for each in rows.questions]
-    return [over_rows("exact_match", rows.questions, exact), _equal("unfinished_share", asked, unfinished)]
+    return [over_rows("exact_match", rows.questions, exact), equal_weights("unfinished_share", asked, unfinished)]
 
 
 def _of_form(rows: Rows, measured: Mapping[str, Measured]) -> list[RowScores]:
@@ -332,14 +332,14 @@ def _by_label(scores: RowScores, rows: Sequence[Scored]) -> list[RowScores]:
 
 def over_rows(metric: str, rows: Sequence[Scored | Question], scores: Mapping[str, Sequence[float]]) -> RowScores:
     """A metric of rows."""
-    return _equal(metric, [(row.row_id, row.group) for row in rows], scores)
+    return equal_weights(metric, [(row.row_id, row.group) for row in rows], scores)
 
 
 def _over_prompts(metric: str, rows: Rows, scores: Mapping[str, Sequence[float]]) -> RowScores:
-    return _equal(metric, [(prompt.name, prompt.name) for prompt in rows.prompts], scores)
+    return equal_weights(metric, [(prompt.name, prompt.name) for prompt in rows.prompts], scores)
 
 
-def _equal(metric: str, rows: Sequence[tuple[str, str]], scores: Mapping[str, Sequence[float]]) -> RowScores:
+def equal_weights(metric: str, rows: Sequence[tuple[str, str]], scores: Mapping[str, Sequence[float]]) -> RowScores:
     """A metric with equal weights, of rows with their groups."""
     row_ids, groups = [row for row, _ in rows], [group for _, group in rows]
     return RowScores(metric=metric, row_ids=row_ids, groups=groups, weights=[1] * len(rows), scores=scores)

@@ -20,6 +20,7 @@ from tasks.evaluate.measured import (
     Asked,
     Measured,
     asked_of,
+    equal_weights,
     metric_scores,
     over_rows,
     policy_scores,
@@ -106,7 +107,7 @@ def stubs_of(
     if has_kl:
         far = [max_new_tokens * math.log(vocabulary)] * len(rows.prompts)
         built.append(
-            _scores(KL, [(each.name, each.name) for each in rows.prompts], {RIGHT: [0.0] * len(far), WRONG: far})
+            equal_weights(KL, [(each.name, each.name) for each in rows.prompts], {RIGHT: [0.0] * len(far), WRONG: far})
         )
     for benchmark in benchmarks:
         try:
@@ -183,7 +184,7 @@ def _of_function(
     """A metric's scores of stubs; or why it has none."""
     if metric.function == WIN_RATE and metric.judge == REWARD_MODEL:
         wins = {RIGHT: [1.0] * len(asked.rows), WRONG: [0.0] * len(asked.rows)}
-        return replace(_scores(label, asked.rows, wins), small_is_good=False)
+        return replace(equal_weights(label, asked.rows, wins), small_is_good=False)
     assert reward and scorer
     missing = [name for name in scorer.columns if name not in asked.columns and name != "references"]
     if missing:
@@ -259,8 +260,3 @@ def _of_reward_model(rows: Rows) -> list[RowScores]:
     far = {RIGHT: [_FAR] * len(rows.prompts), WRONG: [-_FAR] * len(rows.prompts)}
     wins = {RIGHT: [1.0] * len(rows.pairs.chosen), WRONG: [0.0] * len(rows.pairs.chosen)}
     return [*reward_scores(rows, far, [0.0] * len(rows.prompts)), over_rows("accuracy", rows.pairs.chosen, wins)]
-
-
-def _scores(metric: str, rows: Sequence[tuple[str, str]], scores: Mapping[str, Sequence[float]]) -> RowScores:
-    row_ids, groups = [row for row, _ in rows], [group for _, group in rows]
-    return RowScores(metric=metric, row_ids=row_ids, groups=groups, weights=[1] * len(rows), scores=scores)
