@@ -54,7 +54,6 @@ ALONE = {
     "flows.operate.canary": "pydantic and processes: its command's file parses alone, also for --help",
     "flows.operate.cancel": "psutil and locks: its command's file parses alone, also for --help",
     "flows.operate.certify": "the plan and torch: its command's file parses alone, also for --help",
-    "flows.operate.doctor": "packages and addresses: its command's file parses alone, also for --help",
     "flows.operate.gc_roots": "the index and the plan: its command's file parses alone, also for --help",
     "flows.progress.trackers": "trackers beside MLflow: a run without them does not import it",
     "flows.planning.plan_file": "libraries and code of a plan: its command's file parses alone, also for --help",
