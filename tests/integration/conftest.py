@@ -144,6 +144,13 @@ def two_workers() -> Iterator[WorkerGroup]:
 
 
 @pytest.fixture(scope="module")
+def four_workers() -> Iterator[WorkerGroup]:
+    group = WorkerGroup(4)
+    yield group
+    group.close()
+
+
+@pytest.fixture(scope="module")
 def zero_workers() -> Iterator[WorkerGroup]:
     """DeepSpeed stays in a process that has it once: these are of their own, and have no compiler."""
     with pytest.MonkeyPatch.context() as patch:

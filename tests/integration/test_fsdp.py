@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,13 +54,6 @@ def require_same_trajectory(asked: Asked, group: WorkerGroup, resources: Resourc
     for name, each in written.items():
         assert torch.allclose(each, expected[name], atol=tolerance)
     return other
-
-
-@pytest.fixture(scope="module")
-def four_workers() -> Iterator[WorkerGroup]:
-    group = WorkerGroup(4)
-    yield group
-    group.close()
 
 
 @pytest.mark.parametrize("adapter", [None, pytest.param(LORA, marks=pytest.mark.slow)], ids=["full", "lora"])

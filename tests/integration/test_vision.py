@@ -427,6 +427,7 @@ DIVIDED: list[tuple[str, str, Any, Any, str]] = [
     ("sft", "none", None, None, "mllama"),
     *(("sft", "fsdp", BOTH, None, family) for family in FAMILIES if family not in ("qwen2_vl", "mllama")),
     ("sft", "fsdp_grad", BOTH, None, "qwen3_vl"), ("sft", "zero2", BOTH, None, "qwen3_vl"),
+    ("sft", "fsdp_hybrid", BOTH, None, "qwen2_vl"), ("dpo", "fsdp_hybrid", None, Adapter(rank=2), "gemma3"),
     *(("sft", sharding, BOTH, Adapter(rank=2), "qwen2_vl") for sharding in ("fsdp", "zero2")),
     ("dpo", "fsdp", BOTH, None, "gemma3"), ("dpo", "fsdp", None, Adapter(rank=2), "qwen2_vl"),
     *(("reward", "fsdp", BOTH, None, family) for family in ("gemma3", "qwen2_vl")),
@@ -436,11 +437,11 @@ DIVIDED: list[tuple[str, str, Any, Any, str]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sharding", "trains", "adapter", "family"), DIVIDED)
-def test_two_workers_train_as_one(
+def test_workers_train_as_one(
     root: Path, models: Any, tmp_path: Path, request: pytest.FixtureRequest, name: str, sharding: Any, trains: Any,
     adapter: Any, family: str,
 ) -> None:  # fmt: skip
-    """Also where the rows of one of them have no images, which then give the tower no gradient."""
+    """Two, or two machines of two; also where the rows of one have no images, which then give the tower no gradient."""
     (tmp_path / "inputs").mkdir()
     (tmp_path / "inputs" / "policy").symlink_to(models(family))
     for kind in ("conversations", "preferences", "prompts"):
@@ -451,9 +452,12 @@ def test_two_workers_train_as_one(
     stage = training.method(name, **fields, adapter=adapter, max_grad_norm=0.1)
     one = training.train(stage, tmp_path / "inputs", tmp_path / "one" / "output")
     resources = Resources(micro_batch_size=1, sharding=sharding)
+    workers = "zero_workers" if sharding.startswith("zero") else "two_workers"
+    if sharding == "fsdp_hybrid":
+        workers, resources = "four_workers", replace(resources, num_workers=4, num_nodes=2)
     asked = Asked(stage=stage, root=tmp_path / "inputs", folder=tmp_path / "two", resources=resources)
-    group = request.getfixturevalue("zero_workers" if sharding.startswith("zero") else "two_workers")
-    done, _ = group.train(asked)
+    group = request.getfixturevalue(workers)
+    done, *_ = group.train(asked)
     found_losses = [training.trajectory(metrics) for _, metrics in done.reports]
     assert found_losses == pytest.approx(one.losses, rel=1e-5 if name == "sft" else 1e-4, abs=1e-6)
     found = load_file(tmp_path / "two" / "output" / "model.safetensors")
