@@ -51,11 +51,7 @@ from tasks.train.optim.optimizers import OPTIMIZERS
 
 
 def check_data(pipeline: Pipeline) -> None:
-    """Checks the names of stages, slots and columns in settings.
-
-    Raises:
-        ConfigError: names the field, and what there is.
-    """
+    """Checks the names of stages, slots and columns in settings."""
     for name, source in pipeline.sources.items():
         check_direction(f"sources.{name}.columns", source.columns, source.format)
     training = [name for name, stage in pipeline.stages.items() if isinstance(stage.method, Training)]
@@ -147,9 +143,6 @@ def check_images(pipeline: Pipeline) -> None:
     """Checks that a training whose rows have images reads them, and that its processor can be loaded as it is set.
 
     The rows are the first ones of files on this machine.
-
-    Raises:
-        ConfigError: names the stage, and the setting.
     """
     for name, stage in pipeline.stages.items():
         kind, images = (getattr(stage.method, field, None) for field in ("reads", "images"))
@@ -419,11 +412,7 @@ def check_evaluations(pipeline: Pipeline) -> None:
 
 
 def check_frozen_models(pipeline: Pipeline) -> None:
-    """Checks that a teacher or reward model has the tokens of the policy, if both vocabularies are known.
-
-    Raises:
-        ConfigError: tokens are missing or have other ids.
-    """
+    """Checks that a teacher or reward model has the tokens of the policy, if both vocabularies are known."""
     for name, stage in pipeline.stages.items():
         if not isinstance(stage.method, Training):
             continue
@@ -570,11 +559,7 @@ def require_metric(where: str, name: str, stage: Stage, metric: str, *, of_steps
 
 
 def check_gates(pipeline: Pipeline) -> None:
-    """Checks that the reports of each gate will have the metrics and policies of its rules.
-
-    Raises:
-        ConfigError: names the rule and the alternatives.
-    """
+    """Checks that the reports of each gate will have the metrics and policies of its rules."""
     for name, stage in pipeline.stages.items():
         if isinstance(stage.method, Gate):
             for rule_name, rule in stage.method.rules.items():
@@ -632,11 +617,7 @@ _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # instructions that multiply in bf16
 
 
 def check_benchmarks(stages: Mapping[str, Stage]) -> None:
-    """Checks that the benchmarks of stages that will run exist, and that their rows are reached from this machine.
-
-    Raises:
-        ConfigError: names the stage, the benchmark and a command.
-    """
+    """Checks that the benchmarks of stages that will run exist, and that their rows are reached from this machine."""
     for name, stage in stages.items() if not os.environ.get("RAY_ADDRESS") else ():  # else they run elsewhere
         measuring = stage.method if isinstance(stage.method, Evaluate) else getattr(stage.method, "evaluation", None)
         try:
@@ -646,11 +627,7 @@ def check_benchmarks(stages: Mapping[str, Stage]) -> None:
 
 
 def check_kernels(pipeline: Pipeline) -> None:
-    """Checks that this machine has the compilers, packages and GPUs that trainings need.
-
-    Raises:
-        ConfigError: names the field, what is missing, and a setting that works.
-    """
+    """Checks that this machine has the compilers, packages and GPUs that trainings need."""
     if os.environ.get("RAY_ADDRESS"):
         return  # they run on other machines
     for name, stage in pipeline.stages.items():

@@ -79,11 +79,7 @@ class SweepPlan:
         return Memo()
 
     def trial(self, number: int, params: Mapping[str, str]) -> Trial:
-        """Plans one trial.
-
-        Raises:
-            ConfigError: names the trial and what is wrong with it.
-        """
+        """Plans one trial."""
         own = overrides(params)
         try:
             pipeline = pipeline_of(self._composer.tree(own), [*self.overrides, *own], self.config_dir)

@@ -60,11 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 def held_out_rows(method: "TrainingRecipe", inputs: "Inputs", ctx: TrainContext) -> "Dataset":
-    """The tokens of the held-out rows, produced like those of the training rows.
-
-    Raises:
-        DataError: there are none.
-    """
+    """The tokens of the held-out rows, produced like those of the training rows (DataError: there are none)."""
     rows, tokenization = inputs[rows_slot(method)], method.tokenization()
     assert tokenization
     found = 0
@@ -292,11 +288,7 @@ class BestModel(TrainerCallback):
         self.trainer.model.train()
 
     def _require_intact(self, step: int) -> None:
-        """Requires an intact checkpoint; rank 0 reads every byte, and all workers fail together.
-
-        Raises:
-            ArtifactError: it is not what was committed.
-        """
+        """Requires an intact checkpoint; rank 0 reads every byte, and all workers fail together."""
         self.checkpointing.saver.wait()  # it may be the one that is being written
         damage = [self.store.damage(step) if self.ctx.rank == 0 else []]
         if self.ctx.world_size > 1:
