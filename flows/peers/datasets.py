@@ -2,14 +2,27 @@
 
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lineage.errors import ConfigError
 from tasks.data.formats.turns import THOUGHTS
 
 Values = dict[str, object]
+_LAUNCHERS = {"accelerate", "torchrun", "deepspeed"}
+# Training -> the stage that prepares its rows, and the slot that reads them.
+STAGES = {
+    "sft": ("conversations", "rows"), "cpt": ("text", "rows"), "dpo": ("preferences", "pairs"),
+    "orpo": ("preferences", "pairs"), "simpo": ("preferences", "pairs"), "cpo": ("preferences", "pairs"),
+    "reward": ("preferences", "pairs"), "kto": ("unpaired", "rows"), "grpo": ("prompts", "prompts"),
+    "rloo": ("prompts", "prompts"),
+}  # fmt: skip
 
 
 def section(value: object, name: str) -> Values:
@@ -192,6 +205,22 @@ def _of_handbook(draft: Draft, flat: Values) -> list[Values]:
     return nodes
 
 
+def _of_kwargs(draft: Draft, where: str, source: Values, built: Values) -> Values:
+    """Puts the arguments of a data set of Oumi's into a source; returns those that have no place."""
+    if (most := built.pop("limit", None)) is not None:
+        source["sample_count"] = most
+    if hub := built.pop("hf_dataset_path", None):
+        source["path"] = str(hub)
+    named = {"prompt_column": "prompt", "response_column": "completion", "messages_column": "messages"}
+    columns = {ours: str(built.pop(theirs)) for theirs, ours in named.items() if built.get(theirs)}
+    if columns := {ours: each for ours, each in columns.items() if ours != each}:
+        source["columns"] = columns
+    for key in ("processor_name", "return_tensors", "return_conversation", "processor_kwargs", "seq_length"):
+        if built.pop(key, None) is not None:
+            draft.skip(f"{where}.dataset_kwargs.{key}", "rows become tokens in the training, at its max_length")
+    return {f"dataset_kwargs.{key}": value for key, value in built.items()}
+
+
 def _of_oumi(draft: Draft, flat: Values, folder: Path) -> None:
     shares: dict[str, float] = {}
     for at, each in enumerate(as_list(flat.pop("datasets", None))):
@@ -199,6 +228,7 @@ def _of_oumi(draft: Draft, flat: Values, folder: Path) -> None:
         name, path = str(node.pop("dataset_name", "")), node.pop("dataset_path", None)
         source: Values = {"path": str(path or name)}
         source |= {key: node.pop(key) for key in ("subset", "split", "sample_count") if node.get(key) is not None}
+        node |= _of_kwargs(draft, where, source, section(node.pop("dataset_kwargs", None), "dataset_kwargs"))
         if node.pop("shuffle", False):
             source["shuffle_seed"] = node.pop("seed", None) or 0
         if (share := node.pop("mixture_proportion", None)) is not None:
@@ -207,13 +237,6 @@ def _of_oumi(draft: Draft, flat: Values, folder: Path) -> None:
             if key in node:
                 draft.skip(f"{where}.{key}", "rows are read once, in an order of their own")
                 del node[key]
-        built = section(node.pop("dataset_kwargs", None), "dataset_kwargs")
-        if (most := built.pop("limit", None)) is not None:
-            source["sample_count"] = most
-        for key in ("processor_name", "return_tensors", "return_conversation", "processor_kwargs", "seq_length"):
-            if built.pop(key, None) is not None:
-                draft.skip(f"{where}.dataset_kwargs.{key}", "rows become tokens in the training, at its max_length")
-        node |= {f"dataset_kwargs.{key}": value for key, value in built.items()}
         for key, value in node.items():
             draft.refuse(f"{where}.{key}", value, "it is no setting of a source that is mapped")
         draft.rows.append({"name": Path(str(source["path"])).stem, **source})
@@ -267,3 +290,47 @@ def flat_oumi(values: Mapping[str, object]) -> Values:
         else:
             flat[title] = inside
     return flat
+
+
+def read_values(peer: str, file: Path) -> Values:
+    """A YAML or JSON file, or a shell script with the arguments of a command."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}); name a file that exists") from error
+    if file.suffix in (".yaml", ".yml", ".json"):
+        try:
+            values = section(yaml.safe_load(text), str(file))
+            found = OmegaConf.to_container(OmegaConf.create(values), resolve=True) if "${" in text else values
+            return section(found, str(file))
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{file}: {str(error).partition(chr(10))[0]}; write the value instead") from error
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{file}: is not YAML ({str(error).partition(chr(10))[0]}); correct it") from error
+    return _arguments(peer, text)
+
+
+def _arguments(peer: str, text: str) -> Values:
+    """``--key value`` pairs of a command; of ``trl sft`` and ``.../dpo.py`` the trainer too."""
+    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    found: Values = {}
+    scripts = [at for at, word in enumerate(words) if word.endswith(".py")] if _LAUNCHERS & {*words} else []
+    for at, word in enumerate(words):
+        if peer == "trl" and "trainer" not in found:
+            script = re.fullmatch(r"(?:.*/)?(\w+)\.py", word)
+            name = script[1] if script else word if at and words[at - 1] == "trl" else ""
+            if name.removesuffix("_trainer") in (*STAGES, "reward_modeling"):
+                found["trainer"] = "reward" if name == "reward_modeling" else name
+        if not word.startswith("--"):
+            continue
+        key, equals, value = word.removeprefix("--").partition("=")
+        is_launchers = at < min(scripts, default=0)
+        key = f"launcher.{key}" if is_launchers else key
+        following = []
+        for each in words[at + 1 :] if not equals else ():
+            if each.startswith("--") or (is_launchers and each.endswith(".py")):
+                break
+            following.append(each)
+        values = [yaml.safe_load(each) for each in ([value] if equals else following)]
+        found[key.replace("-", "_")] = values[0] if len(values) == 1 else values or True
+    return found

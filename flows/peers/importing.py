@@ -17,19 +17,12 @@ import yaml
 
 from flows.commands.arguments import write_output
 from flows.declare.peer_names import FIELDS, OF_BASE, VALUES
-from flows.peers.datasets import READERS, Draft, Values, as_list, flat_oumi, section, slug
+from flows.peers.datasets import READERS, STAGES, Draft, Values, as_list, flat_oumi, read_values, section, slug
 from flows.reports.wording import relative
 from lineage.errors import ConfigError
 from lineage.filesystem.files import local_path
 
 PEERS = ("llamafactory", "axolotl", "trl", "oumi")
-# Training -> the stage that prepares its rows, and the slot that reads them.
-STAGES = {
-    "sft": ("conversations", "rows"), "cpt": ("text", "rows"), "dpo": ("preferences", "pairs"),
-    "orpo": ("preferences", "pairs"), "simpo": ("preferences", "pairs"), "cpo": ("preferences", "pairs"),
-    "reward": ("preferences", "pairs"), "kto": ("unpaired", "rows"), "grpo": ("prompts", "prompts"),
-    "rloo": ("prompts", "prompts"),
-}  # fmt: skip
 _SAMPLES = ("grpo", "rloo")
 _HUGGING_FACE: Values = {
     "learning_rate": 5e-5, "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -69,10 +62,9 @@ _OURS = (  # the same name here
 )  # fmt: skip
 _UNCLIPPED = 1e9  # a norm that no gradient reaches, for 0, which clips none at peers
 _FIELD = re.compile(r"(stages\.STAGE\.method|stages\.STAGE\.resources|sources\.NAME)\.([\w.]+)(?:=(\w+))?")
-_LAUNCHERS = {"accelerate", "torchrun", "deepspeed"}
 _PREFIXES = (
     "wandb_", "mlflow_", "comet_", "swanlab_", "trackio_", "hub_", "ddp_", "dataset_prepared", "hf_", "enable_wandb",
-    "enable_mlflow", "enable_tensorboard", "use_swanlab", "push_to_hub", "launcher.",
+    "enable_mlflow", "enable_tensorboard", "ray_", "use_swanlab", "push_to_hub", "launcher.",
 )  # fmt: skip
 
 
@@ -352,14 +344,19 @@ def _vllm(draft: Draft, key: str, value: object) -> None:
         draft.skip(key, "transformers generates")
 
 
+_NO_PAD = "batches have no padding, or it is masked: no token is needed for it"
+
+
 def _special(draft: Draft, key: str, value: object) -> None:
     for name, token in value.items() if isinstance(value, dict) else ():
-        if name in ("pad_token", "eos_token", "bos_token"):
+        if name == "pad_token":
+            draft.skip(f"{key}.{name}", _NO_PAD)
+        elif name in ("eos_token", "bos_token"):
             draft.set(f"{key}.{name}", f"base.{name}", token)
         elif name == "unk_token":
             draft.skip(f"{key}.{name}", "tokens are those of tokenizer.json")
         else:
-            draft.refuse(f"{key}.{name}", token, "pad_token, eos_token and bos_token are mapped")
+            draft.refuse(f"{key}.{name}", token, "eos_token and bos_token are mapped")
 
 
 def _weights_of(draft: Draft, key: str, value: object) -> None:
@@ -376,7 +373,9 @@ def _adapter_path(draft: Draft, key: str, value: object) -> None:
 def _kwargs(draft: Draft, key: str, value: object) -> None:
     for name, each in value.items() if isinstance(value, dict) else ():
         path = {"min_lr": "min_learning_rate", "num_cycles": "num_cycles", "power": "power"}.get(name)
-        if path:
+        if name == "num_cycles" and each == 0.5:
+            draft.skip(f"{key}.{name}", "half a wave is the cosine")
+        elif path:
             draft.set(f"{key}.{name}", f"method.schedule.{path}", each)
         elif name == "min_lr_rate":
             _together("min_share", "method.schedule.min_learning_rate")(draft, f"{key}.{name}", each)
@@ -523,7 +522,12 @@ _RULES: Mapping[tuple[str, ...], Rule] = {
     ("oft_block_size",): _to("method.adapter.block_size"),
     ("eta_min",): _to("method.schedule.min_learning_rate"),
     ("vllm_gpu_memory_utilization",): _to("resources.vllm_gpu_memory_utilization"),
-    ("tokenizer_pad_token",): _to("base.pad_token"),
+    ("tokenizer_pad_token", "pad_token"): _note(_NO_PAD),
+    ("tokens",): lambda draft, key, value: (
+        _special(draft, key, value) if isinstance(value, dict) else draft.set(key, "base.added_tokens", value)
+    ),
+    ("resize_token_embeddings_to_32x",): _note("a model has a row for each token that rows have"),
+    ("model_kwargs",): _to("base.model_kwargs"),
     ("fp8",): lambda draft, key, value: (
         draft.set(key, "method.precision", "fp8") if value else draft.skip(key, "off is the default")
     ),
@@ -782,46 +786,6 @@ def pipeline_of(draft: Draft, name: str, comments: Sequence[str]) -> str:
     }
     head = "".join(f"# {line}\n" for line in ("@package _global_", *comments))
     return head + str(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120))
-
-
-def read_values(peer: str, file: Path) -> Values:
-    """A YAML or JSON file, or a shell script with the arguments of a command."""
-    try:
-        text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror}); name a file that exists") from error
-    if file.suffix in (".yaml", ".yml", ".json"):
-        try:
-            return section(yaml.safe_load(text), str(file))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{file}: is not YAML ({str(error).partition(chr(10))[0]}); correct it") from error
-    return _arguments(peer, text)
-
-
-def _arguments(peer: str, text: str) -> Values:
-    """``--key value`` pairs of a command; of ``trl sft`` and ``.../dpo.py`` the trainer too."""
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
-    found: Values = {}
-    scripts = [at for at, word in enumerate(words) if word.endswith(".py")] if _LAUNCHERS & {*words} else []
-    for at, word in enumerate(words):
-        if peer == "trl" and "trainer" not in found:
-            script = re.fullmatch(r"(?:.*/)?(\w+)\.py", word)
-            name = script[1] if script else word if at and words[at - 1] == "trl" else ""
-            if name.removesuffix("_trainer") in (*STAGES, "reward_modeling"):
-                found["trainer"] = "reward" if name == "reward_modeling" else name
-        if not word.startswith("--"):
-            continue
-        key, equals, value = word.removeprefix("--").partition("=")
-        is_launchers = at < min(scripts, default=0)
-        key = f"launcher.{key}" if is_launchers else key
-        following = []
-        for each in words[at + 1 :] if not equals else ():
-            if each.startswith("--") or (is_launchers and each.endswith(".py")):
-                break
-            following.append(each)
-        values = [yaml.safe_load(each) for each in ([value] if equals else following)]
-        found[key.replace("-", "_")] = values[0] if len(values) == 1 else values or True
-    return found
 
 
 def add_import(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from flows.peers.datasets import read_values
 from flows.peers.importing import DEFAULTS, RULES, TRL_DEFAULTS, convert
+from lineage.errors import ConfigError
 from tests import tiny
 from tests.command import call
 
@@ -309,7 +311,15 @@ ROWS_OF = {
     [
         ("axolotl", {"datasets": [{"path": "p", "field_chosen": "good", "field_rejected": "bad"}], "rl": "dpo",
                      "special_tokens": {"unk_token": "<unk>", "pad_token": "<pad>"}, "eot_tokens": ["<|end|>"]},
-         {"rows.columns": ("chosen", "rejected"), "base.pad_token": "<pad>"}),
+         {"rows.columns": ("chosen", "rejected"), "base.pad_token": None}),
+        ("axolotl", {"datasets": [{"path": "p"}], "tokens": ["<a>"], "resize_token_embeddings_to_32x": True},
+         {"base.added_tokens": ("<a>",)}),
+        ("axolotl", {"datasets": [{"path": "p"}], "tokens": {"pad_token": "<pad>", "eos_token": "<e>"},
+                     "lr_scheduler_kwargs": {"num_cycles": 0.5}},
+         {"base.eos_token": "<e>", "base.pad_token": None, "method.schedule.num_cycles": None}),
+        ("oumi", {"data": {"train": {"datasets": [{"dataset_name": "HuggingFaceDataset", "dataset_kwargs": {
+            "hf_dataset_path": "o/rows", "prompt_column": "question", "response_column": "solution"}}]}}},
+         {"rows.path": "o/rows", "rows.columns": ("prompt", "completion")}),
         ("axolotl", {"datasets": [{"path": "p", "template_thinking_key": "thinking"}], "tensor_parallel_size": 1,
                      "gptq": False, "use_kernels": True, "processor_type": "AutoProcessor", "eta_min": 1e-6,
                      "plugins": ["axolotl.integrations.kernels.KernelsPlugin"]},
@@ -327,7 +337,7 @@ ROWS_OF = {
           "method.max_grad_norm": 1e9}),
         ("oumi", {"model": {"model_name": "m", "tokenizer_kwargs": {"pad_token": "<pad>"}, "freeze_layers": ["visual"]},
                   "data": {"train": {"datasets": [{"dataset_name": "p", "dataset_kwargs": {"limit": 8}}]}}},
-         {"base.pad_token": "<pad>", "method.freeze.modules": "visual", "rows.sample_count": 8}),
+         {"base.pad_token": None, "method.freeze.modules": "visual", "rows.sample_count": 8}),
         ("oumi", {"data": {"train": {"datasets": [{"dataset_name": "p"}]}}, "training": {"use_peft": True},
                   "peft": {"lora_exclude_modules": [".*vision.*"]}},
          {"method.adapter.exclude_modules": "*vision*"}),
@@ -376,6 +386,14 @@ def test_how_a_peer_divides_a_model_is_mapped(tmp_path, peer, values, resources)
     assert {key: value for key, value in found.resources.items() if key not in shared} == resources
     alone = convert(peer, values, workers=1, training="sft", folder=tmp_path)
     assert {*alone.resources} == {"micro_batch_size"} and "one worker" in str(alone.not_needed)
+
+
+def test_a_file_that_refers_to_its_own_values_is_read(tmp_path):
+    (tmp_path / "train.yaml").write_text("model: {model_max_length: 64}\ndata: {seq: '${model.model_max_length}'}\n")
+    assert read_values("oumi", tmp_path / "train.yaml")["data"] == {"seq": 64}
+    (tmp_path / "train.yaml").write_text("data: {seq: '${model.none}'}\n")
+    with pytest.raises(ConfigError, match=r"train.yaml: Interpolation key 'model.none' not found; write the value"):
+        read_values("oumi", tmp_path / "train.yaml")
 
 
 def test_a_setting_of_fsdp_that_has_no_place_is_refused_by_name(tmp_path):
