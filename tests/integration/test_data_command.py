@@ -82,7 +82,7 @@ def test_a_bad_row_ends_with_2_its_place_and_the_report_unless_it_is_allowed(cal
         (["a.jsonl", "max_length=9"], "max_length=9: it is about tokens, so it needs a model; set model="),
         (["a.jsonl", "chat_template=chatml", "model=."], "chat_template=chatml: text goes through no chat template"),
         (["a.jsonl", "a.jsonl", "proportions.more=1.0"], "the slots of rows are rows, rows_2; set a share for each"),
-        (["a.jsonl", "model=/nowhere"], "model=/nowhere: no such directory"),
+        (["a.jsonl", "model=/nowhere"], "model /nowhere: no such directory, and the hub gave none"),
         (["a.jsonl", "year=2024.jsonl"], "year: unknown key, and no file is called year=2024.jsonl; accepted: "),
         (["a.jsonl", "--against", "nothing.jsonl"], "sources.rows.path=nothing.jsonl: no such file or directory"),
         (["a.jsonl", "--html", "nowhere/a.html"], "--html nowhere/a.html: cannot be written; name a file in a folder"),
