@@ -3,9 +3,9 @@
     python bench/steps.py [--model DIR] [--hidden-size 576] [--layers 5] [--rows 16] [--tokens 512] [--steps 3]
 
 The model is random, with the width of SmolLM2-135M, narrower MLPs and 300 tokens. It has 5 of its 30 layers, so that
-all ends in a minute: steps are shorter, and the server's share is larger; ``--layers 30 --steps 2`` takes 4 minutes.
-Sides take turns, so that other work on the machine falls on both. A step is one backward call on all rows, and one
-step; seconds are medians.
+all takes 107 s of CPU time: steps are shorter, and the server's share is larger; ``--layers 30 --steps 2`` takes 4
+minutes. Sides take turns, so that other work on the machine falls on both. A step is one backward call on all rows, and
+one step; seconds are medians.
 """
 
 import argparse
