@@ -10,8 +10,8 @@ tries it on a CPU.
 Where a GPU is at hand, in this order, for the first three were never run on one:
 
 1. ``pytest -m gpu tests/gpu`` with transformers 5.24 and torch 2.13 (run with 5.23 and 2.11), then test_pipeline_on_gpu.py.
-2. ``--cases sft-lora/posttrain,sft-qlora/posttrain,dpo-lora/posttrain --compare``: layers of one input are one function
-   (tasks/train/kernels/fast_lora.py). Their losses must be those of the baselines, and they should be faster.
+2. ``--cases ceilings,sft-lora/posttrain,sft-qlora/posttrain,dpo-lora/posttrain --compare``: layers of one input are one
+   function (tasks/train/kernels/fast_lora.py). Losses must be those of the baselines, and steps should be faster.
 3. ``--cases sft-8b/posttrain`` on a card of 80 GB, and ``estimate`` beside ``peak_gib`` of every case on another card.
 4. All cases with ``--save``; the tables of docs/hardware.md.
 """

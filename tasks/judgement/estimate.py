@@ -588,6 +588,8 @@ def _activations_of_gpu(
     queries, keys = found.heads * found.head, 2 * found.kv_heads * found.head
     sums = found.hidden * (3 * _FLOAT if has_fp32_sums else 2 * width)
     norms = 2 * found.hidden * (width if is_fused else width + 2 * _FLOAT)
+    if method.adapter and not is_fused:  # a frozen norm keeps no more than its input in fp32 and its output
+        norms = 2 * found.hidden * (width + _FLOAT) - sums
     mlp = (3 if is_fused else 4) * found.intermediate * found.active
     layer = sums + norms + (2 * queries + keys + mlp) * width
     every = resources.checkpointed_layers

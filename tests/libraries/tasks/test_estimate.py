@@ -5,13 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from tasks.context import Resources
 from tasks.data.images import Images
 from tasks.judgement.disk_need import parts_trained
 from tasks.judgement.estimate import architecture, memory
+from tasks.method import Adapter
 from tasks.sft import SFT
+from tasks.train.kernels.fast_lora import speed_up
 from tasks.train.loop.speed import measured_peak
 from tasks.train.models.freeze import freeze_unread
 
@@ -51,6 +54,32 @@ def test_formulas_are_what_torch_allocates(kv_heads):
     assert own.weights == sum(each.nbytes for each in model.parameters())
     assert (own.gradients, own.optimizer) == (gradients, moments)
     assert own.activations + own.logits == pytest.approx(saved, rel=0.25)
+
+
+@pytest.mark.parametrize("adapter", [None, Adapter(rank=8)])
+@pytest.mark.parametrize(
+    ("hidden", "inner", "heads", "kv_heads", "layers"), [(256, 1024, 8, 2, 3), (128, 384, 4, 4, 5)]
+)
+def test_activations_of_a_gpu_are_what_layers_keep_in_bf16(hidden, inner, heads, kv_heads, layers, adapter):
+    """Without Liger, whose layers no CPU can run; beside them the formula has half a layer's gradients."""
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads,
+    )  # fmt: skip
+    model, tokens = LlamaModel(config), torch.arange(2 * 128).reshape(2, 128) % 50
+    if adapter:
+        model = get_peft_model(model.bfloat16(), LoraConfig(r=8, target_modules="all-linear"))
+        assert speed_up(model, on_cpu=True) == 7 * layers
+    with torch.autocast("cpu", torch.bfloat16):
+        counted = kept_bytes(model, lambda: model(input_ids=tokens))
+    found = architecture(config.to_dict())
+    assert found
+    method = SFT(num_steps=1, global_batch_size=2, max_length=128, precision="bf16", adapter=adapter)
+    gpu = Resources(micro_batch_size=2, gpus_per_worker=1, liger=False)
+    own = memory(method, gpu, found, found.shapes(), 128).activations
+    linear = layers * hidden * (2 * hidden + 2 * hidden // heads * kv_heads + 3 * inner)
+    casts = 0 if adapter else 2 * linear
+    assert casts + (own - casts) * layers / (layers + 0.5) == pytest.approx(counted, rel=0.1)
 
 
 TEXT = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
