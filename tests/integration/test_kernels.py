@@ -104,15 +104,6 @@ def flash(monkeypatch: pytest.MonkeyPatch, attention: str) -> list[int]:
     return calls
 
 
-@pytest.fixture
-def graphs(what: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The graphs that are compiled; what traces them is imported before the test."""
-    if what != "compiled":
-        return []
-    torch.compile(torch.nn.Identity(), backend="eager")(torch.ones(1))
-    return compiled(monkeypatch)
-
-
 @pytest.mark.parametrize(
     ("name", "adapter"),
     [
@@ -121,11 +112,10 @@ def graphs(what: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         for kind, adapter in (("full", None), ("lora", LORA))
     ],
 )
-@pytest.mark.parametrize("what", ["recomputed", "attended", "compiled"])
+@pytest.mark.parametrize("what", ["recomputed", "attended", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_what_is_computed_otherwise_is_called_and_keeps_the_trajectory(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, adapter: Adapter | None, what: str,
-    graphs: list[int],
-) -> None:  # fmt: skip
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, adapter: Adapter | None, what: str
+) -> None:
     stage, layers = training.method(name, adapter=adapter), recomputed(monkeypatch)
 
     def losses(**fields: object) -> list[float]:
@@ -143,7 +133,18 @@ def test_what_is_computed_otherwise_is_called_and_keeps_the_trajectory(
             assert losses(attention=attention) == pytest.approx(plain, rel=1e-5)
             assert calls == [rows] * (passes * 2 * (2 if name == "dpo" else 1))  # layers, models
     if what == "compiled":
+        graphs = compiled(monkeypatch)
         assert losses(compile=True) == pytest.approx(plain, rel=1e-5) and graphs
+
+
+def test_each_layer_is_handed_to_the_compiler(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: list[tuple[str, dict[str, object]]] = []
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda layer, **options: handed.append((type(layer).__name__, options))
+    )
+    resources = replace(RESOURCES, compile=True)
+    training.train(training.method("sft", num_steps=1), root, tmp_path / "output", resources=resources)
+    assert handed == [("LlamaDecoderLayer", {"backend": "inductor", "dynamic": True})] * 2
 
 
 @pytest.mark.slow
