@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, load_dataset
-from transformers import AutoTokenizer, set_seed
+from transformers import AutoTokenizer, TrainerCallback, set_seed
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 METHODS = ("cpt", "sft", "reward", "dpo")
@@ -106,13 +106,24 @@ def trainer_for(args: argparse.Namespace, rows: Dataset) -> SFTTrainer | RewardT
     )
 
 
+class Clock(TrainerCallback):
+    """When each step ended, before its checkpoint."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, *args: object, **kwargs: object) -> None:
+        self.times.append(time.time())
+
+
 def main() -> None:
     """Trains, saves, and prints what it took."""
     args = arguments()
     torch.set_num_threads(args.threads)
     set_seed(args.seed)
     rows = load_dataset("parquet", data_files=args.rows, split="train", cache_dir=str(Path(args.output) / "cache"))
-    trainer = trainer_for(args, rows)
+    trainer, clock = trainer_for(args, rows), Clock()
+    trainer.add_callback(clock)
     start, cpu_start = time.perf_counter(), time.process_time()
     trainer.train()
     train_seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
@@ -127,6 +138,7 @@ def main() -> None:
         "loss": logged[-1]["loss"],
         "losses": [entry["loss"] for entry in logged],  # means of ``logging_steps`` steps
         "rows": len(trainer.train_dataset),
+        "times": clock.times,
     }
     print(json.dumps(result))
 

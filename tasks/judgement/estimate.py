@@ -357,7 +357,7 @@ def memory(
         # In the first pass, no worker has its part yet of what it passes on.
         gradients += copies * _FLOAT * (whole.passing - is_one * whole.passing // whole.over)
     base -= split * (_FLOAT - 2)
-    held = (base - scales) // whole.over + scales if whole.is_fsdp else base
+    held = (base - scales) // whole.over + scales if whole.divides_weights else base
     held *= copies * ("weights" not in whole.offloaded)
     gathered = whole.ends * of_rest + (whole.gathered - whole.ends) * of_linear if whole.gathered else 0
     optimizer = weights.trained * (method.optimizer.state_bytes + whole.copied) + trained_split * 2
@@ -377,7 +377,7 @@ def memory(
         activations=activations,
         logits=logits,
         shared=min(gradients, activations + logits) if passes == 1 else 0,
-        frozen=beside // whole.over + beside * whole.ends // weights.base if whole.is_fsdp else beside,
+        frozen=beside // whole.over + beside * whole.ends // weights.base if whole.divides_weights else beside,
         cache=2 * found.layers * found.kv_heads * found.head * tokens * generated * width,
     )  # fmt: skip
 
@@ -401,9 +401,10 @@ class _Whole:
 
     Args:
         over: workers that divide.
-        ends: gathered from the start of a forward pass to the end of its backward pass: the head, the last norm, and an
-            embedding that is the head.
-        gathered: the most at once: the ends, a layer, and the next one, which is gathered ahead.
+        ends: gathered by FSDP2 from the start of a forward pass to the end of its backward pass: the head, the last
+            norm, and an embedding that is the head.
+        gathered: the most at once: the ends, a layer, and the next one, which is gathered ahead; by ZeRO-3 the weights
+            of a module.
         passing: whose whole gradients wait for their exchange.
         copied: bytes of a trained weight that the optimizer steps a copy of.
         offloaded: what is in the CPU's memory.
@@ -417,6 +418,11 @@ class _Whole:
     copied: int
     divides: tuple[Part, ...]
     offloaded: tuple[Part, ...]
+
+    @property
+    def divides_weights(self) -> bool:
+        """Whether a worker holds a part of the weights between steps."""
+        return self.is_fsdp or "weights" in self.divides
 
     def part(self, name: Part, count: int, method: TrainingRecipe) -> int:
         """A worker's bytes; under FSDP2 an adapter is whole on every worker."""
@@ -446,10 +452,13 @@ def _whole(resources: Resources, shapes: Shapes) -> _Whole:
     layer = resources.wrap if isinstance(resources.wrap, int) else layer
     at_once = ends + (2 + resources.prefetch) * layer
     is_fsdp = strategy.engine == "fsdp"
+    if strategy.zero_stage == 3:
+        ends, at_once = 0, max(map(math.prod, shapes.values()), default=0)
     offloaded = (*strategy.divides, "weights") if resources.offload else strategy.offloads
+    gathers = is_fsdp or "weights" in strategy.divides
     return _Whole(
         is_fsdp=is_fsdp, over=over, ends=ends, divides=strategy.divides, copied=_FLOAT if strategy.zero_stage else 0,
-        gathered=0 if not is_fsdp else base if resources.sharding == "fsdp_grad" else min(base, at_once),
+        gathered=0 if not gathers else base if resources.sharding == "fsdp_grad" else min(base, at_once),
         passing=min(base, ends + layer) if is_fsdp else 0,
         offloaded=tuple(offloaded) if resources.gpus_per_worker else (),
     )  # fmt: skip

@@ -160,6 +160,12 @@ def _offloaded(case: Case) -> Fields:
     return {"resources.offload": False, **({"resources.sharding": wanted, "resources.zero_stage": 0} if wanted else {})}
 
 
+def _by_fsdp(case: Case) -> Fields:
+    """FSDP2 in place of ZeRO-3."""
+    offloads = {"resources.offload": True} if "offload" in case.resources.sharding else {}
+    return {"resources.sharding": "fsdp", **offloads}
+
+
 def _whole_islands(case: Case) -> Fields:
     """Workers that divide over the islands; where the batch does not, fewer islands."""
     batch, resources = case.method.global_batch_size, case.resources
@@ -676,15 +682,30 @@ RULES: tuple[Rule, ...] = (
         also={"method.diloco.num_islands": 2, "resources.num_workers": 4, "resources.micro_batch_size": 4},
     ),
     Rule(
-        id="zero3-forward",
-        when={"resources.sharding": ("zero3", "zero3_offload"), "resources.num_workers": _several_workers},
-        reason="ZeRO-3 gathers a weight in the forward of its own module, and losses here read that of the head "
-        "outside of it; FSDP2 divides the same",
-        nearest=lambda case: {
-            "resources.sharding": "fsdp",
-            **({"resources.offload": True} if "offload" in case.resources.sharding else {}),
+        id="zero3-completions",
+        when={
+            "resources.sharding": ("zero3", "zero3_offload"), "resources.num_workers": _several_workers,
+            "method": lambda case: not type(case.method).reads.trained,
         },
-        also={"resources.num_workers": 2},
+        reason="it samples completions outside of DeepSpeed's engine, where each token would gather all weights, and "
+        "those that are gathered without gradients are trained no more; FSDP2 divides the same",
+        nearest=_by_fsdp, also={"resources.num_workers": 2}, stage="grpo",
+    ),
+    *(
+        Rule(
+            id=f"zero3-{name}",
+            when={
+                "resources.sharding": ("zero3", "zero3_offload"), "resources.num_workers": _several_workers,
+                setting: SET,
+            },
+            reason=f"{what} not tried with ZeRO-3; FSDP2 divides the same", nearest=_by_fsdp,
+            also={"resources.num_workers": 2, **also},
+        )
+        for name, setting, what, also in (
+            ("quantization", "method.quantization.format", "a base in few bits was",
+             {"method.adapter.type": "lora", "method.quantization.format": "nf4"}),
+            ("images", "method.images", "rows with images were", {"method.images.max_pixels": 4096}),
+        )
     ),
     Rule(
         id="hybrid-nodes",

@@ -48,6 +48,7 @@ STATE, OWN = "state.pt", "rank-{rank}.pt"  # files of a checkpoint: what workers
 _BUCKET_ELEMENTS = 50_000_000  # gradients in one all-reduce: 200 MB
 _EXCHANGED = 2**24  # gradients of weights that are not divided, which workers exchange at once
 
+_BY_ZERO = "ds_id"  # attribute of a weight that ZeRO-3 divides
 _BELOW = "_posttrain_below"  # the weights of a model that gets an adapter before it is divided
 _FORGET_BLANK = "_posttrain_forget_blank"  # a function, of a model whose tower reads blank images
 _4_BITS, _ROUNDED = "Params4bit", "_posttrain_rounded"  # class of bitsandbytes; what it holds beside its bytes
@@ -497,6 +498,11 @@ def exchange(trained: "Iterable[Parameter]") -> None:
 
 def _whole(tensor: "Tensor", *, keeps: bool) -> "Tensor | None":
     """A divided tensor on the CPU of the worker that keeps it; one that is not divided as it is."""
+    if hasattr(tensor, _BY_ZERO):
+        from deepspeed.runtime.zero import GatheredParameters
+
+        with GatheredParameters([tensor]):
+            return tensor.data.to("cpu", copy=True) if keeps else None
     if not hasattr(tensor, "full_tensor"):
         return tensor
     full: Tensor = tensor.full_tensor()
@@ -549,15 +555,28 @@ def _part_of(weights: "Tensor", like: "Tensor") -> "Tensor":
     return weights[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
 
 
+def read_whole() -> None:
+    """Has ``from_pretrained`` read whole models, also after a trainer of this process was set up for ZeRO-3.
+
+    transformers would divide what it reads among all workers, and rank 0, which alone loads its output, wait for them.
+    """
+    if integration := sys.modules.get("transformers.integrations.deepspeed"):
+        integration.unset_hf_deepspeed_config()
+
+
 def whole_on_first(model: "Module", *, first: bool) -> None:
     """Makes a divided model whole on rank 0, on the CPU, weight by weight; it can be trained no further."""
     import torch
 
+    by_zero = any(hasattr(each, _BY_ZERO) for each in model.parameters())
+    if not (by_zero or is_divided(model)):
+        return
+    read_whole()
     gather_again(model)
     known = dict[int, torch.nn.Parameter | None]()  # tied weights are one
     for module in model.modules():
         for name, each in [*module._parameters.items()]:
-            if each is None or not hasattr(each, "full_tensor"):
+            if each is None or not (hasattr(each, "full_tensor") or hasattr(each, _BY_ZERO)):
                 continue
             if id(each) not in known:
                 full = _whole(each, keeps=first)
@@ -566,7 +585,7 @@ def whole_on_first(model: "Module", *, first: bool) -> None:
                 module._parameters[name] = known[id(each)]
     if first:
         for module in model.modules():
-            _forget_fsdp(module)
+            (_forget_zero if by_zero else _forget_fsdp)(module)
         model.to("cpu")
 
 
@@ -582,6 +601,16 @@ def _parameter(module: "Module", weights: "Tensor", *, requires_grad: bool) -> "
         found.quant_state.to(weights.device)
         return found
     return torch.nn.Parameter(weights, requires_grad=requires_grad)
+
+
+def _forget_zero(module: "Module") -> None:
+    vars(module)["_parameters"] = {**module._parameters}
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, each in [*hooks.items()]:
+            if each.__module__.startswith("deepspeed"):
+                del hooks[key]
+    for name in [each for each in vars(module) if each.startswith("ds_") or each in ("pre_bwd_fn", "post_bwd_fn")]:
+        delattr(module, name)
 
 
 def _forget_fsdp(module: "Module") -> None:
@@ -631,6 +660,7 @@ def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
         "stage3_gather_16bit_weights_on_model_save": True,
         "stage3_prefetch_bucket_size": resources.prefetch * _BUCKET_ELEMENTS,
         "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,  # else weights that are read again stay gathered: all of a small model
     }  # fmt: skip
     return {
         "train_batch_size": method.rows_of_island,

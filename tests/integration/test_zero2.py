@@ -1,4 +1,4 @@
-"""ZeRO-1 and ZeRO-2 on two workers: the model of plain data parallelism, saved and resumed in parts."""
+"""ZeRO on two workers: the model of plain data parallelism, saved and resumed in parts."""
 
 import json
 import signal
@@ -46,6 +46,20 @@ LORA = Adapter(rank=4, alpha=8)
         ("sft", {"precision": "bf16"}, 1e-3, "zero2"),
         ("dpo", {"precision": "bf16", "adapter": LORA}, 1e-3, "zero2"),
         ("dpo", {"adapter": LORA, "quantization": Quantization(format="nf4")}, 1e-5, "zero2"),
+        ("sft", {}, 1e-5, "zero3"),
+        ("sft", {"adapter": LORA}, 1e-5, "zero3"),
+        ("sft", {}, 1e-5, "zero3_offload"),
+        ("sft", {"precision": "bf16"}, 1e-3, "zero3"),
+        ("cpt", {}, 1e-5, "zero3"),
+        ("reward", {}, 1e-5, "zero3"),
+        ("reward", {"adapter": LORA}, 1e-5, "zero3"),
+        ("dpo", {}, 1e-5, "zero3"),
+        ("dpo", {"adapter": LORA}, 1e-5, "zero3"),
+        ("dpo", {"precision": "bf16", "adapter": LORA}, 1e-3, "zero3"),
+        ("kto", {}, 1e-5, "zero3"),
+        ("orpo", {}, 1e-5, "zero3"),
+        ("distill", {}, 1e-5, "zero3"),
+        ("taid", {}, 1e-5, "zero3"),
     ],
 )
 def test_losses_are_those_of_plain_data_parallelism(
@@ -86,13 +100,18 @@ def test_steps_without_a_signal_change_no_weight(
 
 
 @pytest.mark.parametrize(
-    ("name", "adapter"), [("sft", None), ("dpo", None), ("dpo", replace(LORA, dropout=0.1))], ids=["sft", "dpo", "lora"]
-)
+    ("name", "adapter", "sharding"),
+    [
+        ("sft", None, "zero2"), ("dpo", None, "zero2"), ("dpo", replace(LORA, dropout=0.1), "zero2"),
+        ("sft", None, "zero3"), ("sft", replace(LORA, dropout=0.1), "zero3"),
+    ],
+    ids=["sft", "dpo", "lora", "sft-zero3", "lora-zero3"],
+)  # fmt: skip
 def test_stopped_and_resumed_is_unbroken_to_the_bit(
-    root: Path, tmp_path: Path, zero_workers: WorkerGroup, name: str, adapter: Adapter | None
+    root: Path, tmp_path: Path, zero_workers: WorkerGroup, name: str, adapter: Adapter | None, sharding
 ) -> None:
     stage = training.method(name, num_steps=5, adapter=adapter, lr_schedule="cosine")
-    whole = Asked(stage=stage, root=root, folder=tmp_path / "whole", resources=ZERO)
+    whole = Asked(stage=stage, root=root, folder=tmp_path / "whole", resources=ZERO.sharded(sharding))
     broken = replace(whole, folder=tmp_path / "broken")
     unbroken = zero_workers.train(whole)
     first = zero_workers.train(replace(broken, stop_after=3))
@@ -101,7 +120,7 @@ def test_stopped_and_resumed_is_unbroken_to_the_bit(
     assert same(weights(broken.folder / "output"), weights(whole.folder / "output"))
 
     found = Checkpoints(broken.folder / "checkpoints").read(4)
-    assert (found.num_workers, found.zero_stage) == (2, 2)
+    assert (found.num_workers, found.sharding) == (2, sharding)
     parts = {f"global_step4/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)}
     assert parts | {"rng_state_0.pth", "rng_state_1.pth"} <= found.files.keys()
     assert not any(name.endswith((".py", ".bin")) for name in found.files)
@@ -109,14 +128,15 @@ def test_stopped_and_resumed_is_unbroken_to_the_bit(
         assert weights(broken.folder / "checkpoints" / "step-4")["model.norm.weight"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("sharding", ["zero2", "zero3"])
 def test_the_best_model_is_measured_and_loaded_as_without_zero(
-    root: Path, tmp_path: Path, two_workers: WorkerGroup, zero_workers: WorkerGroup
+    root: Path, tmp_path: Path, two_workers: WorkerGroup, zero_workers: WorkerGroup, sharding
 ) -> None:
     best = Best(mode="max", every_steps=1)  # the loss falls: the first is the best
     # The first step has a learning rate of 0: the same weights are measured.
     stage = training.method("sft", num_steps=4, warmup_ratio=0.5, precision="bf16", best=best, output="best")
     plain = Asked(stage=stage, root=root, folder=tmp_path / "plain", resources=PLAIN)
-    zero = replace(plain, folder=tmp_path / "zero", resources=ZERO)
+    zero = replace(plain, folder=tmp_path / "zero", resources=ZERO.sharded(sharding))
     exact = replace(plain, folder=tmp_path / "exact", stage=replace(stage, precision="fp32"))
     groups = [(two_workers, plain), (zero_workers, zero), (two_workers, exact)]
     bf16, found, fp32 = (group.train(asked)[0].reports[0][1]["held_out_loss"] for group, asked in groups)
@@ -126,7 +146,9 @@ def test_the_best_model_is_measured_and_loaded_as_without_zero(
     assert same(weights(zero.folder / "output"), best_weights)
 
 
-@pytest.mark.parametrize(("sharding", "fields"), [("zero1", {}), ("zero2", {}), ("zero2", {"adapter": LORA})])
+@pytest.mark.parametrize(
+    ("sharding", "fields"), [("zero1", {}), ("zero2", {}), ("zero3", {}), ("zero2", {"adapter": LORA})]
+)
 def test_checkpoints_are_scored_beside_the_training(
     root: Path, tmp_path: Path, two_workers: WorkerGroup, zero_workers: WorkerGroup, sharding, fields
 ) -> None:

@@ -65,7 +65,7 @@ from tasks.train.models.quantized_base import (
     keep_layout,
     require_gradient,
 )
-from tasks.train.sharding import Shards, is_divided, is_late
+from tasks.train.sharding import Shards, is_divided, is_late, read_whole
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -292,6 +292,7 @@ def whole_model(
     config = config or load_config(directory)
     local = local_options(directory)
     in_parts = shards.reading() if shards and not (merges or quantizer) else nullcontext(dict[str, object]())
+    read_whole()
     with _read_as("fp32" if merges or quantizer else held), in_parts as options:
         model = _full_model(kind, base, config, quantizer if not merges else None, {**local, **options})
     if merges and is_quantized(model):  # before; no format can hold the sum of its weights and an adapter's
