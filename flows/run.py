@@ -28,7 +28,7 @@ from flows.progress.tracking import complete_record, make_tracker
 from flows.promotion.retrain import follow_up, has_work
 from flows.reports.run import plan_table, run_dict, summary
 from flows.reports.wording import coloured
-from flows.stages.execute import Result, execute
+from flows.stages.execute import Result, execute, mirror_of
 from flows.stages.launch import StageProcesses, modules_of, shares_imports
 from flows.stages.resources import Cluster, ask_cluster, require_beside, require_cluster, require_gpus, require_pools
 from flows.stages.run import Run
@@ -276,9 +276,13 @@ def open_run(
 
     Raises:
         ArtifactError: an output that the plan reuses was deleted since.
-        ConfigError: this machine or the store lacks required resources, or MLflow does not answer.
+        ConfigError: this machine or the store lacks required resources, a mirror of checkpoints cannot be written, or
+            MLflow does not answer.
     """
     check_machine(stages)
+    mirrors = {each.stage.resources.checkpoint_mirror: mirror_of(each, plan.entry(each)) for each in stages}
+    for mirror in filter(None, mirrors.values()):
+        mirror.require_writable()
     require_plan_disk(plan, plan.stale if trials else stages)  # for a sweep, at least one trial must fit
     tracker = make_tracker(plan.pipeline.tracking) if stages or trials else Tracker()
     processes = StageProcesses()

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -104,6 +104,15 @@ def train(asked: Asked, rank: int = 0) -> Done:
         num_gradients=len(storages), num_gradient_storages=len(set(storages)), held=held,
         bytes_exchanged=sum(exchanged),
     )  # fmt: skip
+
+
+@contextmanager
+def zero_group(size: int) -> "Iterator[WorkerGroup]":
+    """DeepSpeed stays in a process that has it once: these are of their own, and have no compiler."""
+    with mock.patch.dict(os.environ, CXX="/nonexistent", PATH="/nonexistent"):
+        group = WorkerGroup(size)
+    yield group
+    group.close()
 
 
 class WorkerGroup:
@@ -251,6 +260,7 @@ def _counted(held: dict[str, int]) -> Iterator[None]:
             return done
 
         trainer.optimizer.step = stepped
+        _count_zero(trainer.deepspeed, [*trainer.model.parameters()], peak)
         return found
 
     with (
@@ -260,6 +270,44 @@ def _counted(held: dict[str, int]) -> Iterator[None]:
         mock.patch.object(Trainer, "_prepare_for_training", prepared),
     ):
         yield
+
+
+def _count_zero(engine: Any, parameters: list[Any], peak: Callable[[str, int], None]) -> None:
+    """Counts what DeepSpeed's ZeRO holds before it exchanges gradients, and before it steps."""
+    if engine is None:
+        return
+    zero = engine.optimizer
+    trained = sum(4 * getattr(each, "ds_numel", each.numel()) for each in parameters if each.requires_grad)
+
+    def before(called: Any) -> Any:
+        def counting(*given: Any, **more: Any) -> Any:
+            buffers = [each.buffer for each in zero.ipg_buckets.values()]
+            known = _storages(buffers)
+            grads = [each.grad for each in parameters]
+            own = [getattr(zero, name, None) for name in ("averaged_gradients", "grad_partitions_flat_buffer")]
+            apart = {place: size for place, size in _storages([grads, own]).items() if place not in known}
+            peak("gradients", sum(apart.values()) + min(trained, sum(known.values())))
+            peak("weights", sum(_storages([(each, getattr(each, "ds_tensor", None)) for each in parameters]).values()))
+            copies = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
+            states = [*zero.optimizer.state.values(), *(getattr(zero, name, None) for name in copies)]
+            peak("optimizer", sum(_storages(states).values()))
+            return called(*given, **more)
+
+        return counting
+
+    for name in ("step", "average_tensor", "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"):
+        if hasattr(zero, name):
+            setattr(zero, name, before(getattr(zero, name)))
+
+
+def _storages(found: Any) -> dict[int, int]:
+    """Address of each memory of nested tensors -> bytes."""
+    import torch
+
+    if isinstance(found, torch.Tensor):
+        return {found.untyped_storage().data_ptr(): found.untyped_storage().nbytes()}
+    parts = found.values() if isinstance(found, dict) else found if isinstance(found, list | tuple) else ()
+    return {place: size for each in parts for place, size in _storages(each).items()}
 
 
 def _free_port() -> int:

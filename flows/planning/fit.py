@@ -23,7 +23,7 @@ from tasks.train.evaluation import asked_beside
 logger = logging.getLogger(__name__)
 
 _RECOMPUTED: Mapping[str, object] = {"gradient_checkpointing": "on"}
-# Dividing state costs no traffic; recomputing costs a fifth of the time; gathering weights half as much traffic again.
+# Dividing state costs little traffic; recomputing costs a fifth of the time; gathering weights costs the most traffic.
 _CHEAPEST_FIRST: tuple[Mapping[str, object], ...] = (
     {}, {"sharding": "zero1"}, {"sharding": "zero2"}, _RECOMPUTED, {**_RECOMPUTED, "sharding": "zero2"},
     {"sharding": "fsdp"}, {**_RECOMPUTED, "sharding": "fsdp"}, {**_RECOMPUTED, "sharding": "fsdp", "offload": True},

@@ -12,7 +12,7 @@ from tasks.data.images import Images
 from tasks.judgement.disk_need import NOT_LINEAR, Shapes, frozen_names, parts_trained, weights_of_adapter
 from tasks.recipe import FROZEN_POLICY, REWARD_HEAD, REWARD_MODEL, TEACHER, VALUE_MODEL, TrainingRecipe
 from tasks.train.evaluation import BATCH_LOGITS, BATCH_TOKENS
-from tasks.train.sharding import STRATEGIES, Part, divided_over
+from tasks.train.sharding import BUCKET_ELEMENTS, STRATEGIES, Part, divided_over
 
 _FLOAT = 4
 _BITS = {"nf4": 4, "fp4": 4, "quanto_int4": 4, "hqq": 4, "gptq": 4, "awq": 4, "aqlm": 2, "mxfp4": 4}  # others: 8
@@ -356,9 +356,10 @@ def memory(
         is_one = (fixed or passes) == 1
         # In the first pass, no worker has its part yet of what it passes on.
         gradients += copies * _FLOAT * (whole.passing - is_one * whole.passing // whole.over)
+    if whole.copied and ("gradients" in whole.divides or weights.trained > BUCKET_ELEMENTS):  # DeepSpeed's
+        gradients += _FLOAT * (min(weights.trained, BUCKET_ELEMENTS) + whole.largest * (not method.adapter))
     base -= split * (_FLOAT - 2)
-    held = (base - scales) // whole.over + scales if whole.divides_weights else base
-    held *= copies * ("weights" not in whole.offloaded)
+    held = ((base - scales) // whole.parts + scales) * copies * ("weights" not in whole.offloaded)
     gathered = whole.ends * of_rest + (whole.gathered - whole.ends) * of_linear if whole.gathered else 0
     optimizer = weights.trained * (method.optimizer.state_bytes + whole.copied) + trained_split * 2
     beside = _frozen_weights(method, resources, weights.base, frozen) * dtype
@@ -371,7 +372,7 @@ def memory(
     # The outer weights and momentum of an island are in the CPU's memory of its first worker.
     outer = 0 if method.diloco is None or resources.gpus_per_worker else 2 * _FLOAT * weights.trained
     return Memory(
-        weights=held + copies * (int(gathered) + weights.beside * _FLOAT),
+        weights=held + copies * (int(gathered) + weights.beside * _FLOAT // (1 if whole.is_fsdp else whole.parts)),
         gradients=gradients,
         optimizer=whole.part("optimizer", copies * optimizer, method) + outer,
         activations=activations,
@@ -406,6 +407,7 @@ class _Whole:
         gathered: the most at once: the ends, a layer, and the next one, which is gathered ahead; by ZeRO-3 the weights
             of a module.
         passing: whose whole gradients wait for their exchange.
+        largest: a weight whose gradient is too large for DeepSpeed's buffer of gradients.
         copied: bytes of a trained weight that the optimizer steps a copy of.
         offloaded: what is in the CPU's memory.
     """
@@ -415,6 +417,7 @@ class _Whole:
     ends: int
     gathered: int
     passing: int
+    largest: int
     copied: int
     divides: tuple[Part, ...]
     offloaded: tuple[Part, ...]
@@ -423,6 +426,11 @@ class _Whole:
     def divides_weights(self) -> bool:
         """Whether a worker holds a part of the weights between steps."""
         return self.is_fsdp or "weights" in self.divides
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the weights are divided between steps."""
+        return self.over if self.divides_weights else 1
 
     def part(self, name: Part, count: int, method: TrainingRecipe) -> int:
         """A worker's bytes; under FSDP2 an adapter is whole on every worker."""
@@ -452,14 +460,16 @@ def _whole(resources: Resources, shapes: Shapes) -> _Whole:
     layer = resources.wrap if isinstance(resources.wrap, int) else layer
     at_once = ends + (2 + resources.prefetch) * layer
     is_fsdp = strategy.engine == "fsdp"
+    sizes = sorted(map(math.prod, shapes.values()), reverse=True)
     if strategy.zero_stage == 3:
-        ends, at_once = 0, max(map(math.prod, shapes.values()), default=0)
+        ends, at_once = 0, sum(sizes[:2])
     offloaded = (*strategy.divides, "weights") if resources.offload else strategy.offloads
     gathers = is_fsdp or "weights" in strategy.divides
     return _Whole(
         is_fsdp=is_fsdp, over=over, ends=ends, divides=strategy.divides, copied=_FLOAT if strategy.zero_stage else 0,
         gathered=0 if not gathers else base if resources.sharding == "fsdp_grad" else min(base, at_once),
         passing=min(base, ends + layer) if is_fsdp else 0,
+        largest=sizes[0] if strategy.zero_stage > 1 and sizes[0] > BUCKET_ELEMENTS else 0,
         offloaded=tuple(offloaded) if resources.gpus_per_worker else (),
     )  # fmt: skip
 
@@ -477,16 +487,18 @@ def traffic(method: TrainingRecipe, resources: Resources, shapes: Shapes, passes
     ring = (workers - 1) / workers
     if strategy.engine is None or (strategy.engine == "fsdp" and method.adapter):  # an adapter's, once in a step
         exchanged = 2 * ring * reduced
-    elif strategy.engine == "deepspeed":
-        exchanged = ring * (reduced + weights.trained * _FLOAT)
+    elif strategy.zero_stage in (1, 2):  # every worker gets the sum of all gradients; ZeRO-2 adds up in each pass
+        times = passes if strategy.zero_stage == 2 else 1
+        exchanged = ring * (times * 2 * reduced + weights.trained * _FLOAT)
     else:
         exchanged = passes * (
             (over - 1) / over * reduced + 2 * (workers // over - 1) / (workers // over) * reduced / over
         )
-    if strategy.engine != "fsdp":
+    whole = _whole(resources, shapes)
+    if not whole.divides_weights:
         return round(exchanged)
     dtype = 2 if resources.frozen_dtype(method.precision) == "bf16" and method.adapter else _FLOAT
-    ends = _whole(resources, shapes).ends
+    ends = whole.ends
     times = 1 if resources.sharding == "fsdp_grad" else 2
     gathered = (ends + times * (weights.base - ends)) * dtype
     return round(exchanged + passes * (over - 1) / over * gathered)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     _State = dict[str, dict[int, dict[str, Tensor]]]
 
 STATE, OWN = "state.pt", "rank-{rank}.pt"  # files of a checkpoint: what workers share, and what differs
-_BUCKET_ELEMENTS = 50_000_000  # gradients in one all-reduce: 200 MB
+BUCKET_ELEMENTS = 50_000_000  # gradients in one all-reduce: 200 MB
 _EXCHANGED = 2**24  # gradients of weights that are not divided, which workers exchange at once
 
 _BY_ZERO = "ds_id"  # attribute of a weight that ZeRO-3 divides
@@ -79,11 +79,11 @@ STRATEGIES: "Mapping[Sharding, Strategy]" = {
     "none": Strategy(engine=None, divides=(), about="the training fits into a worker"),
     "zero1": Strategy(
         engine="deepspeed", divides=("optimizer",), zero_stage=1,
-        about="optimizer state alone does not fit; a step moves as much as without",
+        about="optimizer state alone does not fit; a step moves half as much again as without",
     ),
     "zero2": Strategy(
         engine="deepspeed", divides=_STATE, zero_stage=2,
-        about="gradients do not fit either; a step moves as much as without",
+        about="gradients do not fit either; each forward pass of a step adds up all gradients",
     ),
     "zero2_offload": Strategy(
         engine="deepspeed", divides=_STATE, offloads=("optimizer",), zero_stage=2,
@@ -658,7 +658,7 @@ def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
     offloads = {f"offload_{'param' if part == 'weights' else part}": {"device": "cpu"} for part in strategy.offloads}
     of_weights = {
         "stage3_gather_16bit_weights_on_model_save": True,
-        "stage3_prefetch_bucket_size": resources.prefetch * _BUCKET_ELEMENTS,
+        "stage3_prefetch_bucket_size": resources.prefetch * BUCKET_ELEMENTS,
         "stage3_param_persistence_threshold": 0,
         "stage3_max_reuse_distance": 0,  # else weights that are read again stay gathered: all of a small model
     }  # fmt: skip
@@ -680,8 +680,8 @@ def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
             **offloads,
             **(of_weights if strategy.zero_stage == 3 else {}),
             "overlap_comm": False,  # deterministic
-            "reduce_bucket_size": _BUCKET_ELEMENTS,
-            "allgather_bucket_size": _BUCKET_ELEMENTS,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            "allgather_bucket_size": BUCKET_ELEMENTS,
         },
     }  # fmt: skip
 

@@ -15,7 +15,7 @@ from sqlalchemy import Engine, event
 from flows.prefect.server import EmbeddedServer, send_events
 from tests import training
 from tests.command import TOY, Command, warm_up
-from tests.worker_group import WorkerGroup
+from tests.worker_group import WorkerGroup, zero_group
 from tests.written_store import WrittenStore
 
 # Prefect's client leaves a function for the end of the process that fails in a process forked from it, whose exit code
@@ -152,10 +152,5 @@ def four_workers() -> Iterator[WorkerGroup]:
 
 @pytest.fixture(scope="module")
 def zero_workers() -> Iterator[WorkerGroup]:
-    """DeepSpeed stays in a process that has it once: these are of their own, and have no compiler."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CXX", "/nonexistent")
-        patch.setenv("PATH", "/nonexistent")
-        group = WorkerGroup(2)
-    yield group
-    group.close()
+    with zero_group(2) as group:
+        yield group

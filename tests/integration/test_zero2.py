@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from math import log
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from lineage.checkpoints import Checkpoints
 from lineage.errors import ConfigError
 from tasks.context import Resources
+from tasks.judgement.estimate import architecture, memory, traffic
 from tasks.method import Adapter, Quantization
 from tasks.reward_functions import RewardFunction
 from tasks.train.best import Best
@@ -24,7 +26,7 @@ from tests.command import Command, wait_until
 from tests.integration.test_fsdp import scores_beside
 from tests.miniature import MODEL, write_own_rows
 from tests.training import same, weights
-from tests.worker_group import Asked, WorkerGroup, rows_of_steps
+from tests.worker_group import Asked, WorkerGroup, rows_of_steps, zero_group
 
 pytestmark = pytest.mark.slow  # DeepSpeed in two groups of workers
 PLAIN = Resources(micro_batch_size=2, cpus_per_worker=1, save_steps=2, save_minutes=None)
@@ -79,6 +81,33 @@ def test_losses_are_those_of_plain_data_parallelism(
     model = auto.from_pretrained(zero.folder / "output")
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
     assert (zero.folder / "output" / "adapter").exists() == ("adapter" in fields)
+
+
+@pytest.fixture(scope="module")
+def four_workers() -> Iterator[WorkerGroup]:
+    with zero_group(4) as group:
+        yield group
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_four_workers_hold_and_send_what_the_plan_predicts(
+    root: Path, tmp_path: Path, four_workers: WorkerGroup, sharding
+) -> None:
+    stage = training.method("sft", num_steps=2)
+    resources = replace(PLAIN, sharding=sharding, num_workers=4, micro_batch_size=1)
+    found = four_workers.train(Asked(stage=stage, root=root, folder=tmp_path, resources=resources))[0]
+    policy = weights(root / "policy")
+    shapes = {name: tuple(each.shape) for name, each in policy.items()}
+    config = architecture(json.loads((root / "policy" / "config.json").read_text()))
+    assert config
+    expected = memory(stage, resources, config, shapes, stage.max_length)
+    for name in ("weights", "gradients", "optimizer"):
+        assert getattr(expected, name) == pytest.approx(found.held[name], rel=0.1), name
+    if sharding != "zero3":
+        passes = resources.accumulation_steps(stage.global_batch_size)
+        gathered = 4 * sum(each.numel() for each in policy.values())
+        sent = 0.75 * (2 * found.bytes_exchanged / stage.num_steps + gathered)
+        assert traffic(stage, resources, shapes, passes) == pytest.approx(sent, rel=0.1)
 
 
 def test_steps_without_a_signal_change_no_weight(

@@ -10,7 +10,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.checks import check_row_kinds, cluster_notes, column_notes
 from flows.planning.model_checks import check_models
 from flows.planning.plan import make_plan, used_resources
-from flows.run import check_machine
+from flows.run import check_machine, open_run
 from flows.stages.resources import Cluster, Node, require_gpus
 from lineage.errors import ConfigError
 from tasks.context import Launcher, Resources
@@ -274,3 +274,13 @@ def test_data_stages_take_no_gpu():
 
 def test_packing_on_the_quickstarts_own_model_is_planned():
     assert not is_refused(load_pipeline(["stages.sft.method.packing=best_fit"]))
+
+
+def test_a_mirror_that_cannot_be_written_is_refused_before_any_stage_starts(tmp_path):
+    (tmp_path / "file").touch()
+    plan = make_plan(load_pipeline([f"stages.sft.resources.checkpoint_mirror=file://{tmp_path}/file/x"]))
+    with (
+        pytest.raises(ConfigError, match=r"checkpoint_mirror=file://.*: cannot be written \("),
+        open_run(plan, [], lambda event: None, plan.stale),
+    ):
+        pass
