@@ -279,15 +279,26 @@ def _count_zero(engine: Any, parameters: list[Any], peak: Callable[[str, int], N
     zero = engine.optimizer
     trained = sum(4 * getattr(each, "ds_numel", each.numel()) for each in parameters if each.requires_grad)
 
+    def weigh() -> None:
+        peak("weights", sum(_storages([(each, getattr(each, "ds_tensor", None)) for each in parameters]).values()))
+
+    def weighed(fetch: Any) -> Any:
+        def fetching(*given: Any, **more: Any) -> None:
+            fetch(*given, **more)
+            weigh()
+
+        return fetching
+
     def before(called: Any) -> Any:
         def counting(*given: Any, **more: Any) -> Any:
             buffers = [each.buffer for each in zero.ipg_buckets.values()]
             known = _storages(buffers)
             grads = [each.grad for each in parameters]
-            own = [getattr(zero, name, None) for name in ("averaged_gradients", "grad_partitions_flat_buffer")]
+            kept = ("averaged_gradients", "all_grad_tensors", "grad_partitions_flat_buffer")
+            own = [getattr(zero, name, None) for name in kept]
             apart = {place: size for place, size in _storages([grads, own]).items() if place not in known}
             peak("gradients", sum(apart.values()) + min(trained, sum(known.values())))
-            peak("weights", sum(_storages([(each, getattr(each, "ds_tensor", None)) for each in parameters]).values()))
+            weigh()
             copies = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
             states = [*zero.optimizer.state.values(), *(getattr(zero, name, None) for name in copies)]
             peak("optimizer", sum(_storages(states).values()))
@@ -298,6 +309,9 @@ def _count_zero(engine: Any, parameters: list[Any], peak: Callable[[str, int], N
     for name in ("step", "average_tensor", "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads"):
         if hasattr(zero, name):
             setattr(zero, name, before(getattr(zero, name)))
+    if hasattr(zero, "parameter_offload"):
+        gathering = zero.parameter_offload.param_coordinator
+        gathering.fetch_sub_module = weighed(gathering.fetch_sub_module)
 
 
 def _storages(found: Any) -> dict[int, int]:
