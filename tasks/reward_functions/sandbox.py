@@ -53,9 +53,12 @@ def main() -> None:
 
 
 def _run(program: str, tests: "list[str]", token: str, write=os.write, execute=exec) -> None:  # type: ignore[no-untyped-def]
+    global ctypes
     os.close(0)
+    del ctypes
     sys.stdout = sys.stderr = _Nowhere()
     # Compiled and numbered before the program runs, which may replace the built-in functions.
+    _hide()
     numbered = [(f"\n{token} {number}\n".encode(), compile(test, "test", "exec")) for number, test in enumerate(tests)]
     namespace = {"__name__": "answer"}
     try:
@@ -69,6 +72,40 @@ def _run(program: str, tests: "list[str]", token: str, write=os.write, execute=e
             continue
         write(1, line)
     os._exit(0)
+
+
+def _hide() -> None:
+    """Hides from the program the frames above it and the memory of the process, where the token is.
+
+    It needs no name that the program can replace, and no hook can be removed.
+    """
+    for name in ("ctypes", "_ctypes"):
+        sys.modules.pop(name, None)
+    frames = frozenset({"tb_frame", "gi_frame", "cr_frame", "ag_frame"})
+    modules = frozenset({"ctypes", "_ctypes", "_testcapi", "_testinternalcapi", "_xxsubinterpreters", "_interpreters"})
+    refused = frozenset({
+        "sys._current_frames", "sys._current_exceptions", "sys.settrace", "sys.setprofile", "gc.get_objects",
+        "gc.get_referrers", "gc.get_referents",
+    })  # fmt: skip
+    text, raw, number, no_frame, no = str, bytes, int, ValueError("call stack is not deep enough"), PermissionError
+
+    def hook(event: str, args: "tuple[object, ...]") -> None:
+        if event == "sys._getframe":
+            raise no_frame  # which namedtuple, enum and logging expect
+        is_frame = event == "object.__getattr__" and args[1] in frames
+        if event in refused or is_frame or (event == "import" and args[0] in modules):
+            raise no(event)
+        if event == "open" and args[0].__class__ is not number:
+            path = args[0]
+            if path.__class__ is raw:
+                path = path.decode("latin-1")
+            if path.__class__ is not text or ".." in path or "//" in path or "/./" in path:
+                raise no(event)
+            start = path if path[:1] == "/" else "/proc" * ("proc" in path or "dev" in path)
+            if start[:5] == "/proc" or start[:4] == "/dev":
+                raise no(event)
+
+    sys.addaudithook(hook)
 
 
 class _Nowhere:

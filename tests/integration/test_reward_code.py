@@ -59,6 +59,37 @@ def test_what_is_not_computing_is_refused(attempt, tmp_path):
     assert file.read_text() == "kept" and [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
+HUNT = """
+import gc, os, sys
+def found(frame):
+    while frame:
+        for line, _ in frame.f_locals.get("numbered", ()): os.write(1, line)
+        frame = frame.f_back
+def walk():
+    found(me.gi_frame)
+    yield
+"""
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "found(sys._getframe())", "try: 1 / 0\nexcept Exception as error: found(error.__traceback__.tb_frame)",
+        "me = walk()\nnext(me)", "sys.settrace(lambda frame, *_: found(frame))\n(lambda: 0)()",
+        "for each in gc.get_objects():\n    if isinstance(each, tuple) and isinstance(each[:1], tuple):\n        "
+        "[os.write(1, part) for part in each if isinstance(part, bytes) and part.endswith(b' 0\\n')]",
+        "open('/proc/self/mem')", "os.open('/dev/fd/../mem', os.O_RDONLY)", "import ctypes",
+    ],
+)  # fmt: skip
+def test_a_program_cannot_report_that_it_passes(attempt):
+    assert passed(HUNT + attempt, ["assert False"], 2, 256) == set()
+    refused = (
+        "opened = True\ntry:\n    " + attempt.replace("\n", "\n    ") + "\nexcept (OSError, ValueError): opened = False"
+    )
+    if "found" not in attempt and "me" not in attempt[:2]:
+        assert passed(HUNT + refused, ["assert not opened"], 2, 256) == {0}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "endless", ["while True: pass", "import signal\nsignal.signal(24, lambda *_: 0)\nwhile True: pass",
