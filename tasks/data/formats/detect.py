@@ -547,8 +547,8 @@ FORMATS: tuple[Format, ...] = (
     Format(
         name="multiple_choice", kind=Kind.CONVERSATIONS, by_value=recognize_choices, read=multiple_choice,
         accepted='{"question": "...", "choices": ["...", "..."], "answer": 1}, an index from 0, a letter or the text',
-        mapping={**CHOICE_COLUMNS, **_SYSTEM},
-        losing=frozenset({*_OTHER_PROMPTS, *_COMPLETION, "output", "solution", "chosen", "rejected", *THOUGHTS}),
+        mapping={**CHOICE_COLUMNS, **_THOUGHT, **_SYSTEM},
+        losing=frozenset({*_OTHER_PROMPTS, *_COMPLETION, "output", "solution", "chosen", "rejected"}),
     ),
     Format(
         name="function_calling", kind=Kind.CONVERSATIONS, needs=("query", "tools", "answers"), read=_function_calling,

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from tasks.data.formats.turns import BadRowError, Fields, named
+from tasks.data.formats.turns import BadRowError, Fields, named, recognize_choices
 
 # Kind of rows -> the shipped pipeline that reads nothing else.
 JOBS: Mapping[Kind, str] = {
@@ -59,6 +59,8 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
     assert asked is not None
     if kind == Kind.PROMPTS:
         answers = {"answer": answers["completion"]} if "completion" in answers else {}
+    elif choosing := _choosing(rows, asked, answers.get("completion")):
+        name, answers, context = "question", choosing, None
     renamed = {ours: theirs for ours, theirs in {name: asked, **answers}.items() if ours != theirs}
     template = ""
     if context and not all(isinstance(each, str) for each in values[context]):  # a template needs it in each row
@@ -81,6 +83,16 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
     return (
         f"posttrain data {_shell(place)} {' '.join(of_data)} reads them; a pipeline does with {' '.join(of_pipeline)}"
     )
+
+
+def _choosing(rows: Sequence[Mapping[str, object]], asked: str, answered: str | None) -> dict[str, str | None]:
+    """The column of the right choice, where rows have choices and other names; empty: they have not."""
+    columns = {"question": asked, "answer": str(answered)}
+    choices = [
+        recognize_choices({**row, **{ours: inside(row, path) for ours, path in columns.items()}}) for row in rows
+    ]
+    is_other = answered and (asked, answered) != ("question", "answer")
+    return {"answer": answered} if is_other and sum(map(bool, choices)) > len(rows) / 2 else {}
 
 
 def proposed(message: str) -> list[str]:

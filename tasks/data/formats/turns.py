@@ -815,7 +815,8 @@ def prompt_of(transcript: str) -> list[Message]:
 
 
 # Columns of a multiple choice: the text before the question, the question, the choices and the right one.
-_CONTEXT, _QUESTION = ("context", "passage", "article"), ("question", "problem", "query", "ctx")
+_CONTEXT = ("context", "passage", "article")
+_QUESTION = ("question", "question_stem", "problem", "query", "ctx")
 _CHOICES, _LETTERS = ("choices", "options", "endings"), ("A", "B", "C", "D", "E", "F", "opa", "opb", "opc", "opd")
 _RIGHT = ("answerKey", "answer_key", "answer_idx", "answer_index", "correct", "cop", "answer", "label")
 CHOICE_COLUMNS = {
@@ -823,16 +824,18 @@ CHOICE_COLUMNS = {
     **dict.fromkeys(_RIGHT, "the assistant's turn"),
 }
 _MARK = re.compile(r"\s*\(?([A-Z])[).:]\s*(.*)", re.DOTALL)  # A) one
+_MARKED = re.compile(r"\(?(\w{1,2})(?:[).:]\s*(.*))?", re.DOTALL)  # a, (A) or A. one
 
 
 def recognize_choices(fields: Fields) -> tuple[str, ...]:
     """The columns of a multiple choice, whose choices are a list, an object or columns of their own."""
     named_ = [next((name for name in names if name in fields), "") for names in (_QUESTION, _RIGHT)]
     shown = [name for name in _CHOICES if name in fields][:1] or [name for name in _LETTERS if name in fields]
-    return (*named_, *shown) if all(named_) and len(_choices(fields)) > 1 else ()
+    thoughts = [name for name in THOUGHTS if name in fields]
+    return (*named_, *shown, *thoughts) if all(named_) and len(_choices(fields)) > 1 else ()
 
 
-def _choices(fields: Fields) -> dict[str, str]:
+def _choices(fields: Fields) -> dict[str, str | int | float]:
     """Label -> choice; empty: there are none."""
     value = next((fields[name] for name in _CHOICES if not is_nothing(fields.get(name))), None)
     if value is None:
@@ -841,34 +844,53 @@ def _choices(fields: Fields) -> dict[str, str]:
         value = dict(zip(map(str, value["label"]), value["text"], strict=False))
     if isinstance(value, list) and all(isinstance(each, Mapping) and "label" in each for each in value):
         value = {str(each["label"]): each.get("text") for each in value}
-    if isinstance(value, list):
+    if isinstance(value, list) and len(value) <= 26:  # the letters
         marks = [_MARK.fullmatch(each) if isinstance(each, str) else None for each in value]
         letters = [chr(ord("A") + at) for at in range(len(value))]
         if all(mark and mark[1] == letter for mark, letter in zip(marks, letters, strict=True)):
             value = [mark[2] for mark in marks if mark]
         value = dict(zip(letters, value, strict=True))
-    found = value if isinstance(value, Mapping) else {}
+    # Tables have null for a choice that other rows have; names of more than two characters are those of settings.
+    found = (
+        {str(label): each for label, each in value.items() if each is not None} if isinstance(value, Mapping) else {}
+    )
     is_text = all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in found.values())
-    return {str(label): str(each) for label, each in found.items()} if is_text else {}
+    return found if is_text and all(len(label) < 3 for label in found) else {}
 
 
 def multiple_choice(fields: Fields) -> CanonicalRow:
     """The question with its choices, each after its label; the answer is the right one with its label."""
-    choices, labels = _choices(fields), list(_choices(fields))
+    choices = _choices(fields)
     if len(choices) < 2:
         raise BadRowError(f"{one_of(fields, _CHOICES)} holds no choices", "no choices")
     name = next((name for name in _RIGHT if not is_nothing(fields.get(name))), _RIGHT[-2])
-    right = required(fields, name, "no answer")
-    label = str(right).strip()
-    if isinstance(right, bool) or not isinstance(right, str | int) or not label:
-        raise BadRowError(f"{name} is {named(right)}", "no answer")
-    if label not in choices:
-        at = int(label) if label.isdecimal() and len(label) < 4 else len(labels)
-        of_text = [each for each, choice in choices.items() if choice.strip() == label]
-        label = labels[at] if at < len(labels) else of_text[0] if of_text else label
-    if label not in choices:
-        raise BadRowError(f"{name} is {named(right)}, which is none of the choices {', '.join(labels)}", "no answer")
+    label = _right(required(fields, name, "no answer"), name, choices)
     before = [text(fields[each], each, "empty prompt") for each in _CONTEXT if not is_nothing(fields.get(each))]
     shown = "\n".join(f"{each}. {choice}" for each, choice in choices.items())
     asked = "\n\n".join([*before, text_of(fields, "empty prompt", *_QUESTION), shown])
-    return {"messages": prompt(asked, "question") + answer(f"{label}. {choices[label]}", name)}
+    answered = answer(f"{label}. {choices[label]}", name)
+    return {"messages": prompt(asked, "question") + with_thought_column(answered, fields)}
+
+
+def _right(right: object, name: str, choices: Mapping[str, str | int | float]) -> str:
+    """The label of the right choice, which a row gives by its label, its index or its text."""
+    right = int(right) if isinstance(right, float) and right.is_integer() else right  # a table's, beside nulls
+    given, labels = str(right).strip(), list(choices)
+    if isinstance(right, bool) or not isinstance(right, str | int) or not given:
+        raise BadRowError(f"{name} is {named(right)}", "no answer")
+    if given in choices:
+        return given
+    found = labels[int(given) :][:1] if given.isdecimal() and len(given) < 4 else []
+    if found and isinstance(right, int) and all(isinstance(each, str) for each in choices.values()):
+        return found[0]
+    found += [label for label, choice in choices.items() if str(choice).strip() == given][:1]
+    if mark := _MARKED.fullmatch(given):
+        found += [
+            label for label, choice in choices.items()
+            if label.lower() == mark[1].lower() and mark[2] in (None, "", str(choice).strip())
+        ]  # fmt: skip
+    if len({*found}) == 1:
+        return found[0]
+    why = f"may be {' or '.join(found)}" if found else f"is none of the choices {', '.join(labels)}"
+    remedy = "write its letter; columns={prompt: QUESTION, completion: ANSWER} reads the rows without their choices"
+    raise BadRowError(f"{name} is {named(right)}, which {why}", "no answer", remedy=remedy)

@@ -132,8 +132,16 @@ CASES: dict[str, list[tuple[Row, Row]]] = {
             {"question": "q", "A": "x", "B": "y", "answer": "B"}, {"question": "q", "opa": "x", "opb": "y", "cop": 1},
             {"ctx": "q", "endings": ["x", "y"], "label": "1"}, {"question": "q", "options": ["x", "y"], "answer": "y"},
             {"question": "q", "choices": [{"label": "A", "text": "x"}, {"label": "B", "text": "y"}], "answer": "B"},
+            {"question": "q", "options": {"A": "x", "B": "y", "C": None}, "answer": "b"},  # of a table
+            {"question_stem": "q", "choices": ["x", "y"], "answer": "(B)"},
+            {"question": "q", "choices": ["x", "y"], "answer": "B. y"},
+            {"query": "q", "choices": ["x", "y"], "label": 1.0},
         )
     ] + [
+        ({"question": "q", "options": ["x", "y"], "reasoning": "t", "answer": "B"},
+         {"messages": [{"role": "user", "content": "q\n\nA. x\nB. y"}, assistant("<think>\nt\n</think>\n\nB. y")]}),
+        ({"question": "q", "options": ["1", "2"], "answer": 1},
+         {"messages": [{"role": "user", "content": "q\n\nA. 1\nB. 2"}, assistant("B. 2")]}),
         ({"article": "c", "question": "q", "choices": {"text": [4, 7], "label": ["1", "2"]}, "answer": "2"},
          {"messages": [{"role": "user", "content": "c\n\nq\n\n1. 4\n2. 7"}, assistant("2. 7")]}),
     ],

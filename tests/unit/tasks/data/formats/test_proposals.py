@@ -102,6 +102,10 @@ Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
         ({"conversation_id": "1", "conversation": [Q, A], "turn": 1}, "columns.messages=conversation"),
         ({"dialog": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, "columns.conversations=dialog"),
         ({"input": [Q], "output": "a", "context": "c"}, "columns.prompt=input columns.completion=output"),
+        (
+            {"query": "q", "options": {"top_k": 2, "seed": 1}, "answer": "a"},
+            "columns.prompt=query columns.completion=answer",
+        ),
     ],
 )
 def test_turns_in_a_column_are_proposed_whole(row: dict[str, object], columns: str) -> None:
@@ -109,6 +113,14 @@ def test_turns_in_a_column_are_proposed_whole(row: dict[str, object], columns: s
         detect([row], "a.jsonl")
     renames = dict(word.removeprefix("columns.").split("=") for word in columns.split())
     assert detect([row], "a.jsonl", columns=renames).convert(row) == {"messages": [Q, A]}
+
+
+def test_choices_are_proposed_with_their_question_and_no_letter_alone() -> None:
+    row = {"input": "q", "choices": ["x", "y"], "target": 1}
+    with pytest.raises(DataError, match=r"a\.jsonl columns\.question=input columns\.answer=target reads them"):
+        detect([row], "a.jsonl")
+    read = detect([row], "a.jsonl", columns={"question": "input", "answer": "target"}).convert(row)
+    assert read["messages"][-1]["content"] == "B. y"
 
 
 def test_a_row_whose_answer_is_not_there_is_bad_and_named(call):
