@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lineage.artifact import Kind
 from lineage.errors import PipelineError
@@ -322,6 +323,22 @@ def test_a_reference_inside_the_policy_that_moves_stops_before_the_second_update
     monkeypatch.setattr(FixedReference, "require", watched)
     with pytest.raises(PipelineError, match=r"step 2, which is not taken: .* its weights were \w{16} at step 0"):
         training.train(training.method("dpo", adapter=adapter), root, tmp_path / "output")
+
+
+def test_a_reference_in_few_bits_is_read_by_the_tensors_that_hold_it() -> None:
+    """Such as values and scales: its own class has no view as whole numbers."""
+    policy, reference = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    packed = (torch.ones(2, 2, dtype=torch.int8) for _ in range(2))
+    reference.weight = torch.nn.Parameter(TwoTensor(*packed), requires_grad=False)
+    check = FixedReference(policy, reference)
+    check.require(0)
+    check.require(0)
+    reference.weight.b[0, 0] = 2
+    with pytest.raises(PipelineError, match=r"step 2, .* its weights were"):
+        check.require(1)
+    reference.weight.b = policy.weight.detach()
+    with pytest.raises(PipelineError, match=r"1 of its 2 weights are the policy's"):
+        FixedReference(policy, reference).require(0)
 
 
 def test_a_reference_moves_when_its_sync_is_due_and_only_then() -> None:

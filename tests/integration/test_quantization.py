@@ -142,6 +142,15 @@ FORMATS_HERE = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", FORMATS_HERE)
+def test_the_policy_without_its_adapter_is_a_reference_in_every_format(
+    root: Path, tmp_path: Path, policies: dict[str, Path], name: str
+) -> None:
+    setting = Quantization(format=name)  # type: ignore[arg-type]
+    stage = training.method("dpo", num_steps=2, learning_rate=1e-2, adapter=LORA, quantization=setting)
+    assert len(training.train(stage, root, tmp_path / "output", policy=policies["llama"]).losses) == 2
+
+
 def lora_gradients(model: torch.nn.Module) -> torch.Tensor:
     """Of all LoRA weights, the same random ones on each model, as one vector."""
     torch.manual_seed(0)

@@ -11,12 +11,13 @@ Shapes: B completions of a micro batch, C tokens of the longest completion.
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from peft import PeftModel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import TrainerCallback
 
 from lineage.errors import ArtifactError, PipelineError
@@ -83,15 +84,25 @@ def unmoved(model: "PreTrainedModel | PeftModel", first: Weights) -> dict[str, f
 
 def digest_of(tensors: "Mapping[str, Tensor]", also: Iterable[str] = ()) -> str:
     """A short digest of tensors on any device, and of further words."""
-    sums = [_bits(each.detach()).sum(dtype=torch.int64) for each in tensors.values()]
+    sums = [torch.stack([*map(_bits, _parts(each.detach()))]).sum() for each in tensors.values()]
     found = torch.stack(sums).tolist() if sums else []
     text = "\n".join([*(f"{name}:{total}" for name, total in zip(tensors, found, strict=True)), *sorted(also)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _bits(tensor: "Tensor") -> "Tensor":
+    """The sum of a tensor's bits, read as whole numbers."""
+    return tensor.contiguous().flatten().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def _parts(tensor: "Tensor") -> "Iterator[Tensor]":
+    """The plain tensors of this worker's part: of a weight in few bits (torchao, quanto) its values and scales."""
     tensor = local(tensor)
-    return tensor.contiguous().flatten().view(_INTEGERS[tensor.element_size()])
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _parts(getattr(tensor, name))
 
 
 def digests_of_weights(models: "Inputs") -> dict[str, str]:
@@ -138,8 +149,11 @@ def shares_weights(one: "PreTrainedModel | PeftModel", other: "PreTrainedModel |
 
 
 def _trained_places(model: "PreTrainedModel | PeftModel") -> set[int]:
-    own = (local(each) for each in plain(model).parameters() if each.requires_grad)
-    return {each.data_ptr() for each in own if each.numel()}
+    return _places(each for each in plain(model).parameters() if each.requires_grad)
+
+
+def _places(tensors: "Iterable[Tensor]") -> set[int]:
+    return {part.data_ptr() for each in tensors for part in _parts(each) if part.numel()}
 
 
 class Sampled:
@@ -310,8 +324,7 @@ class FixedReference(TrainerCallback):
         if self._is_proven:
             return
         weights, trained = self._weights(), _trained_places(self._policy)
-        own = {name: local(each) for name, each in weights.items()}
-        shared = [name for name, each in own.items() if each.numel() and each.data_ptr() in trained]
+        shared = [name for name, each in weights.items() if _places([each]) & trained]
         if shared:
             self._refuse(
                 step, f"{len(shared)} of its {len(weights)} weights are the policy's, in one place of memory, such as "
