@@ -893,4 +893,6 @@ def _right(right: object, name: str, choices: Mapping[str, str | int | float]) -
         return found[0]
     why = f"may be {' or '.join(found)}" if found else f"is none of the choices {', '.join(labels)}"
     remedy = "write its letter; columns={prompt: QUESTION, completion: ANSWER} reads the rows without their choices"
+    if given == str(len(labels)):
+        remedy = "if indexes begin at 1, the other rows are wrong too: write letters"
     raise BadRowError(f"{name} is {named(right)}, which {why}", "no answer", remedy=remedy)

@@ -20,6 +20,11 @@ HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
 HH = "\n\nHuman: q\n\nAssistant: "
 
 
+def test_an_index_after_the_last_choice_says_that_the_other_rows_may_be_wrong_too():
+    with pytest.raises(BadRowError, match="if indexes begin at 1, the other rows are wrong too"):
+        BY_NAME["multiple_choice"].convert({"question": "q", "choices": ["a", "b"], "answer": 2})
+
+
 def call(**function):
     return {"role": "assistant", "tool_calls": [{"function": {"name": "f", **function}}]}
 
