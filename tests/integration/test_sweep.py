@@ -80,9 +80,8 @@ def test_what_trials_share_is_made_once_and_a_rerun_makes_what_is_missing(toy, f
     (Path(told["sweep"]) / "trials.jsonl").unlink()  # as a stop leaves it between the last stage and the end of a trial
     remembered, _ = sweep(toy, RATES)
     assert remembered["trials"] == told["trials"] and all(trial["seconds"] > 0 for trial in told["trials"])
-    judged, errors = sweep(toy, RATES, "sweep.objectives.best={metric: left/nope, direction: minimize}", code=1)
-    assert (states(judged), started(errors)) == (["failed"] * 3, [])
-    assert "3 of 3 trials failed" in errors
+    refused = toy("run", "--multirun", RATES, "sweep.objectives.best={metric: left/nope, direction: minimize}")
+    assert refused.returncode == 2 and "left is finished and has not measured it; it measured loss" in refused.stderr
 
     assert not (folder / "artifacts" / "pipelines").exists()  # no sweep moves the view
 

@@ -192,4 +192,5 @@ def test_a_pid_of_another_boot_is_not_touched(tmp_path, sleeper):
 def test_a_command_without_its_run_says_that_the_run_alone_is_lacking(capsys):
     with pytest.raises(SystemExit):
         main(["cancel"])
-    assert capsys.readouterr().err.endswith("error: the following arguments are required: RUN\n")
+    error = "error: the following arguments are required: RUN; posttrain status shows the runs; latest is accepted\n"
+    assert capsys.readouterr().err.endswith(error)

@@ -47,7 +47,8 @@ def test_it_is_allowed_where_that_is_set_and_other_errors_are_raised_as_they_are
 
 
 def trainer(state, args):
-    model = SimpleNamespace(config=PretrainedConfig())
+    model = torch.nn.Linear(1, 1)
+    model.config = PretrainedConfig()
     return SimpleNamespace(model=model, state=state, args=args, _save_checkpoint=None)
 
 
