@@ -143,6 +143,8 @@ class Engine:
     ) -> None:  # fmt: skip
         self.root, self._find = root, find
         self.records = Records(root, database)
+        if database:
+            self.records.require_root(root, database)
         self.resources, self.limits = resources or Resources(), limits or Limits()
         self._condition = threading.Condition()
         self._orders: dict[str, _Order] = {}

@@ -3,6 +3,7 @@
 import hashlib
 import secrets
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -65,6 +66,7 @@ AUDIT = Table(
     Column("call", String(64), nullable=False), Column("request", String(64), index=True), Column("status", Integer),
     Column("tokens", Integer), Column("seconds", Float),
 )  # fmt: skip
+ROOT = Table("root", _META, Column("id", String(32), primary_key=True))  # of the folder whose calls these are
 
 
 def digest_of(key: str) -> str:
@@ -97,6 +99,21 @@ class Records:
 
     def close(self) -> None:
         self._engine.dispose()
+
+    def require_root(self, root: Path, url: str) -> None:
+        """Requires that a folder has the files of the calls (ConfigError: another one has)."""
+        file = root / "id"
+        with self._engine.begin() as connection:
+            known = connection.execute(select(ROOT.c.id)).scalar()
+            if known is None:
+                if not file.exists():
+                    file.write_text(uuid.uuid4().hex)
+                connection.execute(insert(ROOT).values(id=file.read_text()))
+            elif not file.exists() or file.read_text() != known:
+                raise ConfigError(
+                    f"--database {redacted(url)}: has the calls of another folder than --root {root}; name that "
+                    "folder, or another database"
+                )
 
     # --- keys
 

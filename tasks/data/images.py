@@ -13,6 +13,7 @@ import os
 import re
 import urllib.request
 import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -276,7 +277,7 @@ def _of_archive(root: Path, place: str, what: str) -> bytes:
     _require_small(info.file_size, what)
     try:
         return archive.read(info)
-    except (BadZipFile, RuntimeError, OSError, NotImplementedError) as error:
+    except (BadZipFile, RuntimeError, OSError, NotImplementedError, zlib.error, EOFError) as error:
         raise bad_image(f"{what}: {place} cannot be unpacked ({error})", "a plain ZIP archive") from error
 
 

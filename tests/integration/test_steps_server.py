@@ -17,6 +17,7 @@ from sqlalchemy.exc import OperationalError
 from flows.steps import engine, server
 from flows.steps.calls import CALLS
 from flows.steps.engine import Engine, Limits
+from lineage.errors import ConfigError
 from posttrain.steps import AsyncClient, CallError, Client, Row
 from tests import training
 from tests.steps_server import Served, find
@@ -448,3 +449,13 @@ def test_an_idle_session_leaves_the_memory_and_its_next_call_finds_it_as_it_was(
         two.call("step")
         assert last_digest(served.engine, one.name) == last_digest(served.engine, two.name)
         assert served.engine.info(one.name)["in_memory"] is False
+
+
+def test_a_database_is_of_one_folder(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'calls.db'}"
+    for _ in range(2):
+        Engine(tmp_path / "one", find, database=url).records.close()
+    with pytest.raises(ConfigError, match=r"--database sqlite.*calls of another folder than --root .*two; name that"):
+        Engine(tmp_path / "two", find, database=url)
+    (tmp_path / "one").rename(tmp_path / "moved")
+    Engine(tmp_path / "moved", find, database=url).records.close()

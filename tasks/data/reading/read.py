@@ -13,6 +13,7 @@ import json
 import logging
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -137,7 +138,7 @@ def _read_archive(path: Path, place: str, split: str, source: Source) -> Iterato
                     with archive.open(str(name)) as packed, copy.open("wb") as file:
                         shutil.copyfileobj(packed, file)
                     yield from _read_file(copy, f"{place}/{name}", source)
-    except (BadZipFile, RuntimeError, NotImplementedError) as error:
+    except (BadZipFile, RuntimeError, NotImplementedError, zlib.error, EOFError) as error:
         raise refused(place, f"cannot be unpacked ({error})", accepted, plain) from error
 
 

@@ -352,3 +352,17 @@ def test_a_hostile_archive_is_refused(tmp_path: Path, name: str, content: bytes,
         archive.writestr(name, content)
     with pytest.raises(DataError, match=problem):
         run(tmp_path, Source(path=str(tmp_path / "data.zip")))
+
+
+@pytest.mark.parametrize("damaged", ["train.jsonl", "red.png"])
+def test_a_damaged_archive_is_named(tmp_path: Path, damaged: str) -> None:
+    path = tmp_path / "data.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("train.jsonl", "".join(json.dumps(question("red", str(number))) + "\n" for number in range(9)))
+        archive.writestr("red.png", RED)
+        start = archive.getinfo(damaged).header_offset + 30 + len(damaged)
+    content = bytearray(path.read_bytes())
+    content[start : start + 4] = b"\xff\xff\xff\xff"  # no block of a deflated stream begins so
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="cannot be unpacked"):
+        run(tmp_path, Source(path=str(path)))
