@@ -14,8 +14,9 @@ import tempfile
 import tomllib
 import urllib.request
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from http.client import HTTPException
 from importlib import metadata
@@ -32,6 +33,7 @@ from flows.prefect.address import ask_prefect, authorization, is_loopback, prefe
 from lineage.errors import ConfigError
 from lineage.filesystem.remote_files import request
 from lineage.mlflow.address import is_server, schema_fault, shown, sqlite_file, tracking_uri
+from lineage.record.environment import run_answering
 from lineage.secrets import redacted
 from lineage.store import Store
 from posttrain import PACKAGES, ROOT
@@ -67,10 +69,11 @@ _GUARD = {
     "ray": "set RAY_AUTH_MODE=token on every node and for every driver, and keep its ports inside a private network",
 }
 _TORCH = """
-import json, torch
+import json, os, sys, torch
 cuda = torch.version.cuda
 nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and torch.distributed.is_nccl_available() else None
-print(json.dumps({"cuda": cuda, "seen": torch.cuda.device_count(), "nccl": nccl}))
+with os.fdopen(int(sys.argv[1]), "w") as answer:
+    json.dump({"cuda": cuda, "seen": torch.cuda.device_count(), "nccl": nccl}, answer)
 """
 
 
@@ -272,10 +275,10 @@ def check_gpus() -> Finding:
                        "machine after an update, start a container with --gpus all")  # fmt: skip
     counts = Counter(name for name, _, _ in rows)
     found = f"{', '.join(f'{count}x {name}' for name, count in counts.items())}, driver {rows[0][2]}"
-    answer, torch_fault = _output(sys.executable, "-c", _TORCH)  # imports torch, which takes seconds
+    answer, torch_fault = _output(sys.executable, "-c", _TORCH, run=run_answering)  # imports torch, which takes seconds
     if torch_fault:
         return Finding("gpu", "error", f"{found}; torch fails: {torch_fault}", _INSTALL)
-    torch = json.loads(answer.splitlines()[-1])
+    torch = json.loads(answer)
     found += f", CUDA {torch['cuda']}, NCCL {torch['nccl']}"
     faults = [
         (torch["cuda"] is None, "torch was built without CUDA",
@@ -289,10 +292,13 @@ def check_gpus() -> Finding:
     return _judged("gpu", [f"{found}: {why}"] if why else [], found, remedy)
 
 
-def _output(*command: str) -> tuple[str, str]:
+_run = partial(subprocess.run, capture_output=True, text=True, check=False)
+
+
+def _output(*command: str, run: "Callable[..., subprocess.CompletedProcess[str]]" = _run) -> tuple[str, str]:
     """Output of a command, and the last two lines of it if the command failed."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
+        done = run(command, timeout=_COMMAND_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
         return "", str(error)
     lines = [line for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]

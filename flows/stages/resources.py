@@ -34,7 +34,7 @@ from flows.stages.job import Job
 from flows.stages.process_settings import WORKER_ENVIRONMENT, stage_environment
 from lineage.errors import ConfigError, PipelineError
 from lineage.filesystem.remote_files import private_folder
-from lineage.record.environment import list_gpus
+from lineage.record.environment import list_gpus, run_answering
 from lineage.secrets import first_line
 from posttrain import PACKAGES
 from tasks.context import Launcher, Resources
@@ -343,18 +343,17 @@ def ask_cluster(seconds: float = _ASK_SECONDS) -> Cluster:
     command = [sys.executable, "-P", "-m", "flows.stages.resources"]
     environment = {**stage_environment(), **os.environ}
     try:
-        answer = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=seconds, check=True
-        ).stdout
-        found = json.loads(answer.splitlines()[-1])
-        nodes = [Node(**{**each, "gpu_types": tuple(each["gpu_types"])}) for each in found["nodes"]]
-        return Cluster(nodes=tuple(nodes), grows=found["grows"])
+        done = run_answering(command, env=environment, timeout=seconds)
     except subprocess.TimeoutExpired as error:
         address = os.environ.get("RAY_ADDRESS")
         raise ConfigError(f"RAY_ADDRESS={address}: no answer within {seconds:g} s; is it reachable?") from error
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError, KeyError, TypeError) as error:
-        output = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
-        raise ConfigError([type(error).__name__, *(output or "").strip().splitlines()][-1]) from error
+    if not done.stdout:
+        raise ConfigError([f"exit code {done.returncode}", *done.stderr.strip().splitlines()][-1])
+    found = json.loads(done.stdout)
+    if isinstance(found, str):
+        raise ConfigError(found)
+    nodes = [Node(**{**each, "gpu_types": tuple(each["gpu_types"])}) for each in found["nodes"]]
+    return Cluster(nodes=tuple(nodes), grows=found["grows"])
 
 
 def joined_cluster() -> Cluster:
@@ -392,13 +391,15 @@ def node_label(address: str, node_id: str) -> str:
 
 
 def main() -> int:
-    """Prints what the cluster has as one JSON object, or on stderr what is wrong."""
+    """Answers with what the cluster has as a JSON object, or with a text that says what is wrong."""
+    found: object
     try:
         join(log_to_driver=False, configure_logging=False)
+        found = asdict(joined_cluster())
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    print(json.dumps(asdict(joined_cluster())))
+        found = str(error)
+    with os.fdopen(int(sys.argv[1]), "w") as answer:
+        json.dump(found, answer)
     return 0
 
 

@@ -8,7 +8,8 @@ import importlib.metadata
 import platform
 import socket
 import subprocess
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -69,6 +70,23 @@ def list_gpus(*properties: str) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in listing.splitlines() if line.strip()]
+
+
+def run_answering(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As ``subprocess.run``, for a program that writes its answer to the file descriptor that is its last argument.
+
+    The answer takes the place of its stdout, which has what libraries print, also as they are imported and at exit.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as answer:
+        descriptor = answer.fileno()
+        done = subprocess.run(
+            [*command, str(descriptor)], env=env, timeout=timeout, pass_fds=(descriptor,), capture_output=True,
+            text=True, errors="replace", check=False,
+        )  # fmt: skip
+        answer.seek(0)
+        return subprocess.CompletedProcess(done.args, done.returncode, answer.read(), done.stderr)
 
 
 def provenance_here(start: float) -> Provenance:

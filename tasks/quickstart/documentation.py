@@ -2,7 +2,7 @@
 
 ``documents()`` runs this file in a fresh isolated interpreter: what is imported, patched or set in
 the caller's process cannot change a row, and what the imports do there cannot harm the caller.
-So this file imports nothing but the standard library.
+So there this file imports nothing but the standard library.
 """
 
 import importlib
@@ -10,7 +10,6 @@ import inspect
 import json
 import os
 import pkgutil
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -59,9 +58,12 @@ class Document:
 @cache
 def documents() -> tuple[Document, ...]:
     """Every document of this interpreter, sorted by name; no text occurs twice."""
+    from lineage.record.environment import run_answering
+
     command = [sys.executable, "-I", "-S", __file__]  # no PYTHON* variables, no site-packages
     environment = os.environ | {"LC_ALL": "C.UTF-8", "TERM": "dumb", "COLUMNS": "80"}
-    run = subprocess.run(command, capture_output=True, check=True, env=environment, encoding="utf-8")
+    run = run_answering(command, env=environment)
+    run.check_returncode()
     rows = [json.loads(line) for line in run.stdout.splitlines()]
     return tuple(
         Document(**{**row, "parameters": None if row["parameters"] is None else tuple(row["parameters"])})
@@ -168,5 +170,5 @@ def _read_interpreter() -> list[Document]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")  # deprecated modules are documented too
-    for item in _read_interpreter():
-        print(json.dumps(asdict(item)))
+    with open(int(sys.argv[1]), "w", encoding="utf-8") as answer:
+        answer.writelines(json.dumps(asdict(item)) + "\n" for item in _read_interpreter())

@@ -1,7 +1,5 @@
-"""Worker threads and shared stages, without processes and without Prefect."""
+"""Worker threads and shared stages, without Prefect; what a cluster answers, by a process with a Ray of the test."""
 
-import json
-import subprocess
 import threading
 from types import SimpleNamespace
 
@@ -195,15 +193,47 @@ def test_as_many_trials_run_at_once_as_fit_on_the_cluster(read, monkeypatch):
     assert module._num_workers(read(*words, "sweep.parallel=2"), cluster) == 2
 
 
-def test_an_answer_of_a_cluster_is_read_and_its_silence_named(monkeypatch):
-    node = {"host": "a", "node": "10.0.0.1, node 1", "cpus": 6.0, "gpus": 1.0, "gpu_types": ["H100"]}
-    text = f"noise\n{json.dumps({'nodes': [node], 'grows': False})}\n"
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, text, ""))
-    assert ask_cluster() == Cluster(nodes=(Node(**{**node, "gpu_types": ("H100",)}),))
+RAY = """
+import atexit
+import sys
+from types import SimpleNamespace
 
-    def refuse(*_, **__):
-        raise subprocess.CalledProcessError(1, "ask", stderr="noise\nRAY_ADDRESS=x: cannot be joined")
+for stream in (sys.stdout, sys.stderr):
+    print("a warning", file=stream)
+    atexit.register(print, "the last words", file=stream)
 
-    monkeypatch.setattr(subprocess, "run", refuse)
-    with pytest.raises(ConfigError, match="RAY_ADDRESS=x: cannot be joined"):
+
+def init(address, **options):
+    if address == "ray://gone:1":
+        raise ConnectionError("nothing is there")
+    return SimpleNamespace(dashboard_url=None)
+
+
+def nodes():
+    resources = {"CPU": 6.0, "GPU": 1.0, "accelerator_type:H100": 1.0}
+    place = {"NodeManagerHostname": "a", "NodeManagerAddress": "10.0.0.1", "NodeID": "1"}
+    return [{"Alive": True, "Resources": resources, **place}]
+"""
+
+
+def test_an_answer_of_a_cluster_is_read_and_its_refusal_named_whatever_ray_prints(tmp_path, monkeypatch):
+    """Ray prints as it is imported and at exit, on stdout and stderr."""
+    package = tmp_path / "ray"
+    (package / "_private").mkdir(parents=True)
+    for file, text in (
+        ("__init__.py", RAY), ("exceptions.py", "class AuthenticationError(Exception): ..."),
+        ("_private/__init__.py", ""), ("_private/state.py", "state = None"),
+    ):  # fmt: skip
+        (package / file).write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("RAY_ADDRESS", "ray://there:1")
+    node = Node(host="a", node="10.0.0.1, node 1", cpus=6.0, gpus=1.0, gpu_types=("H100",))
+    assert ask_cluster() == Cluster(nodes=(node,), grows=True)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://gone:1")
+    with pytest.raises(
+        ConfigError, match=r"RAY_ADDRESS=ray://gone:1: cannot be joined \(ConnectionError: nothing is there\);"
+    ):
+        ask_cluster()
+    (package / "__init__.py").write_text("raise ImportError('no ray here')")
+    with pytest.raises(ConfigError, match="ImportError: no ray here"):
         ask_cluster()

@@ -2,7 +2,6 @@
 
 import http.server
 import io
-import json
 import os
 import re
 import socket
@@ -105,13 +104,24 @@ def _refuse(*_, **__):
 
 @pytest.fixture
 def gpus(tmp_path, monkeypatch):
-    """Runs the check with an nvidia-smi and an answer of torch."""
+    """Runs the check with an nvidia-smi and a torch, which prints as it is imported and at exit."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def check(script, **torch):
-        answer = json.dumps({"cuda": "13.0", "seen": 2, "nccl": "2.29.7", **torch})
-        monkeypatch.setattr(
-            doctor, "_TORCH", f"print('a warning'); print({answer!r})" if torch else "raise MemoryError"
+        has = {"cuda": "13.0", "seen": 2, "nccl": "2.29.7", **torch}
+        (tmp_path / "torch.py").write_text(
+            f"""
+import atexit
+from types import SimpleNamespace as Some
+print("a warning")
+atexit.register(print, "the last words")
+version = Some(cuda={has["cuda"]!r})
+cuda = Some(device_count=lambda: {has["seen"]}, nccl=Some(version=lambda: (2, 29, 7)))
+distributed = Some(is_nccl_available=lambda: {bool(has["nccl"])})
+"""
+            if torch
+            else "raise MemoryError"
         )
         program = tmp_path / "nvidia-smi"
         program.write_text(f"#!/bin/sh\n{script}\n")
