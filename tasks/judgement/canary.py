@@ -33,7 +33,7 @@ from tasks.context import Metrics, Resources, TrainContext
 from tasks.cpo import CPO
 from tasks.cpt import ContinuedPretraining
 from tasks.data.images import IMAGES, Images, write_images
-from tasks.data.kinds import CONVERSATIONS, HELD_OUT, PREFERENCES, PROMPTS, TEXT, TRAIN, UNPAIRED
+from tasks.data.kinds import CONVERSATIONS, HELD_OUT, PREFERENCES, PROMPTS, TEXT, TRAIN, UNPAIRED, RowKind
 from tasks.distill import Distillation
 from tasks.dpo import DPO
 from tasks.evaluate import Evaluate
@@ -52,6 +52,7 @@ from tasks.reward_model import RewardModel
 from tasks.rloo import RLOO
 from tasks.sft import SFT
 from tasks.simpo import SimPO
+from tasks.steps import Row, Steps
 from tasks.taid import TAID
 from tasks.teacher_answers import TeacherAnswers
 from tasks.train.generation.generating import Sampling
@@ -226,13 +227,13 @@ def _write_reader_of_images(directory: Path) -> Path:
     return directory
 
 
-def _write_image_rows(directory: Path) -> None:
-    """Conversations with one picture or two, each of its own size and colours."""
+def _write_image_rows(directory: Path, kind: RowKind) -> None:
+    """Rows whose questions have one picture or two, each of its own size and colours."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     from PIL import Image
 
-    store, rows = directory / "store", conversation_rows(_NUM_ROWS)
+    store, rows = directory / "store", _ROWS[kind](_NUM_ROWS)
     store.mkdir(parents=True)
     for index, row in enumerate(rows):
         width, height, marks = 24 + 8 * (index % 3), 16 + 12 * (index % 4), ""
@@ -245,8 +246,8 @@ def _write_image_rows(directory: Path) -> None:
             digest = hashlib.sha256(file.getvalue()).hexdigest()
             (store / digest).write_bytes(file.getvalue())
             marks += f"<image:{digest}>"
-        cast("list[dict[str, str]]", row["messages"])[0]["content"] += marks
-    schema = pa.schema([field for field in CONVERSATIONS.schema if field.name != "tools"])
+        cast("list[dict[str, str]]", row[kind.asked])[0]["content"] += marks
+    schema = pa.schema([field for field in kind.schema if field.name != "tools"])
     pq.write_table(pa.Table.from_pylist(rows, schema), directory / TRAIN)
     write_images(sorted(path.name for path in store.iterdir()), [store], [], directory / IMAGES)
 
@@ -280,7 +281,8 @@ def write_inputs(root: Path) -> Path:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True}
     _write_model(write_tokenizer(root / "experts"), "qwen3_moe", {**small, **experts})
     _write_reader_of_images(root / "sees")
-    _write_image_rows(root / "pictures")
+    for kind in (CONVERSATIONS, PREFERENCES, PROMPTS):
+        _write_image_rows(root / "pictures" / kind.kind.value, kind)
     for kind, rows in _ROWS.items():
         folder, found = root / kind.kind.value, rows(_NUM_ROWS + _NUM_HELD_OUT)
         folder.mkdir()
@@ -390,9 +392,14 @@ RECIPES: Mapping[str, Recipe] = {
     "sft-padded": Recipe(method=method("sft"), slots={"policy": "gpt2"}),  # which has no padding-free forward
     "sft-packed": Recipe(method=method("sft", packing="best_fit", global_batch_size=4, max_length=64)),
     "sft-experts": Recipe(method=method("sft"), slots={"policy": "experts"}),
-    "sft-images": Recipe(
-        method=method("sft", max_length=256, num_steps=2, images=Images()), slots={"policy": "sees", "rows": "pictures"}
-    ),
+    **{
+        f"{name}-images": Recipe(
+            method=method(name, max_length=256, num_steps=2, images=Images()),
+            slots={"policy": "sees", METHODS[name].reads.slot: f"pictures/{METHODS[name].reads.kind.value}"},
+        )
+        for name in ("sft", "dpo", "grpo")
+    },
+    "steps": Recipe(method=Steps(learning_rate=3e-3)),
     "sft-chunked-head": Recipe(method=method("sft"), max_logits=1),
     "sft-sdpa": Recipe(method=method("sft"), resources=_kernels(attention="sdpa")),
     "sft-eager": Recipe(method=method("sft"), resources=_kernels(attention="eager")),
@@ -473,7 +480,8 @@ def _results(recipe: Recipe, root: Path, place: Path) -> tuple[dict[str, list[fl
     ctx.work_dir.mkdir()
     ctx.output_dir.mkdir()
     with _head(recipe.max_logits):
-        metrics = recipe.method.run(_inputs(recipe, root), ctx)
+        method, inputs = recipe.method, _inputs(recipe, root)
+        metrics = _call_steps(method, inputs, ctx) if isinstance(method, Steps) else method.run(inputs, ctx)
     figures: dict[str, list[float]] = {}
     if recipe.method.trains:
         for name in ("loss", "grad_norm", "reward"):
@@ -490,6 +498,28 @@ def _results(recipe: Recipe, root: Path, place: Path) -> tuple[dict[str, list[fl
     elif files := sorted(ctx.output_dir.rglob("*.safetensors")):
         digests["weights"], figures["weights"] = _weights(files)
     return figures, digests
+
+
+def _call_steps(method: Steps, inputs: Inputs, ctx: TrainContext) -> Metrics:
+    """The calls of a program: it samples, and trains on its completions by one loss after another."""
+    from tasks.train.steps.session import Session
+
+    session = Session(method, inputs["policy"], ctx)
+    prompts = [session.tokenizer(sentence(index, 4))["input_ids"] for index in range(8)]
+    made = cast("list[list[dict[str, list[float]]]]", session.generate(prompts, max_tokens=6)["completions"])
+    rows = []
+    for prompt, [completion] in zip(prompts, made, strict=True):
+        tokens, asked = [*prompt, *completion["tokens"]], [0.0] * (len(prompt) - 1)
+        ones = [*asked, *[1.0] * len(completion["tokens"])]
+        rows.append(
+            Row(tokens=tokens[:-1], target_tokens=tokens[1:], weights=ones, advantages=ones,
+                logprobs=[*asked, *completion["logprobs"]])
+        )  # fmt: skip
+    for step, loss in enumerate(("cross_entropy", "importance_sampling", "grpo"), 1):
+        found = session.backward(rows, loss)
+        session.step()
+        ctx.report(step, {name: cast("float", found[name]) for name in ("loss", "grad_norm")})
+    return session.write_model()
 
 
 def _inputs(recipe: Recipe, root: Path) -> Inputs:

@@ -21,7 +21,7 @@ from tests.command import REPOSITORY
 
 OWN = REPOSITORY / "canary.json"
 ONLY = ("sft", "merge")
-QUICK = ("sft", "sft-packed", "dpo", "grpo", "merge", "evaluate", "generate-greedy", "prepare")
+QUICK = ("sft", "sft-packed", "dpo", "grpo", "steps", "merge", "evaluate", "generate-greedy", "prepare")
 
 
 @pytest.fixture(scope="module")
