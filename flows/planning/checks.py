@@ -171,8 +171,9 @@ def _check_processor(pipeline: Pipeline, name: str, images: Images) -> None:
             f"stages.{name}: the processor of SmolVLM needs the package {_NUM2WORDS.module}, which is not installed; "
             f"install it ({_NUM2WORDS.install}), or set images=null and train on rows of text"
         )
-    files = (root_json(pipeline, name, each) for each in PROCESSOR_FILES[:2])
-    if images.size and isinstance(file := next(filter(None, files), None), Mapping):
+    files = [each for of in PROCESSOR_FILES[:2] if isinstance(each := root_json(pipeline, name, of), Mapping)]
+    file = files[0].get("image_processor", files[-1]) if files else None
+    if images.size and isinstance(file, Mapping):
         require_pixels(images.size, file, f"stages.{name}.method.")
 
 

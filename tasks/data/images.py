@@ -111,16 +111,19 @@ class Images(Setting):
         return {name: value for name, value in named.items() if value is not None}
 
 
-def require_pixels(size: Mapping[str, int], processor: Mapping[str, object], where: str = "") -> None:
+def require_pixels(size: Mapping[str, int], files: Mapping[str, object], where: str = "") -> None:
     """Requires that limits of pixels agree with what a processor does with an image.
 
     Args:
         size: as ``Images.size`` gives it.
-        processor: its file.
+        files: of its processor of images.
         where: before the names of fields.
     """
-    files = processor.get("image_processor", processor)
-    assert isinstance(files, Mapping)
+    if "image_processor_type" in files and not files.keys() & {"merge_size", "temporal_patch_size", "max_pixels"}:
+        raise ConfigError(
+            f"{where}images.{'max' if 'longest_edge' in size else 'min'}_pixels: {files['image_processor_type']} does "
+            "not count pixels; processors of Qwen2-VL and its kin do; set it to null"
+        )
     own = files.get("size") or {}
     sides = [files.get(name) for name in ("min_pixels", "max_pixels")]
     least, most = (

@@ -330,5 +330,15 @@ def test_what_does_not_fit_the_images_of_rows_is_refused_by_the_plan(
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=rf"stages.sft.method.images.{limit}: .*{message}"):
             check("model.kind=vlm", f"stages.sft.method.images.{limit}")
+    # Of two files, that of images counts.
+    (model / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
+    for own, message in (
+        ({"min_pixels": 3136, "max_pixels": 4096, "merge_size": 2}, "processor have min_pixels=3136"),
+        ({"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 8, "width": 8}}, "Gemma3.* count pixels"),
+    ):
+        (model / "preprocessor_config.json").write_text(json.dumps(own))
+        with pytest.raises(ConfigError, match=rf"stages.sft.method.images.max_pixels.*: .*{message}"):
+            check("model.kind=vlm", "stages.sft.method.images.max_pixels=300")
+        check("model.kind=vlm")
     (rows / "train.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, answer]}) + "\n")
     check()

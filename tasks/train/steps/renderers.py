@@ -127,6 +127,8 @@ class Conversation:
         self.sampled += logprobs
         text = str(self.tokenizer.decode(list(tokens)))
         is_whole = text.endswith(self.renderer.stop)
+        if not is_whole and tokens and tokens[-1] in self.tokenizer.all_special_ids:  # another one that stops the model
+            text = str(self.tokenizer.decode(list(tokens[:-1])))
         self._add(self.renderer.end.removeprefix(self.renderer.stop) if is_whole else self.renderer.end)
         return text.removesuffix(self.renderer.stop)
 

@@ -83,6 +83,14 @@ def test_a_content_that_spells_a_control_token_is_text(tokenizer: PreTrainedToke
     assert found == encoded.ids
 
 
+@pytest.mark.parametrize("stop", ["<|im_end|>", "<|endoftext|>", ""])
+def test_the_text_of_a_turn_is_without_the_token_that_stopped_it(tokenizer: PreTrainedTokenizerBase, stop: str) -> None:
+    conversation = Conversation(tokenizer)
+    conversation.prompt({"role": "user", "content": "sum"})
+    tokens = tokenizer(f"in order{stop}", add_special_tokens=False)["input_ids"]
+    assert conversation.answer(tokens, [-1.0] * len(tokens)) == "in order"
+
+
 def test_what_a_family_lacks_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ConfigError, match="role=tool: user, assistant are accepted"):
         RENDERERS["gemma"].head("tool")
