@@ -84,7 +84,8 @@ def unmoved(model: "PreTrainedModel | PeftModel", first: Weights) -> dict[str, f
 
 def digest_of(tensors: "Mapping[str, Tensor]", also: Iterable[str] = ()) -> str:
     """A short digest of tensors on any device, and of further words."""
-    sums = [torch.stack([*map(_bits, _parts(each.detach()))]).sum() for each in tensors.values()]
+    held = (getattr(each, "ds_tensor", each) for each in tensors.values())  # ZeRO-3 holds a worker's part apart
+    sums = [torch.stack([*map(_bits, _parts(each.detach()))]).sum() for each in held]
     found = torch.stack(sums).tolist() if sums else []
     text = "\n".join([*(f"{name}:{total}" for name, total in zip(tensors, found, strict=True)), *sorted(also)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -64,7 +64,6 @@ def test_a_training_is_deterministic_unless_resources_say_otherwise(tmp_path, mo
 
     monkeypatch.setattr(module, "_take_steps", train)
     monkeypatch.setattr(module, "step_in_fp32", lambda model: None)
-    monkeypatch.setattr(module, "weights_of", lambda model: None)
     state, args = SimpleNamespace(global_step=0), SimpleNamespace(max_steps=8, deepspeed=None)
     resources = Resources(deterministic=deterministic)
     context = TrainContext(output_dir=tmp_path, work_dir=tmp_path, resources=resources)
@@ -120,7 +119,6 @@ def test_only_the_worker_that_writes_checkpoints_discards_one_that_is_half_writt
 
     monkeypatch.setattr(module, "_take_steps", fails)
     monkeypatch.setattr(module, "step_in_fp32", lambda model: None)
-    monkeypatch.setattr(module, "weights_of", lambda model: None)
     draft = tmp_path / "checkpoint-4"
     draft.mkdir()
     state, args = SimpleNamespace(global_step=3), SimpleNamespace(max_steps=8, deepspeed=None)
