@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config
 from trl.trainer.utils import use_adapter
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from tasks.context import Resources
 from tasks.judgement.disk_need import adapter_weights, model_shapes, percent_trained
 from tasks.method import Adapter, Quantization, Training
 from tasks.train.kernels import padding_free
+from tasks.train.models.adapted import continued, peft_config
 from tasks.train.models.adapters import ADAPTERS, MIXTURES, NOT_ON_CONV1D
 from tasks.train.models.freeze import Freeze
 from tasks.train.models.load import whole_model
@@ -165,6 +168,30 @@ def test_biases_are_trained_and_the_reference_of_dpo_keeps_its_own(root: Path, t
         assert run.share["trained_parameters"] == adapter_weights(adapter, model_shapes(policy))[0]
     with pytest.raises(ConfigError, match=r"adapter.bias=.*llama.* has no biases"):
         training.train(training.method("sft", adapter=Adapter(bias=bias)), root, tmp_path / "none")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "adapter"),
+    [
+        ("llama", TYPES["ln_tuning"]),
+        ("llama", CHOICES["modules_to_save"]),
+        ("llama", Adapter(rank=4, trainable_token_indices=(70, 80))),
+        ("gpt2", Adapter(rank=4, bias="all")),
+    ],
+    ids=["ln_tuning", "modules_to_save", "tokens", "bias"],
+)
+def test_what_peft_copies_from_a_base_in_bf16_is_saved_and_continued_as_it_was_trained(
+    root: Path, tmp_path: Path, architecture: str, adapter: Adapter
+) -> None:
+    policy = tiny_models.write_model(tmp_path / "policy", architecture)
+    method = training.method("sft", adapter=adapter, precision="bf16", num_steps=2, learning_rate=1e-3)
+    training.train(method, root, tmp_path / "output", policy=policy, resources=Resources(weights="bf16"))
+    saved = _saved(tmp_path / "output")
+    copied = {name: each for name, each in saved.items() if ".lora_" not in name}
+    assert not training.same(copied, {name: each.bfloat16() for name, each in copied.items()})
+    model = whole_model(Kind.CHECKPOINT, policy, held="bf16")
+    adapted = continued(model, adapter, peft_config(adapter, model, 2), tmp_path / "output" / "adapter")
+    assert training.same(saved, get_peft_model_state_dict(adapted))
 
 
 @pytest.mark.parametrize(

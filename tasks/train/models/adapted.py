@@ -39,7 +39,7 @@ from tasks.train.models.adapters import (
     why_not_on_parameters,
     why_not_stacked,
 )
-from tasks.train.models.quantized_base import are_experts, detect_quantized_layers, is_quantized
+from tasks.train.models.quantized_base import are_experts, detect_quantized_layers, is_quantized, step_in_fp32
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -366,7 +366,10 @@ def continued(model: "PreTrainedModel", adapter: Adapter, config: PeftConfig, di
     if dropout:
         setattr(saved, dropout, adapter.dropout)
     saved.task_type = config.task_type
-    return PeftModel.from_pretrained(model, directory, config=saved, is_trainable=True)
+    adapted = PeftModel.from_pretrained(model, directory, config=saved, is_trainable=True)
+    step_in_fp32(adapted)  # PEFT copies modules in the dtype of the base, and rounds the saved weights to it
+    adapted.load_adapter(str(directory), DEFAULT, is_trainable=True)
+    return adapted
 
 
 def require_same(adapter: Adapter, wanted: PeftConfig, saved: PeftConfig, model: "PreTrainedModel") -> None:

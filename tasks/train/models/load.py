@@ -64,6 +64,7 @@ from tasks.train.models.quantized_base import (
     is_quantized,
     keep_layout,
     require_gradient,
+    step_in_fp32,
 )
 from tasks.train.sharding import Shards, is_divided, is_late, read_whole
 
@@ -566,7 +567,8 @@ def _adapted(model: "PreTrainedModel", adapter: Path) -> "PeftModel":
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Found missing adapter keys")
-            adapted = PeftModel.from_pretrained(model, adapter, config=config)
+            adapted = PeftModel.from_pretrained(model, adapter, config=config, is_trainable=True)
+            step_in_fp32(adapted)  # PEFT copies modules in the dtype of the base, and rounds the saved weights to it
             loaded = adapted.load_adapter(str(adapter), "default")  # `from_pretrained` only warns of missing weights
     except (RuntimeError, ValueError) as error:  # of torch: shapes that differ; of PEFT: no such layers
         raise _misfit(model, adapter, " ".join(str(error).split())[:300]) from error

@@ -315,6 +315,11 @@ def keep_layout(model: "PreTrainedModel") -> None:
 
 def step_in_fp32(model: "PreTrainedModel") -> None:
     """Casts trained parameters to fp32: TRL casts an adapter on a quantized base to bf16, which loses small steps."""
+    import torch
+
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    for norm in (each for each in model.modules() if isinstance(each, torch.nn.LayerNorm)):
+        if norm.bias is not None and norm.bias.requires_grad:
+            norm.weight.data = norm.weight.data.float()  # a CPU computes it with weight and bias of one dtype
