@@ -14,6 +14,7 @@ from lineage.filesystem.lock import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import FrameType
 
     from flows.steps.engine import Engine
     from tasks.context import Resources
@@ -128,7 +129,13 @@ def run_serve(options: argparse.Namespace) -> int:
         )  # fmt: skip
         url = f"http://{options.host}:{bound.getsockname()[1]}"
         key = _first_key(options, engine.records.has_keys(), engine)
-        server = uvicorn.Server(uvicorn.Config(app_of(engine, url=url, more=[routes(engine)]), log_level="warning"))
+
+        class Server(uvicorn.Server):
+            def handle_exit(self, sig: int, frame: "FrameType | None") -> None:
+                super().handle_exit(sig, frame)
+                engine.end()  # else it would wait for the calls that its clients wait for
+
+        server = Server(uvicorn.Config(app_of(engine, url=url, more=[routes(engine)]), log_level="warning"))
         bound.listen()  # a client that reads the address may connect at once
         print(f"serving steps at {url} (REST {url}/docs, MCP {url}/mcp); {key}; Ctrl-C ends", flush=True)
         server.run(sockets=[bound])

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -162,11 +163,17 @@ class Engine:
         self._adopt()
         self._thread.start()
 
-    def close(self) -> None:
-        """Ends after the call that runs now; live sessions are written, so that the next start redoes nothing."""
+    def end(self) -> None:
+        """Begins no other call, and answers requests that wait for one, which is there after the next start."""
         with self._condition:
             self._ends = True
             self._condition.notify_all()
+            for notify in chain.from_iterable(self._callbacks.values()):
+                notify()
+
+    def close(self) -> None:
+        """Ends after the call that runs now; live sessions are written, so that the next start redoes nothing."""
+        self.end()
         if self._thread.is_alive():
             self._thread.join()
         for name in list(self._live):
@@ -325,7 +332,7 @@ class Engine:
     def when_done(self, request_id: str, notify: Callable[[], None]) -> None:
         """Calls ``notify`` once the call has its result, or now."""
         with self._condition:
-            if request_id in self._callbacks:
+            if request_id in self._callbacks and not self._ends:
                 self._callbacks[request_id].append(notify)
                 return
         notify()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -459,3 +460,13 @@ def test_a_database_is_of_one_folder(tmp_path: Path) -> None:
         Engine(tmp_path / "two", find, database=url)
     (tmp_path / "one").rename(tmp_path / "moved")
     Engine(tmp_path / "moved", find, database=url).records.close()
+
+
+def test_a_server_that_ends_answers_requests_that_wait(tmp_path: Path, model: str) -> None:
+    with Served(tmp_path).running() as served, http(served) as client, ThreadPoolExecutor(1) as pool:
+        place = f"/v1/sessions/{client.post('/v1/sessions', json={'model': model, **SETTINGS}).json()['session']}"
+        held = pool.submit(client.post, f"{place}/step?wait=60", json={"seq": 2})
+        while client.get(place).json()["held"] != [2]:
+            assert not held.done()
+        served.engine.end()
+        assert held.result(timeout=50).status_code == 202
