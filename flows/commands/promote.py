@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
@@ -74,7 +76,8 @@ def run_gate_check(options: argparse.Namespace) -> int:
     name, cli_args = name_among(options.name, options.overrides) if options.name else ("", options.overrides)
     overrides = cli_args if "=" in name or not name else [f"pipeline={name}", *cli_args]
     pipeline = load_pipeline([*overrides, *([name] if "=" in name else [])], options.config_dir)
-    found = _check_gates(pipeline)
+    with redirect_stdout(sys.stderr):  # stdout is the command's own, and metrics may print
+        found = _check_gates(pipeline)
     if options.json:
         print(json.dumps({"pipeline": pipeline.name, "rules": [asdict(each) for each in found]}, indent=2), flush=True)
     else:
@@ -120,7 +123,7 @@ def _check_gates(pipeline: "Pipeline") -> list[Checked]:
         ConfigError: the pipeline has no gate.
     """
     from flows.planning.plan import make_plan
-    from tasks.evaluate.stubs import Stubs
+    from tasks.evaluate.stubs import FAILS, Stubs
     from tasks.gate import Gate
 
     plan = make_plan(pipeline)
@@ -142,7 +145,8 @@ def _check_gates(pipeline: "Pipeline") -> list[Checked]:
             scores = stubs.scores.get(rule.metric) if stubs else None
             if stubs is None or scores is None:
                 why = stubs.untested.get(rule.metric, "no stub is known for it") if stubs else "its report is unknown"
-                found.append(Checked(gate=gate.name, rule=name, metric=rule.metric, untested=why))
+                error = f"rules.{name}: {rule.metric}: {why}" if why.startswith(FAILS) else ""
+                found.append(Checked(gate=gate.name, rule=name, metric=rule.metric, untested=why, error=error))
                 continue
             values, error = {stub: scores.value(stub) for stub in scores.scores}, ""
             try:

@@ -37,6 +37,7 @@ from tasks.reward_functions.metric import REWARD_MODEL, WIN_RATE, Metric, Metric
 RIGHT, WRONG, ENDLESS = "right", "wrong", "endless"
 SOLUTION = "solution"  # column of a known-right answer, for functions that cannot say one
 STUBS_FOLDER, UNTESTED_FILE = "stubs", "untested.json"
+FAILS = "it fails"  # a function, which is its fault
 _FAR = 1e3  # a reward
 # Metric -> the stubs that a rule on it must refuse.
 _MUST_REFUSE: Mapping[str, tuple[str, ...]] = {
@@ -113,7 +114,7 @@ def stubs_of(
         try:
             built += stub_scores(benchmark)
         except PipelineError as error:
-            untested[benchmark.metric.label] = f"it fails on known answers: {error}"
+            untested[benchmark.metric.label] = f"lm-eval fails on known answers: {error}"
     return Stubs(scores={each.metric: each for each in built if each.row_ids}, untested=untested)
 
 
@@ -214,7 +215,7 @@ def _of_function(
     try:
         return _through(few, label, metric, scorer, texts, num_tokens)
     except (PipelineError, DataError) as error:
-        return f"it fails on known answers: {error}"
+        return f"{FAILS} on known answers: {error}"
 
 
 def _right(row: Mapping[str, object], reward: RewardFunction, label: str) -> str | None:

@@ -239,6 +239,22 @@ def test_gate_check_puts_known_answers_through_a_pipeline_that_has_not_run(
     assert "cpt-sft-dpo has no gate" in capsys.readouterr().err
 
 
+def test_gate_check_refuses_a_metric_that_fails_on_right_answers_and_its_prints_are_no_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "print('loaded')\ndef score(completions, answer):\n    print('called')\n    raise ValueError('broken')\n"
+    )
+    metric = f"{{function: 'python:{file}:score', allow_code: true, name: own}}"
+    words = [f"stages.evaluate.method.metrics=[{metric}]", "+stages.gate.method.rules.own={metric: own, at_least: 0.5}"]
+    assert main(["gate-check", GATED, f"store={tmp_path}", *words, "--json"]) == 2
+    out, err = capsys.readouterr()
+    *_, own = json.loads(out)["rules"]
+    assert own["error"].startswith("rules.own: own: it fails on known answers: ") and "broken" in own["error"]
+    assert "called" in err and own["error"] in err
+
+
 def test_an_evaluation_beside_a_training_is_set_beside_its_method(tmp_path: Path) -> None:
     given = [GATED, f"store={tmp_path}"]
     short = load_pipeline([*given, "+stages.sft.evaluation={every_steps: 5, metrics: [f1]}"])
