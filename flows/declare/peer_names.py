@@ -134,7 +134,9 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_M}.f_divergence", "f_divergence_type"),
     **_each(f"{_M}.f_alpha", "f_alpha_divergence_coef"),
     **_each(f"{_M}.weighting", "use_weighting", "dpo_use_weighting"),
-    **_each(f"{_M}.reference_sync", "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps"),
+    **_each(f"{_M}.reference_sync", "sync_ref_model"),
+    **_each(f"{_M}.reference_sync.mixup_alpha", "ref_model_mixup_alpha"),
+    **_each(f"{_M}.reference_sync.every_steps", "ref_model_sync_steps"),
     **_each(f"{_R}.precompute_reference", "precompute_ref_log_probs"),
     **_each(f"{_M}.gamma", "", "simpo_gamma", "gamma_beta_ratio"),
     **_each(f"{_M}.desirable_weight", "", "kto_desirable_weight kto_chosen_weight"),
@@ -142,7 +144,10 @@ FIELDS: Mapping[str, str] = {
     **_each(f"{_M}.rewards={{NAME: {{}}}}", "reward_funcs"),
     **_each(f"{_M}.rewards.NAME.weight", "reward_weights"),
     **_each("stages.STAGE.inputs.reward_model", "", "reward_model"),
-    **_each(f"{_M}.sampling", "temperature top_p top_k min_p repetition_penalty"),
+    **{
+        key: f"{_M}.sampling.{key}"
+        for key in _each("", "temperature top_p top_k min_p repetition_penalty")
+    },
     **_each(f"{_M}.num_generations", "", "", "n_samples_per_prompt"),
     **_each(f"{_M}.num_iterations", "", "ppo_epochs"),
     **_each(f"{_M}.vllm", "use_vllm vllm_mode"),
@@ -356,6 +361,8 @@ def _placed(tree: Node, key: str) -> list[str]:
     if not own and name in field_names(Source):
         own = [f"sources.{each}.{path}" for each in (("base",) if name in OF_BASE else data_sources(tree))]
     if key in FIELDS and not (own or inner):  # more than one field, or none
+        if ours and FIELDS[key].startswith(_M):
+            return [f"{FIELDS[key]}, which no stage of this pipeline has"]
         text = FIELDS[key].replace("stages.STAGE.resources", "resources")
         return [text.replace("STAGE", trainings[0]) if len(trainings) == 1 else text]
     return [shlex.quote(f"{each}={_value(tree[key])}") for each in own or inner]

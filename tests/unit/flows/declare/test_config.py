@@ -544,6 +544,8 @@ SFT = "stages.sft.method"
         ("stages.dpo.method.precompute_ref_log_probs=true", "resources.precompute_reference"),
         ("optimizer=adamw", "optimizer=adamw_torch_fused"), ("schedule=wsd", "schedule=warmup_stable_decay"),
         ("quantization=4bit", "quantization=nf4"), ("learning_rate=1e-4", "stages.sft.method.learning_rate=1e-4 or "),
+        ("temperature=0.5", "STAGE.method.sampling.temperature, which no stage of this pipeline has; accepted"),
+        ("ref_model_mixup_alpha=0.5", "stages.dpo.method.reference_sync.mixup_alpha=0.5; accepted"),
         ("beta=0.2", "stages.dpo.method.beta=0.2; accepted"), ("num_workers=2", "resources.num_workers=2; "),
         ("max_bad_rows=0.02", "stages.preferences.method.max_bad_rows=0.02"), ("lora_r=8", "sft.method.adapter.rank=8"),
         ("val_size=0.1", "stages.instructions.method.held_out=0.1"), ("seq_len=99", "stages.dpo.method.max_length=99"),
