@@ -24,6 +24,8 @@ from tasks.reward_functions.scorer import PEERS, check_rewards
 from tasks.sft import SFT
 from tasks.simpo import SimPO
 from tasks.train.best import Validation
+from tasks.train.generation.generating import Sampling
+from tasks.train.losses.dpo_losses import ReferenceSync
 
 CONFIGS = (
     TrainingArguments, SFTConfig, DPOConfig, GRPOConfig, KTOConfig, RewardConfig, ModelConfig, ScriptArguments,
@@ -32,7 +34,7 @@ CONFIGS = (
 METHODS = (SFT, DPO, GRPO, KTO, PPO, SimPO)
 NESTED = {
     "adapter": Adapter, "optimizer": Optimizer, "schedule": Schedule, "quantization": Quantization,
-    "validation": Validation,
+    "validation": Validation, "sampling": Sampling, "reference_sync": ReferenceSync,
 }  # fmt: skip
 
 
