@@ -70,7 +70,8 @@ _LEAST_COLUMNS = 40  # below which nothing is laid out
 _QUOTED = r"(?<![^\s=(])'[^'\n]*'"
 _WORDS = re.compile(rf"(?:{_QUOTED}|\S)+")
 _COMMAND = re.compile(rf"(?<!\S)posttrain [a-z][\w-]*(?: (?:{_QUOTED}|[^\s;'()]*[^\s;,'()])+)*[;,.)]*")
-_UNBROKEN = re.compile(f"{_COMMAND.pattern}|{_WORDS.pattern}")
+_INSTALL = rf"(?<!\S)pip install(?: -\S+)* (?:{_QUOTED}|\S)+"
+_UNBROKEN = re.compile(f"{_COMMAND.pattern}|{_INSTALL}|{_WORDS.pattern}")
 _LABEL = re.compile(r"\s*\S+(?: \S+)*? {2,}")  # name  text
 
 

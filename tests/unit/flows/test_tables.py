@@ -46,3 +46,9 @@ def test_long_lines_are_folded_below_their_text_and_commands_stay_whole_for_the_
     assert max(map(len, lines)) <= 80 and any(f" {run};" in line for line in lines)
     at = next(number for number, line in enumerate(lines) if line.endswith(" \\"))
     assert lines[at][:-2] + lines[at + 1][3:] == long and lines[-2].startswith("       step 3") and lines[-1] == "short"
+
+
+def test_what_installs_a_package_stays_on_one_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    found = on_screen("posttrain: gguf is not installed; run: pip install --no-deps 'posttrain[gpu]'").split("\n")
+    assert found[-1] == "  pip install --no-deps 'posttrain[gpu]'"
