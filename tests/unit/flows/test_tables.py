@@ -50,5 +50,5 @@ def test_long_lines_are_folded_below_their_text_and_commands_stay_whole_for_the_
 
 def test_what_installs_a_package_stays_on_one_line(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    found = on_screen("posttrain: gguf is not installed; run: pip install --no-deps 'posttrain[gpu]'").split("\n")
+    found = on_screen("posttrain: it is not here; run: pip install --no-deps 'posttrain[gpu]'").split("\n")
     assert found[-1] == "  pip install --no-deps 'posttrain[gpu]'"
