@@ -341,9 +341,11 @@ class Mirror:
         return record
 
     def keep(self, steps: Collection[int]) -> None:
-        """Deletes all other checkpoints, oldest first."""
+        """Deletes all other checkpoints, oldest first, and what was sent of one that a stop or a kill cut off."""
         with file_system(self.url) as (files, path):
-            for step in self.steps():
-                if step not in steps:
+            whole = self.steps()
+            names = (_NAME.fullmatch(PurePosixPath(each).name) for each in files.glob(f"{path}/step-*"))
+            for step in sorted({int(match[1]) for match in names if match} - {*steps}):
+                if step in whole:
                     files.rm_file(f"{path}/step-{step}/{RECORD}")
-                    files.rm(f"{path}/step-{step}", recursive=True)
+                files.rm(f"{path}/step-{step}", recursive=True)
