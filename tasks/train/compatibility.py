@@ -558,8 +558,9 @@ RULES: tuple[Rule, ...] = (
                 name for name, row in OPTIMIZERS.items() if not (row.optim or name in _IN_PARTS)
             ),
         },
-        reason=f"of divided weights AdamW, {', '.join(_IN_PARTS)} take the steps of one process: others read whole "
-        "matrices, or have kernels that know no DTensor; an adapter's are whole, and any of them trains it",
+        reason=f"of divided weights AdamW, {', '.join(_IN_PARTS)} take the steps of one process: Muon rounds to "
+        "bf16 in another order, Adafactor and bitsandbytes fail on DTensors, others were not tried; an adapter's are "
+        "whole, and any of them trains it",
         nearest={"method.optimizer.name": "adamw_torch_fused"}, also=FSDP,
     ),
     # Islands of workers.

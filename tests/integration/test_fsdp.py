@@ -1,6 +1,7 @@
 """FSDP2 on gloo workers: the trajectory of one process, whole files, and a resume with any number of workers."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,10 @@ from tasks.judgement.estimate import architecture, memory, traffic
 from tasks.method import Adapter, Quantization
 from tasks.reward_functions import RewardFunction
 from tasks.train.best import Best
+from tasks.train.compatibility import refusals
 from tasks.train.evaluation import Evaluation
 from tasks.train.optim.optimizers import OPTIMIZERS, Optimizer
+from tasks.train.rule import Case
 from tasks.train.sharding import divided_over
 from tests import training
 from tests.command import Command
@@ -193,6 +196,47 @@ def test_any_optimizer_takes_the_steps_of_one_process(
         "sft", num_steps=6, max_grad_norm=0.1, optimizer=Optimizer(name=name), adapter=adapter, **rate, **schedule
     )
     require_same_trajectory(Asked(stage=stage, root=root, folder=tmp_path, resources=PLAIN), two_workers, divided(2))
+
+
+def require_refused(asked: Asked) -> None:
+    [refusal] = refusals(Case(method=asked.stage, resources=asked.resources))
+    assert refusal.rule in ("sharding-optimizer", "sharding-quantization")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fields", "seen"),
+    [
+        ({"optimizer": Optimizer(name="adafactor")}, "aten.add_.Tensor got mixed torch.Tensor and DTensor"),
+        *(({"optimizer": Optimizer(name=name)}, "update_32bit.default does not have a sharding strategy registered")
+          for name in ("adamw_8bit", "lion", "lion_8bit")),
+        *(({"optimizer": Optimizer(name=name)}, "update_32bit.default got mixed torch.Tensor and DTensor")
+          for name in ("ademamix", "ademamix_8bit")),
+        ({"adapter": LORA, "quantization": Quantization(format="int8")}, "'Parameter' object has no attribute 'CB'"),
+    ],
+)  # fmt: skip
+def test_what_the_plan_refuses_fails_in_its_library(root: Path, tmp_path: Path, fields, seen: str) -> None:
+    """Where a newer library no longer fails, try it as the others and delete its refusal."""
+    asked = Asked(stage=training.method("sft", num_steps=1, **fields), root=root, folder=tmp_path, resources=divided(2))
+    require_refused(asked)
+    group = WorkerGroup(2)  # ends with the failure
+    try:
+        with pytest.raises(RuntimeError, match=re.escape(seen)):
+            group.train(asked)
+    finally:
+        group.close()
+
+
+@pytest.mark.slow
+def test_muon_is_refused_since_it_rounds_in_another_order(root: Path, tmp_path: Path, two_workers: WorkerGroup) -> None:
+    stage = training.method("sft", num_steps=4, max_grad_norm=0.1, optimizer=Optimizer(name="muon"))
+    one = Asked(stage=stage, root=root, folder=tmp_path / "one", resources=PLAIN)
+    two = replace(one, folder=tmp_path / "two", resources=divided(2))
+    require_refused(two)
+    train(one)
+    two_workers.train(two)
+    expected, found = (weights(each.folder / "output") for each in (one, two))
+    assert TOLERANCE < max((each - expected[name]).abs().max().item() for name, each in found.items()) < 1e-2
 
 
 @pytest.mark.slow
