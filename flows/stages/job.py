@@ -18,7 +18,7 @@ from tasks.model.remote_code import trust
 from tasks.train.evaluation import asked_beside
 
 STOP_FILE = "stop"  # below work/
-_MODELS_READ = "models_read"
+_LOADED = "loaded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,8 @@ class Job:
 
     def loaded_models(self) -> set[str]:
         """The slots of the models that this attempt has loaded, whose bytes were those of the plan then."""
-        found = self.entry.work / _MODELS_READ
-        return set(found.read_text().splitlines()) if found.exists() else set()
+        found = self.entry.work / _LOADED
+        return set(os.listdir(found)) if found.exists() else set()
 
     def require_loaded(self, *slots: str) -> None:
         """Requires that models which were just loaded, of these slots or of all, are those of the plan."""
@@ -118,7 +118,9 @@ class Job:
                 f"{next(iter(changed.values()))} has changed since the plan was made; let it rest, and run again: the "
                 "new bytes get a name of their own"
             )
-        (self.entry.work / _MODELS_READ).write_text("".join(f"{slot}\n" for slot in sorted(known | new)))
+        (self.entry.work / _LOADED).mkdir(exist_ok=True)
+        for slot in new:  # a file for each: several workers note theirs at once
+            (self.entry.work / _LOADED / slot).touch()
 
     def ask_to_stop(self) -> None:
         """Asks a training, wherever its workers are, to save at the end of its step and to end."""

@@ -6,6 +6,7 @@ import signal
 import socket
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from flows.declare.config import load_pipeline
 from flows.planning.plan import make_plan
 from flows.stages import execute as execute_module
 from flows.stages.execute import begin, execute, notes_on, workers_hardware
+from flows.stages.job import Job
 from flows.stages.launch import context_of
 from flows.stages.run import Run
 from flows.stages.stops import stoppable
@@ -335,6 +337,22 @@ def test_a_base_that_changes_before_the_end_of_any_stage_fails_it_where_it_was_n
     else:
         with pytest.raises(StageError, match=r"sources\.base: .* has changed since the plan was made"):
             execute(run, plan.stage("left"))
+
+
+def test_workers_that_note_their_models_at_once_lose_none(on_base):
+    class Noting(Changing):
+        def run(self, job):
+            job = replace(job, inputs={**job.inputs, "reference": job.inputs["policy"]})
+            with mock.patch.object(Job, "loaded_models", return_value=set()):  # each looked before the other wrote
+                for slot in ("policy", "reference"):
+                    job.require_loaded(slot)
+            assert job.loaded_models() == {"policy", "reference"}
+            raise PipelineError("it is enough")
+
+    make, file = on_base
+    plan = make()
+    with pytest.raises(PipelineError, match="it is enough"):
+        execute(Run(plan=plan, processes=Noting(0, file), emit=Heard(), tracker=Tracker()), plan.stage("left"))
 
 
 def test_a_base_that_changes_while_it_is_loaded_ends_the_training_at_its_first_step(on_base):
