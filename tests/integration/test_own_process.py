@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lineage.record.environment import run_answering
 from tasks.quickstart import ROWS
 from tasks.quickstart.documentation import documents
 from tests.command import REPOSITORY
@@ -38,6 +39,7 @@ def test_what_answers_at_once_imports_nothing_heavy(code: str, banned: tuple[str
 DIGEST = """
 import hashlib, json, sys
 {before}
+from lineage.record.environment import run_answering
 from tasks.quickstart import ROWS
 for name, rows in ROWS.items():
     print(name, hashlib.sha256("".join(json.dumps(row) for row in rows()).encode()).hexdigest())
@@ -63,10 +65,9 @@ def test_rows_depend_on_neither_hash_seed_nor_directory_nor_environment_nor_what
 def test_rows_do_not_depend_on_the_virtual_environment() -> None:
     file = sys.modules[documents.__module__].__file__
     interpreters = (sys.executable, sys._base_executable)  # type: ignore[attr-defined]
-    found = [
-        subprocess.run([path, "-I", "-S", str(file)], capture_output=True, check=True).stdout for path in interpreters
-    ]
-    assert found[0] == found[1]
+    found = [run_answering([path, "-I", "-S", str(file)]) for path in interpreters]
+    assert found[0].stdout == found[1].stdout and [run.returncode for run in found] == [0, 0]
+    assert len(found[0].stdout.splitlines()) > 1000
 
 
 def test_processes_that_work_on_rows_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
