@@ -86,7 +86,7 @@ def screen_width() -> int:
 
 
 def on_screen(text: str) -> str:
-    """Printable text whose lines fit the screen: what is too long goes on below, indented, or after a backslash."""
+    """Printable text with lines wrapped to the screen: indented, and within a command after a backslash."""
     text, width = printable_text(text), screen_width()
     if width < _LEAST_COLUMNS:
         return text

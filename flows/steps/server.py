@@ -142,6 +142,20 @@ def app_of(
     def docs() -> Response:
         return HTMLResponse(_page(app.openapi()))
 
+    _add_refusals(app, engine)
+    _add_sessions(app, engine)
+    for name in CALLS:
+        _add_call(app, engine, name)
+    for each in more:
+        app.include_router(each)
+    if sub is not None:
+        app.mount("/", _Tools(sub))  # last: it takes every other address
+    return app
+
+
+def _add_refusals(app: FastAPI, engine: Engine) -> None:
+    """Errors as JSON with a sentence, each refusal in the audit."""
+
     @app.exception_handler(PipelineError)
     async def refused(request: Request, error: PipelineError) -> Response:
         status = error.status if isinstance(error, RefusedError) else 422
@@ -166,15 +180,6 @@ def app_of(
     async def not_valid(request: Request, error: RequestValidationError) -> Response:
         found = error.errors()[0]
         return JSONResponse({"error": f"{found['loc'][-1]}={found['input']}: {found['msg'].lower()}"}, 422)
-
-    _add_sessions(app, engine)
-    for name in CALLS:
-        _add_call(app, engine, name)
-    for each in more:
-        app.include_router(each)
-    if sub is not None:
-        app.mount("/", _Tools(sub))  # last: it takes every other address
-    return app
 
 
 def _page(schema: Mapping[str, object]) -> str:

@@ -353,9 +353,8 @@ def memory(
     gradients = whole.part("gradients", gradients, method)
     if whole.passing and not method.adapter:
         fixed = resources.micro_batch_size != "auto" and resources.accumulation_steps(method.global_batch_size)
-        is_one = (fixed or passes) == 1
         # In the first pass, no worker has its part yet of what it passes on.
-        gradients += copies * _FLOAT * (whole.passing - is_one * whole.passing // whole.over)
+        gradients += copies * _FLOAT * (whole.passing - ((fixed or passes) == 1) * whole.passing // whole.over)
     if whole.copied and ("gradients" in whole.divides or weights.trained > BUCKET_ELEMENTS):  # DeepSpeed's
         gradients += _FLOAT * (min(weights.trained, BUCKET_ELEMENTS) + whole.largest * (not method.adapter))
     base -= split * (_FLOAT - 2)

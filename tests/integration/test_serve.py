@@ -70,7 +70,7 @@ def heard(environment) -> Iterator[list[dict[str, str]]]:
 
 def said(heard: list[dict[str, str]]) -> tuple[str, str]:
     """Subject and body of the one message since the last call."""
-    wait_until(lambda: heard, "somebody is told")
+    wait_until(lambda: heard, "the listener hears it")
     [message] = heard
     heard.clear()
     return message["subject"], message["body"]

@@ -171,7 +171,7 @@ def test_a_home_directory_is_filled_in_and_an_unknown_one_is_no_folder(tmp_path,
     monkeypatch.setenv("HOME", "/home/me")
     assert local_path("~/plan.json") == Path("/home/me/plan.json") and store_path("~/store") == Path("/home/me/store")
     for find in (local_path, store_path):
-        with pytest.raises(ConfigError, match="~nobody-here/x: this machine has no account of that name"):
-            find("~nobody-here/x")
+        with pytest.raises(ConfigError, match="~no-such-account/x: this machine has no account of that name"):
+            find("~no-such-account/x")
     (tmp_path / "~rows.jsonl").touch()  # what editors leave
     assert local_path("~rows.jsonl") == Path("~rows.jsonl")
