@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(option: str) -> "_Flow[..., None]":
+    _first()  # `prefect deploy` has the current folder on its path only while it imports this module
     found = None if option.startswith("_") else _flow_of(option)
     if found is None:
         raise AttributeError(

@@ -53,3 +53,15 @@ def test_what_ours_lack_comes_from_the_users(tmp_path: Path, monkeypatch: pytest
             importlib.import_module("flows.missing")
     finally:
         sys.modules.pop("flows.theirs", None)
+
+
+def test_a_deployed_flow_finds_modules_of_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the folder was on the path only while the entry was imported, as with ``prefect deploy``."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", "")
+    entry = importlib.import_module("posttrain.entry")
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(tmp_path)])
+    with pytest.raises(AttributeError, match=r"there is no pipeline/none-such\.yaml here"):
+        getattr(entry, "none-such")
+    assert str(tmp_path) in sys.path
