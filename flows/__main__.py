@@ -152,9 +152,9 @@ def _run(arguments: Sequence[str]) -> int:
         raise no_option(unknown[0], None if following.startswith("-") or "=" in following else following, arguments[0])
     if rest:
         options.overrides += rest  # argparse stops collecting overrides at the first option
-    words = [getattr(options, "ref", None) or "", *getattr(options, "overrides", ())]
+    cli_args = [getattr(options, "ref", None) or "", *getattr(options, "overrides", ())]
     if (
-        arguments[0] not in _WITHOUT_REF and words[0] and all(map(_OVERRIDE.fullmatch, words))
+        arguments[0] not in _WITHOUT_REF and cli_args[0] and all(map(_OVERRIDE.fullmatch, cli_args))
     ):  # argparse takes the first override for the REF
         raise ConfigError(f"{arguments[0]}: no REF is given; {known_refs(arguments)}")
     if "data" not in arguments[:1]:  # which accepts files called year=2024/rows.jsonl, and checks its keys itself
@@ -196,13 +196,13 @@ def _end_soon() -> None:
 class _Parser(argparse.ArgumentParser):
     """A parser that says what there is where a REF is missing."""
 
-    words: Sequence[str] = ()  # of the command line
+    cli_args: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         """Exits with 2."""
         wanted = message.partition("required: ")[2].split(", ")[0]
         if wanted in ("REF", "A", "B"):
-            message = f"{message}; {known_refs(self.words)}"
+            message = f"{message}; {known_refs(self.cli_args)}"
         elif hint := _MISSING.get(wanted):
             message = f"{message}; {hint}"
         self.print_usage(sys.stderr)
@@ -228,7 +228,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         sub = commands.add_parser(
             name, help=help_text, description=help_text, epilog=examples, formatter_class=raw, allow_abbrev=False
         )
-        sub.words = arguments
+        sub.cli_args = arguments
         if is_whole or name in arguments[:1]:
             own = _MODULES.get(name, name)
             own = own if "." in own else f"flows.commands.{own}"

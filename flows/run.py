@@ -332,7 +332,7 @@ def _execution(plan: Plan, cli_args: Sequence[str], trials: Trials | None) -> Ex
     manifests = {each.name: plan.entry(each).manifest() for each in plan.stages if each.state == "reuse"}
     reused = {name: manifest for name, manifest in manifests.items() if manifest and name not in own}
     return Execution(
-        pipeline=plan.pipeline.name, store=plan.pipeline.store, words=list(cli_args), reused=reused,
+        pipeline=plan.pipeline.name, store=plan.pipeline.store, cli_args=list(cli_args), reused=reused,
         folder=trials.folder if trials else None,
     )  # fmt: skip
 

@@ -13,7 +13,7 @@ from lineage.store import Provenance
 
 def execution(store, reused=(), pipeline="p"):
     reused = {each.stage: each for each in reused}
-    return Execution(pipeline=pipeline, store=store.root, words=[f"pipeline={pipeline}"], reused=reused)
+    return Execution(pipeline=pipeline, store=store.root, cli_args=[f"pipeline={pipeline}"], reused=reused)
 
 
 def start_of(store, manifest, parents=(), resumes=False):

@@ -65,7 +65,7 @@ def name_among(word: str, overrides: Sequence[str]) -> tuple[str, list[str]]:
 _OF_MODELS = ("chat", "serve-model", "export", "promote", "report", "blame")
 
 
-def known_refs(words: Sequence[str]) -> str:
+def known_refs(cli_args: Sequence[str]) -> str:
     """What the REF of a command line may be: the models of the store, or all that it has."""
     from flows.declare.project import with_project
     from flows.declare.store_root import asked_store
@@ -73,13 +73,13 @@ def known_refs(words: Sequence[str]) -> str:
     from lineage.graph.index import Index
     from lineage.graph.refs import known_names
 
-    found = with_project([word for word in words if word.startswith("store=")])
+    found = with_project([arg for arg in cli_args if arg.startswith("store=")])
     try:
         store = asked_store([word for word in found if word.startswith("store=")])
     except ConfigError as error:
         return printable(str(error))
     with Index(store) as index:
-        names = known_names(index, Kind.CHECKPOINT if words[0] in _OF_MODELS else None)
+        names = known_names(index, Kind.CHECKPOINT if cli_args[0] in _OF_MODELS else None)
     return printable(f"{store} has {names or 'none; produce one with: posttrain run'}")
 
 

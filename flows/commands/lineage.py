@@ -56,15 +56,15 @@ def run_report(options: argparse.Namespace) -> int:
     from lineage.graph.diff import diff
     from lineage.graph.index import Index
 
-    words = [*([options.ref] if options.ref else []), *options.overrides]
-    refs = [*(options.compare or []), *(word for word in words if "=" not in word)]
+    cli_args = [*([options.ref] if options.ref else []), *options.overrides]
+    refs = [*(options.compare or []), *(arg for arg in cli_args if "=" not in arg)]
     if len(refs) != (2 if options.compare else 1):
         given = f"{len(refs)} REFs are given ({', '.join(refs)})" if refs else "no REF is given"
-        there = "" if refs else f"; {known_refs(['report', *words])}"
+        there = "" if refs else f"; {known_refs(['report', *cli_args])}"
         raise ConfigError(f"report: {given}{there}; give one, or two as: posttrain report --compare A B")
     if options.card and options.compare:
         raise ConfigError("--card with --compare: a card is of one model; leave one of them out")
-    store = asked_store([word for word in words if "=" in word], options.config_dir)
+    store = asked_store([arg for arg in cli_args if "=" in arg], options.config_dir)
     with Index(store) as index:
         reports = [model_report(trial_model(ref, store) or ref, index) for ref in refs]
         found = diff(index, *(each["id"] for each in reports)) if options.compare else None
@@ -112,10 +112,10 @@ def run_diff(options: argparse.Namespace) -> int:
     from lineage.graph.refs import resolve
 
     cli_args = [options.first, options.second, *options.overrides]
-    refs = [word for word in cli_args if "=" not in word]
+    refs = [arg for arg in cli_args if "=" not in arg]
     if len(refs) != 2:
         raise ConfigError(f"diff: {len(refs)} REFs are given ({', '.join(refs)}); give two, as: posttrain diff A B")
-    with Index(asked_store([word for word in cli_args if "=" in word], options.config_dir)) as index:
+    with Index(asked_store([arg for arg in cli_args if "=" in arg], options.config_dir)) as index:
         found = diff(index, *(resolve(ref, index).node for ref in refs))
     print(json.dumps(found.to_dict(), indent=2) if options.json else diff_text(found))
     return 0

@@ -73,19 +73,19 @@ def read_project(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: the pipeline (``ours/pipeline/sft.yaml``) is in another folder of groups than ``--config-dir``.
     """
-    words = options.overrides
-    files = [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
-    placed = [word for word in files if Path(word).absolute().parent.name == "pipeline" and Path(word).is_file()]
+    cli_args = options.overrides
+    files = [arg for arg in cli_args if "=" not in arg and arg.endswith((".yaml", ".yml"))]
+    placed = [arg for arg in files if Path(arg).absolute().parent.name == "pipeline" and Path(arg).is_file()]
     if placed and "config_dir" in options:
         folder = Path(placed[0]).parent.parent
         if options.config_dir and options.config_dir.resolve() != folder.resolve():
             raise ConfigError(f"{placed[0]}: is not in --config-dir {options.config_dir}; leave --config-dir out")
-        words = [f"pipeline={Path(word).stem}" if word == placed[0] else word for word in words]
+        cli_args = [f"pipeline={Path(arg).stem}" if arg == placed[0] else arg for arg in cli_args]
         options.config_dir = None if folder.resolve() == _SHIPPED.resolve() else folder
-    options.overrides = with_project(words)
+    options.overrides = with_project(cli_args)
 
 
-def with_project(words: Sequence[str]) -> list[str]:
+def with_project(cli_args: Sequence[str]) -> list[str]:
     """Overrides, those of a project file first: of ``FILE.yaml`` among them, else of ``posttrain.yaml`` in this folder.
 
     The latter is left out where the overrides choose another pipeline than it does.
@@ -93,25 +93,25 @@ def with_project(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: there is no such file, or it holds no settings.
     """
-    files = [word for word in words if "=" not in word and word.endswith((".yaml", ".yml"))]
-    own = [word for word in words if word not in files]
-    keys = {_key(word) for word in own}
+    files = [arg for arg in cli_args if "=" not in arg and arg.endswith((".yaml", ".yml"))]
+    own = [arg for arg in cli_args if arg not in files]
+    keys = {_key(arg) for arg in own}
     if not files and Path(PROJECT).is_file():
         found = project_overrides(Path(PROJECT))
-        chosen = [word for word in own if word.startswith("pipeline=")]
+        chosen = [arg for arg in own if arg.startswith("pipeline=")]
         if chosen and chosen[-1] not in found:
             print(f"posttrain: {PROJECT} is left out, since {chosen[-1]} is another pipeline", file=sys.stderr)
             return own
     else:
-        found = [word for file in files for word in project_overrides(Path(file))]
-    return [*(word for word in found if _key(word) not in keys), *own]
+        found = [arg for file in files for arg in project_overrides(Path(file))]
+    return [*(arg for arg in found if _key(arg) not in keys), *own]
 
 
-def without_project(words: Sequence[str]) -> list[str]:
+def without_project(cli_args: Sequence[str]) -> list[str]:
     """The overrides that are not those of ``posttrain.yaml`` in this folder, which every command here reads."""
     found = set(project_overrides(Path(PROJECT))) if Path(PROJECT).is_file() else set()
-    chosen = [word for word in words if word.startswith("pipeline=")]
-    return [word for word in words if word not in found] if set(chosen) <= found else list(words)
+    chosen = [arg for arg in cli_args if arg.startswith("pipeline=")]
+    return [arg for arg in cli_args if arg not in found] if set(chosen) <= found else list(cli_args)
 
 
 # Peer -> keys that its configurations have, and a project never has; the first that fits is named.
@@ -123,14 +123,14 @@ _PEERS = {
 }
 
 
-def meant(word: str) -> str:
-    """The override that a word without a key may stand for, as a question; empty: none."""
-    key = "pipeline" if (_SHIPPED / "pipeline" / f"{word}.yaml").is_file() else DATA_KEY if Path(word).is_file() else ""
-    return f"did you mean {key}={word}? " if key else ""
+def meant(arg: str) -> str:
+    """The override that an argument without a key may stand for, as a question; empty: none."""
+    key = "pipeline" if (_SHIPPED / "pipeline" / f"{arg}.yaml").is_file() else DATA_KEY if Path(arg).is_file() else ""
+    return f"did you mean {key}={arg}? " if key else ""
 
 
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]
+def _key(arg: str) -> str:
+    return arg.lstrip("+~").partition("=")[0]
 
 
 def project_overrides(file: Path) -> list[str]:
@@ -159,7 +159,7 @@ def project_overrides(file: Path) -> list[str]:
             f"posttrain plan conf/pipeline/{file.name}; a project file has no such list, but pipeline: NAME"
         )
     found = list(_leaves(node, ""))
-    keys = {*names} | {word.partition("=")[0] for word in found}
+    keys = {*names} | {arg.partition("=")[0] for arg in found}
     if peer := next((peer for peer, its in _PEERS.items() if keys & its), None):
         raise ConfigError(
             f"{file}: is a configuration of {peer}, with {', '.join(sorted(keys & _PEERS[peer]))}; make "

@@ -219,7 +219,7 @@ def _run_in_turn(pipeline: Pipeline, recorder: RunRecorder, *, may_leave: bool) 
     Args:
         may_leave: to a run with the same arguments that waits already.
     """
-    runs, cli_args = pipeline.store / "runs", recorder.record.words
+    runs, cli_args = pipeline.store / "runs", recorder.record.cli_args
     lock = Lock(runs / f"{pipeline.name}.turn")
     with contextlib.ExitStack() as stack:
         if not lock.try_acquire():
@@ -244,7 +244,7 @@ def _run(plan: Plan, recorder: RunRecorder) -> State[None]:
         GateError: a gate, or a person, refused.
         PipelineError: the run failed; the caller reports it.
     """
-    start, cli_args = time.perf_counter(), recorder.record.words
+    start, cli_args = time.perf_counter(), recorder.record.cli_args
     show_plan(plan)
     prepare_run(plan)
     outcome, is_approved = None, True
@@ -275,7 +275,7 @@ def _execute(plan: Plan, recorder: RunRecorder) -> bool:
     """Runs what is stale; whether every approval that was asked for was given."""
     if plan.pipeline.operation.notify:
         require_block(plan.pipeline.operation.notify)
-    cli_args = recorder.record.words
+    cli_args = recorder.record.cli_args
     with RunPage(plan, recorder) as page, open_run(plan, cli_args, page.on, plan.stale, recorder=recorder) as run:
         run_stages(run, {})
         return approved(run)

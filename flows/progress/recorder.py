@@ -56,8 +56,8 @@ class RunRecorder:
         self._closed = threading.Event()
         self._written: RunRecord | None = None
         self.record = RunRecord(
-            id=new_id(), pipeline=pipeline, words=list(cli_args), driver=Owner.here(), started=time.time(), stages={},
-            in_flow=in_flow, command=command,
+            id=new_id(), pipeline=pipeline, cli_args=list(cli_args), driver=Owner.here(), started=time.time(),
+            stages={}, in_flow=in_flow, command=command,
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -143,7 +143,7 @@ class RunRecorder:
             return
         with self._lock:
             if state == "message":
-                self.record = replace(self.record, said=text)
+                self.record = replace(self.record, message=text)
             else:
                 before = self.record.stages.get(title) or self._blank(self._plan, title)
                 after = replace(

@@ -23,6 +23,7 @@ End = Literal["COMPLETED", "FAILED", "CANCELLED", "CRASHED"]  # Prefect's types 
 
 RUN_VARIABLE = "POSTTRAIN_RUN"  # the id of the run, in the environment of every process that it starts
 _FOLDER = "runs"
+_RENAMED = {"cli_args": "words", "message": "said"}  # field -> its name in records of earlier versions
 _KILL_SECONDS = 10.0  # for a killed process to end
 _CHECKED = 50  # records that are read beside those that were written just now
 _CHECKED_OPEN = 200  # the same where one may still have to be reported: to a Prefect that is used now and then
@@ -110,7 +111,7 @@ class RunRecord:
     """One run.
 
     Args:
-        words: the options and overrides of its command.
+        cli_args: the options and overrides of its command.
         driver: the process that runs it.
         stages: title -> its state.
         waits_for: the run that must end before it makes its plan; empty: it has one.
@@ -118,7 +119,7 @@ class RunRecord:
         cause: of a failure, or of a gate's refusal.
         sweep: None: it is none.
         in_flow: whether a flow run of Prefect is to order its stages.
-        said: its last message: what it waits for, a trial that failed.
+        message: its last message: what it waits for, a trial that failed.
         reads: ``stage@fingerprint`` of all artifacts that it makes, that it reuses, and that its sources lie in.
         command: of ``posttrain``; those other than ``run`` restart after a kill.
         open_flow: what Prefect has yet to know; None: nothing.
@@ -128,7 +129,7 @@ class RunRecord:
 
     id: str
     pipeline: str
-    words: list[str]
+    cli_args: list[str]
     driver: Owner
     started: float
     stages: Mapping[str, StageRecord]
@@ -139,7 +140,7 @@ class RunRecord:
     cause: str = ""
     sweep: SweepRecord | None = None
     in_flow: bool = True
-    said: str = ""
+    message: str = ""
     reads: Sequence[str] = field(default_factory=list)
     command: str = "run"
     open_flow: OpenFlow | None = None
@@ -194,6 +195,9 @@ def read_run_record(path: Path) -> RunRecord | None:
     """The record in a file; None: there is no file, or it is not a record of this version."""
     try:
         fields = json.loads(path.read_text())
+        for name, earlier in _RENAMED.items():
+            if earlier in fields:
+                fields[name] = fields.pop(earlier)
         stages = {title: StageRecord(**stage) for title, stage in fields.pop("stages").items()}
         driver, links = Owner(**fields.pop("driver")), Links(**fields.pop("links"))
         sweep, open_flow = fields.pop("sweep", None), fields.pop("open_flow", None)

@@ -51,7 +51,7 @@ class Diagnosis:
     def cli_args(self) -> tuple[list[str], str | None]:
         """The overrides and ``--config-dir`` of the run that includes the stage; empty for a sweep."""
         noted = RunFile.read(self.entry.path)
-        cli_args = list(self.run.words if self.run else noted.words if noted else ())
+        cli_args = list(self.run.cli_args if self.run else noted.cli_args if noted else ())
         if "--multirun" in cli_args or (self.run and self.run.sweep):
             return [], None
         config_dir = cli_args[cli_args.index("--config-dir") + 1] if "--config-dir" in cli_args else None

@@ -39,7 +39,7 @@ def _artifacts(found: Impact) -> Iterator[str]:
     else:
         models = Counter(each.pipeline for each in found.below.newest() if found.version(each))
         versions = ", ".join(f"{count:,} of {pipeline}" for pipeline, count in models.items()) or "none"
-    yield f"{found.meant.words}: went into {total:,} artifact{'' if total == 1 else 's'}"
+    yield f"{found.meant.description}: went into {total:,} artifact{'' if total == 1 else 's'}"
     yield f"  registered versions: {versions}"
     newest = found.below.newest(_MOST_ARTIFACTS)
     if total > len(newest):

@@ -51,7 +51,7 @@ def _details(node: Node) -> list[str]:
     if node.manifest:
         return _artifact(node.manifest, node)
     if node.entry:
-        return ["deleted from the store", *(each.words() for each in node.exports)]
+        return ["deleted from the store", *(each.summary() for each in node.exports)]
     return _source(node)
 
 
@@ -65,7 +65,7 @@ def _artifact(manifest: Manifest, node: Node) -> list[str]:
     if measured:
         lines.append(measured)
     lines.append(f"{when}, {ran.end - ran.start:.1f} s on {', '.join(ran.hosts)}; {code}, code {ran.code_digest[:8]}")
-    return [*lines, *_certificate(manifest, node), *_labels(node), *(each.words() for each in node.exports)]
+    return [*lines, *_certificate(manifest, node), *_labels(node), *(each.summary() for each in node.exports)]
 
 
 def _certificate(manifest: Manifest, node: Node) -> list[str]:
@@ -77,7 +77,7 @@ def _certificate(manifest: Manifest, node: Node) -> list[str]:
     except ArtifactError as error:
         return [f"certificate: {error}"]
     when = datetime.fromtimestamp(found.provenance.end).strftime("%Y-%m-%d")
-    return [f"certificate {short(manifest.certificate)[:8]} of {when}: {found.words()}"]
+    return [f"certificate {short(manifest.certificate)[:8]} of {when}: {found.summary()}"]
 
 
 def _recipe(recipe: Mapping[str, object]) -> str:

@@ -255,7 +255,7 @@ def _facts(node: Node, manifest: Manifest) -> Pairs:
         ("aliases", ", ".join(node.aliases)), ("licences and consent", ", ".join(sorted(node.labels))),
         *measured, ("made", f"{datetime.fromtimestamp(ran.end):%Y-%m-%d %H:%M}"),
         ("fingerprint", manifest.fingerprint), ("digest of its files", manifest.output_digest),
-        *(("export", each.words()) for each in node.exports),
+        *(("export", each.summary()) for each in node.exports),
     ]  # fmt: skip
     return [(name, value) for name, value in found if value]
 
@@ -412,7 +412,7 @@ def _recipe(store: Path, node: Node, manifest: Manifest) -> list[tuple[str, str,
     assert node.entry
     made = (run for run, stage in runs_of(store, node.entry.path) if stage.state in ("done", "running"))
     run, noted = next(made, None), RunFile.read(node.entry.path)
-    cli_args, origins = (run.words, run.origins) if run else (noted.words if noted else [], {})
+    cli_args, origins = (run.cli_args, run.origins) if run else (noted.cli_args if noted else [], {})
     given = {key.lstrip("+"): word for word in cli_args for key in [word.partition("=")[0]] if "=" in word}
     origin = partial(_origin, manifest=manifest, given=given, defaults=_defaults(manifest.method), origins=origins)
     return [

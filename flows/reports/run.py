@@ -83,7 +83,7 @@ class RunView:
 
     @property
     def command(self) -> str:
-        return shlex.join(["posttrain", self.record.command, *map(redacted, self.record.words)])
+        return shlex.join(["posttrain", self.record.command, *map(redacted, self.record.cli_args)])
 
     @property
     def seconds(self) -> float:
@@ -118,7 +118,7 @@ def _resumes(later: RunRecord, record: RunRecord) -> bool:
     left = {each.directory for each in record.stages.values() if each.state not in ("done", "reused")} - {""}
     if left and record.command == "run" and not record.sweep:
         return left <= {each.directory for each in later.stages.values()}
-    return (later.pipeline, later.command, later.words) == (record.pipeline, record.command, record.words)
+    return (later.pipeline, later.command, later.cli_args) == (record.pipeline, record.command, record.cli_args)
 
 
 def _view(record: RunRecord, store: Path, state: str, successor: RunRecord | None = None) -> RunView:

@@ -22,7 +22,7 @@ def status_dict(store: Path, live: Sequence[RunView], last: Sequence[RunView]) -
 def _run_dict(run: RunView) -> dict[str, object]:
     record, sweep = run.record, run.record.sweep
     return {
-        "id": record.id, "pipeline": record.pipeline, "state": run.state, "cause": record.cause, "said": record.said,
+        "id": record.id, "pipeline": record.pipeline, "state": run.state, "cause": record.cause, "said": record.message,
         "waits_for": "" if run.ended else record.waits_for,
         "started": record.started, "ended": run.ended, "seconds": run.seconds, "command": run.command,
         "driver": {"host": record.driver.host, "pid": record.driver.pid},
@@ -71,7 +71,7 @@ def _live_lines(run: RunView) -> Iterator[str]:
     rows = [*waits, *_trial_rows(run), *_stage_rows(run.stages), *_links(run)]
     width = max((len(name) for name, _ in rows), default=0)
     yield from (f"  {name:<{width}}  {text}".rstrip() for name, text in rows)
-    yield from (f"  | {line}" for line in record.said.splitlines())
+    yield from (f"  | {line}" for line in record.message.splitlines())
 
 
 def _what(record: RunRecord) -> str:

@@ -72,8 +72,8 @@ class Found:
 
 def refs_among(word: str, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits the REFs that a command takes, at any position, from the overrides."""
-    words = [word, *overrides]
-    return [each for each in words if "=" not in each], [each for each in words if "=" in each]
+    cli_args = [word, *overrides]
+    return [each for each in cli_args if "=" not in each], [each for each in cli_args if "=" in each]
 
 
 def find_model(ref: str, overrides: Sequence[str], config_dir: Path | None) -> Found:

@@ -167,7 +167,7 @@ class _Pages:
         links = " ".join(f'<a href="{html.escape(address)}">{name}</a>' for name, address in pages)
         facts = [("pipeline", manifest.pipeline), ("method", manifest.method), ("fingerprint", manifest.fingerprint)]
         facts += [("digest", manifest.output_digest), ("aliases", ", ".join(node.aliases))]
-        facts += [("labels", ", ".join(sorted(node.labels))), *(("export", each.words()) for each in node.exports)]
+        facts += [("labels", ", ".join(sorted(node.labels))), *(("export", each.summary()) for each in node.exports)]
         inputs: list[Row] = [
             ((edge.slot, None), (edge.parent, None if edge.parent.startswith(SOURCE) else f"/artifact/{edge.parent}"))
             for edge in graph.parents(node.id)

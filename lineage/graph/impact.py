@@ -236,14 +236,14 @@ class Target:
     """The nodes that a REF refers to.
 
     Args:
-        words: their description.
+        description: of the artifacts and sources.
         roots: nodes whose descendants are affected.
         within: artifacts that are affected themselves: the data that holds a row.
         sources: the sources that would have to change.
         files: paths of the source files that hold the row, or of the given file.
     """
 
-    words: str
+    description: str
     roots: list[str]
     within: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
@@ -263,17 +263,17 @@ def parse_target(ref: str, index: Index) -> Target:
     if source.startswith(SOURCE) and "@" not in source and index.sources(source.removeprefix(SOURCE)):
         nodes = index.sources(source.removeprefix(SOURCE))
         versions = f", all {len(nodes)} versions that were ever read" if len(nodes) > 1 else ""
-        return Target(words=source + versions, roots=nodes, sources=nodes)
+        return Target(description=source + versions, roots=nodes, sources=nodes)
     path = os.path.abspath(os.path.expanduser(ref))
     may_be_file = os.sep in ref or os.path.exists(path)
     nodes = _reading(path, index) if may_be_file and not parts_below(index.store, path) else []
     if nodes:
-        return Target(words=f"the file {path}", roots=nodes, sources=nodes, files=[path])
+        return Target(description=f"the file {path}", roots=nodes, sources=nodes, files=[path])
     try:
         node = resolve(ref, index).node
     except ConfigError as error:
         raise ConfigError(f"{error}; {FORMS}") from error
-    return Target(words=node, roots=[node], sources=[node] if node.startswith(SOURCE) else [])
+    return Target(description=node, roots=[node], sources=[node] if node.startswith(SOURCE) else [])
 
 
 def _label(label: str, index: Index) -> Target:
@@ -284,7 +284,7 @@ def _label(label: str, index: Index) -> Target:
             f"{LABEL}{label}: no source in {index.store} was recorded with that label; "
             f"labels there: {', '.join(known) or 'none'}; label a source with sources.NAME.labels=[...]"
         )
-    return Target(words=f"the label {label}", roots=nodes, sources=nodes)
+    return Target(description=f"the label {label}", roots=nodes, sources=nodes)
 
 
 def _rows(source: str, wanted: str, index: Index) -> Target:
@@ -295,10 +295,12 @@ def _rows(source: str, wanted: str, index: Index) -> Target:
     trained = sorted({artifact for row in rows for artifact, side in row.sides.items() if side == "train"})
     parents = {parent for artifact in held for parent, _ in index.parents(artifact)}
     sources = sorted(parent for parent in parents if parent.startswith(source.partition("@")[0] + "@"))
-    words = f"row {rows[0].row_id} of {source}" if len(rows) == 1 else f"{len(rows)} rows of {source}"
+    description = f"row {rows[0].row_id} of {source}" if len(rows) == 1 else f"{len(rows)} rows of {source}"
     measured = [each.id for each in index.descendants(held) if each.kind in ("report", "verdict")]
     files = sorted({file for node in sources for file in _files(node, index)})
-    return Target(words=words, roots=trained, within=[*held, *measured], sources=sources, files=files, rows=rows)
+    return Target(
+        description=description, roots=trained, within=[*held, *measured], sources=sources, files=files, rows=rows
+    )
 
 
 def _files(source: str, index: Index) -> Iterator[str]:
@@ -365,7 +367,7 @@ class Impact:
         """The object that ``impact --json`` prints."""
         return {
             "ref": self.ref,
-            "meant": self.meant.words,
+            "meant": self.meant.description,
             "roots": self.meant.roots,
             "files": self.meant.files,
             "rows": [asdict(row) for row in self.meant.rows],

@@ -72,7 +72,7 @@ class Executions:
         self._rebuilt: dict[tuple[str, str], str] = {}
 
     def open(
-        self, pipeline: str, words: list[str], folder: Path | None, start: float, names: RunNames = UNNAMED
+        self, pipeline: str, cli_args: list[str], folder: Path | None, start: float, names: RunNames = UNNAMED
     ) -> None:
         """Opens the run of this process's execution; that of a sweep is continued, by the note in its folder."""
         assert self.writer
@@ -82,7 +82,7 @@ class Executions:
             self.close_dead(experiment)
         note = RunFile.read(folder) if folder else None
         run = self.find(note.run_id) if note and note.uri == self.uri else None
-        tags = {Tag.WORDS: shlex.join(words), **process_tags(self.writer)}
+        tags = {Tag.WORDS: shlex.join(cli_args), **process_tags(self.writer)}
         if run:
             self.client.update_run(run.info.run_id, status="RUNNING")
             self.tag(run.info.run_id, tags)
@@ -92,7 +92,7 @@ class Executions:
         run_id = str(run.info.run_id)
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
-            RunFile(uri=self.uri, run_id=run_id, execution_id=run_id, words=words).write(folder)
+            RunFile(uri=self.uri, run_id=run_id, execution_id=run_id, cli_args=cli_args).write(folder)
         self.current = run_id
 
     def reuse(self, execution_id: str, stages: Mapping[str, Recorded]) -> None:
@@ -168,10 +168,10 @@ class Executions:
         found = next(self.search(start.pipeline, where({Tag.RECORDED_RUN: recorded})), None)
         if found:
             return str(found.info.run_id)
-        words = note.words if note and note.execution_id == recorded else []
+        cli_args = note.cli_args if note and note.execution_id == recorded else []
         names = note.names if note else UNNAMED
         began = self.began.get(recorded, start.provenance.start)
-        tags = {Tag.RECORDED_RUN: recorded, Tag.WORDS: shlex.join(words)}
+        tags = {Tag.RECORDED_RUN: recorded, Tag.WORDS: shlex.join(cli_args)}
         run = self.create(start.pipeline, names.run_name or execution_name(start.pipeline, began), tags, began, names)
         self.added["executions"] += 1
         self._rebuilt[key] = str(run.info.run_id)

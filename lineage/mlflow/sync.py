@@ -387,7 +387,7 @@ class Mirror:
                 self.client.set_logged_model_tags(recorded.model_id, {Tag.MODEL_VERSIONS: link_back})
         # Beside the output: `impact` need not ask MLflow.
         note = RunFile.read(entry.path) or RunFile(
-            uri="", run_id=recorded.run_id, execution_id=manifest.execution_run_id or "", words=[]
+            uri="", run_id=recorded.run_id, execution_id=manifest.execution_run_id or "", cli_args=[]
         )
         if note.version != self.versions[key]:
             replace(note, version=self.versions[key]).write(entry.path)

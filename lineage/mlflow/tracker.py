@@ -117,7 +117,7 @@ class MlflowTracker(Tracker):
         before, uri = RunFile.read(start.directory), shown(self._uri)
         note = RunFile(
             uri=uri, run_id=before.run_id if before and start.resumes and before.uri == uri else "", execution_id="",
-            words=self._execution.words, title=title, names=self._names, resumes=start.resumes, writer=self._me,
+            cli_args=self._execution.cli_args, title=title, names=self._names, resumes=start.resumes, writer=self._me,
             start=start.manifest,
         )  # fmt: skip
         with contextlib.suppress(OSError):
@@ -217,7 +217,7 @@ class MlflowTracker(Tracker):
 
         execution = self._execution
         runs = Executions(connect(self._uri), execution.store, self._me)
-        runs.open(execution.pipeline, execution.words, execution.folder, self._start, self._names)
+        runs.open(execution.pipeline, execution.cli_args, execution.folder, self._start, self._names)
         self._mirror = Mirror(runs)
 
     def _sync_stage(self, mirror: "Mirror", stage: _Stage) -> None:

@@ -77,7 +77,7 @@ class Certificate:
     comparisons: Mapping[str, Comparison]
     provenance: Provenance
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """The verdicts: ``killed bit-identical, resharded within tolerance``."""
         return ", ".join(f"{how} {comparison.verdict}" for how, comparison in self.comparisons.items())
 

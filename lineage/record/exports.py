@@ -51,7 +51,7 @@ class Export:
         place = Path(self.place)
         return place.parent if list(self.files) == [place.name] else place
 
-    def words(self) -> str:
+    def summary(self) -> str:
         """One line about it."""
         settings = " ".join(str(value) for value in self.settings.values())
         day = datetime.fromtimestamp(self.time).strftime("%Y-%m-%d")

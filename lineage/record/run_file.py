@@ -44,7 +44,7 @@ class RunFile:
 
     Args:
         uri: of MLflow, without secrets; the run ids are those of this MLflow.
-        words: options and overrides of the command.
+        cli_args: options and overrides of the command.
         version: of the registered model; None: it is none, or not registered yet.
         title: name of the run; empty: that of the stage.
         names: of the execution.
@@ -57,7 +57,7 @@ class RunFile:
     uri: str
     run_id: str
     execution_id: str
-    words: list[str]
+    cli_args: list[str]
     version: int | None = None
     title: str = ""
     names: RunNames = UNNAMED
@@ -72,6 +72,8 @@ class RunFile:
         try:
             fields = json.loads((directory / _RUN_FILE).read_text())
             fields.pop("registries", None)  # of an earlier version
+            if "words" in fields:  # of an earlier version
+                fields["cli_args"] = fields.pop("words")
             fields["names"] = RunNames(**fields.get("names", {}))
             if fields.get("start"):
                 fields["start"] = Manifest.from_json(json.dumps(fields["start"]))

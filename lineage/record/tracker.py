@@ -15,14 +15,14 @@ class Execution:
     """One execution of a pipeline.
 
     Args:
-        words: the options and overrides of the command.
+        cli_args: the options and overrides of the command.
         reused: stage title -> manifest of the reused output.
         folder: folder of a sweep, where the id of its record is kept, so that a later execution continues it.
     """
 
     pipeline: str
     store: Path
-    words: list[str]
+    cli_args: list[str]
     reused: Mapping[str, Manifest]
     folder: Path | None = None
 

@@ -311,7 +311,7 @@ def test_an_mlflow_that_does_not_answer_is_given_up_at_the_end(uri, store, monke
 def test_a_database_that_was_lost_gets_a_new_run(uri, client, store):
     manifest = store.stage("base", {})
     start = start_of(store, manifest)
-    RunFile(uri=uri, run_id="0" * 32, execution_id="", words=[]).write(start.directory)
+    RunFile(uri=uri, run_id="0" * 32, execution_id="", cli_args=[]).write(start.directory)
     tracker = MlflowTracker(uri)
     with tracker.execution(execution(store)):
         stage = Tracked(tracker, replace(start, resumes=True))

@@ -208,7 +208,7 @@ def running(tmp_path: Path) -> tuple[WrittenStore, Path]:
         state="running", total=40, directory=str(folder), since=time.time() - 30, workers=1, cpus=2, gpus=0
     )
     RunRecord(
-        id=new_id(), pipeline="live", words=["pipeline=live"], driver=Owner.here(), started=time.time() - 31,
+        id=new_id(), pipeline="live", cli_args=["pipeline=live"], driver=Owner.here(), started=time.time() - 31,
         stages={"sft": stage},
     ).write(store.root)  # fmt: skip
     return store, folder

@@ -268,7 +268,7 @@ def test_a_killed_runs_record_is_ended_where_it_is(uri, store, tmp_path, migrate
     runs = Executions(client, store.root)
     run = runs.create("p", "base", process_tags(gone), 1.0)
     execution = runs.create("p", "execution", process_tags(gone), 1.0)
-    note = RunFile(uri=runs.uri, run_id=run.info.run_id, execution_id=execution.info.run_id, words=[], writer=gone)
+    note = RunFile(uri=runs.uri, run_id=run.info.run_id, execution_id=execution.info.run_id, cli_args=[], writer=gone)
     note.write(entry.path)
     runs.tag(run.info.run_id, {Tag.STAGE: "base", Tag.FINGERPRINT: manifest.fingerprint})
     close_left(client.tracking_uri, store.root, [str(entry.path), str(tmp_path / "never")])

@@ -323,7 +323,7 @@ def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_
     api.set_state(unheard, "RUNNING")
     gone = replace(Owner.here(), started=0.0)  # our pid, of another time
     RunRecord(
-        id=new_id(), pipeline="toy", words=[], driver=gone, started=0.0, stages={}, links=Links(deployed=True),
+        id=new_id(), pipeline="toy", cli_args=[], driver=gone, started=0.0, stages={}, links=Links(deployed=True),
         open_flow=OpenFlow(flow_run=unheard, api=environment["PREFECT_API_URL"]),
     ).write(folder / "artifacts")  # fmt: skip
     process = serve(folder, environment, "--config-dir", "groups", *WORDS, NOTIFY)

@@ -86,7 +86,7 @@ def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
     server.set_state(dead, "RUNNING")
     gone = replace(Owner.here(), started=0.0)  # our pid, of another time
     RunRecord(
-        id=new_id(), pipeline="toy", words=[], driver=gone, started=0.0, stages={}, links=Links(deployed=True),
+        id=new_id(), pipeline="toy", cli_args=[], driver=gone, started=0.0, stages={}, links=Links(deployed=True),
         open_flow=OpenFlow(flow_run=dead, api=server.url),
     ).write(tmp_path / "artifacts")  # fmt: skip
     with serving(server, tmp_path, *TOY, TRIGGER, "--name", "workers", "--watch-only") as said:

@@ -41,6 +41,6 @@ def test_a_database_of_another_schema_is_named_and_not_opened(tmp_path, revision
     with pytest.raises(ArtifactError, match=re.escape(told)):
         connect(f"sqlite:///{file}")
     tracker = MlflowTracker(f"sqlite:///{file}")
-    with tracker.execution(Execution(pipeline="p", store=tmp_path, words=[], reused={})):
+    with tracker.execution(Execution(pipeline="p", store=tmp_path, cli_args=[], reused={})):
         pass
     assert told in capsys.readouterr().err and file.read_bytes() == before  # the run goes on and says so

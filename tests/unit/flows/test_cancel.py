@@ -22,7 +22,7 @@ RUN = f"20260101-000000-{uuid4().hex[:8]}"
 
 def note(run_id=RUN, **fields):
     driver = fields.pop("driver", Owner.here())
-    return RunRecord(id=run_id, pipeline="toy", words=[], driver=driver, started=0.0, stages={}, **fields)
+    return RunRecord(id=run_id, pipeline="toy", cli_args=[], driver=driver, started=0.0, stages={}, **fields)
 
 
 @pytest.fixture

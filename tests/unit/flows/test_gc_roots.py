@@ -39,7 +39,7 @@ def is_kept(roots, *manifests):
 
 def run_of(written, pipeline="q", **fields):
     run = RunRecord(
-        id=new_id(), pipeline=pipeline, words=[], driver=Owner.here(), started=time.time(), stages={}, **fields
+        id=new_id(), pipeline=pipeline, cli_args=[], driver=Owner.here(), started=time.time(), stages={}, **fields
     )
     run.write(written.root)
 

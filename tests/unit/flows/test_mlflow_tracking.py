@@ -127,8 +127,8 @@ def pipeline(toy, tmp_path):
 def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_silent(pipeline, told, tmp_path):
     elsewhere = replace(Owner.here(), host="elsewhere")
     run = RunRecord(
-        id="20260101-000000-aaaa", pipeline="toy", words=[], driver=elsewhere, started=0.0, stages={}, open_mlflow=True,
-        waits_for="another run",
+        id="20260101-000000-aaaa", pipeline="toy", cli_args=[], driver=elsewhere, started=0.0, stages={},
+        open_mlflow=True, waits_for="another run",
     )  # fmt: skip
     run.write(tmp_path)
     module.complete_record(pipeline)
@@ -142,8 +142,8 @@ def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_sile
 def recorded(store, uri, place="left"):
     stages = {"left": StageRecord(state="done", since=0.0, directory=str(store / place))}
     run = RunRecord(
-        id="20260101-000000-aaaa", pipeline="toy", words=[], driver=DEAD, started=0.0, stages=stages, open_mlflow=True,
-        links=Links(mlflow=uri),
+        id="20260101-000000-aaaa", pipeline="toy", cli_args=[], driver=DEAD, started=0.0, stages=stages,
+        open_mlflow=True, links=Links(mlflow=uri),
     )  # fmt: skip
     run.write(store)
 

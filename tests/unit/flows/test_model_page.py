@@ -112,7 +112,7 @@ def test_a_value_has_its_origin(full, tmp_path):
     stage = StageRecord(state="done", since=1.0, directory=str(entry_of(store, dpo).path))
     words = ["stages.dpo.method.learning_rate=0.1", "schedule=cosine"]
     (store.root / "runs").mkdir()
-    record = RunRecord(id="1", pipeline="p", words=words, driver=Owner.here(), started=1.0, stages={"dpo": stage})
+    record = RunRecord(id="1", pipeline="p", cli_args=words, driver=Owner.here(), started=1.0, stages={"dpo": stage})
     record.write(store.root)
     found = {name: origin for name, _, origin in report_of(store, "p/dpo")["recipe"]}
     assert (found["learning_rate"], found["schedule.name"]) == ("command line", "command line: schedule=cosine")

@@ -54,7 +54,7 @@ def live(store):
         "extra": StageRecord(state="failed", since=now, directory="", reason="no memory\nat all"),
     }
     note = RunRecord(
-        id=new_id(), pipeline="cpt-sft-dpo", words=["stages.dpo.method.beta=0.2", "x='a b'"], driver=Owner.here(),
+        id=new_id(), pipeline="cpt-sft-dpo", cli_args=["stages.dpo.method.beta=0.2", "x='a b'"], driver=Owner.here(),
         started=now - 65, stages=stages,
     )  # fmt: skip
     note.write(store)
@@ -111,7 +111,7 @@ def test_a_stage_shows_how_far_it_is_and_what_it_takes_as_text_and_as_json(store
 
 def test_links_lead_to_prefect_mlflow_and_ray(store, live):
     links = Links(flow_run="f1", flow_page="http://p/runs/flow-run/f1", mlflow="http://m/", mlflow_run="r1")
-    replace(live, links=links, said="approve at ...").write(store)
+    replace(live, links=links, message="approve at ...").write(store)
     dashboard_file(store / "dpo" / "0123456789abcdef").write_text("127.0.0.1:8265\n")
     shown = text(store)
     assert "prefect   http://p/runs/flow-run/f1" in shown
@@ -169,10 +169,10 @@ def test_the_step_of_a_run_is_still_known_when_a_later_one_went_on(store, live):
 @pytest.mark.parametrize("words", [["stages.dpo.method.beta=0.2", "x='a b'"], ["resources.save_steps=4"]])
 def test_what_a_later_run_has_taken_up_is_not_offered(store, live, words):
     stopped(live).write(store)
-    replace(live, words=words).write(store)
+    replace(live, cli_args=words).write(store)
     assert f"      at step 3 of dpo; {live.id} resumed it" in text(store)
     assert "resume with" not in text(store)
-    replace(live, words=words, stages={"sft": live.stages["sft"]}).write(store)  # which left dpo as it was
+    replace(live, cli_args=words, stages={"sft": live.stages["sft"]}).write(store)  # which left dpo as it was
     assert "      at step 3 of dpo; resume with: posttrain run" in text(store)
 
 
@@ -233,7 +233,7 @@ def test_a_sweep_says_how_many_trials_ended(store, live):
 
 def test_a_stop_between_two_stages_says_how_to_go_on(store, live):
     replace(live, outcome="stopped", ended=time.time(), stages={"corpus": live.stages["corpus"]}).write(store)
-    assert f"      resume with: posttrain run {live.words[0]}" in text(store)
+    assert f"      resume with: posttrain run {live.cli_args[0]}" in text(store)
 
 
 def test_of_a_sweep_the_stages_that_rest_are_counted(store, live):

@@ -94,7 +94,7 @@ def test_a_manifest_gets_the_newest_of_its_recipe(tmp_path: Path) -> None:
     found = certificate_of(TRAINED, PARENTS, tmp_path)
     assert found
     assert read_certificate(tmp_path, found) == certificate(end=5.0, verdict="differs")
-    assert certificate().words() == "killed bit-identical"
+    assert certificate().summary() == "killed bit-identical"
     other = replace(TRAINED, recipe={**RECIPE, "learning_rate": 0.2})
     assert certificate_of(other, PARENTS, tmp_path) is None
 

@@ -78,7 +78,7 @@ def test_registered_versions_and_aliases_are_named(store, monkeypatch):
     assert found["aliases"] == {"champion": node(made["dpo"])}
     assert {row["registered_model"] for row in found["artifacts"]} == {None}  # no MLflow registered one
     entry = Store(store.root).entry("dpo", made["dpo"].fingerprint)
-    RunFile(uri="", run_id="r", execution_id="e", words=[], version=3).write(entry.path)
+    RunFile(uri="", run_id="r", execution_id="e", cli_args=[], version=3).write(entry.path)
     found = answer(store, "label:cc-by-nc-4.0")
     assert {row["stage"]: (row["registered_model"], row["registered_version"]) for row in found["artifacts"]} == {
         "pairs": (None, None), "dpo": ("p", 3), "evaluate": (None, None),

@@ -31,7 +31,7 @@ def settled(monkeypatch):
 
 def record_of(store, driver, flow=FLOW, **fields) -> RunRecord:
     stages = {"data": StageRecord(state="done", since=0.0, directory="", after=[])}
-    known = {"pipeline": "toy", "words": [], "started": 0.0, "stages": stages}
+    known = {"pipeline": "toy", "cli_args": [], "started": 0.0, "stages": stages}
     record = RunRecord(id="20260101-000000-aaaa", driver=driver, open_flow=flow, **{**known, **fields})
     record.write(store)
     return record

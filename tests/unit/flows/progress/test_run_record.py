@@ -81,7 +81,7 @@ def test_a_run_shows_its_stages_before_they_begin_and_writes_every_change(plan):
     store = plan.pipeline.store
     with recording(plan) as journal:
         note = the_note(store)
-        assert (note.pipeline, note.words, note.outcome) == ("toy", ["pipeline=toy"], None)
+        assert (note.pipeline, note.cli_args, note.outcome) == ("toy", ["pipeline=toy"], None)
         assert note.driver.pid == os.getpid()
         assert {title: stage.after for title, stage in note.stages.items()} == {
             "data": [], "model": ["data"], "left": ["data", "model"], "right": ["data", "model"],
@@ -104,7 +104,7 @@ def test_a_run_shows_its_stages_before_they_begin_and_writes_every_change(plan):
         "data": "reused", "model": "pending", "left": "done", "right": "failed",
     }  # fmt: skip
     assert (note.stages["left"].seconds, note.stages["right"].reason) == (1.5, "no memory")
-    assert note.said == "may this model be promoted?"
+    assert note.message == "may this model be promoted?"
     assert (note.outcome, note.cause) == ("failed", "right failed; see posttrain logs right")
     assert note.ended
 
@@ -221,7 +221,7 @@ def test_a_run_that_begins_waits_until_gc_has_deleted_what_it_is_at(plan):
 
 
 def note_of(driver, run_id=None, **fields):
-    known = {"pipeline": "toy", "words": [], "driver": driver, "started": 0.0, "stages": {}}
+    known = {"pipeline": "toy", "cli_args": [], "driver": driver, "started": 0.0, "stages": {}}
     return RunRecord(id=run_id or new_id(), **{**known, **fields})
 
 
@@ -406,3 +406,11 @@ def test_the_stages_of_trials_to_come_are_known():
     assert [title for title in titles if is_to_begin(title, run)] == ["left", "left#0", "left#2"]
     assert waits_for("left#2", run) == ""
     assert is_to_begin("left#99", replace(run, sweep=replace(SWEEP, trials=None)))
+
+
+def test_a_record_of_an_earlier_version_is_read_with_its_names_of_today(tmp_path):
+    note = note_of(HERE, cli_args=["pipeline=toy"], message="waits")
+    note.write(tmp_path)
+    path = run_record_path(tmp_path, note.id)
+    path.write_text(path.read_text().replace('"cli_args"', '"words"').replace('"message"', '"said"'))
+    assert read_run_record(path) == note

@@ -32,7 +32,7 @@ def noted(store, title, entry, state="running", pipeline="toy", driver=None, swe
     stage = StageRecord(state=state, since=0.0, directory=str(entry.path if entry else ""), **fields)
     number = len(list(store.glob("runs/*")))
     RunRecord(
-        id=f"{new_id()[:15]}-{number:04d}", pipeline=pipeline, words=[], driver=driver or Owner.here(), started=0.0,
+        id=f"{new_id()[:15]}-{number:04d}", pipeline=pipeline, cli_args=[], driver=driver or Owner.here(), started=0.0,
         stages={title: stage}, sweep=sweep,
     ).write(store)  # fmt: skip
 

@@ -224,7 +224,7 @@ def note(tmp_path, run_id: str, *, state: str = "running", reason: str = "", **f
     elsewhere = f"/mnt/{tmp_path.name}/sft/0123456789abcdef"  # as another host has it
     stages = {"sft#3": StageRecord(state=state, since=0.0, directory=elsewhere, reason=reason)}
     fields = {"driver": DEAD, **fields}
-    RunRecord(id=run_id, pipeline="toy", words=[], started=0.0, stages=stages, **fields).write(tmp_path)
+    RunRecord(id=run_id, pipeline="toy", cli_args=[], started=0.0, stages=stages, **fields).write(tmp_path)
 
 
 @pytest.mark.parametrize(
