@@ -184,6 +184,7 @@ class Manifest:
     execution_run_id: str | None = None  # of the pipeline execution that produced it
     parent_run_ids: list[str] = field(default_factory=list)  # of the stages that it reads
     certificate: str | None = None  # SHA-256 of the certificate of its recipe, by `posttrain certify`
+    failed_scores: dict[str, str] = field(default_factory=dict)  # of its evaluation: step, and metric -> why
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"

@@ -14,8 +14,10 @@ from lineage.store import Entry, InputRecord, Manifest, Provenance
 from tests.saved import commit
 
 
-def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) -> None:
-    """Commits an output for each of these stages, or for all."""
+def finish(
+    plan: Plan, *names: str, metrics: Mapping[str, float] | None = None, files: Mapping[str, str] | None = None
+) -> None:
+    """Commits an output for each of these stages, or for all; ``files``: name -> content."""
     ran = _ran()
     for planned in plan.stages:
         if names and planned.name not in names:
@@ -24,8 +26,9 @@ def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) 
         lock = Lock(entry.path)
         lock.try_acquire()
         entry.begin()
-        (entry.output / "f").write_text(planned.name)
-        files = digest_files(entry.output)
+        for name, content in (files or {"f": planned.name}).items():
+            (entry.output / name).write_text(content)
+        written = digest_files(entry.output)
         inputs = {
             slot: InputRecord(
                 artifact=given.name,
@@ -37,8 +40,8 @@ def finish(plan: Plan, *names: str, metrics: Mapping[str, float] | None = None) 
         }
         manifest = Manifest(
             pipeline=plan.pipeline.name, stage=planned.name, method="m", recipe=dict(planned.stage.method.recipe()),
-            fingerprint=planned.fingerprint, files=files, output_digest=digest_of(files), metrics=dict(metrics or {}),
-            inputs=inputs, provenance=replace(ran, code_digest=planned.code_digest),
+            fingerprint=planned.fingerprint, files=written, output_digest=digest_of(written), inputs=inputs,
+            metrics=dict(metrics or {}), provenance=replace(ran, code_digest=planned.code_digest),
         )  # fmt: skip
         with lock.holding():
             entry.commit(manifest, lock)

@@ -44,7 +44,7 @@ from tasks.context import Launcher, Resources
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.judgement.estimate import kernels_in_use
 from tasks.method import Method, Training
-from tasks.train.evaluation import asked_beside
+from tasks.train.evaluation import SCORES_FILE, asked_beside, failed_scores, failure_lines
 
 
 def used_resources(method: Method, resources: Resources) -> Resources:
@@ -267,14 +267,20 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
 
 
 def _not_scored(stages: Sequence[PlannedStage], store: Store) -> Iterator[str]:
-    """A note for each finished stage whose evaluation was set after its training."""
+    """A note for each finished stage whose evaluation was set after its training, or lacks scores that failed."""
     for planned in stages:
         entry = store.entry(planned.name, planned.fingerprint).path
-        is_set = planned.state == "reuse" and getattr(planned.stage.method, "evaluation", None)
-        if is_set and not (entry / "evaluation.jsonl").exists():
+        setting = getattr(planned.stage.method, "evaluation", None)
+        if planned.state != "reuse" or not setting:
+            continue
+        found = failure_lines(failed_scores(entry))
+        if not (entry / SCORES_FILE).exists():
+            found = ["so its evaluation scores nothing"]
+        again = "" if setting.decides else f"set stages.{planned.name}.method.evaluation.pick=best, "
+        if found:
             yield (
-                f"{planned.name} is finished, so its evaluation scores nothing; to train it again with its scores, "
-                f"set stages.{planned.name}.method.evaluation.pick=best, change another field, or delete {entry}"
+                f"{planned.name} is finished, {'; '.join(found)}; to train it again with its scores, {again}change "
+                f"another field, or delete {entry}; a stage of evaluate scores its output and its start alone"
             )
 
 

@@ -11,6 +11,7 @@ from lineage.fingerprint import short
 from lineage.promotions import Event, append, decision, locked, read_events
 from lineage.record.verdict import VERDICT_TABLE, Verdict, read_verdict
 from lineage.store import Manifest
+from tasks.recipe import VERDICT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,15 @@ def refusals(plan: Plan) -> list[str]:
     return [refusal for each in judgements(plan) if (refusal := each.refusal())]
 
 
+def began_before(plan: Plan, gate: str) -> str:
+    """Which finished trainings wait for a verdict that refuses now, as the end of a line; empty: none."""
+    slots = {each.name: each.inputs.get(VERDICT) for each in plan.stages if each.state == "reuse"}
+    found = [name for name, slot in slots.items() if slot and slot.name == gate]
+    if not found:
+        return ""
+    return f"; {', '.join(found)} began after another verdict and would not begin now, but is finished and reused"
+
+
 def gates(plan: Plan) -> list[PlannedStage]:
     """The stages that produce a verdict."""
     return [planned for planned in plan.stages if planned.stage.method.produces == Kind.VERDICT]
@@ -96,7 +106,8 @@ def blocking_gates(plan: Plan) -> list[str]:
         if each.gate not in stale and each.awaits_approval:
             lines.append(f"{each.gate} passes {candidate}, and awaits a person: a run asks in Prefect")
         elif each.gate not in stale and each.refusal():
-            lines.append(f"{each.gate} refuses {candidate}: a run ends with exit code 3")
+            after = began_before(plan, each.gate)
+            lines.append(f"{each.gate} refuses {candidate}: a run ends with exit code 3{after}")
     return lines
 
 
@@ -113,6 +124,7 @@ def record_decision(store: Path, judged: Judgement, *, approved: bool, who: str,
 def require_passed(plan: Plan) -> None:
     """Fails a command with exit code 3 if a gate or a person refused; every output is kept."""
     if refused := refusals(plan):
+        refused += [text[2:] for each in judgements(plan) if each.refusal() and (text := began_before(plan, each.gate))]
         kept = "all outputs are kept; the evidence is in"
         tables = ", ".join(str(each.output / VERDICT_TABLE) for each in judgements(plan))
         raise GateError("\n".join([*refused, f"{kept} {tables}"]))

@@ -96,6 +96,7 @@ class Scores(TypedDict):
     policies: list[str]
     rows: list[ScoreRow]
     protocol: Pairs
+    failed: NotRequired[Pairs]  # what has no score, and why
     num_rows: int
 
 
@@ -587,11 +588,11 @@ def _scores(entry: Entry, slot: str, manifest: Manifest, graph: Graph) -> Scores
     rows = [
         _score_row(name, columns, manifest.metrics, by_row.get(name)) for name in names if not name.endswith("/stderr")
     ]
-    told = {**cast("Facts", read_json(entry.output, BENCHMARKS_FILE) or {}), "failed": read_failed(entry.output)}
-    settings = _flat({**manifest.recipe, **told})
+    settings = _flat({**manifest.recipe, **cast("Facts", read_json(entry.output, BENCHMARKS_FILE) or {})})
     protocol = [(name, str(value)) for name, value in settings if name not in ("method", "version")]
     return {
         "stage": manifest.stage, "policies": columns, "rows": rows, "protocol": protocol,
+        "failed": [*read_failed(entry.output).items()],
         "num_rows": max((len(each.row_ids) for each in by_row.values()), default=0),
     }  # fmt: skip
 
@@ -601,7 +602,7 @@ def _scores_beside(node: Node) -> Scores | None:
     assert node.manifest and node.entry
     every = {key.removeprefix("evaluation/"): value for key, value in node.manifest.metrics.items()
              if key.startswith("evaluation/")}  # fmt: skip
-    names = [key for key in every if not (key.startswith("base/") or key.endswith("/stderr"))]
+    names = dict.fromkeys(key.removeprefix("base/") for key in every if not key.endswith("/stderr"))
     metrics = {key if key.startswith("base/") else f"model/{key}": value for key, value in every.items()}
     step = node.manifest.metrics.get("best_step", node.manifest.metrics.get("steps", 0.0))
     folder = node.entry.path / "evaluation" / f"step-{step:.0f}"
@@ -610,8 +611,11 @@ def _scores_beside(node: Node) -> Scores | None:
     start = next((record.artifact for slot, record in node.manifest.inputs.items() if slot == "policy"), "base")
     columns, protocol = [start.removeprefix(SOURCE), node.name], [("step", f"{step:.0f}")] if by_row else []
     count = max((len(each.row_ids) for each in by_row.values()), default=0)
-    found = Scores(stage="beside the training", policies=columns, rows=rows, protocol=protocol, num_rows=count)
-    return found if rows else None
+    failed = [*node.manifest.failed_scores.items()]
+    found = Scores(
+        stage="beside the training", policies=columns, rows=rows, protocol=protocol, failed=failed, num_rows=count
+    )  # fmt: skip
+    return found if rows or failed else None
 
 
 def _score_row(name: str, columns: Sequence[str], metrics: Mapping[str, float], scores: RowScores | None) -> ScoreRow:
@@ -730,7 +734,7 @@ def compared(reports: Sequence[Report]) -> tuple[list[Scores], list[Answers]]:
 
 def _measured_alike(metric: str, *found: tuple[ScoreRow, Pairs]) -> bool:
     """Whether two values of a metric are of the same rows, as far as these are known, and by the same settings."""
-    of_others = ("metrics.", "lm_eval/", "failed.")  # but those of the metric itself
+    of_others = ("metrics.", "lm_eval/")  # but those of the metric itself
     settings = [
         {
             key: value for key, value in protocol if key != "step"

@@ -353,7 +353,7 @@ def model_card(report: "Report | None", repository: str, note: str = "") -> str:
 
 
 def _card_sections(report: "Report", nodes: "Sequence[Facts]") -> Iterator[str]:
-    for each in report.get("scores", []):
+    for each in (found for found in report.get("scores", []) if found["rows"]):
         yield from (f"## Scores: {each['stage']}", "", "In brackets: 95 % intervals by the bootstrap over rows.", "")
         rows = [[row["metric"], *map(_card_cell, row["values"])] for row in each["rows"]]
         yield from (markdown_table(("metric", *each["policies"]), rows), "")

@@ -42,6 +42,7 @@ from tasks.context import Metrics, Resources
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.report import REPORT, DataReport
 from tasks.method import Training
+from tasks.train.evaluation import failed_scores, failure_lines
 from tasks.train.loop.heartbeat import heartbeats
 
 logger = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ def _report_end(run: Run, planned: PlannedStage, state: Literal["reused", "done"
     end = Event(title=run.title(planned), state=state, manifest=manifest)
     run.emit(end)
     notes = [*notes_on(planned.stage.method, manifest.metrics), *_unused(run, planned)] if state == "done" else []
+    notes += failure_lines(manifest.failed_scores) if state == "done" else []
     for line in notes:
         run.announce(f"{run.title(planned)}: {line}")
     return Result(manifest=manifest, seconds=end.seconds)
@@ -232,7 +234,7 @@ def _make(run: Run, planned: PlannedStage, start: StageStart, job: Job, checkpoi
     manifest = replace(
         start.manifest, files=files, output_digest=digest_of(files), metrics=dict(metrics),
         provenance=made_by, mlflow_run_id=run_ids.stage, execution_run_id=run_ids.execution,
-        parent_run_ids=list(run_ids.parents),
+        parent_run_ids=list(run_ids.parents), failed_scores=failed_scores(entry.path),
     )  # fmt: skip
     return replace(manifest, certificate=certificate_of(manifest, start.parents, run.plan.pipeline.store))
 

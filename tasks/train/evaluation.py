@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
+from lineage.filesystem.files import read_jsonl
 from lineage.fingerprint import Setting, set_fields
 from tasks.reward_functions.metric import Metric, check_metrics, metrics_of
 from tasks.train.best import is_due, require_one
@@ -18,6 +20,7 @@ SLOTS = {  # kind of rows -> the slot of ``evaluate`` that reads them, and the m
     Kind.PREFERENCES: ("pairs", "preference_accuracy"), Kind.UNPAIRED: ("unpaired", "unpaired_accuracy"),
     Kind.PROMPTS: ("prompts", "unfinished_share"),
 }  # fmt: skip
+SCORES_FILE = "evaluation.jsonl"  # in the stage's directory
 BATCH_TOKENS = 2**14  # of a batch that is scored, including padding, where no number of rows is set
 BATCH_LOGITS = 2**28  # 1 GiB in fp32; rows of 2,048 tokens with 150,000 logits each are scored one by one
 _BOUNDS = ("at_least", "at_most", "min_gain", "max_regression")
@@ -115,3 +118,26 @@ def asked_beside(method: object) -> tuple[int, int]:
     """CPUs and GPUs of what scores the checkpoints of a training."""
     found = getattr(method, "evaluation", None)
     return (found.cpus, found.gpus) if isinstance(found, Evaluation) else (0, 0)
+
+
+def failed_scores(stage: Path) -> dict[str, str]:
+    """``step N``, or ``step N, METRIC``, that was to be scored and has no score -> why.
+
+    Args:
+        stage: its directory in the store.
+    """
+    lines: list[dict[str, object]] = read_jsonl(stage / SCORES_FILE, dict)
+    found = dict[str, str]()
+    for line in sorted(lines, key=lambda each: int(str(each["step"]))):
+        name, metrics = f"step {line['step']}", line.get("failed")
+        found |= {name: str(line["error"])} if line.get("error") else {}
+        found |= {f"{name}, {key}": str(why) for key, why in metrics.items()} if isinstance(metrics, Mapping) else {}
+    return found
+
+
+def failure_lines(failed: Mapping[str, str]) -> list[str]:
+    """A line for each reason of ``failed_scores``, with all that it is the reason of."""
+    reasons = dict[str, list[str]]()
+    for name, why in failed.items():
+        reasons.setdefault(why, []).append(name)
+    return [f"no score of {'; '.join(names)}: {why}" for why, names in reasons.items()]

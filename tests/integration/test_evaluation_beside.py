@@ -24,7 +24,7 @@ from tasks.method import Adapter
 from tasks.recipe import Input
 from tasks.reward_functions.metric import Metric
 from tasks.train.best import Best, Validation
-from tasks.train.evaluation import Bound, Evaluation
+from tasks.train.evaluation import Bound, Evaluation, failed_scores
 from tasks.train.loop import evaluation
 from tasks.train.loop.evaluation import Job, Request, Scores, Scoring, ScoringProcess
 from tests import training
@@ -217,6 +217,27 @@ def test_an_evaluation_that_dies_leaves_the_training_untouched(root: Path, tmp_p
     assert all("returned nan for row 0" in each["failed"]["score"] for each in recorded(again).values())  # type: ignore[index]
     with pytest.raises(PipelineError, match=r"no checkpoint has a score .*exit code 3"):
         StageFolder(tmp_path / "none", root)(replace(stage, evaluation=replace(EVERY, metrics=(dies,), pick="best")))
+
+
+def test_a_score_that_fails_is_tried_again_and_one_that_fails_twice_takes_no_other_with_it(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored, failures = Scoring._scored, {0: 1, 5: 2}
+
+    def killed(self: Scoring, step: int) -> Scores:
+        failures[step] = failures.get(step, 0) - 1
+        if failures[step] >= 0:
+            return Scores(step=step, digest="", error="its process ended by SIGKILL")
+        return scored(self, step)
+
+    monkeypatch.setattr(Scoring, "_scored", killed)
+    ran = StageFolder(tmp_path / "ran", root)
+    metrics = ran(training.method("sft", **STEADY, evaluation=EVERY))
+    assert failed_scores(tmp_path / "ran") == {"step 5": "its process ended by SIGKILL"}
+    base = recorded(ran)[0]["scores"]
+    assert {f"evaluation/base/{name}": value for name, value in base.items()} == {  # type: ignore[attr-defined]
+        name: value for name, value in metrics.items() if name.startswith("evaluation/")
+    }
 
 
 def test_patience_ends_a_training_at_a_score_whatever_was_trained_until_it_was_known(

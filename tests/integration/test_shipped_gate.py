@@ -13,7 +13,9 @@ import pytest
 from flows.__main__ import _parser, main
 from flows.declare.config import load_pipeline
 from flows.planning.checks import check_gates
-from flows.planning.plan import make_plan
+from flows.planning.plan import Plan, make_plan
+from flows.planning.verdicts import require_passed
+from flows.promotion.retrain import pending
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, GateError
 from lineage.record.verdict import Approval, Judged, Result, RuleResult, Verdict, read_verdict
@@ -23,6 +25,7 @@ from tasks.gate import Gate
 from tasks.method import Input
 from tasks.sft import SFT as FineTuning
 from tests.command import REPOSITORY
+from tests.finished import finish
 
 GATED = "pipeline=cpt-sft-dpo-gated"
 NUM_ROWS = 200
@@ -287,6 +290,31 @@ def test_a_training_may_wait_for_a_verdict_which_is_no_part_of_its_identity(tmp_
     assert "gate" in waiting.before("reward") and "gate" not in alone.before("reward")
     with pytest.raises(ConfigError, match=r"stages.reward.inputs.verdict.*is a checkpoint|verdict"):
         load_pipeline([GATED, f"store={tmp_path}", "+stages.reward.inputs.verdict=sft"])
+
+
+def test_a_finished_training_whose_verdict_refuses_now_is_named(tmp_path: Path) -> None:
+    early = (
+        "stages.gate.inputs.candidate=sft", "stages.gate.inputs.parent=cpt", "~stages.evaluate.inputs.reward_model",
+        "~stages.gate.method.rules.wins_over_sft", "~stages.gate.method.rules.beats_champion",
+        "+stages.reward.inputs.verdict=gate", f"store={tmp_path}",
+    )  # fmt: skip
+    plan = make_plan(load_pipeline([GATED, *early]))
+    finish(plan, *(each.name for each in plan.stages if each.name != "gate"))
+
+    def judged(result: Result) -> Plan:
+        rule = RuleResult(rule="rule", demand="it wins", against=None, outcome="worse")
+        name = Judged(name="sft", fingerprint="a", digest=None)
+        verdict = Verdict(result=result, approval="none", confidence=0.95, candidate=name, champion=None, rules=[rule])
+        finish(plan, "gate", files={"verdict.json": verdict.to_json()})
+        return make_plan(load_pipeline([GATED, *early]))
+
+    refused = judged("refuse")
+    assert refused.stage("reward").state == "reuse"
+    after = "; reward began after another verdict and would not begin now, but is finished and reused"
+    assert pending(refused) == [f"gate refuses sft: a run ends with exit code 3{after}"]
+    with pytest.raises(GateError, match=r"\nreward began after another verdict"):
+        require_passed(refused)
+    assert not pending(judged("pass"))
 
 
 @pytest.mark.parametrize(

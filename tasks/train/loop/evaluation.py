@@ -9,6 +9,7 @@ import queue
 import re
 import select
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -35,7 +36,7 @@ from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.model.fetch_model import PARTS_FILE
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS, Best, Patience
-from tasks.train.evaluation import SLOTS, Evaluation
+from tasks.train.evaluation import SCORES_FILE, SLOTS, Evaluation
 from tasks.train.loop.callbacks import has_diverged, step_metrics
 from tasks.train.loop.checkpointing import Checkpointing, Saver, divergence
 from tasks.train.loop.heartbeat import Phase
@@ -407,7 +408,7 @@ def agreed(value: float, args: "Args") -> float:
     return float(broadcast(torch.tensor(value, dtype=torch.float64, device=args.device)))
 
 
-SCORES_FILE, SCORES_FOLDER = "evaluation.jsonl", "evaluation"  # in the stage's directory
+SCORES_FOLDER = "evaluation"  # in the stage's directory
 _MODEL_FILES = re.compile(r"(model|adapter_model)[\w.-]*\.safetensors|(adapter_|generation_)?config\.json")
 _NOT_OF_MODEL = ("trainer_state.json", "model_parts.json", "checkpoint.json", "base.json")
 _BESIDE_MODEL = ("*.json", "*.jinja", "*.model", "*.txt")  # files that a model's directory has beside its weights
@@ -511,7 +512,8 @@ class ScoringProcess:
             line = b""
         if not line:
             code = self._process.wait()
-            return Scores(step=request.step, digest=request.digest, error=f"its process ended with exit code {code}")
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            return Scores(step=request.step, digest=request.digest, error=f"its process ended {how}")
         return Scores(**json.loads(line))
 
     def _answered(self) -> bool:
@@ -686,12 +688,13 @@ class Scoring(TrainerCallback):
             self.checkpointing.load_model(self.store.path(picked))
         notes = {"best_step": float(picked)} if self.setting.pick != "last" else {}
         notes |= {"ended_early_at_step": float(self.ended_at)} if self.ended_at else {}
-        found = self.known.get(picked)
-        if self.ctx.rank or not found:
+        if self.ctx.rank:
             return notes
         logger.info("evaluation pick=%s step=%d of=%s", self.setting.pick, picked, sorted(self.known))
-        notes |= {f"evaluation/{name}": value for name, value in found.scores.items()}
-        return notes | {f"evaluation/base/{name}": value for name, value in found.base.items()}
+        own = self.known[picked].scores if picked in self.known else {}
+        base = next((each.base for each in self._in_order() if each.base), {})  # each has it, unless it failed
+        notes |= {f"evaluation/{name}": value for name, value in own.items()}
+        return notes | {f"evaluation/base/{name}": value for name, value in base.items()}
 
     def end(self) -> None:
         """Ends the process; what it has not scored, a resumed training scores."""
@@ -738,10 +741,10 @@ class Scoring(TrainerCallback):
             if step > (self._ends_at() or math.inf) and step:  # nothing after it can be the output
                 self._waiting.discard(step)
                 continue
-            try:
-                found = self._scored(step)
-            except Exception as error:  # whatever happens to a score, the training goes on
-                found = Scores(step=step, digest="", error=f"{type(error).__name__}: {error}")
+            found = self._scored_or_why(step)
+            if found.error and not (found.is_fatal or self._is_over):  # such as by a kill where memory was short
+                logger.warning("evaluation step=%d state=tried again: %s", step, found.error)
+                found = self._scored_or_why(step)
             if self._is_over:
                 return
             if found.error:
@@ -751,6 +754,12 @@ class Scoring(TrainerCallback):
             self.known[step] = found
             self._waiting.discard(step)
             append_jsonl(self.place / SCORES_FILE, found.__dict__)
+
+    def _scored_or_why(self, step: int) -> "Scores":
+        try:
+            return self._scored(step)
+        except Exception as error:  # whatever happens to a score, the training goes on
+            return Scores(step=step, digest="", error=f"{type(error).__name__}: {error}")
 
     def _scored(self, step: int) -> "Scores":
         if self._scorer is None:

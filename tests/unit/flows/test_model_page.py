@@ -94,6 +94,19 @@ def test_scores_beside_the_training_stand_beside_those_of_its_start(full):
     assert after == {"value": 0.5, "low": pytest.approx(0.304), "high": pytest.approx(0.696)}
 
 
+def test_what_has_no_score_is_on_the_page_with_its_reason(tmp_path):
+    store, why = WrittenStore(tmp_path / "artifacts"), "its process ended by SIGKILL"
+    base = store.stage("base", {})
+    for metrics in ({}, {"evaluation/base/f1": 0.25}):
+        sft = store.stage("sft", {"policy": base}, metrics=metrics, failed_scores={"step 4": why})
+        found = report_of(store, node(sft))
+        (scores,) = found["scores"]
+        assert scores["failed"] == [("step 4", why)] and len(scores["rows"]) == len(metrics)
+        page = Page(model_page([found]))
+        words = [word.strip() for word in page.words if word.strip()]
+        assert words[words.index("no score") :][1:3] == ["step 4", why] and ("metric" in words) == bool(metrics)
+
+
 def test_a_value_has_its_origin(full, tmp_path):
     found = {name: origin for name, _, origin in report_of(full, "p/dpo")["recipe"]}
     assert found == {

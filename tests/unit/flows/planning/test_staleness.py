@@ -122,8 +122,12 @@ def test_an_evaluation_that_is_set_after_the_training_is_named_with_what_trains_
     assert left.state == "reuse" and note.startswith("left is finished") and str(plan.entry(left).path) in note
     again = toy(*words, "stages.left.method.evaluation.pick=best")
     assert again.stage("left").state == "run" and not [note for note in again.notes if "scores nothing" in note]
-    (plan.entry(left).path / "evaluation.jsonl").write_text("")
+    scores = plan.entry(left).path / "evaluation.jsonl"
+    scores.write_text('{"step": 0, "error": ""}\n')
     assert not toy(*words).notes
+    scores.write_text('{"step": 0, "error": "its process ended by SIGKILL"}\n')
+    [note] = toy(*words).notes
+    assert note.startswith("left is finished, no score of step 0: its process ended by SIGKILL; to train it again with")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """One stage, with processes that do as they are told."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -125,12 +126,24 @@ def test_the_manifest_names_all_code_that_trained_it(half_done):
 def test_what_a_training_did_beside_its_steps_is_announced(half_done, monkeypatch):
     did = {"adaptive/interventions": 2.0, "adaptive/spike/step_9": 0.5}
     write = Writing.run
-    monkeypatch.setattr(Writing, "run", lambda self, job: {**write(self, job), **did})
+
+    def run(self, job):
+        lines = [{"step": step, "error": "its process ended by SIGKILL"} for step in (4, 0)]
+        lines.append({"step": 2, "error": "", "failed": {"tone": "it returned nan for row 0"}})
+        (job.directory / "evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return {**write(self, job), **did}
+
+    monkeypatch.setattr(Writing, "run", run)
     heard = Heard()
-    execute(Run(plan=half_done, processes=Writing(), emit=heard, tracker=Tracker()), half_done.stage("left"))
+    plan = Run(plan=half_done, processes=Writing(), emit=heard, tracker=Tracker())
+    manifest = execute(plan, half_done.stage("left")).manifest
     assert [text for state, _, text in heard if state == "message"] == [
         "left: 2 interventions in its learning rate (schedule.adaptive), named in its log and manifest",
+        "left: no score of step 0; step 4: its process ended by SIGKILL",
+        "left: no score of step 2, tone: it returned nan for row 0",
     ]
+    assert [*manifest.failed_scores] == ["step 0", "step 2, tone", "step 4"]
+    assert manifest == half_done.entry(half_done.stage("left")).manifest()
 
 
 @pytest.mark.parametrize(
