@@ -47,6 +47,17 @@ def lost(job: Job, ranks: Sequence[int], what: str, more: str = "") -> LostError
     return _lost(job, f"{_who(job, ranks)} {what} {_when(job, ranks[0])}{more}")
 
 
+def waited_for(job: Job, waiting: Sequence[int]) -> LostError:
+    """The loss of the worker that others have waited for as long as ``timeout_minutes`` lets them: the one with the
+    fewest steps."""
+    beats, limit = heartbeats(job.entry.work), job.resources.timeout_minutes
+    others = [rank for rank in range(job.resources.num_workers) if rank not in waiting] or list(waiting)
+    rank = min(others, key=lambda rank: beats[rank].step or 0 if rank in beats else -1)
+    phase = beats[rank].phase if rank in beats else "starting"
+    more = f"rank {waiting[0]} waited {limit or 0:g} minutes for it (resources.timeout_minutes)"
+    return lost(job, [rank], "hangs", f", {phase}: {more}")
+
+
 def failed(job: Job, rank: int | None, error: Exception | SystemExit) -> StageError:
     """What a worker's code raised, and would raise again unless it lacked memory; says where it had begun to train.
 

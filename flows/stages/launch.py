@@ -40,6 +40,7 @@ from flows.stages.exit_reasons import (
     memory_hint,
     memory_kills,
     no_capacity,
+    waited_for,
 )
 from flows.stages.job import Job
 from flows.stages.process_settings import set_environment, stage_environment
@@ -700,13 +701,14 @@ _PEER_GONE = (
     "connection closed by peer", "connection reset by peer", "broken pipe", "socket closed", "remote process exited",
     "read timeout", "connection refused",
 )  # fmt: skip
+_TIMED_OUT = "timed out waiting"  # what gloo says when ``timeout_minutes`` are over
 
 
 def lost_its_peer(error: BaseException) -> bool:
-    """Whether a worker raised the error because another worker is gone."""
+    """Whether a worker raised the error because another worker is gone, or does not come."""
     text = str(error).lower()
     is_distributed = isinstance(error, RuntimeError | ConnectionError) and not isinstance(error, PipelineError)
-    return is_distributed and any(words in text for words in _PEER_GONE)
+    return is_distributed and any(words in text for words in (*_PEER_GONE, _TIMED_OUT))
 
 
 def failure_of(job: Job, error: Exception, memory_kills_before: int | None) -> PipelineError:
@@ -747,6 +749,8 @@ def _of_workers(job: Job, failures: Mapping[int, Exception], memory_kills_before
             return error
     if gone := ranks_of_lost_nodes(job):
         return lost(job, gone, "died", _NODE_GONE)
+    if waiting := [rank for rank, error in raised.items() if _TIMED_OUT in str(error).lower()]:
+        return waited_for(job, waiting)
     rank, error = next(iter(raised.items()))
     return lost(job, [rank], "lost its connection to another worker", f": {first_line(error)}")
 

@@ -225,6 +225,17 @@ def test_on_a_cluster_what_is_killed_is_replaced(toy, kill, cause):
 
 
 @SLOW
+def test_on_a_cluster_a_wait_for_a_worker_that_hangs_ends_after_timeout_minutes(toy):
+    (toy.folder / "artifacts" / TROUBLE_FILE).write_text("hang:5:1")
+    result = toy("run", *TWO, "resources.timeout_minutes=0.1")
+    assert result.returncode == 0, result.stderr
+    [line] = [line for line in result.stderr.splitlines() if line.startswith("stage train failed: ")]
+    found = f"rank 1 on {gethostname()} hangs at step 4, between steps: rank 0 waited 0.1 minutes for it "
+    assert f"{found}(resources.timeout_minutes) (log: " in line
+    assert line.endswith("; it resumes from its checkpoint of step 4")
+
+
+@SLOW
 def test_on_a_cluster_a_wrong_row_ends_all_workers_and_a_killed_driver_leaves_none(toy):
     trouble = toy.folder / "artifacts" / TROUBLE_FILE
     trouble.write_text("row:5:1")

@@ -29,6 +29,9 @@ from tests.finished import save
 from tests.toy_methods import ToyModel, ToyTraining
 
 HERE = socket.gethostname()
+LATE = RuntimeError(
+    "[../gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 6000ms for recv operation to complete"
+)
 GONE = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:3822")
 
 
@@ -42,7 +45,7 @@ def job(tmp_path) -> Job:
 @pytest.fixture
 def cluster_job(job, monkeypatch) -> Job:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    return replace(job, resources=Resources(num_workers=2))
+    return replace(job, resources=Resources(num_workers=2, timeout_minutes=0.1))
 
 
 def dead(text: str = "") -> Exception:
@@ -61,6 +64,10 @@ def dead(text: str = "") -> Exception:
          f"rank 1 on {HERE} died at step 11: its node was out of memory, and Ray killed it"),
         ({1: WorkerHealthCheckFailedError("failed", OutOfMemoryError("x"))},
          f"rank 1 on {HERE} died at step 11: its node was out of memory, and Ray killed it"),
+        ({0: LATE}, f"rank 1 on {HERE} hangs at step 11, in a step: rank 0 waited 0.1 minutes for it "
+         "(resources.timeout_minutes)"),
+        ({0: GONE, 1: LATE}, f"rank 0 on {HERE} hangs at step 12, in a step: rank 1 waited 0.1 minutes for it "
+         "(resources.timeout_minutes)"),
         ({0: GONE}, f"rank 0 on {HERE} lost its connection to another worker at step 12: RuntimeError: {GONE}"),
     ],
 )  # fmt: skip
