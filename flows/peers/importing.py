@@ -262,11 +262,8 @@ def _deepspeed(draft: Draft, key: str, value: object) -> None:
         draft.refuse(key, value, "no stage of ZeRO is in its name, and there is no such file; set resources.sharding")
     elif draft.workers == 1:
         draft.skip(key, _ALONE)
-    else:  # FSDP2 divides what ZeRO-3 does
-        sharding = "fsdp" if stage == "3" else "zero2_offload" if stage == "2" and offloads else f"zero{stage}"
-        draft.set(key, "resources.sharding", sharding)
-        if stage == "3" and offloads:
-            draft.set(f"{key}.offload", "resources.offload", True)
+    else:
+        draft.set(key, "resources.sharding", f"zero{stage}{'_offload' * (offloads and stage != '1')}")
 
 
 def _fsdp(draft: Draft, key: str, value: object) -> None:
@@ -685,6 +682,11 @@ def _finish(draft: Draft) -> None:
     if "num_steps" in method:
         method.pop("num_epochs", None)
     _finish_adapter(draft)
+    stage3 = str(draft.resources.get("sharding", "")).startswith("zero3")
+    if stage3 and (draft.stage in _SAMPLES or "quantization" in method):  # the plan refuses it there
+        offloads = draft.resources["sharding"] == "zero3_offload"
+        draft.set("deepspeed", "resources.sharding", "fsdp")
+        draft.resources |= {"offload": True} if offloads else {}
     if {"beta1", "beta2"} & seen.keys():
         method.setdefault("optimizer", {})
         _part(method, "optimizer")["betas"] = [seen.get("beta1", 0.9), seen.get("beta2", 0.999)]

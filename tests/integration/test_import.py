@@ -362,10 +362,10 @@ def test_keys_of_public_configurations_are_mapped_or_not_needed(tmp_path, peer, 
 @pytest.mark.parametrize(
     ("peer", "values", "resources"),
     [
-        ("llamafactory", {"deepspeed": "examples/deepspeed/ds_z3_config.json"}, {"sharding": "fsdp"}),
+        ("llamafactory", {"deepspeed": "examples/deepspeed/ds_z3_config.json"}, {"sharding": "zero3"}),
         ("llamafactory", {"deepspeed": "ds_z2_offload_config.json"}, {"sharding": "zero2_offload"}),
         ("axolotl", {"deepspeed": "deepspeed_configs/zero1.json"}, {"sharding": "zero1"}),
-        ("trl", {"deepspeed": "own.json"}, {"sharding": "fsdp", "offload": True}),  # a file beside it
+        ("trl", {"deepspeed": "own.json"}, {"sharding": "zero3_offload"}),  # a file beside it
         ("trl", {"fsdp": "shard_grad_op auto_wrap"}, {"sharding": "fsdp_grad"}),
         ("axolotl", {"fsdp": ["full_shard", "auto_wrap"], "fsdp_config": {
             "fsdp_offload_params": True, "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
@@ -386,6 +386,16 @@ def test_how_a_peer_divides_a_model_is_mapped(tmp_path, peer, values, resources)
     assert {key: value for key, value in found.resources.items() if key not in shared} == resources
     alone = convert(peer, values, workers=1, training="sft", folder=tmp_path)
     assert {*alone.resources} == {"micro_batch_size"} and "one worker" in str(alone.not_needed)
+
+
+@pytest.mark.parametrize(
+    ("training", "values"), [("grpo", {}), ("sft", {"load_in_4bit": True, "use_peft": True})], ids=["grpo", "qlora"]
+)
+def test_stage_3_is_divided_by_fsdp_where_the_plan_refuses_zero3(tmp_path, training, values):
+    config = "ds_z3_offload_config.json"
+    found = convert("trl", {"deepspeed": config, **values}, workers=2, training=training, folder=tmp_path)
+    assert (found.resources["sharding"], found.resources["offload"]) == ("fsdp", True)
+    assert found.mapped["deepspeed"] == 'resources.sharding="fsdp"'
 
 
 def test_a_file_that_refers_to_its_own_values_is_read(tmp_path):
