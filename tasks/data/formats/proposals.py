@@ -8,7 +8,15 @@ from functools import lru_cache
 
 from lineage.artifact import Kind
 from lineage.errors import ConfigError
-from tasks.data.formats.turns import BadRowError, Fields, named, recognize_choices
+from tasks.data.formats.turns import (
+    CHOICES,
+    QUESTIONS,
+    RIGHT_CHOICE,
+    BadRowError,
+    Fields,
+    named,
+    recognize_choices,
+)
 
 # Kind of rows -> the shipped pipeline that reads nothing else.
 JOBS: Mapping[Kind, str] = {
@@ -33,6 +41,8 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
     Args:
         kind: what is made of them; prompts keep the answer as the column that reward functions compare with.
     """
+    if kind != Kind.PROMPTS and (choosing := _choosing(rows)):
+        return _overrides(place, choosing)
     paths = dict.fromkeys(path for row in rows for name, value in row.items() for path in _paths(str(name), value))
     values = {path: [inside(row, path) for row in rows] for path in paths}
     # Bad rows among good ones, such as those with an empty answer, hide no column.
@@ -59,8 +69,6 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
     assert asked is not None
     if kind == Kind.PROMPTS:
         answers = {"answer": answers["completion"]} if "completion" in answers else {}
-    elif choosing := _choosing(rows, asked, answers.get("completion")):
-        name, answers, context = "question", choosing, None
     renamed = {ours: theirs for ours, theirs in {name: asked, **answers}.items() if ours != theirs}
     template = ""
     if context and not all(isinstance(each, str) for each in values[context]):  # a template needs it in each row
@@ -70,29 +78,46 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
         renamed.pop("prompt", None)
     if not renamed and not template:  # the names are no help
         return ""
-    columns = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in renamed.items() if theirs)
-    of_data = [
-        *(["kind=prompts"] if kind == Kind.PROMPTS else []),
-        *(f"columns.{ours}={_shell(str(theirs))}" for ours, theirs in renamed.items()),
-        *([template] if template else []),
-    ]
-    of_pipeline = [
-        *([f"'sources.NAME.columns={{{columns}}}'"] if columns else []),
-        *([f'"stages.STAGE.method.{template}"'] if template else []),
-    ]
-    return (
-        f"posttrain data {_shell(place)} {' '.join(of_data)} reads them; a pipeline does with {' '.join(of_pipeline)}"
-    )
+    columns = {ours: theirs for ours, theirs in renamed.items() if theirs}
+    return _overrides(place, columns, *([template] if template else []), is_prompts=kind == Kind.PROMPTS)
 
 
-def _choosing(rows: Sequence[Mapping[str, object]], asked: str, answered: str | None) -> dict[str, str | None]:
-    """The column of the right choice, where rows have choices and other names; empty: they have not."""
-    columns = {"question": asked, "answer": str(answered)}
-    choices = [
-        recognize_choices({**row, **{ours: inside(row, path) for ours, path in columns.items()}}) for row in rows
-    ]
-    is_other = answered and (asked, answered) != ("question", "answer")
-    return {"answer": answered} if is_other and sum(map(bool, choices)) > len(rows) / 2 else {}
+def _overrides(place: str, columns: Mapping[str, str], *settings: str, is_prompts: bool = False) -> str:
+    """The proposal: the overrides of ``posttrain data``, and those of a pipeline."""
+    renames = ", ".join(f"{ours}: {_quoted(theirs)}" for ours, theirs in columns.items())
+    of_data = [f"columns.{ours}={_shell(theirs)}" for ours, theirs in columns.items()]
+    of_pipeline = [f"'sources.NAME.columns={{{renames}}}'"] if renames else []
+    of_pipeline += [f'"stages.STAGE.method.{each}"' for each in settings]
+    words = " ".join([_shell(place), *(["kind=prompts"] if is_prompts else []), *of_data, *settings])
+    return f"posttrain data {words} reads them; a pipeline does with {' '.join(of_pipeline)}"
+
+
+def _choosing(rows: Sequence[Fields]) -> dict[str, str]:
+    """Our names -> columns of a multiple choice, or paths into them; empty: no choices, or names that are read."""
+    places = dict.fromkeys(place for row in rows for place in _places(row))
+
+    def first(names: Sequence[str], *shapes: type) -> str | None:
+        fitting = [place for place in places if sum(isinstance(inside(row, place), shapes) for row in rows) > half]
+        return next((at for name in names for at in fitting if at.rpartition(".")[2].lower() == name.lower()), None)
+
+    half = len(rows) / 2
+    found = {
+        "question": first((*QUESTIONS, "stem", *_ASKED), str), "choices": first(CHOICES, list, Mapping),
+        "answer": first((*RIGHT_CHOICE, *_ANSWERED), str, int, float),
+    }  # fmt: skip
+    columns = {ours: place for ours, place in found.items() if place}
+    choices = [{**row, **{ours: inside(row, place) for ours, place in columns.items()}} for row in rows]
+    read = {*QUESTIONS, *CHOICES, *RIGHT_CHOICE}
+    is_read = sum(bool(recognize_choices(each)) for each in choices) > half
+    return {ours: place for ours, place in columns.items() if place not in read} if is_read else {}
+
+
+def _places(value: Mapping[str, object], outer: str = "") -> Iterator[str]:
+    """The columns of a row and the paths into objects, but those of choices."""
+    for name, each in value.items():
+        yield f"{outer}{name}"
+        if isinstance(each, Mapping) and name not in CHOICES:
+            yield from _places(each, f"{outer}{name}.")
 
 
 def proposed(message: str) -> list[str]:

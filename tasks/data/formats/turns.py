@@ -816,12 +816,12 @@ def prompt_of(transcript: str) -> list[Message]:
 
 # Columns of a multiple choice: the text before the question, the question, the choices and the right one.
 _CONTEXT = ("context", "passage", "article")
-_QUESTION = ("question", "question_stem", "problem", "query", "ctx")
-_CHOICES, _LETTERS = ("choices", "options", "endings"), ("A", "B", "C", "D", "E", "F", "opa", "opb", "opc", "opd")
-_RIGHT = ("answerKey", "answer_key", "answer_idx", "answer_index", "correct", "cop", "answer", "label")
+QUESTIONS = ("question", "question_stem", "problem", "query", "ctx")
+CHOICES, _LETTERS = ("choices", "options", "endings"), ("A", "B", "C", "D", "E", "F", "opa", "opb", "opc", "opd")
+RIGHT_CHOICE = ("answerKey", "answer_key", "answer_idx", "answer_index", "correct", "cop", "answer", "label")
 CHOICE_COLUMNS = {
-    **dict.fromkeys((*_CONTEXT, *_QUESTION, *_CHOICES, *_LETTERS), "the user's turn"),
-    **dict.fromkeys(_RIGHT, "the assistant's turn"),
+    **dict.fromkeys((*_CONTEXT, *QUESTIONS, *CHOICES, *_LETTERS), "the user's turn"),
+    **dict.fromkeys(RIGHT_CHOICE, "the assistant's turn"),
 }
 _MARK = re.compile(r"\s*\(?([A-Z])[).:]\s*(.*)", re.DOTALL)  # A) one
 _MARKED = re.compile(r"\(?(\w{1,2})(?:[).:]\s*(.*))?", re.DOTALL)  # a, (A) or A. one
@@ -829,15 +829,15 @@ _MARKED = re.compile(r"\(?(\w{1,2})(?:[).:]\s*(.*))?", re.DOTALL)  # a, (A) or A
 
 def recognize_choices(fields: Fields) -> tuple[str, ...]:
     """The columns of a multiple choice, whose choices are a list, an object or columns of their own."""
-    named_ = [next((name for name in names if name in fields), "") for names in (_QUESTION, _RIGHT)]
-    shown = [name for name in _CHOICES if name in fields][:1] or [name for name in _LETTERS if name in fields]
+    named_ = [next((name for name in names if name in fields), "") for names in (QUESTIONS, RIGHT_CHOICE)]
+    shown = [name for name in CHOICES if name in fields][:1] or [name for name in _LETTERS if name in fields]
     thoughts = [name for name in THOUGHTS if name in fields]
     return (*named_, *shown, *thoughts) if all(named_) and len(_choices(fields)) > 1 else ()
 
 
 def _choices(fields: Fields) -> dict[str, str | int | float]:
     """Label -> choice; empty: there are none."""
-    value = next((fields[name] for name in _CHOICES if not is_nothing(fields.get(name))), None)
+    value = next((fields[name] for name in CHOICES if not is_nothing(fields.get(name))), None)
     if value is None:
         value = {name[-1].upper(): fields[name] for name in _LETTERS if not is_nothing(fields.get(name))}
     if isinstance(value, Mapping) and all(isinstance(value.get(name), list) for name in ("label", "text")):
@@ -862,12 +862,12 @@ def multiple_choice(fields: Fields) -> CanonicalRow:
     """The question with its choices, each after its label; the answer is the right one with its label."""
     choices = _choices(fields)
     if len(choices) < 2:
-        raise BadRowError(f"{one_of(fields, _CHOICES)} holds no choices", "no choices")
-    name = next((name for name in _RIGHT if not is_nothing(fields.get(name))), _RIGHT[-2])
+        raise BadRowError(f"{one_of(fields, CHOICES)} holds no choices", "no choices")
+    name = next((name for name in RIGHT_CHOICE if not is_nothing(fields.get(name))), RIGHT_CHOICE[-2])
     label = _right(required(fields, name, "no answer"), name, choices)
     before = [text(fields[each], each, "empty prompt") for each in _CONTEXT if not is_nothing(fields.get(each))]
     shown = "\n".join(f"{each}. {choice}" for each, choice in choices.items())
-    asked = "\n\n".join([*before, text_of(fields, "empty prompt", *_QUESTION), shown])
+    asked = "\n\n".join([*before, text_of(fields, "empty prompt", *QUESTIONS), shown])
     answered = answer(f"{label}. {choices[label]}", name)
     return {"messages": prompt(asked, "question") + with_thought_column(answered, fields)}
 

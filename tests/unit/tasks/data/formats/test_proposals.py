@@ -115,12 +115,34 @@ def test_turns_in_a_column_are_proposed_whole(row: dict[str, object], columns: s
     assert detect([row], "a.jsonl", columns=renames).convert(row) == {"messages": [Q, A]}
 
 
-def test_choices_are_proposed_with_their_question_and_no_letter_alone() -> None:
-    row = {"input": "q", "choices": ["x", "y"], "target": 1}
-    with pytest.raises(DataError, match=r"a\.jsonl columns\.question=input columns\.answer=target reads them"):
+@pytest.mark.parametrize(
+    ("row", "proposed"),
+    [
+        ({"input": "q", "choices": ["x", "y"], "target": 1}, "columns.question=input columns.answer=target"),
+        (
+            {"question": {"stem": "q", "choices": [{"text": "x", "label": "A"}, {"text": "y", "label": "B"}]},
+             "answerKey": "B"},
+            "columns.question=question.stem columns.choices=question.choices",
+        ),
+        ({"stem": "q", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "answer": "B"}, "columns.question=stem"),
+        (
+            {"data": {"question": "q", "options": {"A": "x", "B": "y"}, "answer": "B"}},
+            "columns.question=data.question columns.choices=data.options columns.answer=data.answer",
+        ),
+        (
+            {"question": {"text": "q", "choices": ["x", "y"]}, "answer": {"label": "B", "text": "y"}},
+            "columns.question=question.text columns.choices=question.choices columns.answer=answer.label",
+        ),
+    ],
+)  # fmt: skip
+def test_choices_are_proposed_with_their_question(row: dict[str, object], proposed: str) -> None:
+    with pytest.raises(DataError, match=rf"; posttrain data a\.jsonl {proposed} reads them"):
         detect([row], "a.jsonl")
-    read = detect([row], "a.jsonl", columns={"question": "input", "answer": "target"}).convert(row)
-    assert read["messages"][-1]["content"] == "B. y"
+    columns = dict(word.removeprefix("columns.").split("=") for word in proposed.split())
+    read = detect([row], "a.jsonl", columns=columns).convert(row)
+    assert read == {
+        "messages": [{"role": "user", "content": "q\n\nA. x\nB. y"}, {"role": "assistant", "content": "B. y"}]
+    }
 
 
 def test_a_row_whose_answer_is_not_there_is_bad_and_named(call):
