@@ -188,7 +188,8 @@ def _admitted(run: Run, planned: PlannedStage, need: Estimate | None) -> Iterato
             pool, slots = planned.pool
             waiting = partial(run.wait, planned, f"{slots} of the GPU pool {pool}")
             held.enter_context(pool_slots(pool, slots, waiting))
-        yield held.enter_context(admitted(cpus, gpus, partial(run.wait, planned, asked)))
+        waiting = partial(run.wait_for_capacity, planned, asked)
+        yield held.enter_context(admitted(cpus, gpus, waiting, run.user(planned)))
 
 
 def cpus_for(planned: PlannedStage, need: Estimate | None) -> int:

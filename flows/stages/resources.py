@@ -33,6 +33,7 @@ from flows.reports.wording import counted
 from flows.stages.job import Job
 from flows.stages.process_settings import WORKER_ENVIRONMENT, stage_environment
 from lineage.errors import ConfigError, PipelineError
+from lineage.filesystem.owner import Owner
 from lineage.filesystem.remote_files import private_folder
 from lineage.record.environment import list_gpus, run_answering
 from lineage.secrets import first_line
@@ -50,6 +51,7 @@ _GPU_NAME = re.compile(r"\w+\s+((?:[A-Z]+\s+)*[A-Z0-9]*\d[A-Z0-9]*)")  # as Ray 
 _PROBE_SECONDS = 2.0
 _ASK_SECONDS = 120.0  # joining a cluster takes seconds
 _LONGEST_PARENT = 38  # of the 107 characters of a socket's path; the rest is /ray/SESSION/sockets/plasma_store
+_USER = ".user"  # ending of the file beside a slot's lock that says who has it
 _ACCELERATOR = "accelerator_type:"  # prefix of a node's resource in Ray
 
 logger = logging.getLogger(__name__)
@@ -58,19 +60,40 @@ Waiting = Callable[[], None]  # called after every unsuccessful poll; may raise 
 
 
 @contextlib.contextmanager
-def admitted(cpus: int, gpus: int, waiting: Waiting) -> Iterator[tuple[str, ...]]:
+def admitted(cpus: int, gpus: int, waiting: Waiting, user: str) -> Iterator[tuple[str, ...]]:
     """Waits until the machine has capacity, then holds it.
 
     Args:
         cpus: a request for more than the machine has is served with all of them.
         gpus: not more than ``require_gpus`` has let pass.
+        user: what they are for, such as a stage of a run: other runs name it while they wait.
 
     Yields:
         The GPUs, as ``CUDA_VISIBLE_DEVICES`` names them.
     """
     cores = [str(index) for index in range(count_cpus())]
-    with _hold("gpu", gpus, visible_gpus(), waiting) as devices, _hold("cpu", min(cpus, len(cores)), cores, waiting):
+    with (
+        _hold("gpu", gpus, visible_gpus(), waiting, user) as devices,
+        _hold("cpu", min(cpus, len(cores)), cores, waiting, user),
+    ):
         yield devices
+
+
+def used_by_others() -> str:
+    """What other processes use this machine's slots for: ``; sft of run 7 (process 41) has them``; empty: nothing."""
+    found = []
+    for path in sorted((private_folder() / "slots").glob(f"*{_USER}")):
+        with contextlib.suppress(OSError, ValueError):  # just released, or being written
+            used = json.loads(path.read_text())
+            owner = Owner(**used["owner"])
+            if owner.pid != os.getpid() and owner.is_here() and not owner.is_gone():
+                found.append(f"{used['user']} (process {owner.pid})")
+    names = list(dict.fromkeys(found))
+    return (
+        f"; {' and '.join(names)} {'has' if len(names) == 1 else 'have'} them; it then starts by itself"
+        if names
+        else ""
+    )
 
 
 def require_gpus(stage: str, gpus: int, model: str | None = None, beside: int = 0) -> None:
@@ -117,7 +140,7 @@ def visible_gpus() -> list[str]:
 
 
 @contextlib.contextmanager
-def _hold(kind: str, wanted: int, slots: list[str], waiting: Waiting) -> Iterator[tuple[str, ...]]:
+def _hold(kind: str, wanted: int, slots: list[str], waiting: Waiting, user: str) -> Iterator[tuple[str, ...]]:
     held: list[str] = []
     with contextlib.ExitStack() as stack:
         if wanted:
@@ -130,6 +153,9 @@ def _hold(kind: str, wanted: int, slots: list[str], waiting: Waiting) -> Iterato
                     for slot in slots:
                         if len(held) < wanted and slot not in held and _take(folder / f"{kind}-{slot}", stack):
                             held.append(slot)
+                            named = folder / f"{kind}-{slot}{_USER}"
+                            named.write_text(json.dumps({"user": user, "owner": asdict(Owner.here())}))
+                            stack.callback(named.unlink, missing_ok=True)
                     return len(held) == wanted
 
                 _poll(take, waiting)

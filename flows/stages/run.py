@@ -17,7 +17,7 @@ from flows.progress.recorder import RunRecorder
 from flows.reports.wording import counted
 from flows.stages.job import Job, JobInput
 from flows.stages.launch import StageProcesses
-from flows.stages.resources import Waiting, admitted
+from flows.stages.resources import Waiting, admitted, used_by_others
 from lineage.artifact import DATA, MODELS, SOURCE, Kind
 from lineage.errors import ArtifactError, DataError, LostError, StageError
 from lineage.filesystem.digest import DigestCache
@@ -174,7 +174,7 @@ class DataChecks:
                     continue
                 if each.fingerprint not in self._errors:
                     whose = "its rows" if each is planned else f"the rows of {each.name}"
-                    wait = partial(run.wait, planned, f"the check of {whose}")
+                    wait = partial(run.wait_for_capacity, planned, f"the check of {whose}")
                     self._errors[each.fingerprint] = self._check(run, each, job, wait)
                 if error := self._errors[each.fingerprint]:
                     raise error
@@ -195,7 +195,7 @@ class DataChecks:
         wait()
         for left in reversed(range(job.resources.max_failures + 1)):
             try:
-                with admitted(job.resources.cpus_per_worker, 0, wait):
+                with admitted(job.resources.cpus_per_worker, 0, wait, run.user(planned)):
                     found = run.processes.run(job)
                 break
             except LostError as lost:
@@ -372,6 +372,14 @@ class Run:
         if self.waits.get(title) != reason:
             self.waits[title] = reason
             self.emit(Event(title=title, state="waiting", text=reason))
+
+    def wait_for_capacity(self, planned: PlannedStage, what: str) -> None:
+        """Emits what a stage waits for, and which other runs use this machine; raises as ``wait``."""
+        self.wait(planned, what + used_by_others())
+
+    def user(self, planned: PlannedStage) -> str:
+        """A stage, as other runs name it that wait for its capacity."""
+        return self.title(planned) + (f" of run {self.recorder.record.id}" if self.recorder else "")
 
     def claim(self, plans: Sequence[Plan]) -> None:
         """Keeps what further plans read, such as those of trials; raises as ``claim`` of the same name."""

@@ -27,7 +27,7 @@ def test_no_more_is_admitted_than_the_machine_has(monkeypatch, tmp_path):
     running, most, lock = [0], [0], threading.Lock()
 
     def work(cpus: int) -> None:
-        with resources.admitted(cpus, 0, go_on):
+        with resources.admitted(cpus, 0, go_on, "sft"):
             with lock:
                 running[0] += cpus
                 most[0] = max(most[0], running[0])
@@ -49,7 +49,7 @@ def test_gpus_are_given_by_index(monkeypatch, tmp_path):
     monkeypatch.setattr(resources, "list_gpus", lambda name: ["A", "A"])
     monkeypatch.setattr(resources, "count_cpus", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with resources.admitted(1, 1, go_on) as first, resources.admitted(1, 1, go_on) as second:
+    with resources.admitted(1, 1, go_on, "sft") as first, resources.admitted(1, 1, go_on, "sft") as second:
         assert sorted((*first, *second)) == ["0", "1"]
 
 
@@ -65,8 +65,22 @@ def test_who_waits_for_room_can_be_stopped(monkeypatch, tmp_path):
     def stop() -> None:
         raise StoppedError("stopped")
 
-    with resources.admitted(1, 0, go_on), pytest.raises(StoppedError), resources.admitted(1, 0, stop):
+    with resources.admitted(1, 0, go_on, "sft"), pytest.raises(StoppedError), resources.admitted(1, 0, stop, "sft"):
         pass
+
+
+def test_a_run_that_waits_names_the_stage_of_another_run_that_has_the_cpus(place, monkeypatch):
+    monkeypatch.setattr(resources, "count_cpus", lambda: 2)
+    with resources.admitted(2, 0, go_on, "sft of run 1"):
+        assert resources.used_by_others() == ""  # its own
+        mine = os.getpid()
+        monkeypatch.setattr(os, "getpid", lambda: mine + 1)
+        named = f"; sft of run 1 (process {mine}) has them; it then starts by itself"
+        assert resources.used_by_others() == named
+        monkeypatch.setattr(resources.Owner, "is_gone", lambda self: True)  # killed: its file is still there
+        assert resources.used_by_others() == ""
+        monkeypatch.undo()
+    assert not list(place.glob("slots/*.user"))
 
 
 @pytest.fixture
@@ -83,7 +97,7 @@ def never() -> None:
 def test_it_is_made_for_this_account_alone_and_found_again(place):
     assert private_folder() == private_folder() == place
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    with admitted(1, 0, never):
+    with admitted(1, 0, never, "sft"):
         assert [path.name for path in (place / "slots").glob("cpu-*")]
 
 
@@ -113,7 +127,7 @@ def test_where_its_name_is_taken_another_is_made_and_found_again(place, tmp_path
     found = private_folder()
     assert found == private_folder() and found.name.startswith(f"{place.name}-")
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
-    with admitted(1, 0, never):
+    with admitted(1, 0, never, "sft"):
         assert (found / "slots").is_dir() and not (tmp_path / "mine" / "slots").exists()
 
 
@@ -143,7 +157,7 @@ def test_caches_that_libraries_unpickle_lie_in_it(place, tmp_path, monkeypatch):
 def test_a_request_for_more_than_there_is_gets_all(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(resources, "count_cpus", lambda: 2)
-    with resources.admitted(64, 0, go_on) as gpus:
+    with resources.admitted(64, 0, go_on, "sft") as gpus:
         assert gpus == ()
 
 
