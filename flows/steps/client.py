@@ -70,6 +70,8 @@ def _read(response: httpx.Response) -> Result | str:
         raise CallError(response.status_code, response.text[:200]) from error
     if response.status_code == 202:
         return str(found["request_id"])
+    if response.status_code == 503:  # its database is away: the request is sent again
+        raise httpx.NetworkError(str(found.get("error", response.text[:200])))
     if response.status_code != 200:
         raise CallError(response.status_code, str(found.get("error", response.text[:200])))
     return cast(Result, found.get("result", found))

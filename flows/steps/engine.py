@@ -451,6 +451,8 @@ class Engine:
         status, state = 200, DONE
         try:
             result = self._created(session) if found["name"] == CREATE else self._called(found)
+        except SQLAlchemyError:  # the server ends while the database is away: the next start runs the call
+            raise
         except RefusedError as error:
             result, status, state = {"error": str(error)}, error.status, FAILED
         except (ConfigError, ArtifactError) as error:
@@ -461,7 +463,7 @@ class Engine:
                 live.session.close()
             result, status, state = {"error": f"{type(error).__name__}: {error}"}, 500, FAILED
         if state == FAILED and found["name"] == CREATE:
-            self.records.set_session(session, state="failed")
+            self._lasting(partial(self.records.set_session, session, state="failed"))
         seconds, tokens = time.perf_counter() - start, int(str(result.get("num_tokens", 0)))
         self._lasting(partial(_replace, self._result(session, request_id), orjson.dumps(result)))
         self._lasting(partial(self.records.finish, request_id, state, status, tokens, seconds))
@@ -472,12 +474,14 @@ class Engine:
                 if live.since > max(self.limits.snapshot_seconds, 20 * live.writing):
                     self._snapshot(session, live)
 
-    def _lasting(self, function: "Callable[[], Value]") -> "Value":
+    def _lasting(
+        self, function: "Callable[[], Value]", errors: tuple[type[Exception], ...] = (OSError, SQLAlchemyError)
+    ) -> "Value":
         """What a function gives once disk and database let it: a call that was executed keeps its result."""
         while True:
             try:
                 return function()
-            except (OSError, SQLAlchemyError) as error:
+            except errors as error:
                 logger.error("state=waiting error=%s: make room, or start the database again", error)
                 with self._condition:
                     self._condition.wait_for(lambda: self._ends, _RETRY_SECONDS)
@@ -485,22 +489,28 @@ class Engine:
                         raise
 
     def _created(self, session: str) -> dict[str, object]:
-        found = self.records.session(session)
-        assert found is not None
-        path = self._find(found["model"]).path
-        self.records.set_session(session, path=str(path.absolute()))
-        digest, live = self._model_digest(path), self._loaded(session, done=False)
+        def prepared() -> "tuple[RowMapping, str, _Live]":
+            found = self.records.session(session)
+            assert found is not None
+            path = self._find(found["model"]).path
+            self.records.set_session(session, path=str(path.absolute()))
+            return found, self._model_digest(path), self._loaded(session, done=False)
+
+        found, digest, live = self._lasting(prepared, (SQLAlchemyError,))
         return {
             "session": session, "model_digest": digest, **live.session.apply(_about),
             "started_from": (found["start"] and json.loads(found["start"])) or None,
         }  # fmt: skip
 
     def _called(self, found: "RowMapping") -> dict[str, object]:
-        if found["name"] not in _FREE:  # calls before it in the queue may have used the quota up
-            self._require_quota(self.records.owner(found["session"]), sessions=False)
-        live = self._loaded(found["session"])
-        call = self._call(found)
-        return dict(live.session.apply(partial(call.run, place=self._place(found["session"], found["id"], call))))
+        def prepared() -> tuple[_Live, Call, Place]:
+            if found["name"] not in _FREE:  # calls before it in the queue may have used the quota up
+                self._require_quota(self.records.owner(found["session"]), sessions=False)
+            call = self._call(found)
+            return self._loaded(found["session"]), call, self._place(found["session"], found["id"], call)
+
+        live, call, place = self._lasting(prepared, (SQLAlchemyError,))
+        return dict(live.session.apply(partial(call.run, place=place)))
 
     def _call(self, found: "RowMapping") -> Call:
         call = typed(CALLS[found["name"]], self.body(found["session"], found["id"]), found["name"])
@@ -636,19 +646,24 @@ class Engine:
         with self._condition:
             for name, order in self._orders.items():
                 if order.held and order.next not in order.held and order.arrived < limit:
-                    self._close_gap(name, order)
+                    try:
+                        self._close_gap(name, order)
+                    except (OSError, SQLAlchemyError) as error:  # the next check closes it
+                        logger.error("session=%s state=waiting error=%s", name, error)
 
     def _close_gap(self, session: str, order: _Order) -> None:
         sentence = (
             f"call {order.next} did not come within the lease of {self.limits.lease_minutes:g} minutes, so that this "
             f"call is not run; {order.top + 1} is the next number"
         )
-        for request_id in order.held.values():
+        for seq, request_id in sorted(order.held.items()):
             _replace(self._result(session, request_id), orjson.dumps({"error": sentence}))
             self.records.finish(request_id, FAILED, 408, 0, None)
+            order.held.pop(seq)
+            order.waiting -= 1
             for notify in self._callbacks.pop(request_id):
                 notify()
-        order.waiting, order.next, order.held = order.waiting - len(order.held), order.top + 1, {}
+        order.next = order.top + 1
 
     # --- files
 

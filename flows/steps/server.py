@@ -14,6 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import AnyHttpUrl, TypeAdapter, WithJsonSchema
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 
 from flows.steps.calls import CALLS, Call
@@ -167,6 +168,11 @@ def _add_refusals(app: FastAPI, engine: Engine) -> None:
             status=status,
         )  # fmt: skip
         return JSONResponse({"error": str(error)}, status)
+
+    @app.exception_handler(SQLAlchemyError)
+    async def away(_request: Request, error: SQLAlchemyError) -> Response:
+        why = str(error).partition("\n")[0]
+        return JSONResponse({"error": f"the server's database does not answer ({why}); send the request again"}, 503)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:

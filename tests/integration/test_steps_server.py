@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -353,8 +355,6 @@ KEY: list[str] = []
 
 
 def last_digest(engine: Engine, name: str) -> str:
-    import threading
-
     key, done = engine.authenticate(KEY[0]), threading.Event()
     found = engine.accept(key, name, "save", {"to": f"end-{id(done)}"})
     engine.when_done(found.request_id, done.set)
@@ -424,6 +424,41 @@ def test_a_result_that_cannot_be_written_yet_is_written_later(
         first = session.call("backward", data=[ROW])
         assert not failures and session.call("backward", data=[ROW])["num_accumulated"] == 2
         assert first["num_accumulated"] == 1
+
+
+def test_a_database_that_is_away_for_a_while_loses_no_call(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each method fails once for what runs the calls, and the first one for a request."""
+    monkeypatch.setattr("flows.steps.engine._RETRY_SECONDS", 0.01)
+    failed = set[str]()
+
+    def failing(function: Callable[..., Any], *args: Any, **values: Any) -> Any:
+        is_tried = function.__name__ == "key_of" or threading.current_thread().name == "steps"
+        if is_tried and function.__name__ not in failed:
+            failed.add(function.__name__)
+            raise OperationalError("any", {}, Exception("it is away"))
+        return function(*args, **values)
+
+    with Served(tmp_path, lease_minutes=1 / 600).running() as served:
+        records, client = served.engine.records, Client(served.url, served.key)
+        names = {"call", "call_at", "calls", "finish", "key_of", "owner", "session", "set_session"}
+        for name in names:
+            monkeypatch.setattr(records, name, partial(failing, getattr(records, name)))
+        with pytest.raises(CallError, match="no-model"):
+            client.session("no-model")
+        assert "failed" in {each["state"] for each in records.sessions()}
+        session = client.session(model, **SETTINGS)
+        assert session.call("backward", data=[ROW])["num_accumulated"] == 1
+        served.engine._live[session.name].used = -math.inf  # its next call reads the log
+        while served.engine._live:
+            time.sleep(0.01)
+        assert session.call("backward", data=[ROW])["num_accumulated"] == 2
+        assert failed == names
+        failed.clear()
+        with pytest.raises(CallError, match="did not come within the lease"):
+            session.call("backward", data=[ROW], seq=9)
+        assert "finish" in failed and session.call("backward", data=[ROW])["num_accumulated"] == 3
 
 
 def test_a_session_leaves_the_memory_when_its_lease_ends_or_it_is_closed(tmp_path: Path, model: str) -> None:
