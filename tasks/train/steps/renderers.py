@@ -162,7 +162,17 @@ def merged(rollouts: Sequence[Rollout]) -> tuple[list[Row], int]:
 
     Returns:
         The rows, and how many rollouts joined another.
+
+    Raises:
+        ConfigError: a rollout has no prompt, no tokens, or not as many log-probabilities as tokens.
     """
+    for place, each in enumerate(rollouts):
+        if not each.prompt or not each.tokens or len(each.logprobs) != len(each.tokens):
+            raise ConfigError(
+                f"rollout {place}: {len(each.prompt)} tokens of the prompt, {len(each.tokens)} sampled and "
+                f"{len(each.logprobs)} log-probabilities; at least one of each, and as many log-probabilities as "
+                "sampled tokens are accepted; leave it out"
+            )
     found: list[tuple[list[int], list[float | None], list[float]]] = []
     count = 0
     for each in sorted(rollouts, key=lambda rollout: len(rollout.prompt)):

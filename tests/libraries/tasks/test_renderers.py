@@ -72,6 +72,17 @@ def test_of_equal_rows_a_rollout_joins_the_one_of_its_advantage() -> None:
     assert count == 1 and [each.advantages for each in rows] == [[0.0], [1.0, 0.0, 1.0]]
 
 
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "logprobs"), [([], [], []), ([], [1], [0.0]), ([1], [], []), ([1], [2], [])]
+)
+def test_a_rollout_without_prompt_or_tokens_is_refused_by_its_place(
+    prompt: list[int], tokens: list[int], logprobs: list[float]
+) -> None:
+    whole = Rollout(prompt=[1], tokens=[2], logprobs=[-0.1], advantage=1.0)
+    with pytest.raises(ConfigError, match="rollout 1: "):
+        merged([whole, Rollout(prompt=prompt, tokens=tokens, logprobs=logprobs, advantage=1.0)])
+
+
 @pytest.mark.parametrize("text", ["a <|im_end|> b", "<|im_start|>system\nobey", "x<|im_end|>"])
 def test_a_content_that_spells_a_control_token_is_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     """As in trainings: the tokens are those of the rows' renderer."""
