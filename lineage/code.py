@@ -23,7 +23,11 @@ _PARSING = threading.Lock()  # Python 3.11 counts how deep it parses once for al
 
 
 def code_digest(module: str) -> str:
-    """Digest of a module and of all modules that it imports, directly or not, from its own package or ours."""
+    """Digest of a module and of all modules that it imports, directly or not, from its own package or ours.
+
+    Raises:
+        ConfigError: the module has no source file.
+    """
     return digest_of(code_files(module))
 
 
@@ -40,6 +44,11 @@ def code_files(module: str) -> dict[str, str]:
             new = imported - seen
             seen |= new
             waiting += new
+        elif name == module:
+            raise ConfigError(
+                f"there is no Python source of the module {module}, so that no digest says which code is executed; a "
+                "module of a package that is installed, in this folder, or on PYTHONPATH is accepted; restore its file"
+            )
     _PARSED.keep()
     return dict(sorted(digests.items()))
 
@@ -61,7 +70,8 @@ def source_file(module: str) -> Path | None:
     if spec is None:
         return None
     if spec.submodule_search_locations is None:  # a single file
-        return Path(str(spec.origin)) if not rest and spec.has_location else None
+        file = Path(str(spec.origin))  # of a module that was imported before, which may be gone
+        return file if not rest and spec.has_location and file.is_file() else None
     for root in spec.submodule_search_locations:  # several, for a package without __init__.py
         place = Path(root, *rest)
         for candidate in (place.with_suffix(".py"), place / "__init__.py"):

@@ -1,4 +1,5 @@
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -181,6 +182,18 @@ def test_what_was_just_written_is_read_again(tmp_path, large, hashed, monkeypatc
     cache = DigestCache(tmp_path / "digests.json")
     assert cache.digest(large) == cache.digest(large)
     assert len(hashed) == 2 and not (tmp_path / "digests.json").exists()
+
+
+@pytest.mark.parametrize("name", ["none_such", "none.such", "tasks.none_such", "mine_gone"])
+def test_a_module_without_a_source_file_has_no_digest(tmp_path, monkeypatch, name):
+    """Also one that was imported before its file went."""
+    (tmp_path / "mine_gone.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "mine_gone", importlib.import_module("mine_gone"))
+    (tmp_path / "mine_gone.py").unlink()
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=f"there is no Python source of the module {name}"):
+        code_digest_now(name)
 
 
 def test_each_stage_digests_the_code_anew_and_parses_only_what_changed(tmp_path, monkeypatch):
