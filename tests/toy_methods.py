@@ -57,7 +57,7 @@ class ToyTraining(Training):
     preload: ClassVar[tuple[str, ...]] = ()
 
     learning_rate: float = 0.1
-    num_steps: int = 3
+    num_steps: int | None = 3
     global_batch_size: int = 8
     max_length: int = 16
     step_seconds: float = 0.0
@@ -74,7 +74,7 @@ class ToyTraining(Training):
             if self.fail:
                 raise ValueError("told to fail")
 
-        state = loop(ctx, self.num_steps, given, take)
+        state = loop(ctx, self.num_steps or 1, given, take)
         (ctx.output_dir / "model.txt").write_text(f"{state} -> {self.learning_rate}")
         return {"loss": level + 1.0 / self.num_steps, "train_seconds": 0.0}
 

@@ -1,5 +1,6 @@
 """The plan: which stages run, which are reused, and why. Runs nothing, imports no heavy library."""
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,8 +39,9 @@ from flows.planning.staleness import (
 from lineage.artifact import SOURCE, Source
 from lineage.filesystem.digest import DigestCache
 from lineage.fingerprint import fingerprint
+from lineage.record.metrics_file import read_reports
 from lineage.source.sources import pin
-from lineage.store import Entry, Store, is_store
+from lineage.store import DATA_REPORT, Entry, Store, is_store
 from tasks.context import Launcher, Resources
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.judgement.estimate import kernels_in_use
@@ -256,6 +258,7 @@ def make_plan(pipeline: Pipeline, memo: Memo | None = None, placed: Mapping[str,
     effects = batch_notes(resolved)
     notes = [effects[name] for name in stale if name in effects]
     notes += _not_scored(stages, store)
+    notes += _made_otherwise(stages, store)
     resolutions = [note for stage in stale.values() for note in stage.notes]
     notes += text_part_notes(resolved, [*stale])
     notes += left_out_notes(resolved, [*stale])
@@ -282,6 +285,41 @@ def _not_scored(stages: Sequence[PlannedStage], store: Store) -> Iterator[str]:
                 f"{planned.name} is finished, {'; '.join(found)}; to train it again with its scores, {again}change "
                 f"another field, or delete {entry}; a stage of evaluate scores its output and its start alone"
             )
+
+
+def _made_otherwise(stages: Sequence[PlannedStage], store: Store) -> Iterator[str]:
+    """A note for each finished stage that would do otherwise now because of its rows, which no recipe knows."""
+    for planned in stages:
+        entry = store.entry(planned.name, planned.fingerprint)
+        why = "" if planned.state != "reuse" else _without_learning(planned, entry) or _without_choices(planned, entry)
+        if why:
+            yield (
+                f"{planned.name} is finished, and {why}; to produce it again, delete {entry.path}, and the outputs "
+                "that were made of it"
+            )
+
+
+def _without_learning(planned: PlannedStage, entry: Entry) -> str:
+    """Why a training of so few rows that it took one step, which was one of the warm-up, is its start."""
+    method, manifest = planned.stage.method, entry.manifest()
+    if not (isinstance(method, Training) and method.num_steps is None and method.schedule.warmup and manifest):
+        return ""
+    reports = read_reports(entry.metrics) if manifest.metrics.get("steps") == 1 else []
+    is_still = bool(reports) and all(each.metrics.get("learning_rate") == 0 for each in reports)
+    return "its only step had the learning rate 0, at which warm-ups began, so that it learned nothing" * is_still
+
+
+def _without_choices(planned: PlannedStage, entry: Entry) -> str:
+    """Why rows of a multiple choice were read as others, without their choices."""
+    if not (entry.output / DATA_REPORT).exists():
+        return ""
+    report = json.loads((entry.output / DATA_REPORT).read_text("utf-8", "replace"))
+    for slot, read in report.get("sources", {}).items():
+        source = planned.inputs[slot].source if slot in planned.inputs else None
+        unread = {"choices", "options", "endings"} & read.get("ignored_columns", {}).keys()
+        if source and source.format is None and read.get("format") == "reasoning" and unread:
+            return f"{read['path']} was read without its {', '.join(sorted(unread))}, which is a part of the prompt now"
+    return ""
 
 
 def _resolved(pipeline: Pipeline, inputs: Mapping[str, Mapping[str, str]]) -> Pipeline:

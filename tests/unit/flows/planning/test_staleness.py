@@ -1,5 +1,6 @@
 """Why a stage is stale, where what changed is how a source is read; and what is said of one that is half done."""
 
+import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -128,6 +129,39 @@ def test_an_evaluation_that_is_set_after_the_training_is_named_with_what_trains_
     scores.write_text('{"step": 0, "error": "its process ended by SIGKILL"}\n')
     [note] = toy(*words).notes
     assert note.startswith("left is finished, no score of step 0: its process ended by SIGKILL; to train it again with")
+
+
+@pytest.mark.parametrize(("steps", "rate", "is_named"), [(1, 0.0, True), (1, 0.1, False), (2, 0.0, False)])
+def test_a_finished_training_whose_only_step_was_of_the_warm_up_is_named(toy, steps, rate, is_named):
+    """Of num_epochs: its recipe does not know that its rows are one step."""
+    words = ["stages.left.method.num_steps=null"]
+    plan = toy(*words)
+    finish(plan, metrics={"steps": steps})
+    entry = plan.entry(plan.stage("left"))
+    entry.metrics.write_text(json.dumps({"step": 1, "time": 0.0, "metrics": {"learning_rate": rate}}) + "\n")
+    again = toy(*words)
+    assert again.stage("left").state == "reuse"
+    named = [note for note in again.notes if note.startswith("left is finished, and its only step had the learning")]
+    assert len(named) == is_named and all(str(entry.path) in note for note in named)
+
+
+@pytest.mark.parametrize(
+    ("report", "words", "is_named"),
+    [
+        ({"format": "reasoning", "ignored_columns": {"options": 9}}, (), True),
+        ({"format": "reasoning", "ignored_columns": {"options": 9}}, ("sources.rows.format=reasoning",), False),
+        ({"format": "reasoning", "ignored_columns": {"id": 9}}, (), False),
+        ({"format": "multiple_choice", "ignored_columns": {"options": 9}}, (), False),
+    ],
+)
+def test_finished_data_that_was_read_without_its_choices_is_named(toy, report, words, is_named):
+    plan = toy(*words)
+    finish(plan)
+    report = {"sources": {"rows": {"path": "rows.txt", **report}}}
+    (plan.entry(plan.stage("data")).output / "report.json").write_text(json.dumps(report))
+    again = toy(*words)
+    assert again.stage("data").state == "reuse"
+    assert len([note for note in again.notes if "rows.txt was read without its options" in note]) == is_named
 
 
 @pytest.fixture
