@@ -19,7 +19,15 @@ from tasks.context import Resources
 from tasks.data.images import Images, ModelPart
 from tasks.judgement.check_rows import POLICY
 from tasks.recipe import REWARD_HEAD, VALUE_MODEL, TrainingRecipe
-from tasks.train.models.adapters import ADAPTERS, HEADS, Adapter, adapts_experts, no_module, targets
+from tasks.train.models.adapters import (
+    ADAPTERS,
+    HEADS,
+    Adapter,
+    adapts_experts,
+    no_module,
+    require_sizes,
+    targets,
+)
 from tasks.train.models.freeze import idle
 from tasks.train.models.quantization import CONV1D_MODELS
 
@@ -294,7 +302,8 @@ def adapter_weights(
         trains: parts of the model that are trained.
 
     Raises:
-        ConfigError: a name of the adapter matches no layer of the model, or the model has none of the biases.
+        ConfigError: a name of the adapter matches no layer of the model, a size does not fit one, or the model has
+            none of the biases.
     """
     if adapter.bias is not None and shapes and not any(name.endswith(".bias") for name in shapes):
         raise ConfigError(f"adapter.bias={adapter.bias}: this model has no biases to train; set adapter.bias=null")
@@ -306,6 +315,7 @@ def adapter_weights(
     row = ADAPTERS[adapter.type]
     places = {name: _layer(shapes[f"{name}.weight"]) for name in _targets(adapter, shapes)}
     layers = list(places.values())
+    require_sizes(adapter, [(name, *layer) for name, layer in places.items()])
     untouched = idle(shapes, trains)
     left = sum(row.trained(adapter, *layer) for name, layer in places.items() if f"{name}.weight" in untouched)
     trained = sum(row.trained(adapter, *layer) for layer in layers) - left

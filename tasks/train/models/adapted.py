@@ -34,6 +34,7 @@ from tasks.train.models.adapters import (
     is_plain,
     no_module,
     osf_rank,
+    require_sizes,
     targets,
     why_not_on_experts,
     why_not_on_parameters,
@@ -172,27 +173,7 @@ def _require_fit(adapter: Adapter, model: "PreTrainedModel") -> None:
             f"adapter.bias={adapter.bias}: this model ({model.config.model_type}) has no biases to train; set "
             "adapter.bias=null"
         )
-    if adapter.type == "fourierft":
-        most = min(outputs * inputs for _, outputs, inputs in _targets(adapter, model))
-        if adapter.value("num_frequencies") > most:
-            raise ConfigError(
-                f"adapter.num_frequencies={adapter.value('num_frequencies')}: one of its layers has at most {most} "
-                f"frequencies; set adapter.num_frequencies={most} or less, or other target_modules"
-            )
-    if adapter.type in ("oft", "boft"):
-        _require_blocks(adapter, model)
-
-
-def _require_blocks(adapter: Adapter, model: "PreTrainedModel") -> None:
-    """Requires a block size that divides the inputs of every layer: PEFT would silently use another one."""
-    size = adapter.value("block_size")
-    for name, _, inputs in _targets(adapter, model):
-        if inputs % size:
-            fitting = next(each for each in range(size, 0, -1) if inputs % each == 0)
-            raise ConfigError(
-                f"adapter.block_size={size}: {name} has {inputs} inputs, which do not divide into such blocks; set "
-                f"adapter.block_size={fitting}, or other target_modules"
-            )
+    require_sizes(adapter, _targets(adapter, model))
 
 
 def _require_on_experts(adapter: Adapter, layers: Sequence[str]) -> None:

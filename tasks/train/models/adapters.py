@@ -424,6 +424,30 @@ def no_module(adapter: Adapter, wanted: str, names: Iterable[str]) -> ConfigErro
     )
 
 
+def require_sizes(adapter: Adapter, layers: Iterable[tuple[str, int, int]]) -> None:
+    """Requires that PEFT puts an adapter on layers as it is set.
+
+    Args:
+        layers: name, outputs and inputs of each that gets it.
+
+    Raises:
+        ConfigError: PEFT would refuse the number of frequencies, or silently use another block size.
+    """
+    size = adapter.value("block_size") if adapter.type in ("oft", "boft") else 1
+    for name, outputs, inputs in layers:
+        if adapter.type == "fourierft" and adapter.value("num_frequencies") > outputs * inputs:
+            raise ConfigError(
+                f"adapter.num_frequencies={adapter.value('num_frequencies')}: {name} has at most {outputs * inputs} "
+                f"frequencies; set adapter.num_frequencies={outputs * inputs} or less, or other target_modules"
+            )
+        if inputs % size:
+            fitting = next(each for each in range(size, 0, -1) if inputs % each == 0)
+            raise ConfigError(
+                f"adapter.block_size={size}: {name} has {inputs} inputs, which do not divide into such blocks; set "
+                f"adapter.block_size={fitting}, or other target_modules"
+            )
+
+
 def targets(adapter: Adapter, modules: Sequence[str]) -> list[str]:
     """The full names of the modules that get an adapter.
 

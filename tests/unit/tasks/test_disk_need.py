@@ -206,6 +206,22 @@ def test_biases_of_a_model_that_has_none_are_refused():
         adapter_weights(Adapter(bias="all"), SHAPES)
 
 
+@pytest.mark.parametrize(
+    ("adapter", "message", "fitting"),
+    [
+        ({"type": "oft", "block_size": 4}, r"block_size=4: model\.layers\.0\.q_proj has 10 inputs.*block_size=2", 2),
+        ({"type": "boft"}, r"block_size=4: model\.layers\.0\.q_proj has 10 inputs", 5),
+        ({"type": "fourierft", "num_frequencies": 101}, r"q_proj has at most 100 .*num_frequencies=100 or less", 100),
+        ({"type": "fourierft"}, "num_frequencies=1000", 9),
+    ],
+)
+def test_sizes_of_an_adapter_that_do_not_fit_a_layer_are_refused(adapter, message, fitting):
+    with pytest.raises(ConfigError, match=message):
+        adapter_weights(Adapter(**adapter), SHAPES)
+    name = "num_frequencies" if adapter["type"] == "fourierft" else "block_size"
+    adapter_weights(Adapter(**{**adapter, name: fitting}), SHAPES)
+
+
 def test_modules_that_a_model_lacks_are_refused():
     with pytest.raises(
         ConfigError, match=r"adapter\.modules_to_save=norm,wte: the model has no module wte; it has emb"
