@@ -2,9 +2,10 @@
 
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -26,7 +27,7 @@ from tasks.data.formats.detect import check_direction, detect
 from tasks.data.formats.proposals import with_prompt
 from tasks.data.formats.trees import is_tree
 from tasks.data.formats.turns import BadRowError, Fields
-from tasks.data.images import WITH_IMAGES, Images, has_images, require_pixels
+from tasks.data.images import WITH_IMAGES, Images, names_images, require_pixels
 from tasks.data.kinds import CONVERSATIONS, TEXT
 from tasks.data.preparing.options import Prepare
 from tasks.evaluate.benchmarks import require_reached
@@ -128,15 +129,23 @@ def _unread_columns(source: Source, template: str | None) -> list[str]:
 def _read_rows(source: Source, template: str | None) -> list[Fields]:
     """The first rows of any file or folder on this machine; none of one that ``datasets`` reads, which is heavy."""
     paths = [] if source.path.startswith((PYTHON, QUICKSTART)) else local_paths(source.path)
-    from tasks.data.reading.chunk import Row
-    from tasks.data.reading.read import read_chunks
     from tasks.data.reading.tables import is_saved
 
     if not paths or is_loaded(source) or is_saved(paths[0]):
         return []
-    chunk = next(read_chunks(source))
-    rows = [row.fields for row in islice(chunk.rows(), _FIRST_ROWS) if isinstance(row, Row)]
+    states = [(str(path), (state := path.stat()).st_mtime_ns, state.st_size) for path in paths]
+    # A folder's own state says nothing of its files.
+    rows = _rows_of(source, tuple(states) if all(path.is_file() for path in paths) else object())
     return [with_prompt(row, template) if template else row for row in rows]
+
+
+@lru_cache(maxsize=16)  # several stages read a source, and an archive is unpacked for its rows
+def _rows_of(source: Source, _state: Hashable) -> list[Fields]:
+    from tasks.data.reading.chunk import Row
+    from tasks.data.reading.read import read_chunks
+
+    chunk = next(read_chunks(source))
+    return [row.fields for row in islice(chunk.rows(), _FIRST_ROWS) if isinstance(row, Row)]
 
 
 def check_images(pipeline: Pipeline) -> None:
@@ -157,7 +166,7 @@ def check_images(pipeline: Pipeline) -> None:
             # The stage says what is wrong with the file.
             with suppress(OSError, ValueError, PipelineError, BadRowError, StopIteration):
                 rows = _read_rows(source, template)
-            if any(map(has_images, rows)):
+            if any(map(names_images, rows)):
                 raise ConfigError(
                     f"stages.{name}.inputs.{kind.slot}={ref}: rows of {source.path} have images, and images is null; "
                     "set model.kind=vlm, for a model and a method that read images (docs/vlm.md), or give it rows of "

@@ -412,7 +412,14 @@ def require_none_in_answers(row: Fields, answers: Iterable[str]) -> None:
 def has_images(fields: Fields) -> bool:
     """Whether a row names an image, or has a place for one of its column, which may be empty."""
     named = [name for name in COLUMNS if name in fields]
-    if any(not is_nothing(fields[name]) for name in named) or (named and _places(list(fields.values()))):
+    in_column = any(not is_nothing(fields[name]) for name in named) or (named and _places(list(fields.values())))
+    return bool(in_column) or names_images(fields)
+
+
+def names_images(fields: Fields) -> bool:
+    """Whether a row names an image, in its column or in a content."""
+    columns = [fields.get(name) for name in COLUMNS]
+    if not all(is_nothing(each) for value in columns for each in (value if isinstance(value, list) else [value])):
         return True
     values = [each for value in fields.values() for each in (value.values() if isinstance(value, dict) else [value])]
     turns = (turn for value in values if isinstance(value, list) for turn in value)

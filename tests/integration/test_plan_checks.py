@@ -318,6 +318,8 @@ def test_what_does_not_fit_the_images_of_rows_is_refused_by_the_plan(
         check("model.kind=llm")
     with pytest.raises(ConfigError, match=r"rows of .*jsonl have images"):
         check(path=rows / "train.jsonl")
+    (tmp_path / "empty.jsonl").write_text(json.dumps({**row, "images": [None]}) + "\n")
+    check(path=tmp_path / "empty.jsonl")  # the data stage names the row
     if family == "smolvlm":
         with pytest.raises(ConfigError, match=r"stages.sft: the processor of SmolVLM needs the package num2words"):
             check("model.kind=vlm")

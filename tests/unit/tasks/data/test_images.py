@@ -27,6 +27,7 @@ from tasks.data.images import (
     StoredImages,
     check_image,
     has_images,
+    names_images,
     require_none_in_answers,
     with_images,
 )
@@ -169,6 +170,14 @@ def test_a_bad_image_is_named_with_a_remedy(
         with_images(row, files)
     assert remedy in str(error.value)
     assert has_images(row)
+
+
+@pytest.mark.parametrize("column", [[], [None], None, [""]])
+def test_an_empty_column_names_no_image_and_its_place_is_refused(files: ImageFiles, column: object) -> None:
+    row = {**MARKED, "images": column}
+    assert has_images(row) and not names_images(row)
+    with pytest.raises(BadRowError, match=r"the row has 0 images, and 1 places|images\[0\] is"):
+        with_images(row, files)
 
 
 def test_a_text_about_a_mark_is_a_text() -> None:
