@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 from flows.commands.arguments import add_json, add_overrides, add_sweep, known_refs, read_overrides, recorded_cli_args
@@ -262,6 +263,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
         _refuse_with_sweep(options, "out", "suggest", "exit_code")
         sweep = read_sweep(options.overrides, options.config_dir)
+        _require_place(sweep.plan.pipeline.store, sweep.stale)
         print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))
         return 0
     from flows.declare.config import load_pipeline
@@ -276,6 +278,7 @@ def run_plan(options: argparse.Namespace) -> int:
     pipeline = load_pipeline(options.overrides, options.config_dir)
     adopt_view(pipeline)
     plan = make_plan(pipeline)
+    _require_place(pipeline.store, plan.stale)
     to_run = {planned.name: planned.stage for planned in plan.stale}
     clusters = cluster_notes([planned.name for planned in plan.stale if planned.resources.on_cluster])
     faster = [*clusters, *bf16_notes(to_run), *compile_notes(to_run)]
@@ -295,6 +298,14 @@ def run_plan(options: argparse.Namespace) -> int:
 
         write_plan(plan, options.out, options.overrides, options.config_dir)
     return UNFINISHED if options.exit_code and has_work(plan) else 0
+
+
+def _require_place(store: Path, stale: Sequence[object]) -> None:
+    """Refuses a store into which the stages to run could not write."""
+    from lineage.store import require_writable
+
+    if stale:
+        require_writable(store)
 
 
 def _refuse_with_sweep(options: argparse.Namespace, *names: str) -> None:

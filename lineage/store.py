@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import uuid
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
@@ -86,6 +87,23 @@ def require_store(root: Path) -> Path:
         return root
     found = f"is not a store (it has no {MARKER})" if root.exists() else "does not exist; posttrain run creates it"
     raise ConfigError(f"store={root}: {found}; name a store with store=DIR")
+
+
+def require_writable(root: Path) -> None:
+    """Refuses a store into which nothing can be written, before a stage is to write there; leaves no file.
+
+    Raises:
+        ConfigError: it, or the folder in which it would be created, takes no files.
+    """
+    there = next(path for path in (root, *root.parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        place = "it" if there == root else there
+        raise ConfigError(
+            f"store={root}: {place} cannot be written ({error.strerror}); name a folder that this account may write: "
+            "store=DIR"
+        ) from error
 
 
 def create_store(root: Path) -> None:

@@ -96,6 +96,14 @@ def test_a_store_that_can_only_be_read_is_named(toy, tmp_path, monkeypatch):
     assert "posttrain: store" in result.stderr and "Read-only file system; a path that this account" in result.stderr
 
 
+@pytest.mark.parametrize("words", [[], ["--multirun", "stages.left.method.seed=1,2"]])
+def test_a_plan_refuses_a_store_that_takes_no_files(toy, words):
+    result = toy("plan", "store=/proc/x/store", *words)
+    assert result.returncode == 2
+    assert result.stderr.startswith("posttrain: store=/proc/x/store: /proc cannot be written (")
+    assert result.stderr.endswith("); name a folder that this account may write: store=DIR\n")
+
+
 @pytest.mark.parametrize("words", [["store=one", "store=two"], ["+store=one", "++store=two"]])
 def test_of_a_field_that_is_given_twice_it_is_said_which_counts(toy, words):
     warning = f"{words[0]} is ignored, since {words[1]} follows it"
