@@ -17,7 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from lineage.artifact import Kind, Source
-from lineage.errors import ConfigError, PipelineError
+from lineage.errors import ArtifactError, ConfigError, PipelineError
+from lineage.filesystem.digest import digest_file
 from lineage.record.verdict import interval_text
 from tasks.context import Resources, TrainContext
 from tasks.evaluate.evaluate import Evaluate
@@ -43,6 +44,7 @@ def score(job: Job, request: Request) -> Scores:
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     resources = Resources(cpus_per_worker=job.setting.cpus, gpus_per_worker=job.setting.gpus, micro_batch_size="auto")
+    _require_committed(request)
     context = TrainContext(output_dir=draft, work_dir=draft, resources=resources, cache_dir=job.cache)
     with _whole(request.model) as path:
         model = Input(
@@ -64,6 +66,22 @@ def score(job: Job, request: Request) -> Scores:
         step=request.step, digest=request.digest, seconds=time.monotonic() - start, scores=of[MODEL], base=of[BASE],
         small_is_good=tuple(name for name, each in found.items() if each.lower_is_better), failed=failed, rules=rules,
     )  # fmt: skip
+
+
+def _require_committed(request: Request) -> None:
+    """Requires that the weights of a checkpoint are those that were committed with its step.
+
+    Raises:
+        ArtifactError: others would be scored.
+    """
+    parts = json.loads((request.model / PARTS_FILE).read_text()) if request.files else {}
+    for name, digest in request.files.items():
+        file = Path(parts["adapter"] or parts["weights"], name)
+        if not file.is_file() or digest_file(file) != digest:
+            raise ArtifactError(
+                f"step {request.step}: {file} is not what was committed with its checkpoint, and another model is not "
+                "scored in its place; restore the file"
+            )
 
 
 def answer(job: Job, request: Request) -> Scores:

@@ -1,6 +1,7 @@
 """Checkpoints that are scored beside a training: what is recorded, what is picked, and what changes nothing."""
 
 import json
+import shutil
 import time
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,7 @@ from tasks.evaluate import beside
 from tasks.evaluate.row_scores import RowScores
 from tasks.gate import Gate
 from tasks.method import Adapter
+from tasks.model.fetch_model import PARTS_FILE
 from tasks.recipe import Input
 from tasks.reward_functions.metric import Metric
 from tasks.train.best import Best, Validation
@@ -42,7 +44,7 @@ def _in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         return
 
     def scored(self: Scoring, step: int) -> Scores:
-        request = Request(step=step, model=self._folder(step), digest=self._digest(step))
+        request = self.request(step)
         try:
             with torch.random.fork_rng():
                 return beside.score(self.job(), request)
@@ -145,6 +147,32 @@ def test_checkpoints_and_the_start_are_scored_and_the_training_is_as_without(
     rows = (ran.store.directory.parent / "evaluation" / "step-4" / "scores.jsonl").read_text()
     assert '"metric": "f1"' in rows
     assert same(weights(ran.output), weights(plain.output))
+
+
+def test_another_model_than_that_of_the_checkpoint_is_not_scored(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the checkpoint of another step, nor other weights in its place."""
+    plain = Scoring.request
+
+    def planted(self: Scoring, step: int) -> Request:
+        found = plain(self, step)
+        if step == 2:
+            parts = {"weights": str(self.inputs["policy"].path), "adapter": None}
+            (found.model / PARTS_FILE).write_text(json.dumps(parts))
+        if step == 4:
+            shutil.copy(self.store.path(2) / "model.safetensors", self.store.path(4))
+        return found
+
+    monkeypatch.setattr(Scoring, "request", planted)
+    ran = StageFolder(tmp_path / "ran", root)
+    ran(training.method("sft", **STEADY, evaluation=EVERY))
+    found = recorded(ran)
+    for step in (2, 4):
+        assert (
+            "is not what was committed with its checkpoint" in str(found[step]["error"]) and not found[step]["scores"]
+        )
+    assert not found[0]["error"] and not found[5]["error"]
 
 
 @pytest.mark.parametrize(

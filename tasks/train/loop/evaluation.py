@@ -438,11 +438,16 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One model to score: that of a checkpoint, or with step 0 the one that the training starts from."""
+    """One model to score: that of a checkpoint, or with step 0 the one that the training starts from.
+
+    Args:
+        files: of its weights, with the digests with which the checkpoint was committed.
+    """
 
     step: int
     model: Path
     digest: str
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -764,7 +769,11 @@ class Scoring(TrainerCallback):
     def _scored(self, step: int) -> "Scores":
         if self._scorer is None:
             self._scorer = cast("Scorer", (self.ctx.scorer or ScoringProcess)(self.job()))
-        return self._scorer.score(Request(step=step, model=self._folder(step), digest=self._digest(step)))
+        return self._scorer.score(self.request(step))
+
+    def request(self, step: int) -> Request:
+        """What the scorer is asked for a step."""
+        return Request(step=step, model=self._folder(step), digest=self._digest(step), files=self._files(step))
 
     def job(self) -> Job:
         """What is the same for all checkpoints."""
@@ -816,5 +825,9 @@ class Scoring(TrainerCallback):
         base = policy.digest or digest_of({"fingerprint": policy.fingerprint})
         if not step:
             return base
-        files = {name: digest for name, digest in self.store.read(step).files.items() if _MODEL_FILES.fullmatch(name)}
-        return digest_of({**files, **({"base": base} if self.method.adapter else {})})
+        return digest_of({**self._files(step), **({"base": base} if self.method.adapter else {})})
+
+    def _files(self, step: int) -> dict[str, str]:
+        """The files of a checkpoint's model, with their digests; none of step 0."""
+        files = self.store.read(step).files if step else {}
+        return {name: digest for name, digest in files.items() if _MODEL_FILES.fullmatch(name)}
