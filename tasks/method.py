@@ -117,16 +117,25 @@ class Training(TrainingRecipe):
                 version = recipe.get(entry, 1)
                 assert isinstance(version, int)
                 recipe[entry] = version + raised
-        if self.num_steps == 1 and self.schedule.warmup:
-            recipe["warmup_version"] = 2  # at first the only step was one of the warm-up, with a learning rate of 0
-        is_copy = self.has_reference and self.reference_kind == "copy" and not self.has_own_loop
-        if is_copy and self.adapter and self.adapter.dropout:
-            recipe["reference_version"] = 2  # at first the copy of the adapter had its dropout too
+        recipe |= self._raised()
         for field in LOOP_FIELDS - self.applies if self.has_own_loop else ():
             setting = getattr(self, field)
             for name in (field, *(setting.identity() if isinstance(setting, Optimizer | Schedule) else ())):
                 recipe.pop(name, None)
         return recipe
+
+    def _raised(self) -> dict[str, int]:
+        """The second version of what became other results where fields have these values."""
+        is_copy = self.has_reference and self.reference_kind == "copy" and not self.has_own_loop
+        found = {
+            # The only step was one of the warm-up, with a learning rate of 0.
+            "warmup_version": self.num_steps == 1 and self.schedule.warmup,
+            # The copy of the adapter had its dropout too.
+            "reference_version": is_copy and self.adapter and self.adapter.dropout,
+            # A base in bf16 rounded modules_to_save and biases of the adapter below.
+            "stack_version": self.adapter_in == "stack" and self.precision in ("bf16", "auto"),
+        }
+        return {name: 2 for name, is_other in found.items() if is_other}
 
     def _check_own_loop(self) -> None:
         """Refuses a value that the training would ignore."""

@@ -17,8 +17,8 @@ from tasks.context import Resources
 from tasks.judgement.disk_need import adapter_weights, model_shapes, percent_trained
 from tasks.method import Adapter, Quantization, Training
 from tasks.train.kernels import padding_free
-from tasks.train.models.adapted import continued, peft_config
-from tasks.train.models.adapters import ADAPTERS, MIXTURES, NOT_ON_CONV1D
+from tasks.train.models.adapted import continued, peft_config, stacked
+from tasks.train.models.adapters import ADAPTERS, MIXTURES, NOT_ON_CONV1D, why_not_stacked
 from tasks.train.models.freeze import Freeze
 from tasks.train.models.load import whole_model
 from tests import tiny, tiny_models, training
@@ -192,6 +192,12 @@ def test_what_peft_copies_from_a_base_in_bf16_is_saved_and_continued_as_it_was_t
     model = whole_model(Kind.CHECKPOINT, policy, held="bf16")
     adapted = continued(model, adapter, peft_config(adapter, model, 2), tmp_path / "output" / "adapter")
     assert training.same(saved, get_peft_model_state_dict(adapted))
+    if why_not_stacked(adapted.peft_config["default"].to_dict()) is None:
+        below = stacked(whole_model(Kind.CHECKPOINT, policy, held="bf16"), [tmp_path / "output" / "adapter"])
+        assert training.same(saved, get_peft_model_state_dict(below, adapter_name="stacked0"))
+        assert not any(
+            each.requires_grad for each in below.get_base_model().parameters() if each.dtype != torch.float32
+        )
 
 
 @pytest.mark.parametrize(

@@ -410,10 +410,13 @@ def stacked(model: "PreTrainedModel", directories: Sequence[Path]) -> PeftModel:
         if reason:
             raise ConfigError(f"adapter_in=stack: the adapter of the input {reason}; set adapter_in=merge")
         if adapted is None:
-            adapted = PeftModel.from_pretrained(model, directory, adapter_name=name, config=config)
+            adapted = PeftModel.from_pretrained(model, directory, adapter_name=name, config=config, is_trainable=True)
         else:
-            adapted.load_adapter(directory, name)
+            adapted.load_adapter(directory, name, is_trainable=True)
+        step_in_fp32(adapted)  # as in ``continued``: modules that are copied from a base in bf16 were trained in fp32
+        adapted.load_adapter(directory, name, is_trainable=True)
     assert adapted is not None
+    adapted.requires_grad_(False)
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise ConfigError(f"adapter_in=stack: the adapter of the input {ON_HEAD}; set adapter_in=merge")
     for name, module in adapted.named_modules():

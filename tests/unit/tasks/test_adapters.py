@@ -168,3 +168,12 @@ def test_trainings_whose_reference_had_dropout_are_other_ones_now(fields, raised
     assert ("reference_version" in dpo.recipe()) is raised
     sft = SFT(learning_rate=1e-3, num_steps=1, global_batch_size=8, max_length=64, **fields)
     assert "reference_version" not in sft.recipe()
+
+
+@pytest.mark.parametrize(
+    ("adapter_in", "precision", "raised"),
+    [("stack", "bf16", True), ("stack", "auto", True), ("stack", "fp32", False), ("continue", "bf16", False)],
+)
+def test_a_stack_on_a_base_in_bf16_has_a_version(adapter_in, precision, raised):
+    """At first it rounded what the adapter below has in full."""
+    assert ("stack_version" in SFT(adapter=Adapter(), adapter_in=adapter_in, precision=precision).recipe()) is raised
