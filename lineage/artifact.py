@@ -28,7 +28,7 @@ class Kind(StrEnum):
     CHECKPOINT = "checkpoint"  # a causal language model with its tokenizer
     REWARD_MODEL = "reward_model"  # a sequence classifier with one label, with its tokenizer
     REPORT = "report"  # measurements
-    VERDICT = "verdict"  # what a gate said of a checkpoint
+    VERDICT = "verdict"  # a gate's decision about a checkpoint
 
 
 MODELS = (Kind.CHECKPOINT, Kind.REWARD_MODEL)

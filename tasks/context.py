@@ -207,7 +207,7 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainContext:
-    """One worker's view of a running stage; by default outside a run, where nobody reads reports or asks it to stop.
+    """One worker's view of a running stage; by default outside a run, where nothing reads reports or requests a stop.
 
     Args:
         output_dir: directory of the artifact (``output/`` of the stage's directory).

@@ -59,9 +59,9 @@ def run_report(options: argparse.Namespace) -> int:
     cli_args = [*([options.ref] if options.ref else []), *options.overrides]
     refs = [*(options.compare or []), *(arg for arg in cli_args if "=" not in arg)]
     if len(refs) != (2 if options.compare else 1):
-        given = f"{len(refs)} REFs are given ({', '.join(refs)})" if refs else "no REF is given"
+        problem = f"{len(refs)} REFs are given ({', '.join(refs)})" if refs else "no REF is given"
         there = "" if refs else f"; {known_refs(['report', *cli_args])}"
-        raise ConfigError(f"report: {given}{there}; give one, or two as: posttrain report --compare A B")
+        raise ConfigError(f"report: {problem}{there}; give one, or two as: posttrain report --compare A B")
     if options.card and options.compare:
         raise ConfigError("--card with --compare: a card is of one model; leave one of them out")
     store = asked_store([arg for arg in cli_args if "=" in arg], options.config_dir)

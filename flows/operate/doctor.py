@@ -327,9 +327,9 @@ def check_exposed(processes: Iterable[psutil.Process]) -> Iterator[Finding]:
         yield Finding("exposed", "ok", "no server of yours is open to others")
 
 
-def server_kind(words: Sequence[str]) -> str | None:
+def server_kind(command: Sequence[str]) -> str | None:
     """The kind of server that a command line runs; None: none."""
-    return next((kind for kind, pattern in _SERVERS.items() if pattern.search(" ".join(words))), None)
+    return next((kind for kind, pattern in _SERVERS.items() if pattern.search(" ".join(command))), None)
 
 
 def _is_guarded(kind: str, process: psutil.Process) -> bool:

@@ -80,8 +80,8 @@ def _of_factory(draft: Draft, flat: Values, folder: Path) -> None:
     names = [
         name.strip() for each in as_list(flat.pop("dataset", None)) for name in str(each).split(",") if name.strip()
     ]
-    given = str(flat.pop("dataset_dir", "data"))
-    places = [Path(given), folder / given]
+    configured = str(flat.pop("dataset_dir", "data"))
+    places = [Path(configured), folder / configured]
     file = next((place / "dataset_info.json" for place in places if (place / "dataset_info.json").is_file()), None)
     infos = json.loads(file.read_text(encoding="utf-8")) if file else {}
     for name in names:
@@ -312,13 +312,13 @@ def read_values(peer: str, file: Path) -> Values:
 
 def _arguments(peer: str, text: str) -> Values:
     """``--key value`` pairs of a command; of ``trl sft`` and ``.../dpo.py`` the trainer too."""
-    words = shlex.split(text.replace("\\\n", " "), comments=True)
+    tokens = shlex.split(text.replace("\\\n", " "), comments=True)
     found: Values = {}
-    scripts = [at for at, word in enumerate(words) if word.endswith(".py")] if _LAUNCHERS & {*words} else []
-    for at, word in enumerate(words):
+    scripts = [at for at, word in enumerate(tokens) if word.endswith(".py")] if _LAUNCHERS & {*tokens} else []
+    for at, word in enumerate(tokens):
         if peer == "trl" and "trainer" not in found:
             script = re.fullmatch(r"(?:.*/)?(\w+)\.py", word)
-            name = script[1] if script else word if at and words[at - 1] == "trl" else ""
+            name = script[1] if script else word if at and tokens[at - 1] == "trl" else ""
             if name.removesuffix("_trainer") in (*STAGES, "reward_modeling"):
                 found["trainer"] = "reward" if name == "reward_modeling" else name
         if not word.startswith("--"):
@@ -327,7 +327,7 @@ def _arguments(peer: str, text: str) -> Values:
         is_launchers = at < min(scripts, default=0)
         key = f"launcher.{key}" if is_launchers else key
         following = []
-        for each in words[at + 1 :] if not equals else ():
+        for each in tokens[at + 1 :] if not equals else ():
             if each.startswith("--") or (is_launchers and each.endswith(".py")):
                 break
             following.append(each)

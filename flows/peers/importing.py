@@ -1,7 +1,7 @@
 """``posttrain import``: a configuration of LLaMA-Factory, axolotl, TRL or Oumi becomes a pipeline file.
 
 Each key is mapped, named as not needed, or refused. ``flows.declare.peer_names`` says what most keys are here;
-``RULES`` has those that need more than another name. What a peer assumes where its file is silent is stated too.
+``RULES`` has those that need more than another name. What a peer assumes where its file is silent is set too.
 """
 
 import argparse
@@ -269,8 +269,8 @@ def _deepspeed(draft: Draft, key: str, value: object) -> None:
 def _fsdp(draft: Draft, key: str, value: object) -> None:
     """``full_shard auto_wrap offload``, a list of such, or a section of settings."""
     named = value if isinstance(value, dict) else {}
-    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
-    for word in () if named else words:
+    values = value.split() if isinstance(value, str) else value if isinstance(value, list) else [value]
+    for word in () if named else values:
         named[str(word).lower()] = True
     if draft.workers == 1 or not value:
         draft.skip(key, _ALONE if value else "one copy on each worker is the default")
@@ -607,7 +607,7 @@ def _one(draft: Draft, key: str, value: object) -> None:
         what = "GPUs are --num-workers N" if key[:9] == "launcher." else "the record has what was trained, and where"
         draft.skip(key, ours.removeprefix("nothing: ") or what)
     elif ours.startswith(("store=", "tracking", "restart=")):
-        draft.skip(key, f"it is said in the command: {ours}")
+        draft.skip(key, f"the command sets it: {ours}")
     elif found and found[3]:
         if value:
             draft.set(key, f"{found[1].rpartition('.')[2]}.{found[2]}", found[3])

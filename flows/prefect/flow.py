@@ -57,7 +57,7 @@ def in_flow(
         server: that was started for this run alone; None: it is the user's.
 
     Raises:
-        BaseException: what the body raised, whether or not Prefect could be told.
+        BaseException: what the body raised, whether or not it could be reported to Prefect.
     """
     recorder, is_over = run.recorder, False
     assert recorder is not None

@@ -68,7 +68,7 @@ class Progress:
         return pace * max(0, self.total - self.step)
 
     def begun(self) -> str:
-        """How it began: ``started (300 steps)``, or with what it goes on."""
+        """How it began: ``started (300 steps)``, or from which step it resumed."""
         self.refresh()
         if self.step:
             return f"resumes from step {self.step}{f' of {self.total}' if self.total else ''}"

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import datetime
 
-from flows.reports.wording import printable, relative
+from flows.reports.wording import empty_table, plain_text, printable, relative
 from lineage.artifact import ALIAS, SOURCE, Kind
 from lineage.graph.ancestry import MODELS
 from lineage.graph.impact import MOST_VERSIONS, Impact, Retraining
@@ -45,7 +45,10 @@ def _artifacts(found: Impact) -> Iterator[str]:
     if total > len(newest):
         yield "  " + ", ".join(f"{pipeline}/{stage} {count:,}" for pipeline, stage, _, count in counts)
         yield f"  the newest {len(newest)} (--json lists all):"
-    yield from _table([_artifact(found, each) for each in reversed(newest)])
+    table = empty_table("stage", "artifact", "version", "used as", "finished", "directory")
+    for each in reversed(newest):
+        table.add_row(*_artifact(found, each))
+    yield from plain_text(table).splitlines() if newest else ()
     if found.unaffected:
         yield f"  {found.unaffected} more models were trained on the other rows of such data, not on it"
 
@@ -57,13 +60,6 @@ def _artifact(found: Impact, each: Indexed) -> list[str]:
     version = found.version(each)
     registered = f"v{version}" if version else ""
     return [f"{each.pipeline}/{each.stage}", each.id + held, registered, found.role(each) or each.kind, when, where]
-
-
-def _table(rows: list[list[str]]) -> Iterator[str]:
-    # Without rich, whose import takes longer than the query.
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
 
 
 def _aliases(found: Impact) -> Iterator[str]:

@@ -414,8 +414,10 @@ def _recipe(store: Path, node: Node, manifest: Manifest) -> list[tuple[str, str,
     made = (run for run, stage in runs_of(store, node.entry.path) if stage.state in ("done", "running"))
     run, noted = next(made, None), RunFile.read(node.entry.path)
     cli_args, origins = (run.cli_args, run.origins) if run else (noted.cli_args if noted else [], {})
-    given = {key.lstrip("+"): word for word in cli_args for key in [word.partition("=")[0]] if "=" in word}
-    origin = partial(_origin, manifest=manifest, given=given, defaults=_defaults(manifest.method), origins=origins)
+    overrides = {key.lstrip("+"): word for word in cli_args for key in [word.partition("=")[0]] if "=" in word}
+    origin = partial(
+        _origin, manifest=manifest, overrides=overrides, defaults=_defaults(manifest.method), origins=origins
+    )
     return [
         (name, spelled(value), origin(name, value))
         for name, value in _flat(manifest.recipe)
@@ -424,7 +426,7 @@ def _recipe(store: Path, node: Node, manifest: Manifest) -> list[tuple[str, str,
 
 
 def _origin(
-    name: str, value: object, manifest: Manifest, given: Mapping[str, str], defaults: Mapping[str, object],
+    name: str, value: object, manifest: Manifest, overrides: Mapping[str, str], defaults: Mapping[str, object],
     origins: Mapping[str, str],
 ) -> str:  # fmt: skip
     place, parts = f"stages.{manifest.stage}.method.", name.split(".")
@@ -432,7 +434,7 @@ def _origin(
     keys = [f"{base}{each}" for base in (place, f"stages.{manifest.stage}.", "") for each in names]
     shared = name.replace("schedule.", "lr_schedule.", 1)
     found = next((origins[key] for key in (*keys, shared) if key in origins), "default" if origins else "")
-    for key, word in given.items():
+    for key, word in overrides.items():
         field, group = key.removeprefix(place), name.partition(".")[0]
         if found in (COMMAND_LINE, "") and key.startswith(place) and (name == field or name.startswith(f"{field}.")):
             because = manifest.provenance.because
@@ -659,10 +661,10 @@ def _answers(entry: Entry, slot: str, graph: Graph, index: Index) -> Answers | N
     for line in lines:
         if all(name in line for name in columns):
             asked, right = cast("list[dict[str, str]]", line["prompt"]), line.get("right answer")
-            said = {name: str(line[name]) for name in columns}
+            texts = {name: str(line[name]) for name in columns}
             earlier = "".join(f"<image:{each}>" for each in marked(turn["content"] for turn in asked[:-1]))
             prompt = earlier + asked[-1]["content"] if asked else ""
-            rows.append({"prompt": prompt, "right": None if right is None else str(right), **said})
+            rows.append({"prompt": prompt, "right": None if right is None else str(right), **texts})
     rows.sort(key=lambda row: row["right"] is not None)  # of a question that is also a prompt, with its right answer
     found = list({row["prompt"]: row for row in rows}.values())
     found.sort(key=lambda row: row["right"] is None)
@@ -719,13 +721,13 @@ def compared(reports: Sequence[Report]) -> tuple[list[Scores], list[Answers]]:
         )
         for name, found in first.items() if name in second
     ]  # fmt: skip
-    said = [
+    lines = [
         {(row["prompt"], row["right"]): row[found["policies"][-1]] for row in found["rows"]}
         for found in (report.get("answers", Answers(stage="", policies=[""], rows=[])) for report in reports)
     ]
     images = {mark: url for report in reports for mark, url in report.get("answers", {}).get("images", {}).items()}
-    asked = [key for key in said[0] if key in said[1]]
-    both = [{"prompt": key[0], "right": key[1], names[0]: said[0][key], names[1]: said[1][key]} for key in asked]
+    asked = [key for key in lines[0] if key in lines[1]]
+    both = [{"prompt": key[0], "right": key[1], names[0]: lines[0][key], names[1]: lines[1][key]} for key in asked]
     return (
         [Scores(stage="", policies=names, rows=rows, protocol=[], num_rows=0)] if rows else [],
         [Answers(stage="", policies=names, rows=both, images=images)] if both else [],

@@ -240,9 +240,9 @@ def _fill(group: Element, node: Node, box: Box, badges: Sequence[Sequence[Badge]
     _text(group, _subtitle(node, int(wide / _SMALL)), _PAD, top + 39, int(wide / _SMALL), "small")
     _text(group, str(node["fingerprint"])[:8], _PAD, top + 56, 8, "mono")
     _text(group, _headline(node), right, top + 56, 13, "small").set("text-anchor", "end")
-    for row, words in enumerate(badges):
+    for row, row_badges in enumerate(badges):
         x, y = float(_PAD), top + _TEXT + _ROW * row
-        for word, style in words:
+        for word, style in row_badges:
             _rect(group, f"badge {style}", x, y - 2, _badge_width(word), 15, 7.5)
             _text(group, word, x + 7, y + 9, _BADGE_LETTERS, f"badge-text {style}")
             x += _badge_width(word) + 4
@@ -296,12 +296,12 @@ def _headline(node: Node) -> str:
 
 def _badge_rows(node: Node) -> Iterator[list[Badge]]:
     """State, aliases and labels, in rows that fit the box."""
-    words = [("missing", "missing")] if node.get("state") == "missing" else []
-    words += [(_shorten(str(alias), _BADGE_LETTERS), "alias") for alias in cast("Sequence[str]", node["aliases"])]
-    words += [(_shorten(str(label), _BADGE_LETTERS), "label") for label in cast("Sequence[str]", node["labels"])]
+    badges = [("missing", "missing")] if node.get("state") == "missing" else []
+    badges += [(_shorten(str(alias), _BADGE_LETTERS), "alias") for alias in cast("Sequence[str]", node["aliases"])]
+    badges += [(_shorten(str(label), _BADGE_LETTERS), "label") for label in cast("Sequence[str]", node["labels"])]
     row: list[Badge] = []
     taken = 0.0
-    for word, style in words:
+    for word, style in badges:
         width = _badge_width(word)
         if row and taken + width > WIDTH - 2 * _PAD:
             yield row

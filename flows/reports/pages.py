@@ -191,9 +191,9 @@ def _accepted(schema: Schema, root: Schema) -> str:
     options = [each for each in cast("Sequence[Schema]", schema.get("anyOf", [])) if each.get("type") != "null"]
     if options:
         return ", or ".join(_accepted(each, root) for each in options)
-    words = cast("Sequence[object]", schema.get("enum", [schema["const"]] if "const" in schema else []))
-    if words:
-        return ", ".join(f"`{spelled(word)}`" for word in words)
+    values = cast("Sequence[object]", schema.get("enum", [schema["const"]] if "const" in schema else []))
+    if values:
+        return ", ".join(f"`{spelled(word)}`" for word in values)
     if items := cast("Sequence[Schema]", schema.get("prefixItems", [])):
         return f"list of {len(items)}: {_accepted(items[0], root)}"
     if schema.get("type") == "array":

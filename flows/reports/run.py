@@ -354,7 +354,7 @@ def _next(plan: Plan, seconds: Mapping[str, float], cli_args: Sequence[str]) -> 
         rate = trained[-1].stage.method.recipe()["learning_rate"]
         change = [f"stages.{trained[-1].name}.method.learning_rate={float(str(rate)) / 2:g}"]
     commands += [["plan", *cli_args, *change], ["ui", *store]]
-    return "\n".join(["next:", *(f"  posttrain {shlex.join(words)}" for words in commands)])
+    return "\n".join(["next:", *(f"  posttrain {shlex.join(arguments)}" for arguments in commands)])
 
 
 def _manifest(plan: Plan, planned: PlannedStage) -> Manifest:

@@ -264,7 +264,7 @@ class Speaker:
         return sys.maxsize if most is None else int(most) - length
 
 
-def _turn(speakers: Sequence[Speaker], said: str, images: str, *, quiet: bool) -> dict[str, object]:
+def _turn(speakers: Sequence[Speaker], message: str, images: str, *, quiet: bool) -> dict[str, object]:
     """Lets every model answer, and shows the answers while they are generated.
 
     Args:
@@ -273,9 +273,9 @@ def _turn(speakers: Sequence[Speaker], said: str, images: str, *, quiet: bool) -
     Raises:
         ConfigError: the text spells such a mark, or is too long.
     """
-    if found := MARK.search(said):
+    if found := MARK.search(message):
         raise ConfigError(f"the text spells {found[0]}, which is an image here; a text without it is accepted")
-    text = f"{images}{said}"
+    text = f"{images}{message}"
     shown = printable_text if sys.stdout.isatty() else str
 
     def write(piece: str) -> None:
@@ -292,7 +292,7 @@ def _turn(speakers: Sequence[Speaker], said: str, images: str, *, quiet: bool) -
             answers.append(each.answer(text, write))
             print(flush=True)
     kept = [{"model": each.name, **asdict(answer)} for each, answer in zip(speakers, answers, strict=True)]
-    return {"user": said, **({"images": MARK.findall(images)} if images else {}), "answers": kept}
+    return {"user": message, **({"images": MARK.findall(images)} if images else {}), "answers": kept}
 
 
 def _in_columns(speakers: Sequence[Speaker], text: str) -> "list[Answer]":

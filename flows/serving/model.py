@@ -40,7 +40,7 @@ class Found:
 
     @property
     def input(self) -> "Input":
-        """As a stage is given it."""
+        """As a stage gets it."""
         from tasks.recipe import Input
 
         fingerprint = self.manifest.fingerprint if self.manifest else ""

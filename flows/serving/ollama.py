@@ -70,8 +70,8 @@ def _texts(label: str, tokenizer: "PreTrainedTokenizerBase") -> tuple[Texts, lis
     found: dict[tuple[str, str], str] = {}
     for turns in _conversations():
         rest, before = _render(label, tokenizer, turns), _START
-        for role, said in turns:
-            between, content, rest = rest.partition(said)
+        for role, message in turns:
+            between, content, rest = rest.partition(message)
             if not content:
                 raise _refused(label, f"it leaves out a message of {role}")
             if found.setdefault((before, role), between) != between:

@@ -19,7 +19,10 @@ from flows.serving.model import Found, find_model
 from lineage.errors import ConfigError, PipelineError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from fastapi import FastAPI
+    from starlette.types import ASGIApp
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KEY = "POSTTRAIN_API_KEY"  # environment variable
@@ -53,7 +56,8 @@ def run_serve_model(options: argparse.Namespace) -> int:
     with bound_socket(options.host, options.port) as bound:
         address = f"http://{options.host}:{bound.getsockname()[1]}/v1"
         if engine == "transformers":
-            _serve(found, bound, address, key)
+            model, tokenizer = found.load()
+            serve_app(app_of(found.ref, model, tokenizer, key), bound, _ready(found, address))
             return 0
     return _serve_by_vllm(found, address, options.host, key)
 
@@ -73,17 +77,27 @@ def bound_socket(host: str, port: int) -> Iterator[socket.socket]:
         yield bound
 
 
-def _ready(found: Found, address: str) -> None:
-    print(f"serving {found.ref} at {address} (model={found.ref}); Ctrl-C ends", flush=True)
+def _ready(found: Found, address: str) -> str:
+    return f"serving {found.ref} at {address} (model={found.ref}); Ctrl-C ends"
 
 
-def _serve(found: Found, bound: socket.socket, address: str, key: str | None) -> None:
+def serve_app(app: "ASGIApp", bound: socket.socket, shown: str, on_exit: Callable[[], None] | None = None) -> None:
+    """Prints ``shown``, and answers requests until a signal ends it.
+
+    Args:
+        on_exit: called at the signal, before requests that wait are cancelled.
+    """
     import uvicorn
 
-    model, tokenizer = found.load()
-    server = uvicorn.Server(uvicorn.Config(app_of(found.ref, model, tokenizer, key), log_level="warning"))
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: "FrameType | None") -> None:
+            super().handle_exit(sig, frame)
+            if on_exit:
+                on_exit()
+
+    server = Server(uvicorn.Config(app, log_level="warning"))
     bound.listen()  # a client that reads the address may connect at once
-    _ready(found, address)
+    print(shown, flush=True)
     server.run(sockets=[bound])
 
 
@@ -177,17 +191,17 @@ def _require_answerable(
             raise HTTPException(400, f"{field}={most}: 1 or more is accepted")
     read = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     try:
-        given = BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM) if messages else []
+        converted = BaseHandler.get_processor_inputs_from_messages(messages, Modality.LLM) if messages else []
         tools = body.get("tools") or None
         asked = (
-            tokenizer.apply_chat_template(given, tools=tools, add_generation_prompt=True, tokenize=False)
-            if given
+            tokenizer.apply_chat_template(converted, tools=tools, add_generation_prompt=True, tokenize=False)
+            if converted
             else prompt
         )
     except Exception as error:  # a template raises errors of its own
         found = f"{type(error).__name__}: {error}"
         raise HTTPException(400, f"messages: they cannot be read ({found}); role and content are accepted") from error
-    length = len(tokenizer(asked, add_special_tokens=not given)["input_ids"]) if isinstance(asked, str) else 0
+    length = len(tokenizer(asked, add_special_tokens=not converted)["input_ids"]) if isinstance(asked, str) else 0
     if read is not None and length >= read:
         raise HTTPException(400, f"the prompt has {length} tokens, and the model reads {read}; ask with less")
 
@@ -213,7 +227,7 @@ def _serve_by_vllm(found: Found, address: str, host: str, key: str | None) -> in
         if path != base:
             Loaded.of(found).write_merged(path, "bf16")
         port = address.rpartition(":")[2].removesuffix("/v1")
-        _ready(found, address)
+        print(_ready(found, address), flush=True)
         ran = subprocess.run(
             [
                 sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path),

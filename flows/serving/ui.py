@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flows.declare.store_root import asked_store
 from flows.reports.wording import clock, counted, relative
-from flows.serving.serve_model import bound_socket
+from flows.serving.serve_model import bound_socket, serve_app
 from lineage.artifact import DATA, MODELS, SOURCE, Kind
 from lineage.errors import PipelineError
 from lineage.markup import html_page
@@ -48,17 +48,12 @@ def add_ui(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ui(options: argparse.Namespace) -> int:
-    import uvicorn
-
     store, key = asked_store(options.overrides, options.config_dir), secrets.token_urlsafe(16)
     with bound_socket("127.0.0.1", options.port) as bound:
         address = f"http://127.0.0.1:{bound.getsockname()[1]}/?key={key}"
-        server = uvicorn.Server(uvicorn.Config(site(store, key), log_level="warning"))
         shown = json.dumps({"address": address, "store": str(store)})
         text = f"{address}\nshows {relative(store)}, and changes nothing; Ctrl-C ends"
-        bound.listen()  # a client that reads the address may connect at once
-        print(shown if options.json else text, flush=True)
-        server.run(sockets=[bound])
+        serve_app(site(store, key), bound, shown if options.json else text)
     return 0
 
 
@@ -73,8 +68,8 @@ def site(store: Path, key: str) -> "Starlette":
     from starlette.routing import Route
 
     async def keyed(request: "Request", call_next: "Callable[[Request], Awaitable[Response]]") -> "Response":
-        given = request.query_params.get("key", request.cookies.get("key", ""))
-        if not hmac.compare_digest(given.encode(), key.encode()):
+        sent = request.query_params.get("key", request.cookies.get("key", ""))
+        if not hmac.compare_digest(sent.encode(), key.encode()):
             return PlainTextResponse("open the address that posttrain ui printed, which has the key", status_code=403)
         if not request.url.path.isprintable() or "\ufffd" in request.url.path:
             return PlainTextResponse("an address of letters that can be read is accepted; / lists all", status_code=400)

@@ -376,7 +376,7 @@ def last_intact(planned: PlannedStage, entry: Entry) -> Checkpoint | None:
     """The checkpoint that a stage can resume from, whose every byte was read; None: it has none.
 
     Raises:
-        StageError: there are checkpoints and all are damaged: to start again loses their steps, which must be said.
+        StageError: there are checkpoints and all are damaged: a restart loses their steps, so the user asks for it.
     """
     found, damaged = entry.checkpoints.newest_intact()
     if (mirror := mirror_of(planned, entry)) and (mirrored := adopted(mirror, entry, found.step if found else 0)):

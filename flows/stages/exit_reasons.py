@@ -31,7 +31,7 @@ def memory_kills(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
 
 
 def memory_hint(before: int | None) -> str:
-    """What is said of a process that was killed by SIGKILL since ``memory_kills`` was ``before``."""
+    """The reason for a process that was killed by SIGKILL since ``memory_kills`` was ``before``."""
     after = memory_kills()
     is_certain = before is not None and after is not None and after > before
     return ": the kernel ran out of memory for it" if is_certain else "; out of memory?"

@@ -146,7 +146,7 @@ def shares_imports(method: Method, resources: Resources, *, is_first: bool) -> b
     use: there a stage with a GPU imports everything itself.
 
     Args:
-        is_first: it reads sources alone, and so begins while the imports still go on.
+        is_first: it reads sources alone, and so starts during the imports.
     """
     if resources.gpus_per_worker and find_spec("torchao"):
         return False
@@ -641,7 +641,7 @@ def _reserve(job: Job) -> list[str]:
     """Waits until ``num_nodes`` nodes have capacity for equal shares of the workers; returns each worker's node id.
 
     Ray's strategies place workers as they fit, or each on a node of its own. A group with a bundle for each node is
-    placed as asked, and an autoscaler sees it. It is given back at once, and the workers take its place by label.
+    placed as asked, and an autoscaler sees it. It is released at once, and the workers take its place by label.
 
     Raises:
         StageError: there are no such nodes within ``wait_minutes``; says what the cluster has.
@@ -708,7 +708,7 @@ def lost_its_peer(error: BaseException) -> bool:
     """Whether a worker raised the error because another worker is gone, or does not come."""
     text = str(error).lower()
     is_distributed = isinstance(error, RuntimeError | ConnectionError) and not isinstance(error, PipelineError)
-    return is_distributed and any(words in text for words in (*_PEER_GONE, _TIMED_OUT))
+    return is_distributed and any(pattern in text for pattern in (*_PEER_GONE, _TIMED_OUT))
 
 
 def failure_of(job: Job, error: Exception, memory_kills_before: int | None) -> PipelineError:

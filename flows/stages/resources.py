@@ -2,7 +2,7 @@
 
 A slot of this machine is a file lock, so that it is free again the moment its owner dies. Requests are served in the
 order in which they come, GPUs apart from CPUs, so that a stage which waits for a GPU delays none that needs no GPU. A
-slot of a pool is one of Prefect's global concurrency limits, held by a lease: it is given back at the end, and comes
+slot of a pool is one of Prefect's global concurrency limits, held by a lease: it is released at the end, and comes
 back by itself when its owner dies.
 """
 
@@ -460,7 +460,7 @@ def join(**options: object) -> str:
 def own_sigterm() -> Iterator[None]:
     """Keeps what SIGTERM means to us, which ``ray.init`` replaces.
 
-    The processes that it starts do not hear it at all: a machine that is to go down sends it to every process,
+    The processes that it starts do not receive it at all: a machine that is to go down sends it to every process,
     and the workers must still save. They end with us.
     """
     handler = signal.getsignal(signal.SIGTERM)

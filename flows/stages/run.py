@@ -292,7 +292,7 @@ def _evaluation_check(plan: Plan, planned: PlannedStage, method: Evaluate, direc
 
 
 def _tokenizer(plan: Plan, planned: PlannedStage, slot: str = POLICY) -> tuple[PlannedInput, str | None]:
-    """The model whose tokenizer a stage will be given, and the template that a stage between the two installs."""
+    """The model whose tokenizer a stage will get, and the template that a stage between the two installs."""
     template: str | None = None
     while True:
         configured = planned.stage.method.recipe().get("chat_template")

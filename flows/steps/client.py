@@ -169,7 +169,7 @@ class Session:
     """A session. It has a method for each primitive, such as ``backward(data=..., loss="ppo")``.
 
     Attributes:
-        about: what the server said of it.
+        about: the server's answer about it.
     """
 
     def __init__(self, client: Client, name: str, about: Result) -> None:

@@ -14,7 +14,6 @@ from lineage.filesystem.lock import Lock
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
     from flows.steps.engine import Engine
     from tasks.context import Resources
@@ -108,14 +107,12 @@ def run_replay(options: argparse.Namespace) -> int:
 def run_serve(options: argparse.Namespace) -> int:
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"steps serve: {', '.join(missing)} is not installed; run: pip install 'posttrain[steps]'")
-    from flows.serving.serve_model import bound_socket
+    from flows.serving.serve_model import bound_socket, serve_app
 
     lock = Lock(options.root)
     if not lock.try_acquire():
         raise ConfigError(f"--root {options.root}: another server uses it; end that one, or name another folder")
     with lock.holding(), bound_socket(options.host, options.port) as bound:
-        import uvicorn
-
         from flows.steps.engine import Engine, Limits
         from flows.steps.server import app_of
         from flows.steps.tinker import routes
@@ -130,15 +127,9 @@ def run_serve(options: argparse.Namespace) -> int:
         url = f"http://{options.host}:{bound.getsockname()[1]}"
         key = _first_key(options, engine.records.has_keys(), engine)
 
-        class Server(uvicorn.Server):
-            def handle_exit(self, sig: int, frame: "FrameType | None") -> None:
-                super().handle_exit(sig, frame)
-                engine.end()  # else it would wait for the calls that its clients wait for
-
-        server = Server(uvicorn.Config(app_of(engine, url=url, more=[routes(engine)]), log_level="warning"))
-        bound.listen()  # a client that reads the address may connect at once
-        print(f"serving steps at {url} (REST {url}/docs, MCP {url}/mcp); {key}; Ctrl-C ends", flush=True)
-        server.run(sockets=[bound])
+        shown = f"serving steps at {url} (REST {url}/docs, MCP {url}/mcp); {key}; Ctrl-C ends"
+        # Without ``end`` the server would wait for the calls that its clients wait for.
+        serve_app(app_of(engine, url=url, more=[routes(engine)]), bound, shown, on_exit=engine.end)
     return 0
 
 

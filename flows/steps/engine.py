@@ -1,8 +1,8 @@
 """The engine behind all clients: it accepts calls, runs them in the order of their numbers, and keeps every result.
 
-A call is on the disk and in the database before its number is given back. The command log of a session is its calls
+A call is on the disk and in the database before its number is returned. The command log of a session is its calls
 that change it; its state is the last snapshot and the calls after that, so that a session that was killed, or unloaded
-because nobody used it, continues to the bit.
+because no client used it, continues to the bit.
 """
 
 import gc
@@ -240,12 +240,12 @@ class Engine:
 
     def settings_of(self, settings: Mapping[str, object]) -> tuple[Steps, Resources]:
         """The training of a session's settings, and its workers (ConfigError: they are no settings of a session)."""
-        own, given = dict(settings), settings.get("resources") or {}
+        own, requested = dict(settings), settings.get("resources") or {}
         own.pop("resources", None)
-        if not isinstance(given, dict) or (unknown := sorted(given.keys() - set(_RESOURCES))):
-            found = unknown[0] if isinstance(given, dict) else json.dumps(given)
+        if not isinstance(requested, dict) or (unknown := sorted(requested.keys() - set(_RESOURCES))):
+            found = unknown[0] if isinstance(requested, dict) else json.dumps(requested)
             raise ConfigError(f"session.resources: {found}; an object of {', '.join(_RESOURCES)} is accepted")
-        values = {**asdict(self.resources), **given}
+        values = {**asdict(self.resources), **requested}
         return typed(Steps, own, "session"), typed(Resources, values, "session.resources")
 
     def accept(

@@ -332,10 +332,10 @@ def _tools(engine: Engine, url: str) -> "MCPServer | None":
 
     async def create_session(model: str, settings: dict[str, object] | None = None) -> dict[str, object]:
         body = {"model": model, **(settings or {})}
-        return await _told(engine, CREATE, None, lambda key: engine.create(key, body, client="mcp"))
+        return await _tool_result(engine, CREATE, None, lambda key: engine.create(key, body, client="mcp"))
 
     async def result(request_id: str) -> dict[str, object]:
-        return await _told(engine, "result", None, lambda key: engine.outcome(request_id, key))
+        return await _tool_result(engine, "result", None, lambda key: engine.outcome(request_id, key))
 
     server.add_tool(create_session, description=_SETTINGS)
     server.add_tool(result, description="The result of a call that was waiting; waits for it a minute.")
@@ -350,7 +350,7 @@ def _tool(engine: Engine, name: str, cls: type[Call]) -> Callable[..., Awaitable
     async def tool(**arguments: object) -> dict[str, object]:
         session, arguments["session"] = str(arguments.pop("session")), arguments.pop(_SAVED_BY, None)
         body = cast("dict[str, object]", without_nones(arguments))
-        return await _told(engine, name, session, lambda key: submit(engine, key, session, name, body, "mcp"))
+        return await _tool_result(engine, name, session, lambda key: submit(engine, key, session, name, body, "mcp"))
 
     shown = cast("dict[str, dict[str, object]]", _properties(cls)["properties"])
     parameters = [Parameter("session", Parameter.KEYWORD_ONLY, annotation=str)]
@@ -366,7 +366,7 @@ def _tool(engine: Engine, name: str, cls: type[Call]) -> Callable[..., Awaitable
     return tool
 
 
-async def _told(
+async def _tool_result(
     engine: Engine, name: str, session: str | None, accept: "Callable[[RowMapping], Outcome]"
 ) -> dict[str, object]:
     """The result of a call as a tool returns it (ToolError: it failed, or was refused)."""

@@ -153,8 +153,8 @@ def _require_adam(body: Mapping[str, object]) -> None:
 
 def _workers(body: Mapping[str, object]) -> dict[str, object]:
     """The workers that ``user_metadata`` names, as ``posttrain.num_workers``: the protocol has no word for them."""
-    given = cast("Mapping[str, object]", body.get("user_metadata") or {})
-    own = {name.removeprefix(_OWN): value for name, value in given.items() if name.startswith(_OWN)}
+    metadata = cast("Mapping[str, object]", body.get("user_metadata") or {})
+    own = {name.removeprefix(_OWN): value for name, value in metadata.items() if name.startswith(_OWN)}
     numbers = {name: int(value) if str(value).isdigit() else value for name, value in own.items()}  # type: ignore[call-overload]
     return {"resources": numbers} if numbers else {}
 

@@ -56,7 +56,7 @@ class Tag:
 
 
 class Key(NamedTuple):
-    """One artifact: two stages may share a fingerprint, and a repeated stage may have given other bytes."""
+    """One artifact: two stages may share a fingerprint, and a repeated stage may have produced other bytes."""
 
     stage: str
     fingerprint: str

@@ -298,7 +298,7 @@ def experiments(client: "MlflowClient", pipelines: Collection[str]) -> dict[str,
 
 
 def pipeline_of(run: Run, homes: Mapping[str, str]) -> str:
-    """The pipeline of a run; earlier versions said it by the name of the experiment alone."""
+    """The pipeline of a run; earlier versions have it only in the name of the experiment."""
     return str(run.data.tags.get(Tag.PIPELINE) or homes[str(run.info.experiment_id)])
 
 

@@ -106,7 +106,7 @@ def aliases(uri: str | None, pipelines: Collection[str]) -> dict[tuple[str, str]
     """Stage and fingerprint of every model that these pipelines' registered models name, and the alias."""
     with _client(uri, "cannot be read") as client:
         _, named = _registered(client, pipelines)
-        found = [(key, alias) for given in named.values() for alias, key in given.items() if key]
+        found = [(key, alias) for of_model in named.values() for alias, key in of_model.items() if key]
         return {(key.stage, key.fingerprint): alias for key, alias in found}
 
 

@@ -37,7 +37,7 @@ def read_reports(path: Path) -> list[StageReport]:
 
 
 def cut_reports(path: Path, step: int) -> None:
-    """Removes the reports of later steps, which are trained again; the new inode tells readers of the restart."""
+    """Removes the reports of later steps, which are trained again; readers see the restart by the new inode."""
     if path.exists():
         replace_jsonl(path, [asdict(report) for report in read_reports(path) if report.step <= step])
 

@@ -1,4 +1,4 @@
-"""The start record beside each stage: what MLflow is to be told of its last attempt, and where that is recorded."""
+"""The start record beside each stage: what MLflow has to record of its last attempt, and where that is recorded."""
 
 import json
 import threading
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
+from lineage.filesystem.files import atomic_write
 from lineage.filesystem.owner import Owner
 from lineage.record.labels import user
 from lineage.store import Manifest
@@ -84,9 +85,7 @@ class RunFile:
             return None
 
     def write(self, directory: Path) -> None:
-        draft = directory / f"{_RUN_FILE}.{threading.get_ident()}.tmp"
-        draft.write_text(json.dumps(asdict(self)) + "\n")
-        draft.replace(directory / _RUN_FILE)
+        atomic_write(directory / _RUN_FILE, json.dumps(asdict(self)) + "\n")
 
     @staticmethod
     def change(directory: Path, change: "Callable[[RunFile], RunFile]") -> None:

@@ -364,26 +364,26 @@ def with_images(fields: Fields, files: ImageFiles) -> Fields:
     if len(columns) > 1:
         raise bad_image("images and image are both there", "one column of images", "remove one of them")
     listed = fields[columns[0]] if columns else []
-    given = listed if isinstance(listed, list | tuple) else [listed]
+    images = listed if isinstance(listed, list | tuple) else [listed]
     rest = {name: value for name, value in fields.items() if name not in COLUMNS}
     names = sorted(rest, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
-    marks = [files.mark(value, f"{columns[0]}[{index}]") for index, value in enumerate(given)]
+    marks = [files.mark(value, f"{columns[0]}[{index}]") for index, value in enumerate(images)]
     starts, count = dict[str, int](), 0  # where the images of a column are among those of the row
     for name in names:
         starts[name] = starts.get(_SIDES[0], count) if name == _SIDES[1] else count
         count = max(count, starts[name] + _places(rest[name]))
-    if given and not count:  # as TRL does
+    if images and not count:  # as TRL does
         for name in names:
             rest[name], placed = _before_first(rest[name], "".join(marks))
             if placed and name != _SIDES[0]:
                 return rest
-        raise bad_image(f"the row has {len(given)} images, and no text for them", "a text of the user")
-    if count != len(given) and any(name in fields for name in COLUMNS):
+        raise bad_image(f"the row has {len(images)} images, and no text for them", "a text of the user")
+    if count != len(images) and any(name in fields for name in COLUMNS):
         raise bad_image(
-            f"the row has {len(given)} images, and {count} places for them", f"one {_WRITTEN} for each image",
+            f"the row has {len(images)} images, and {count} places for them", f"one {_WRITTEN} for each image",
             "correct the row",
         )  # fmt: skip
-    put = {name: _Put(files=files, marks=iter(marks[starts[name] :]) if given else None) for name in names}
+    put = {name: _Put(files=files, marks=iter(marks[starts[name] :]) if images else None) for name in names}
     return {name: put[name](value, name) for name, value in rest.items()}
 
 

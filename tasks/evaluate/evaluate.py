@@ -335,11 +335,11 @@ class Evaluate(Method):
         check_columns([each for each in found if each.name in judged], {**columns, "references": []})
         return found
 
-    def _scored_once(self, functions: Sequence[Scorer], given: Rewards, caching: Cache) -> list[Scorer]:
+    def _scored_once(self, functions: Sequence[Scorer], rewards: Rewards, caching: Cache) -> list[Scorer]:
         """The same, of which those that run programs or Python of the user keep what they gave to answers."""
 
         def once(scorer: Scorer) -> Scorer:
-            reward = given[scorer.name]
+            reward = rewards[scorer.name]
             if reward.code() is None and (reward.function or scorer.name) != "code":
                 return scorer
             kept = caching.alone(function=identity_of({scorer.name: reward}), code=self.code_digest())

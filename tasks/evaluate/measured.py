@@ -128,8 +128,8 @@ def _values(
     if metric.judge == REWARD_MODEL:
         wins = list(map(win, rewards[name], rewards["reference"]))
     else:
-        given: dict[str, Sequence[object]] = {**asked.columns, "references": [each.text for each in others]}
-        wins = functions[metric.label](asked.prompts, answers, given)
+        row_columns: dict[str, Sequence[object]] = {**asked.columns, "references": [each.text for each in others]}
+        wins = functions[metric.label](asked.prompts, answers, row_columns)
         beyond = next((row for row, value in enumerate(wins) if not 0 <= value <= 1), None)
         if beyond is not None:
             raise PipelineError(

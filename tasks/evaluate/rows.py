@@ -161,7 +161,7 @@ def draw(
     lengths: Lengths, seed: int, thinking: Thinking | None = None, control_tokens: ControlText | None = None,
     visions: Mapping[str, Vision] = MappingProxyType({}),
 ) -> Rows:  # fmt: skip
-    """Draws rows of each kind that has an input, at most as many as stated.
+    """Draws rows of each kind that has an input, at most as many as configured.
 
     Args:
         visions: as of ``Rows``.

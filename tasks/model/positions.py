@@ -65,9 +65,9 @@ def scale_by_row(model: "PreTrainedModel") -> None:
         return
     whole, masks_BL = rotary.forward, list["Tensor | None"]()
 
-    def remember(_module: object, _args: object, given: dict[str, object]) -> None:
-        mask = given.get("attention_mask")
-        is_first = given.get("cache") is None and isinstance(mask, torch.Tensor) and mask.ndim == _OF_ROWS
+    def remember(_module: object, _args: object, kwargs: dict[str, object]) -> None:
+        mask = kwargs.get("attention_mask")
+        is_first = kwargs.get("cache") is None and isinstance(mask, torch.Tensor) and mask.ndim == _OF_ROWS
         masks_BL[:] = [mask if is_first else None]
 
     def forward(x: "Tensor", position_ids: "Tensor", layer_type: str | None = None) -> "tuple[Tensor, Tensor]":

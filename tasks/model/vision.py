@@ -305,7 +305,7 @@ def see_by_row(model: "PreTrainedModel") -> None:
 
 
 def _without_padded_images(
-    size: int, _decoder: "Module", args: tuple[object, ...], given: "dict[str, Tensor | None]"
+    size: int, _decoder: "Module", args: tuple[object, ...], kwargs: "dict[str, Tensor | None]"
 ) -> "tuple[tuple[object, ...], dict[str, Tensor | None]]":
     """A hook; shapes: B rows, T tokens, N images of ``size`` places each, K places.
 
@@ -313,19 +313,19 @@ def _without_padded_images(
     """
     import torch
 
-    states, mask_B1TK = given.get("cross_attention_states"), given.get("cross_attention_mask")
-    sees_B1T1 = given.get("full_text_row_masked_out_mask")
+    states, mask_B1TK = kwargs.get("cross_attention_states"), kwargs.get("cross_attention_mask")
+    sees_B1T1 = kwargs.get("full_text_row_masked_out_mask")
     if mask_B1TK is None or sees_B1T1 is None:
-        return args, given
+        return args, kwargs
     least = torch.finfo(mask_B1TK.dtype).min
     seen_BK = ((mask_B1TK != least) & (sees_B1T1 != 0)).any(2).squeeze(1)
     seen_BN = seen_BK.view(len(seen_BK), -1, size).any(2)
     others_BK = ~seen_BN.repeat_interleave(size, 1) & seen_BN.any(1, keepdim=True)
-    given["cross_attention_mask"] = mask_B1TK.masked_fill((sees_B1T1 == 0) & others_BK[:, None, None], least)
+    kwargs["cross_attention_mask"] = mask_B1TK.masked_fill((sees_B1T1 == 0) & others_BK[:, None, None], least)
     if states is not None:
         of_image = states.view(*seen_BN.shape, -1, states.shape[-1])
-        given["cross_attention_states"] = (of_image * seen_BN[..., None, None].to(states)).view_as(states)
-    return args, given
+        kwargs["cross_attention_states"] = (of_image * seen_BN[..., None, None].to(states)).view_as(states)
+    return args, kwargs
 
 
 def write_size(output: Path, size: Mapping[str, int]) -> None:

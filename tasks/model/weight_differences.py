@@ -35,7 +35,7 @@ def weight_difference(first: Path, second: Path) -> WeightDifference:
 def movement(start: Path, end: Path) -> float | None:
     """Euclidean norm of what a training added to its initial weights; 0.0: no weight has changed.
 
-    Of an adapter B began at zero, whatever was given (Hu et al. 2021, arXiv:2106.09685, section 4.1). What began at
+    Of an adapter B began at zero, whatever was set (Hu et al. 2021, arXiv:2106.09685, section 4.1). What began at
     random (its A, a new head) or has grown is not counted: its own norm would hide how little the rest has moved.
 
     Returns:

@@ -240,9 +240,9 @@ def _f1(reward: RewardFunction, answer: Answer) -> float:
 
     def one(right: list[str]) -> float:
         dropped = frozenset() if _ARTICLES.issuperset(right) else _ARTICLES  # an answer may be the letter A
-        expected, given = (Counter(word for word in each if word not in dropped) for each in (right, found))
-        shared = (expected & given).total()
-        return 2 * shared / (expected.total() + given.total()) if shared else 0.0
+        expected, answered = (Counter(word for word in each if word not in dropped) for each in (right, found))
+        shared = (expected & answered).total()
+        return 2 * shared / (expected.total() + answered.total()) if shared else 0.0
 
     found = words_of(answer.text)
     return max(one(words_of(each)) for each in references(answer.row[column_of(reward)]))

@@ -98,11 +98,6 @@ class Metric(RewardFunction):
         return code.name if code else str(self.function)
 
     @property
-    def scores_answers(self) -> bool:
-        """Whether it is a reward function of greedy answers."""
-        return not self.is_benchmark and self.function not in (PASS_AT_K, WIN_RATE)
-
-    @property
     def small_is_good(self) -> bool:
         known = BUILT_IN.get(str(self.function))
         return self.mode == "min" if self.mode else bool(known and known.small_is_good)
@@ -161,9 +156,9 @@ class Metric(RewardFunction):
 Metrics = Sequence[Metric]
 
 
-def metrics_of(given: Sequence[str | Metric] | None) -> tuple[Metric, ...]:
+def metrics_of(configured: Sequence[str | Metric] | None) -> tuple[Metric, ...]:
     """Metrics, of which one may be written as its name alone."""
-    return tuple(Metric(function=each) if isinstance(each, str) else each for each in given or ())
+    return tuple(Metric(function=each) if isinstance(each, str) else each for each in configured or ())
 
 
 def check_metrics(metrics: Metrics, taken: Sequence[str]) -> None:
@@ -269,10 +264,10 @@ def local_task(metric: Metric) -> dict[str, object]:
 def data_files(task: Mapping[str, object], path: Path) -> dict[str, list[Path]]:
     """Split -> local files of rows of a benchmark; paths are relative to its YAML file."""
     options = task.get("dataset_kwargs")
-    given = options.get("data_files") if isinstance(options, dict) else None
-    given = given if isinstance(given, dict) else {"train": given} if given else {}
+    files = options.get("data_files") if isinstance(options, dict) else None
+    files = files if isinstance(files, dict) else {"train": files} if files else {}
     found: dict[str, list[Path]] = {}
-    for split, names in given.items():
+    for split, names in files.items():
         paths = [path.parent / str(name) for name in (names if isinstance(names, list) else [names])]
         for each in paths:
             if "://" not in str(each) and not each.is_file():

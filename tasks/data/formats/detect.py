@@ -112,8 +112,8 @@ def _alpaca(fields: Fields) -> CanonicalRow:
         asked = text(more, name, "empty prompt")
         if instruction != "":  # some data sets put the whole question in ``input``
             asked = f"{text(instruction, 'instruction', 'empty prompt')}\n{asked}"
-    given = one_of(fields, _OUTPUTS)
-    answered = answer(text(required(fields, given, "no answer"), given, "no answer"), given)
+    value = one_of(fields, _OUTPUTS)
+    answered = answer(text(required(fields, value, "no answer"), value, "no answer"), value)
     return add_tools({"messages": [*messages, _user(asked), *with_thought_column(answered, fields)]}, fields)
 
 
@@ -151,8 +151,8 @@ def _contents(fields: Fields) -> CanonicalRow:
     messages = with_thought_column(conversation(turns, "contents"), fields)
     name = one_of(fields, _INSTRUCTIONS)
     row = with_system({"messages": messages}, fields.get(name), name)
-    given = fields.get("tools")
-    tools = [] if is_nothing(given) else given if isinstance(given, list) else [given]
+    value = fields.get("tools")
+    tools = [] if is_nothing(value) else value if isinstance(value, list) else [value]
     flat = [each for tool in tools for each in _declared(tool)]
     return add_tools(row, {**fields, "tools": flat})
 
@@ -286,7 +286,7 @@ def _implicit_preference(fields: Fields) -> CanonicalRow:
     assert isinstance(chosen, str | list) and isinstance(rejected, str | list)
     end = common_beginning(chosen, rejected)
     while end and isinstance(chosen, list) and _is_answer(chosen[end - 1]):
-        end -= 1  # both make the same call, and go on otherwise
+        end -= 1  # both make the same call, and differ after it
     if not end:
         raise BadRowError("chosen and rejected have no common beginning, and there is no prompt", "empty prompt")
     asked = prompt(chosen[:end], "the common beginning")
@@ -346,11 +346,11 @@ def _require_one_beginning(fields: Fields, chosen: list[Message], rejected: list
         place = next((at for at, (left, right) in enumerate(pairs) if left != right), min(len(chosen), len(rejected)))
         found = f"chosen and rejected differ from turn {place + 1} on, before their last answers"
         raise BadRowError(found, "another beginning")
-    given = fields.get("prompt")
+    prompt = fields.get("prompt")
     users = [turn["content"] for turn in chosen if turn["role"] == "user"]
-    is_begun = isinstance(given, str) and bool(re.match(r"\s*(?:Human|System):", given))
-    is_same = isinstance(given, str) and (given.strip() in users or (is_begun and prompt_of(given) == chosen))
-    if given is not None and not is_same:
+    is_begun = isinstance(prompt, str) and bool(re.match(r"\s*(?:Human|System):", prompt))
+    is_same = isinstance(prompt, str) and (prompt.strip() in users or (is_begun and prompt_of(prompt) == chosen))
+    if prompt is not None and not is_same:
         raise BadRowError("prompt is not what chosen and rejected begin with", "another beginning")
 
 
@@ -364,14 +364,14 @@ def _sharegpt_ranking(fields: Fields) -> CanonicalRow:
 
 def _openai_preference(fields: Fields) -> CanonicalRow:
     """OpenAI's fine-tuning format: ``input.messages``, ``preferred_output``, ``non_preferred_output``."""
-    given = required(fields, "input", "empty prompt")
-    if not isinstance(given, Mapping):
-        raise BadRowError(f"input is {named(given)}")
-    require_nothing_else(given, ("messages", "tools", "parallel_tool_calls"), "input")  # the last one is irrelevant
-    asked = prompt_turns(required(given, "messages", "empty prompt"), "input.messages")
+    value = required(fields, "input", "empty prompt")
+    if not isinstance(value, Mapping):
+        raise BadRowError(f"input is {named(value)}")
+    require_nothing_else(value, ("messages", "tools", "parallel_tool_calls"), "input")  # the last one is irrelevant
+    asked = prompt_turns(required(value, "messages", "empty prompt"), "input.messages")
     names = ("preferred_output", "non_preferred_output")
     left, right = (answer(required(fields, name, "no answer"), name) for name in names)
-    return _paired(asked, left, right, {**fields, "tools": given.get("tools")})
+    return _paired(asked, left, right, {**fields, "tools": value.get("tools")})
 
 
 def _oumi_preference(fields: Fields) -> CanonicalRow:
@@ -388,11 +388,11 @@ def _recognize_oumi(fields: Fields) -> tuple[str, ...]:
 
 def _oumi_answer(fields: Fields, name: str) -> list[Message]:
     """An answer in Oumi's form, or as a string, a turn, or a list with one turn."""
-    given = required(fields, name, "no answer")
-    if not isinstance(given, Mapping) or "role" in given:
-        return answer(given, name)
-    require_nothing_else(given, ("messages", "conversation_id", "metadata"), name)  # the last two are ids
-    return answer(required(given, "messages", "no answer"), f"{name}.messages")
+    value = required(fields, name, "no answer")
+    if not isinstance(value, Mapping) or "role" in value:
+        return answer(value, name)
+    require_nothing_else(value, ("messages", "conversation_id", "metadata"), name)  # the last two are ids
+    return answer(required(value, "messages", "no answer"), f"{name}.messages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -728,7 +728,7 @@ class _Fit:
     format: Format
     rows: frozenset[int]
     columns: frozenset[str]
-    words: str
+    description: str
 
 
 def detect(
@@ -764,7 +764,7 @@ def detect(
     fitting = _best(fits, 1 if configured else len(rows) / 2)  # bad rows among good ones do not hide the format
     if len(fitting) > 1:
         listed = ", ".join(
-            f"{each.format.name} ({each.words}: {len(each.rows)} rows from row {min(each.rows) + 1} on)"
+            f"{each.format.name} ({each.description}: {len(each.rows)} rows from row {min(each.rows) + 1} on)"
             for each in sorted(fitting, key=lambda each: min(each.rows))
         )
         raise DataError(
@@ -780,7 +780,7 @@ def detect(
     return Detected(
         name=best.format.name, columns=columns or {}, configured=configured is not None,
         seen=best.columns | (best.format.mapping.keys() & present),
-        evidence=f"{best.words}: {len(best.rows)} of {len(rows)} rows looked at",
+        evidence=f"{best.description}: {len(best.rows)} of {len(rows)} rows looked at",
     )  # fmt: skip
 
 
@@ -791,8 +791,10 @@ def _fit(format: Format, rows: Sequence[Fields], present: frozenset[str], *, con
         if (configured or not format.lost(fields)) and (names := format.recognize(shown, configured=configured)):
             found[index] = names
     most = Counter(found.values()).most_common(1)
-    words = f"has {' and '.join(most[0][0])}" if most else ""
-    return _Fit(format=format, rows=frozenset(found), columns=frozenset().union(*found.values()), words=words)
+    description = f"has {' and '.join(most[0][0])}" if most else ""
+    return _Fit(
+        format=format, rows=frozenset(found), columns=frozenset().union(*found.values()), description=description
+    )
 
 
 def _best(fits: Sequence[_Fit], needed: float) -> list[_Fit]:

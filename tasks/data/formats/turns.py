@@ -388,12 +388,12 @@ def with_system_column(row: CanonicalRow, fields: Fields) -> CanonicalRow:
     return with_system(row, fields.get(column), column)
 
 
-def with_system(row: CanonicalRow, said: object, column: str) -> CanonicalRow:
+def with_system(row: CanonicalRow, value: object, column: str) -> CanonicalRow:
     """A row of chat with the system's turn that a column says, if any: a text, or Gemini's object with parts."""
-    if is_nothing(said):
+    if is_nothing(value):
         return row
-    parts = said.get("parts") if isinstance(said, Mapping) else None
-    content = _content(parts if parts else said, column, "system")
+    parts = value.get("parts") if isinstance(value, Mapping) else None
+    content = _content(parts if parts else value, column, "system")
     name = "messages" if "messages" in row else "prompt"
     turns = row[name]
     assert isinstance(turns, list), "rows of text have no turns"
@@ -531,8 +531,8 @@ def _of_gemini(part: object, what: str) -> object:
             return {"type": _TOOL_USE, "id": value.get("id"), "name": value.get("name"), "input": value.get("args")}
         require_nothing_else(value, ("id", "name", "response"), f"{what} {key}")
         result = value.get("response")
-        said = result if isinstance(result, str) else as_json(result, f"{what} {key}")
-        return {"type": _TOOL_RESULT, "tool_use_id": value.get("id"), "content": said}
+        content = result if isinstance(result, str) else as_json(result, f"{what} {key}")
+        return {"type": _TOOL_RESULT, "tool_use_id": value.get("id"), "content": content}
     if key != "text":
         raise BadRowError(f"{what} has {', '.join(map(str, part)) or 'nothing'}", "not text")
     return {"type": "thinking", "thinking": value} if part.get("thought") else {"text": value}
@@ -615,8 +615,8 @@ def thought_of(fields: Fields, what: str) -> Thought | None:
         keys = " and ".join(each.key for each in found)
         raise BadRowError(f"{what or 'the row'} has {keys}, which differ", "two thoughts", "the same thought in both")
     if found and found[0].text.strip().lower() in _NO_THOUGHTS:
-        said = f"{what} {found[0].key}".lstrip()
-        raise BadRowError(f"{said} is {named(found[0].text)}, which is no thought", "no thinking", "what was thought")
+        place = f"{what} {found[0].key}".lstrip()
+        raise BadRowError(f"{place} is {named(found[0].text)}, which is no thought", "no thinking", "what was thought")
     return found[0] if found else None
 
 
@@ -768,7 +768,9 @@ def _check_order(messages: Sequence[Message], what: str, before: str = _START) -
             after = before if before in (_START, _CALLED, _WROTE_CALL) else f"after {before!r}"
             found = f"{what}[{index}] has the role {role!r} {after}, not {' or '.join(_NEXT[before])}"
             raise BadRowError(found, _UNCLOSED if before == _CALLED else "wrong role order")
-        writes = role == "assistant" and bool(_CLOSE in (said := str(turn["content"])) or _PYTHONIC.fullmatch(said))
+        writes = role == "assistant" and bool(
+            _CLOSE in (content := str(turn["content"])) or _PYTHONIC.fullmatch(content)
+        )
         before = _CALLED if "tool_calls" in turn else _WROTE_CALL if writes else role
         if role == "tool" and (index + 1 == len(messages) or messages[index + 1]["role"] != "tool"):
             _check_answered(messages[: index + 1], what)
@@ -875,16 +877,16 @@ def multiple_choice(fields: Fields) -> CanonicalRow:
 def _right(right: object, name: str, choices: Mapping[str, str | int | float]) -> str:
     """The label of the right choice, which a row gives by its label, its index or its text."""
     right = int(right) if isinstance(right, float) and right.is_integer() else right  # a table's, beside nulls
-    given, labels = str(right).strip(), list(choices)
-    if isinstance(right, bool) or not isinstance(right, str | int) or not given:
+    wanted, labels = str(right).strip(), list(choices)
+    if isinstance(right, bool) or not isinstance(right, str | int) or not wanted:
         raise BadRowError(f"{name} is {named(right)}", "no answer")
-    if given in choices:
-        return given
-    found = labels[int(given) :][:1] if given.isdecimal() and len(given) < 4 else []
+    if wanted in choices:
+        return wanted
+    found = labels[int(wanted) :][:1] if wanted.isdecimal() and len(wanted) < 4 else []
     if found and isinstance(right, int) and all(isinstance(each, str) for each in choices.values()):
         return found[0]
-    found += [label for label, choice in choices.items() if str(choice).strip() == given][:1]
-    if mark := _MARKED.fullmatch(given):
+    found += [label for label, choice in choices.items() if str(choice).strip() == wanted][:1]
+    if mark := _MARKED.fullmatch(wanted):
         found += [
             label for label, choice in choices.items()
             if label.lower() == mark[1].lower() and mark[2] in (None, "", str(choice).strip())
@@ -893,6 +895,6 @@ def _right(right: object, name: str, choices: Mapping[str, str | int | float]) -
         return found[0]
     why = f"may be {' or '.join(found)}" if found else f"is none of the choices {', '.join(labels)}"
     remedy = "write its letter; columns={prompt: QUESTION, completion: ANSWER} reads the rows without their choices"
-    if given == str(len(labels)):
+    if wanted == str(len(labels)):
         remedy = "if indexes begin at 1, the other rows are wrong too: write letters"
     raise BadRowError(f"{name} is {named(right)}, which {why}", "no answer", remedy=remedy)

@@ -161,8 +161,8 @@ class ConvertRows:
                 row = with_system(row, self.system_prompt)
             rows.append(row)
             named.append((place, content_hash(canonical(row)), share))
-            for words in (*remarks(row), *([WITHOUT_NULLS] if nulls else [])):
-                found.remarks.setdefault(words, Remark()).add(1, [entry.where])
+            for text in (*remarks(row), *([WITHOUT_NULLS] if nulls else [])):
+                found.remarks.setdefault(text, Remark()).add(1, [entry.where])
             row.update(label)  # no part of its content
         for names, count in shapes.items():
             assert self.detected
@@ -263,9 +263,9 @@ def _stream_of(batch: pa.RecordBatch) -> pa.Buffer:
 def remarks(row: CanonicalRow) -> tuple[str, ...]:
     """Warnings on a row's texts, as categories for counts."""
     joined = "\n".join(_texts(row))
-    found = [words for words, odd in _ASCII.items() if any(map(joined.__contains__, odd))]
+    found = [text for text, odd in _ASCII.items() if any(map(joined.__contains__, odd))]
     if not joined.isascii():
-        found += [words for words, odd in _BEYOND.items() if any(map(joined.__contains__, odd))]
+        found += [text for text, odd in _BEYOND.items() if any(map(joined.__contains__, odd))]
     messages = row.get("messages")
     if isinstance(messages, list) and messages[-1]["role"] != "assistant":
         found.append("no answer to the last turn")

@@ -166,8 +166,8 @@ def _log_report(report: DataReport) -> None:
         logger.info("slot=%s path=%s format=%s (%s): %s", slot, source.path, source.format, source.evidence, read)
         for reason, count in source.dropped.items():
             logger.warning("slot=%s rows=%d dropped=%s", slot, count, reason)
-        for words, remark in source.remarks.items():
-            logger.warning("slot=%s rows=%d remark=%s such as %s", slot, remark.count, words, ", ".join(remark.places))
+        for what, remark in source.remarks.items():
+            logger.warning("slot=%s rows=%d remark=%s such as %s", slot, remark.count, what, ", ".join(remark.places))
         for column, count in source.ignored_columns.items():
             logger.info("slot=%s rows=%d ignored_column=%s", slot, count, column)
     logger.info(" ".join(f"{name}={count}" for name, count in report.counts.items()))

@@ -101,8 +101,8 @@ def _by_image(text: str | None) -> str | None:
 
 def whole_hashes(texts: Texts, places: Places) -> Hashes:
     """Hashes of whole texts, including punctuation, but ignoring case and kind of white space."""
-    given = texts if isinstance(texts, pa.Array) else pa.array(texts, type=pa.large_string())
-    return np.array([_whole_hash(text) for text in given.take(pa.array(places)).to_pylist()], dtype=np.uint64)
+    column = texts if isinstance(texts, pa.Array) else pa.array(texts, type=pa.large_string())
+    return np.array([_whole_hash(text) for text in column.take(pa.array(places)).to_pylist()], dtype=np.uint64)
 
 
 def _whole_hash(text: str) -> int:
@@ -129,11 +129,11 @@ def _word_hashes(texts: Texts) -> tuple[Hashes, Places]:
 
 def _lower_words(texts: Texts) -> tuple[bytes, Places, Places]:
     """All texts joined, with lower-case words and spaces; offsets of the texts; further word boundaries."""
-    given = texts if isinstance(texts, pa.Array) else pa.array(texts, type=pa.large_string())
-    data, places = _joined(given.cast(pa.large_string()))
+    column = texts if isinstance(texts, pa.Array) else pa.array(texts, type=pa.large_string())
+    data, places = _joined(column.cast(pa.large_string()))
     of_words = np.empty(0, dtype=np.int64)
     if not data.isascii():
-        data, places = _joined(pc.utf8_lower(given).cast(pa.large_string()))
+        data, places = _joined(pc.utf8_lower(column).cast(pa.large_string()))
         data, of_words = spaced(data)
     # In UTF-8, bytes below 128 are whole characters, so they can be translated one by one.
     return data.translate(_TO_WORDS), places, of_words
@@ -159,8 +159,8 @@ def _block_hashes(data: bytes, starts: Places, lengths: Places) -> Hashes:
         left = left[lengths[left] > block * _BLOCK]
         if not len(left):
             break
-        given = _LOW_BYTES[np.minimum(lengths[left] - block * _BLOCK, _BLOCK)]
-        hashes[left] = _mixed((hashes[left] ^ (blocks[starts[left] + block * _BLOCK] & given)) * _MULTIPLIER)
+        masks = _LOW_BYTES[np.minimum(lengths[left] - block * _BLOCK, _BLOCK)]
+        hashes[left] = _mixed((hashes[left] ^ (blocks[starts[left] + block * _BLOCK] & masks)) * _MULTIPLIER)
     return hashes
 
 

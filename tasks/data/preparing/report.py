@@ -66,8 +66,8 @@ class SourceReport:
         if split_by:
             self.split_by = " or ".join(sorted({split_by, *(self.split_by or split_by).split(" or ")}))
         self.ignored_columns = dict(sorted((Counter(self.ignored_columns) + Counter(ignored)).items()))
-        for words, remark in remarks.items():
-            self.remarks.setdefault(words, Remark()).add(remark.count, remark.places)
+        for text, remark in remarks.items():
+            self.remarks.setdefault(text, Remark()).add(remark.count, remark.places)
 
     @property
     def num_dropped(self) -> int:
@@ -119,12 +119,12 @@ class Lengths:
 
     def described(self) -> str:
         """The statistics and suggestions as text."""
-        words = f"of {self.rows} rows half have at most {self.p50} {self.unit}, 95 % {self.p95}, 99 % {self.p99}, "
-        words += f"all {self.max}"
+        text = f"of {self.rows} rows half have at most {self.p50} {self.unit}, 95 % {self.p95}, 99 % {self.p99}, "
+        text += f"all {self.max}"
         if self.suggested_max_length is None:
-            return words
+            return text
         packing = "; packing would fill them, since the mean row fills less than half" if self.suggests_packing else ""
-        return f"{words}; max_length={self.suggested_max_length} holds 95 %{packing}"
+        return f"{text}; max_length={self.suggested_max_length} holds 95 %{packing}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,7 @@ def _lines(text: TextIOWrapper, name: str, separator: str) -> Iterator[_Line]:
     """Rows, without blank lines. After a fault, reading continues at the next line.
 
     Raises:
-        DataError: a line is too long, or a fault spans several lines, so that rows cannot be told apart.
+        DataError: a line is too long, or a fault spans several lines, so that rows cannot be separated.
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default a document of 128 kB is refused
     reader = csv.reader(_bounded(text, name, separator), delimiter=separator, strict=True)

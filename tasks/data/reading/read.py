@@ -420,7 +420,7 @@ def _items(stream: BufferedReader, name: str) -> Iterator[tuple[int, bytes]]:
     """The line and the bytes of each item of an array.
 
     Raises:
-        DataError: the array is cut or malformed, so that the items that follow cannot be told apart.
+        DataError: the array is cut or malformed, so that the items that follow cannot be separated.
     """
     decode = json.JSONDecoder(strict=False, parse_int=str, parse_float=str).raw_decode
     text, place, line, index = "", 0, 1, 0  # what was read but not yet consumed, as one character per byte

@@ -364,7 +364,7 @@ def encode_rendered(encoder: Encoder, texts: Sequence[Rendered]) -> Iterator[Enc
 def _is_apart(encoder: Encoder, whole: Encoded, text: str, place: int) -> bool:
     """Whether the tokens on both sides of a place are certainly those that each side has alone.
 
-    An added token parts its sides, and no pattern of a tokenizer goes on from a line's end to a letter. GPT-2's parts
+    An added token parts its sides, and no pattern of a tokenizer continues from a line's end to a letter. GPT-2's parts
     two newlines before a letter, and not before the end of a text.
     """
     if place in (0, len(text)):

@@ -8,7 +8,7 @@ before, both stand in one text. Where it does not, since the template renders ea
 What a template leaves out of a form of conversation is found once, and cached.
 
 Texts of messages and tools that spell a control token are marked before they are rendered, so that the tokens that the
-template writes and those that a row spells are told apart. Rows without any, nearly all, are rendered as they are.
+template writes and those that a row spells are distinguished. Rows without any, nearly all, are rendered as they are.
 """
 
 import json
@@ -685,7 +685,7 @@ class Renderer:
     def _turns(self, messages: Sequence[Message], tools: Tools | None, row_id: str, first: int) -> list[Turns]:
         messages = self._with_thinking(messages)
         roles = tuple(str(message["role"]) for message in messages)
-        # Only where contents are all that is said can one row's pieces be those of another.
+        # Only where nothing but contents is rendered can one row's pieces be those of another.
         is_plain = tools is None and "tool" not in roles and all(len(message) == 2 for message in messages)
         form = (first, roles if is_plain else form_of(messages, tools))
         cached = self._cached.get(form)

@@ -53,7 +53,7 @@ class Marks:
 
 
 def form_of(messages: Sequence[Message], tools: Tools | None) -> tuple[object, ...]:
-    """What decides which parts of a conversation a template looks at: roles, calls, and where nothing is said."""
+    """What decides which parts of a conversation a template reads: roles, calls, and empty turns."""
     turns = (
         (str(each["role"]), bool(each["content"]), tuple(bool(call["function"]["arguments"]) for call in _calls(each)))
         for each in messages

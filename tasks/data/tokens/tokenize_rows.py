@@ -196,7 +196,7 @@ class RowTokenizer:
         )
 
     def __call__(self, rows: Sequence[Row]) -> Iterator[TokenRow]:
-        """The tokens of rows of the stated kind."""
+        """The tokens of rows of that kind."""
         tokenize: Callable[[Sequence[Row]], Iterator[TokenRow]]
         tokenize = getattr(self, ROW_KINDS[self.tokenization.kind].tokenize)
         return tokenize(rows)

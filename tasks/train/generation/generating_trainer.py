@@ -358,7 +358,7 @@ def _images_in(batch: "Mapping[str, Tensor]") -> list[list[int]]:
 
 
 class _Seeing:
-    """A model that is given the images of its rows, batch by batch in their order."""
+    """A model that gets the images of its rows, batch by batch in their order."""
 
     def __init__(self, model: Callable[..., object], vision: "Vision", images: Sequence[Sequence[int]]) -> None:
         self.model, self.vision, self.images = model, vision, list(images)

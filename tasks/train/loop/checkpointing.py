@@ -614,7 +614,7 @@ class Checkpointing(TrainerCallback):
         self._set_adapter(tensors)
 
     def restore(self, folder: Path) -> None:
-        """Loads weights and optimizer of a checkpoint into a training that goes on, and a reference that moves."""
+        """Loads weights and optimizer of a checkpoint into a running training, and of a reference that moves."""
         if not is_ours(folder):
             self._of_transformers["_load_from_checkpoint"](str(folder))
             state = torch.load(folder / OPTIMIZER_NAME, map_location="cpu", weights_only=True)

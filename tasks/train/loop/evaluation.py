@@ -763,7 +763,7 @@ class Scoring(TrainerCallback):
     def _scored_or_why(self, step: int) -> "Scores":
         try:
             return self._scored(step)
-        except Exception as error:  # whatever happens to a score, the training goes on
+        except Exception as error:  # a failed score does not stop the training
             return Scores(step=step, digest="", error=f"{type(error).__name__}: {error}")
 
     def _scored(self, step: int) -> "Scores":

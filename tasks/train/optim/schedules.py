@@ -43,7 +43,7 @@ class Adaptive(Setting):
         plateau_factor: factor of that cut.
         min_improvement: by which share an average must be smaller to count.
         divergence_z: a loss so far above its average, or a non-finite one, has the training go back to the weights and
-            the optimizer of its best checkpoint (``best``); rows and schedule go on. None: it never goes back.
+            the optimizer of its best checkpoint (``best``); rows and schedule continue. None: it never goes back.
         divergence_factor: permanent factor of the learning rate after that.
         max_returns: how often it goes back.
         smoothing: of the average: the share of the average before in that of a step.

@@ -397,11 +397,11 @@ class Session:
         """
         if not self.num_accumulated:
             raise ConfigError("step: there are no gradients; call backward first")
-        given: dict[str, object] = {
+        settings: dict[str, object] = {
             "lr": learning_rate, "betas": betas and tuple(betas), "eps": eps, "weight_decay": weight_decay,
             "max_grad_norm": max_grad_norm,
         }  # fmt: skip
-        changed = {name: value for name, value in given.items() if value is not None}
+        changed = {name: value for name, value in settings.items() if value is not None}
         for name, value in changed.items():
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(isinstance(each, int | float) and math.isfinite(each) and each >= 0 for each in numbers):
@@ -578,16 +578,16 @@ def loss_of(name: str, options: Mapping[str, float] | None) -> tuple[Loss, dict[
             f"loss={name}: {', '.join(LOSSES)} are accepted; another one is a function of the log-probabilities, by "
             "forward_backward_custom"
         )
-    loss, given = LOSSES[name], dict(options or {})
-    for option, value in given.items():
+    loss, configured = LOSSES[name], dict(options or {})
+    for option, value in configured.items():
         if option not in loss.options:
             raise ConfigError(f"{name} has no option {option}; it has {', '.join(loss.options) or 'none'}")
         if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             raise ConfigError(f"{option}={value}: a finite number is accepted")
-    chosen = {name: value for name, value in {**loss.options, **given}.items() if value is not None}
+    chosen = {name: value for name, value in {**loss.options, **configured}.items() if value is not None}
     if missing := sorted(loss.options.keys() - chosen.keys()):
         raise ConfigError(f"{name} needs {missing[0]}; set it in options")
-    for option, value in given.items():
+    for option, value in configured.items():
         low, high = RANGES.get(option, (-math.inf, math.inf))
         if not low < value < high:
             ends = f"above {low:g}" if high == math.inf else f"above {low:g} and below {high:g}"
