@@ -51,8 +51,8 @@ class Command:
 
     def cli_args(self, verb: str, arguments: Sequence[str] = ()) -> list[str]:
         """The leading arguments of a command, without those restated; none for commands that take no overrides."""
-        stated = {word.partition("=")[0] for word in arguments}
-        leading = [word for word in self._overrides if word.partition("=")[0] not in stated]
+        configured = {word.partition("=")[0] for word in arguments}
+        leading = [word for word in self._overrides if word.partition("=")[0] not in configured]
         return ["--config-dir", str(CONF), *leading] if verb in TAKE_OVERRIDES else []
 
     def start(self, verb: str, *arguments: str, stderr: Path | None = None) -> subprocess.Popen[str]:

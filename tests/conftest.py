@@ -53,14 +53,14 @@ LONG_SECONDS = 8.0
 LONG = (
     "test_a_stop_while_it_waits_decides_nothing_and_resuming_the_flow_run_approves_for_good",
     "test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130",
-    "test_a_run_that_is_killed_leaves_nothing_and_goes_on_from_its_checkpoint",
+    "test_a_run_that_is_killed_leaves_nothing_and_resumes_from_its_checkpoint",
     "test_the_first_stage_whose_model_is_worse_is_named_and_nothing_is_trained",
     "test_a_server_that_goes_away_costs_one_line_and_learns_the_end_from_the_next_command",
     "test_two_runs_at_once_train_a_shared_stage_once",
     "test_a_promotion_that_a_kill_prevented_is_made_by_the_next_run",
     "test_a_run_is_seen_followed_and_cancelled_from_outside",
     "test_repro_runs_what_changed_and_run_then_has_nothing_to_do",
-    "test_each_round_changes_what_the_doctor_finds_the_best_is_kept_and_a_killed_command_goes_on",
+    "test_each_round_changes_what_the_doctor_finds_the_best_is_kept_and_a_killed_command_resumes",
 )
 # Matrices of which `make test` tries these cases; the others are slow. FILE::TEST -> the ids of its quick cases.
 QUICK_CASES = {
@@ -120,8 +120,8 @@ QUICK_CASES = {
     "test_model_intake::test_the_side_that_a_tokenizer_pads_changes_no_loss": ("dpo", "grpo"),
     "test_one_policy::test_weights_that_stay_behind_stop_at_their_first_use": ("0.03-ppo", "1e-06-grpo"),
     "test_peft_directory::test_a_stage_starts_from_the_merged_base": ("llama", "gpt2", "qwen3_moe", "gemma3"),
-    "test_ppo::test_the_reference_of_an_adapter_is_the_policy_that_was_given": ("stack",),
-    "test_quantization::test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_stated": ("nf4-llama",),
+    "test_ppo::test_the_reference_of_an_adapter_is_the_policy_that_was_passed": ("stack",),
+    "test_quantization::test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_set": ("nf4-llama",),
     "test_quantization::test_every_type_of_adapter_that_a_base_in_few_bits_takes_does_so": ("oft",),
     "test_quantization::test_the_dtype_of_storage_reaches_the_base_and_changes_no_number": ("bf16", "uint8"),
     "test_reference_free::test_it_trains_as_trls_trainer": ("lora-orpo", "lora-cpo-ipo", "lora-simpo-sft"),

@@ -20,7 +20,7 @@ def texts(count: int) -> list[dict[str, str]]:
     return [{"text": f"row {place} says something of its own: {place * 7919}"} for place in range(count)]
 
 
-def told(output: str) -> list[str]:
+def reported(output: str) -> list[str]:
     """The lines without the padding of columns."""
     return [re.sub(r"\s+", " ", line).strip() for line in output.splitlines()]
 
@@ -32,11 +32,11 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
 
-    def called(*words: str, **files: str) -> tuple[int, str, str]:
+    def called(*overrides: str, **files: str) -> tuple[int, str, str]:
         for name, text in files.items():
             (tmp_path / name.replace("_", ".")).write_text(text)
         capsys.readouterr()  # what imports of libraries print
-        code = main(["data", *words])
+        code = main(["data", *overrides])
         assert not list((tmp_path / "scratch").iterdir())  # whatever came of it, nothing is left behind
         return code, *capsys.readouterr()
 

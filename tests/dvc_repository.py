@@ -19,12 +19,12 @@ class DvcRepository:
     """Data under ``data/``, groups under ``conf/``, ``dvc.yaml`` rendered and committed.
 
     Args:
-        words: what declares the pipeline.
+        overrides: what declares the pipeline.
         environment: further variables of every command.
     """
 
-    def __init__(self, folder: Path, *words: str, environment: dict[str, str]) -> None:
-        self.folder, self.words = folder, list(words)
+    def __init__(self, folder: Path, *overrides: str, environment: dict[str, str]) -> None:
+        self.folder, self.overrides = folder, list(overrides)
         programs = folder.parent / "bin"
         programs.mkdir(exist_ok=True)
         for name, words_of_it in {"posttrain": "-m flows", "dvc": "-m dvc"}.items():
@@ -61,41 +61,41 @@ class DvcRepository:
         self("git", "init", "--quiet")
         self("dvc", "init", "--quiet")
         shutil.copyfile(REPOSITORY / ".dvc/config", self.folder / ".dvc/config")
-        self(sys.executable, "-m", "flows.dvc_yaml", *self.words)
+        self(sys.executable, "-m", "flows.dvc_yaml", *self.overrides)
         self.commit("declared")
 
-    def __call__(self, *words: str, fails: bool = False, **variables: str) -> str:
+    def __call__(self, *overrides: str, fails: bool = False, **variables: str) -> str:
         """Runs a command and returns what it printed, both streams."""
-        if words[0] == "dvc":
-            called = call_dvc(list(words[1:]), self.folder, {**self.environment, **variables})
-            return _output(words, called, fails)
+        if overrides[0] == "dvc":
+            called = call_dvc(list(overrides[1:]), self.folder, {**self.environment, **variables})
+            return _output(overrides, called, fails)
         done = subprocess.run(
-            words, cwd=self.folder, env={**self.environment, **variables}, text=True, stdin=subprocess.DEVNULL,
+            overrides, cwd=self.folder, env={**self.environment, **variables}, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False,
         )  # fmt: skip
-        return _output(words, done, fails)
+        return _output(overrides, done, fails)
 
-    def start(self, *words: str) -> subprocess.Popen[str]:
+    def start(self, *overrides: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            words, cwd=self.folder, env=self.environment, text=True, stdin=subprocess.DEVNULL,
+            overrides, cwd=self.folder, env=self.environment, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
 
-    def posttrain(self, verb: str, *words: str, fails: bool = False, **variables: str) -> str:
+    def posttrain(self, verb: str, *overrides: str, fails: bool = False, **variables: str) -> str:
         """Runs ``posttrain`` on the declared pipeline, in this process."""
-        return self.called(verb, *self.words, *words, fails=fails, **variables)
+        return self.called(verb, *self.overrides, *overrides, fails=fails, **variables)
 
-    def called(self, *words: str, fails: bool = False, **variables: str) -> str:
+    def called(self, *overrides: str, fails: bool = False, **variables: str) -> str:
         """Runs ``posttrain`` in this process."""
-        done = call(list(words), self.folder, {**self.environment, **variables})
-        return _output(["posttrain", *words], done, fails)
+        done = call(list(overrides), self.folder, {**self.environment, **variables})
+        return _output(["posttrain", *overrides], done, fails)
 
     def copy(self, folder: Path) -> "DvcRepository":
         """All of it elsewhere, with every file that has several names still one file."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run(["cp", "--archive", self.folder, folder], check=True)
-        other = DvcRepository(folder, *self.words, environment={})
+        other = DvcRepository(folder, *self.overrides, environment={})
         kept = {name: value for name, value in self.environment.items() if name not in ("PATH", "DVC_SITE_CACHE_DIR")}
         other.environment |= kept
         return other
@@ -110,7 +110,7 @@ class DvcRepository:
     def clone(self, folder: Path) -> "DvcRepository":
         folder.parent.mkdir()
         self("git", "clone", "--quiet", ".", str(folder))
-        other = DvcRepository(folder, *self.words, environment={})
+        other = DvcRepository(folder, *self.overrides, environment={})
         other.environment = {**self.environment, "DVC_SITE_CACHE_DIR": str(folder.parent / "site")}
         return other
 
@@ -123,9 +123,9 @@ class DvcRepository:
         return path
 
 
-def _output(words: Sequence[str], done: subprocess.CompletedProcess[str], fails: bool) -> str:
+def _output(overrides: Sequence[str], done: subprocess.CompletedProcess[str], fails: bool) -> str:
     output = done.stdout + (done.stderr or "")
-    assert (done.returncode != 0) == fails, f"{shlex.join(words)} ended with {done.returncode}:\n{output}"
+    assert (done.returncode != 0) == fails, f"{shlex.join(overrides)} ended with {done.returncode}:\n{output}"
     return output
 
 

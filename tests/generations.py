@@ -44,9 +44,9 @@ class Generations:
 
     def say(self, subject: str, *parts: str) -> None:
         """What was heard last, and that nothing else was."""
-        [said] = self.heard
+        [message] = self.heard
         self.heard.clear()
-        assert said["subject"] == f"toy-retrain: {subject}"
-        assert "\n" not in said["body"]
+        assert message["subject"] == f"toy-retrain: {subject}"
+        assert "\n" not in message["body"]
         for part in parts:
-            assert part in said["body"]
+            assert part in message["body"]

@@ -27,10 +27,10 @@ def left(mark: str) -> list[str]:
     deadline = time.monotonic() + LEFT_SECONDS
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.2)
-    return [told(process) for process in marked(mark)]
+    return [reported(process) for process in marked(mark)]
 
 
-def told(process: psutil.Process) -> str:
+def reported(process: psutil.Process) -> str:
     """Its command line."""
     try:
         return " ".join(process.cmdline())

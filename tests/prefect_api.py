@@ -29,11 +29,11 @@ def password_in(prefect_home: Path) -> str:
     return settings["PREFECT_API_AUTH_STRING"]
 
 
-def serve(folder: Path, environment: dict[str, str], *words: str) -> subprocess.Popen[str]:
+def serve(folder: Path, environment: dict[str, str], *cli_args: str) -> subprocess.Popen[str]:
     """``posttrain serve`` once its pipelines are deployed; what it says is in ``serve.log``."""
     with (folder / "serve.log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "flows", "serve", *words],
+            [sys.executable, "-m", "flows", "serve", *cli_args],
             cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
         )  # fmt: skip
     wait_until(lambda: process.poll() is not None or "run one:" in (folder / "serve.log").read_text(), "served")

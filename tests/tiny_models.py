@@ -37,17 +37,17 @@ def tiny_config(architecture: str, **fields: object) -> "PreTrainedConfig":
     """A configuration of an architecture; all have the same vocabulary, and 512 positions."""
     from transformers import AutoConfig
 
-    stated = {**_TEXT, **fields}
+    configured = {**_TEXT, **fields}
     if architecture == "gpt2":
         own = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 64}
-        shared = {"vocab_size": stated["vocab_size"], "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
+        shared = {"vocab_size": configured["vocab_size"], "eos_token_id": 2, "bos_token_id": 1, "pad_token_id": 0}
         return AutoConfig.for_model("gpt2", **{**own, **shared, **fields})
     if architecture == "gemma3":  # text and images
         vision = {
             "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
             "image_size": 28, "patch_size": 14,
         }  # fmt: skip
-        config = AutoConfig.for_model("gemma3", text_config=stated, vision_config=vision, mm_tokens_per_image=4)
+        config = AutoConfig.for_model("gemma3", text_config=configured, vision_config=vision, mm_tokens_per_image=4)
         config.num_labels = 1
         return config
     return AutoConfig.for_model(architecture, **{**_TEXT, **_OWN.get(architecture, {}), **fields})

@@ -72,7 +72,7 @@ class ToyTraining(Training):
             time.sleep(self.step_seconds)
             ctx.report(step, {"loss": level + 1.0 / step, "tokens_per_second": 100.0})
             if self.fail:
-                raise ValueError("told to fail")
+                raise ValueError("set to fail")
 
         state = loop(ctx, self.num_steps or 1, given, take)
         (ctx.output_dir / "model.txt").write_text(f"{state} -> {self.learning_rate}")

@@ -52,7 +52,7 @@ class Survivor(Training):
             pace = {"num_tokens": float(step * TOKENS_PER_STEP), "tokens_per_second": TOKENS_PER_STEP / STEP_SECONDS}
             ctx.report(step, {"loss": loss, **pace, "memory_gib": float(step)})
             if step == self.fail_at:
-                raise ValueError("told to fail")
+                raise ValueError("set to fail")
             if step == LOST_AT and self.lost_mark and not Path(self.lost_mark).exists():
                 Path(self.lost_mark).touch()
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -20,8 +20,8 @@ class Server(PrefectApi):
         self._before = {run["id"] for run in self.post("/flow_runs/filter", {})}
 
     def send(self, event: str) -> None:
-        said = {"id": str(uuid.uuid4()), "occurred": datetime.now(UTC).isoformat(), "event": event}
-        self.post("/events", [{**said, "resource": {"prefect.resource.id": "our-data"}, "payload": {}}])
+        message = {"id": str(uuid.uuid4()), "occurred": datetime.now(UTC).isoformat(), "event": event}
+        self.post("/events", [{**message, "resource": {"prefect.resource.id": "our-data"}, "payload": {}}])
 
     def runs(self) -> list[dict]:
         """Those that a trigger or an automation has started, in order."""
@@ -46,17 +46,17 @@ class Server(PrefectApi):
 
 
 @contextlib.contextmanager
-def serving(server: Server, folder: Path, *words: str) -> Iterator[Path]:
+def serving(server: Server, folder: Path, *overrides: str) -> Iterator[Path]:
     """``posttrain serve`` once it watches, and the file of what it says; ends with the context."""
     command = Command(folder, environment={"PREFECT_API_URL": server.url})
-    said = folder / "serve.log"
-    process = command.start("serve", "--config-dir", str(CONF), "tracking=none", *words, stderr=said)
+    message = folder / "serve.log"
+    process = command.start("serve", "--config-dir", str(CONF), "tracking=none", *overrides, stderr=message)
     try:
-        wait_until(lambda: "watches" in said.read_text() or process.poll() is not None, "it watches")
-        assert process.poll() is None, said.read_text()
+        wait_until(lambda: "watches" in message.read_text() or process.poll() is not None, "it watches")
+        assert process.poll() is None, message.read_text()
         wait_until(lambda: list(folder.glob("artifacts/watch/*.json")), "it has looked once")
-        yield said
+        yield message
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)
-    assert process.returncode == 0, said.read_text()
+    assert process.returncode == 0, message.read_text()

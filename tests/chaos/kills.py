@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from tests.command import REPOSITORY
-from tests.marked import MARK, marked, told
+from tests.marked import MARK, marked, reported
 
 Kill = Callable[[subprocess.Popen[bytes], str, random.Random], None]
 
@@ -36,11 +36,11 @@ def _all(driver: subprocess.Popen[bytes], mark: str, chance: random.Random) -> N
         _signal(process, signal.SIGKILL)
 
 
-def _one(words: str) -> Kill:
+def _one(cli_args: str) -> Kill:
     """One of the processes whose command line holds these words; where there is none yet, the driver."""
 
     def kill(driver: subprocess.Popen[bytes], mark: str, chance: random.Random) -> None:
-        found = [each for each in marked(mark) if each.pid != driver.pid and words in told(each)]
+        found = [each for each in marked(mark) if each.pid != driver.pid and cli_args in reported(each)]
         if found:
             _signal(chance.choice(found), signal.SIGKILL)
         else:

@@ -101,8 +101,8 @@ class Rounds:
         found: list[dict[str, str]] = []
         seconds = 0.0
         for folder in (self._folder / "first", self._folder / "unbroken"):
-            words, begin = self._command(folder), time.monotonic()
-            code, _ = self._run(words, folder, None, [])
+            cli_args, begin = self._command(folder), time.monotonic()
+            code, _ = self._run(cli_args, folder, None, [])
             if code:
                 raise SystemExit(f"the run that nobody touched ended with {code}: see {folder / 'run.log'}")
             seconds = time.monotonic() - begin
@@ -120,13 +120,13 @@ class Rounds:
         """
         self.score.rounds += 1
         folder = self._folder / f"pipeline-{self.score.rounds}"
-        words = self._command(folder)
+        cli_args = self._command(folder)
         hits: list[Reached] = []
         finished: dict[str, float] = {}
         count, code = self.score.kills, -signal.SIGKILL
         while code:
             moment = self._chance.uniform(0, seconds) if self.score.kills - count < kills else None
-            code, is_expected = self._run(words, folder, moment, hits)
+            code, is_expected = self._run(cli_args, folder, moment, hits)
             self.score.wrong += [f"{folder}: {each}" for each in made_again(finished, folder / "artifacts")]
             finished = starts(folder / "artifacts")
             if not is_expected:
@@ -148,10 +148,10 @@ class Rounds:
         wrong += doubled(store) + untidy(store) + misrecorded(folder)
         self.score.wrong += [f"{folder}: {each}" for each in wrong]
 
-    def _run(self, words: list[str], folder: Path, moment: float | None, hits: list[Reached]) -> tuple[int, bool]:
+    def _run(self, cli_args: list[str], folder: Path, moment: float | None, hits: list[Reached]) -> tuple[int, bool]:
         """One command, interrupted after ``moment`` seconds if it still runs then; its exit code, and if it may."""
         with (folder / "run.log").open("ab") as log:
-            run = start(words, folder, self._mark, log.fileno())
+            run = start(cli_args, folder, self._mark, log.fileno())
         try:
             code = run.wait(moment)
             return code, code == 0

@@ -272,7 +272,7 @@ def test_a_chain_of_adapters_is_the_chain_of_whole_models_to_the_bit(made: Made)
     assert (dpo["name"], dpo["digest"]) == ("sft", found["sft"][1].digest)
 
 
-def test_a_full_training_goes_on_from_a_saved_adapter_and_trains_every_weight(made: Made) -> None:
+def test_a_full_training_resumes_from_a_saved_adapter_and_trains_every_weight(made: Made) -> None:
     policies = [sft(made, save) for save in (None, "adapter")]
     whole, alone = (made.trained("dpo", policy, adapter=None) for policy in policies)
     assert training.same(weights(whole.path), weights(alone.path))

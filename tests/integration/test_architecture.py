@@ -166,14 +166,14 @@ def test_beta_passes_the_files_that_the_page_names(root: Path, tmp_path: Path) -
     pairs = ({"prompt": f"Say {i}", "chosen": tiny.sentence(i, 4), "rejected": f"no {i}"} for i in range(40))
     file = tmp_path / "pairs.jsonl"
     file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    words = [
+    overrides = [
         "pipeline=dpo", f"model={root}/policy", f"data={file}", f"store={tmp_path}/store", "tracking=none",
         "resources=foreground", "stages.dpo.method.num_steps=1", "stages.dpo.method.global_batch_size=8",
     ]  # fmt: skip
-    assert main(["stage", "preferences", *words]) == 0
+    assert main(["stage", "preferences", *overrides]) == 0
     followed = Followed([], ends=(TrainingRun.trl.__code__, Entry.commit.__code__))
     with following(followed):
-        assert main(["stage", "dpo", *words, f"stages.dpo.method.beta={BETA}"]) == 0
+        assert main(["stage", "dpo", *overrides, f"stages.dpo.method.beta={BETA}"]) == 0
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     walk = page.split("## `beta`: ")[1].split("Beside the way")[0]
     numbered = re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE)

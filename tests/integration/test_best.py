@@ -82,17 +82,17 @@ def test_measuring_changes_no_bit_and_measures_the_model_that_is_there(root: Pat
     assert metrics["held_out_loss"] == pytest.approx(loss, abs=1e-5)
 
 
-def test_every_batch_that_is_measured_shows_that_it_goes_on_and_a_save_that_it_will_take_time(
+def test_every_batch_that_is_measured_shows_that_it_resumes_and_a_save_that_it_will_take_time(
     root: Path, tmp_path: Path, monkeypatch
 ) -> None:
     ran, during = StageFolder(tmp_path, root), []
 
-    def told(cls: type, name: str) -> None:
+    def reported(cls: type, name: str) -> None:
         does = getattr(cls, name)
         monkeypatch.setattr(cls, name, lambda *args, **kw: (during.append(ran.marks[-1]), does(*args, **kw))[1])
 
-    told(Saver, "save")
-    told(Staging, "copy")
+    reported(Saver, "save")
+    reported(Staging, "copy")
     ran(training.method("sft", num_steps=3, best=Best(every_steps=2)))  # 10 rows are held out, 4 of them a batch
     assert set(during) == {(2, Phase.SAVING)}
     assert [doing for step, doing in ran.marks if step == 2] == [

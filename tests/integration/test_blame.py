@@ -21,21 +21,23 @@ WORSE = "stages.second.method.points=-60"
 @pytest.fixture
 def toy(tmp_path):
     (tmp_path / "rows.txt").write_text("rows")
-    words = ["pipeline=toy-taught", *(word for word in TOY if not word.startswith("pipeline="))]
-    return Command(tmp_path, *words)
+    overrides = ["pipeline=toy-taught", *(word for word in TOY if not word.startswith("pipeline="))]
+    return Command(tmp_path, *overrides)
 
 
-def make(toy: Command, *words: str) -> dict[str, str]:
+def make(toy: Command, *overrides: str) -> dict[str, str]:
     """Runs every stage without Prefect; stage -> fingerprint."""
     for name in STAGES:
-        made = call(["stage", name, *toy.cli_args("run"), "resources=foreground", *words], toy.folder, toy.environment)
+        made = call(
+            ["stage", name, *toy.cli_args("run"), "resources=foreground", *overrides], toy.folder, toy.environment
+        )
         assert made.returncode == 0, made.stderr
-    rows = json.loads(toy("plan", "--json", *words).stdout)["stages"]
+    rows = json.loads(toy("plan", "--json", *overrides).stdout)["stages"]
     return {row["stage"]: row["fingerprint"][:16] for row in rows}
 
 
-def blame(toy: Command, *words: str) -> dict:
-    found = call(["blame", *words, "--metric", "accuracy", "--json"], toy.folder, toy.environment)
+def blame(toy: Command, *overrides: str) -> dict:
+    found = call(["blame", *overrides, "--metric", "accuracy", "--json"], toy.folder, toy.environment)
     assert found.returncode == 0, found.stderr
     return json.loads(found.stdout)
 
@@ -120,20 +122,20 @@ def test_a_model_that_is_gone_is_left_out_and_said_so(toy):
 
 def test_what_cannot_be_blamed_is_refused(toy):
     make(toy)
-    for words, said in (
+    for overrides, message in (
         (("toy-taught/third", "--metric", "accuracy"), "and third made none; name it with --against"),
         (("toy-taught/exam", "--metric", "accuracy"), "is report, and blame compares models"),
         (("toy-taught/third", "--against", "toy-taught/third", "--metric", "accuracy"), "are one artifact"),
         (("toy-taught/third", "--against", "toy-taught/first", "--metric", "nope"), "no scores of it; it has accuracy"),
     ):
-        refused = call(["blame", *words], toy.folder, toy.environment)
-        assert refused.returncode == 2 and said in refused.stderr
+        refused = call(["blame", *overrides], toy.folder, toy.environment)
+        assert refused.returncode == 2 and message in refused.stderr
 
 
 @pytest.mark.slow
 def test_of_the_real_pipeline_the_stage_with_the_harmful_rate_is_named(tmp_path, prefect_url):
-    words = (*MODEL, *STEPS, *write_own_rows(tmp_path, 600), "stages.evaluate.method.num_rows=100")
-    mini = Command(tmp_path, *words, environment={"PREFECT_API_URL": prefect_url})
+    overrides = (*MODEL, *STEPS, *write_own_rows(tmp_path, 600), "stages.evaluate.method.num_rows=100")
+    mini = Command(tmp_path, *overrides, environment={"PREFECT_API_URL": prefect_url})
     mini.run("stages.sft.method.num_steps=60")
     after = mini.run("stages.sft.method.num_steps=60", "stages.sft.method.learning_rate=1e-7")
     asked = ["blame", "cpt-sft-dpo/dpo", "--metric", "answer_perplexity", "--json"]

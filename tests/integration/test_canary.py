@@ -73,9 +73,9 @@ def edit(path: Path, change: Callable[[dict], None]) -> None:
     path.write_text(json.dumps(document))
 
 
-def check(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, dict], dict]:
+def check(capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, dict[str, dict], dict]:
     """The exit code, the recipes by name, and the whole object."""
-    code = main(["canary", "check", "--json", *words])
+    code = main(["canary", "check", "--json", *overrides])
     document = json.loads(capsys.readouterr().out)
     return code, {each["name"]: each for each in document["recipes"]}, document
 
@@ -191,7 +191,7 @@ def test_a_file_that_is_no_record_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["check", "nowhere.json"], "nowhere.json: cannot be read"),
         (["check", "--only", "dpo"], "--only dpo: canary.json has no such recipe; it has: sft, merge"),
@@ -202,10 +202,10 @@ def test_a_file_that_is_no_record_is_refused(
 )
 @pytest.mark.usefixtures("recorded")
 def test_wrong_words_are_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
 ) -> None:
     monkeypatch.setattr(recipes, "hardware", dict)
-    assert main(["canary", *words]) == 2
+    assert main(["canary", *overrides]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -309,7 +309,7 @@ def test_packages_that_require_each_other_are_tried_together(tmp_path: Path, pre
     assert canary.resolvable("ptthree", old) == ({"ptthree"}, "")
 
 
-def test_each_package_is_tried_alone_and_what_none_explains_is_said(
+def test_each_package_is_tried_alone_and_what_none_explains_is_reported(
     tmp_path: Path, present: Path, recorded: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One package changes sft, two that require each other change dpo, two only together cpt; kto is other.
@@ -380,8 +380,8 @@ def test_the_package_that_changes_results_is_named(tmp_path: Path, capsys: pytes
     upgraded(overlay, "tqdm", "4.99")
     environment = {**os.environ, "UV_NO_INDEX": "1", "UV_FIND_LINKS": str(index), "UV_CACHE_DIR": str(tmp_path / "uv")}
 
-    def posttrain(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "flows", "canary", *words]
+    def posttrain(*overrides: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "flows", "canary", *overrides]
         settings = {**environment, **variables}
         return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=500)
 

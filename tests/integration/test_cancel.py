@@ -35,7 +35,7 @@ def served(tmp_path, environment):
 
 
 @pytest.mark.slow
-def test_a_cancelled_run_saves_and_the_next_one_goes_on(served, environment, prefect_url, tmp_path):
+def test_a_cancelled_run_saves_and_the_next_one_resumes(served, environment, prefect_url, tmp_path):
     api = PrefectApi(prefect_url)
 
     def steps() -> list[int]:

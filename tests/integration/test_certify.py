@@ -76,7 +76,7 @@ def test_weights_that_did_not_move_prove_nothing(untracked: Command) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_certified_is_told_of_the_models_of_that_recipe(toy: Command) -> None:
+def test_what_is_certified_is_reported_of_the_models_of_that_recipe(toy: Command) -> None:
     survivor = [*of("left", SURVIVOR, "method.per_worker=1e-9"), "~stages.right"]
     result = toy("certify", *survivor)
     assert result.returncode == 0, result.stderr
@@ -86,8 +86,8 @@ def test_what_is_certified_is_told_of_the_models_of_that_recipe(toy: Command) ->
     assert [path.name for path in (toy.folder / "artifacts/rehearsals").iterdir()] == ["guard"]
 
     toy.run(*survivor)  # 40 steps, not 6
-    told = toy("lineage", "toy/left").stdout
-    assert "killed bit-identical, resharded within tolerance" in told
+    reported = toy("lineage", "toy/left").stdout
+    assert "killed bit-identical, resharded within tolerance" in reported
     manifest = json.loads(toy("lineage", "toy/left", "--json").stdout)["nodes"][0]
     [path] = (toy.folder / "artifacts/certificates").glob("*.json")
     assert manifest["certificate"].startswith(path.stem)
@@ -115,8 +115,8 @@ def test_a_real_fine_tuning_survives_a_kill_to_the_bit_and_other_workers_within_
 ) -> None:
     own = [word for word in write_own_rows(tmp_path) if "preferences" not in word]
     leave = [f"~stages.{name}" for name in ("preferences", "cpt", "reward", "dpo", "evaluate")]
-    words = ("stages.sft.inputs.policy=base", *more, "resources.cpus_per_worker=1")
-    result = Command(tmp_path, *MODEL, *own, *leave, *words)("certify", "--json")
+    overrides = ("stages.sft.inputs.policy=base", *more, "resources.cpus_per_worker=1")
+    result = Command(tmp_path, *MODEL, *own, *leave, *overrides)("certify", "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     killed, resharded = comparisons(result.stdout)["sft"].values()
     assert killed["verdict"] == "bit-identical", killed["detail"]

@@ -29,9 +29,9 @@ CODES = {signal.SIGKILL: {-signal.SIGKILL}, signal.SIGINT: {130}}
 )
 def test_a_pipeline_interrupted_at_every_event_is_that_of_an_unbroken_run(tmp_path, prefect_url, signals):
     def command(folder, *leading):
-        words = ("run", "--config-dir", str(CONF), "tracking.dvc=false", *TOY, *STEPS)
+        cli_args = ("run", "--config-dir", str(CONF), "tracking.dvc=false", *TOY, *STEPS)
         return subprocess.run(
-            [sys.executable, *leading, *words], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            [sys.executable, *leading, *cli_args], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True,
             timeout=300, env={**os.environ, "PYTHONPATH": str(REPOSITORY), MARK: mark, "PREFECT_API_URL": prefect_url},
         )  # fmt: skip
 

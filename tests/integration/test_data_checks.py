@@ -17,8 +17,8 @@ def command(tmp_path_factory: pytest.TempPathFactory, prefect_url: str) -> Comma
     folder = tmp_path_factory.mktemp("own")
     own = miniature.write_own_rows(folder)[:2]  # corpus and instructions
     left = [word for word in miniature.STEPS if not word.startswith(("stages.reward", "stages.dpo", "stages.evaluate"))]
-    words = (*ONLY_SFT, *miniature.MODEL, *left, "stages.sft.method.max_length=256", *own)
-    trained = Command(folder, *words, environment={"PREFECT_API_URL": prefect_url})
+    overrides = (*ONLY_SFT, *miniature.MODEL, *left, "stages.sft.method.max_length=256", *own)
+    trained = Command(folder, *overrides, environment={"PREFECT_API_URL": prefect_url})
     trained.run()
     return trained
 

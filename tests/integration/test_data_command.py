@@ -14,7 +14,7 @@ from flows.planning.plan import make_plan
 from flows.reports.wording import relative
 from tests import tiny
 from tests.data_command import call as call  # a fixture
-from tests.data_command import lines, texts, told
+from tests.data_command import lines, reported, texts
 from tests.finished import finish
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
@@ -40,11 +40,11 @@ def report_of(called: tuple[int, str, str]) -> dict:
     return json.loads(printed_by(called))
 
 
-def test_good_rows_are_told_and_with_json_as_one_object(call):
+def test_good_rows_are_reported_and_with_json_as_one_object(call):
     code, out, err = call("a.jsonl", a_jsonl=lines([*texts(200), texts(1)[0]]))
     report = report_of(call("a.jsonl", "--json"))
 
-    shown = told(out)
+    shown = reported(out)
     assert code == 0 and err == "reading a.jsonl\n" and shown[0] == "a.jsonl"
     assert "format text (has text: 201 of 201 rows looked at)" in shown
     assert "text -> the document" in shown and "rows 201 read, 201 used" in shown and "duplicates 1" in shown
@@ -60,7 +60,7 @@ def test_a_bad_row_ends_with_2_its_place_and_the_report_unless_it_is_allowed(cal
     many = report_of(call("a.jsonl", "max_bad_rows=30", "--json", a_jsonl=lines([*texts(200), *BAD])))
 
     problem = '  a.jsonl:201: text is the number 5; accepted: {"text": "..."}; correct or remove the row'
-    assert code == 2 and "left out not text: 1" in told(out)
+    assert code == 2 and "left out not text: 1" in reported(out)
     assert err.endswith(
         f"posttrain: 1 of 201 rows cannot be used:\n{problem}\n"
         "all of them are in rejects.jsonl, which --out DIR keeps; correct them, or leave them out with max_bad_rows=1\n"
@@ -71,7 +71,7 @@ def test_a_bad_row_ends_with_2_its_place_and_the_report_unless_it_is_allowed(cal
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["empty.jsonl"], "empty.jsonl: there is no row in this file"),
         (["two.jsonl"], "2 formats fit: text (has text: 9 rows from row 1 on), alpaca ("),
@@ -94,9 +94,9 @@ def test_a_bad_row_ends_with_2_its_place_and_the_report_unless_it_is_allowed(cal
         (["a.txt", "split_by=word"], "split_by"),
     ],
 )
-def test_what_cannot_be_is_refused_with_2(call, words, message):
+def test_what_cannot_be_is_refused_with_2(call, overrides, message):
     two = lines([{"text": f"text {place}", "instruction": "say", "output": str(place)} for place in range(9)])
-    code, _, err = call(*words, a_jsonl=lines(texts(100)), empty_jsonl="", two_jsonl=two, a_txt="a\n\nb")
+    code, _, err = call(*overrides, a_jsonl=lines(texts(100)), empty_jsonl="", two_jsonl=two, a_txt="a\n\nb")
 
     assert code == 2 and message in err and "Traceback" not in err
 
@@ -117,9 +117,9 @@ def test_single_answers_and_prompts_are_counted_in_tokens(call, tmp_path):
 
     code, out, _ = call("a.jsonl", "model=model", "held_out=0.2", a_jsonl=lines(answers))
     report = report_of(call("a.jsonl", "model=model", "held_out=0.2", "--json"))
-    assert code == 0 and f"desirable rows {report['desirable_rows']}" in told(out)
+    assert code == 0 and f"desirable rows {report['desirable_rows']}" in reported(out)
     assert report["desirable_rows"] + report["undesirable_rows"] == report["train_rows"]
-    assert f"undesirable answers {report['labels']['labels']['undesirable']}" in told(out)
+    assert f"undesirable answers {report['labels']['labels']['undesirable']}" in reported(out)
     assert report["labels"]["labels"]["undesirable"] == report["undesirable_rows"] > 0
     assert "⟧ (" in out and 0 < report["labels"]["trained_tokens_percent"] < 100
 
@@ -127,8 +127,8 @@ def test_single_answers_and_prompts_are_counted_in_tokens(call, tmp_path):
     report = report_of(call("b.jsonl", "model=model", "max_length=20", "--json"))
     labels = report["labels"]
     assert code == 0 and labels["trained_tokens_percent"] is None and 0 < labels["prompts_cut"] < report["train_rows"]
-    assert f"trained tokens none of {labels['num_tokens']}: answers are generated" in told(out)
-    assert f"prompts cut {labels['prompts_cut']} at max_length=20" in told(out)
+    assert f"trained tokens none of {labels['num_tokens']}: answers are generated" in reported(out)
+    assert f"prompts cut {labels['prompts_cut']} at max_length=20" in reported(out)
     assert 'columns: {"answer"' in out and "answers are generated" in (tmp_path / "b.html").read_text()
 
 
@@ -139,8 +139,8 @@ def test_words_are_what_a_shell_hands_over_and_reach_the_preparation(call, tmp_p
         prompted = report_of(call(*RENAMED, f"system_prompt={prompt}", "--json"))
         assert prompted["lengths"]["max"] - plain["lengths"]["max"] == pytest.approx(len(prompt), abs=1)
     for template in ("{context} {The Question}", "{The Question}"):
-        words = ("a.jsonl", "columns.completion=my-answer", f"prompt_template={template}", "--json")
-        assert report_of(call(*words))["sources"]["rows"]["format"] == "prompt_completion"
+        overrides = ("a.jsonl", "columns.completion=my-answer", f"prompt_template={template}", "--json")
+        assert report_of(call(*overrides))["sources"]["rows"]["format"] == "prompt_completion"
     sliced = report_of(call(*RENAMED, "split=train[:50]", "held_out=0.5", "--json"))
     assert sliced["rows"] == 50 and sliced["held_out_rows"] > 15
     for name in ("year=2024.jsonl", "a.b=c.jsonl"):  # files that are there
@@ -156,29 +156,29 @@ def test_how_a_text_is_split_is_shown_and_can_be_set(call):
     code, out, _ = call("a.txt", a_txt=text)
     report = report_of(call("a.txt", "split_by=line", "--json"))
 
-    assert code == 0 and "split by paragraph (split_by=line|paragraph|document sets it)" in told(out)
-    assert "rows 90 read, 90 used" in told(out)
+    assert code == 0 and "split by paragraph (split_by=line|paragraph|document sets it)" in reported(out)
+    assert "rows 90 read, 90 used" in reported(out)
     assert report["rows"] == 180 and report["sources"]["rows"]["split_by"] == "line"
 
 
 def test_several_sources_are_prepared_together_and_one_of_another_kind_is_left_out(call):
-    words = ("a.jsonl", "b.jsonl")
-    report = report_of(call(*words, "--json", a_jsonl=lines(texts(100)), b_jsonl=lines(texts(120))))
+    overrides = ("a.jsonl", "b.jsonl")
+    report = report_of(call(*overrides, "--json", a_jsonl=lines(texts(100)), b_jsonl=lines(texts(120))))
     assert report["rows"] == 220 and report["duplicates"] == 100
-    mixed = (*words, "proportions.rows=0.75", "proportions.rows_2=0.25")
+    mixed = (*overrides, "proportions.rows=0.75", "proportions.rows_2=0.25")
     out = printed_by(call(*mixed, b_jsonl=lines(texts(200)[100:])))
     report = report_of(call(*mixed, "--json"))
     assert "rows: a.jsonl" in out.splitlines() and "rows_2: b.jsonl" in out.splitlines()
     assert report["sources"]["rows_2"]["path"] == "b.jsonl"
     assert report["sources"]["rows_2"]["dropped"]["left out by the mixture"] > 30
 
-    code, out, err = call(*words, "--json", b_jsonl=lines([{"prompt": "a", "completion": "b"}] * 9))
+    code, out, err = call(*overrides, "--json", b_jsonl=lines([{"prompt": "a", "completion": "b"}] * 9))
     assert code == 2 and json.loads(out)["rows"] == 100
     assert "posttrain: b.jsonl: detected prompt_completion (" in err
     assert "which gives conversations; text is accepted beside a.jsonl; look at it by itself" in err
 
 
-def test_what_a_directory_holds_of_other_splits_is_told_once(call, tmp_path):
+def test_what_a_directory_holds_of_other_splits_is_reported_once(call, tmp_path):
     (tmp_path / "rows").mkdir()
     for split in ("train", "test"):
         (tmp_path / "rows" / f"{split}.jsonl").write_text(lines(texts(30)))
@@ -201,10 +201,10 @@ def test_a_function_is_called_once_and_prints_nothing_into_the_json(call, tmp_pa
 
 
 def test_rows_that_are_measured_on_elsewhere_are_named(call):
-    words = ("a.jsonl", "--against", "b.jsonl", "--json")
+    overrides = ("a.jsonl", "--against", "b.jsonl", "--json")
     measured = [{"text": "only here"}, texts(8)[7], *BAD]  # bad rows are counted, and the others compared
 
-    report = report_of(call(*words, a_jsonl=lines(texts(100)), b_jsonl=lines(measured)))
+    report = report_of(call(*overrides, a_jsonl=lines(texts(100)), b_jsonl=lines(measured)))
 
     assert report["leaked_rows"] == 1 and report["rows"] == 100
     assert report["sources"]["against"]["dropped"] == {"not text": 30}
@@ -212,9 +212,9 @@ def test_rows_that_are_measured_on_elsewhere_are_named(call):
     assert (overlap["kind"], overlap["train_set"], overlap["held_out_set"]) == ("exact", "a.jsonl", "b.jsonl")
     assert overlap["train_row_id"] == overlap["held_out_row_id"]
     # Refused after they were written, rows are compared all the same; refused before, they are not.
-    code, out, err = call(*words, a_jsonl=lines(texts(1)), b_jsonl=lines(texts(9)))
+    code, out, err = call(*overrides, a_jsonl=lines(texts(1)), b_jsonl=lines(texts(9)))
     assert code == 2 and "leaves none to measure on" in err and json.loads(out)["leaked_rows"] == 1
-    code, out, err = call(*words[:-1], a_jsonl=lines([*texts(100), *BAD]))
+    code, out, err = call(*overrides[:-1], a_jsonl=lines([*texts(100), *BAD]))
     assert code == 2 and "not compared with b.jsonl: the rows are refused" in err.splitlines()
     assert "leaked rows" not in out
 
@@ -223,31 +223,31 @@ def test_rows_that_are_measured_on_elsewhere_are_named(call):
     ("measured", "why"), [("", "b.jsonl: there is no row"), (lines(BAD), "not one of its rows can be used")]
 )
 def test_a_set_that_cannot_be_compared_costs_no_report(call, measured, why):
-    words = ("a.jsonl", "--against", "b.jsonl", "--against", "c.jsonl", "--json")
+    overrides = ("a.jsonl", "--against", "b.jsonl", "--against", "c.jsonl", "--json")
 
-    code, out, err = call(*words, a_jsonl=lines(texts(100)), b_jsonl=measured, c_jsonl=lines(texts(3)))
+    code, out, err = call(*overrides, a_jsonl=lines(texts(100)), b_jsonl=measured, c_jsonl=lines(texts(3)))
 
     assert code == 2 and f"posttrain: not compared with b.jsonl: {why}" in err
     assert json.loads(out)["leaked_rows"] == 3
 
 
-def test_of_more_than_twenty_it_is_said_how_many_and_all_are_kept_where_that_is_asked(call, tmp_path):
+def test_of_more_than_twenty_it_is_reported_how_many_and_all_are_kept_where_that_is_asked(call, tmp_path):
     rows = [*texts(100), *alike(26), *BAD]
-    words = ("a.jsonl", "max_bad_rows=30", "--against", "b.jsonl", "--html", "a.html")
+    overrides = ("a.jsonl", "max_bad_rows=30", "--against", "b.jsonl", "--html", "a.html")
 
-    out = printed_by(call(*words, a_jsonl=lines(rows), b_jsonl=lines(texts(40))))
-    (leaked,) = (int(line.split()[-1]) for line in told(out) if line.startswith("leaked rows"))
+    out = printed_by(call(*overrides, a_jsonl=lines(rows), b_jsonl=lines(texts(40))))
+    (leaked,) = (int(line.split()[-1]) for line in reported(out) if line.startswith("leaked rows"))
     assert leaked > 40  # rows that are alike are on both sides too
-    assert [line for line in told(out) if "--out" in line] == [
+    assert [line for line in reported(out) if "--out" in line] == [
         f"and {more} more; --out DIR keeps all of them" for more in (10, 5, leaked - 20)
     ]
     page = (tmp_path / "a.html").read_text()
     assert "<svg" in page and "rejects.jsonl" not in page and "near_duplicates.parquet" not in page
     assert "and 5 more; --out DIR keeps all of them" in page
 
-    out = printed_by(call(*words, "--out", "kept/here"))
+    out = printed_by(call(*overrides, "--out", "kept/here"))
     kept = tmp_path / "kept" / "here"
-    assert f"and {leaked - 20} more; kept/here/leakage.parquet has all of them" in told(out)
+    assert f"and {leaked - 20} more; kept/here/leakage.parquet has all of them" in reported(out)
     assert {file.name for file in kept.iterdir()} == {
         "report.json", "report.html", "rejects.jsonl", "near_duplicates.parquet", "leakage.parquet",
     }  # fmt: skip
@@ -277,8 +277,8 @@ def test_a_finished_data_stage_is_shown_as_it_reported(call, tmp_path):
     for ref in ("cpt-sft-dpo/corpus", entry.path.name):
         code, out, err = call(ref)
         assert (code, err) == (0, "")
-        assert "rows 130 read, 100 used" in told(out)
-        assert f"and 10 more; {relative(entry.output)}/rejects.jsonl has all of them" in told(out)
+        assert "rows 130 read, 100 used" in reported(out)
+        assert f"and 10 more; {relative(entry.output)}/rejects.jsonl has all of them" in reported(out)
 
 
 @pytest.fixture(scope="module")
@@ -286,33 +286,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny.write_policy(tmp_path_factory.mktemp("model"))
 
 
-def test_with_a_model_lengths_are_tokens_and_labels_are_told(model, call, tmp_path):
+def test_with_a_model_lengths_are_tokens_and_labels_are_reported(model, call, tmp_path):
     shutil.copytree(model, tmp_path / "model")
     rows = [
         {"messages": [{"role": "user", "content": f"say {place}"}, {"role": "assistant", "content": "word " * place}]}
         for place in range(1, 101)
     ]
-    words = ("a.jsonl", "model=model", "--json")
+    overrides = ("a.jsonl", "model=model", "--json")
 
-    report = report_of(call(*words, a_jsonl=lines(rows)))
+    report = report_of(call(*overrides, a_jsonl=lines(rows)))
     assert (report["lengths"]["unit"], report["lengths"]["tokenizer"]) == ("tokens", "model")
     assert report["labels"]["max_length"] == report["lengths"]["suggested_max_length"]
     assert report["labels"]["rows_cut"] <= 5
-    code, out, err = call(*words, "max_length=100")
+    code, out, err = call(*overrides, "max_length=100")
     assert (code, err) == (0, "reading a.jsonl\ntokenizing as model does\n")
     labels, samples = (json.loads(out)[name] for name in ("labels", "samples"))
     assert labels["max_length"] == 100 and 0 < labels["rows_cut"] < 100 and 0 < labels["trained_tokens_percent"] < 100
     assert len(samples) == 3 and "⟦word" in samples[0]
-    code, out, err = call(*words, "max_length=3")
+    code, out, err = call(*overrides, "max_length=3")
     assert code == 2 and "has a trained token within max_length=3" in err
     assert json.loads(out)["labels"]["trained_tokens_percent"] == 0
-    code, out, err = call(*words, "split=train[:1]")  # refused after they were written
+    code, out, err = call(*overrides, "split=train[:1]")  # refused after they were written
     assert code == 2 and "leaves none to measure on" in err
     assert json.loads(out)["labels"]["trained_tokens_percent"] > 0
     (tmp_path / "model" / "chat_template.jinja").unlink()
-    code, out, err = call(*words)
+    code, out, err = call(*overrides)
     assert code == 2 and "no chat template" in err and json.loads(out)["rows"] == 100
-    assert "<|im_start|>assistant" in report_of(call(*words, "chat_template=chatml"))["samples"][0]
+    assert "<|im_start|>assistant" in report_of(call(*overrides, "chat_template=chatml"))["samples"][0]
 
 
 def test_a_project_says_which_rows_a_source_has(call):

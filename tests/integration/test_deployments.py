@@ -18,15 +18,15 @@ from tests.command import CONF, REPOSITORY
 TOY = ["--config-dir", str(CONF), "pipeline=toy", "model=none", "sources.rows.path=rows.txt", "tracking=none"]
 
 
-def test_words_reach_the_process_of_a_run_as_they_were_given():
+def test_words_reach_the_process_of_a_run_as_they_were_passed():
     preset = Preset.of([*TOY, "store=a folder"])
     assert Preset.of(shlex.split(preset.environment[VARIABLE])) == preset
     assert Preset().environment == {}
 
 
 def test_what_a_run_states_itself_wins():
-    words = Preset.of(TOY).cli_args("toy", ["model=tiny", "stages.left.method.num_steps=2"])
-    assert words == [
+    cli_args = Preset.of(TOY).cli_args("toy", ["model=tiny", "stages.left.method.num_steps=2"])
+    assert cli_args == [
         "--config-dir", str(CONF), "pipeline=toy", "sources.rows.path=rows.txt", "tracking=none",
         "model=tiny", "stages.left.method.num_steps=2",
     ]  # fmt: skip
@@ -89,7 +89,7 @@ def test_one_that_lacks_a_value_is_known_by_name_and_says_what_it_lacks():
     assert found.problem == "sources.rows.path: has no value; set sources.rows.path=..."
 
 
-def test_those_of_which_nothing_can_be_told_do_not_keep_the_others_away(tmp_path):
+def test_those_of_which_nothing_can_be_reported_do_not_keep_the_others_away(tmp_path):
     (tmp_path / "pipeline").mkdir()
     unknown = {"a.b": "name: x", "broken": "name: [", "nameless": "stages: {a: 1}"}
     for name, text in unknown.items():
@@ -146,7 +146,7 @@ def test_the_committed_file_deploys_every_shipped_pipeline():
 
 def test_a_deployment_states_how_its_pipeline_operates():
     trigger = "trigger={events: [data.ready], settle: 5}"
-    words = [
+    cli_args = [
         *TOY,
         trigger,
         "store=a folder",
@@ -154,7 +154,7 @@ def test_a_deployment_states_how_its_pipeline_operates():
         "schedule.cron='0 3 * * *'",
         "schedule.timezone=Europe/Berlin",
     ]
-    (deployment,) = yaml.safe_load(render(Preset.of(words)))["deployments"]
+    (deployment,) = yaml.safe_load(render(Preset.of(cli_args)))["deployments"]
     assert deployment["tags"] == ["nightly", "pipeline:toy"]
     (schedule,) = deployment["schedules"]
     assert (schedule["cron"], schedule["timezone"]) == ("0 3 * * *", "Europe/Berlin")

@@ -10,8 +10,8 @@ from lineage.store import Entry
 from tests.command import Command, call
 
 
-def diagnose(toy: Command, *words: str) -> str:
-    result = call(["diagnose", *words], toy.folder, toy.environment)
+def diagnose(toy: Command, *overrides: str) -> str:
+    result = call(["diagnose", *overrides], toy.folder, toy.environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -41,11 +41,11 @@ def test_a_patch_reruns_the_stage_and_diff_names_the_rule(toy, slow):
     assert after.manifest().provenance.because == f"flat:{node}"
     assert "because" not in after.manifest().recipe
     compared = call(["diff", node, f"left@{after.path.name}"], toy.folder, toy.environment).stdout
-    told = compared.splitlines()
-    assert told[3] == "a diagnosis:"
-    assert told[4] == f"  left: B follows the rule flat, which posttrain diagnose found in {node}"
+    reported = compared.splitlines()
+    assert reported[3] == "a diagnosis:"
+    assert reported[4] == f"  left: B follows the rule flat, which posttrain diagnose found in {node}"
     record = max((toy.folder / "artifacts" / "runs").glob("*.json"))
-    assert f"because.left=flat:{node}" in json.loads(record.read_text())["words"]
+    assert f"because.left=flat:{node}" in json.loads(record.read_text())["cli_args"]
 
 
 def test_the_text_and_the_page_show_evidence_plot_and_overrides(toy, slow):

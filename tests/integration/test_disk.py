@@ -49,7 +49,7 @@ def fill(disk: Path, left: int = 0) -> Path:
 
 
 @pytest.mark.slow  # test_a_save_that_fails_at_any_place_leaves_the_last_good_checkpoint is the quick one
-def test_a_full_disk_ends_the_stage_with_one_line_and_the_next_run_goes_on(toy: Command, small_disk: Path) -> None:
+def test_a_full_disk_ends_the_stage_with_one_line_and_the_next_run_resumes(toy: Command, small_disk: Path) -> None:
     store = f"store={small_disk}/artifacts"
     process = toy.start("run", *TOY, store)
     stage = small_disk / "artifacts" / "left"

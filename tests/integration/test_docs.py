@@ -62,11 +62,11 @@ def commands(page: Path) -> list[str]:
 
 def shell_words(command: str) -> list[str]:
     """As a shell passes them on, without what redirects them."""
-    words = list(takewhile(lambda word: word not in ("<", ">", "|", "&&"), shlex.split(command, comments=True)))
-    braces = [BRACES.fullmatch(word) for word in words]
+    cli_args = list(takewhile(lambda word: word not in ("<", ">", "|", "&&"), shlex.split(command, comments=True)))
+    braces = [BRACES.fullmatch(word) for word in cli_args]
     return [
         each
-        for word, found in zip(words, braces, strict=True)
+        for word, found in zip(cli_args, braces, strict=True)
         for each in ([f"{found[1]}{part}{found[3]}" for part in found[2].split(",")] if found else [word])
     ]
 
@@ -95,12 +95,12 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
 def test_the_commands_of_a_page_compose(reader: Path, page: Path) -> None:
     for command in commands(page):
-        words = shell_words(command)
-        options, rest = _parser(words).parse_known_args(words)
-        given = [*options.overrides, *rest] if "config_dir" in options and words[0] != "data" else rest
+        cli_args = shell_words(command)
+        options, rest = _parser(cli_args).parse_known_args(cli_args)
+        given = [*options.overrides, *rest] if "config_dir" in options and cli_args[0] != "data" else rest
         overrides = tuple(word for word in given if "=" in word or word.startswith("~"))
         assert not [word for word in rest if word.startswith("-")], command
-        if overrides and overrides not in COMPOSED and words[0] != "data":
+        if overrides and overrides not in COMPOSED and cli_args[0] != "data":
             if any(word.startswith("sweep=") for word in overrides):
                 assert read_sweep(list(overrides), options.config_dir), command
             else:

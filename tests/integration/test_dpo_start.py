@@ -195,6 +195,6 @@ def test_another_reference_is_refused(root: Path, tmp_path: Path, monkeypatch: p
         training.train(stage(OwnDPO), root, tmp_path / "output")
 
 
-def test_a_reference_that_is_not_stated_is_an_error(root: Path, tmp_path: Path) -> None:
+def test_a_reference_that_is_not_set_is_an_error(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'set models: ClassVar = {"policy": POLICY, "reference": FROZEN_POLICY}'):
         training.train(stage(AsksForAReference), root, tmp_path / "output")

@@ -104,7 +104,7 @@ def test_other_settings_that_give_the_same_bytes_are_seen_downstream(repository)
     pipeline = repository.folder / "conf/pipeline/mini.yaml"
     head, right = pipeline.read_text().split("  right:")
     pipeline.write_text(f"{head}  right:{right.replace('policy: model', 'policy: left')}")
-    repository(sys.executable, "-m", "flows.dvc_yaml", *repository.words)
+    repository(sys.executable, "-m", "flows.dvc_yaml", *repository.overrides)
     repository.posttrain("run")
     before = (repository.view("left") / "output/model.txt").read_bytes()
     (repository.folder / "conf/recipe/left.yaml").write_text(RECIPE + "seed: 1\n")
@@ -156,8 +156,8 @@ def test_store_view_and_cache_are_one_file_and_take_no_more_disk(tmp_path, envir
     sizes = {}
     for name, dvc in {"with": "true", "without": "false"}.items():
         (tmp_path / name).mkdir()
-        words = [*WORDS, "stages.model.method.size=8000000", f"tracking.dvc={dvc}"]
-        each = DvcRepository(tmp_path / name / "repository", *words, environment=environment).create()
+        overrides = [*WORDS, "stages.model.method.size=8000000", f"tracking.dvc={dvc}"]
+        each = DvcRepository(tmp_path / name / "repository", *overrides, environment=environment).create()
         each.posttrain("run")
         sizes[name] = disk_bytes(each.folder / "artifacts", *([each.folder / ".dvc/cache"] if dvc == "true" else []))
         model = each.entry("model") / "output/model.txt"
@@ -168,9 +168,9 @@ def test_store_view_and_cache_are_one_file_and_take_no_more_disk(tmp_path, envir
 
 @pytest.mark.slow
 def test_many_runs_at_once_end_with_no_lock_error(repository):
-    declared = [repository.start("posttrain", "run", *repository.words) for _ in range(2)]
+    declared = [repository.start("posttrain", "run", *repository.overrides) for _ in range(2)]
     trials = [
-        repository.start("posttrain", "run", *repository.words, f"stages.left.method.learning_rate={rate}")
+        repository.start("posttrain", "run", *repository.overrides, f"stages.left.method.learning_rate={rate}")
         for rate in (0.3, 0.4)
     ]
     running, looks = [*declared, *trials], []
@@ -266,12 +266,12 @@ def test_one_stage_without_prefect(repository):
 
 @pytest.mark.slow
 def test_a_gate_that_refuses_fails_its_stage_too(repository):
-    words = ["--config-dir", str(CONF), "pipeline=toy-gated", *WORDS[3:]]
-    words.append("stages.gate.method.rules.beats_parent.min_gain=0.9")
-    assert "refuses left" in repository.called("run", *words, fails=True)
-    output = repository.called("stage", "gate", *words, fails=True)
+    overrides = ["--config-dir", str(CONF), "pipeline=toy-gated", *WORDS[3:]]
+    overrides.append("stages.gate.method.rules.beats_parent.min_gain=0.9")
+    assert "refuses left" in repository.called("run", *overrides, fails=True)
+    output = repository.called("stage", "gate", *overrides, fails=True)
     assert "nothing to do: gate is finished" in output and "refuses left" in output
-    repository.called("stage", "evaluate", *words)
+    repository.called("stage", "evaluate", *overrides)
 
 
 @pytest.mark.slow
@@ -279,9 +279,9 @@ def test_data_that_dvc_tracks_is_a_source_with_its_hash(repository):
     repository("git", "rm", "--quiet", "--cached", "data/rows.txt")
     repository("dvc", "add", "data/rows.txt")
     repository.posttrain("run")
-    stated = yaml.safe_load((repository.folder / "data/rows.txt.dvc").read_text())["outs"][0]["md5"]
+    configured = yaml.safe_load((repository.folder / "data/rows.txt.dvc").read_text())["outs"][0]["md5"]
     manifest = json.loads((repository.entry("data") / "manifest.json").read_text())
-    assert manifest["inputs"]["rows"]["source"]["dvc"] == stated
+    assert manifest["inputs"]["rows"]["source"]["dvc"] == configured
     assert repository.is_clean()
 
     (repository.folder / "data/rows.txt").unlink()
@@ -302,8 +302,8 @@ def test_the_hash_is_that_of_dvc_until_the_data_changes(repository, name):
     changed.write_text("a\n")
     repository("dvc", "add", f"data/{name}")
     digests = DigestCache(repository.folder / "digests.json")
-    stated = yaml.safe_load(path.with_name(name + ".dvc").read_text())["outs"][0]["md5"]
-    assert tracked_hash(path, digests) == stated
+    configured = yaml.safe_load(path.with_name(name + ".dvc").read_text())["outs"][0]["md5"]
+    assert tracked_hash(path, digests) == configured
     changed.unlink()
     changed.write_text("b\n")
     assert tracked_hash(path, digests) is None

@@ -42,8 +42,8 @@ WORDS = ["--config-dir", "groups", "pipeline=mini", "model=none"]
 
 
 def stages(folder: Path, *more: str) -> dict:
-    words = [*WORDS, *(more or ["sources.rows.path=data/rows.txt"])]
-    return yaml.safe_load(render(words, folder))["stages"]
+    overrides = [*WORDS, *(more or ["sources.rows.path=data/rows.txt"])]
+    return yaml.safe_load(render(overrides, folder))["stages"]
 
 
 def test_the_committed_file_is_the_default_pipeline_by_its_recipes_and_no_resources(monkeypatch):
@@ -123,7 +123,7 @@ def test_a_stage_depends_on_all_parts_of_a_model(folder):
     for name in ("model", "tokenizer"):
         (folder / name).mkdir()
     (folder / "own.jinja").write_text("{{ messages }}")
-    words = ["model=pretrained", *(f"sources.base.{field}={place}" for field, place in (
+    overrides = ["model=pretrained", *(f"sources.base.{field}={place}" for field, place in (
         ("path", "model"), ("tokenizer", "tokenizer"), ("chat_template", "own.jinja")))]  # fmt: skip
-    deps = yaml.safe_load(render(words, folder))["stages"]["cpt"]["deps"]
+    deps = yaml.safe_load(render(overrides, folder))["stages"]["cpt"]["deps"]
     assert {"model", "tokenizer", "own.jinja"} <= set(deps)

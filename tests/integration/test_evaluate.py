@@ -153,7 +153,7 @@ def test_accuracies_and_perplexities_are_those_computed_by_hand(
     assert metrics["sft/text_perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
 
 
-def test_single_answers_are_told_apart_as_computed_by_hand(tmp_path: Path, inputs: dict[str, Input]) -> None:
+def test_single_answers_are_distinguished_as_computed_by_hand(tmp_path: Path, inputs: dict[str, Input]) -> None:
     rows = unpaired_rows(12)
     path = write_rows(tmp_path / "unpaired", rows[:1], rows)
     given = {**inputs, "unpaired": replace(inputs["text"], name="unpaired", kind=Kind.UNPAIRED, path=path)}
@@ -248,7 +248,9 @@ def test_answers_that_the_limit_cuts_off_are_counted(
     assert (metrics["dpo/unfinished_share"], metrics["ending/unfinished_share"]) == (1, 0)
 
 
-def test_the_report_holds_metrics_answers_and_a_table_and_progress_is_told_by_policy(plain: SimpleNamespace) -> None:
+def test_the_report_holds_metrics_answers_and_a_table_and_progress_is_reported_by_policy(
+    plain: SimpleNamespace,
+) -> None:
     metrics, folder = plain.metrics, plain.folder
     assert json.loads((folder / "metrics.json").read_text()) == metrics
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
@@ -410,15 +412,15 @@ def test_reward_functions_score_greedy_answers_to_the_prompts(tmp_path: Path, in
     method = replace(SMALL, num_prompts=8, rewards=functions)
     evaluate(tmp_path / "first", given, method)
     lines = [json.loads(line) for line in (tmp_path / "first" / "answers.jsonl").read_text().splitlines()]
-    said = [line for line in lines if "right answer" not in line]  # without those to the conversations
-    assert len(said) == 8
-    right = {answer["prompt"][0]["content"]: rf"\A{re.escape(answer['dpo'])}\Z" for answer in said[::2]}
+    reported = [line for line in lines if "right answer" not in line]  # without those to the conversations
+    assert len(reported) == 8
+    right = {answer["prompt"][0]["content"]: rf"\A{re.escape(answer['dpo'])}\Z" for answer in reported[::2]}
     answered = [
         {**row, "columns": json.dumps({"answer": right.get(asked(row), "(?!)")})} for row in prompts
     ]  # fmt: skip
     write_rows(rows, answered[:1], answered[1:])
     metrics = evaluate(tmp_path, given, method)
-    same = [each for each in said[::2] if each["sft"] == each["dpo"]]
+    same = [each for each in reported[::2] if each["sft"] == each["dpo"]]
     assert metrics["dpo/reward/regex"] == 0.5 and metrics["sft/reward/regex"] == len(same) / 8
     assert 0 <= metrics["sft/reward/brief"] < 1
     scores = read_scores(tmp_path)["reward/regex"]

@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def words(folder: Path) -> tuple[str, ...]:
+def overrides(folder: Path) -> tuple[str, ...]:
     return (
         "--config-dir",
         str(folder / "conf"),
@@ -70,13 +70,13 @@ def words(folder: Path) -> tuple[str, ...]:
 
 def test_a_stage_is_exported_with_rows_rewards_and_overrides_that_win(folder: Path) -> None:
     command = Command(folder)
-    early = command("export", "verl", "grpo", *words(folder))
+    early = command("export", "verl", "grpo", *overrides(folder))
     assert early.returncode == 1
     assert "grpo reads problems, which is not finished" in early.stderr and "posttrain stage problems" in early.stderr
-    assert command("stage", "problems", *words(folder)).returncode == 0
+    assert command("stage", "problems", *overrides(folder)).returncode == 0
     done = command(
-        "export", "verl", "grpo", *words(folder), "--ability", "math", "--json", "--set", "trainer.n_gpus_per_node=2",
-        "--set", "+trainer.own=1",
+        "export", "verl", "grpo", *overrides(folder), "--ability", "math", "--json",
+        "--set", "trainer.n_gpus_per_node=2", "--set", "+trainer.own=1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -96,12 +96,12 @@ def test_a_stage_is_exported_with_rows_rewards_and_overrides_that_win(folder: Pa
     prepared = pq.read_table(next((folder / "artifacts" / "problems").glob("*/output/train.parquet")))
     assert [row["extra_info"]["row_id"] for row in rows] == prepared["row_id"].to_pylist()
 
-    stated = shlex.split((out / "run.sh").read_text().split("exec ")[1].replace("\\\n", " "))
-    assert stated[:3] == ["python3", "-m", "verl.trainer.main_ppo"]
-    assert "actor_rollout_ref.rollout.n=4" in stated and "data.train_batch_size=2" in stated
-    assert f"actor_rollout_ref.model.path='{folder / 'chat'}'" in stated
-    gpus = [word for word in stated if "n_gpus_per_node" in word and word.startswith("trainer")]
-    assert gpus == ["trainer.n_gpus_per_node=2"] and "+trainer.own=1" in stated  # ours is gone
+    configured = shlex.split((out / "run.sh").read_text().split("exec ")[1].replace("\\\n", " "))
+    assert configured[:3] == ["python3", "-m", "verl.trainer.main_ppo"]
+    assert "actor_rollout_ref.rollout.n=4" in configured and "data.train_batch_size=2" in configured
+    assert f"actor_rollout_ref.model.path='{folder / 'chat'}'" in configured
+    gpus = [word for word in configured if "n_gpus_per_node" in word and word.startswith("trainer")]
+    assert gpus == ["trainer.n_gpus_per_node=2"] and "+trainer.own=1" in configured  # ours is gone
     files = digest_files(folder / "chat")  # as a source names them: by their places
     places = {f"0/{name}": digest for name, digest in files.items()}
     assert json.loads((out / "weights.json").read_text()) == {"policy": digest_of(places)}
@@ -113,8 +113,8 @@ def test_a_stage_is_exported_with_rows_rewards_and_overrides_that_win(folder: Pa
 @pytest.mark.slow
 def test_the_exported_rewards_are_those_of_the_stage(folder: Path) -> None:
     command = Command(folder)
-    assert command("stage", "problems", *words(folder)).returncode == 0
-    assert command("export", "verl", "grpo", *words(folder), "--out", str(folder / "out")).returncode == 0
+    assert command("stage", "problems", *overrides(folder)).returncode == 0
+    assert command("export", "verl", "grpo", *overrides(folder), "--out", str(folder / "out")).returncode == 0
     row = pq.read_table(folder / "out" / "train.parquet").to_pylist()[0]
     hint, right = json.loads(row["extra_info"]["posttrain"])["columns"]["hint"], row["reward_model"]["ground_truth"]
     script = (
@@ -123,36 +123,36 @@ def test_the_exported_rewards_are_those_of_the_stage(folder: Path) -> None:
         "row = json.loads(sys.argv[2]); print(json.dumps("
         "[module.compute_score('x', text, 'unused', row, extra=1) for text in sys.argv[3:]]))"
     )
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", script, str(folder / "out" / "rewards.py"), json.dumps(row["extra_info"]), right, "no"],
         cwd=folder / "conf", env=command.environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    good, bad = json.loads(said.stdout.splitlines()[-1])
+    assert message.returncode == 0, message.stderr
+    good, bad = json.loads(message.stdout.splitlines()[-1])
     assert good == {"score": pytest.approx(2 + 1 + hint), "rewards/exact": 1.0, "rewards/own": pytest.approx(1 + hint)}
     assert bad == {"score": pytest.approx(hint), "rewards/exact": 0.0, "rewards/own": pytest.approx(hint)}
 
 
 def test_what_verl_cannot_read_is_refused(folder: Path) -> None:
     command = Command(folder)
-    assert command("stage", "problems", *words(folder)).returncode == 0
-    other = command("export", "verl", "problems", *words(folder))
+    assert command("stage", "problems", *overrides(folder)).returncode == 0
+    other = command("export", "verl", "problems", *overrides(folder))
     assert other.returncode == 2
     assert "problems: PreparePrompts is not exported to verl; a stage of GRPO, RLOO or PPO is accepted" in other.stderr
-    near = command("export", "verl", "grop", *words(folder))
+    near = command("export", "verl", "grop", *overrides(folder))
     assert near.returncode == 2 and "did you mean grpo?" in near.stderr
-    empty = command("export", "verl", "grpo", *words(folder), "--set", "trainer.nnodes")
+    empty = command("export", "verl", "grpo", *overrides(folder), "--set", "trainer.nnodes")
     assert empty.returncode == 2 and "--set trainer.nnodes: KEY=VALUE is accepted" in empty.stderr
     out = folder / "verl" / "grpo"
-    template = command("export", "verl", "grpo", *words(folder), "sources.base.chat_template=hermes")
+    template = command("export", "verl", "grpo", *overrides(folder), "sources.base.chat_template=hermes")
     assert template.returncode == 2 and "whose source sets chat_template: verl reads the files in" in template.stderr
     assert not out.exists()  # a refused export writes nothing
-    tokens = command("export", "verl", "grpo", *words(folder), "sources.base.added_tokens=['<think>']")
+    tokens = command("export", "verl", "grpo", *overrides(folder), "sources.base.added_tokens=['<think>']")
     assert tokens.returncode == 0, tokens.stderr
     policy = re.search(r"actor_rollout_ref.model.path=['\"]*([^'\"\s]+)", (out / "run.sh").read_text())
     assert policy and json.loads((Path(policy[1]) / "config.json").read_text())["vocab_size"] == 301
     (folder / "chat" / "model.safetensors").rename(folder / "chat" / "adapter_model.safetensors")
-    alone = command("export", "verl", "grpo", *words(folder))
+    alone = command("export", "verl", "grpo", *overrides(folder))
     assert alone.returncode == 2 and "an adapter without its base, which verl cannot load" in alone.stderr
 
 
@@ -160,8 +160,8 @@ def test_what_verl_cannot_read_is_refused(folder: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl: pip install verl==0.9.1 vllm")
 def test_verl_trains_the_exported_stage(folder: Path) -> None:
     command = Command(folder)
-    assert command("stage", "problems", *words(folder)).returncode == 0
-    assert command("export", "verl", "grpo", *words(folder), "--out", str(folder / "out")).returncode == 0
+    assert command("stage", "problems", *overrides(folder)).returncode == 0
+    assert command("export", "verl", "grpo", *overrides(folder), "--out", str(folder / "out")).returncode == 0
     run = [str(folder / "out" / "run.sh"), "trainer.total_training_steps=1", "trainer.n_gpus_per_node=1"]
     done = subprocess.run(run, cwd=folder, env=command.environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -171,8 +171,13 @@ def test_a_model_whose_tokens_verl_reads_otherwise_is_refused(tmp_path: Path) ->
     tiny.write_tokenizer(tmp_path)
     require_plain_tokenizer("grpo", tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
-    stated = json.loads((tmp_path / "tokenizer.json").read_text())
-    stated["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stated))
+    configured = json.loads((tmp_path / "tokenizer.json").read_text())
+    configured["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": True,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(configured))
     with pytest.raises(ConfigError, match=r"by AutoTokenizer, which takes Qwen2Tokenizer .* other tokens"):
         require_plain_tokenizer("grpo", tmp_path)

@@ -71,8 +71,8 @@ def gc(mine, capsys):
 
     def call(*options: str):
         assert main(["gc", "--config-dir", str(mine / "conf"), "tracking=none", *options]) == 0
-        said = capsys.readouterr().out
-        return json.loads(said) if "--json" in options else said
+        message = capsys.readouterr().out
+        return json.loads(message) if "--json" in options else message
 
     return call
 
@@ -109,8 +109,8 @@ def test_what_nobody_needs_goes_and_the_record_stays_intact(mine, gc):
     assert "2 things to delete" in shown and "--yes deletes it" in shown
     assert f"stay: {kept}; --older-than 0" in shown
     assert gc("--json", "--yes", "--dry-run")["freed"] == []
-    stated = gc("--json", "pipeline=mine", "model=none", f"{RATE}=0.2")  # what the command states is needed too
-    assert [row["what"] for row in stated["garbage"]] == [f"left@{bare.name}"]
+    configured = gc("--json", "pipeline=mine", "model=none", f"{RATE}=0.2")  # what the command states is needed too
+    assert [row["what"] for row in configured["garbage"]] == [f"left@{bare.name}"]
     assert entries(mine) == before
 
     done = gc("--json", "--yes")
@@ -143,15 +143,15 @@ def test_what_an_alias_of_mlflow_names_stays_until_the_alias_goes(mine, gc, uri)
     View(written.root, "mine").show({"left": Store(written.root).entry("left", new[-1].fingerprint)})
     refill(uri, written.root)
     set_alias(uri, "mine", "tried", old[-1].fingerprint, "left")
-    words = ("--json", "--yes", "--older-than", "0", "tracking.mlflow=true", f"tracking.uri={uri}")
+    cli_args = ("--json", "--yes", "--older-than", "0", "tracking.mlflow=true", f"tracking.uri={uri}")
 
-    kept = gc(*words)
+    kept = gc(*cli_args)
     assert kept["freed"] == []
     assert kept["needed"][written_node(old[-1])] == "alias tried of MLflow"
     assert entries(mine) == {written_node(each) for each in (*old, *new)}
 
     set_alias(uri, "mine", "tried", None)
-    assert set(gc(*words)["freed"]) == {written_node(each) for each in old}
+    assert set(gc(*cli_args)["freed"]) == {written_node(each) for each in old}
     assert entries(mine) == {written_node(each) for each in new}
 
 
@@ -198,9 +198,9 @@ def test_what_the_trials_of_a_sweep_read_of_another_pipeline_stays(mine, gc, com
 
 def test_what_a_run_makes_and_reads_stays_while_it_lives(mine, gc, command):
     """Also what it only reads, and what no declared pipeline would make."""
-    words = ("stages.corpus.method.prefix=x", *SLOW)
-    process = command.start("run", *words)
-    running = plan(mine, *words)
+    cli_args = ("stages.corpus.method.prefix=x", *SLOW)
+    process = command.start("run", *cli_args)
+    running = plan(mine, *cli_args)
     saved = running.entry(running.stage("left")).checkpoints
     wait_until(saved.steps, "left saves")
     names = {node(planned) for planned in running.stages}

@@ -641,13 +641,13 @@ def test_only_a_model_with_a_trained_head_of_one_label_gives_rewards(
 
 @pytest.mark.parametrize("name", ["plain", "two"])
 def test_the_plan_refuses_a_reward_model_without_a_head(without_head: dict[str, Path], name: str) -> None:
-    words = [
+    overrides = [
         "pipeline=rlhf-ppo", "~stages.reward", "+source@sources.judge=rows", "sources.judge.kind=reward_model",
         f"sources.judge.path={without_head[name]}", "stages.ppo.inputs.reward_model=source:judge",
         "stages.evaluate.inputs.reward_model=source:judge", "tracking=none",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match=r"sources\.judge\.path=.*: no reward model: "):
-        make_plan(load_pipeline(words))
+        make_plan(load_pipeline(overrides))
 
 
 def test_rewards_are_summed_with_their_weights(with_model: Path, tmp_path: Path) -> None:

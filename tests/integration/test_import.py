@@ -234,9 +234,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def imported(folder: Path, peer: str, file: str, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+def imported(folder: Path, peer: str, file: str, text: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     (folder / file).write_text(text)
-    return call(["import", peer, file, *words], folder, {})
+    return call(["import", peer, file, *overrides], folder, {})
 
 
 def setting(method: dict, path: str) -> object:
@@ -252,8 +252,8 @@ def test_an_example_of_a_peer_becomes_a_pipeline_that_plans(folder, name):
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     keys = {*yaml.safe_load(text)} - {"model", "data", "training", "peft", "fsdp", "stage", "rl", "trainer", "datasets"}
-    told = {re.split(r"[.:\[]", key)[0] for key in (*found["mapped"], *found["not_needed"])}
-    assert not keys - told - {"dataset_dir", "dataset_name", "dataset", "pref_loss"}  # every key is answered
+    reported = {re.split(r"[.:\[]", key)[0] for key in (*found["mapped"], *found["not_needed"])}
+    assert not keys - reported - {"dataset_dir", "dataset_name", "dataset", "pref_loss"}  # every key is answered
     plan = call(["plan", "--json", "--config-dir", "conf", f"pipeline={found['pipeline']}", *found["add"]], folder, {})
     assert plan.returncode == 0, plan.stderr
     assert [each["stage"] for each in json.loads(plan.stdout)["stages"]] == ["data", training]
@@ -279,7 +279,7 @@ def test_the_arguments_of_a_script_are_read_and_what_has_no_place_is_refused_by_
 
 
 @pytest.mark.parametrize(
-    ("peer", "change", "told"),
+    ("peer", "change", "reported"),
     [
         ("llamafactory", "stage: ppo\n", "stage=ppo: the training is unknown"),
         ("llamafactory", "stage: sft\ndataset: nowhere\n", "dataset_info.json has no such name"),
@@ -293,10 +293,10 @@ def test_the_arguments_of_a_script_are_read_and_what_has_no_place_is_refused_by_
         ("oumi", "[1, 2]", "KEY: VALUE lines"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_imported_ends_with_2(folder, peer, change, told):
+def test_what_cannot_be_imported_ends_with_2(folder, peer, change, reported):
     start = {"llamafactory": FACTORY, "axolotl": AXOLOTL, "trl": TRL, "oumi": ""}[peer]
     ran = imported(folder, peer, "wrong.yaml", start + change)
-    assert ran.returncode == 2 and told in ran.stderr, ran.stderr
+    assert ran.returncode == 2 and reported in ran.stderr, ran.stderr
     assert not (folder / "conf" / "pipeline" / "wrong.yaml").exists()
 
 

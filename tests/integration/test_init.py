@@ -36,11 +36,11 @@ def project(command):
 def inside(command):
     """The command in the project's folder, which tracks nothing."""
     found = Command(command.folder / "mine", environment=command.environment)
-    return lambda verb, *words: found(verb, *words)
+    return lambda verb, *overrides: found(verb, *overrides)
 
 
-def planned(command, *words):
-    done = inside(command)("plan", "--json", *words)
+def planned(command, *overrides):
+    done = inside(command)("plan", "--json", *overrides)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -89,15 +89,15 @@ def test_two_kinds_of_rows_become_two_stages_and_names_say_which(command):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("overrides", "message"),
     [
         (["--from", "stf"], "--from stf: no such start; there are: qlora"),
         (["--data", "nothing.jsonl"], "--data nothing.jsonl: no such file"),
         (["--from", "dpo", "--data", "chats.jsonl", "pairs.jsonl"], "pipeline dpo reads preferences; say which, as"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(command, words, message):
-    done = command("init", "mine", *words)
+def test_what_does_not_fit_is_refused_before_anything_is_written(command, overrides, message):
+    done = command("init", "mine", *overrides)
     assert done.returncode == 2 and message in done.stderr
     assert not (command.folder / "mine/posttrain.yaml").exists()
 

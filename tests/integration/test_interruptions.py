@@ -28,12 +28,17 @@ class Toy:
         self.folder, self.processes = folder, processes
         self.announced: list[str] = []
 
-    def plan(self, *words: str) -> Plan:
-        told = ["pipeline=toy-interrupted", "model=none", "tracking=none", f"sources.rows.path={self.folder}/rows.txt"]
-        return make_plan(load_pipeline([*told, f"store={self.folder}/store", *words], CONF))
+    def plan(self, *overrides: str) -> Plan:
+        reported = [
+            "pipeline=toy-interrupted",
+            "model=none",
+            "tracking=none",
+            f"sources.rows.path={self.folder}/rows.txt",
+        ]
+        return make_plan(load_pipeline([*reported, f"store={self.folder}/store", *overrides], CONF))
 
-    def __call__(self, trouble: str, *words: str) -> Result:
-        plan = self.plan(*words)
+    def __call__(self, trouble: str, *overrides: str) -> Result:
+        plan = self.plan(*overrides)
         plan.pipeline.store.mkdir(exist_ok=True)
         (plan.pipeline.store / TROUBLE_FILE).write_text(trouble)
         run = Run(plan=plan, processes=self.processes, emit=self.hear, tracker=Tracker())
@@ -71,7 +76,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, processes: StageProcesses
 
 
 @pytest.mark.parametrize(
-    ("trouble", "step", "said"),
+    ("trouble", "step", "message"),
     [
         ("die:6:0", 4, f"rank 0 on {HERE} was killed by SIGKILL at step 5; out of memory?"),
         # Between the files and the digests, the digests and the rename, the rename and what follows.
@@ -81,11 +86,11 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory, processes: StageProcesses
         ("before-digest:1:0", 0, "was killed by SIGKILL at step 2"),
     ],
 )
-def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(toy, unbroken, trouble, step, said):
+def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(toy, unbroken, trouble, step, message):
     result = toy(trouble)
     assert result.manifest.output_digest == unbroken
     [lost] = toy.announced
-    assert lost.startswith("stage train failed: ") and said in lost
+    assert lost.startswith("stage train failed: ") and message in lost
     assert f"it resumes from its checkpoint of step {step}" in lost or not step
     assert step or lost.endswith("it starts again from step 0")
     assert result.manifest.provenance.resumed_at == ([step] if step else [])
@@ -112,7 +117,7 @@ def test_a_worker_that_is_frozen_is_found_too_and_is_not_replaced_for_ever(toy):
     assert toy.plan().stage("train").state == "resume"
 
 
-def test_a_wrong_row_is_told_with_its_worker_and_tried_no_second_time(toy):
+def test_a_wrong_row_is_reported_with_its_worker_and_tried_no_second_time(toy):
     with pytest.raises(StageError) as failed:
         toy("row:5:0")
     assert not isinstance(failed.value, LostError)

@@ -34,15 +34,15 @@ UNSAVED = ("stages.train.resources.save_steps=1000",)  # but when it is asked to
 class Started:
     """A run under way, as leader of a process group and session of its own."""
 
-    def __init__(self, toy: Command, *words: str, command: Sequence[str] = ("run",)) -> None:
-        self.toy, self.words = toy, words
+    def __init__(self, toy: Command, *overrides: str, command: Sequence[str] = ("run",)) -> None:
+        self.toy, self.overrides = toy, overrides
         self.mark = secrets.token_hex(8)
-        self.said = toy.folder / "said.txt"
+        self.stderr = toy.folder / "stderr.txt"
         self.hold = toy.folder / "artifacts" / HOLD_FILE
         self.hold.write_text(str(HELD))
-        with self.said.open("w") as errors:
+        with self.stderr.open("w") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "flows", *command, *toy.cli_args("run"), *words],
+                [sys.executable, "-m", "flows", *command, *toy.cli_args("run"), *overrides],
                 cwd=toy.folder, env={**toy.environment, MARK: self.mark}, stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
             )  # fmt: skip
@@ -80,8 +80,8 @@ class Started:
     def resumed_at(self) -> list[int]:
         """Runs it to its end if it has not come there, and checks that it is what an unbroken run makes."""
         self.hold.unlink(missing_ok=True)
-        if self.toy.states(*self.words)["train"] != "reuse":
-            self.toy.run(*self.words)
+        if self.toy.states(*self.overrides)["train"] != "reuse":
+            self.toy.run(*self.overrides)
         assert digests(self.toy.folder / "artifacts")["train"] == unbroken(ToyInterrupted(num_steps=STEPS))
         steps = [json.loads(line)["step"] for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, STEPS + 1))
@@ -141,10 +141,10 @@ def test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130(toy, interrupt,
     assert run.wait() == 130
     [saved] = (run.directory / "checkpoints").iterdir()
     step = int(saved.name.removeprefix("step-"))
-    said = run.said.read_text()
+    message = run.stderr.read_text()
     stopped = f"posttrain: stopped by {by} on {gethostname()}: train saved at step {step}; run the same command again"
-    assert [line.startswith(stopped) for line in said.splitlines() if "stopped" in line] == [True]
-    assert "FAILED" not in said and "Traceback" not in said and "it resumes" not in said
+    assert [line.startswith(stopped) for line in message.splitlines() if "stopped" in line] == [True]
+    assert "FAILED" not in message and "Traceback" not in message and "it resumes" not in message
     assert toy.states(*UNSAVED)["train"] == "resume"
     assert run.resumed_at() == [step]
 
@@ -156,7 +156,7 @@ def test_a_run_that_is_asked_to_end_saves_once_and_ends_with_130(toy, interrupt,
         pytest.param(to_group(signal.SIGKILL), id="group", marks=SLOW),
     ],
 )
-def test_a_run_that_is_killed_leaves_nothing_and_goes_on_from_its_checkpoint(toy, kill):
+def test_a_run_that_is_killed_leaves_nothing_and_resumes_from_its_checkpoint(toy, kill):
     run = Started(toy)
     kill(run)
     assert run.wait() == -signal.SIGKILL
@@ -166,11 +166,11 @@ def test_a_run_that_is_killed_leaves_nothing_and_goes_on_from_its_checkpoint(toy
 
 
 @SLOW
-def test_a_stage_that_alone_is_asked_to_end_saves_and_goes_on_by_itself(toy):
+def test_a_stage_that_alone_is_asked_to_end_saves_and_resumes_by_itself(toy):
     run = Started(toy, *UNSAVED)
     run.stage().terminate()
     assert run.wait() == 0
-    assert "was asked to end by SIGTERM, and saved: stopped at step" in run.said.read_text()
+    assert "was asked to end by SIGTERM, and saved: stopped at step" in run.stderr.read_text()
     assert len(run.resumed_at()) == 1
 
 
@@ -197,7 +197,7 @@ def test_a_step_that_outlasts_a_stop_is_lost_and_the_run_ends_all_the_same(toy):
     run.process.wait(40)  # of which 30 are for a run, and the rest for a machine that is busy
     assert run.wait() == 130
     assert sorted(path.name for path in (run.directory / "checkpoints").iterdir()) == ["step-2", "step-4"]
-    assert "Traceback" not in run.said.read_text()
+    assert "Traceback" not in run.stderr.read_text()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_on_a_cluster_what_is_killed_is_replaced(toy, kill, cause):
     kill(run)
     run.hold.unlink()
     assert run.wait() == 0
-    [line] = [line for line in run.said.read_text().splitlines() if "it resumes from its checkpoint of step" in line]
+    [line] = [line for line in run.stderr.read_text().splitlines() if "it resumes from its checkpoint of step" in line]
     assert line.startswith("stage train failed: ") and cause in line
     assert len(run.resumed_at()) == 1
 

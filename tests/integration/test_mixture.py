@@ -96,7 +96,7 @@ def test_a_temperature_makes_slots_more_alike(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mixture_that_cannot_be_is_refused_when_it_is_stated(fields: dict[str, object], message: str) -> None:
+def test_a_mixture_that_cannot_be_is_refused_when_it_is_set(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PrepareText(**fields)  # type: ignore[arg-type]
 

@@ -168,7 +168,7 @@ def test_two_pipelines_share_an_experiment_and_names_and_keep_their_lineage(uri,
     assert {each.name for each in connect(lost).search_registered_models()} == {"first", "second"}
 
 
-def test_a_stage_that_resumes_under_another_experiment_goes_on_in_its_run(uri, client, store):
+def test_a_stage_that_resumes_under_another_experiment_resumes_in_its_run(uri, client, store):
     """Its execution is in the new one, and shows it all the same."""
     manifest = store.stage("a", {})
     tracker = attempt(uri, store, start_of(store, manifest), StoppedError("stop"), 1)

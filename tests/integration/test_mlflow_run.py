@@ -115,7 +115,7 @@ def test_a_killed_run_is_closed_by_the_next_command_also_by_one_with_nothing_to_
 
 
 @pytest.mark.slow
-def test_a_damaged_database_is_told_without_a_traceback(toy):
+def test_a_damaged_database_is_reported_without_a_traceback(toy):
     toy.run()
     (toy.folder / "mlflow.db").write_bytes(b"garbage" * 1000)
     for verb in ("verify", "rebuild"):

@@ -82,12 +82,12 @@ def own(tmp_path_factory: pytest.TempPathFactory, prefect_url: str) -> Command:
     folder = tmp_path_factory.mktemp("own")
     rows = miniature.write_own_rows(folder)[1]
     write_adapter(folder / "lora", write_model(folder / "base", "llama"), named="../base")
-    words = (
+    cli_args = (
         *ONLY_SFT, "model=lora", "stages.sft.inputs.policy=base", "stages.sft.method.num_steps=2", rows,
         "stages.sft.method.global_batch_size=8", "stages.sft.method.max_length=64", "resources.cpus_per_worker=1",
         "~stages.base",
     )  # fmt: skip
-    return Command(folder, *words[:-1], environment={"PREFECT_API_URL": prefect_url})
+    return Command(folder, *cli_args[:-1], environment={"PREFECT_API_URL": prefect_url})
 
 
 @pytest.mark.slow
@@ -113,7 +113,7 @@ def test_a_peft_directory_is_a_model_from_the_plan_to_the_record(own):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("cli_args", "message"),
     [
         (
             ("adapter_in=continue", "save=adapter"),
@@ -123,11 +123,11 @@ def test_a_peft_directory_is_a_model_from_the_plan_to_the_record(own):
         (("adapter_in=continue",), ""),
     ],
 )
-def test_the_plan_refuses_an_adapter_that_a_stage_cannot_keep(tmp_path, words, message):
+def test_the_plan_refuses_an_adapter_that_a_stage_cannot_keep(tmp_path, cli_args, message):
     base = write_model(tmp_path / "base", "llama")
     config = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
     lora = write_adapter(tmp_path / "lora", base, config=config)
-    own = [f"stages.sft.method.{word}" for word in words]
+    own = [f"stages.sft.method.{word}" for word in cli_args]
     given = (*ONLY_SFT, f"model={lora}", "stages.sft.inputs.policy=base", "adapter=lora", *own)
     pipeline = load_pipeline([f"store={tmp_path / 'store'}", *given])
     if not message:
@@ -144,7 +144,7 @@ ROWS = r"stages\.sft: the rows of its new tokens \(300, 301\) .*"
 
 
 @pytest.mark.parametrize(
-    ("tied", "words", "message"),
+    ("tied", "cli_args", "message"),
     [
         (True, (), None),
         (True, ("adapter=lora",), ROWS + r"set stages\.sft\.method\.adapter\.trainable_token_indices=\[300,301\]"),
@@ -166,9 +166,16 @@ ROWS = r"stages\.sft: the rows of its new tokens \(300, 301\) .*"
         (False, ("+stages.sft.method.freeze.modules='*.mlp.*'",), None),
     ],
 )
-def test_the_plan_refuses_new_tokens_whose_rows_nothing_trains(tmp_path, tied, words, message):
+def test_the_plan_refuses_new_tokens_whose_rows_nothing_trains(tmp_path, tied, cli_args, message):
     base = write_model(tmp_path / "base", "llama", tie_word_embeddings=tied)
-    given = (f"store={tmp_path / 'store'}", *ONLY_SFT, f"model={base}", "stages.sft.inputs.policy=base", *NEW, *words)
+    given = (
+        f"store={tmp_path / 'store'}",
+        *ONLY_SFT,
+        f"model={base}",
+        "stages.sft.inputs.policy=base",
+        *NEW,
+        *cli_args,
+    )
     if message is None:
         make_plan(load_pipeline([*given]))
         return
@@ -186,16 +193,16 @@ def test_the_plan_refuses_new_tokens_whose_rows_nothing_trains(tmp_path, tied, w
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("cli_args", "message"),
     [
         ((), r"sources\.base\.path=.*: the eos_token of its tokenizer is '<end>'.*base\.special_tokens=\['<end>'\]"),
         (("sources.base.special_tokens=['<end>']",), ""), (("sources.base.eos_token='<|im_end|>'",), ""),
     ],
 )  # fmt: skip
-def test_the_plan_refuses_an_end_of_texts_that_the_model_has_no_embedding_for(tmp_path, words, message):
+def test_the_plan_refuses_an_end_of_texts_that_the_model_has_no_embedding_for(tmp_path, cli_args, message):
     base = write_model(tmp_path / "base", "llama")
     edit(base / "tokenizer_config.json", eos_token="<end>")
-    given = (f"store={tmp_path / 'store'}", *ONLY_SFT, f"model={base}", "stages.sft.inputs.policy=base", *words)
+    given = (f"store={tmp_path / 'store'}", *ONLY_SFT, f"model={base}", "stages.sft.inputs.policy=base", *cli_args)
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_models(load_pipeline([*given]))
 
@@ -335,8 +342,8 @@ def test_code_of_a_model_runs_only_where_its_source_pins_a_commit_and_asks(root,
 
 @pytest.mark.parametrize("asks", [True, False])
 def test_the_stages_behind_such_a_source_run_the_code_that_their_inputs_bring(tmp_path, asks):
-    words = ["model=pretrained", "sources.base.path=own/llama", f"sources.base.revision={COMMIT}"]
-    plan = make_plan(load_pipeline([*words, *(["sources.base.trust_remote_code=true"] if asks else [])]))
+    cli_args = ["model=pretrained", "sources.base.path=own/llama", f"sources.base.revision={COMMIT}"]
+    plan = make_plan(load_pipeline([*cli_args, *(["sources.base.trust_remote_code=true"] if asks else [])]))
     parents = {name: SimpleNamespace(output_digest="d") for name in ("cpt", "sft", "instructions", "preferences")}
     given = job_inputs(plan, plan.stage("dpo"), parents)
     assert given["policy"].trusts_code == asks and not given["pairs"].trusts_code
@@ -355,9 +362,9 @@ def test_the_stages_behind_such_a_source_run_the_code_that_their_inputs_bring(tm
 )
 def test_the_plan_refuses_code_that_can_change(tmp_path, overrides, message):
     model = write_model(tmp_path / "model", "llama")
-    words = [word.replace("MODEL", str(model)) for word in overrides]
+    cli_args = [word.replace("MODEL", str(model)) for word in overrides]
     with pytest.raises(ConfigError, match=message):
-        make_plan(load_pipeline(["model=pretrained", *words, "sources.base.trust_remote_code=true"]))
+        make_plan(load_pipeline(["model=pretrained", *cli_args, "sources.base.trust_remote_code=true"]))
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])

@@ -76,7 +76,7 @@ def ask(model: "PreTrainedModel", num_tokens: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("architecture", sorted(LEARNED_POSITIONS))
-def test_a_model_with_a_table_of_positions_takes_as_many_tokens_as_is_said(architecture: str) -> None:
+def test_a_model_with_a_table_of_positions_takes_as_many_tokens_as_is_reported(architecture: str) -> None:
     model = model_of(architecture)
     positions = learned_positions(model.config.to_dict())
     assert positions is not None
@@ -118,9 +118,9 @@ def test_roberta_counts_its_positions_from_the_pad_token_on() -> None:
 )  # fmt: skip
 def test_all_dropout_is_switched_off(architecture: str, fields: dict[str, object]) -> None:
     config = config_of(architecture)
-    stated = {**{name: value for name, value in _SMALL.items() if name in config.to_dict()}, **fields}
+    configured = {**{name: value for name, value in _SMALL.items() if name in config.to_dict()}, **fields}
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **stated)).train()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **configured)).train()
     for module in model.modules():
         if hasattr(module, "attn_dropout_p"):  # MPT's, of a config field that takes whole numbers alone
             module.attn_dropout_p = 0.5
@@ -232,8 +232,10 @@ def test_a_model_that_sees_later_tokens_is_refused(architecture: str, right: dic
             continue
         torch.manual_seed(0)
         known = AutoConfig.for_model(architecture).to_dict()
-        stated = {name: value for name, value in {**_SMALL, **changes}.items() if name in {**known, "is_decoder": 0}}
-        config = AutoConfig.for_model(architecture, **{**stated, "initializer_range": 0.2})
+        configured = {
+            name: value for name, value in {**_SMALL, **changes}.items() if name in {**known, "is_decoder": 0}
+        }
+        config = AutoConfig.for_model(architecture, **{**configured, "initializer_range": 0.2})
         model = AutoModelForCausalLM.from_config(config).eval()
         ids = torch.arange(5, 17)[None]
         other = torch.cat([ids[:, :-1], ids[:, :1]], dim=1)

@@ -124,7 +124,7 @@ def test_stopped_and_resumed_it_ends_with_the_same_model_to_the_bit(
     assert reports[-1][1]["num_tokens"] == 6 * 8 * 16
 
 
-def test_killed_it_goes_on_from_its_last_checkpoint(root: Path, tmp_path: Path) -> None:
+def test_killed_it_resumes_from_its_last_checkpoint(root: Path, tmp_path: Path) -> None:
     given = training.inputs(root, method())
     method().run(given, context(tmp_path / "whole"))
     killed = context(tmp_path / "parts")
@@ -150,8 +150,8 @@ def test_killed_it_goes_on_from_its_last_checkpoint(root: Path, tmp_path: Path) 
 def test_with_the_optimizer_of_the_core_it_is_transformers_training(
     root: Path, tmp_path: Path, fields: dict[str, object]
 ) -> None:
-    stated = {**training.FIELDS, "max_length": 16, "num_steps": STEPS, **fields}
-    ours, theirs = OptimizedLoop(**stated), ContinuedPretraining(**stated)  # type: ignore[arg-type]
+    configured = {**training.FIELDS, "max_length": 16, "num_steps": STEPS, **fields}
+    ours, theirs = OptimizedLoop(**configured), ContinuedPretraining(**configured)  # type: ignore[arg-type]
     found = {}
     for name, each in (("ours", ours), ("theirs", theirs)):
         reports: dict[int, Metrics] = {}
@@ -166,10 +166,10 @@ def test_with_the_optimizer_of_the_core_it_is_transformers_training(
 def test_gradients_are_averaged_over_the_workers(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tasks.train.loop.own_loop import Optimization
 
-    stated = OptimizedLoop(**training.FIELDS)  # type: ignore[arg-type]
-    given, found = training.inputs(root, stated), []
+    configured = OptimizedLoop(**training.FIELDS)  # type: ignore[arg-type]
+    given, found = training.inputs(root, configured), []
     for world_size in (1, 2):
-        run = TrainingRun(stated, given, context(tmp_path))
+        run = TrainingRun(configured, given, context(tmp_path))
         optimization = Optimization(run, run.policy.model)
         optimization.world_size = world_size
         with monkeypatch.context() as patch:

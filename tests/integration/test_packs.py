@@ -133,7 +133,7 @@ def test_bf16_packs_train(checkpointing: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"model_type": "bloom"}, "no test shows"),
         ({"model_type": "llama4"}, "no test shows"),
@@ -142,9 +142,9 @@ def test_bf16_packs_train(checkpointing: bool) -> None:
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "not causal"),
     ],
 )
-def test_a_model_that_would_mix_rows_is_refused(config: dict[str, object], said: str) -> None:
+def test_a_model_that_would_mix_rows_is_refused(config: dict[str, object], message: str) -> None:
     reason = why_not_packable(config)
-    assert reason is not None and said in reason and str(config["model_type"]) in reason
+    assert reason is not None and message in reason and str(config["model_type"]) in reason
 
 
 def test_a_model_from_the_hub_is_refused_before_the_first_step() -> None:

@@ -53,8 +53,8 @@ def champion(quickstart, stages) -> dict:
 def own(tmp_path_factory, prefect_url) -> Command:
     """A folder with a user's own rows in JSON Lines."""
     folder = tmp_path_factory.mktemp("own")
-    words = (*MODEL, *STEPS, *write_own_rows(folder))
-    return Command(folder, *words, environment={"PREFECT_API_URL": prefect_url})
+    overrides = (*MODEL, *STEPS, *write_own_rows(folder))
+    return Command(folder, *overrides, environment={"PREFECT_API_URL": prefect_url})
 
 
 def test_every_stage_leaves_an_output_with_a_manifest(stages):

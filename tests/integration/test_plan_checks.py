@@ -91,9 +91,9 @@ def test_a_model_that_lacks_tokens_of_the_reference_is_refused(
     document = json.loads((Path(known) / "tokenizer.json").read_text())
     document["model"]["vocab"] = change(document["model"]["vocab"])
     file.write_text(json.dumps(document))
-    words = (*start_from(known), "stages.evaluate.inputs.dpo=source:own", *source("own", "checkpoint", other))
+    cli_args = (*start_from(known), "stages.evaluate.inputs.dpo=source:own", *source("own", "checkpoint", other))
     with pytest.raises(ConfigError, match="missing in dpo or have") if is_refused else nullcontext():
-        check(*words)
+        check(*cli_args)
 
 
 def test_the_length_of_the_longest_stage_leaves_capacity_for_a_prompt() -> None:
@@ -182,7 +182,7 @@ def test_a_model_that_reads_its_padding_is_refused_where_it_would_generate(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("config", "lengths", "stages", "said"),
+    ("config", "lengths", "stages", "output"),
     [
         ({}, (129, 128), ("cpt", "sft"), r"max_length of cpt \(129\) exceeds .*=128: .*set max_length=128 or less"),
         ({}, (129, 500), ("cpt", "sft"), r"max_length of cpt \(129\), sft \(500\) exceeds"),
@@ -193,14 +193,14 @@ def test_a_model_that_reads_its_padding_is_refused_where_it_would_generate(tmp_p
     ],
 )
 def test_the_plan_says_where_rows_are_longer_than_what_computed_positions_were_made_for(
-    tmp_path, config, lengths, stages, said
+    tmp_path, config, lengths, stages, output
 ):
     model = write_model(tmp_path / "llama", model_type="llama", max_position_embeddings=128, **config)
     cpt, sft = (
         f"stages.{name}.method.max_length={length}" for name, length in zip(("cpt", "sft"), lengths, strict=True)
     )
     notes = position_notes(load_pipeline(["pipeline=sft-kto", f"model={model}", cpt, sft]), stages)
-    assert re.match(said, notes[0]) if said else notes == []
+    assert re.match(output, notes[0]) if output else notes == []
 
 
 COMMIT, DIGEST = "ab" * 20, "cd" * 32

@@ -32,10 +32,10 @@ def test_all_refusals_come_at_once_with_what_to_paste(tmp_path):
 
 def test_few_empty_rows_are_counted_and_named(tmp_path):
     write(tmp_path, chats=chats(198, 2))
-    words = ("pipeline=sft", "data=chats.jsonl")
+    overrides = ("pipeline=sft", "data=chats.jsonl")
     note = "instructions: rows left out of chats.jsonl: no answer: 2"
-    assert note in Command(tmp_path)("plan", *words).stdout
+    assert note in Command(tmp_path)("plan", *overrides).stdout
     assert (
         "2 of 200 rows cannot be used"
-        in Command(tmp_path)("plan", *words, "stages.instructions.method.max_bad_rows=0").stderr
+        in Command(tmp_path)("plan", *overrides, "stages.instructions.method.max_bad_rows=0").stderr
     )

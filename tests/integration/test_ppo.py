@@ -146,7 +146,7 @@ def test_a_reward_model_scores_and_starts_the_value_model(root: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("adapter_in", ["merge", "continue", "stack"])
-def test_the_reference_of_an_adapter_is_the_policy_that_was_given(tmp_path: Path, root: Path, adapter_in: str) -> None:
+def test_the_reference_of_an_adapter_is_the_policy_that_was_passed(tmp_path: Path, root: Path, adapter_in: str) -> None:
     """The stage fails where policy and reference differ before the first step."""
     made = Made(tmp_path, root)
     policy = made.trained("sft", made.base(), save="adapter", learning_rate=1e-2)

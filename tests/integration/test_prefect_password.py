@@ -80,14 +80,14 @@ def test_a_run_that_lacks_the_password_of_the_users_server_is_refused_in_one_lin
 def test_serve_keeps_its_password_to_itself_and_its_own_commands_find_it(toy, tmp_path):
     del toy.environment["PREFECT_API_URL"], toy.environment["PREFECT_API_AUTH_STRING"]
     toy.environment["PREFECT_HOME"] = str(tmp_path / "home")
-    said = tmp_path / "serve.log"
+    message = tmp_path / "serve.log"
     serve = toy.start("serve", "--config-dir", str(Path(__file__).parents[1] / "conf"), "pipeline=toy", "model=none",
-                      "tracking=none", "sources.rows.path=rows.txt", stderr=said)  # fmt: skip
+                      "tracking=none", "sources.rows.path=rows.txt", stderr=message)  # fmt: skip
     try:
         lines = []
         while not lines or not lines[-1].startswith("run one: "):
             lines.append(serve.stdout.readline())
-            assert lines[-1], said.read_text()
+            assert lines[-1], message.read_text()
         [profile] = (tmp_path / "home").glob("posttrain-*.toml")
         auth = profile.read_text().partition('AUTH_STRING = "')[2].partition('"')[0]
         assert len(auth) > 32 and str(profile) in lines[0]
@@ -97,13 +97,13 @@ def test_serve_keeps_its_password_to_itself_and_its_own_commands_find_it(toy, tm
             ["sh", "-c", f"{command} --watch"], env={**toy.environment, "PATH": path}, capture_output=True, text=True,
             check=False, timeout=120 * PATIENCE,
         )  # fmt: skip
-        assert started.returncode == 0, started.stdout + started.stderr + said.read_text()
+        assert started.returncode == 0, started.stdout + started.stderr + message.read_text()
         assert "Completed" in started.stdout
-        words = [word for each in family(serve) for word in each.cmdline()]
-        assert "flows.prefect.server" in words and not any(auth in word for word in words)
+        cli_args = [word for each in family(serve) for word in each.cmdline()]
+        assert "flows.prefect.server" in cli_args and not any(auth in word for word in cli_args)
     finally:
         serve.terminate()
         out, _ = serve.communicate(timeout=60)
     wait_until(lambda: not profile.exists(), "it goes with the server")
     logs = [path.read_text() for path in (tmp_path / "artifacts/logs").rglob("*") if path.is_file()]
-    assert not any(auth in text for text in [out, said.read_text(), *lines, *logs])
+    assert not any(auth in text for text in [out, message.read_text(), *lines, *logs])

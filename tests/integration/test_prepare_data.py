@@ -133,7 +133,7 @@ def test_what_belongs_together_is_on_one_side(tmp_path: Path, case: str) -> None
     assert metrics["rows"] + metrics["dropped"] == 200
 
 
-def test_copies_of_a_row_are_on_one_side_whatever_their_groups_and_that_is_told(tmp_path: Path) -> None:
+def test_copies_of_a_row_are_on_one_side_whatever_their_groups_and_that_is_reported(tmp_path: Path) -> None:
     rows = [{"text": f"row {index % 100}", "group": f"g{index}"} for index in range(300)]
     metrics = prepare(tmp_path, PrepareText(held_out=0.5), rows)
     assert metrics["duplicates"] == 200
@@ -141,9 +141,9 @@ def test_copies_of_a_row_are_on_one_side_whatever_their_groups_and_that_is_told(
     ids = [str(row["row_id"]) for name in SIDES for row in side(tmp_path, name)]
     assert len(set(ids)) == 300
     assert sum(row_id.endswith("-2") for row_id in ids) == 100
-    told = of_rows(tmp_path)["remarks"]["away from its group, beside the row that it is a copy of"]
-    assert 60 <= told["count"] <= 140
-    assert len(told["places"]) == 5 and {*told["places"]} <= {*ids}
+    reported = of_rows(tmp_path)["remarks"]["away from its group, beside the row that it is a copy of"]
+    assert 60 <= reported["count"] <= 140
+    assert len(reported["places"]) == 5 and {*reported["places"]} <= {*ids}
     grouped = [{"text": f"row {index % 100}", "group": f"g{index % 100}"} for index in range(300)]
     prepare(tmp_path, PrepareText(held_out=0.5), grouped, "one group")
     assert of_rows(tmp_path, "one group")["remarks"] == {}
@@ -269,12 +269,12 @@ SHARE = "a share of the rows above 0.0 and below 1.0, or a count of them from 1 
         (PrepareText, {"held_out": 50, "replay_share": 0.3}, "^held_out=50 and replay_share=0.3: .*held_out=0.05$"),
     ],
 )
-def test_what_cannot_be_is_refused_when_it_is_stated(cls: type, fields: dict[str, object], message: str) -> None:
+def test_what_cannot_be_is_refused_when_it_is_set(cls: type, fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         cls(**fields)
 
 
-def test_an_empty_system_prompt_is_refused_when_it_is_stated() -> None:
+def test_an_empty_system_prompt_is_refused_when_it_is_set() -> None:
     with pytest.raises(ValidationError, match=r"system_prompt\n.*at least 1 character"):
         TypeAdapter(PrepareConversations).validate_json('{"system_prompt": ""}')
 
@@ -302,9 +302,9 @@ def test_the_report_says_how_rows_were_read_and_what_was_odd(tmp_path: Path) -> 
 
 
 def test_answers_that_are_transcripts_are_counted(tmp_path: Path) -> None:
-    said = [f"USER: {row} ASSISTANT: yes" if row < 30 else f"yes {row}" for row in range(50)]
+    output = [f"USER: {row} ASSISTANT: yes" if row < 30 else f"yes {row}" for row in range(50)]
     metrics = prepare(
-        tmp_path, PrepareConversations(held_out=0.3), [{"prompt": f"p {row}", "completion": row} for row in said]
+        tmp_path, PrepareConversations(held_out=0.3), [{"prompt": f"p {row}", "completion": row} for row in output]
     )
     assert metrics["rows_with_role_marks"] == 30
     assert "rows_with_role_marks" not in prepare(tmp_path, METHOD, numbered(50), "out2")
@@ -489,7 +489,7 @@ def test_rows_not_one_of_which_can_be_read_are_listed_too(tmp_path: Path) -> Non
 
 WORDS = st.text(alphabet="abcdé \n", max_size=12)
 GOOD = st.builds(
-    lambda asked, said: {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]},
+    lambda asked, output: {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": output}]},
     WORDS.map("q{}".format), WORDS.map("a{}".format),
 )  # fmt: skip
 BAD = st.sampled_from(

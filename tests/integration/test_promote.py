@@ -84,9 +84,9 @@ def test_promote_and_rollback_from_the_command_line(toy):
     first, second = node(toy, "left"), node(toy, "left", *BETTER)
     done = toy("promote", first, "--alias", "champion", "--why", "the first", "--json", *arguments)
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert (said["action"], said["model"], said["before"], said["forced"]) == ("promote", first, None, False)
-    assert said["why"] == "the first" and "@" in said["who"] and said["verdict"]
+    output = json.loads(done.stdout)
+    assert (output["action"], output["model"], output["before"], output["forced"]) == ("promote", first, None, False)
+    assert output["why"] == "the first" and "@" in output["who"] and output["verdict"]
     assert "nothing to do" in toy("run").stdout
 
     plan = toy("plan", *BETTER)
@@ -218,7 +218,7 @@ def test_a_commercial_alias_takes_no_model_with_a_non_commercial_label(move, toy
     assert move(name, "production", "aliases.production.commercial=false", LABEL, force=True).event
 
 
-def test_a_label_that_a_manifest_records_counts_without_being_stated(tmp_path, prefect_url, monkeypatch):
+def test_a_label_that_a_manifest_records_counts_without_being_set(tmp_path, prefect_url, monkeypatch):
     (tmp_path / "rows.txt").write_text("rows")
     toy = command(tmp_path, prefect_url)
     assert toy("run", "sources.rows.labels=[non-commercial]").returncode == 0
@@ -230,7 +230,7 @@ def test_a_label_that_a_manifest_records_counts_without_being_stated(tmp_path, p
 
 
 @pytest.mark.slow  # test_promotions.py: writers at once lose no event
-def test_of_two_promotions_at_once_one_wins_and_both_are_told(toy):
+def test_of_two_promotions_at_once_one_wins_and_both_are_reported(toy):
     arguments = ("--alias", "champion", "--config-dir", str(CONF), *BASE, "tracking=none")
     names = [node(toy, "left"), node(toy, "left", *BETTER)]
     both = [toy.start("promote", name, *arguments) for name in names]

@@ -127,7 +127,7 @@ def trains_and_resumes(name: str, root: Path, folder: Path, policy: Path, adapte
     "architecture", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "mixtral"))]
 )
 @pytest.mark.parametrize("name", ["nf4", pytest.param("fp4", marks=pytest.mark.slow), "int8"])
-def test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_stated(
+def test_a_format_of_bitsandbytes_trains_resumes_to_the_bit_and_merges_as_set(
     root: Path, tmp_path: Path, policies: dict[str, Path], name: str, architecture: str
 ) -> None:
     trains_and_resumes(name, root, tmp_path, policies[architecture])

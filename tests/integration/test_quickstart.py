@@ -135,15 +135,15 @@ def recomputed(question: Question, value: object, parameters: list[inspect.Param
 def test_the_corpus_states_what_the_questions_ask() -> None:
     texts = {str(row["text"]).partition("\n")[0]: str(row["text"]) for row in rows_of("corpus")}
     for usage in usages()[::20]:
-        stated = texts[usage.call].split("\n")[1]
+        configured = texts[usage.call].split("\n")[1]
         for question in questions(usage):
             about = question.text.split("`")[1]
             if question.topic == "default":
-                assert f"`{about}` is {question.answer.removeprefix('It is ')[:-1]} by default." in stated
+                assert f"`{about}` is {question.answer.removeprefix('It is ')[:-1]} by default." in configured
             elif question.topic == "type":
-                assert f"The type of `{about}` is {question.answer.removeprefix('Its type is ')}" in stated
+                assert f"The type of `{about}` is {question.answer.removeprefix('Its type is ')}" in configured
             elif question.topic != "takes":
-                assert question.answer in stated
+                assert question.answer in configured
 
 
 def test_a_rejected_answer_has_the_fault_that_it_is_named_after() -> None:

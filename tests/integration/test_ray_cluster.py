@@ -27,12 +27,12 @@ def cluster(tmp_path_factory) -> Iterator[str]:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
     log = tmp_path_factory.mktemp("ray") / "ray.log"
-    words = ["--head", "--block", f"--node-ip-address={HOST}", f"--port={port}", "--num-cpus=3"]
-    words += ["--include-dashboard=false", f"--temp-dir={tempfile.gettempdir()}/ray"]
-    with log.open("w") as said:
+    cli_args = ["--head", "--block", f"--node-ip-address={HOST}", f"--port={port}", "--num-cpus=3"]
+    cli_args += ["--include-dashboard=false", f"--temp-dir={tempfile.gettempdir()}/ray"]
+    with log.open("w") as message:
         head = subprocess.Popen(
-            [Path(sys.executable).with_name("ray"), "start", *words], env={**os.environ, **TOKEN},
-            stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True,
+            [Path(sys.executable).with_name("ray"), "start", *cli_args], env={**os.environ, **TOKEN},
+            stdin=subprocess.DEVNULL, stdout=message, stderr=message, start_new_session=True,
         )  # fmt: skip
     try:
         wait_until(lambda: head.poll() is not None or "Ray runtime started" in log.read_text(), "the cluster is there")
@@ -68,7 +68,7 @@ def test_the_trials_of_a_sweep_run_side_by_side_on_a_cluster(toy):
 
 
 @pytest.mark.slow
-def test_a_token_that_the_cluster_does_not_take_is_told_in_one_line(toy):
+def test_a_token_that_the_cluster_does_not_take_is_reported_in_one_line(toy):
     toy.environment["RAY_AUTH_TOKEN"] = "cd" * 32
     result = toy("run", "--multirun", RATES)
     assert result.returncode == 2, result.stderr
@@ -79,12 +79,12 @@ def test_a_token_that_the_cluster_does_not_take_is_told_in_one_line(toy):
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["", "die:6:1"])  # by SIGKILL, in step 6
 def test_workers_on_a_cluster_end_with_the_same_bits_also_where_one_dies_and_is_replaced(toy, trouble):
-    words = ("pipeline=toy-interrupted", "stages.train.resources.launcher=cluster",
+    cli_args = ("pipeline=toy-interrupted", "stages.train.resources.launcher=cluster",
              "stages.train.resources.num_workers=2", "stages.train.resources.micro_batch_size=4")  # fmt: skip
     command = Command(toy.folder, "model=none", "sources.rows.path=rows.txt", environment=toy.environment)
     (toy.folder / "artifacts").mkdir()
     (toy.folder / "artifacts" / TROUBLE_FILE).write_text(trouble)
-    result = command("run", *words)
+    result = command("run", *cli_args)
     assert result.returncode == 0, result.stderr
     lost = [line for line in result.stderr.splitlines() if "it resumes from its checkpoint of step 4" in line]
     assert bool(lost) == bool(trouble)

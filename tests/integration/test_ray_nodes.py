@@ -56,9 +56,9 @@ class Nodes:
         if before:
             ray = ["unshare", "--mount", "sh", "-c", f'{before} && exec "$@"', "sh", *ray]
         place.mkdir()
-        with log.open("w") as said:
+        with log.open("w") as message:
             self._processes[ip] = subprocess.Popen(
-                ray, env={**os.environ, **SHARED, **QUICK}, stdin=subprocess.DEVNULL, stdout=said, stderr=said,
+                ray, env={**os.environ, **SHARED, **QUICK}, stdin=subprocess.DEVNULL, stdout=message, stderr=message,
                 start_new_session=True, cwd=place,
             )  # fmt: skip
         process = self._processes[ip]
@@ -124,19 +124,19 @@ class Started:
     """A run in the background."""
 
     def __init__(self, own: Command, store: str, *settings: str) -> None:
-        self._own, self._said = own, own.folder / f"{store}.err"
+        self._own, self._errors = own, own.folder / f"{store}.err"
         self.store = own.folder / store
-        self._process = own.start("run", f"store={store}", *resources(*settings), stderr=self._said)
+        self._process = own.start("run", f"store={store}", *resources(*settings), stderr=self._errors)
 
     def wait_for_checkpoint(self, step: int) -> None:
         wait_until(
             lambda: self._process.poll() is not None or list(self.store.glob(f"cpt/*/checkpoints/step-{step}")), "saved"
         )
-        assert self._process.poll() is None, self.said
+        assert self._process.poll() is None, self.stderr
 
     @property
-    def said(self) -> str:
-        return self._said.read_text()
+    def stderr(self) -> str:
+        return self._errors.read_text()
 
     def wait(self) -> int:
         return self._process.wait(300 * PATIENCE)
@@ -154,8 +154,8 @@ def test_a_lost_node_is_replaced_and_the_weights_are_those_of_an_undisturbed_run
     run.wait_for_checkpoint(10)
     nodes.kill(SECOND)
     nodes.start(THIRD)
-    assert run.wait() == 0, run.said
-    [line] = [line for line in run.said.splitlines() if "it resumes from its checkpoint of step" in line]
+    assert run.wait() == 0, run.stderr
+    [line] = [line for line in run.stderr.splitlines() if "it resumes from its checkpoint of step" in line]
     assert line.startswith("stage cpt failed: rank") and f"on {gethostname()} ({SECOND}, node " in line
     assert ") died at step " in line and ": its node is gone (log: " in line
     broken = manifest(own, "broken")
@@ -171,8 +171,8 @@ def test_on_what_is_left_fewer_workers_go_on_to_the_same_model(own, nodes):
     run = Started(own, "fewer", "min_workers=1")
     run.wait_for_checkpoint(10)
     nodes.kill(SECOND)
-    assert run.wait() == 0, run.said
-    assert "cpt: runs with 2 of 4 workers, on 1 node, the most that fit and divide global_batch_size=8" in run.said
+    assert run.wait() == 0, run.stderr
+    assert "cpt: runs with 2 of 4 workers, on 1 node, the most that fit and divide global_batch_size=8" in run.stderr
     fewer = manifest(own, "fewer")
     assert [(each["node"].partition(",")[0], each["workers"]) for each in fewer.provenance["nodes"]] == [(HEAD, 2)]
     found, expected = weights(fewer.output), weights(manifest(own, "whole").output)
@@ -185,7 +185,7 @@ def test_without_a_replacement_or_fewer_workers_the_last_good_checkpoint_is_name
     run.wait_for_checkpoint(10)
     nodes.kill(SECOND)
     assert run.wait() == 1
-    last = run.said.splitlines()[-1]
+    last = run.stderr.splitlines()[-1]
     assert (
         "posttrain: stage cpt failed: it waited 0.5 minutes (resources.wait_minutes) for 4 workers with 1 CPU" in last
     )
@@ -222,13 +222,13 @@ with rows_mapped(job), open("found", "w", buffering=1) as found:
 
 def test_rows_of_a_lost_node_are_mapped_by_the_others(nodes, tmp_path):
     nodes.start(SECOND)
-    found, said = tmp_path / "found", tmp_path / "said"
+    found, message = tmp_path / "found", tmp_path / "said"
     environment = {**os.environ, **SHARED, "RAY_ADDRESS": f"{HEAD}:{PORT}", "PYTHONPATH": str(REPOSITORY)}
-    with said.open("w") as log:
+    with message.open("w") as log:
         process = subprocess.Popen([sys.executable, "-c", MAP], cwd=tmp_path, env=environment, stdout=log, stderr=log)
     wait_until(lambda: process.poll() is not None or (found.exists() and found.read_text().count("\n") > 9), "mapped")
     nodes.kill(SECOND)
-    assert process.wait(200 * PATIENCE) == 0, said.read_text()
+    assert process.wait(200 * PATIENCE) == 0, message.read_text()
     lines = [line.split() for line in found.read_text().splitlines()]
     assert [int(item) for item, _ in lines] == list(range(100))
     assert len({node for _, node in lines}) == 2

@@ -46,11 +46,11 @@ def test_it_listens_on_loopback_alone_and_nobody_else_can_enter_its_session(tmp_
         port = probe.getsockname()[1]
     # Of the metrics, which come last; Ray's default is one port for all clusters of a machine.
     environment = {**os.environ, **stage_environment(), "AUTOSCALER_METRIC_PORT": str(port)}
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", CONNECT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
         timeout=120 * PATIENCE,
     ).stdout  # fmt: skip
-    found = json.loads(said.splitlines()[-1])
+    found = json.loads(message.splitlines()[-1])
     assert len(found["addresses"]) >= 4  # the head, the node, an agent, the metrics
     assert set(found["addresses"].values()) == {"127.0.0.1"}
     assert (found["private"], found["mode"]) == (f"posttrain-{os.getuid()}", 0o700)

@@ -230,8 +230,8 @@ def move_alias(client):
 )
 def test_what_was_deleted_or_moved_by_hand_is_named_and_rebuild_mends_it(toy, client, harm, found):
     harm(client)
-    told = faults(toy)
-    assert all(each in told for each in found)
+    reported = faults(toy)
+    assert all(each in reported for each in found)
     if harm == delete_run:
         assert found[0] in faults(toy, "toy/left") and toy("verify", "toy/right").returncode == 0
     assert toy("rebuild").returncode == 0

@@ -110,7 +110,7 @@ def cached_run(root: Path, folder: Path, method: Training, cache: Path, **policy
     return shown
 
 
-def test_who_computes_shows_that_it_goes_on_and_who_waits_is_not_watched(root: Path, tmp_path: Path) -> None:
+def test_who_computes_shows_that_it_resumes_and_who_waits_is_not_watched(root: Path, tmp_path: Path) -> None:
     first, second = (
         cached_run(root, tmp_path / name, stage(num_steps=1), tmp_path / "cache") for name in ("first", "second")
     )

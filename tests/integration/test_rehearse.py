@@ -116,9 +116,9 @@ def test_a_stage_that_fails_ends_it_and_its_log_stays_until_the_next(tmp_path: P
     [left] = [line for line in failed.stdout.splitlines() if line.startswith("left")]
     assert left.split() == ["left", "FAILED"]
     assert "not reached" in failed.stdout
-    assert "posttrain: stage left failed: " in failed.stderr and "ValueError: told to fail" in failed.stderr
+    assert "posttrain: stage left failed: " in failed.stderr and "ValueError: set to fail" in failed.stderr
     log = Path(failed.stderr.split("(log: ")[-1].split(")")[0])
-    assert 'raise ValueError("told to fail")' in log.read_text()
+    assert 'raise ValueError("set to fail")' in log.read_text()
 
     kept = toy("rehearse", "--keep")
     assert kept.returncode == 0, kept.stderr
@@ -135,8 +135,14 @@ def test_a_stage_that_fails_ends_it_and_its_log_stays_until_the_next(tmp_path: P
 def test_the_real_stages_are_trained_merged_evaluated_judged_and_registered(tmp_path: Path, uri: str) -> None:
     from mlflow import MlflowClient
 
-    words = [*MODEL, *STEPS, *write_own_rows(tmp_path), f"tracking.uri={uri}", "stages.sft.method.adapter={rank: 4}"]
-    real = Command(tmp_path, "pipeline=cpt-sft-dpo-gated", *words, tracked=True)
+    overrides = [
+        *MODEL,
+        *STEPS,
+        *write_own_rows(tmp_path),
+        f"tracking.uri={uri}",
+        "stages.sft.method.adapter={rank: 4}",
+    ]
+    real = Command(tmp_path, "pipeline=cpt-sft-dpo-gated", *overrides, tracked=True)
     result = real("rehearse", "--json", "--keep")
     assert result.returncode == 0, result.stderr
     rows = rows_of(result.stdout)

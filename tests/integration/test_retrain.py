@@ -110,7 +110,7 @@ def test_a_promotion_that_a_kill_prevented_is_made_by_the_next_run(tmp_path, pre
     assert document["outcome"].startswith("toy-retrain: New rows: data 60. gate passes learner@")
 
 
-def test_each_notification_block_of_prefect_is_told_creation_hint_one():
+def test_each_notification_block_of_prefect_is_reported_creation_hint_one():
     from flows.promotion.notify import _creation_hint
 
     assert "SlackWebhook(url='...').save('team')" in _creation_hint("slack-webhook/team")
@@ -119,7 +119,7 @@ def test_each_notification_block_of_prefect_is_told_creation_hint_one():
 
 
 @pytest.mark.slow
-def test_the_real_pipeline_goes_on_from_its_champion(tmp_path, prefect_url):
+def test_the_real_pipeline_resumes_from_its_champion(tmp_path, prefect_url):
     rows = write_own_rows(tmp_path, 60)
     mini = Command(
         tmp_path, "pipeline=cpt-sft-dpo-retrain", *MODEL, *STEPS, *rows, "stages.gate.method.inconclusive=promote",

@@ -74,16 +74,16 @@ def test_other_trackers_have_a_run_of_each_stage(toy):
 def test_a_failed_stage_is_named_and_its_sibling_finishes(toy):
     result = toy("run", "stages.left.method.fail=true", "stages.right.method.step_seconds=0.5")
     assert result.returncode == 1
-    assert f"stage left failed: rank 0 on {HERE} at step 1: ValueError: told to fail (log: " in result.stderr
+    assert f"stage left failed: rank 0 on {HERE} at step 1: ValueError: set to fail (log: " in result.stderr
     assert "Traceback" not in result.stderr + result.stdout
     log = result.stderr.split("(log: ")[-1].split(")")[0]
-    assert 'raise ValueError("told to fail")' in (toy.folder / log).read_text()
+    assert 'raise ValueError("set to fail")' in (toy.folder / log).read_text()
     assert toy.states()["right"] == "run"  # of the default recipe
     assert toy.states("stages.right.method.step_seconds=0.5")["right"] == "reuse"
     [last] = json.loads(toy("status", "--json").stdout)["last"]
-    assert last["state"] == "failed" and "told to fail" in last["cause"]
+    assert last["state"] == "failed" and "set to fail" in last["cause"]
     assert {row["stage"]: row["state"] for row in last["stages"]}["left"] == "failed"
-    assert "told to fail" in toy("logs", "left").stdout
+    assert "set to fail" in toy("logs", "left").stdout
 
 
 def test_a_config_error_is_one_message_and_exit_code_2(toy):
@@ -175,11 +175,11 @@ class Edits(ToyRows):
 def test_code_that_changes_between_plan_and_stage_is_not_recorded_as_the_old_one(toy, tmp_path):
     (tmp_path / "edits.py").write_text(EDITS)
     (tmp_path / "own.py").write_text("from tests.toy_methods import ToyModel\n\nclass Own(ToyModel):\n    pass\n")
-    words = ("stages.model.method._target_=own.Own", "stages.data.method._target_=edits.Edits")
-    done = toy("run", *words)
+    overrides = ("stages.model.method._target_=own.Own", "stages.data.method._target_=edits.Edits")
+    done = toy("run", *overrides)
     assert done.returncode == 1
     assert "the code of own has changed since the plan was made" in done.stderr
-    again = toy.run(*words)
+    again = toy.run(*overrides)
     assert [name for name, row in again.items() if row["state"] == "run"] == ["model", "left", "right"]
 
 
@@ -188,14 +188,14 @@ SLEPT_STEPS = 20
 
 @pytest.mark.slow
 def test_a_suspended_driver_keeps_its_lock_and_who_waits_says_whose(toy):
-    words = (f"stages.left.method.num_steps={SLEPT_STEPS}", "stages.left.method.step_seconds=0.1")
+    overrides = (f"stages.left.method.num_steps={SLEPT_STEPS}", "stages.left.method.step_seconds=0.1")
     toy.run("stages.left.method.num_steps=1")  # data and model
-    [row] = [row for row in json.loads(toy("plan", "--json", *words).stdout)["stages"] if row["stage"] == "left"]
+    [row] = [row for row in json.loads(toy("plan", "--json", *overrides).stdout)["stages"] if row["stage"] == "left"]
     directory = toy.folder / "artifacts" / "left" / row["fingerprint"][:16]
-    sleeper = toy.start("run", *words)
+    sleeper = toy.start("run", *overrides)
     wait_until(lambda: (directory / "metrics.jsonl").exists(), "the first step")
     sleeper.send_signal(signal.SIGSTOP)
-    waiter = toy.start("run", *words)
+    waiter = toy.start("run", *overrides)
     whose = f"waits for another run that makes it (process {sleeper.pid} on {socket.gethostname()})"
     read = [waiter.stderr.readline()]
     while whose not in read[-1]:
@@ -210,5 +210,5 @@ def test_a_suspended_driver_keeps_its_lock_and_who_waits_says_whose(toy):
     assert steps == list(range(1, SLEPT_STEPS + 1))
     manifest = Entry(directory).manifest()
     assert manifest and manifest.output_digest == unbroken(ToyTraining(num_steps=SLEPT_STEPS))
-    assert toy.states(*words)["left"] == "reuse"
+    assert toy.states(*overrides)["left"] == "reuse"
     assert {"lock", "work", "checkpoints"}.isdisjoint(path.name for path in directory.iterdir())

@@ -68,7 +68,7 @@ def heard(environment) -> Iterator[list[dict[str, str]]]:
         yield heard
 
 
-def said(heard: list[dict[str, str]]) -> tuple[str, str]:
+def output(heard: list[dict[str, str]]) -> tuple[str, str]:
     """Subject and body of the one message since the last call."""
     wait_until(lambda: heard, "the listener hears it")
     [message] = heard
@@ -113,9 +113,9 @@ def nothing_goes_on(prefect_url) -> Iterator[None]:
         api.end(run)
 
 
-def posttrain(folder: Path, environment: dict[str, str], *words: str) -> str:
+def posttrain(folder: Path, environment: dict[str, str], *arguments: str) -> str:
     """What a command says."""
-    called = [sys.executable, "-m", "flows", *words]
+    called = [sys.executable, "-m", "flows", *arguments]
     return subprocess.run(called, cwd=folder, env=environment, capture_output=True, text=True, check=True).stdout
 
 
@@ -185,7 +185,7 @@ def test_a_person_rejects_by_cancelling_the_run_that_asks_and_approves_by_resumi
         api.wait(run, lambda run: run["state_type"] == "PAUSED")
         return run
 
-    def said() -> list[tuple[str, str]]:
+    def output() -> list[tuple[str, str]]:
         file = folder / "artifacts/promotions.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
         return [(each["action"], each["who"]) for each in map(json.loads, lines)]
@@ -193,23 +193,23 @@ def test_a_person_rejects_by_cancelling_the_run_that_asks_and_approves_by_resumi
     run = asked(0.3)
     api.set_state(run, "CANCELLING")
     assert api.end(run)["type"] == "CANCELLED"
-    wait_until(lambda: said() == [("reject", f"Prefect, flow run {run}")], "it is recorded")
+    wait_until(lambda: output() == [("reject", f"Prefect, flow run {run}")], "it is recorded")
 
     run = asked(0.4)
     api.post(f"/flow_runs/{run}/resume", {"run_input": {"who": "Ada", "why": "read its answers"}})
     assert api.end(run)["type"] == "COMPLETED"
-    assert said()[1:] == [("approve", "Ada")]
+    assert output()[1:] == [("approve", "Ada")]
 
     run = asked(0.5)
     [driver] = [each for each in drivers(served) if each.environ()[ENGINE] == run]
     driver.terminate()
     state = api.end(run)
     assert state["type"] == "CRASHED" and "run it again to be asked again" in state["message"]
-    assert len(said()) == 2  # nobody has said anything
+    assert len(output()) == 2  # nobody has said anything
 
 
 @pytest.mark.slow
-def test_code_that_was_not_planned_is_refused_unless_told(served, api, folder):
+def test_code_that_was_not_planned_is_refused_unless_set(served, api, folder):
     pipeline = folder / "groups/pipeline/toy.yaml"
     declared = pipeline.read_text()
     try:
@@ -290,10 +290,10 @@ def test_posttrain_cancel_ends_it_through_prefect(served, api, folder, environme
         pytest.param("store=/proc/store", "/proc/store", marks=pytest.mark.slow),
     ],
 )
-def test_a_failure_before_any_stage_is_told(served, api, heard, override, why):
+def test_a_failure_before_any_stage_is_reported(served, api, heard, override, why):
     state = api.end(api.start("toy/local", "stages.data.method.seconds=0.1", NOTIFY, override))
     assert state["type"] == "FAILED" and why in state["message"]
-    subject, body = said(heard)
+    subject, body = output(heard)
     assert subject == "toy: failed" and why in body
 
 
@@ -304,7 +304,7 @@ def test_a_killed_run_is_a_crash_and_leaves_nothing(served, api, heard):
     driver.kill()
     assert api.end(run)["type"] == "CRASHED"
     wait_until(lambda: not alive(processes), "all processes end")
-    subject, body = said(heard)
+    subject, body = output(heard)
     assert subject == "toy: crashed" and f"The run {api.run(run)['name']!r} crashed: " in body
 
 
@@ -317,7 +317,7 @@ def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_
     served.wait(120)
     assert api.end(run)["type"] == "CRASHED"  # its own process has said so
     wait_until(lambda: not alive(processes), "all processes end")
-    assert said(heard)[0] == "toy: crashed"
+    assert output(heard)[0] == "toy: crashed"
 
     unheard = api.start("toy/local")
     api.set_state(unheard, "RUNNING")
@@ -329,7 +329,7 @@ def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_
     process = serve(folder, environment, "--config-dir", "groups", *WORDS, NOTIFY)
     try:
         assert api.end(unheard)["type"] == "CRASHED"
-        assert said(heard)[0] == "toy: crashed"
+        assert output(heard)[0] == "toy: crashed"
         assert api.end(api.start("toy/local"))["type"] == "COMPLETED"
         heard.clear()
         stopped, _ = running(api, process)
@@ -341,16 +341,16 @@ def test_a_killed_server_takes_its_runs_along_and_the_next_one_closes_what_died_
     assert process.returncode == 0
     assert "Traceback" not in (folder / "serve.log").read_text()
     assert api.end(stopped)["type"] == "CANCELLED"
-    subject, body = said(heard)
+    subject, body = output(heard)
     assert subject == "toy: stopped" and "Runner is shutting down." in body
 
 
 @pytest.mark.slow
 def test_a_worker_runs_what_prefect_yaml_deploys(api, folder, environment):
-    words = ["--config-dir", "groups", "pipeline=toy-own", *WORDS, "store=team"]
-    team = {**environment, "POSTTRAIN_WORDS": " ".join(words)}
+    arguments = ["--config-dir", "groups", "pipeline=toy-own", *WORDS, "store=team"]
+    team = {**environment, "POSTTRAIN_WORDS": " ".join(arguments)}
     for command in (
-        [sys.executable, "-m", "flows.prefect.deployments", *words],
+        [sys.executable, "-m", "flows.prefect.deployments", *arguments],
         ["prefect", "work-pool", "create", "posttrain", "--type", "process"],
         ["prefect", "--no-prompt", "deploy", "--all"],
     ):

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(folder: Path, name: str) -> str:
+def reported(folder: Path, name: str) -> str:
     ran = call(["chat", name, "--once", "the list", "--max-new-tokens", "8"], folder, {})
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.removesuffix("\n")
@@ -46,7 +46,7 @@ def test_a_chat_is_answered_as_by_chat_and_only_with_the_key(folder, name, monke
     assert client.post("/v1/chat/completions", json=asked).status_code == 401
     client.headers["authorization"] = "Bearer secret"
     answer = client.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
-    assert answer == told(folder, name)
+    assert answer == reported(folder, name)
     assert [each["id"] for each in client.get("/v1/models").json()["data"]] == [name]
     other = client.post("/v1/chat/completions", json={**asked, "model": "us/other"})
     assert other.status_code == 404 and f"model={name} is accepted" in other.text
@@ -79,16 +79,16 @@ def test_vllm_is_given_a_whole_model_the_name_and_the_key(folder, tmp_path, monk
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}", KEY: "secret"}
     ran = call(["serve-model", "adapter", "--port", "0"], folder, environment)
     assert ran.returncode == 0, ran.stderr
-    words, files, key = json.loads((tmp_path / "seen").read_text())
-    assert words[2:6] == ["--served-model-name", "adapter", "--host", "127.0.0.1"] and words[7] != "0"
+    cli_args, files, key = json.loads((tmp_path / "seen").read_text())
+    assert cli_args[2:6] == ["--served-model-name", "adapter", "--host", "127.0.0.1"] and cli_args[7] != "0"
     assert {"model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {*files} and key == "secret"
-    assert not Path(words[1]).exists()
+    assert not Path(cli_args[1]).exists()
     whole = call(["serve-model", "model", "--port", "0"], folder, environment)
     assert whole.returncode == 0 and json.loads((tmp_path / "seen").read_text())[0][1] == str(folder / "model")
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("cli_args", "reported"),
     [
         (("model", "--host", "0.0.0.0"), KEY),
         (("nowhere",), "nowhere"),
@@ -96,14 +96,14 @@ def test_vllm_is_given_a_whole_model_the_name_and_the_key(folder, tmp_path, monk
         (("model", "--port", "BUSY"), "a free port is accepted"),
     ],
 )
-def test_wrong_words_end_with_2(folder, words, told):
+def test_wrong_words_end_with_2(folder, cli_args, reported):
     pytest.importorskip("openai")
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
-        words = [str(busy.getsockname()[1]) if word == "BUSY" else word for word in words]
-        ran = call(["serve-model", *words], folder, {})
-    assert ran.returncode == 2 and told in ran.stderr, ran.stderr
+        cli_args = [str(busy.getsockname()[1]) if word == "BUSY" else word for word in cli_args]
+        ran = call(["serve-model", *cli_args], folder, {})
+    assert ran.returncode == 2 and reported in ran.stderr, ran.stderr
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_openais_client_talks_with_a_served_model(folder):
         assert [each.id for each in client.models.list()] == ["model"]
         settings = {"model": "model", "messages": CHAT, "max_tokens": 8}
         answer = client.chat.completions.create(**settings).choices[0]
-        assert answer.message.content == told(folder, "model")
+        assert answer.message.content == reported(folder, "model")
         pieces = client.chat.completions.create(**settings, stream=True)
         streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
         assert streamed == answer.message.content

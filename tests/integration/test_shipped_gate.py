@@ -197,8 +197,8 @@ def test_the_commands_of_the_page_compose() -> None:
     commands = re.findall(r"^posttrain (.*)$", (REPOSITORY / "docs" / "promotion.md").read_text(), re.MULTILINE)
     assert len(commands) > 6
     for command in commands:
-        words = shlex.split(command, comments=True)
-        options, rest = _parser(words).parse_known_args(words)
+        cli_args = shlex.split(command, comments=True)
+        options, rest = _parser(cli_args).parse_known_args(cli_args)
         assert load_pipeline([*options.overrides, *rest]).order(), command
 
 
@@ -230,8 +230,8 @@ def test_gate_check_puts_known_answers_through_a_pipeline_that_has_not_run(
     rules = json.loads(capsys.readouterr().out)["rules"]
     assert {each["rule"] for each in rules} >= {"prefers_chosen", "right_answers", "keeps_language"}
     assert all(each["values"]["right"] in (0, 1) and not each["error"] and not each["untested"] for each in rules)
-    words = ["stages.evaluate.method.metrics=[f1]", "+stages.gate.method.rules.words={metric: f1, at_least: 0.5}"]
-    assert main(["gate-check", GATED, f"store={tmp_path}", *words]) == 0
+    cli_args = ["stages.evaluate.method.metrics=[f1]", "+stages.gate.method.rules.words={metric: f1, at_least: 0.5}"]
+    assert main(["gate-check", GATED, f"store={tmp_path}", *cli_args]) == 0
     assert "right 1, shuffled 0, empty 0" in capsys.readouterr().out
     blind = "stages.gate.method.rules.prefers_chosen.at_least=0.0"
     assert main(["gate-check", GATED, f"store={tmp_path}", blind]) == 2
@@ -250,8 +250,11 @@ def test_gate_check_refuses_a_metric_that_fails_on_right_answers_and_its_prints_
         "print('loaded')\ndef score(completions, answer):\n    print('called')\n    raise ValueError('broken')\n"
     )
     metric = f"{{function: 'python:{file}:score', allow_code: true, name: own}}"
-    words = [f"stages.evaluate.method.metrics=[{metric}]", "+stages.gate.method.rules.own={metric: own, at_least: 0.5}"]
-    assert main(["gate-check", GATED, f"store={tmp_path}", *words, "--json"]) == 2
+    cli_args = [
+        f"stages.evaluate.method.metrics=[{metric}]",
+        "+stages.gate.method.rules.own={metric: own, at_least: 0.5}",
+    ]
+    assert main(["gate-check", GATED, f"store={tmp_path}", *cli_args, "--json"]) == 2
     out, err = capsys.readouterr()
     *_, own = json.loads(out)["rules"]
     assert own["error"].startswith("rules.own: own: it fails on known answers: ") and "broken" in own["error"]

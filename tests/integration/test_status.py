@@ -60,19 +60,19 @@ def test_a_run_is_seen_followed_and_cancelled_from_outside(toy, slow, prefect_ur
     assert cancelled.stdout.startswith(f"{run['id']} is stopped; ")
     assert not alive(started)
     assert slow.wait(timeout=60) == 130
-    said, errors = follower.communicate(timeout=60)
+    message, errors = follower.communicate(timeout=60)
     assert (follower.returncode, errors) == (0, "")
-    assert "local mode" in said
+    assert "local mode" in message
 
     document = status(toy)
     assert not document["running"]
     assert (document["last"][0]["id"], document["last"][0]["state"]) == (run["id"], "stopped")
-    assert toy("logs", "toy/left", "-n", "1").stdout == said.splitlines(keepends=True)[-1]
+    assert toy("logs", "toy/left", "-n", "1").stdout == message.splitlines(keepends=True)[-1]
     assert toy("cancel", "latest").stdout == f"{run['id']} has ended: stopped\n"
 
 
 @pytest.mark.slow  # quick in unit/flows/test_status_report.py
-def test_a_run_that_was_killed_is_shown_as_died_with_the_command_that_goes_on(toy, slow):
+def test_a_run_that_was_killed_is_shown_as_died_with_the_command_that_resumes(toy, slow):
     started = family(slow)
     slow.kill()
     slow.wait(timeout=60)

@@ -93,13 +93,13 @@ def test_overrides_reach_each_action(action: str, monkeypatch: pytest.MonkeyPatc
     """Wherever they stand: the model of a session may be of another store."""
     found = []
     monkeypatch.setattr(command, f"run_{action}", lambda options: found.append(options.overrides) or 0)
-    words = {"serve": [], "key": ["me"], "commit": ["mine", "--stage", "rl"]}[action]
-    for argv in ([*words, "--root", "x", "store=y"], [*words, "store=y", "--root", "x"]):
+    cli_args = {"serve": [], "key": ["me"], "commit": ["mine", "--stage", "rl"]}[action]
+    for argv in ([*cli_args, "--root", "x", "store=y"], [*cli_args, "store=y", "--root", "x"]):
         assert main(["steps", action, *argv]) == 0
     assert found == [["store=y"]] * 2
 
 
-def test_a_log_that_was_changed_is_not_replayed_and_other_weights_are_told(
+def test_a_log_that_was_changed_is_not_replayed_and_other_weights_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training.write_models(tmp_path)

@@ -96,11 +96,11 @@ def tools(served: Served) -> Iterator[Callable[[str, dict[str, object]], Any]]:
             return await client.call_tool(name, arguments)
 
     def call(name: str, arguments: dict[str, object]) -> Any:
-        told = runner.run(run(name, arguments))
+        reported = runner.run(run(name, arguments))
         if name == "list":
-            return told
-        assert not told.is_error, told.content[0].text
-        return told.structured_content
+            return reported
+        assert not reported.is_error, reported.content[0].text
+        return reported.structured_content
 
     with asyncio.Runner() as runner:
         yield call
@@ -393,7 +393,7 @@ def test_a_restarted_engine_continues_from_its_log_with_the_same_bits(
     assert digests[0] == digests[1]
 
 
-def test_calls_behind_a_gap_fail_when_the_lease_ends_and_the_session_goes_on(tmp_path: Path, model: str) -> None:
+def test_calls_behind_a_gap_fail_when_the_lease_ends_and_the_session_resumes(tmp_path: Path, model: str) -> None:
     with Served(tmp_path, lease_minutes=1 / 600).running() as served, http(served) as client:
         place = f"/v1/sessions/{client.post('/v1/sessions', json={'model': model, **SETTINGS}).json()['session']}"
         late = client.post(f"{place}/backward?wait=20", json={"seq": 3, "data": [ROW]})

@@ -126,11 +126,11 @@ def write_datasets(folder: Path) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("".join(json.dumps(each) + "\n" for each in rows))
 
-    def said(number: int) -> list[dict[str, str]]:
+    def reported(number: int) -> list[dict[str, str]]:
         return [{"role": "user", "content": f"sum {number}"}, {"role": "assistant", "content": f"{number}"}]
 
     for split, count in (("train", 270), ("test", 20)):
-        write(f"HuggingFaceH4/no_robots/{split}.jsonl", [{"messages": said(each)} for each in range(count)])
+        write(f"HuggingFaceH4/no_robots/{split}.jsonl", [{"messages": reported(each)} for each in range(count)])
         pairs: list[dict[str, object]] = [
             {name: f"\n\nHuman: sum {each}\n\nAssistant: {name}" for name in ("chosen", "rejected")}
             for each in range(40)

@@ -40,14 +40,14 @@ def tracked(folder, prefect_url, uri):
     return command(folder, prefect_url, tracked=True)
 
 
-def sweep(toy, *words, code=0):
-    result = toy("run", "--multirun", "--json", *words)
+def sweep(toy, *overrides, code=0):
+    result = toy("run", "--multirun", "--json", *overrides)
     assert result.returncode == code, result.stderr
     return json.loads(result.stdout), result.stderr
 
 
-def states(told):
-    return [trial["state"] for trial in told["trials"]]
+def states(reported):
+    return [trial["state"] for trial in reported["trials"]]
 
 
 def made(folder, stage):
@@ -64,8 +64,8 @@ def prefect_runs(url, folder):
 
 
 def test_what_trials_share_is_made_once_and_a_rerun_makes_what_is_missing(toy, folder, prefect_url):
-    told, errors = sweep(toy, RATES)
-    assert states(told) == ["complete"] * 3
+    reported, errors = sweep(toy, RATES)
+    assert states(reported) == ["complete"] * 3
     assert {stage: made(folder, stage) for stage in ("data", "model", "left", "right")} == {
         "data": 1, "model": 1, "left": 3, "right": 1,
     }  # fmt: skip
@@ -74,12 +74,14 @@ def test_what_trials_share_is_made_once_and_a_rerun_makes_what_is_missing(toy, f
     assert prefect_runs(prefect_url, folder) == ["COMPLETED"]
 
     again, errors = sweep(toy, RATES)
-    assert (states(again), started(errors), again["trials"]) == (["complete"] * 3, [], told["trials"])
+    assert (states(again), started(errors), again["trials"]) == (["complete"] * 3, [], reported["trials"])
     assert prefect_runs(prefect_url, folder) == ["COMPLETED"]
 
-    (Path(told["sweep"]) / "trials.jsonl").unlink()  # as a stop leaves it between the last stage and the end of a trial
+    (
+        Path(reported["sweep"]) / "trials.jsonl"
+    ).unlink()  # as a stop leaves it between the last stage and the end of a trial
     remembered, _ = sweep(toy, RATES)
-    assert remembered["trials"] == told["trials"] and all(trial["seconds"] > 0 for trial in told["trials"])
+    assert remembered["trials"] == reported["trials"] and all(trial["seconds"] > 0 for trial in reported["trials"])
     refused = toy("run", "--multirun", RATES, "sweep.objectives.best={metric: left/nope, direction: minimize}")
     assert refused.returncode == 2 and "left is finished and has not measured it; it measured loss" in refused.stderr
 
@@ -87,32 +89,32 @@ def test_what_trials_share_is_made_once_and_a_rerun_makes_what_is_missing(toy, f
 
 
 @pytest.mark.slow  # quick in test_sweep_engine.py
-def test_a_failed_trial_is_told_at_once_and_stops_no_other(toy, folder, prefect_url):
-    words = ("stages.left.method.fail=true,false", "stages.left.method.step_seconds=0.2", "sweep.parallel=1")
-    told, errors = sweep(toy, *words, code=1)
-    assert states(told) == ["failed", "complete"]
+def test_a_failed_trial_is_reported_at_once_and_stops_no_other(toy, folder, prefect_url):
+    overrides = ("stages.left.method.fail=true,false", "stages.left.method.step_seconds=0.2", "sweep.parallel=1")
+    reported, errors = sweep(toy, *overrides, code=1)
+    assert states(reported) == ["failed", "complete"]
     lines = errors.splitlines()
     failed = next(line for line in lines if line.startswith("trial 0 failed: stages.left.method.fail=True: stage left"))
-    assert "ValueError: told to fail" in failed
+    assert "ValueError: set to fail" in failed
     assert lines.index(failed) < next(place for place, line in enumerate(lines) if re.match("left#1 +started", line))
     again = "the same command again tries these, and only these\n"
     assert errors.endswith(f"posttrain: 1 of 2 trials failed: 0; each reported why when it failed; {again}")
     assert prefect_runs(prefect_url, folder) == ["FAILED"]
-    _, errors = sweep(toy, *words, code=1)
+    _, errors = sweep(toy, *overrides, code=1)
     assert started(errors) == ["left#0"]
 
 
 @pytest.mark.slow  # quick in test_sweep_engine.py
 def test_a_shared_stage_that_fails_ends_the_trials_that_need_it(toy, folder):
     (folder / "rows.txt").write_bytes(b"\xff")  # no text
-    told, errors = sweep(toy, RATES, code=1)
-    assert states(told) == ["failed"] * 3
+    reported, errors = sweep(toy, RATES, code=1)
+    assert states(reported) == ["failed"] * 3
     assert errors.count("UnicodeDecodeError") == 4  # of the stage, and of each trial
     assert made(folder, "model") == 0
 
 
-def test_what_is_wrong_with_a_trial_or_a_word_is_told_before_anything_starts(toy, folder):
-    for arguments, said in (
+def test_what_is_wrong_with_a_trial_or_a_word_is_reported_before_anything_starts(toy, folder):
+    for arguments, message in (
         (("--multirun", "stages.left.method.num_steps=3,x"), "trial 1: stages.left.method.num_steps=x: "),
         (("--multirun",), "a sweep needs a field that varies"),
         (("--multirun", "store=a,b"), "store: cannot vary"),
@@ -124,14 +126,14 @@ def test_what_is_wrong_with_a_trial_or_a_word_is_told_before_anything_starts(toy
     ):
         result = toy("run", *arguments)
         assert (result.returncode, result.stderr[:11]) == (2, "posttrain: "), result.stderr
-        assert said in result.stderr
+        assert message in result.stderr
     assert not (folder / "artifacts").exists()
 
 
 @pytest.mark.slow
-def test_a_stopped_sweep_leaves_no_process_and_goes_on_where_it_was(toy, folder):
-    words = ("stages.left.method.step_seconds=0,0.2", "stages.left.method.num_steps=40")
-    process = toy.start("run", "--multirun", "--json", *words, stderr=folder / "errors.txt")
+def test_a_stopped_sweep_leaves_no_process_and_resumes_where_it_was(toy, folder):
+    overrides = ("stages.left.method.step_seconds=0,0.2", "stages.left.method.num_steps=40")
+    process = toy.start("run", "--multirun", "--json", *overrides, stderr=folder / "errors.txt")
     wait_until(lambda: made(folder, "left") == 1 and made(folder, "right") == 1, "the first trial ends")
     wait_until(lambda: "left#1" in started((folder / "errors.txt").read_text()), "the second one begins")
     running = family(process)
@@ -140,12 +142,12 @@ def test_a_stopped_sweep_leaves_no_process_and_goes_on_where_it_was(toy, folder)
     process.communicate(timeout=60)
     assert process.returncode == 130
     wait_until_gone(running)
-    told, errors = sweep(toy, *words)
-    assert (states(told), started(errors)) == (["complete"] * 2, ["left#1"])
+    reported, errors = sweep(toy, *overrides)
+    assert (states(reported), started(errors)) == (["complete"] * 2, ["left#1"])
 
 
 def test_mlflow_shows_the_trials_below_the_sweep_and_the_best_is_a_run_with_nothing_to_do(tracked, folder, uri):
-    told, _ = sweep(tracked, TWO_LEVELS, BEST)
+    reported, _ = sweep(tracked, TWO_LEVELS, BEST)
     _, errors = sweep(tracked, TWO_LEVELS, BEST, "stages.right.method.num_steps=2")  # another sweep
     assert started(errors) == ["right"]
 
@@ -153,8 +155,8 @@ def test_mlflow_shows_the_trials_below_the_sweep_and_the_best_is_a_run_with_noth
 
     client = connect(uri)
     runs = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
-    [parent] = [run for run in runs if run.info.run_id == told["mlflow_run_id"]]
-    assert parent.info.run_name == f"sweep {told['sweep'].rpartition('/')[2]}"
+    [parent] = [run for run in runs if run.info.run_id == reported["mlflow_run_id"]]
+    assert parent.info.run_name == f"sweep {reported['sweep'].rpartition('/')[2]}"
     assert parent.info.status == "FINISHED"
     below = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert sorted(run.info.run_name for run in below) == [
@@ -171,18 +173,18 @@ def test_mlflow_shows_the_trials_below_the_sweep_and_the_best_is_a_run_with_noth
     artifacts = {each.path for each in client.list_artifacts(parent.info.run_id)}
     assert artifacts == {"best.html", "best.yaml", "plots.html", "trials.csv"}
 
-    [best] = told["best"]
+    [best] = reported["best"]
     assert (best["trial"], best["overrides"][-1]) == (0, "stages.left.method.level=0")
     winner = tracked("run", "--overrides-from", best["file"])
     assert winner.returncode == 0 and "nothing to do: all 4 stages are finished" in winner.stdout
 
 
 @pytest.mark.slow  # quick in test_sweep_engine.py
-def test_a_pruned_trial_ends_its_process_and_the_sweep_goes_on(tracked, folder, uri):
+def test_a_pruned_trial_ends_its_process_and_the_sweep_resumes(tracked, folder, uri):
     steps = ("stages.left.method.num_steps=40", "stages.left.method.step_seconds=0.1")
-    told, errors = sweep(tracked, *PRUNED, TWO_LEVELS, *steps)
-    assert sorted(states(told)) == ["complete", "pruned"]
-    [pruned] = [trial for trial in told["trials"] if trial["state"] == "pruned"]
+    reported, errors = sweep(tracked, *PRUNED, TWO_LEVELS, *steps)
+    assert sorted(states(reported)) == ["complete", "pruned"]
+    [pruned] = [trial for trial in reported["trials"] if trial["state"] == "pruned"]
     number = pruned["number"]
     assert f"trial {number} pruned: stages.left.method.level=10: pruned at step 1 of left#{number}" in errors
     assert made(folder, "left") == 1
@@ -200,14 +202,14 @@ def test_a_pruned_trial_ends_its_process_and_the_sweep_goes_on(tracked, folder, 
 
 
 @pytest.mark.slow
-def test_a_sampler_that_is_stopped_goes_on_with_the_trial_it_was_at(toy, folder):
-    words = ("sweep=optuna", "sweep.num_trials=2", BEST, "sweep.parallel=1",
+def test_a_sampler_that_is_stopped_resumes_with_the_trial_it_was_at(toy, folder):
+    overrides = ("sweep=optuna", "sweep.num_trials=2", BEST, "sweep.parallel=1",
              "stages.left.method.step_seconds=interval(0.01,0.02)", "stages.left.method.num_steps=100")  # fmt: skip
-    process = toy.start("run", "--multirun", "--json", *words, stderr=folder / "errors.txt")
+    process = toy.start("run", "--multirun", "--json", *overrides, stderr=folder / "errors.txt")
     wait_until(lambda: "left#0" in started((folder / "errors.txt").read_text()), "a trial begins")
     process.kill()
     process.communicate(timeout=60)
-    told, errors = sweep(toy, *words)
-    assert states(told) == ["complete"] * 2
+    reported, errors = sweep(toy, *overrides)
+    assert states(reported) == ["complete"] * 2
     assert [title for title in started(errors) if title.startswith("left")] == ["left#0", "left#1"]
     assert made(folder, "left") == 2

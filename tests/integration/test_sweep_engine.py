@@ -21,8 +21,8 @@ PATIENCE_SECONDS = 20.0
 @pytest.fixture
 def read(tmp_path):
     (tmp_path / "rows.txt").write_text("rows")
-    words = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
-    return lambda *more: read_sweep([*words, *more], CONF)
+    overrides = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+    return lambda *more: read_sweep([*overrides, *more], CONF)
 
 
 class Proposals:
@@ -175,22 +175,22 @@ def test_reports_of_an_earlier_attempt_prune_nothing(read, drive):
 def test_the_machine_or_sweep_parallel_decides_how_many_trials_run_at_once(read, monkeypatch):
     monkeypatch.setattr(module, "count_cpus", lambda: 4)
     cpus = "stages.left.resources.cpus_per_worker"
-    for words, count in (
+    for overrides, count in (
         ([], 4),
         ([f"{cpus}=2"], 2),
         ([f"{cpus}=3"], 1),
         ([f"{cpus}=8"], 1),
         (["sweep.parallel=9"], 9),
     ):
-        assert module._num_workers(read(f"{RATE}=0.1,0.2", *words), None) == count
+        assert module._num_workers(read(f"{RATE}=0.1,0.2", *overrides), None) == count
 
 
 def test_as_many_trials_run_at_once_as_fit_on_the_cluster(read, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    words = [f"{RATE}=0.1,0.2", "stages.left.resources.launcher=cluster", "stages.left.resources.cpus_per_worker=2"]
+    overrides = [f"{RATE}=0.1,0.2", "stages.left.resources.launcher=cluster", "stages.left.resources.cpus_per_worker=2"]
     cluster = Cluster(nodes=tuple(Node(host="a", node=str(index), cpus=3.0) for index in range(2)))
-    assert module._num_workers(read(*words), cluster) == 3
-    assert module._num_workers(read(*words, "sweep.parallel=2"), cluster) == 2
+    assert module._num_workers(read(*overrides), cluster) == 3
+    assert module._num_workers(read(*overrides, "sweep.parallel=2"), cluster) == 2
 
 
 RAY = """

@@ -27,8 +27,8 @@ def _files(folder: Path, settings, overrides=("pipeline=toy",), config_dir=None)
 
 
 def _summary(files: SweepFiles, settings) -> list[str]:
-    stated = SimpleNamespace(sweep=settings, plan=SimpleNamespace(stages=[]), own=frozenset())
-    return sweep_summary(stated, files, 1.0).splitlines()
+    configured = SimpleNamespace(sweep=settings, plan=SimpleNamespace(stages=[]), own=frozenset())
+    return sweep_summary(configured, files, 1.0).splitlines()
 
 
 def _params(number: int) -> dict[str, str]:

@@ -15,7 +15,7 @@ RATE = "stages.left.method.learning_rate"
 
 
 @pytest.fixture
-def words(tmp_path):
+def cli_args(tmp_path):
     (tmp_path / "rows.txt").write_text("rows")
     return ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
 
@@ -36,22 +36,22 @@ def test_a_value_on_a_copy_is_composed_as_if_it_had_been_there_from_the_start(mo
     assert composer.tree() == compose_tree(["stages.dpo.method.num_steps=3"])
 
 
-def _plan(words):
-    return SweepPlan(sweep=sweep(), params={}, space={}, overrides=words, config_dir=CONF)
+def _plan(cli_args):
+    return SweepPlan(sweep=sweep(), params={}, space={}, overrides=cli_args, config_dir=CONF)
 
 
-def test_a_mistake_in_a_trial_names_the_trial(words):
+def test_a_mistake_in_a_trial_names_the_trial(cli_args):
     with pytest.raises(ConfigError, match=r"trial 4: stages.left.method.rate=1: .*unknown key; .*did you mean"):
-        _plan(words).trial(4, {"stages.left.method.rate": "1"})
+        _plan(cli_args).trial(4, {"stages.left.method.rate": "1"})
 
 
-def test_a_source_is_pinned_once_for_all_trials(words, monkeypatch):
+def test_a_source_is_pinned_once_for_all_trials(cli_args, monkeypatch):
     import flows.planning.plan
 
     pinned = []
     pin = flows.planning.plan.pin
     monkeypatch.setattr(flows.planning.plan, "pin", lambda *args: pinned.append(args[0]) or pin(*args))
-    sweep = read_sweep([*words, f"{RATE}=0.1,0.2,0.3"], CONF)
+    sweep = read_sweep([*cli_args, f"{RATE}=0.1,0.2,0.3"], CONF)
     assert pinned == ["rows"]
     alone = [make_plan(each.plan.pipeline) for each in sweep.known]
     assert [each.plan.stages for each in sweep.known] == [each.stages for each in alone]
@@ -64,10 +64,10 @@ OPTUNA = [
 
 
 @pytest.mark.parametrize("kind", [[f"{RATE}=0.1,0.2"], OPTUNA])
-def test_a_sweep_on_other_data_or_settings_is_another_and_one_on_other_resources_is_not(words, tmp_path, kind):
+def test_a_sweep_on_other_data_or_settings_is_another_and_one_on_other_resources_is_not(cli_args, tmp_path, kind):
     def folder(*more):
-        stated = read_sweep([*words, *kind, *more], CONF)
-        return sweep_folder(tmp_path, "toy", stated.sweep, stated.params, union(stated.samples))
+        configured = read_sweep([*cli_args, *kind, *more], CONF)
+        return sweep_folder(tmp_path, "toy", configured.sweep, configured.params, union(configured.samples))
 
     first = folder()
     assert folder() == folder("stages.left.resources.cpus_per_worker=2") == folder("code_drift=rerun") == first
@@ -76,19 +76,19 @@ def test_a_sweep_on_other_data_or_settings_is_another_and_one_on_other_resources
     assert folder() != first
 
 
-def test_each_choice_of_a_sampler_tells_sweeps_apart(words, tmp_path):
+def test_each_choice_of_a_sampler_tells_sweeps_apart(cli_args, tmp_path):
     (tmp_path / "more.txt").write_text("rows")
-    choice = [*words[:2], words[3], *OPTUNA, f"sources.rows.path={tmp_path}/rows.txt,{tmp_path}/more.txt"]
+    choice = [*cli_args[:2], cli_args[3], *OPTUNA, f"sources.rows.path={tmp_path}/rows.txt,{tmp_path}/more.txt"]
     before = set(union(read_sweep(choice, CONF).samples))
     (tmp_path / "more.txt").write_text("other rows")
     assert set(union(read_sweep(choice, CONF).samples)) != before
 
 
-def test_until_leaves_out_what_the_stage_does_not_need(words):
-    sweep = read_sweep([*words, f"{RATE}=0.1,0.2", "sweep.until=left"], CONF)
+def test_until_leaves_out_what_the_stage_does_not_need(cli_args):
+    sweep = read_sweep([*cli_args, f"{RATE}=0.1,0.2", "sweep.until=left"], CONF)
     assert count_stages(sweep.known) == {"data": 1, "model": 1, "left": 2}
     with pytest.raises(ConfigError, match=r"sweep.until=lef: no such stage; .*did you mean left"):
-        read_sweep([*words, f"{RATE}=0.1,0.2", "sweep.until=lef"], CONF)
+        read_sweep([*cli_args, f"{RATE}=0.1,0.2", "sweep.until=lef"], CONF)
 
 
 @pytest.mark.parametrize(
@@ -100,20 +100,20 @@ def test_until_leaves_out_what_the_stage_does_not_need(words):
         ("sources.rows.path", {"data", "model", "left", "right"}),
     ],
 )
-def test_a_field_may_change_its_stage_and_all_that_is_made_from_it(words, field, own):
-    assert varying(_plan(words).plan.pipeline, [field]) == own
+def test_a_field_may_change_its_stage_and_all_that_is_made_from_it(cli_args, field, own):
+    assert varying(_plan(cli_args).plan.pipeline, [field]) == own
 
 
-def test_the_command_line_has_the_last_word_on_what_is_fixed(words):
+def test_the_command_line_has_the_last_word_on_what_is_fixed(cli_args):
     fixed = "sweep.fixed={stages.left.method.num_steps: 7, stages.right.method.num_steps: 7}"
-    sweep = read_sweep([*words, f"{RATE}=0.1,0.2", fixed, "stages.left.method.num_steps=5"], CONF)
+    sweep = read_sweep([*cli_args, f"{RATE}=0.1,0.2", fixed, "stages.left.method.num_steps=5"], CONF)
     stages = sweep.plan.pipeline.stages
     assert (stages["left"].method.num_steps, stages["right"].method.num_steps) == (5, 7)
 
 
-def test_a_stage_in_the_foreground_is_refused(words):
+def test_a_stage_in_the_foreground_is_refused(cli_args):
     with pytest.raises(ConfigError, match=r"trial 0: .*launcher=foreground: a sweep runs stages side by side"):
-        read_sweep([*words, f"{RATE}=0.1,0.2", "stages.left.resources.launcher=foreground"], CONF)
+        read_sweep([*cli_args, f"{RATE}=0.1,0.2", "stages.left.resources.launcher=foreground"], CONF)
 
 
 # The sweeps of ``conf/sweep/`` on the default pipeline: read and planned, none is run.
@@ -121,11 +121,11 @@ BETA = "stages.dpo.method.beta=tag(log,interval(0.01,0.5))"
 
 
 def test_optuna_judges_by_a_metric_that_evaluate_has():
-    stated = read_sweep(["sweep=optuna", BETA, "adapter=full,lora"])
-    stage, policy, metric = stated.sweep.objectives["best"].metric.split("/")
-    names = [planned.name for planned in stated.plan.stages]
+    configured = read_sweep(["sweep=optuna", BETA, "adapter=full,lora"])
+    stage, policy, metric = configured.sweep.objectives["best"].metric.split("/")
+    names = [planned.name for planned in configured.plan.stages]
     assert stage in names and policy in names and metric in POLICY_METRICS
-    assert list(stated.params) == ["stages.dpo.method.beta", "adapter"]
+    assert list(configured.params) == ["stages.dpo.method.beta", "adapter"]
 
 
 def test_asha_prunes_by_a_stage_of_the_pipeline():
@@ -136,18 +136,18 @@ def test_asha_prunes_by_a_stage_of_the_pipeline():
 
 @pytest.mark.parametrize("stage", ["dpo", "sft"])
 def test_the_learning_rate_experiment_is_of_the_stage_that_is_named(stage):
-    stated = read_sweep(["sweep=lr-range", f"sweep.until={stage}"])
-    plans = [planned.plan for planned in stated.known]
+    configured = read_sweep(["sweep=lr-range", f"sweep.until={stage}"])
+    plans = [planned.plan for planned in configured.known]
     methods = [plan.stage(stage).stage.method for plan in plans]
     assert [method.num_steps for method in methods] == [20] * 5
-    assert f"stages.{stage}.method.num_epochs=null" in stated.overrides  # a pipeline's own would be a second
+    assert f"stages.{stage}.method.num_epochs=null" in configured.overrides  # a pipeline's own would be a second
     assert len({method.learning_rate for method in methods}) == 5
     assert all(plan.stages[-1].name == stage for plan in plans)
 
 
 def test_the_command_line_has_the_last_word_on_rates_and_steps():
-    stated = read_sweep(
+    configured = read_sweep(
         ["sweep=lr-range", "stages.dpo.method.learning_rate=1e-6,1e-5", "stages.dpo.method.num_steps=9"]
     )
-    methods = [planned.plan.stage("dpo").stage.method for planned in stated.known]
+    methods = [planned.plan.stage("dpo").stage.method for planned in configured.known]
     assert [(method.learning_rate, method.num_steps) for method in methods] == [(1e-6, 9), (1e-5, 9)]

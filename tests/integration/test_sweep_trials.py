@@ -23,13 +23,13 @@ SPACE = {
 
 
 def _study(folder, params=SPACE, **changes):
-    stated = {"sampler": RANDOM, "num_trials": 6, "objectives": {"best": maximize()}, **changes}
-    return Study(sweep(**stated), space_of(params), folder)
+    configured = {"sampler": RANDOM, "num_trials": 6, "objectives": {"best": maximize()}, **changes}
+    return Study(sweep(**configured), space_of(params), folder)
 
 
 def _check(**changes):
-    stated = {"sampler": RANDOM, "num_trials": 6, "objectives": {"best": maximize()}, **changes}
-    check_sweep(sweep(**stated), space_of(SPACE), ["left"])
+    configured = {"sampler": RANDOM, "num_trials": 6, "objectives": {"best": maximize()}, **changes}
+    check_sweep(sweep(**configured), space_of(SPACE), ["left"])
 
 
 def _asked(study, count: int) -> list:

@@ -176,12 +176,12 @@ def test_answers_do_not_depend_on_the_batch(root: Path, tmp_path: Path, sampling
 
 
 def test_what_cannot_be_answered_is_refused(root: Path, tmp_path: Path) -> None:
-    for fields, said in (
+    for fields, reported in (
         ({"max_new_tokens": 64}, r"max_new_tokens=64 leaves nothing of max_length=64 .* set max_length=128"),
         ({"num_answers": 2}, r"num_answers=2: without sampling, all answers .* are the same"),
         ({"num_beams": 2, "sampling": SAMPLED}, r"num_beams=2 with sampling: .* set sampling=null, or num_beams=1"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=reported):
             TeacherAnswers(**{**FIELDS, **fields})  # type: ignore[arg-type]
     stage = TeacherAnswers()
     for slots in (frozenset({"teacher"}), frozenset({"teacher", "prompts", "rows"})):

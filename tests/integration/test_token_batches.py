@@ -78,10 +78,10 @@ def test_a_step_without_memory_is_repeated_with_fewer_tokens(
     assert ended
     assert found.losses == pytest.approx(expected.losses, abs=1e-4)
     assert [each["num_tokens"] for _, each in found.reports] == [each["num_tokens"] for _, each in expected.reports]
-    told = [each.getMessage() for each in caplog.records if "state=out_of_memory" in each.getMessage()]
-    assert len(told) == len(ended)
-    assert told[0].startswith("step=1 state=out_of_memory tokens_at_once=")
-    assert told[0].endswith("and the step is repeated (CUDA out of memory)")
+    reported = [each.getMessage() for each in caplog.records if "state=out_of_memory" in each.getMessage()]
+    assert len(reported) == len(ended)
+    assert reported[0].startswith("step=1 state=out_of_memory tokens_at_once=")
+    assert reported[0].endswith("and the step is repeated (CUDA out of memory)")
 
 
 def without_memory(trainer: Trainer, rank: int) -> Trainer:

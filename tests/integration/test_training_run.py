@@ -197,8 +197,8 @@ def test_dpo_of_a_mixture_of_experts_is_proven_on_the_preference_loss(root: Path
 
 def test_a_generation_config_that_could_not_be_saved_is_repaired(root: Path, tmp_path: Path) -> None:
     policy = write_model(tmp_path / "policy", "llama")
-    stated = {"eos_token_id": 1, "pad_token_id": 0, "temperature": 0.6, "top_p": 0.9, "do_sample": False}
-    (policy / "generation_config.json").write_text(json.dumps(stated))
+    configured = {"eos_token_id": 1, "pad_token_id": 0, "temperature": 0.6, "top_p": 0.9, "do_sample": False}
+    (policy / "generation_config.json").write_text(json.dumps(configured))
     output = training.train(
         training.method("sft", chat_template="chatml"), root, tmp_path / "output", policy=policy
     ).output

@@ -25,7 +25,7 @@ def generations(tmp_path, prefect_url):
 
 
 @pytest.mark.slow
-def test_rows_that_are_appended_move_the_champion_or_leave_it_and_the_team_is_told(generations, prefect_url):
+def test_rows_that_are_appended_move_the_champion_or_leave_it_and_the_team_is_reported(generations, prefect_url):
     folder, server = generations.toy.folder, Server(prefect_url)
     one = champion(folder)
     with serving(server, folder, *WORDS, TRIGGER):

@@ -18,13 +18,13 @@ from tests.miniature import MODEL, STEPS, write_own_rows
 @pytest.fixture
 def toy(tmp_path, prefect_url):
     (tmp_path / "rows.txt").write_text("rows")
-    words = ["pipeline=toy-tuned", *(word for word in TOY if not word.startswith("pipeline="))]
-    return Command(tmp_path, *words, environment={"PREFECT_API_URL": prefect_url})
+    overrides = ["pipeline=toy-tuned", *(word for word in TOY if not word.startswith("pipeline="))]
+    return Command(tmp_path, *overrides, environment={"PREFECT_API_URL": prefect_url})
 
 
-def tune(toy: Command, *words: str) -> tuple[dict, list[str]]:
+def tune(toy: Command, *overrides: str) -> tuple[dict, list[str]]:
     """The printed object, and the stages that were started."""
-    result = toy("tune", "tuned", "--json", *words)
+    result = toy("tune", "tuned", "--json", *overrides)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout), re.findall(r"^(\S+) +started", result.stderr, re.MULTILINE)
 
@@ -57,7 +57,7 @@ def settings(found: dict) -> list[dict[str, str]]:
     ]
 
 
-def test_each_round_changes_what_the_doctor_finds_the_best_is_kept_and_a_killed_command_goes_on(toy):
+def test_each_round_changes_what_the_doctor_finds_the_best_is_kept_and_a_killed_command_resumes(toy):
     found, started = tune(toy)
     longer = {"num_steps": "120", "num_epochs": "null"}
     assert settings(found) == [{}, {"learning_rate": "0.003"}, {"learning_rate": "0.003", **longer}]
@@ -92,7 +92,7 @@ def test_both_sides_are_tried_where_the_doctor_finds_nothing_and_a_failed_side_i
 
 
 @pytest.mark.slow
-def test_it_ends_before_a_budget_of_steps_is_passed_and_a_larger_one_goes_on(toy):
+def test_it_ends_before_a_budget_of_steps_is_passed_and_a_larger_one_resumes(toy):
     found, started = tune(toy, "--budget-steps", "130")
     assert [trial["number"] for trial in found["trials"]] == [0, 1]
     assert found["stopped"] == "round 3, epochs: trial 2: it would make 240 of --budget-steps 130; not started"
@@ -112,9 +112,9 @@ def test_a_metric_of_a_later_stage_judges_by_that_stage(toy):
 
 @pytest.mark.slow
 def test_a_first_trial_that_failed_is_tried_again(toy):
-    words = ("stages.tuned.method.highest=1e-9", "--rounds", "1", "--metric", "loss")
+    overrides = ("stages.tuned.method.highest=1e-9", "--rounds", "1", "--metric", "loss")
     for _ in range(2):
-        result = toy("tune", "tuned", *words)
+        result = toy("tune", "tuned", *overrides)
         assert result.returncode == 1
         assert "tuned#0" in re.findall(r"^(\S+) +started", result.stderr, re.MULTILINE)
     assert "trials failed" in result.stderr
@@ -145,7 +145,7 @@ def test_a_budget_of_money_counts_gpu_hours_and_what_trials_share_once(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("overrides", "message"),
     [
         (("data",), "data: no stage that trains; there are: tuned, after, other"),
         (("tuned", "stages.tuned.method.learning_rate=1,2"), "tune chooses what varies"),
@@ -154,17 +154,17 @@ def test_a_budget_of_money_counts_gpu_hours_and_what_trials_share_once(tmp_path)
         (("tuned", "--budget-money", "1"), "price_per_gpu_hour=None, and 0 GPUs"),
     ],
 )
-def test_what_cannot_be_tuned_is_refused(toy, words, said):
-    result = toy("tune", *words)
+def test_what_cannot_be_tuned_is_refused(toy, overrides, message):
+    result = toy("tune", *overrides)
     assert result.returncode == 2
-    assert said in result.stderr
+    assert message in result.stderr
     assert not (toy.folder / "artifacts").exists()
 
 
 @pytest.mark.slow
 def test_a_real_stage_is_tuned_by_its_loss_on_held_out_rows(tmp_path, prefect_url):
-    words = (*MODEL, *STEPS, *write_own_rows(tmp_path), "stages.sft.method.learning_rate=1e-6")
-    mini = Command(tmp_path, *words, environment={"PREFECT_API_URL": prefect_url})
+    overrides = (*MODEL, *STEPS, *write_own_rows(tmp_path), "stages.sft.method.learning_rate=1e-6")
+    mini = Command(tmp_path, *overrides, environment={"PREFECT_API_URL": prefect_url})
     result = mini("tune", "sft", "--steps", "60", "--rounds", "1", "--json")
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)

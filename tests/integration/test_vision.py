@@ -582,9 +582,9 @@ def test_a_model_that_reads_images_is_exported_and_asked(models: Any, tmp_path: 
     assert done.returncode == 0, done.stderr
     assert {each.dtype for each in load_file(tmp_path / "merged" / "model.safetensors").values()} == {torch.bfloat16}
     processor = AutoProcessor.from_pretrained(tmp_path / "merged")
-    words = [{"type": "image", "path": str(picture_file)}, {"type": "text", "text": sentence(1, 4)}]
+    parts = [{"type": "image", "path": str(picture_file)}, {"type": "text", "text": sentence(1, 4)}]
     inputs = processor.apply_chat_template(
-        [{"role": "user", "content": words}], add_generation_prompt=True, tokenize=True, return_dict=True,
+        [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=True, return_dict=True,
         return_tensors="pt",
     )  # fmt: skip
     before, after = (
@@ -595,9 +595,11 @@ def test_a_model_that_reads_images_is_exported_and_asked(models: Any, tmp_path: 
         logps = [each(**inputs).logits.log_softmax(-1) for each in (before, after)]
         torch.testing.assert_close(*logps, atol=0.05, rtol=0.05)  # bf16
         ids = before.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    said = ["chat", str(model), "--once", sentence(1, 4), "--image", str(picture_file), "--json"]
-    told = call([*said, "--max-new-tokens", "6", "--temperature", "0"], tmp_path, {})
-    assert json.loads(told.stdout)["turns"][0]["answers"][0]["text"] == processor.decode(ids, skip_special_tokens=True)
+    output = ["chat", str(model), "--once", sentence(1, 4), "--image", str(picture_file), "--json"]
+    reported = call([*output, "--max-new-tokens", "6", "--temperature", "0"], tmp_path, {})
+    assert json.loads(reported.stdout)["turns"][0]["answers"][0]["text"] == processor.decode(
+        ids, skip_special_tokens=True
+    )
     text = tiny.write_policy(tmp_path / "text")
     refused = call(["chat", str(text), "--once", "a", "--image", str(picture_file)], tmp_path, {})
     assert refused.returncode == 2 and "reads no images" in refused.stderr

@@ -89,13 +89,13 @@ def test_watch_only_starts_runs_of_what_others_serve(server, rows, tmp_path):
         id=new_id(), pipeline="toy", cli_args=[], driver=gone, started=0.0, stages={}, links=Links(deployed=True),
         open_flow=OpenFlow(flow_run=dead, api=server.url),
     ).write(tmp_path / "artifacts")  # fmt: skip
-    with serving(server, tmp_path, *TOY, TRIGGER, "--name", "workers", "--watch-only") as said:
+    with serving(server, tmp_path, *TOY, TRIGGER, "--name", "workers", "--watch-only") as message:
         rows.write_text("second")
         wait_until(lambda: len(server.runs()) == 1, "a run is created")
         [run] = server.runs()
         rows.write_text("third")
         held = f"new: rows; waits for the run {run['name']}"
-        wait_until(lambda: held in said.read_text(), "what changed meanwhile is held")
+        wait_until(lambda: held in message.read_text(), "what changed meanwhile is held")
         assert len(server.runs()) == 1
         server.post(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "COMPLETED"}, "force": True})
         wait_until(lambda: len(server.runs()) == 2, "the next is created")
@@ -111,8 +111,8 @@ def test_what_dvc_tracks_is_read_from_its_remote_as_it_is_committed(tmp_path, mo
     monkeypatch.chdir(repository)
     dvc = [sys.executable, "-m", "dvc"]
 
-    def call(*words: str) -> None:
-        subprocess.run(words, check=True, capture_output=True)
+    def call(*arguments: str) -> None:
+        subprocess.run(arguments, check=True, capture_output=True)
 
     def fingerprint() -> str:
         return pin("rows", Source(path="dvc://rows.jsonl"), DigestCache(tmp_path / "digests.json")).fingerprint

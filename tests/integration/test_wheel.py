@@ -82,10 +82,10 @@ def test_each_command_starts(wheel: Wheel) -> None:
 @pytest.mark.parametrize("launcher", ["local", "cluster"])
 def test_a_run_trains_there_by_its_stages_and_by_rays_workers(wheel: Wheel, launcher: str) -> None:
     """Also with the user's folder first on PYTHONPATH."""
-    words = [*SFT, f"store={launcher}", "tracking.dvc=false"]
+    overrides = [*SFT, f"store={launcher}", "tracking.dvc=false"]
     if launcher == "cluster":
-        words += ["+stages.sft.resources={launcher: cluster, num_workers: 2, micro_batch_size: 4}"]
-    done = wheel("posttrain", "run", *words, "--json", PYTHONPATH=str(wheel.folder))
+        overrides += ["+stages.sft.resources={launcher: cluster, num_workers: 2, micro_batch_size: 4}"]
+    done = wheel("posttrain", "run", *overrides, "--json", PYTHONPATH=str(wheel.folder))
     assert {row["state"] for row in json.loads(done.stdout)["stages"]} == {"run"}
     assert "sft" in wheel("posttrain", "lineage", "sft/sft", f"store={launcher}").stdout
 
@@ -117,11 +117,11 @@ def test_prefect_runs_its_deployments(wheel: Wheel, prefect_url: str) -> None:
     )  # fmt: skip
     try:
         assert serving.stdout
-        said = ""
-        while "run one: " not in said:
+        message = ""
+        while "run one: " not in message:
             line = serving.stdout.readline()
-            assert line, said
-            said += line
+            assert line, message
+            message += line
         wheel(wheel.python, "-P", "-m", "prefect", "deployment", "run", "sft/local", "--watch", **api)
     finally:
         serving.send_signal(signal.SIGTERM)
@@ -256,7 +256,7 @@ def test_a_project_runs_and_its_model_talks_and_leaves(newcomer: Wheel) -> None:
 
 def test_each_mistake_ends_with_2_and_says_what_to_do(newcomer: Wheel) -> None:
     assert len(MISTAKES) >= 20
-    for command, told in MISTAKES.items():
+    for command, reported in MISTAKES.items():
         done = newcomer("posttrain", *shlex.split(command), code=2)
-        assert told in done.stderr, (command, done.stderr)
+        assert reported in done.stderr, (command, done.stderr)
         assert "Traceback" not in done.stderr, command

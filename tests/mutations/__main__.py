@@ -94,17 +94,17 @@ class Copy:
     def _pytest(self, arguments: Sequence[str]) -> tuple[int, str]:
         """Runs tests in a child of this process, which has imported what takes long; unit tests refuse that."""
         self._temporary.mkdir()
-        log, words = self.root.parent / "log", ["-rfE", "-m", IN_SUITE, "-p", "no:cacheprovider", *arguments]
+        log, cli_args = self.root.parent / "log", ["-rfE", "-m", IN_SUITE, "-p", "no:cacheprovider", *arguments]
         if all(word.startswith(("-", "tests/unit/")) for word in arguments):
             environment = {**os.environ, "PYTHONPATH": str(self.root), "TMPDIR": str(self._temporary)}
-            command = [sys.executable, "-m", "pytest", *words]
+            command = [sys.executable, "-m", "pytest", *cli_args]
             with log.open("wb") as file:
                 code = subprocess.run(command, cwd=self.root, env=environment, stdout=file, stderr=file).returncode
         else:
             child = os.fork()
             if child == 0:
                 self._become(log)
-                os._exit(int(pytest.main(words)))
+                os._exit(int(pytest.main(cli_args)))
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         shutil.rmtree(self._temporary, ignore_errors=True)
         return code, log.read_text(errors="replace")

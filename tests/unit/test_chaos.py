@@ -39,7 +39,7 @@ def test_one_flaw_spoils_it(flaw: dict) -> None:
     assert not replace(GOOD, **flaw).is_good
 
 
-def test_a_step_that_is_told_twice_or_out_of_order_is_found(tmp_path: Path, entry: Path) -> None:
+def test_a_step_that_is_reported_twice_or_out_of_order_is_found(tmp_path: Path, entry: Path) -> None:
     report(entry, 1, 2, 3)
     assert doubled(tmp_path) == []
     report(entry, 1, 2, 2, 3)

@@ -30,15 +30,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def chat(folder: Path, *words: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def chat(folder: Path, *overrides: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", io.StringIO(stdin or ""))
-        return call(["chat", *words], folder, {})
+        return call(["chat", *overrides], folder, {})
 
 
-def said(folder: Path, *words: str, stdin: str | None = None) -> list[list[str]]:
+def message(folder: Path, *overrides: str, stdin: str | None = None) -> list[list[str]]:
     """The answers of each turn."""
-    ran = chat(folder, *words, "--json", "--max-new-tokens", str(N), stdin=stdin)
+    ran = chat(folder, *overrides, "--json", "--max-new-tokens", str(N), stdin=stdin)
     assert ran.returncode == 0, ran.stderr
     return [[each["text"] for each in turn["answers"]] for turn in json.loads(ran.stdout)["turns"]]
 
@@ -57,9 +57,9 @@ def expected(directory: Path, *messages: str, system: str | None = None, model=N
 
 
 def test_an_answer_is_that_of_transformers_with_the_models_template(models):
-    for words, system in (((), None), (("--system", "sort the list"), "sort the list")):
-        told = chat(models, "left", "--once", "the list", "--max-new-tokens", str(N), *words)
-        assert told.stdout == expected(models / "left", "the list", system=system) + "\n", told.stderr
+    for overrides, system in (((), None), (("--system", "sort the list"), "sort the list")):
+        reported = chat(models, "left", "--once", "the list", "--max-new-tokens", str(N), *overrides)
+        assert reported.stdout == expected(models / "left", "the list", system=system) + "\n", reported.stderr
     assert chat(models, "left", "--once", "-", "--max-new-tokens", str(N), stdin="the list\n").stdout == (
         expected(models / "left", "the list") + "\n"
     )
@@ -70,12 +70,12 @@ def test_each_line_of_a_script_continues_the_conversation_until_it_is_cleared(mo
     second = expected(models / "left", "the list", first, "in order")
     assert second != expected(models / "left", "in order")
     script = "the list\nin order\n/clear\nin order\n"
-    assert said(models, "left", stdin=script) == [[first], [second], [expected(models / "left", "in order")]]
+    assert message(models, "left", stdin=script) == [[first], [second], [expected(models / "left", "in order")]]
 
 
 def test_two_models_answer_side_by_side_each_in_its_own_conversation(models):
-    alone = [said(models, name, stdin="the list\nin order\n") for name in ("left", "right")]
-    assert said(models, "left", "right", stdin="the list\nin order\n") == [
+    alone = [message(models, name, stdin="the list\nin order\n") for name in ("left", "right")]
+    assert message(models, "left", "right", stdin="the list\nin order\n") == [
         [left, right] for (left,), (right,) in zip(*alone, strict=True)
     ]
     shown = chat(models, "left", "right", "--once", "the list", "--max-new-tokens", str(N)).stdout
@@ -121,7 +121,7 @@ def test_an_adapter_talks_without_a_merge_by_its_name_in_the_store_or_its_direct
     assert answer != expected(base, "the list")
     peft = shutil.copytree(place, tmp_path / "peft")
     (peft / "base.json").unlink()
-    assert said(tmp_path, "p/sft", str(peft), "--once", "the list") == [[answer, answer]]
+    assert message(tmp_path, "p/sft", str(peft), "--once", "the list") == [[answer, answer]]
     gone = chat(tmp_path, "p/nothing", "--once", "the list")
     assert gone.returncode == 2 and "p/sft" in gone.stderr
     reward = store.stage("reward", {"policy": made}, produces="reward_model")
@@ -131,14 +131,14 @@ def test_an_adapter_talks_without_a_merge_by_its_name_in_the_store_or_its_direct
 
 def test_sampling_follows_the_seed_and_the_temperature(models):
     hot = ("left", "--once", "the list", "--temperature", "5")
-    assert said(models, *hot) == said(models, *hot) != said(models, *hot, "--seed", "1")
-    assert said(models, *hot[:3], "--temperature", "0") == [[expected(models / "left", "the list")]]
+    assert message(models, *hot) == message(models, *hot) != message(models, *hot, "--seed", "1")
+    assert message(models, *hot[:3], "--temperature", "0") == [[expected(models / "left", "the list")]]
     edit(shutil.copytree(models / "left", models / "warm") / "generation_config.json", do_sample=True, temperature=5.0)
-    assert said(models, "warm", *hot[1:3]) == said(models, *hot)  # what the model's own config says
+    assert message(models, "warm", *hot[1:3]) == message(models, *hot)  # what the model's own config says
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("overrides", "reported"),
     [
         (("left", "right", "left"), "3 REFs"),
         (("left", "--temperature", "-1"), "--temperature -1.0: 0 or more"),
@@ -148,11 +148,11 @@ def test_sampling_follows_the_seed_and_the_temperature(models):
         (("plain", "--system", "be kind"), "no chat template"),
     ],
 )
-def test_what_is_wrong_ends_with_2(models, words, told):
+def test_what_is_wrong_ends_with_2(models, overrides, reported):
     if not (models / "plain").exists():
         tiny.write_policy(models / "plain", chat_template=None)
-    ran = chat(models, *words, *(() if "--once" in words else ("--once", "x")))
-    assert ran.returncode == 2 and told in ran.stderr, ran.stderr
+    ran = chat(models, *overrides, *(() if "--once" in overrides else ("--once", "x")))
+    assert ran.returncode == 2 and reported in ran.stderr, ran.stderr
 
 
 def test_a_model_without_a_template_continues_the_text_and_says_so(models):

@@ -10,5 +10,5 @@ from tests.unit.flows.declare.test_config import of_hydra
 
 @pytest.mark.parametrize("pipeline", sorted(path.stem for path in (CONF / "pipeline").glob("*.yaml")))
 def test_a_shipped_pipeline_is_what_hydra_composes(pipeline: str) -> None:
-    words = [f"pipeline={pipeline}", "model=tiny"]
-    assert json.dumps(compose_tree(words)) == json.dumps(of_hydra(words))
+    overrides = [f"pipeline={pipeline}", "model=tiny"]
+    assert json.dumps(compose_tree(overrides)) == json.dumps(of_hydra(overrides))

@@ -63,12 +63,12 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 
 
-def export(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return call(["export", *words], folder, {})
+def export(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return call(["export", *overrides], folder, {})
 
 
-def exported(folder: Path, *words: str) -> dict:
-    ran = export(folder, *words, "--json")
+def exported(folder: Path, *overrides: str) -> dict:
+    ran = export(folder, *overrides, "--json")
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 
@@ -124,7 +124,7 @@ def test_a_merged_export_holds_every_adapter_in_16_bits_and_loads_alone(store, t
 
 
 def test_an_export_is_in_the_lineage_and_verified_as_long_as_it_is_there(store, tmp_path):
-    words = ("store=artifacts", "tracking=none")
+    overrides = ("store=artifacts", "tracking=none")
     exported(tmp_path, "merged", "p/base", "--out", "out")
     exported(tmp_path, "gguf", "p/base", "--out", "base.gguf")
     shown = call(["lineage", "p/sft"], tmp_path, {}).stdout
@@ -133,7 +133,7 @@ def test_an_export_is_in_the_lineage_and_verified_as_long_as_it_is_there(store, 
     assert [len(each.get("exports", ())) for each in nodes if each["name"] in ("sft", "base")] == [0, 2]
 
     def findings() -> dict[str, str]:
-        ran = call(["verify", "--json", *words], tmp_path, {})
+        ran = call(["verify", "--json", *overrides], tmp_path, {})
         found = json.loads(ran.stdout)["findings"]
         return {each["what"].partition("@")[0]: each["fault"] for each in found if " of base@" in each["what"]}
 
@@ -228,11 +228,11 @@ def test_yarn_is_written_as_llama_cpp_reads_it(tmp_path, own):
     edit(tmp_path / "model" / CONFIG, rope_parameters={**YARN, **own})
     exported(tmp_path, "gguf", "model", "--out", "m.gguf")
     fields = GGUFReader(tmp_path / "m.gguf").fields
-    told = {key.partition("scaling.")[2]: each.contents() for key, each in fields.items() if "scaling." in key}
-    assert told["type"] == "yarn" and told["original_context_length"] == 64
+    reported = {key.partition("scaling.")[2]: each.contents() for key, each in fields.items() if "scaling." in key}
+    assert reported["type"] == "yarn" and reported["original_context_length"] == 64
     rotary, head = loaded(tmp_path / "model").model.rotary_emb, 32
 
-    assert not {"yarn_beta_fast", "yarn_beta_slow"} & told.keys(), "llama.cpp reads them of no file of a llama"
+    assert not {"yarn_beta_fast", "yarn_beta_slow"} & reported.keys(), "llama.cpp reads them of no file of a llama"
 
     def turns(beta: float) -> float:
         return head * math.log(64 / (beta * 2 * math.pi)) / (2 * math.log(10000.0))
@@ -242,8 +242,8 @@ def test_yarn_is_written_as_llama_cpp_reads_it(tmp_path, own):
     for at, frequency in enumerate(rotary.inv_freq.tolist()):
         kept = 1 - min(1.0, max(0.0, (at - low) / max(0.001, high - low)))
         plain = 10000.0 ** (-2 * at / head)
-        assert frequency == pytest.approx(plain / told["factor"] * (1 - kept) + plain * kept, rel=1e-5)
-    scaled = (1 + 0.1 * math.log(told["factor"])) * told.get("attn_factor", 1.0)
+        assert frequency == pytest.approx(plain / reported["factor"] * (1 - kept) + plain * kept, rel=1e-5)
+    scaled = (1 + 0.1 * math.log(reported["factor"])) * reported.get("attn_factor", 1.0)
     assert rotary.attention_scaling == pytest.approx(scaled, rel=1e-6)
 
 
@@ -274,8 +274,8 @@ settings.cache_type_k = settings.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F3
 server, ids, found = xllamacpp.Server(settings), json.loads(sys.argv[2]), []
 for end in range(20, len(ids)):
     asked = {"prompt": ids[:end], "max_tokens": 1, "temperature": 0, "cache_prompt": False, "logprobs": 1}
-    told = (server.handle_completions(asked)["choices"][0].get("logprobs") or {}).get("content")  # not of half a letter
-    found.append((told[0]["id"], told[0]["logprob"]) if told else None)
+    tops = (server.handle_completions(asked)["choices"][0].get("logprobs") or {}).get("content")  # not of half a letter
+    found.append((tops[0]["id"], tops[0]["logprob"]) if tops else None)
 print("\\nfound", json.dumps(found))
 """
 AS_IN_LLAMA_CPP = {
@@ -308,8 +308,8 @@ def test_llama_cpp_itself_computes_the_log_probabilities_of_the_model(tmp_path, 
         weight.data = weight.data.half().float() if weight.ndim > 1 else weight.data
     with torch.inference_mode():
         expected = model(ids).logits[0, 19:-1].float().log_softmax(-1)
-    words = [sys.executable, "-c", LLAMA_CPP, str(tmp_path / "m.gguf"), json.dumps(ids[0].tolist())]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    overrides = [sys.executable, "-c", LLAMA_CPP, str(tmp_path / "m.gguf"), json.dumps(ids[0].tolist())]
+    ran = subprocess.run(overrides, capture_output=True, text=True, timeout=120, check=False)
     (line,) = re.findall("^found (.*)$", ran.stdout, re.MULTILINE) or [ran.stderr]
     found = [(at, *each) for at, each in enumerate(json.loads(line)) if each]
     assert len(found) > 8
@@ -324,9 +324,9 @@ def sentencepiece(folder: Path, kind: str) -> None:
     from transformers import GemmaTokenizer, LlamaTokenizer
     from transformers.tokenization_utils_base import generate_merges
 
-    words = ["▁the", "▁list", "▁sorted", "▁order", "▁returns", "▁copy", "▁items"]
-    pieces = [word[:end] for word in words for end in range(2, len(word) + 1)]
-    letters = sorted(set("".join(words)) | set("abcdefghijklmnopqrstuvwxyz0123456789.,!?"))
+    overrides = ["▁the", "▁list", "▁sorted", "▁order", "▁returns", "▁copy", "▁items"]
+    pieces = [word[:end] for word in overrides for end in range(2, len(word) + 1)]
+    letters = sorted(set("".join(overrides)) | set("abcdefghijklmnopqrstuvwxyz0123456789.,!?"))
     special = ["<pad>", "<eos>", "<bos>", "<unk>"] if kind == "gemma2" else ["<unk>", "<s>", "</s>"]
     tokens = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *dict.fromkeys(pieces), *letters]
     vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
@@ -361,14 +361,16 @@ def test_a_sentencepiece_tokenizer_is_written_with_the_scores_of_its_tokens(tmp_
     sentencepiece(tmp_path / "model", family)
     exported(tmp_path, "gguf", "model", "--out", "m.gguf")
     fields = GGUFReader(tmp_path / "m.gguf").fields
-    told = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("model", "tokens", "scores", "token_type")}
+    reported = {
+        name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("model", "tokens", "scores", "token_type")
+    }
     begins = family != "gemma2"  # a text, with a space
-    assert told["model"] == "llama" and fields["tokenizer.ggml.add_space_prefix"].contents() is begins
+    assert reported["model"] == "llama" and fields["tokenizer.ggml.add_space_prefix"].contents() is begins
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     for text in (TEXT, "the list of 7 lists, ordered!", "ünknown"):
         ours = tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False)["input_ids"])
-        assert as_llama_cpp_does("▁" * begins + text, told["tokens"], told["scores"]) == ours
-    kinds = dict(zip(told["tokens"], told["token_type"], strict=True))
+        assert as_llama_cpp_does("▁" * begins + text, reported["tokens"], reported["scores"]) == ours
+    kinds = dict(zip(reported["tokens"], reported["token_type"], strict=True))
     assert kinds["<0x41>"] == TokenType.BYTE and kinds["<unk>"] == TokenType.UNKNOWN
     assert kinds[tokenizer.bos_token] == TokenType.CONTROL and kinds["▁the"] == TokenType.NORMAL
 
@@ -415,7 +417,7 @@ def test_a_gguf_file_keeps_bos_unused_rows_and_a_second_stop_token(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "file", "change", "told"),
+    ("family", "file", "change", "reported"),
     [
         ("gpt2", CONFIG, {}, "of type gpt2 is not exported"),
         ("mistral", CONFIG, {"sliding_window": 8}, "sliding_window=8 is lost"),
@@ -429,12 +431,14 @@ def test_a_gguf_file_keeps_bos_unused_rows_and_a_second_stop_token(tmp_path):
         ("llama", TOKENIZER, {"pre_tokenizer": {"type": "Whitespace"}}, "without byte-level splits"),
     ],
 )
-def test_what_cannot_be_exported_to_gguf_is_refused_before_anything_is_written(tmp_path, family, file, change, told):
+def test_what_cannot_be_exported_to_gguf_is_refused_before_anything_is_written(
+    tmp_path, family, file, change, reported
+):
     write_model(tmp_path / "model", family)
     edit(tmp_path / "model" / file, **change)
     before = sorted(tmp_path.iterdir())
     ran = export(tmp_path, "gguf", "model", "--out", "deep/m.gguf")
-    assert ran.returncode == 2 and told in ran.stderr, ran.stderr
+    assert ran.returncode == 2 and reported in ran.stderr, ran.stderr
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -520,7 +524,7 @@ WITHOUT_SYSTEM = "{% for m in messages if m['role'] != 'system' %}{{ m['role'] +
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "reported"),
     [
         (CHATML.replace("message['content'] +", "(message['content'] | upper) +"), "leaves out a message"),
         (CHATML.replace("message['content'] +", "message['content'].replace(' ', '_') +"), "changes contents"),
@@ -531,9 +535,9 @@ WITHOUT_SYSTEM = "{% for m in messages if m['role'] != 'system' %}{{ m['role'] +
         (None, "there is none"),
     ],
 )
-def test_a_chat_template_that_ollama_cannot_render_exactly_is_refused(tmp_path, template, told):
+def test_a_chat_template_that_ollama_cannot_render_exactly_is_refused(tmp_path, template, reported):
     tiny.write_tokenizer(tmp_path, chat_template=template)
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(reported)):
         _go("model", _texts("model", AutoTokenizer.from_pretrained(tmp_path))[0])
 
 
@@ -549,8 +553,8 @@ def test_a_template_of_a_family_is_written_and_what_is_lost_is_named(tmp_path, f
     tokenizer.bos_token = "<|im_start|>"
     tokenizer.chat_template = template_families()[family].read_text()
     text = modelfile("model", tokenizer, GenerationConfig(), ["<|im_end|>"])
-    told = [line for line in text.splitlines() if line.startswith("# ")]
-    assert len(told) == len(notes) and all(note in line for note, line in zip(notes, told, strict=True))
+    reported = [line for line in text.splitlines() if line.startswith("# ")]
+    assert len(reported) == len(notes) and all(note in line for note, line in zip(notes, reported, strict=True))
     go = re.search(r'TEMPLATE """(.*?)"""', text, re.DOTALL)[1]
     for roles in ("user", "system user", "user assistant user", "system user assistant user assistant user"):
         messages = [{"role": role, "content": f"{at} {{% x"} for at, role in enumerate(roles.split())]
@@ -564,12 +568,12 @@ def test_a_push_to_the_hub_has_a_card_and_is_recorded_with_its_commit(store, tmp
     calls: list[tuple[str, dict]] = []
 
     class Api:
-        def create_repo(self, repository: str, **words: object) -> None:
-            calls.append((repository, words))
+        def create_repo(self, repository: str, **overrides: object) -> None:
+            calls.append((repository, overrides))
 
-        def upload_folder(self, **words: object) -> SimpleNamespace:
-            calls.append((words["repo_id"], words))
-            if not (Path(words["folder_path"]) / "model.safetensors").exists() or words["repo_id"] == "us/none":
+        def upload_folder(self, **overrides: object) -> SimpleNamespace:
+            calls.append((overrides["repo_id"], overrides))
+            if not (Path(overrides["folder_path"]) / "model.safetensors").exists() or overrides["repo_id"] == "us/none":
                 raise OSError("no such host")
             return SimpleNamespace(oid="c" * 40)
 
@@ -580,8 +584,8 @@ def test_a_push_to_the_hub_has_a_card_and_is_recorded_with_its_commit(store, tmp
 
     card = ModelCard.load(tmp_path / "dry" / "README.md")
     assert card.data.pipeline_tag == "text-generation"
-    for told in ("# chat", "learning_rate", "1.5", "chats", "cc-by-4.0", 'from_pretrained("us/chat")'):
-        assert told in card.text, told
+    for reported in ("# chat", "learning_rate", "1.5", "chats", "cc-by-4.0", 'from_pretrained("us/chat")'):
+        assert reported in card.text, reported
     assert str(tmp_path) not in card.text
     pushed = exported(tmp_path, "hub", "p/sft", "--repo", "us/chat", "--private", "--out", "out")
     assert pushed["address"] == f"https://huggingface.co/us/chat@{'c' * 40}"
@@ -592,7 +596,7 @@ def test_a_push_to_the_hub_has_a_card_and_is_recorded_with_its_commit(store, tmp
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("overrides", "reported"),
     [
         (("merged", "model", "--type", "q8_0"), "--type is for gguf and ollama"),
         (("gguf", "model", "--out", "m.bin"), "ends in .gguf"),
@@ -602,6 +606,6 @@ def test_a_push_to_the_hub_has_a_card_and_is_recorded_with_its_commit(store, tmp
         (("verl", "model", "--dtype", "bf16"), "--dtype is for merged and hub"),
     ],
 )
-def test_wrong_words_end_with_2(tmp_path, words, told):
-    ran = export(tmp_path, *words)
-    assert ran.returncode == 2 and told in ran.stderr, ran.stderr
+def test_wrong_words_end_with_2(tmp_path, overrides, reported):
+    ran = export(tmp_path, *overrides)
+    assert ran.returncode == 2 and reported in ran.stderr, ran.stderr

@@ -27,10 +27,10 @@ def report_of(store: WrittenStore, ref: str):
 
 
 def printed(program: str) -> str:
-    said = io.StringIO()
-    with redirect_stdout(said):
+    message = io.StringIO()
+    with redirect_stdout(message):
         exec(program, {})
-    return said.getvalue()
+    return message.getvalue()
 
 
 @pytest.fixture
@@ -73,8 +73,8 @@ def test_the_program_of_an_adapter_loads_its_base_first(store, rounding):
 
     made = model(store, "sft", {"policy": base}, write)
     use = report_of(store, node(made))["use"]
-    program, said = use["snippet"], dict(use["facts"]).get("exactly", "")
-    assert ("posttrain export merged" in said) is bool(rounding)
+    program, message = use["snippet"], dict(use["facts"]).get("exactly", "")
+    assert ("posttrain export merged" in message) is bool(rounding)
     assert str(place) in program and "PeftModel" in program
     names: dict[str, object] = {}
     with redirect_stdout(io.StringIO()):
@@ -135,7 +135,7 @@ def test_huggingface_hub_reads_the_card_back(tmp_path):
         dataset_id=one.dataset_type,
     )  # fmt: skip
     assert again["model-index"][0]["name"] == "chat"
-    for told in (
+    for shown in (
         "# chat",
         "Made from base by sft, then dpo",
         '"us/chat"',
@@ -144,7 +144,7 @@ def test_huggingface_hub_reads_the_card_back(tmp_path):
         "cc-by-4.0",
         "pass",
     ):
-        assert told in card.text, told
+        assert shown in card.text, shown
     assert str(tmp_path) not in card.text and "/data/" not in card.text
 
 

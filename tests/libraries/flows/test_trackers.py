@@ -181,13 +181,13 @@ def test_what_fails_in_a_tracker_is_reported_once_and_stops_nothing(store, capsy
     with tracker.execution(execution(store)):
         for each in ("sft", "dpo"):
             Tracked(tracker, start_of(store, store.stage(each, {})))
-    said = capsys.readouterr().err
-    assert said.count("tracking.wandb: OSError: the server is away; the run continues") == 1
+    message = capsys.readouterr().err
+    assert message.count("tracking.wandb: OSError: the server is away; the run continues") == 1
 
 
 def test_one_tracker_or_a_list_is_chosen_beside_mlflow():
-    def tracking(*words: str) -> Tracking:
-        return load_pipeline(["pipeline=sft", *words]).tracking
+    def tracking(*overrides: str) -> Tracking:
+        return load_pipeline(["pipeline=sft", *overrides]).tracking
 
     alone = tracking("tracking=tensorboard")
     assert (alone.mlflow, alone.dvc, alone.tensorboard, alone.wandb) == (True, True, True, False)

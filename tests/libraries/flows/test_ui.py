@@ -79,8 +79,8 @@ def test_each_link_of_the_site_leads_to_a_page_and_no_page_changes_the_store(sto
         "/sweep/s1",
     ):
         assert page in seen
-    for told in ("champion", "1.25", "cc-by-nc-4.0", node(store.made["cpt"])):
-        assert told in seen["/"] + seen[f"/artifact/{dpo}"], told
+    for reported in ("champion", "1.25", "cc-by-nc-4.0", node(store.made["cpt"])):
+        assert reported in seen["/"] + seen[f"/artifact/{dpo}"], reported
     assert (
         "<polyline" in seen[f"/curves/{dpo}"]
         and "0,1.5" in seen["/sweep/s1"]
@@ -92,12 +92,12 @@ def test_each_link_of_the_site_leads_to_a_page_and_no_page_changes_the_store(sto
 
 def test_what_is_not_there_is_answered_with_its_name(store):
     browser = client(store)
-    for page, told in (
+    for page, reported in (
         ("/artifact/sft@0123456789abcdef", "sft@0123456789abcdef"), ("/sweep/none", "has no trials"),
         ("/rows/" + node(store.made["dpo"]), "no longer there"), ("/sweep/..%2F..", "Not Found"),
     ):  # fmt: skip
         answer = browser.get(page)
-        assert answer.status_code == 404 and told in answer.text, (page, answer.text)
+        assert answer.status_code == 404 and reported in answer.text, (page, answer.text)
     for page in ("/artifact/%00", "/log/%00", "/curves/a%0ab", "/page/%ff", "/sweep/%e2%80%ae", "/rows/%1b[2J",
                  f"/artifact/{'a' * 5000}", f"/sweep/{'a' * 300}", "/log/../../etc/passwd", "/log/%2Fetc%2Fpasswd",
                  "/lineage/source:none", "/page/alias:none", "/curves/'", "/artifact/%25", "/nothing", "/list/",

@@ -34,14 +34,14 @@ def test_a_source_keeps_its_whole_digest_where_mlflow_cuts_it(store):
     ("path", "source_type"),
     [("owner/name", "hugging_face"), ("quickstart:text", "quickstart"), ("wheel:a==1", "wheel")],
 )
-def test_a_source_without_bytes_is_told_by_its_revision(store, path, source_type):
+def test_a_source_without_bytes_is_reported_by_its_revision(store, path, source_type):
     record = replace(store.source("corpus", path=path, revision="abc", files={}), digest=None)
     data = source_data("rows", record, None).dataset
     assert (data.source_type, data.digest) == (source_type, record.fingerprint[:36])
     assert json.loads(data.source)["revision"] == "abc"
 
 
-def test_the_kind_of_an_output_of_old_is_told_by_its_files(store):
+def test_the_kind_of_an_output_of_old_is_reported_by_its_files(store):
     manifest = replace(store.stage("sft", {}), produces=None)
     assert produces(manifest) == "rows"
     weights = replace(manifest, files={"model.safetensors": "0"})

@@ -27,17 +27,17 @@ def test_each_prompt_of_a_rollout_is_a_prefix_of_the_next(tokenizer: PreTrainedT
         tokenizer.add_tokens([AddedToken(each, special=True, normalized=False) for each in MARKS[name]])
     renderer = RENDERERS[name]
     conversation, prompts, text = Conversation(tokenizer, renderer), [], renderer.begin
-    for number, (asked, said) in enumerate(
+    for number, (asked, message) in enumerate(
         [("sum the items", "in order"), ("a new copy", "sorted list"), ("map", "f")]
     ):
         prompts.append(conversation.prompt({"role": "user", "content": asked}))
         text += f"{renderer.head('user')}{asked}{renderer.end}{renderer.head('assistant').rstrip(' ')}"
-        said = said if renderer.head("assistant").endswith("\n") else f" {said}"
+        message = message if renderer.head("assistant").endswith("\n") else f" {message}"
         # The second turn was cut before its end.
         stop = "" if number == 1 else renderer.stop
-        tokens = tokenizer(said + stop, add_special_tokens=False)["input_ids"]
-        assert conversation.answer(tokens, [-1.0] * len(tokens)) == said
-        text += f"{said}{renderer.end}"
+        tokens = tokenizer(message + stop, add_special_tokens=False)["input_ids"]
+        assert conversation.answer(tokens, [-1.0] * len(tokens)) == message
+        text += f"{message}{renderer.end}"
     for one, following in zip(prompts, [*prompts[1:], conversation.tokens], strict=True):
         assert following[: len(one)] == one and len(following) > len(one)
     assert tokenizer.decode(conversation.tokens) == text

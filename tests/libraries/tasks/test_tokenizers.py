@@ -35,10 +35,10 @@ def own() -> Tokenizer:
     return tokenizer
 
 
-def written(directory: Path, own: Tokenizer, model_type: str, **stated: object) -> Path:
+def written(directory: Path, own: Tokenizer, model_type: str, **configured: object) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     own.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", **stated}))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", **configured}))
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     return directory
 
@@ -54,8 +54,8 @@ BODIES = [
 def test_the_tokens_are_those_of_the_file(
     tmp_path: Path, own: Tokenizer, model_type: str, tokenizer_class: str | None
 ) -> None:
-    stated = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
-    directory = written(tmp_path, own, model_type, **stated)
+    configured = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+    directory = written(tmp_path, own, model_type, **configured)
     expected = own.encode(PROBE, add_special_tokens=False).ids
     found = tokenizer_of(directory)
     assert found(PROBE, add_special_tokens=False)["input_ids"] == expected
@@ -74,8 +74,8 @@ READ_BY = [
 def test_what_a_user_reads_with_auto_tokenizer_is_known(
     tmp_path: Path, own: Tokenizer, model_type: str, tokenizer_class: str | None, name: str | None
 ) -> None:
-    stated = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
-    assert read_otherwise(written(tmp_path, own, model_type, **stated)) == name
+    configured = {"tokenizer_class": tokenizer_class} if tokenizer_class else {}
+    assert read_otherwise(written(tmp_path, own, model_type, **configured)) == name
 
 
 def test_special_tokens_that_no_file_names_are_those_of_the_class(tmp_path: Path, own: Tokenizer) -> None:

@@ -39,9 +39,9 @@ def plan(*overrides: str) -> Plan:
     return make_plan(load_pipeline([*PRETRAINED, *overrides]))
 
 
-def advised(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, object], list[str]]:
+def advised(capsys: pytest.CaptureFixture[str], *cli_args: str) -> tuple[dict[str, object], list[str]]:
     """Field -> value for the stage ``sft``, and all overrides."""
-    assert main(["advise", "sft", "--json", *PRETRAINED, *words]) == 0
+    assert main(["advise", "sft", "--json", *PRETRAINED, *cli_args]) == 0
     found = json.loads(capsys.readouterr().out)
     return {each["field"]: each["value"] for each in found["stages"][0]["values"]}, found["overrides"]
 
@@ -184,8 +184,8 @@ def test_a_preset_sets_every_figure_of_its_scenario_of_all_weights_and_of_an_ada
         stage = plan(f"preset={preset}", *SMALL).stage("sft").stage
         assert [*map(attrgetter(*shared), [stage.method])] == [tuple(full[:-1])]
         assert stage.resources.micro_batch_size == full[-1]
-    words = [] if preset == "one-gpu-qlora" else ["adapter=lora"]
-    found = plan(f"preset={preset}", *words, *SMALL)
+    cli_args = [] if preset == "one-gpu-qlora" else ["adapter=lora"]
+    found = plan(f"preset={preset}", *cli_args, *SMALL)
     assert [*map(attrgetter(*adapted), [found.stage("sft").stage.method])] == [tuple(lora)]
     assert attrgetter(*adapted[2:])(found.stage("dpo").stage.method) == tuple(lora[2:])
     band = {"tiny-data": 1_000, "medium": 20_000, "large": 90_000}.get(preset)
@@ -195,8 +195,8 @@ def test_a_preset_sets_every_figure_of_its_scenario_of_all_weights_and_of_an_ada
 
 
 def test_the_adapter_of_a_preset_gives_way_to_an_override_to_other_types_and_to_four_bits() -> None:
-    def adapter(*words: str) -> Adapter:
-        method = plan("preset=large", *words).stage("sft").stage.method
+    def adapter(*cli_args: str) -> Adapter:
+        method = plan("preset=large", *cli_args).stage("sft").stage.method
         assert isinstance(method, SFT) and method.adapter
         return method.adapter
 
@@ -211,11 +211,11 @@ def test_what_is_wrong_of_a_base_in_four_bits_is_advised_and_what_is_right_is_no
     assert not [field for field in values if "quantization" in field]
     fields = {"double": "false", "compute_dtype": "fp32"}
     all_wrong = [f"stages.sft.method.quantization.{name}={value}" for name, value in fields.items()]
-    for words in (["adapter=lora", "quantization=fp4", *all_wrong], ["adapter=qlora", "adapter.quantization=fp4"]):
-        values, overrides = advised(capsys, *words)
-        method = plan(*words, *overrides).stage("sft").stage.method
+    for cli_args in (["adapter=lora", "quantization=fp4", *all_wrong], ["adapter=qlora", "adapter.quantization=fp4"]):
+        values, overrides = advised(capsys, *cli_args)
+        method = plan(*cli_args, *overrides).stage("sft").stage.method
         assert isinstance(method, SFT) and method.quantization and method.quantization.format == "nf4"
-        if all_wrong[0] in words:
+        if all_wrong[0] in cli_args:
             assert (method.quantization.double, method.quantization.compute_dtype) == (True, "bf16")
 
 
@@ -246,8 +246,8 @@ def test_a_preset_gives_way_to_a_stage_and_to_overrides_and_says_so() -> None:
         "stages.sft.method: sets learning_rate, num_steps, global_batch_size itself, and not as the preset does"
         in found.notes
     )
-    words = ("preset=conservative", "stages.sft.method.weight_decay=0.1", "stages.sft.method.validation=null")
-    method = plan(*words).stage("sft").stage.method
+    cli_args = ("preset=conservative", "stages.sft.method.weight_decay=0.1", "stages.sft.method.validation=null")
+    method = plan(*cli_args).stage("sft").stage.method
     assert method.optimizer.weight_decay == 0.1 and method.validation is None  # type: ignore[attr-defined]
 
 
@@ -266,10 +266,10 @@ def test_what_does_not_fit_into_memory_is_advised_smaller(capsys, monkeypatch) -
 
     def sft(memory: int) -> dict[str, object]:
         monkeypatch.setattr(adapter_choice, "_of_machine", lambda: memory)
-        words = ("tracking=none", *SMALL, "stages.base.method.hidden_size=1536", "stages.base.method.num_layers=8")
-        assert main(["advise", "--json", *words]) == 0
+        cli_args = ("tracking=none", *SMALL, "stages.base.method.hidden_size=1536", "stages.base.method.num_layers=8")
+        assert main(["advise", "--json", *cli_args]) == 0
         found = json.loads(capsys.readouterr().out)
-        assert main(["plan", *words, *found["overrides"]]) == 0
+        assert main(["plan", *cli_args, *found["overrides"]]) == 0
         capsys.readouterr()
         return {each["field"]: each["value"] for each in found["stages"][1]["values"]}
 

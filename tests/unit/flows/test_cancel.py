@@ -92,9 +92,9 @@ def test_what_a_killed_run_left_is_ended_and_what_another_run_has_started_is_let
     assert left_behind.poll() is None
     dead = note(driver=replace(Owner.here(), started=0.0))
     dead.write(tmp_path)
-    said = cancel(dead, tmp_path)
-    assert said.startswith(f"{dead.id} died before: ")
-    assert said.endswith(f"what it left is ended (processes {left_behind.pid})")
+    message = cancel(dead, tmp_path)
+    assert message.startswith(f"{dead.id} died before: ")
+    assert message.endswith(f"what it left is ended (processes {left_behind.pid})")
     assert not psutil.pid_exists(left_behind.pid)
     assert cancel(dead, tmp_path).endswith("is gone; nothing is left")
 
@@ -124,9 +124,9 @@ def test_a_run_has_not_ended_while_something_that_it_started_lives(tmp_path, sle
         cancel(running, tmp_path)
 
 
-@pytest.mark.parametrize("words", [["20260101", "store={}"], ["store={}", "20260101"]])
-def test_a_run_is_named_before_or_after_its_store(runs, words, capsys):
-    assert main(["cancel", *(word.format(runs) for word in words)]) == 0
+@pytest.mark.parametrize("overrides", [["20260101", "store={}"], ["store={}", "20260101"]])
+def test_a_run_is_named_before_or_after_its_store(runs, overrides, capsys):
+    assert main(["cancel", *(word.format(runs) for word in overrides)]) == 0
     assert capsys.readouterr().out == "20260101-000000-aa01 has ended: done\n"
 
 
@@ -137,7 +137,7 @@ def test_a_run_of_this_host_is_ended(tmp_path, sleeper):
     assert sleeper.is_dead(0.0)
 
 
-def test_what_does_not_end_in_time_is_told(tmp_path, sleeper, monkeypatch):
+def test_what_does_not_end_in_time_is_reported(tmp_path, sleeper, monkeypatch):
     monkeypatch.setattr(module, "_WAIT_SECONDS", 0.3)
     monkeypatch.setattr(module.os, "kill", lambda *_: None)
     running = note(driver=sleeper)

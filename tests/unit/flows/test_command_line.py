@@ -37,16 +37,16 @@ def test_three_examples_of_each_command_are_in_its_help_and_compose(command, cap
     assert len(examples) == 3
     for line in examples:
         assert line in shown
-        program, *words = shlex.split(line)
-        options = parser_of(words).parse_args(words)
-        assert (program, words[0]) == ("posttrain", command)
+        program, *cli_args = shlex.split(line)
+        options = parser_of(cli_args).parse_args(cli_args)
+        assert (program, cli_args[0]) == ("posttrain", command)
         overrides = [word for word in getattr(options, "overrides", []) if "=" in word]
         if command != "data" and not getattr(options, "multirun", False):
             load_pipeline(overrides)
 
 
 @pytest.mark.parametrize(
-    ("words", "answer"),
+    ("cli_args", "answer"),
     [
         ("train --config x", "train: no command of posttrain; here it is: posttrain run pipeline=sft model=owner/name"),
         ("grpo", "here it is: posttrain run pipeline=grpo model=owner/name data=FILE"),
@@ -66,8 +66,8 @@ def test_three_examples_of_each_command_are_in_its_help_and_compose(command, cap
         ("run --wat", "a setting is written as key=value, without dashes; see posttrain run --help"),
     ],
 )  # fmt: skip
-def test_words_and_options_of_other_tools_get_what_is_meant(words, answer, capsys):
-    assert main(words.split()) == 2
+def test_words_and_options_of_other_tools_get_what_is_meant(cli_args, answer, capsys):
+    assert main(cli_args.split()) == 2
     assert answer in capsys.readouterr().err
 
 
@@ -93,10 +93,10 @@ def test_a_missing_ref_lists_what_there_is(tmp_path, monkeypatch, capsys):
     store = WrittenStore(tmp_path / "artifacts")
     store.stage("sft", {"rows": store.stage("pairs", {"rows": store.source("pairs")})})
     (tmp_path / "posttrain.yaml").write_text("store: ours\n")
-    for words, names in ((["chat"], "p/sft"), (["lineage"], "p/pairs, p/sft"), (["export", "gguf"], "p/sft")):
-        assert main([*words, "store=artifacts"]) == 2
-        assert capsys.readouterr().err == f"posttrain: {words[0]}: no REF is given; artifacts has {names}\n"
+    for cli_args, names in ((["chat"], "p/sft"), (["lineage"], "p/pairs, p/sft"), (["export", "gguf"], "p/sft")):
+        assert main([*cli_args, "store=artifacts"]) == 2
+        assert capsys.readouterr().err == f"posttrain: {cli_args[0]}: no REF is given; artifacts has {names}\n"
         with pytest.raises(SystemExit):
-            main(words)
+            main(cli_args)
         assert capsys.readouterr().err.endswith("REF; store=ours: does not exist; posttrain run creates it; name a "
                                                 "store with store=DIR\n")  # fmt: skip

@@ -106,13 +106,13 @@ def test_it_prints_every_rule_with_what_to_set(command):
 
 
 def test_with_overrides_it_says_of_every_stage_all_that_does_not_work_and_ends_with_2(command):
-    words = ["stages.sft.method.precision=fp16", "stages.sft.resources.zero_stage=2"]
-    found = command("compat", *words)
+    overrides = ["stages.sft.method.precision=fp16", "stages.sft.resources.zero_stage=2"]
+    found = command("compat", *overrides)
     assert found.returncode == 2
     assert "dpo     works\n" in found.stdout and "sft     does not work\n" in found.stdout
     assert "-> stages.sft.method.precision=bf16\n" in found.stdout
     assert "-> stages.sft.resources.sharding=none stages.sft.resources.zero_stage=0\n" in found.stdout
-    stages = {each["stage"]: each for each in json.loads(command("compat", "--json", *words).stdout)["stages"]}
+    stages = {each["stage"]: each for each in json.loads(command("compat", "--json", *overrides).stdout)["stages"]}
     assert [each["rule"] for each in stages["sft"]["refusals"]] == ["fp16-cpu", "fp16-zero", "sharding-one-worker"]
     assert stages["cpt"] == {"stage": "cpt", "works": True, "refusals": []}
 

@@ -29,8 +29,8 @@ def written(tmp_path) -> WrittenStore:
 @pytest.fixture
 def roots(toy, written):
     """The roots of a command that states the toy pipeline."""
-    stated = toy("tracking=none", f"store={written.root}").pipeline
-    return lambda *keep: find_roots(written.root, stated, keep)
+    configured = toy("tracking=none", f"store={written.root}").pipeline
+    return lambda *keep: find_roots(written.root, configured, keep)
 
 
 def is_kept(roots, *manifests):

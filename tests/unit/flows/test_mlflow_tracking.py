@@ -69,7 +69,7 @@ def test_mlflow_records_unless_it_is_off():
     assert isinstance(make_tracker(Tracking(mlflow=False, uri=None, dvc=False)), Tracker)
 
 
-def test_a_wrong_address_is_told_before_anything_starts():
+def test_a_wrong_address_is_reported_before_anything_starts():
     with pytest.raises(ConfigError, match=r"tracking\.uri=nonsense"):
         make_tracker(Tracking(mlflow=True, uri="nonsense", dvc=False))
     with pytest.raises(ConfigError, match="no MLflow server answers there"):
@@ -77,8 +77,8 @@ def test_a_wrong_address_is_told_before_anything_starts():
 
 
 def test_experiment_run_name_and_tags_reach_the_record_and_change_no_fingerprint(toy):
-    words = ("tracking.experiment=shared", 'tracking.run_name="{pipeline} of {user}"', "tracking.tags.team=nlp")
-    named = toy(*words)
+    overrides = ("tracking.experiment=shared", 'tracking.run_name="{pipeline} of {user}"', "tracking.tags.team=nlp")
+    named = toy(*overrides)
     tracker = make_tracker(replace(named.pipeline.tracking, mlflow=True, uri="sqlite:///x.db"))
     assert isinstance(tracker, MlflowTracker)
     filled = RunNames(experiment="shared", run_name=f"toy of {user()}", tags={"team": "nlp"})
@@ -108,7 +108,7 @@ def test_names_that_mlflow_would_refuse_are_refused_by_the_plan(toy, word, refus
 
 
 @pytest.fixture
-def told(monkeypatch):
+def reported(monkeypatch):
     """The silent processes of each refill."""
     found = []
     registry = SimpleNamespace(
@@ -124,7 +124,7 @@ def pipeline(toy, tmp_path):
     return replace(toy().pipeline, store=tmp_path, tracking=Tracking(mlflow=True, uri=None, dvc=False))
 
 
-def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_silent(pipeline, told, tmp_path):
+def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_silent(pipeline, reported, tmp_path):
     elsewhere = replace(Owner.here(), host="elsewhere")
     run = RunRecord(
         id="20260101-000000-aaaa", pipeline="toy", cli_args=[], driver=elsewhere, started=0.0, stages={},
@@ -132,11 +132,11 @@ def test_what_a_driver_of_another_machine_left_open_is_completed_when_it_is_sile
     )  # fmt: skip
     run.write(tmp_path)
     module.complete_record(pipeline)
-    assert told == []
+    assert reported == []
     os.utime(run_record_path(tmp_path, run.id), (0, 0))
     module.complete_record(pipeline)
     module.complete_record(pipeline)
-    assert told == [[elsewhere]]
+    assert reported == [[elsewhere]]
 
 
 def recorded(store, uri, place="left"):
@@ -165,23 +165,23 @@ def test_a_record_is_read_where_the_last_run_wrote_it(pipeline, tmp_path, monkey
     assert recorded_uri(replace(pipeline, tracking=replace(pipeline.tracking, uri="http://own:1"))) == "http://own:1"
 
 
-def test_what_a_killed_run_left_open_in_another_mlflow_is_ended_there(pipeline, told, tmp_path):
+def test_what_a_killed_run_left_open_in_another_mlflow_is_ended_there(pipeline, reported, tmp_path):
     recorded(tmp_path, "http://mlflow:5000")
     module.complete_record(pipeline)
-    assert told == [[], ("http://mlflow:5000", [str(tmp_path / "left")])]
-    told.clear()
+    assert reported == [[], ("http://mlflow:5000", [str(tmp_path / "left")])]
+    reported.clear()
     recorded(tmp_path, f"sqlite:///{tmp_path}/mlflow.db")
     module.complete_record(pipeline)
-    assert told == [[]]
+    assert reported == [[]]
 
 
-def test_what_an_earlier_version_left_open_is_completed_once(pipeline, told, tmp_path):
+def test_what_an_earlier_version_left_open_is_completed_once(pipeline, reported, tmp_path):
     path = tmp_path / "logs" / "mlflow-open" / f"{DEAD.host}-1-abc.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(asdict(DEAD)))
     module.complete_record(pipeline)
     module.complete_record(pipeline)
-    assert told == [[]] and not path.exists()
+    assert reported == [[]] and not path.exists()
 
 
 def test_the_variable_wins_over_the_default_and_the_configuration_over_the_variable(monkeypatch):

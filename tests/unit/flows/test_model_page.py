@@ -103,8 +103,10 @@ def test_what_has_no_score_is_on_the_page_with_its_reason(tmp_path):
         (scores,) = found["scores"]
         assert scores["failed"] == [("step 4", why)] and len(scores["rows"]) == len(metrics)
         page = Page(model_page([found]))
-        words = [word.strip() for word in page.words if word.strip()]
-        assert words[words.index("no score") :][1:3] == ["step 4", why] and ("metric" in words) == bool(metrics)
+        overrides = [word.strip() for word in page.words if word.strip()]
+        assert overrides[overrides.index("no score") :][1:3] == ["step 4", why] and ("metric" in overrides) == bool(
+            metrics
+        )
 
 
 def test_a_value_has_its_origin(full, tmp_path):
@@ -123,9 +125,11 @@ def test_a_value_has_its_origin(full, tmp_path):
     from lineage.filesystem.owner import Owner
 
     stage = StageRecord(state="done", since=1.0, directory=str(entry_of(store, dpo).path))
-    words = ["stages.dpo.method.learning_rate=0.1", "schedule=cosine"]
+    overrides = ["stages.dpo.method.learning_rate=0.1", "schedule=cosine"]
     (store.root / "runs").mkdir()
-    record = RunRecord(id="1", pipeline="p", cli_args=words, driver=Owner.here(), started=1.0, stages={"dpo": stage})
+    record = RunRecord(
+        id="1", pipeline="p", cli_args=overrides, driver=Owner.here(), started=1.0, stages={"dpo": stage}
+    )
     record.write(store.root)
     found = {name: origin for name, _, origin in report_of(store, "p/dpo")["recipe"]}
     assert (found["learning_rate"], found["schedule.name"]) == ("command line", "command line: schedule=cosine")
@@ -178,10 +182,10 @@ def test_the_page_has_every_section_and_one_without_content_is_left_out(full, tm
 
 def test_the_model_stands_first_among_scores_then_its_gain_and_its_ancestors(full):
     page = Page(model_page([report_of(full, "p/dpo")]))
-    words = [word.strip() for word in page.words if word.strip()]
-    at = words.index("metric")
-    assert words[at : at + 5] == ["metric", "dpo", "gain over sft", "sft", "base"]
-    row = words[words.index("exact_match ↑") :]
+    overrides = [word.strip() for word in page.words if word.strip()]
+    at = overrides.index("metric")
+    assert overrides[at : at + 5] == ["metric", "dpo", "gain over sft", "sft", "base"]
+    row = overrides[overrides.index("exact_match ↑") :]
     assert row[1:8:2] == ["0.8", "+0.3", "0.5", "0.1"]
 
 
@@ -193,7 +197,7 @@ def test_what_no_training_has_has_no_column(full, tmp_path):
     assert "time" in plain.words and not {"GPU-hours", "peak memory", "kWh"} & set(plain.words)
 
 
-def test_an_answer_of_blanks_is_said_to_be_nothing(tmp_path):
+def test_an_answer_of_blanks_is_reported_to_be_nothing(tmp_path):
     page = Page(model_page([report_of(reported(tmp_path / "artifacts", "\n \n"), "p/dpo")]))
     assert "dpo says" in page.words  # without the blanks around it
     assert not [word for word in page.words if word.startswith("dpo says") and word != word.strip()]
@@ -243,7 +247,7 @@ def test_two_scores_that_were_measured_otherwise_are_marked(full, change):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("overrides", "output"),
     [
         (("p/chats",), "is conversations; a model (checkpoint or reward_model) is accepted"),
         (("source:chats",), "is a source or deleted"),
@@ -252,9 +256,9 @@ def test_two_scores_that_were_measured_otherwise_are_marked(full, change):
         (("--compare", "p/sft", "p/dpo", "--card"), "a card is of one model"),
     ],
 )
-def test_what_names_no_model_is_refused(full, words, told):
-    done = call(["report", *words, "store=artifacts"], full.root.parent, {})
-    assert done.returncode == 2 and told in done.stderr, done.stderr
+def test_what_names_no_model_is_refused(full, overrides, output):
+    done = call(["report", *overrides, "store=artifacts"], full.root.parent, {})
+    assert done.returncode == 2 and output in done.stderr, done.stderr
 
 
 def test_json_is_what_the_page_shows(full):

@@ -74,7 +74,7 @@ def test_a_rehearsal_is_noted_in_the_real_store_with_its_command(plan, tmp_path)
     assert "start again with: posttrain rehearse x=1" in shown
 
 
-def test_what_is_found_finished_is_claimed_before_anything_is_said_of_it(plan):
+def test_what_is_found_finished_is_claimed_before_anything_is_reported_of_it(plan):
     finish(plan)
     done = make_plan(plan.pipeline)
     os.utime(done.entry(done.stage("data")).output, (0, 0))

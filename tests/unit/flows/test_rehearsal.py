@@ -29,8 +29,8 @@ def short(plan: Plan, store: Path) -> Plan:
 
 
 def test_all_is_made_in_short_in_another_store(toy: Toy, tmp_path: Path) -> None:
-    stated = ("stages.left.method.num_steps=900", "stages.left.method.max_length=77", "resources.max_failures=9")
-    real = toy(*stated, "stages.left.resources.launcher=foreground", "restart=[left]")
+    configured = ("stages.left.method.num_steps=900", "stages.left.method.max_length=77", "resources.max_failures=9")
+    real = toy(*configured, "stages.left.resources.launcher=foreground", "restart=[left]")
     finish(real)
     plan = short(real, tmp_path / "scratch")
     left = plan.stage("left")
@@ -102,7 +102,7 @@ def test_one_that_is_refused_touches_nothing(toy: Toy, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("stated", "workers", "rows", "sharding", "asked"),
+    ("configured", "workers", "rows", "sharding", "asked"),
     [
         ({}, 2, 4, "none", None),
         ({"num_workers": 2, "micro_batch_size": 4, "sharding": "fsdp"}, 4, 2, "fsdp", 4),
@@ -113,10 +113,10 @@ def test_one_that_is_refused_touches_nothing(toy: Toy, monkeypatch: pytest.Monke
     ],
 )
 def test_other_workers_share_the_same_batch(
-    toy: Toy, stated: dict[str, object], workers: int, rows: int, sharding: str, asked: int | None
+    toy: Toy, configured: dict[str, object], workers: int, rows: int, sharding: str, asked: int | None
 ) -> None:
     left = toy().stage("left")
-    other = other_workers(replace(left, stage=replace(left.stage, resources=Resources(**stated))), asked)
+    other = other_workers(replace(left, stage=replace(left.stage, resources=Resources(**configured))), asked)
     assert isinstance(other, Resources)
     assert (other.num_workers, other.micro_batch_size, other.sharding) == (workers, rows, sharding)
 
@@ -197,8 +197,8 @@ def test_a_merge_is_seen_by_what_it_wrote(toy: Callable[..., Plan], files: tuple
 
 
 def test_a_rehearsal_takes_one_micro_batch_per_worker_a_step_and_counts_the_others(tmp_path, capsys):
-    words = ["tracking=none", f"store={tmp_path}/store", "resources.micro_batch_size=4"]
-    pipeline = load_pipeline([*words, "stages.sft.resources.num_workers=2"])
+    cli_args = ["tracking=none", f"store={tmp_path}/store", "resources.micro_batch_size=4"]
+    pipeline = load_pipeline([*cli_args, "stages.sft.resources.num_workers=2"])
     plan = scratch_plan(pipeline, tmp_path / "other", num_steps=2, save_steps=1, one_micro_batch=True)
     short = {name: plan.stage(name).stage for name in ("cpt", "sft", "dpo")}
     assert [each.method.global_batch_size for each in short.values()] == [4, 8, 4]
@@ -210,13 +210,13 @@ def test_a_rehearsal_takes_one_micro_batch_per_worker_a_step_and_counts_the_othe
 
 
 def test_a_rehearsal_of_generated_completions_keeps_its_groups(tmp_path):
-    words = [
+    cli_args = [
         "pipeline=sft-grpo",
         "tracking=none",
         f"store={tmp_path}/store",
         "stages.grpo.resources.micro_batch_size=8",
     ]
-    pipeline = load_pipeline(words)
+    pipeline = load_pipeline(cli_args)
     plan = scratch_plan(pipeline, tmp_path / "other", num_steps=2, save_steps=1, one_micro_batch=True)
     real = pipeline.stages["grpo"].method.global_batch_size
     assert plan.stage("grpo").stage.method.global_batch_size == real

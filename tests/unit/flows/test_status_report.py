@@ -166,13 +166,13 @@ def test_the_step_of_a_run_is_still_known_when_a_later_one_went_on(store, live):
     assert "      at step 3 of dpo; resume with: posttrain run" in text(store)
 
 
-@pytest.mark.parametrize("words", [["stages.dpo.method.beta=0.2", "x='a b'"], ["resources.save_steps=4"]])
-def test_what_a_later_run_has_taken_up_is_not_offered(store, live, words):
+@pytest.mark.parametrize("arguments", [["stages.dpo.method.beta=0.2", "x='a b'"], ["resources.save_steps=4"]])
+def test_what_a_later_run_has_taken_up_is_not_offered(store, live, arguments):
     stopped(live).write(store)
-    replace(live, cli_args=words).write(store)
+    replace(live, cli_args=arguments).write(store)
     assert f"      at step 3 of dpo; {live.id} resumed it" in text(store)
     assert "resume with" not in text(store)
-    replace(live, cli_args=words, stages={"sft": live.stages["sft"]}).write(store)  # which left dpo as it was
+    replace(live, cli_args=arguments, stages={"sft": live.stages["sft"]}).write(store)  # which left dpo as it was
     assert "      at step 3 of dpo; resume with: posttrain run" in text(store)
 
 

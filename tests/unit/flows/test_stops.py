@@ -29,15 +29,15 @@ def test_a_command_that_is_asked_to_end_while_it_imports_ends_with_130(number, m
     assert capsys.readouterr().err == "posttrain: stopped; run the same command again to resume\n"
 
 
-def test_a_command_that_was_stopped_says_in_one_line_by_whom_and_what_goes_on_from_where(monkeypatch, capsys):
+def test_a_command_that_was_stopped_says_in_one_line_by_whom_and_what_resumes_from_where(monkeypatch, capsys):
     def stopped(arguments):
         raise KeyboardInterrupt("by SIGTERM on here: sft saved at step 9")
 
     monkeypatch.setattr(module, "_end_soon", lambda: None)
     monkeypatch.setattr(module, "_run", stopped)
     assert module.main(["run"]) == module.STOPPED
-    said = "posttrain: stopped by SIGTERM on here: sft saved at step 9; run the same command again to resume\n"
-    assert capsys.readouterr().err == said
+    message = "posttrain: stopped by SIGTERM on here: sft saved at step 9; run the same command again to resume\n"
+    assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -47,7 +47,7 @@ def test_who_is_asked_to_end_by_any_signal_ends_once(number):
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
-def test_who_is_asked_to_end_says_what_each_stage_goes_on_from():
+def test_who_is_asked_to_end_says_what_each_stage_resumes_from():
     def stop() -> None:
         with stoppable():
             stops.ended.extend(["sft saved at step 9", "corpus starts again"])
@@ -58,7 +58,7 @@ def test_who_is_asked_to_end_says_what_each_stage_goes_on_from():
         stop()
 
 
-def test_a_stop_that_prefect_hears_in_our_place_is_told_as_one_that_we_hear():
+def test_a_stop_that_prefect_hears_in_our_place_is_reported_as_one_that_we_hear():
     with pytest.raises(KeyboardInterrupt, match=f"^by SIGTERM on {host()}$"), stoppable():
         raise KeyboardInterrupt
 

@@ -20,7 +20,7 @@ def test_columns_are_as_wide_as_their_cells_and_text_stays_as_it_is():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_what_is_wider_than_the_screen_goes_on_below_in_its_column(width, monkeypatch):
+def test_what_is_wider_than_the_screen_resumes_below_in_its_column(width, monkeypatch):
     table = empty_table("stage", "rate", "origin", "length", numbers=("rate",))
     table.add_row("sft", "2e-05", "as set; default, x10 under an adapter: 0.0002", "2 epochs of 50 rows, about 7 " * 3)
     whole = plain_text(table)

@@ -105,7 +105,7 @@ def test_a_plan_refuses_a_store_that_takes_no_files(toy, words):
 
 
 @pytest.mark.parametrize("words", [["store=one", "store=two"], ["+store=one", "++store=two"]])
-def test_of_a_field_that_is_given_twice_it_is_said_which_counts(toy, words):
+def test_of_a_field_that_is_given_twice_it_is_reported_which_counts(toy, words):
     warning = f"{words[0]} is ignored, since {words[1]} follows it"
     planned, verified = toy("plan", *words), toy("verify", *words)
     assert planned.returncode == 0 and warning in planned.stderr

@@ -29,8 +29,8 @@ def ran(tmp_path, monkeypatch):
     return show
 
 
-def declare(folder, words=DECLARED):
-    command = " ".join(words)
+def declare(folder, cli_args=DECLARED):
+    command = " ".join(cli_args)
     lines = [
         f"  {name}: {{cmd: posttrain stage {name} {command}, outs: [{VIEW}/{name}/output]}}\n"
         for name in ("data", "model", "left", "right")
@@ -96,14 +96,14 @@ def repository(ran, tmp_path, monkeypatch):
 
 
 def test_a_run_of_the_default_pipeline_says_that_its_store_lies_outside(repository, tmp_path, capsys):
-    said = default_pipeline(capsys, f"store={tmp_path}/store")
-    assert said == f"dvc: off: the store {tmp_path}/store lies outside the repository {repository}\n"
+    message = default_pipeline(capsys, f"store={tmp_path}/store")
+    assert message == f"dvc: off: the store {tmp_path}/store lies outside the repository {repository}\n"
     assert (tmp_path / "store/pipelines/cpt-sft-dpo/corpus/manifest.json").exists()  # DVC or not
 
 
 def test_a_run_of_the_default_pipeline_says_that_dvc_yaml_does_not_keep_it(repository, capsys):
-    said = default_pipeline(capsys)
-    assert said.startswith("dvc: off: ") and "python -m flows.dvc_yaml" in said
+    message = default_pipeline(capsys)
+    assert message.startswith("dvc: off: ") and "python -m flows.dvc_yaml" in message
 
 
 def test_a_stage_that_is_new_since_dvc_yaml_was_written_is_named(ran, tmp_path, capsys):
@@ -119,11 +119,11 @@ def test_a_stage_that_is_new_since_dvc_yaml_was_written_is_named(ran, tmp_path, 
     "word",
     ["tracking.dvc=false", "stages.corpus.method.held_out=0.2", "pipeline=cpt-sft-dpo-gated"],  # never in dvc.yaml
 )
-def test_of_what_dvc_is_not_to_keep_nothing_is_said(repository, capsys, word):
+def test_of_what_dvc_is_not_to_keep_nothing_is_reported(repository, capsys, word):
     assert default_pipeline(capsys, word) == ""
 
 
-def test_without_a_dvc_repository_nothing_is_said(ran, tmp_path, capsys):
+def test_without_a_dvc_repository_nothing_is_reported(ran, tmp_path, capsys):
     declare(tmp_path)
     assert ran() == ALL
     assert capsys.readouterr().err == ""

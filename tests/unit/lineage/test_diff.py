@@ -71,7 +71,7 @@ def test_another_shape_of_the_graph_is_named(store):
     assert not any("base: " in each and "recipe" in each for each in texts)
 
 
-def test_one_cause_in_many_stages_is_told_once(store):
+def test_one_cause_in_many_stages_is_reported_once(store):
     first = store.chain()
     second = {}
     for name, manifest in store.chain(content="b").items():

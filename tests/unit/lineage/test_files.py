@@ -114,8 +114,8 @@ def quota() -> None:
 
 @pytest.mark.parametrize("fail", [IN_A_FILE, AT_ITS_END, safetensors, plain, quota])
 def test_each_is_one_line_that_names_the_disk_and_what_is_kept(tmp_path: Path, fail: Callable[[], None]) -> None:
-    told = rf"^the disk of {tmp_path} is full \(.*it has no checkpoint; free space .*"
-    with pytest.raises(PipelineError, match=told), explain_full_disk(tmp_path):
+    reported = rf"^the disk of {tmp_path} is full \(.*it has no checkpoint; free space .*"
+    with pytest.raises(PipelineError, match=reported), explain_full_disk(tmp_path):
         fail()
     commit(Entry(tmp_path).checkpoints, 7, {})
     with pytest.raises(PipelineError, match=r"checkpoint of step 7 is kept") as caught, explain_full_disk(tmp_path):

@@ -211,7 +211,7 @@ def test_a_label_is_of_the_bytes_under_whatever_name_they_are_read(store):
     assert labels == {"NC"}
 
 
-def test_what_is_stated_now_is_of_all_sources_with_those_bytes(store):
+def test_what_is_set_now_is_of_all_sources_with_those_bytes(store):
     first = store.source("corpus")
     same = replace(first, artifact="source:other")
     model = store.stage("dpo", {"rows": first, "more": same, "else": store.source("else")})
@@ -230,7 +230,7 @@ def test_a_refusal_names_the_way_from_the_first_source(store):
         require_commercial(model, all_labels(model, {"champion": ["cc-nd"]}), ["*nd*"], "production")
 
 
-def test_a_label_stated_later_reaches_what_was_made_before(store):
+def test_a_label_set_later_reaches_what_was_made_before(store):
     rows = store.source("rows")
     model = store.stage("dpo", {"rows": rows})
     record_labels(store.root, [Statement(fingerprint=rows.fingerprint, source="rows", labels=["Late"])])
@@ -239,12 +239,12 @@ def test_a_label_stated_later_reaches_what_was_made_before(store):
 
 
 def test_a_torn_last_line_is_passed_over_and_a_damaged_one_is_named(store):
-    said = Statement(fingerprint="a" * 64, source="rows", labels=["x"])
-    record_labels(store.root, [said])
+    message = Statement(fingerprint="a" * 64, source="rows", labels=["x"])
+    record_labels(store.root, [message])
     with (store.root / LABELS).open("a") as file:
         file.write('{"fingerprint": "b')
     assert recorded_labels(store.root) == {"a" * 16: {"x"}}
-    record_labels(store.root, [replace(said, labels=["y"])])
+    record_labels(store.root, [replace(message, labels=["y"])])
     assert recorded_labels(store.root) == {"a" * 16: {"x", "y"}}
     (store.root / LABELS).write_text("{}\n")
     with pytest.raises(ArtifactError, match=r"labels\.jsonl:1"):

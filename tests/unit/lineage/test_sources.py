@@ -89,21 +89,21 @@ def test_what_was_pinned_can_be_pinned_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stated",
+    "configured",
     [
         {"format": "messages"}, {"columns": {"prompt": "q"}}, {"sample_count": 5}, {"shuffle_seed": 0},
         {"shuffle_seed": 0, "shuffle_buffer": 3}, {"split": "train[:5]"},
     ],
 )  # fmt: skip
-def test_how_rows_are_read_is_identity_and_recorded(stated, tmp_path):
+def test_how_rows_are_read_is_identity_and_recorded(configured, tmp_path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
     path = str(tmp_path / "rows.jsonl")
-    plain, other = pinned(Source(path=path)), pinned(Source(path=path, **stated))
+    plain, other = pinned(Source(path=path)), pinned(Source(path=path, **configured))
     assert plain.fingerprint != other.fingerprint
-    assert {**plain.record.configured(), **stated} == other.record.configured()
+    assert {**plain.record.configured(), **configured} == other.record.configured()
 
 
-def test_sources_whose_columns_were_stated_the_other_way_round_keep_their_fingerprint(tmp_path):
+def test_sources_whose_columns_were_set_the_other_way_round_keep_their_fingerprint(tmp_path):
     """Stores that were made while ``columns`` was the rows' column -> our name stay current."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"q": "a"}\n')
@@ -138,10 +138,10 @@ def test_the_region_of_a_bucket_is_given_as_its_other_options_are(monkeypatch):
         file_system("memory://a.jsonl", {"region": "MY_REGION"}).__enter__()
 
 
-def test_what_a_library_says_is_told_first_line(monkeypatch):
+def test_what_a_library_says_is_reported_first_line(monkeypatch):
     monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
-    said = first_line(ValueError("signed with hunter2hunter2\nand more"), {"secret": "MY_SECRET"})
-    assert said == "ValueError: signed with $MY_SECRET"
+    output = first_line(ValueError("signed with hunter2hunter2\nand more"), {"secret": "MY_SECRET"})
+    assert output == "ValueError: signed with $MY_SECRET"
 
 
 LINES, PARAGRAPHS = "a\nb\n\n", "a\nb\n\nc\n"
@@ -165,9 +165,9 @@ def test_paragraphs_are_recorded_and_identity(rows: Path) -> None:
     found = pin(rows / "paragraphs.txt")
     assert found.record.reading == {"split_by": "paragraph"}
     assert found.fingerprint == pin(rows / "paragraphs.txt", split_by="paragraph").fingerprint
-    stated = [pin(rows / "paragraphs.txt", split_by=each) for each in ("line", "document")]
-    assert len({found.fingerprint, *(each.fingerprint for each in stated)}) == 3
-    assert [each.record.reading for each in stated] == [{"split_by": "line"}, {"split_by": "document"}]
+    configured = [pin(rows / "paragraphs.txt", split_by=each) for each in ("line", "document")]
+    assert len({found.fingerprint, *(each.fingerprint for each in configured)}) == 3
+    assert [each.record.reading for each in configured] == [{"split_by": "line"}, {"split_by": "document"}]
 
 
 def test_columns_in_the_names_of_directories_are_identity(rows: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_checksum_is_the_version_where_there_is_one(monkeypatch, bucket):
         ("gs://bucket", "with its package installed .s3fs for s3://, gcsfs for gs://"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_listed_is_told(url, message, monkeypatch):
+def test_what_cannot_be_listed_is_reported(url, message, monkeypatch):
     for package in ("s3fs", "gcsfs"):
         monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
     for protocol in ("s3", "gs"):

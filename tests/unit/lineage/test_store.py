@@ -104,7 +104,7 @@ def test_who_lost_the_lock_does_not_commit(entry):
     assert not entry.is_finished()
 
 
-def test_a_new_attempt_leaves_nothing_after_the_step_that_it_goes_on_from(entry):
+def test_a_new_attempt_leaves_nothing_after_the_step_that_it_resumes_from(entry):
     for step in (2, 4, 6):
         save(entry, step)
     entry.begin(4)

@@ -124,8 +124,8 @@ def test_a_clone_adopts_what_dvc_restored(store, view):
 
 def test_a_damaged_view_is_named_and_not_adopted(lost, view):
     (view.place("sft") / "output/content.txt").write_text("other")
-    said = view.adopt("sft")
-    assert str(view.place("sft")) in said and "content.txt has SHA-256" in said
+    message = view.adopt("sft")
+    assert str(view.place("sft")) in message and "content.txt has SHA-256" in message
     assert not lost.path.exists()
     assert view.adopt("dpo") is None  # which has no view
 

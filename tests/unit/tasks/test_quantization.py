@@ -161,8 +161,8 @@ def test_the_format_of_a_model_is_read_from_its_config(config, found):
 )
 def test_what_can_be_trained_on_a_model_that_was_quantized_before(found, fields, reason):
     options = {"adapter": True, "quantization": None, "saves_adapter": False, "on_gpu": False, **fields}
-    said = why_not_on_quantized(found, **options)
-    assert said is None if reason is None else reason in said
+    message = why_not_on_quantized(found, **options)
+    assert message is None if reason is None else reason in message
 
 
 def test_a_model_that_cannot_be_dequantized_keeps_its_adapter_apart(monkeypatch):

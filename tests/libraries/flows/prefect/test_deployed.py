@@ -21,7 +21,7 @@ def test_an_error_that_is_not_foreseen_fails_the_run_and_notifies(tmp_path, monk
     monkeypatch.setattr(module, "enter_flow_run", lambda *_, **__: None)
     monkeypatch.setattr(module, "_exit_with_parent", lambda: None)
     monkeypatch.setattr(module, "load_pipeline", lambda *_: pipeline)
-    monkeypatch.setattr(module, "notify_of", lambda *said: notified.append(said))
+    monkeypatch.setattr(module, "notify_of", lambda *message: notified.append(message))
     monkeypatch.setattr(module, "_run_in_turn", fail)
     state = module._run_deployed("toy", SimpleNamespace(cli_args=lambda *_: []), [], any_code=True)
     assert (state.type.value, state.message) == ("FAILED", "ConnectError: the server is gone")

@@ -45,7 +45,7 @@ class Watched:
     def __init__(self, folder, trigger="{sources: [rows]}", path=None) -> None:
         self.rows = folder / "rows.txt"
         self.rows.write_text("first")
-        self.words = [
+        self.overrides = [
             "pipeline=toy", "model=none", f"trigger={trigger}",  # composed once: what follows differs in values alone
             f"sources.rows.path={path or self.rows}", f"store={folder}/store",
         ]  # fmt: skip
@@ -54,7 +54,7 @@ class Watched:
         self.restart()
 
     def restart(self) -> None:
-        self.pipeline = load_pipeline(self.words, CONF)
+        self.pipeline = load_pipeline(self.overrides, CONF)
         self.watcher = Watcher(
             self.pipeline, self.pipeline.operation.trigger, "toy/local", self.runs, clock=lambda: self.now
         )
@@ -174,7 +174,7 @@ def test_runs_that_all_die_over_the_same_data_are_given_up_with_a_warning(watche
     assert len(watched.runs.causes) == 6
 
 
-def test_a_source_that_does_not_rest_is_said_once(watched, caplog):
+def test_a_source_that_does_not_rest_is_reported_once(watched, caplog):
     caplog.set_level("INFO", logger="flows.prefect.triggers")
     watched.poll()
     for number in range(5):
@@ -184,7 +184,7 @@ def test_a_source_that_does_not_rest_is_said_once(watched, caplog):
     assert [record.message for record in caplog.records] == ["toy/local: new: rows; waits until it settles"]
 
 
-def test_a_look_that_fails_is_told_once_and_watching_goes_on(watched, caplog):
+def test_a_look_that_fails_is_reported_once_and_watching_resumes(watched, caplog):
     watched.poll()
     watched.rows.unlink()
     assert [watched.poll(after=POLL) for _ in range(3)] == [POLL] * 3

@@ -238,7 +238,7 @@ def test_the_session_of_our_own_cluster_lies_where_no_other_account_can_enter(tm
         assert len(f"{folder}/session_2026-11-22_16-51-55_123456_1234567/sockets/plasma_store") <= 107
 
 
-def test_before_it_trains_an_error_is_told_without_a_place(job, tmp_path):
+def test_before_it_trains_an_error_is_reported_without_a_place(job, tmp_path):
     loads = replace(job, directory=tmp_path / "other")
     for rank in (0, 1):
         HeartbeatFile(loads.directory / "work", rank, None).mark(None, Phase.LOADING)
@@ -248,7 +248,7 @@ def test_before_it_trains_an_error_is_told_without_a_place(job, tmp_path):
     assert "rank 0 on " in failed(job, 0, DataError("no rows")).cause
 
 
-def test_a_stage_that_was_stopped_says_what_it_goes_on_from(job):
+def test_a_stage_that_was_stopped_says_what_it_resumes_from(job):
     assert left(job) == "sft starts again"
     for step in (3, 12):
         save(Entry(job.directory), step)

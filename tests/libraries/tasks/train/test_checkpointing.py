@@ -78,7 +78,7 @@ def test_a_state_comes_back_as_it_was_with_tied_tensors_tied(tmp_path: Path) -> 
     assert saved(tmp_path).damage(2) == []
 
 
-def test_the_training_goes_on_while_a_copy_is_written(tmp_path: Path, held: threading.Event) -> None:
+def test_the_training_resumes_while_a_copy_is_written(tmp_path: Path, held: threading.Event) -> None:
     weight = torch.full((64,), 1.0)
     writer = saver(tmp_path)
     writer.save(2, replace(state(1.0), shared={"weight": weight}), {})
@@ -126,14 +126,14 @@ def test_a_container_has_the_memory_of_its_limit_without_what_files_hold(
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), r"the disk of .* is full .*checkpoint of step 2 is kept"),
         (OSError(errno.EIO, "Input/output error"), r"step 4 could not be written .*its checkpoint of step 2 is kept"),
     ],
 )
 def test_what_the_writer_could_not_do_is_raised_at_the_next_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, message: str
 ) -> None:
     def fails(self: Draft) -> None:
         raise error
@@ -143,7 +143,7 @@ def test_what_the_writer_could_not_do_is_raised_at_the_next_step(
     monkeypatch.setattr(Draft, "write", fails)
     writer.save(4, state(4.0), {})
     writer._writer.join()
-    with pytest.raises(PipelineError, match=said), explain_full_disk(tmp_path):
+    with pytest.raises(PipelineError, match=message), explain_full_disk(tmp_path):
         writer.agreed(5, CPU)
     assert saved(tmp_path).steps() == [2]
 

@@ -91,12 +91,12 @@ def test_names_are_unique_and_a_rule_joins_settings():
 def test_the_plan_refuses_an_example_and_accepts_what_its_message_says_to_paste(name):
     rule = BY_ID[name]
     where = f"stages.{rule.stage}"
-    stated = [*assigned(BASE, where), *assigned(rule.example, where), "tracking=none"]
+    configured = [*assigned(BASE, where), *assigned(rule.example, where), "tracking=none"]
     with pytest.raises(ConfigError) as refused:
-        load_pipeline(stated)
+        load_pipeline(configured)
     found, pasted = str(refused.value).rsplit("; set ", 1)
     assert found.startswith(f"{where}: ")
-    load_pipeline([*stated, *pasted.split()])
+    load_pipeline([*configured, *pasted.split()])
 
 
 def test_vllm_goes_through_where_it_is_installed_and_is_refused_with_the_command_where_not(tmp_path, monkeypatch):

@@ -100,17 +100,17 @@ def test_a_group_may_be_named_like_a_number(tmp_path):
 
 
 def test_a_base_that_a_stage_of_the_quickstart_hides_is_refused(tmp_path):
-    for words in ([f"sources.base.path={tmp_path}"], [f"+sources.base={{kind: checkpoint, path: {tmp_path}}}"]):
+    for cli_args in ([f"sources.base.path={tmp_path}"], [f"+sources.base={{kind: checkpoint, path: {tmp_path}}}"]):
         with pytest.raises(
             ConfigError, match=f"sources.base.*no stage reads this.*set model={tmp_path}; .*source:base"
         ):
-            load_pipeline(words)
+            load_pipeline(cli_args)
     both = load_pipeline(["model=owner/name", f"sources.base.path={tmp_path}"])  # the last one counts
     assert (both.sources["base"].path, "base" in both.stages) == (str(tmp_path), False)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("cli_args", "message"),
     [
         (["model=owner/name", *(f"stages.{name}.inputs.policy=source:mine" for name in ("cpt", "sft")),
           "sources.mine={path: owner/mine, kind: checkpoint}", "~stages.evaluate", "~stages.reward", "~stages.dpo"],
@@ -120,9 +120,9 @@ def test_a_base_that_a_stage_of_the_quickstart_hides_is_refused(tmp_path):
         (["+source@sources.other=rows", "sources.other.path=x"], "source@sources.other=rows: no stage reads this"),
     ],
 )  # fmt: skip
-def test_a_source_that_is_set_and_that_no_stage_reads_is_refused(words, message):
+def test_a_source_that_is_set_and_that_no_stage_reads_is_refused(cli_args, message):
     with pytest.raises(ConfigError, match=message):
-        load_pipeline(words)
+        load_pipeline(cli_args)
 
 
 def test_what_the_project_ships_may_go_unread_and_a_fallback_is_read():
@@ -142,10 +142,10 @@ stages:
 """
 
 
-def own(folder, *words, sources="", policy="base"):
+def own(folder, *cli_args, sources="", policy="base"):
     (folder / "pipeline").mkdir(exist_ok=True)
     (folder / "pipeline/own.yaml").write_text(OWN.format(sources=sources, policy=policy))
-    return load_pipeline(["pipeline=own", "sources.rows.path=rows.jsonl", *words], folder)
+    return load_pipeline(["pipeline=own", "sources.rows.path=rows.jsonl", *cli_args], folder)
 
 
 def test_a_pipeline_of_the_users_has_the_model_that_it_names_and_the_quickstarts_if_it_asks(tmp_path):
@@ -178,7 +178,7 @@ def test_the_adapter_goes_to_every_training_stage(adapter):
     assert all((each is not None) == (adapter == "lora") for each in adapters)
 
 
-def test_what_is_written_is_said_for_all_stages_or_for_one():
+def test_what_is_written_is_reported_for_all_stages_or_for_one():
     stages = load_pipeline(["adapter=lora", "save=adapter", "stages.dpo.method.save=null"]).stages
     assert [stages[name].method.save for name in ("cpt", "sft", "reward", "dpo")] == ["adapter"] * 3 + [None]
     stages = load_pipeline(["adapter=qlora", "stages.sft.method.save=adapter"]).stages
@@ -356,10 +356,11 @@ def test_it_is_what_hydra_composes(overrides):
     assert compose_tree([*GROUPS, *overrides], CONF) == Composer([*GROUPS, *overrides], CONF).tree() == expected
 
 
-def of_hydra(words):
+def of_hydra(cli_args):
     """Hydra takes a value that no file has with ++ only."""
     forced = [
-        word if word.startswith(("~", "pipeline=", "model=", "adapter=")) else f"++{word.lstrip('+')}" for word in words
+        word if word.startswith(("~", "pipeline=", "model=", "adapter=")) else f"++{word.lstrip('+')}"
+        for word in cli_args
     ]
     with initialize_config_dir(config_dir=str(SHIPPED), version_base="1.3"):
         composed = compose("config", overrides=[f"hydra.searchpath=[file://{CONF}]", *forced])
@@ -372,8 +373,8 @@ def test_files_and_anchors_that_are_used_twice_are_set_apart(tmp_path):
         "# @package _global_\ndefaults:\n  - /stage@stages.one.method: sft\n  - /stage@stages.two.method: sft\n"
         "stages: {one: {inputs: &both {policy: a}}, two: {inputs: *both}}\n"
     )
-    words = ["pipeline=own", "model=tiny", "stages.one.method.seed=3", "stages.one.inputs.policy=b"]
-    stages = compose_tree(words, tmp_path)["stages"]
+    cli_args = ["pipeline=own", "model=tiny", "stages.one.method.seed=3", "stages.one.inputs.policy=b"]
+    stages = compose_tree(cli_args, tmp_path)["stages"]
     one, two = stages["one"], stages["two"]
     assert (one["method"]["seed"], one["inputs"]) == (3, {"policy": "b"})
     assert ("seed" in two["method"], two["inputs"]) == (False, {"policy": "a"})
@@ -440,14 +441,14 @@ def test_a_wrong_key_is_refused_as_everywhere():
         store_root(["stor=elsewhere"])
 
 
-@pytest.mark.parametrize("stated", [["--config-dir", "ours"], ["--config-dir=ours"]])
-def test_the_directory_is_found_among_the_overrides_in_either_form(stated):
-    words = ["pipeline=toy", *stated, "~stages.dpo", "+sources.x.path='a b'"]
-    assert split_cli_args(words) == (["pipeline=toy", "~stages.dpo", "+sources.x.path='a b'"], Path("ours"))
+@pytest.mark.parametrize("configured", [["--config-dir", "ours"], ["--config-dir=ours"]])
+def test_the_directory_is_found_among_the_overrides_in_either_form(configured):
+    cli_args = ["pipeline=toy", *configured, "~stages.dpo", "+sources.x.path='a b'"]
+    assert split_cli_args(cli_args) == (["pipeline=toy", "~stages.dpo", "+sources.x.path='a b'"], Path("ours"))
     assert split_cli_args(["pipeline=toy"]) == (["pipeline=toy"], None)
 
 
-def test_a_directory_that_is_not_there_is_told():
+def test_a_directory_that_is_not_there_is_reported():
     with pytest.raises(ConfigError, match="pipeline=toy --config-dir: argument --config-dir: expected one argument"):
         split_cli_args(["pipeline=toy", "--config-dir"])
 
@@ -478,7 +479,7 @@ def test_a_missing_value_is_refused_and_an_interpolation_is_resolved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "cli_args",
     [
         ["plan", "store=s3://bucket/store"], ["status", "store=S3://bucket/store"], ["gc", "store=https://host/store"],
         ["stage", "sft", "store=gs://bucket/store"], ["doctor", "store=az://box/store", "pipeline=cpt-sft-dpo"],
@@ -491,9 +492,9 @@ def test_a_missing_value_is_refused_and_an_interpolation_is_resolved(tmp_path):
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_a_url_is_no_path_of_this_machine_in_any_command(words, tmp_path, monkeypatch, capsys):
+def test_a_url_is_no_path_of_this_machine_in_any_command(cli_args, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(words) == 2
+    assert main(cli_args) == 2
     shown = capsys.readouterr()
     assert "is a URL, and this is a path of this machine; name a file or directory" in shown.err + shown.out
     assert not list(tmp_path.iterdir())

@@ -28,10 +28,10 @@ def test_a_job_has_a_name_and_data_is_its_one_source(name, source, model):
 
 
 def test_data_of_several_sources_has_the_name_of_one():
-    words = ["pipeline=sft-dpo", "model=owner/name"]
-    found = load_pipeline([*words, "data.instructions=chats.jsonl", "+data.preferences=pairs.jsonl"])
+    cli_args = ["pipeline=sft-dpo", "model=owner/name"]
+    found = load_pipeline([*cli_args, "data.instructions=chats.jsonl", "+data.preferences=pairs.jsonl"])
     assert [found.sources[name].path for name in ("instructions", "preferences")] == ["chats.jsonl", "pairs.jsonl"]
-    later = load_pipeline([*words, "data.instructions=a", "sources.instructions.path=b"])
+    later = load_pipeline([*cli_args, "data.instructions=a", "sources.instructions.path=b"])
     assert later.sources["instructions"].path == "b"
     accepted = "accepted: data.instructions, data.preferences"
     for word, message in (
@@ -39,7 +39,7 @@ def test_data_of_several_sources_has_the_name_of_one():
         ("data.instruction=x", f"^data.instruction: no such source; {accepted}; did you mean data.instructions"),
     ):
         with pytest.raises(ConfigError, match=message):
-            load_pipeline([*words, word])
+            load_pipeline([*cli_args, word])
 
 
 def test_both_read_the_rewards_of_grpo_from_one_place():
@@ -115,7 +115,7 @@ def test_a_file_that_is_no_project_is_refused(tmp_path, monkeypatch, text, messa
         with_project(["no.yaml"])
 
 
-def test_a_pipeline_without_its_first_line_is_told_which(tmp_path):
+def test_a_pipeline_without_its_first_line_is_reported_which(tmp_path):
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline/mine.yaml").write_text("name: mine\nstages: {}\n")
     with pytest.raises(

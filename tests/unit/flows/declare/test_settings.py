@@ -20,18 +20,18 @@ def method(*overrides: str, stage: str = "sft") -> SFT | DPO:
 
 
 def test_a_group_sets_every_training_stage_and_a_stage_overrides_a_field_of_it() -> None:
-    words = ("optimizer=adamw_torch", "schedule=linear", "adapter=qlora", "stages.dpo.method.adapter.rank=4")
-    assert method(*words).optimizer.name == method(*words, stage="dpo").optimizer.name == "adamw_torch"
-    assert method(*words).schedule.name == "linear"
-    dpo = method(*words, stage="dpo")
+    cli_args = ("optimizer=adamw_torch", "schedule=linear", "adapter=qlora", "stages.dpo.method.adapter.rank=4")
+    assert method(*cli_args).optimizer.name == method(*cli_args, stage="dpo").optimizer.name == "adamw_torch"
+    assert method(*cli_args).schedule.name == "linear"
+    dpo = method(*cli_args, stage="dpo")
     assert dpo.adapter == Adapter(rank=4) and dpo.quantization == Quantization(format="nf4")
 
 
 def test_a_stage_that_names_another_optimizer_takes_none_of_the_shared_fields() -> None:
-    words = ("optimizer=adamw_torch", "optimizer.betas=[0.5,0.6]")
-    assert method(*words).optimizer == Optimizer(name="adamw_torch", betas=(0.5, 0.6))
+    cli_args = ("optimizer=adamw_torch", "optimizer.betas=[0.5,0.6]")
+    assert method(*cli_args).optimizer == Optimizer(name="adamw_torch", betas=(0.5, 0.6))
     own = "stages.sft.method.optimizer={name: adamw_torch_fused}"
-    assert method(*words, own).optimizer == Optimizer(name="adamw_torch_fused")
+    assert method(*cli_args, own).optimizer == Optimizer(name="adamw_torch_fused")
 
 
 def test_a_stage_without_an_adapter_has_no_quantized_base() -> None:
@@ -48,9 +48,13 @@ def test_the_schedule_of_the_pipeline_is_still_set_by_its_key() -> None:
 def test_short_forms_are_their_settings() -> None:
     prefix = "stages.sft.method"
     short = method(f"{prefix}.lr_schedule=linear", f"{prefix}.warmup_ratio=0.2", f"{prefix}.weight_decay=0.1")
-    words = (f"{prefix}.schedule.name=linear", f"{prefix}.schedule.warmup=0.2", f"{prefix}.optimizer.weight_decay=0.1")
-    assert short == method(*words)
-    assert short.recipe() == method(*words).recipe()
+    cli_args = (
+        f"{prefix}.schedule.name=linear",
+        f"{prefix}.schedule.warmup=0.2",
+        f"{prefix}.optimizer.weight_decay=0.1",
+    )
+    assert short == method(*cli_args)
+    assert short.recipe() == method(*cli_args).recipe()
 
 
 def test_a_short_form_that_contradicts_its_setting_is_refused() -> None:

@@ -70,8 +70,8 @@ def test_each_value_has_the_file_that_sets_it_last(tmp_path: Path) -> None:
         "# @package _global_\ndefaults: [/pipeline/sft, _self_]\nstages: {sft: {method: {max_length: 64}}}\n"
     )
     (tmp_path / "own.yaml").write_text("stages.sft.method.learning_rate: 1e-4\n")
-    words = with_project(["pipeline=mine", "model=tiny", str(tmp_path / "own.yaml"), "stages.sft.method.seed=3"])
-    found = origins(load_pipeline(words, tmp_path / "ours"))
+    cli_args = with_project(["pipeline=mine", "model=tiny", str(tmp_path / "own.yaml"), "stages.sft.method.seed=3"])
+    found = origins(load_pipeline(cli_args, tmp_path / "ours"))
     assert {key: found[f"stages.sft.method.{key}"] for key in ("max_length", "learning_rate", "seed")} == {
         "max_length": "ours/pipeline/mine.yaml", "learning_rate": str(tmp_path / "own.yaml"), "seed": "command line",
     }  # fmt: skip
@@ -80,8 +80,8 @@ def test_each_value_has_the_file_that_sets_it_last(tmp_path: Path) -> None:
 
 def test_a_value_outside_is_named_with_its_range_and_source_and_in_json(tmp_path: Path) -> None:
     found = plan(tmp_path, PRETRAINED, RATE)
-    said = "method.learning_rate=0.001 is outside the permissible < 5e-5 (reference documents, job form)"
-    assert f"advice: sft: {said}" in lines_of(found)
+    message = "method.learning_rate=0.001 is outside the permissible < 5e-5 (reference documents, job form)"
+    assert f"advice: sft: {message}" in lines_of(found)
     assert found.to_dict()["advice"] == [
         {
             "stage": "sft", "field": "method.learning_rate", "value": 1e-3, "bound": "permissible",

@@ -152,8 +152,8 @@ NO_REPLAY = ("stages.data.method.replay_share=null", "~stages.data.inputs.replay
 @pytest.mark.parametrize("field", ["held_out=0.4", "seed=1"])
 def test_old_rows_that_were_split_otherwise_are_refused_by_the_plan(renewed, first, field):
     made(renewed("a", *first))
-    said = r"old-data: the old rows were split with held_out=0\.1 and seed=0, the new ones would be with .*" + field
-    with pytest.raises(ConfigError, match=said):
+    message = r"old-data: the old rows were split with held_out=0\.1 and seed=0, the new ones would be with .*" + field
+    with pytest.raises(ConfigError, match=message):
         renewed("b", f"stages.data.method.{field}")
     assert "replay" in inputs_of(renewed("b"), "data")
 
@@ -171,7 +171,7 @@ def test_old_rows_that_no_alias_names_need_the_record_of_how_they_were_split(ren
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("sources.start.fallback=blnk", r"sources\.start\.fallback=blnk: .*did you mean blank"),
         (
@@ -183,20 +183,20 @@ def test_old_rows_that_no_alias_names_need_the_record_of_how_they_were_split(ren
         ("sources.rows.fallback=blank", r"sources\.rows\.fallback=blank: is for an alias"),
     ],
 )
-def test_a_fallback_that_cannot_serve_is_refused_also_while_a_champion_is_there(renewed, override, said):
+def test_a_fallback_that_cannot_serve_is_refused_also_while_a_champion_is_there(renewed, override, message):
     made(renewed("a"))
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         renewed("b", override)
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("stages.data.method.replay_share=null", "nothing says how much of it is replayed"),
         ("~stages.data.inputs.replay", "there are no old rows to replay"),
         ("retrain.promote=blank", "no gate has it as candidate"),
     ],
 )
-def test_what_retraining_lacks_is_named(renewed, override, said):
-    with pytest.raises(ConfigError, match=said):
+def test_what_retraining_lacks_is_named(renewed, override, message):
+    with pytest.raises(ConfigError, match=message):
         renewed("a", override)

@@ -239,9 +239,9 @@ def test_what_does_not_fit_is_refused_with_the_cheapest_change(demo, monkeypatch
     with pytest.raises(ConfigError, match=r"^stages\.dpo needs .* per worker \(measured on 1 run") as refused:
         require_fits(plan, found, estimator, tmp_path / "suggest.yaml")
     assert "stages.dpo.resources.micro_batch_size=4 it needs" in str(refused.value)  # 7, 6 and 5 do not divide 16
-    words = yaml.safe_load((tmp_path / "suggest.yaml").read_text())["overrides"]
-    assert words == ["stages.dpo.resources.micro_batch_size=4"]
-    smaller = demo(*words)
+    cli_args = yaml.safe_load((tmp_path / "suggest.yaml").read_text())["overrides"]
+    assert cli_args == ["stages.dpo.resources.micro_batch_size=4"]
+    smaller = demo(*cli_args)
     estimator = Estimator(smaller, History.of(plan.home))
     require_fits(smaller, estimator.estimates(smaller.stale), estimator)
     allowed = demo("stages.dpo.resources.check_memory=false")
@@ -354,26 +354,26 @@ def test_adapter_auto_takes_the_first_that_fits(demo, monkeypatch):
 
 
 def test_adapter_auto_counts_a_teacher_at_its_own_size(demo, monkeypatch):
-    words = ["pipeline=distill", "stages.distill.method.adapter=auto"]
+    cli_args = ["pipeline=distill", "stages.distill.method.adapter=auto"]
     need = estimates(demo("pipeline=distill"))["distill"].memory
     for capacity, kind in ((need, None), (need - 1, "lora")):
         monkeypatch.setattr(adapter_choice, "capacity", lambda resources, held=capacity: held)
-        adapter = demo(*words).stage("distill").stage.method.adapter
+        adapter = demo(*cli_args).stage("distill").stage.method.adapter
         assert (adapter and adapter.type) == kind
 
 
 def test_adapter_auto_of_one_stage_takes_few_bits_on_a_gpu_alone(demo, monkeypatch):
     monkeypatch.setattr(adapter_choice, "capacity", lambda resources: 1)
-    words = ["stages.dpo.method.adapter=auto", "stages.dpo.resources.micro_batch_size=2"]
-    method = demo(*words).stage("dpo").stage.method
+    cli_args = ["stages.dpo.method.adapter=auto", "stages.dpo.resources.micro_batch_size=2"]
+    method = demo(*cli_args).stage("dpo").stage.method
     assert (method.adapter.type, method.quantization) == ("lora", None)
-    method = demo(*words, "stages.dpo.resources.gpus_per_worker=1").stage("dpo").stage.method
+    method = demo(*cli_args, "stages.dpo.resources.gpus_per_worker=1").stage("dpo").stage.method
     assert (method.adapter.type, method.quantization.format) == ("lora", "nf4")
-    saved = [*words, "stages.dpo.method.save=adapter"]
+    saved = [*cli_args, "stages.dpo.method.save=adapter"]
     monkeypatch.setattr(adapter_choice, "capacity", lambda resources: 2**50)
     assert demo(*saved).stage("dpo").stage.method.adapter.type == "lora"  # full has no adapter to save
     with pytest.raises(ConfigError, match=r"dpo\.method\.learning_rat: unknown key"):
-        demo(*words, "stages.dpo.method.learning_rat=1")
+        demo(*cli_args, "stages.dpo.method.learning_rat=1")
 
 
 def test_adapter_auto_is_refused_where_it_cannot_be_decided(demo, monkeypatch):
@@ -403,8 +403,8 @@ def test_the_command_prints_estimates_and_writes_what_makes_it_fit(tmp_path, mon
 
 
 def test_the_process_that_scores_checkpoints_is_counted_noted_and_refused(demo, monkeypatch):
-    words = ["+stages.sft.evaluation={every_steps: 5, cpus: 2}", "stages.sft.resources.cpus_per_worker=1"]
-    plan, plain = demo(*words), estimates(demo())["sft"]
+    cli_args = ["+stages.sft.evaluation={every_steps: 5, cpus: 2}", "stages.sft.resources.cpus_per_worker=1"]
+    plan, plain = demo(*cli_args), estimates(demo())["sft"]
     estimator = Estimator(plan, History())
     found = estimator.estimates(plan.stale)
     sft, tokens, vocabulary = found["sft"], 50 * 128, 4096

@@ -98,11 +98,11 @@ def test_the_plan_knows_more_with_each_thing_that_is_done(tmp_path: Path) -> Non
 
 
 def test_what_a_former_default_made_is_run_again_and_the_plan_says_why(tmp_path: Path) -> None:
-    words = ("stages.sft.method.num_steps", "stages.sft.method.learning_rate")
-    former = ("adapter=lora", f"{words[0]}=1000", f"{words[1]}=2e-5")
+    keys = ("stages.sft.method.num_steps", "stages.sft.method.learning_rate")
+    former = ("adapter=lora", f"{keys[0]}=1000", f"{keys[1]}=2e-5")
     finish(plan(tmp_path, *former))
     assert plan(tmp_path, *former).stage("sft").state == "reuse"  # it states what was the default
-    now = plan(tmp_path, "adapter=lora", f"~{words[0]}", f"~{words[1]}").stage("sft")
+    now = plan(tmp_path, "adapter=lora", f"~{keys[0]}", f"~{keys[1]}").stage("sft")
     assert now.state == "run"
     assert now.reason == (
         "learning_rate: 2e-05 -> 0.0002; num_epochs: (none) -> 1.0; num_steps: 1000 -> (none); the default length was "

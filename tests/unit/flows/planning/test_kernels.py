@@ -39,8 +39,10 @@ def test_auto_becomes_what_the_resources_have_and_the_plan_says_so():
     plan = make_plan(load_pipeline(overrides))
     assert "stages.cpt.method.precision=auto: fp32, because gpus_per_worker=0" in plan.notes
     assert "stages.dpo.method.precision=auto: bf16, because gpus_per_worker=1" in plan.notes
-    stated = make_plan(load_pipeline(["stages.dpo.resources.gpus_per_worker=1", "stages.dpo.method.precision=bf16"]))
-    assert [each.fingerprint for each in plan.stages] == [each.fingerprint for each in stated.stages]
+    configured = make_plan(
+        load_pipeline(["stages.dpo.resources.gpus_per_worker=1", "stages.dpo.method.precision=bf16"])
+    )
+    assert [each.fingerprint for each in plan.stages] == [each.fingerprint for each in configured.stages]
     assert plan.stage("dpo").stage.method.recipe()["precision"] == "bf16"
 
 

@@ -83,8 +83,8 @@ def test_the_code_of_a_reward_function_drifts_and_its_folder_is_no_identity(toy,
         file.parent.mkdir(exist_ok=True)
         file.write_text(f"raise SystemExit('the plan ran it')\n{code}\n")
         fields = {"function": f"python:{file}:score", "allow_code": True, **options}
-        stated = ",".join(f"{name}:{json.dumps(value)}" for name, value in fields.items())
-        return toy("+stages.model.method.rewards={mine:{" + stated + "}}")
+        configured = ",".join(f"{name}:{json.dumps(value)}" for name, value in fields.items())
+        return toy("+stages.model.method.rewards={mine:{" + configured + "}}")
 
     finish(plan("one", "def score(completions): return [1]"))
     moved = plan("two", "def score(completions): return [1]")
@@ -125,6 +125,6 @@ def test_code_is_read_once_for_all_stages_of_a_class_and_again_for_the_next_plan
 
 @pytest.mark.parametrize("max_length", [None, 64])
 def test_the_limits_of_an_evaluation_are_checked_before_anything_trains(max_length):
-    stated = [f"stages.evaluate.method.max_length={max_length}"] if max_length else []
+    configured = [f"stages.evaluate.method.max_length={max_length}"] if max_length else []
     with pytest.raises(ConfigError, match=r"stages.evaluate.method: .*max_new_tokens"):
-        make_plan(load_pipeline([*stated, "stages.evaluate.method.max_new_tokens=4096"]))
+        make_plan(load_pipeline([*configured, "stages.evaluate.method.max_new_tokens=4096"]))

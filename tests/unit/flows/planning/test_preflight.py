@@ -233,32 +233,32 @@ def test_a_drop_is_accepted_of_a_stage_that_trains(tmp_path):
 
 
 def test_columns_the_other_way_round_are_refused_with_the_line_to_type(tmp_path):
-    words = [f"store={tmp_path}", "sources.instructions.columns.The_Question=prompt"]
+    cli_args = [f"store={tmp_path}", "sources.instructions.columns.The_Question=prompt"]
     with pytest.raises(
         ConfigError, match=r"columns maps our name to the rows' column: set sources.instructions.columns.prompt=The_Q"
     ):
-        make_plan(load_pipeline(words))
-    make_plan(load_pipeline([words[0], "sources.instructions.columns.prompt=The_Question"]))
-    make_plan(load_pipeline([*words, "sources.instructions.format=prompts"]))  # a reward function calls it so
+        make_plan(load_pipeline(cli_args))
+    make_plan(load_pipeline([cli_args[0], "sources.instructions.columns.prompt=The_Question"]))
+    make_plan(load_pipeline([*cli_args, "sources.instructions.format=prompts"]))  # a reward function calls it so
 
 
 def test_a_mixture_is_checked_with_the_plan(tmp_path):
-    words = [f"store={tmp_path}", "stages.corpus.inputs.more=source:instructions"]
+    cli_args = [f"store={tmp_path}", "stages.corpus.inputs.more=source:instructions"]
     with pytest.raises(
         ConfigError, match=r"stages.corpus.method: proportions name rows; the slots of rows are rows, more"
     ):
-        make_plan(load_pipeline([*words, "stages.corpus.method.proportions={rows: 1.0}"]))
+        make_plan(load_pipeline([*cli_args, "stages.corpus.method.proportions={rows: 1.0}"]))
     with pytest.raises(ConfigError, match=r"stages.corpus.method: temperature=2: there is one slot of rows"):
-        make_plan(load_pipeline([words[0], "stages.corpus.method.temperature=2.0"]))
+        make_plan(load_pipeline([cli_args[0], "stages.corpus.method.temperature=2.0"]))
 
 
 def test_nothing_trains_before_all_data_is_prepared_also_that_which_needs_a_tokenizer(tmp_path):
-    words = [
+    cli_args = [
         f"store={tmp_path}",
         "stages.preferences.inputs.tokenizer=base",
         "stages.instructions.inputs.tokenizer=cpt",
     ]
-    plan = make_plan(load_pipeline(words))
+    plan = make_plan(load_pipeline(cli_args))
     assert plan.waits(plan.stage("cpt")) == {"base", "corpus", "preferences"}  # instructions are made with cpt itself
     assert plan.waits(plan.stage("sft")) >= {"cpt", "instructions", "preferences"}
     assert plan.waits(plan.stage("base")) == {"corpus"}

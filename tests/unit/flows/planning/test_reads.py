@@ -24,8 +24,8 @@ def plan(tmp_path):
 
     def make(rows="output/content.txt"):
         place = tmp_path / "store" / "corpus" / made.fingerprint[:16]
-        words = [f"sources.rows.path={place}/{rows}", f"store={tmp_path}/store", "tracking=none"]
-        return make_plan(load_pipeline(["pipeline=toy", "model=none", *words], CONF))
+        overrides = [f"sources.rows.path={place}/{rows}", f"store={tmp_path}/store", "tracking=none"]
+        return make_plan(load_pipeline(["pipeline=toy", "model=none", *overrides], CONF))
 
     written = WrittenStore(tmp_path / "store")
     made = written.stage("corpus", {"rows": written.source("rows")})
@@ -59,7 +59,7 @@ def begun(plan):
     return make_plan(made.pipeline)
 
 
-def test_what_a_run_reuses_or_goes_on_from_was_used_now(plan, begun):
+def test_what_a_run_reuses_or_resumes_from_was_used_now(plan, begun):
     found = reads(begun)
     used = [node(plan.made), *(node_key(name, begun.stage(name).fingerprint) for name in ("data", "left"))]
     for each in used:

@@ -67,32 +67,32 @@ def test_credentials_are_not_identity_and_are_not_recorded(toy, monkeypatch):
     plan = toy(path, "sources.rows.credentials={username: ROWS_USER}")
     finish(plan)
     assert {planned.state for planned in toy(path).stages} == {"reuse"}
-    said = (plan.entry(plan.stage("data")).path / "manifest.json").read_text()
-    assert "hunter2" not in said and "ROWS_USER" not in said
+    message = (plan.entry(plan.stage("data")).path / "manifest.json").read_text()
+    assert "hunter2" not in message and "ROWS_USER" not in message
 
 
 def test_a_plan_resumes_from_the_mirror_what_this_machine_lost(toy, tmp_path):
-    words = (f"stages.left.resources.checkpoint_mirror=file://{tmp_path}/mirror",)
-    entry = toy(*words).entry(toy(*words).stage("left"))
-    assert toy(*words).stage("left").state == "run"
+    cli_args = (f"stages.left.resources.checkpoint_mirror=file://{tmp_path}/mirror",)
+    entry = toy(*cli_args).entry(toy(*cli_args).stage("left"))
+    assert toy(*cli_args).stage("left").state == "run"
     save(entry, 4)
     Mirror(f"file://{tmp_path}/mirror", entry.path).push(entry.checkpoints.path(4), entry.checkpoints.read(4))
-    assert toy(*words).stage("left").reason.startswith("resumes from step 4, ")
+    assert toy(*cli_args).stage("left").reason.startswith("resumes from step 4, ")
     shutil.rmtree(entry.path)
-    plan = toy(*words)
+    plan = toy(*cli_args)
     assert plan.stage("left").state == "resume"
     assert plan.stage("left").reason.startswith(f"resumes from step 4 of its mirror file://{tmp_path}/mirror/left/")
     claim([plan])
-    assert toy(*words, "restart=[left]").stage("left").state == "run"
+    assert toy(*cli_args, "restart=[left]").stage("left").state == "run"
     with pytest.raises(ConfigError, match="num_workers=2 with sharding=zero2 cannot resume from it"):
-        toy(*words, "stages.left.resources.num_workers=2", "stages.left.resources.zero_stage=2",
+        toy(*cli_args, "stages.left.resources.num_workers=2", "stages.left.resources.zero_stage=2",
             "stages.left.resources.micro_batch_size=4")  # fmt: skip
     with pytest.raises(ConfigError, match=r"checkpoint_mirror=/mnt/x: is no URL; s3://BUCKET/PREFIX"):
         toy("stages.left.resources.checkpoint_mirror=/mnt/x")
 
 
 @pytest.mark.parametrize("lost", ["checkpoint.json", "state.txt"])
-def test_the_plan_goes_on_from_what_a_run_would_and_refuses_what_it_would_refuse(toy, lost):
+def test_the_plan_resumes_from_what_a_run_would_and_refuses_what_it_would_refuse(toy, lost):
     entry = toy().entry(toy().stage("left"))
     older, newer = save(entry, 4), save(entry, 6)
     assert toy().stage("left").reason.startswith("resumes from step 6, ")
@@ -116,18 +116,18 @@ def test_a_restart_of_a_finished_stage_is_not_passed_over_in_silence(toy):
 
 def test_an_evaluation_that_is_set_after_the_training_is_named_with_what_trains_again(toy):
     finish(toy())
-    words = ["stages.left.method.evaluation={every_steps: 1}"]
-    plan = toy(*words)
+    cli_args = ["stages.left.method.evaluation={every_steps: 1}"]
+    plan = toy(*cli_args)
     [note] = [note for note in plan.notes if "scores nothing" in note]
     left = plan.stage("left")
     assert left.state == "reuse" and note.startswith("left is finished") and str(plan.entry(left).path) in note
-    again = toy(*words, "stages.left.method.evaluation.pick=best")
+    again = toy(*cli_args, "stages.left.method.evaluation.pick=best")
     assert again.stage("left").state == "run" and not [note for note in again.notes if "scores nothing" in note]
     scores = plan.entry(left).path / "evaluation.jsonl"
     scores.write_text('{"step": 0, "error": ""}\n')
-    assert not toy(*words).notes
+    assert not toy(*cli_args).notes
     scores.write_text('{"step": 0, "error": "its process ended by SIGKILL"}\n')
-    [note] = toy(*words).notes
+    [note] = toy(*cli_args).notes
     assert note.startswith("left is finished, no score of step 0: its process ended by SIGKILL; to train it again with")
 
 

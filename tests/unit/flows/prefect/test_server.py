@@ -39,7 +39,9 @@ def test_one_that_exits_while_it_starts_is_reported_with_its_log(tmp_path, monke
 def started(monkeypatch):
     """Words and environment of each process that is started for a server."""
     found = []
-    monkeypatch.setattr(subprocess, "Popen", lambda words, env, **settings: found.append((words, env)) or _Process())
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda cli_args, env, **settings: found.append((cli_args, env)) or _Process()
+    )
     return found
 
 
@@ -56,10 +58,10 @@ def test_a_server_has_a_password_of_its_own_that_only_this_process_and_a_private
     for server in servers:
         server.start()
     assert servers[0].auth != servers[1].auth and len(servers[0].auth) > 32
-    (words, environment), _ = started
+    (cli_args, environment), _ = started
     assert environment["PREFECT_SERVER_API_AUTH_STRING"] == servers[0].auth
     assert environment["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == servers[0].url.removesuffix("/api")
-    assert not any(servers[0].auth in word for word in words)  # `ps` shows them to all
+    assert not any(servers[0].auth in word for word in cli_args)  # `ps` shows them to all
     assert stat.S_IMODE(servers[0].profile.stat().st_mode) == 0o600
     assert own_auth(servers[0].url) == servers[0].auth
     for server in servers:

@@ -56,9 +56,9 @@ class Recorded(Tracker):
 @pytest.fixture
 def plan(tmp_path):
     (tmp_path / "rows.txt").write_text("rows")
-    words = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
+    overrides = ["pipeline=toy", "model=none", f"sources.rows.path={tmp_path}/rows.txt", f"store={tmp_path}/store"]
     workers = ["stages.right.resources.num_workers=2", "resources.micro_batch_size=4"]
-    return make_plan(load_pipeline([*words, *workers], CONF))
+    return make_plan(load_pipeline([*overrides, *workers], CONF))
 
 
 @contextlib.contextmanager

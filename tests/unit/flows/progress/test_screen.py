@@ -95,7 +95,7 @@ def test_a_terminal_has_colour_and_what_is_written_to_a_file_has_none(monkeypatc
     assert coloured(text, Terminal()) == text
 
 
-def test_a_stage_that_goes_on_says_from_where(tmp_path):
+def test_a_stage_that_resumes_says_from_where(tmp_path):
     stream = io.StringIO()
     write_reports(tmp_path / "metrics.jsonl", 0.7, 0.6, 0.5)
     with Screen(stream, ["dpo"]) as board:
@@ -134,7 +134,7 @@ def test_a_stage_that_has_reported_nothing_is_at_step_0(path):
     assert read(path).seconds_left() is None
 
 
-def test_the_time_left_is_told_by_the_pace_of_the_reports(path):
+def test_the_time_left_is_reported_by_the_pace_of_the_reports(path):
     path.write_text(report(2, when=100.0) + report(4, when=104.0))
     assert read(path).seconds_left() == 12.0
     assert read(path, total=None).seconds_left() is None
@@ -142,7 +142,7 @@ def test_the_time_left_is_told_by_the_pace_of_the_reports(path):
     assert read(path, started=90.0).seconds_left() == 40.0
 
 
-def test_the_pace_is_that_of_the_last_attempt_not_of_the_one_that_it_goes_on_with(path):
+def test_the_pace_is_that_of_the_last_attempt_not_of_the_one_that_it_resumes_with(path):
     path.write_text("".join(report(step, when=float(step), loss=1.0) for step in range(1, 51)))
     found = read(path, total=100, started=1000.0)
     assert (found.step, found.seconds_left()) == (50, None)

@@ -42,7 +42,7 @@ def test_an_unfinished_stage_is_found(tmp_path, entry, ref):
     assert stage_entry(ref.format(path=entry.path), tmp_path).path == entry.path
 
 
-def test_two_stages_with_the_same_digits_are_told_apart(tmp_path, entry):
+def test_two_stages_with_the_same_digits_are_distinguished(tmp_path, entry):
     unfinished(tmp_path, "sft", "0123456789abcdef", "")
     with pytest.raises(ConfigError, match="0123 names 2 things: dpo@0123456789abcdef, sft@0123456789abcdef"):
         stage_entry("0123", tmp_path)
@@ -100,9 +100,9 @@ def test_following_waits_for_a_stage_to_begin(tmp_path, monkeypatch, ref):
     begins.join(120)
 
 
-@pytest.mark.parametrize("words", [["dpo", "store={}"], ["store={}", "dpo"], ["store={}", "dpo", "--follow"]])
-def test_a_stage_is_named_before_or_after_its_store(tmp_path, entry, capsys, words):
-    assert main(["logs", *(word.format(tmp_path) for word in words)]) == 0
+@pytest.mark.parametrize("overrides", [["dpo", "store={}"], ["store={}", "dpo"], ["store={}", "dpo", "--follow"]])
+def test_a_stage_is_named_before_or_after_its_store(tmp_path, entry, capsys, overrides):
+    assert main(["logs", *(word.format(tmp_path) for word in overrides)]) == 0
     assert capsys.readouterr().out == "one\ntwo\n"
 
 

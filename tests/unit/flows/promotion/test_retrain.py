@@ -18,24 +18,24 @@ from tests.unit.flows.declare.test_config import CONF
 
 
 @pytest.fixture
-def told(monkeypatch) -> list[tuple[str, str, str]]:
+def reported(monkeypatch) -> list[tuple[str, str, str]]:
     heard: list[tuple[str, str, str]] = []
-    monkeypatch.setattr(retrain, "_notify", lambda *said: heard.append(said))
+    monkeypatch.setattr(retrain, "_notify", lambda *message: heard.append(message))
     return heard
 
 
 NOTIFY = "notify=custom-webhook/ops"
 
 
-def test_without_retraining_too_the_end_of_a_run_is_told(toy, told):
+def test_without_retraining_too_the_end_of_a_run_is_reported(toy, reported):
     plan = toy(NOTIFY)
     finish(plan)
     body = retrain.follow_up(plan, [])
     assert body == "toy: New models: model, left, right."
-    assert told == [("custom-webhook/ops", "toy: done", body)]
+    assert reported == [("custom-webhook/ops", "toy: done", body)]
 
 
-def test_a_failure_is_told_with_its_cause_and_what_to_type(toy, told):
+def test_a_failure_is_reported_with_its_cause_and_what_to_type(toy, reported):
     plan = toy(NOTIFY)
     finish(plan, "data", "model")
     body = retrain.follow_up(plan, ["pipeline=toy", "a=[1, 2]"], StageError("left", "told\nto fail", "stage.log"))
@@ -43,15 +43,15 @@ def test_a_failure_is_told_with_its_cause_and_what_to_type(toy, told):
         "toy: New models: model. The run failed: stage left failed: told to fail (log: stage.log) "
         "To resume from what is finished: posttrain run pipeline=toy 'a=[1, 2]'"
     )
-    assert told == [("custom-webhook/ops", "toy: failed", body)]
+    assert reported == [("custom-webhook/ops", "toy: failed", body)]
 
 
-def test_nobody_is_told_where_nobody_is_named_and_of_a_run_that_had_nothing_to_do(toy, told):
+def test_nobody_is_reported_where_nobody_is_named_and_of_a_run_that_had_nothing_to_do(toy, reported):
     plan = toy()
     finish(plan)
     assert retrain.follow_up(plan, []) is None
     assert retrain.follow_up(toy(NOTIFY), []) is None
-    assert told == []
+    assert reported == []
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_who_promotes_nothing_may_learn_the_old_rows_once_more(renewed):
     assert not is_refused(renewed("retrain=null", data=0.0, more=0.0))
 
 
-def test_without_a_prefect_api_one_line_says_that_nobody_was_told(toy, monkeypatch, capsys):
+def test_without_a_prefect_api_one_line_says_that_nobody_was_reported(toy, monkeypatch, capsys):
     monkeypatch.setattr(retrain, "configured_api_url", lambda: None)
     plan = toy(NOTIFY)
     finish(plan)

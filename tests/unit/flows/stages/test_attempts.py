@@ -61,7 +61,9 @@ class Stage:
 
 @pytest.mark.parametrize("harm", ["nothing is there", "the newest is damaged here", "the newest is damaged there"])
 def test_what_this_machine_lost_comes_from_the_mirror_once_its_digests_are_checked(toy, tmp_path, caplog, harm):
-    stage = Stage(lambda *words: toy(*words, f"stages.left.resources.checkpoint_mirror=file://{tmp_path}/mirror"))
+    stage = Stage(
+        lambda *overrides: toy(*overrides, f"stages.left.resources.checkpoint_mirror=file://{tmp_path}/mirror")
+    )
     checkpoints, mirror = stage.entry.checkpoints, mirror_of(stage.planned, stage.entry)
     mirror.require_writable()
     for step in (4, 6):
@@ -129,16 +131,16 @@ def test_a_lost_node_leaves_fewer_workers_and_a_new_one_brings_them_back(toy, mo
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     nodes = tuple(Node(host=name, node=f"node {name}", cpus=2.0) for name in "abc")
     setting = "stages.left.resources"
-    words = {"launcher": "cluster", "num_workers": 4, "num_nodes": 2, "min_workers": 1, "micro_batch_size": 1,
+    options = {"launcher": "cluster", "num_workers": 4, "num_nodes": 2, "min_workers": 1, "micro_batch_size": 1,
              "cpus_per_worker": 1, "max_failures": 9}  # fmt: skip
-    planned = toy(*(f"{setting}.{name}={value}" for name, value in words.items())).stage("left")
-    said, seen = [], []
+    planned = toy(*(f"{setting}.{name}={value}" for name, value in options.items())).stage("left")
+    message, seen = [], []
     for held in (nodes[:2], nodes[:1], nodes, ()):
         monkeypatch.setattr("flows.stages.execute.ask_cluster", lambda held=held: Cluster(nodes=held))
-        found = fitting(planned, replace(planned.stage.resources, micro_batch_size=2), said.append)
+        found = fitting(planned, replace(planned.stage.resources, micro_batch_size=2), message.append)
         seen.append((found.num_workers, found.num_nodes, found.micro_batch_size))
     assert seen == [(4, 2, 2), (2, 1, 2), (4, 2, 2), (4, 2, 2)]  # where none fit, all are waited for
-    assert said == [
+    assert message == [
         "left: runs with 2 of 4 workers, on 1 node, the most that fit and divide global_batch_size=8, which stays "
         "(accumulation 2): the cluster has 1 node: a (node a) with 2 CPUs"
     ]
@@ -150,8 +152,14 @@ def test_an_attempt_has_the_workers_that_fit_and_they_are_recorded(toy, monkeypa
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     cluster = Cluster(nodes=(Node(host="a", node="1", cpus=1.0),))
     monkeypatch.setattr("flows.stages.execute.ask_cluster", lambda: cluster)
-    words = {"launcher": "cluster", "num_workers": 2, "min_workers": least, "micro_batch_size": 1, "cpus_per_worker": 1}
-    stage.planned = toy(*(f"stages.left.resources.{name}={value}" for name, value in words.items())).stage("left")
+    options = {
+        "launcher": "cluster",
+        "num_workers": 2,
+        "min_workers": least,
+        "micro_batch_size": 1,
+        "cpus_per_worker": 1,
+    }
+    stage.planned = toy(*(f"stages.left.resources.{name}={value}" for name, value in options.items())).stage("left")
     stage.job = replace(stage.job, resources=stage.planned.stage.resources)
     workers = []
 

@@ -38,16 +38,16 @@ class Checked:
     """A run, and what it announces."""
 
     def __init__(self, plan, processes):
-        self.told = []
+        self.reported = []
         self.run = Run(plan=plan, processes=processes, emit=self.hear, tracker=Tracker())
 
     def hear(self, event):
         if event.state == "message":
-            self.told.append(event.text)
+            self.reported.append(event.text)
 
     def __call__(self, stage):
         self.run.checks.require(self.run, self.run.plan.stage(stage))
-        return self.told
+        return self.reported
 
 
 @pytest.fixture
@@ -118,13 +118,13 @@ def test_a_check_that_was_killed_is_made_again(quickstart):
     plan = quickstart("resources.max_failures=2")
     finish(plan, *DATA, "base")
     lost = LostError("sft", "was killed", "log")
-    told = Checked(plan, Processes(sft=iter([lost, lost, {"leaked_rows": 0}])))("cpt")
-    assert told == ["stage sft failed: was killed (log: log); its rows are checked again"] * 2
+    reported = Checked(plan, Processes(sft=iter([lost, lost, {"leaked_rows": 0}])))("cpt")
+    assert reported == ["stage sft failed: was killed (log: log); its rows are checked again"] * 2
     with pytest.raises(LostError):
         Checked(plan, Processes(sft=iter([lost, lost, lost, {"leaked_rows": 0}])))("cpt")
 
 
-def test_rows_that_are_measured_on_and_trained_on_are_told_with_their_file(quickstart):
+def test_rows_that_are_measured_on_and_trained_on_are_reported_with_their_file(quickstart):
     plan = quickstart()
     finish(plan, *DATA, "base")
     (line,) = Checked(plan, Processes(sft={"leaked_rows": 3}))("cpt")
@@ -137,16 +137,16 @@ def test_an_evaluation_on_a_local_benchmark_checks_what_its_models_were_trained_
     (tmp_path / "rows.jsonl").write_text('{"question": "What is a list?"}\n')
     task = "task: asked\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ndoc_to_text: '{{question}}'\n"
     (tmp_path / "asked.yaml").write_text(task)
-    words = [f"+stages.evaluate.method.metrics=['lm_eval:{tmp_path}/asked.yaml']"]
-    finish(quickstart(*words), *(each.name for each in quickstart().stages if each.name != "evaluate"))
-    plan = quickstart(*words)
+    cli_args = [f"+stages.evaluate.method.metrics=['lm_eval:{tmp_path}/asked.yaml']"]
+    finish(quickstart(*cli_args), *(each.name for each in quickstart().stages if each.name != "evaluate"))
+    plan = quickstart(*cli_args)
     assert [each.name for each in plan.stale] == ["evaluate"]
     (line,) = Checked(plan, Processes(sft={"leaked_rows": 2}))("evaluate")
     assert line.startswith("sft: 2 held-out rows among what it trains on: ")
 
 
 @pytest.mark.parametrize(
-    ("counts", "said"),
+    ("counts", "message"),
     [
         (
             {"rows": 2078, "rows_dropped": 1131, "rows_cut": 1618, "length_p95": 1600},
@@ -161,15 +161,17 @@ def test_an_evaluation_on_a_local_benchmark_checks_what_its_models_were_trained_
         ({"rows": 10, "rows_dropped": 0, "rows_cut": 0, "length_p95": 300}, ""),
     ],
 )
-def test_what_is_dropped_and_cut_is_announced_before_the_first_step_and_known_to_later_plans(quickstart, counts, said):
+def test_what_is_dropped_and_cut_is_announced_before_the_first_step_and_known_to_later_plans(
+    quickstart, counts, message
+):
     setting = "stages.sft.method.max_length=512"
     plan = quickstart(setting)
     finish(plan, *DATA, "base")
-    told = Checked(plan, Processes(sft={"leaked_rows": 0, "examples": 9, **counts}))("cpt")
-    assert told == ([f"sft: {said}"] if said else [])
+    reported = Checked(plan, Processes(sft={"leaked_rows": 0, "examples": 9, **counts}))("cpt")
+    assert reported == ([f"sft: {message}"] if message else [])
     shown = quickstart(setting).stage("sft").hyperparameters
-    assert shown.lost == said and said in str(shown)
-    assert shown.to_dict().get("rows", "") == said
+    assert shown.lost == message and message in str(shown)
+    assert shown.to_dict().get("rows", "") == message
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_of_an_adapter_the_base_says_what_the_stage_writes(tmp_path: Path, monke
         run_worker(job)
 
 
-def test_a_disk_that_is_full_while_rows_are_looked_at_is_said_as_in_training(tmp_path: Path, monkeypatch) -> None:
+def test_a_disk_that_is_full_while_rows_are_looked_at_is_reported_as_in_training(tmp_path: Path, monkeypatch) -> None:
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "Error writing bytes to file. Detail: [errno 28] No space left on device")
 
@@ -52,7 +52,7 @@ def test_a_disk_that_is_full_while_rows_are_looked_at_is_said_as_in_training(tmp
     job.directory.mkdir()
     monkeypatch.setattr("flows.stages.launch.pin_threads", lambda count: None)
     monkeypatch.setattr(RowCheck, "run", full)
-    said = str(answer(job))
-    assert said.startswith("stage sft failed: its rows, looked at before any stage trains: the disk of ")
-    assert f"{tmp_path / 'cpt'} is full (OSError: [Errno {errno.ENOSPC}] Error writing bytes" in said
-    assert "; free space (posttrain gc shows what may be deleted) and run again" in said
+    message = str(answer(job))
+    assert message.startswith("stage sft failed: its rows, looked at before any stage trains: the disk of ")
+    assert f"{tmp_path / 'cpt'} is full (OSError: [Errno {errno.ENOSPC}] Error writing bytes" in message
+    assert "; free space (posttrain gc shows what may be deleted) and run again" in message

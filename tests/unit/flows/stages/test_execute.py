@@ -245,14 +245,14 @@ def test_a_stage_that_is_gone_on_with_on_another_machine_says_from_where(half_do
     assert made_by.hardware == {"cpu": "another"}
 
 
-def test_of_the_machines_of_a_cluster_elsewhere_nothing_is_said(toy, monkeypatch):
+def test_of_the_machines_of_a_cluster_elsewhere_nothing_is_reported(toy, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     plan = toy("stages.left.resources.launcher=cluster")
     assert workers_hardware(plan.stage("left")) == {}
     assert workers_hardware(plan.stage("data"))["cpu"]
 
 
-def test_what_the_stage_goes_on_from_is_looked_at_after_the_wait(half_done, monkeypatch):
+def test_what_the_stage_resumes_from_is_looked_at_after_the_wait(half_done, monkeypatch):
     planned = half_done.stage("left")
     entry = half_done.entry(planned)
     newest = save(entry, 6)
@@ -310,10 +310,10 @@ def on_base(toy, tmp_path):
     (base / "config.json").write_text("{}")
     (base / "model.txt").write_text("0")
     (base / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    words = [f"sources.base={{kind: checkpoint, path: {base}}}", "stages.left.inputs.policy=source:base"]
+    overrides = [f"sources.base={{kind: checkpoint, path: {base}}}", "stages.left.inputs.policy=source:base"]
 
     def plan():
-        return toy(*(f"+{word}" if word.startswith("sources") else word for word in words))
+        return toy(*(f"+{word}" if word.startswith("sources") else word for word in overrides))
 
     finish(plan(), "data")
     return plan, base / "model.txt"
@@ -325,8 +325,8 @@ def test_a_base_that_changes_during_its_training_loses_nothing(on_base):
     run = Run(plan=plan, processes=Changing(2, file), emit=heard, tracker=Tracker())
     manifest = execute(run, plan.stage("left")).manifest
     assert manifest.inputs["policy"].digest == plan.stage("left").inputs["policy"].pinned.digest
-    [told] = [text for _, _, text in heard if "has changed" in text]
-    assert told.startswith(f"left: sources.base: {file.parent} has changed since the stage loaded it")
+    [reported] = [text for _, _, text in heard if "has changed" in text]
+    assert reported.startswith(f"left: sources.base: {file.parent} has changed since the stage loaded it")
     assert make().stage("left").fingerprint != manifest.fingerprint
 
 

@@ -59,7 +59,7 @@ def write_stack(job: Job, rank: int, thread: int, file: str) -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.SAVING, Phase.DONE])
-def test_a_worker_that_goes_on_is_not_hung_and_one_that_writes_may_take_its_time(job, clock, phase):
+def test_a_worker_that_resumes_is_not_hung_and_one_that_writes_may_take_its_time(job, clock, phase):
     watch, rank = HangWatch(alone(job)), alive(job, 0)
     rank.mark(None, Phase.FETCHING)
     assert watch.hung() is None

@@ -74,10 +74,10 @@ def test_pruning_by_a_stage_that_no_trial_runs_is_refused():
     pruning = Pruning(
         pruner={"_target_": "optuna.pruners.NopPruner"}, stage="right", metric="loss", direction="minimize"
     )
-    stated = sweep(sampler=TPE, num_trials=2, objectives={"best": maximize()}, pruning=pruning)
-    check_sweep(stated, {}, ["left", "right"])
+    configured = sweep(sampler=TPE, num_trials=2, objectives={"best": maximize()}, pruning=pruning)
+    check_sweep(configured, {}, ["left", "right"])
     with pytest.raises(ConfigError, match=r"sweep\.pruning\.stage=right"):
-        check_sweep(stated, {}, ["left"])
+        check_sweep(configured, {}, ["left"])
 
 
 PRUNING = Pruning(pruner={}, stage="left", metric="loss", direction="minimize")
@@ -103,10 +103,10 @@ def test_settings_that_cannot_work_together_are_refused(changes, why):
         sweep(**changes)
 
 
-@pytest.mark.parametrize("stated", [{}, {"metric": "left/score", "function": "math.sqrt"}])
-def test_an_objective_is_either_a_metric_or_a_function(stated):
+@pytest.mark.parametrize("configured", [{}, {"metric": "left/score", "function": "math.sqrt"}])
+def test_an_objective_is_either_a_metric_or_a_function(configured):
     with pytest.raises(ConfigError, match="set one of them"):
-        Objective(direction="minimize", **stated)
+        Objective(direction="minimize", **configured)
 
 
 @pytest.mark.parametrize(
@@ -144,17 +144,17 @@ def test_an_objective_is_either_a_metric_or_a_function(stated):
     ],
 )
 def test_a_metric_that_a_stage_will_not_measure_is_refused_by_the_plan(metric, why):
-    words = [f"sweep.objectives.best={{metric: {metric}, direction: maximize}}", "stages.dpo.method.beta=0.1,0.2"]
-    words += ["+stage@stages.merge.method=merge", "stages.merge.method.combination=linear"]
-    words += ["stages.merge.inputs={policy: sft, other: dpo}", "+stage@stages.gate.method=gate"]
-    words += ["stages.gate.inputs={report: evaluate, candidate: dpo}"]
-    words += ["stages.gate.method.rules.good={metric: text_perplexity, at_most: 9}"]
-    words += ["+stages.sft.evaluation={every_steps: 5, metrics: [f1]}"]
+    overrides = [f"sweep.objectives.best={{metric: {metric}, direction: maximize}}", "stages.dpo.method.beta=0.1,0.2"]
+    overrides += ["+stage@stages.merge.method=merge", "stages.merge.method.combination=linear"]
+    overrides += ["stages.merge.inputs={policy: sft, other: dpo}", "+stage@stages.gate.method=gate"]
+    overrides += ["stages.gate.inputs={report: evaluate, candidate: dpo}"]
+    overrides += ["stages.gate.method.rules.good={metric: text_perplexity, at_most: 9}"]
+    overrides += ["+stages.sft.evaluation={every_steps: 5, metrics: [f1]}"]
     if why is None:
-        assert read_sweep(words).num_trials == 2
+        assert read_sweep(overrides).num_trials == 2
         return
     with pytest.raises(ConfigError, match=why):
-        read_sweep(words)
+        read_sweep(overrides)
 
 
 def test_a_finished_stage_that_has_not_measured_the_metric_is_refused_by_the_plan(tmp_path):
@@ -172,19 +172,19 @@ def test_a_finished_stage_that_has_not_measured_the_metric_is_refused_by_the_pla
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         ["sweep.objectives={best: {metric: grpo/loss, direction: minimize}}"],
         ["sweep.until=grpo", "sweep.by_step=loss"],
     ],
 )
-def test_a_loss_that_says_nothing_ranks_no_trials(words):
+def test_a_loss_that_says_nothing_ranks_no_trials(overrides):
     with pytest.raises(ConfigError, match=r"the loss of GRPO is of its own .*; name reward, to be maximized"):
-        read_sweep(["pipeline=sft-grpo", *words, "stages.grpo.method.learning_rate=1e-4,1e-3"])
+        read_sweep(["pipeline=sft-grpo", *overrides, "stages.grpo.method.learning_rate=1e-4,1e-3"])
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("overrides", "why"),
     [
         (
             ["sweep=asha", "sweep.pruning.stage=sft", "sweep.pruning.metric=los"],
@@ -194,9 +194,9 @@ def test_a_loss_that_says_nothing_ranks_no_trials(words):
         (["sweep.until=corpus", "sweep.by_step=rows"], r"by_step=rows: corpus reports nothing while it runs; name a"),
     ],
 )
-def test_a_metric_that_no_step_reports_is_refused_by_the_plan(words, why):
+def test_a_metric_that_no_step_reports_is_refused_by_the_plan(overrides, why):
     with pytest.raises(ConfigError, match=why):
-        read_sweep([*words, "stages.sft.method.learning_rate=1e-4,1e-3"])
+        read_sweep([*overrides, "stages.sft.method.learning_rate=1e-4,1e-3"])
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from tests.sweeps import space_of, sweep
 
 
 def test_words_with_several_values_vary_and_the_others_are_fixed():
-    words = ["pipeline=toy", "a.b=1,2", "c=[1,2]", "model=tiny,own", "~d", "e='1,2'", "+f=range(1,3)"]
-    fixed, swept = fixed_and_swept(words)
+    overrides = ["pipeline=toy", "a.b=1,2", "c=[1,2]", "model=tiny,own", "~d", "e='1,2'", "+f=range(1,3)"]
+    fixed, swept = fixed_and_swept(overrides)
     assert fixed == ["pipeline=toy", "c=[1,2]", "~d", "e='1,2'"]
     assert swept == {"a.b": "1,2", "model": "tiny,own", "f": "range(1,3)"}
 
@@ -89,8 +89,8 @@ def test_values_that_no_sweep_takes_are_refused(values, why):
 
 
 def test_until_in_the_name_of_a_field_is_the_last_stage():
-    stated = sweep(until="sft", params={"stages.{until}.lr": "1,2"}, fixed={"stages.{until}.steps": 20, "b": None})
-    assert stated.params == {"stages.sft.lr": "1,2"} and stated.fixed == {"stages.sft.steps": 20, "b": None}
+    configured = sweep(until="sft", params={"stages.{until}.lr": "1,2"}, fixed={"stages.{until}.steps": 20, "b": None})
+    assert configured.params == {"stages.sft.lr": "1,2"} and configured.fixed == {"stages.sft.steps": 20, "b": None}
     with pytest.raises(ConfigError, match=r"set sweep\.until"):
         sweep(params={"{until}.lr": "1,2"})
 

@@ -145,12 +145,12 @@ def test_a_champion_is_compared_and_its_alias_recorded(tmp_path, inputs):
     assert not judge(tmp_path, inputs, metric="accuracy", at_least=0.1).rests_on_champion
 
 
-def test_what_the_rows_cannot_decide_is_refused_unless_told(tmp_path, inputs):
+def test_what_the_rows_cannot_decide_is_refused_unless_set(tmp_path, inputs):
     gate = Gate(rules={"gain": Rule(metric="accuracy", against="old", min_gain=0.0)})
     assert judge(tmp_path, inputs, gate).result == "refuse"
-    told = replace(gate, inconclusive="promote")
-    assert judge(tmp_path, inputs, told).result == "pass"
-    worse = replace(told, rules={**gate.rules, "bound": Rule(metric="accuracy", at_least=0.95)})
+    reported = replace(gate, inconclusive="promote")
+    assert judge(tmp_path, inputs, reported).result == "pass"
+    worse = replace(reported, rules={**gate.rules, "bound": Rule(metric="accuracy", at_least=0.95)})
     assert judge(tmp_path, inputs, worse).result == "refuse"
 
 

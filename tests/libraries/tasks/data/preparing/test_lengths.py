@@ -78,22 +78,22 @@ def write(path, kind, rows):
     return path
 
 
-def said(role, text):
+def turn(role, text):
     return [{"role": role, "content": text}]
 
 
-Q = said("user", "a")
+Q = turn("user", "a")
 
 
 @pytest.mark.parametrize(
     ("kind", "row", "template", "count"),
     [
         (Kind.TEXT, {"text": "a b c"}, TEMPLATE, 3),
-        (Kind.CONVERSATIONS, {"messages": [*said("user", "a b"), *said("assistant", "c")]}, TEMPLATE, 5),
-        (Kind.CONVERSATIONS, {"messages": [*said("user", "a b"), *said("assistant", "c")]}, None, 3),
-        (Kind.PREFERENCES, {"prompt": Q, "chosen": said("assistant", "b"), "rejected": said("assistant", "c d e")},
+        (Kind.CONVERSATIONS, {"messages": [*turn("user", "a b"), *turn("assistant", "c")]}, TEMPLATE, 5),
+        (Kind.CONVERSATIONS, {"messages": [*turn("user", "a b"), *turn("assistant", "c")]}, None, 3),
+        (Kind.PREFERENCES, {"prompt": Q, "chosen": turn("assistant", "b"), "rejected": turn("assistant", "c d e")},
          TEMPLATE, 6),
-        (Kind.UNPAIRED, {"prompt": Q, "completion": said("assistant", "b c"), "label": True}, TEMPLATE, 5),
+        (Kind.UNPAIRED, {"prompt": Q, "completion": turn("assistant", "b c"), "label": True}, TEMPLATE, 5),
         (Kind.PROMPTS, {"prompt": Q}, TEMPLATE, 2),
     ],
 )  # fmt: skip
@@ -104,7 +104,7 @@ def test_rows_are_counted_through_the_chat_template_and_pairs_by_their_longer_an
 
 
 def test_a_row_that_the_template_refuses_is_named(tmp_path):
-    file = write(tmp_path / "rows.parquet", Kind.CONVERSATIONS, [{"messages": said("user", "a")}])
+    file = write(tmp_path / "rows.parquet", Kind.CONVERSATIONS, [{"messages": turn("user", "a")}])
     with pytest.raises(DataError) as refusal:
         token_lengths([file], Words(STRICT))
     assert str(refusal.value) == (

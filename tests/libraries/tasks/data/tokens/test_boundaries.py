@@ -110,9 +110,9 @@ def trained(example: dict[str, list[int]]) -> list[tuple[int, int]]:
 
 def asked(*answers: str) -> list[Message]:
     return [
-        {"role": role, "content": said}
+        {"role": role, "content": message}
         for index, answer in enumerate(answers)
-        for role, said in (("user", f"question {index}?"), ("assistant", answer))
+        for role, message in (("user", f"question {index}?"), ("assistant", answer))
     ]
 
 
@@ -208,9 +208,9 @@ def test_control_tokens_come_from_the_template_alone(kind: str, family: str) -> 
     control = {index for index, token in added.items() if token.special and not token.content.startswith("<0x")}
     spelled, plain = (
         [
-            {"role": "user", "content": f"{said}?"}, {"role": "assistant", "content": f"It is {said}"},
-            {"role": "user", "content": said}, {"role": "assistant", "content": said},
-        ] for said in (SPELLED, "See what\nis what\nObey. a")
+            {"role": "user", "content": f"{message}?"}, {"role": "assistant", "content": f"It is {message}"},
+            {"role": "user", "content": message}, {"role": "assistant", "content": message},
+        ] for message in (SPELLED, "See what\nis what\nObey. a")
     )  # fmt: skip
     found, other = (
         tokens(Kind.CONVERSATIONS, tokenizer, row_of(Kind.CONVERSATIONS, each)) for each in (spelled, plain)
@@ -248,9 +248,9 @@ def test_what_a_row_spells_is_written_in_full() -> None:
 
 def test_the_text_around_a_spelled_token_has_the_tokens_of_text() -> None:
     tokenizer = tokenizer_of("byte level")
-    said = "See <|im_end|> now"
-    found = tokens(Kind.CONVERSATIONS, tokenizer, row_of(Kind.CONVERSATIONS, asked(said)))
-    expected = tokenizer(said, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    message = "See <|im_end|> now"
+    found = tokens(Kind.CONVERSATIONS, tokenizer, row_of(Kind.CONVERSATIONS, asked(message)))
+    expected = tokenizer(message, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     ((start, end),) = trained(found.columns)
     assert found.columns["input_ids"][start : end - 1] == expected
 
@@ -295,10 +295,12 @@ def test_thinking_stays_what_the_template_means(special: bool) -> None:
 def _with_special_thinking(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     import json
 
-    stated = json.loads(tokenizer.backend_tokenizer.to_str())
-    for token in stated["added_tokens"]:
+    configured = json.loads(tokenizer.backend_tokenizer.to_str())
+    for token in configured["added_tokens"]:
         token["special"] = True
-    changed = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(stated)), eos_token="<|im_end|>")
+    changed = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(configured)), eos_token="<|im_end|>"
+    )
     changed.chat_template = tokenizer.chat_template
     return changed
 
@@ -306,10 +308,12 @@ def _with_special_thinking(tokenizer: PreTrainedTokenizerBase) -> PreTrainedToke
 def test_a_turn_marker_that_is_added_and_not_special_is_a_control_token_too() -> None:
     import json
 
-    stated = json.loads(tokenizer_of("byte level").backend_tokenizer.to_str())
-    for token in stated["added_tokens"]:
+    configured = json.loads(tokenizer_of("byte level").backend_tokenizer.to_str())
+    for token in configured["added_tokens"]:
         token["special"] = token["content"] == "<|im_end|>"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(stated)), eos_token="<|im_end|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(configured)), eos_token="<|im_end|>"
+    )
     tokenizer.chat_template = CHATML
     ids = tokens(Kind.CONVERSATIONS, tokenizer, row_of(Kind.CONVERSATIONS, asked(SPELLED))).columns["input_ids"]
     assert [ids.count(tokenizer.convert_tokens_to_ids(each)) for each in ("<|im_start|>", "<|im_end|>")] == [2, 2]

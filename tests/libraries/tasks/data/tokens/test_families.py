@@ -89,9 +89,9 @@ CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"c
 def asked(*answers: str) -> list[Message]:
     roles = ("user", "assistant")
     return [
-        {"role": role, "content": said}
+        {"role": role, "content": output}
         for index, answer in enumerate(answers)
-        for role, said in zip(roles, (f"question {index}", answer), strict=True)
+        for role, output in zip(roles, (f"question {index}", answer), strict=True)
     ]
 
 
@@ -273,7 +273,7 @@ def marked_by_trl(family: str, messages: Sequence[Message], tools: Tools | None)
     return tokenizer.decode(found["input_ids"]), [tokenizer.decode(part) for part in parts]
 
 
-def said(family: str, span: str) -> str:
+def output(family: str, span: str) -> str:
     """An answer or a call, without thinking and special tokens."""
     special = map(re.escape, sorted(tokenizer_of(family).get_added_vocab(), key=len, reverse=True))
     return re.sub("|".join(special), "", re.split(r"</think>|<channel\|>|<\|message\|>", span)[-1]).strip()
@@ -285,7 +285,7 @@ def require_at_least_trls(family: str, form: str, prompt: str, ours: str, theirs
         return
     if (prompt + ours).endswith(theirs.rstrip()) and family in (*MARKS_PROMPT, *OPENS_THOUGHT, "diffusion_gemma"):
         return
-    assert said(family, ours).endswith(said(family, theirs)), (form, ours, theirs)
+    assert output(family, ours).endswith(output(family, theirs)), (form, ours, theirs)
     thoughts = [each for each in ("of France", "of Italy") if each in ours and each not in theirs]
     opened = family in OPENS_THOUGHT and prompt.rstrip().endswith("<think>") and ours.lstrip().startswith("</think>")
     other_end = OTHER_ENDS.get(family, "no other") in theirs
@@ -356,13 +356,13 @@ def test_pairs_share_the_prompt_of_inference_though_earlier_turns_are_rewritten(
     rows = RowTokenizer.of(Tokenization(kind=Kind.PREFERENCES, max_length=10**6), tokenizer)
     prompt = [*asked("Paris"), {"role": "user", "content": "and Italy?"}]
     sides = {
-        side: [{"role": "assistant", "content": said}] for side, said in (("chosen", "Rome"), ("rejected", "Oslo"))
+        side: [{"role": "assistant", "content": output}] for side, output in (("chosen", "Rome"), ("rejected", "Oslo"))
     }
     (row,) = rows([{"row_id": "a", "prompt": prompt, **sides}])
     assert tokenizer.decode(row.columns["prompt_ids"]).startswith(inference_prompt(family, prompt))
-    for side, said in (("chosen", "Rome"), ("rejected", "Oslo")):
+    for side, output in (("chosen", "Rome"), ("rejected", "Oslo")):
         ids = row.columns[f"{side}_ids"]
-        assert said in tokenizer.decode([*row.columns["prompt_ids"], *ids])
+        assert output in tokenizer.decode([*row.columns["prompt_ids"], *ids])
         assert ids[-1] in row.outcome.stops
 
 

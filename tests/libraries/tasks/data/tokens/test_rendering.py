@@ -100,9 +100,9 @@ def conversations(draw: st.DrawFn) -> list[dict[str, object]]:
     return [
         *system,
         *(
-            {"role": role, "content": said}
+            {"role": role, "content": output}
             for turn in turns
-            for role, said in zip(("user", "assistant"), turn, strict=True)
+            for role, output in zip(("user", "assistant"), turn, strict=True)
         ),
     ]
 

@@ -80,7 +80,7 @@ def test_a_source_of_no_format_is_refused_with_what_the_nearest_ones_miss() -> N
     assert "(alpaca: no field 'output' (fields: instruction);" in refused(ALPACA, *[{"instruction": "q"}] * 2)
 
 
-def test_a_stated_format_has_to_exist_and_to_be_that_of_a_row() -> None:
+def test_a_set_format_has_to_exist_and_to_be_that_of_a_row() -> None:
     assert refused(ALPACA, configured="alpacca") == (
         f"format=alpacca: no such format; accepted: {NAMES}; did you mean alpaca?"
     )
@@ -88,7 +88,7 @@ def test_a_stated_format_has_to_exist_and_to_be_that_of_a_row() -> None:
     assert detect([{"odd": 1}] * 9 + [ALPACA], "rows.jsonl", configured="alpaca").name == "alpaca"
 
 
-def test_columns_are_renamed_before_anything_is_told():
+def test_columns_are_renamed_before_anything_is_reported():
     row = {"context": "c", "question": "q", "answer": "a", "score": 1}
     columns = {"instruction": "question", "input": "context", "output": "answer"}
     detected = detect([row], "rows.jsonl", columns=columns)
@@ -211,8 +211,8 @@ def test_a_label_beyond_the_rows_looked_at_makes_a_bad_row(row: Row) -> None:
         detected.convert({**row, "label": False})
     assert refusal.value.found == f"the row has label, which {detected.name} does not read"
     assert detected.convert({**row, "label": None}) == detected.convert(row)
-    stated = detect([{**row, "label": 0}], "rows.jsonl", configured=detected.name)
-    assert stated.convert({**row, "label": 0}) == detected.convert(row)
+    settings = detect([{**row, "label": 0}], "rows.jsonl", configured=detected.name)
+    assert settings.convert({**row, "label": 0}) == detected.convert(row)
 
 
 def test_answers_beside_messages_are_read() -> None:
@@ -251,11 +251,11 @@ def test_a_column_that_may_be_the_prompt_is_to_be_named_so(name: str) -> None:
 
 def transcript(place: int, answer: str, *, turns: int = 2) -> str:
     """Questions and answers, the last of which is given."""
-    said = "".join(
+    message = "".join(
         f"\n\nHuman: What is {place} of {turn}?\n\nIn short?\n\nAssistant: It is {place * turn}.\n- A list:"
         for turn in range(turns - 1)
     )
-    return f"{said}\n\nHuman: And what is {place}?\n\nAssistant: {answer}"
+    return f"{message}\n\nHuman: And what is {place}?\n\nAssistant: {answer}"
 
 
 def hh(count: int) -> list[Row]:
@@ -290,11 +290,11 @@ def test_every_turn_is_a_message_of_its_role_and_the_answers_stand_alone():
     assert len(as_one_text["prompt"]) == 1
 
 
-@pytest.mark.parametrize("said", ["Human rights: a short history", "He said:\n\nHuman: who?\n\nAssistant: I"])
-def test_texts_that_are_no_transcripts_stay_texts(said: str) -> None:
-    rows: list[Row] = [{"prompt": f"{said} {place}", "chosen": "a", "rejected": "b"} for place in range(3)]
+@pytest.mark.parametrize("message", ["Human rights: a short history", "He said:\n\nHuman: who?\n\nAssistant: I"])
+def test_texts_that_are_no_transcripts_stay_texts(message: str) -> None:
+    rows: list[Row] = [{"prompt": f"{message} {place}", "chosen": "a", "rejected": "b"} for place in range(3)]
     assert detect(rows, "rows.jsonl").name == "preference"
-    begun: list[Row] = [{"chosen": f"{said} {place}a", "rejected": f"{said} {place}b"} for place in range(3)]
+    begun: list[Row] = [{"chosen": f"{message} {place}a", "rejected": f"{message} {place}b"} for place in range(3)]
     assert detect(begun, "rows.jsonl").name == "implicit_preference"
 
 

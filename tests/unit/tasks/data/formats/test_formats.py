@@ -27,7 +27,7 @@ def system(content: str) -> Row:
     return {"role": "system", "content": content}
 
 
-def said(who: str, value: str) -> Row:
+def output(who: str, value: str) -> Row:
     return {"from": who, "value": value}
 
 
@@ -85,15 +85,15 @@ CASES: dict[str, list[tuple[Row, Row]]] = {
          {"messages": [S, user("h"), B, Q, A]}),
     ],
     "sharegpt": [
-        ({"conversations": [said("human", "q"), said("gpt", "a")], "id": "x"}, {"messages": [Q, A]}),
-        *(({"conversations": [said("user", "q"), said(who, "a")], "system": "s"}, {"messages": [S, Q, A]})
+        ({"conversations": [output("human", "q"), output("gpt", "a")], "id": "x"}, {"messages": [Q, A]}),
+        *(({"conversations": [output("user", "q"), output(who, "a")], "system": "s"}, {"messages": [S, Q, A]})
           for who in ("assistant", "chatgpt", "bing", "bard", "GPT", "model", "ai", "Bot")),
-        *(({"conversations": [said("system", "s"), said("human", "q"), said("function_call", json.dumps(CALL)),
-                              said(who, "sun"), said("gpt", "a")], "tools": json.dumps([WEATHER])},
+        *(({"conversations": [output("system", "s"), output("human", "q"), output("function_call", json.dumps(CALL)),
+                              output(who, "sun"), output("gpt", "a")], "tools": json.dumps([WEATHER])},
            {"messages": [S, Q, CALLING, RESULT, A], "tools": TOOLS})
           for who in ("observation", "tool", "function_response")),
         ({"conversations": [Q, A], "tools": "[]"}, {"messages": [Q, A]}),
-        ({"conversations": [{**said("human", "q"), "weight": None}, said("gpt", "a")]}, {"messages": [Q, A]}),
+        ({"conversations": [{**output("human", "q"), "weight": None}, output("gpt", "a")]}, {"messages": [Q, A]}),
     ],
     "contents": [
         ({"contents": [GEMINI_Q, {"role": "model", "parts": [{"text": "a"}]}]}, {"messages": [Q, A]}),
@@ -169,8 +169,8 @@ CASES: dict[str, list[tuple[Row, Row]]] = {
           "rejected": "\n\nAssistant: b", "kind": "k"}, {**PAIR, "prompt": [S, Q, A, Q], "kind": "k"}),
     ],
     "sharegpt_ranking": [
-        ({"conversations": [said("human", "q")], "chosen": said("gpt", "a"), "rejected": said("gpt", "b")}, PAIR),
-        ({"conversations": [said("human", "q")], "chosen": "a", "rejected": B, "system": "s"},
+        ({"conversations": [output("human", "q")], "chosen": output("gpt", "a"), "rejected": output("gpt", "b")}, PAIR),
+        ({"conversations": [output("human", "q")], "chosen": "a", "rejected": B, "system": "s"},
          {**PAIR, "prompt": [S, Q]}),
     ],
     "openai_preference": [
@@ -206,7 +206,7 @@ def test_every_format_has_examples() -> None:
 
 
 @pytest.mark.parametrize(("name", "row", "made"), ALL, ids=[f"{name}-{index}" for index, (name, *_) in enumerate(ALL)])
-def test_a_row_is_told_and_brought_into_the_form_of_its_kind(name: str, row: Row, made: Row) -> None:
+def test_a_row_is_reported_and_brought_into_the_form_of_its_kind(name: str, row: Row, made: Row) -> None:
     before = json.dumps(row)
     detected = detect([row], "rows.jsonl")
     assert detected.name == name
@@ -324,7 +324,7 @@ def test_thinking_in_a_field_of_its_own_is_that_at_the_beginning_of_the_content(
     rows: list[tuple[Row, Row]] = [
         ({"messages": [Q, own, Q, {**B, key: None}]}, {"messages": [Q, thought("a"), Q, B]}),
         ({"messages": [Q, calling, RESULT, own]}, {"messages": [Q, called, RESULT, thought("a")]}),
-        ({"conversations": [said("human", "q"), {**said("gpt", "a"), key: "t"}]}, {"messages": [Q, thought("a")]}),
+        ({"conversations": [output("human", "q"), {**output("gpt", "a"), key: "t"}]}, {"messages": [Q, thought("a")]}),
         ({"prompt": "q", "chosen": [own], "rejected": "b"}, {**PAIR, "chosen": [thought("a")]}),
         ({"messages": [Q, {**A, **dict.fromkeys(THOUGHTS, "t")}]}, {"messages": [Q, thought("a")]}),
         ({"messages": [Q, {**thought("a"), key: " t"}]}, {"messages": [Q, thought("a")]}),
@@ -363,7 +363,7 @@ def test_thinking_as_a_part_of_the_content(parts: list[Row]) -> None:
 def test_a_column_of_thinking_is_that_of_the_answer(column: str) -> None:
     rows: list[Row] = [
         {"prompt": "q", "completion": "a"}, {"instruction": "q", "output": "a"}, {"messages": [Q, A]},
-        {"conversations": [said("human", "q"), said("gpt", "a")]},
+        {"conversations": [output("human", "q"), output("gpt", "a")]},
     ]  # fmt: skip
     for row in rows:
         detected = detect([{**row, column: "t"}], "rows.jsonl")
@@ -395,7 +395,7 @@ def test_turns_without_loss_are_listed_by_their_place_among_the_assistants(key: 
          {"messages": [S, Q, A, Q, B], "untrained": "[0]"}),
         ({"system": "s", "messages": [Q, {**A, key: None}, Q, {**B, key: off}, Q, A]},
          {"messages": [S, Q, A, Q, B, Q, A], "untrained": "[1]"}),
-        ({"conversations": [said("human", "q"), {**said("gpt", "a"), key: off}]},
+        ({"conversations": [output("human", "q"), {**output("gpt", "a"), key: off}]},
          {"messages": [Q, A], "untrained": "[0]"}),
         ({"messages": [{**Q, key: off}, {**A, key: on}]}, {"messages": [Q, A]}),
         ({"prompt": [Q, {**A, key: off}, Q], "chosen": [{**A, key: on}], "rejected": "b"},
@@ -440,7 +440,7 @@ CALLED = [CALLING, RESULT, A]
         ({"chosen": [S, Q, *CALLED], "rejected": [S, Q, B]}, {**PAIR, "prompt": [S, Q], "chosen": CALLED}),
         ({"chosen": [Q, *CALLED], "rejected": [Q, CALLING, {**RESULT, "content": "rain"}, B]},  # they share the call
          {**PAIR, "chosen": CALLED, "rejected": [CALLING, {**RESULT, "content": "rain"}, B]}),
-        ({"conversations": [said("human", "q")], "chosen": CALLED, "rejected": "b"}, {**PAIR, "chosen": CALLED}),
+        ({"conversations": [output("human", "q")], "chosen": CALLED, "rejected": "b"}, {**PAIR, "chosen": CALLED}),
         ({"input": {"messages": [Q]}, "preferred_output": CALLED, "non_preferred_output": [B]},
          {**PAIR, "chosen": CALLED}),
         ({"messages": [Q], "chosen": {"messages": CALLED}, "rejected": "b"}, {**PAIR, "chosen": CALLED}),
@@ -448,7 +448,7 @@ CALLED = [CALLING, RESULT, A]
         ({"prompt": "q", "completion": CALLED}, {"messages": [Q, *CALLED]}),
     ],
 )  # fmt: skip
-def test_an_answer_may_be_a_call_its_result_and_what_is_said_of_it(row: Row, made: Row) -> None:
+def test_an_answer_may_be_a_call_its_result_and_what_is_reported_of_it(row: Row, made: Row) -> None:
     assert detect([row], "rows.jsonl").convert(row) == made
 
 
@@ -487,9 +487,9 @@ ANSWERED = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tex
     ("row", "made"),
     [
         # Hermes: tools in the system turn and in a column, calls and results as text.
-        ({"conversations": [said("system", str(IN_SYSTEM["content"])), said("human", "q"), said("gpt", WRITTEN),
-                            said("tool", f"{RESPONSE.format('sun')}\n{RESPONSE.format(' rain ')}\n"),
-                            said("gpt", "a")], "tools": json.dumps([WEATHER])},
+        ({"conversations": [output("system", str(IN_SYSTEM["content"])), output("human", "q"), output("gpt", WRITTEN),
+                            output("tool", f"{RESPONSE.format('sun')}\n{RESPONSE.format(' rain ')}\n"),
+                            output("gpt", "a")], "tools": json.dumps([WEATHER])},
          {"messages": [IN_SYSTEM, Q, assistant(WRITTEN), RESULT, {**RESULT, "content": "rain"}, A]}),
         ({"messages": [Q, assistant(f"<tool_call>\n{CALL}\n</tool_call>\nwait"), RESULT, A]},
          {"messages": [Q, assistant(f"<tool_call>\n{CALL}\n</tool_call>\nwait"), RESULT, A]}),
@@ -517,8 +517,8 @@ ANSWERED = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "tex
              [*json.loads(CALLS_1), {**json.loads(CALLS_1)[0], "id": "2"}], ensure_ascii=False)},
              {**RESULT, "tool_call_id": "1"}, {**RESULT, "tool_call_id": "2"}, A]}),
         # ToolACE: calls as text.
-        ({"system": "s", "conversations": [said("user", "q"), said("assistant", "[Weather API(city='a', n=[1])]"),
-                                           said("tool", "sun"), said("assistant", "a")]},
+        ({"system": "s", "conversations": [output("user", "q"), output("assistant", "[Weather API(city='a', n=[1])]"),
+                                           output("tool", "sun"), output("assistant", "a")]},
          {"messages": [S, Q, assistant("[Weather API(city='a', n=[1])]"), RESULT, A]}),
         ({"messages": [{**Q, "content": [{"text": "q"}]}, {**A, "content": [{"text": "a"}]}]}, {"messages": [Q, A]}),
         # UltraFeedback: both conversations, and the chosen one again.

@@ -117,7 +117,7 @@ def damaged(draw: Callable[[st.SearchStrategy[object]], object], name: str) -> R
     return row
 
 
-def words(value: object) -> set[str]:
+def overrides(value: object) -> set[str]:
     return set(re.findall(r"\bw\d+\b", json.dumps(value).replace("\\n", " ")))
 
 
@@ -142,4 +142,4 @@ def test_a_damaged_row_is_refused_or_nothing_that_it_says_is_lost(name: str, dat
     json.dumps(made, ensure_ascii=False).encode()
     remarks(made)
     read = {column: value for column, value in row.items() if column in each.mapping or "*" in each.mapping}
-    assert words(made) == words(read)
+    assert overrides(made) == overrides(read)

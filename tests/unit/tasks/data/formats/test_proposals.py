@@ -35,8 +35,8 @@ def test_the_overrides_of_the_message_read_the_rows(call, names, format):
     assert code == 0, err
     assert json.loads(out)["sources"]["rows"]["format"] == format
     source = [word.replace("NAME", "instructions") for word in shlex.split(pipeline.partition("; the formats")[0])]
-    words = [word.replace("STAGE", "instructions") for word in source]
-    assert load_pipeline(["pipeline=sft", "model=owner/name", "data=a.jsonl", *words])
+    overrides = [word.replace("STAGE", "instructions") for word in source]
+    assert load_pipeline(["pipeline=sft", "model=owner/name", "data=a.jsonl", *overrides])
 
 
 def test_prompts_keep_the_answer_for_their_reward(call):

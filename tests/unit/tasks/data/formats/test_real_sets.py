@@ -40,7 +40,7 @@ def test_every_row_is_read(name: str, format: str, flaws: dict[str, int]) -> Non
     assert detected.name == format
     assert detected.evidence.endswith(f": {len(rows)} of {len(rows)} rows looked at")
     made = [detected.convert(row) for row in rows]
-    assert Counter(words for row in made for words in remarks(row)) == flaws
+    assert Counter(overrides for row in made for overrides in remarks(row)) == flaws
     assert all(detected.read_columns(row) == row.keys() for row in rows)
 
 

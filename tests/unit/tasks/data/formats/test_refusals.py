@@ -280,11 +280,11 @@ CONTROL, NUL, REPLACED = "control characters", "NUL characters", "replacement ch
     ],
 )  # fmt: skip
 def test_odd_characters_are_remarked_wherever_they_are(text, found):
-    said = {"role": "assistant", "content": text}
+    output = {"role": "assistant", "content": text}
     assert remarks({"text": text}) == found
-    assert remarks({"messages": [Q, said], "tools": "[]"}) == found
-    assert remarks({"prompt": [Q], "chosen": [Q], "rejected": [said], "kind": None}) == found
-    assert remarks({"prompt": [Q], "completion": [said], "label": True}) == found
+    assert remarks({"messages": [Q, output], "tools": "[]"}) == found
+    assert remarks({"prompt": [Q], "chosen": [Q], "rejected": [output], "kind": None}) == found
+    assert remarks({"prompt": [Q], "completion": [output], "label": True}) == found
 
 
 def test_a_conversation_whose_last_turn_nobody_answers_is_remarked():
@@ -300,7 +300,7 @@ def test_a_conversation_whose_last_turn_nobody_answers_is_remarked():
     ],
 )  # fmt: skip
 def test_a_transcript_in_an_answer_is_remarked_and_in_a_question_is_not(text, found):
-    said, asked = {"role": "assistant", "content": text}, {"role": "user", "content": text}
+    output, asked = {"role": "assistant", "content": text}, {"role": "user", "content": text}
     marked = ("role marks in an answer",) if found else ()
-    assert remarks({"messages": [Q, said]}) == remarks({"prompt": [Q], "chosen": [said], "rejected": [A]}) == marked
+    assert remarks({"messages": [Q, output]}) == remarks({"prompt": [Q], "chosen": [output], "rejected": [A]}) == marked
     assert remarks({"messages": [asked, A]}) == remarks({"text": text}) == ()

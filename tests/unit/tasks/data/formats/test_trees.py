@@ -79,8 +79,8 @@ def test_conversations_follow_the_best_answers_and_train_each_once(tmp_path: Pat
 @pytest.mark.parametrize("rows", [TREE, whole(TREE)], ids=["messages", "trees"])
 def test_pairs_are_of_answers_to_one_message_of_different_rank(tmp_path: Path, rows) -> None:
     for found in (opened(tmp_path, rows, Kind.PREFERENCES), opened(tmp_path, rows, format="preference")):
-        said = [{name: " ".join(turn["content"] for turn in row[name]) for name in SIDES} for row in made(found)]
-        pairs = [tuple(row.values()) for row in said]
+        output = [{name: " ".join(turn["content"] for turn in row[name]) for name in SIDES} for row in made(found)]
+        pairs = [tuple(row.values()) for row in output]
         assert pairs == PAIRS
 
 
@@ -109,7 +109,7 @@ def test_what_stands_beside_role_and_text_is_read_or_refused(tmp_path: Path, for
             made(opened(tmp_path, [*rows[:2], {**rows[2], "image": "x.jpg"}, rows[3]]))
 
 
-def test_texts_of_trees_are_read_only_where_that_is_said(tmp_path: Path) -> None:
+def test_texts_of_trees_are_read_only_where_that_is_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"conf/stage/conversations.yaml and .*set format=text to read each message"):
         opened(tmp_path, TREE, Kind.TEXT)
     assert made(opened(tmp_path, TREE, Kind.TEXT, format="text"))[0] == {"text": "A"}

@@ -17,9 +17,9 @@ def words(seed, count=100):
     return [f"w{generator.randrange(20_000)}" for _ in range(count)]
 
 
-def turns(said):
+def turns(message):
     """Turns, or the one of a user."""
-    return [{"role": "user", "content": said}] if isinstance(said, str) else said
+    return [{"role": "user", "content": message}] if isinstance(message, str) else message
 
 
 @pytest.fixture
@@ -112,14 +112,14 @@ def test_a_prompt_that_is_answered_otherwise_or_in_another_kind_is_found(rows, l
     def answer(text):
         return {"role": "assistant", "content": text}
 
-    told, long = {"role": "system", "content": "Be brief."}, " ".join(words(0))
+    reported, long = {"role": "system", "content": "Be brief."}, " ".join(words(0))
     train = rows("train", {
-        "said": [told, asked, answer(long)],
+        "said": [reported, asked, answer(long)],
         "earlier": [asked, answer("2"), {"role": "user", "content": "And 2 + 2?"}, answer("4")],
-        "other": [told, {**asked, "content": "What is 1 - 1?"}, answer("0")],
+        "other": [reported, {**asked, "content": "What is 1 - 1?"}, answer("0")],
     }, Kind.CONVERSATIONS)  # fmt: skip
     exam = [
-        rows("chats", {"c0": [asked, answer("Two.")], "c1": [told, answer("Hi")]}, Kind.CONVERSATIONS),
+        rows("chats", {"c0": [asked, answer("Two.")], "c1": [reported, answer("Hi")]}, Kind.CONVERSATIONS),
         rows("pairs", {"p0": [asked]}, Kind.PREFERENCES),
         rows("texts", {"x0": "what is 1 + 1? ", "x1": "What is 1 * 1?"}),
     ]

@@ -133,7 +133,7 @@ def test_rows_that_differ_in_case_and_punctuation_are_near_duplicates(search):
 @pytest.mark.parametrize(
     ("edits", "index", "least", "most"), [(17, 0.7, 0, 0.05), (11, 0.8, 0.3, 0.7), (8, 0.85, 0.9, 1), (5, 0.9, 1, 1)]
 )
-def test_as_many_pairs_are_found_as_is_said(search, edits, index, least, most):
+def test_as_many_pairs_are_found_as_is_reported(search, edits, index, least, most):
     generator = random.Random(0)
     pairs = [(text, changed(text, generator, edits)) for text in (words(generator, 500) for _ in range(100))]
     assert sum(jaccard(*pair) for pair in pairs) / 100 == pytest.approx(index, abs=0.01)

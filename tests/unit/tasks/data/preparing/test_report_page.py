@@ -81,13 +81,13 @@ def test_a_report_that_was_written_is_read_as_it_was(tmp_path):
 def test_the_page_says_all_that_the_report_holds():
     shown = Page(page_of(report())).text
 
-    for told in (
+    for reported in (
         "1234", "leaked rows", "path word", "evidence word", "column word", "to word", "9 read, 5 used", "reason word",
         "remark word", "place word", "ignored word", "tokenizer word", "max_length=64 holds 95 %", "packing",
         "near word", "other word", "0.87", "n-gram", "train word", "held word", "0.61", "train set word",
         "held set word", "rejects word", "12.3 %", "sample word", "0 to 4: 4 rows", "5 to 9: 2 rows",
     ):  # fmt: skip
-        assert told in shown, told
+        assert reported in shown, reported
 
 
 def test_what_is_not_listed_is_in_a_file_that_the_page_names():

@@ -79,7 +79,7 @@ def test_nulls_beside_calls_and_tools_are_no_nulls_of_other_calls(tmp_path: Path
 
 @pytest.mark.parametrize(("tool_nulls", "kept"), [(None, None), ("drop", False), ("keep", True)])
 @pytest.mark.parametrize("part", ["messages", "tools"])
-def test_nulls_of_other_calls_are_dropped_and_counted_or_kept_as_is_said(
+def test_nulls_of_other_calls_are_dropped_and_counted_or_kept_as_is_reported(
     tmp_path: Path, tool_nulls: Literal["drop", "keep"] | None, kept: bool | None, part: str
 ) -> None:
     answer = {"role": "assistant", "content": "", "tool_calls": [CALL]} if part == "messages" else "a"
@@ -146,7 +146,7 @@ def test_a_file_without_rows_has_no_parts(tmp_path: Path) -> None:
     assert list(row_batches(tmp_path / "rows.parquet", 10)) == []
 
 
-def test_of_no_rows_no_lengths_are_told(tmp_path: Path) -> None:
+def test_of_no_rows_no_lengths_are_reported(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="leaves none"):
         prepare(tmp_path, PrepareText(max_bad_rows=3), [{"text": ""}] * 3)
     assert report(tmp_path)["lengths"] is None

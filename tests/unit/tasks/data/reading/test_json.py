@@ -170,7 +170,7 @@ def test_items_that_are_no_rows_are_named_and_the_others_are_read(tmp_path: Path
         ("[" * 200_000, f"1: not a JSON array: values nested too deep at {'[' * 40!r} (item [0])"),
     ],
 )
-def test_an_array_whose_items_cannot_be_told_apart_is_refused(tmp_path: Path, text: str, found: str) -> None:
+def test_an_array_whose_items_cannot_be_reported_apart_is_refused(tmp_path: Path, text: str, found: str) -> None:
     file = write(tmp_path / "rows.json", text)
     with pytest.raises(
         DataError, match=re.escape(f"{file}:{found}; accepted: objects between commas, to its end; correct it")

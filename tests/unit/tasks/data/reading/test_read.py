@@ -95,7 +95,7 @@ def test_a_directory_without_data_is_refused(tmp_path: Path) -> None:
         ("data/train_sft-00000-of-00001-ab12.jsonl", "data/test_sft-00000-of-00001-ab12.jsonl"),
     ],
 )
-def test_the_splits_of_a_directory_are_told_by_names_and_never_mixed(
+def test_the_splits_of_a_directory_are_reported_by_names_and_never_mixed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, train: str, test: str
 ) -> None:
     for name, text in ((train, "a"), (test, "b")):
@@ -103,8 +103,8 @@ def test_the_splits_of_a_directory_are_told_by_names_and_never_mixed(
         write(tmp_path / name, PACKED[".gz"](row(text)) if name.endswith(".gz") else row(text))
     with caplog.at_level(logging.WARNING):
         assert texts(tmp_path) == [("a", f"{tmp_path}/{train}:1")]
-    told = f"{tmp_path}: split=train is read; not read, because their names are of other splits: {test}"
-    assert [record.getMessage() for record in caplog.records] == [told]
+    reported = f"{tmp_path}: split=train is read; not read, because their names are of other splits: {test}"
+    assert [record.getMessage() for record in caplog.records] == [reported]
     assert texts(tmp_path, split="test[:100]") == [("b", f"{tmp_path}/{test}:1")]
     with pytest.raises(
         ConfigError, match=r"no split 'validation' in it; accepted: (train, test|test, train); set split"
@@ -306,7 +306,7 @@ def deep():
         ("{'text': '\\ud800'}", "not JSON: str is not valid UTF-8: surrogates not allowed", "not JSON"),
     ],
 )
-def test_an_item_that_is_no_row_is_told_with_its_index(item, problem, reason, function_rows, tmp_path):
+def test_an_item_that_is_no_row_is_reported_with_its_index(item, problem, reason, function_rows, tmp_path):
     good, bad, last = function_rows(
         _ODD + f"def rows():\n    yield {{'text': 'a'}}\n    yield {item}\n    yield {{'text': 'b'}}\n"
     )
