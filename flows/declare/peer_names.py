@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import get_args
 
@@ -287,6 +287,123 @@ VALUES: Mapping[str, str] = {
 }
 
 
+_PIPELINES: Mapping[str, str] = {  # that train by a method, as peers call it
+    **{name: name for name in ("cpt", "sft", "dpo", "kto", "orpo", "simpo", "grpo", "reward")},
+    "pt": "cpt", "rm": "reward", "ppo": "rlhf-ppo",
+}  # fmt: skip
+Answer = list[str] | str  # overrides, or a text where none is needed
+
+
+def _of_method(value: object, stages: Node) -> Answer:
+    """A method, or a loss of DPO: the pipeline that trains by it, or the field of a stage that is there."""
+    name = str(value).lower()
+    if name in _PIPELINES:
+        here = _PIPELINES[name] in stages
+        return f"nothing: the pipeline has the stage {name}" if here else [f"pipeline={_PIPELINES[name]}"]
+    loss, alone = VALUES.get(name, name), [] if name == "sigmoid" else ["stages.dpo.method.sft_weight=null"]
+    return [*([] if "dpo" in stages else ["pipeline=dpo"]), f"stages.dpo.method.loss_type={loss}", *alone]
+
+
+def _precision(key: str, value: object) -> Answer:
+    if isinstance(value, bool):
+        return _off([f"precision={'fp16' if key in ('fp16', 'float16') else 'bf16'}"], value)
+    return [f"precision={VALUES.get(str(value), value)}"]
+
+
+def _adapter(value: object) -> Answer:
+    if value in (False, "full"):
+        return "nothing: all weights are trained where no adapter is set"
+    return [f"adapter={'lora' if value is True else value}"]
+
+
+def _bits(key: str, value: object) -> Answer:
+    eight = value == 8 or key == "load_in_8bit"
+    return _off(["adapter=lora", "quantization=int8"] if eight else ["adapter=qlora"], value)
+
+
+def _sharding(value: object) -> Answer:
+    stage = re.search(r"(?:zero|_z|stage\W*)[_-]?([123])", str(value).lower())
+    more = f"resources.num_workers=N resources.sharding={f'zero{stage[1]}' if stage else 'fsdp'}"
+    return f"nothing where one worker trains; with more: {more}"
+
+
+def _kwargs(value: object) -> Answer:
+    """Arguments of ``from_pretrained``: those that are settings of a stage, and those of the model."""
+    found: list[str] = []
+    for key, each in node_of(value).items():
+        if key in ("dtype", "torch_dtype"):
+            found += _precision(key, each)
+        elif key == "revision":
+            found.append(f"sources.base.revision={each}")
+        elif key != "attn_implementation" or each in ("eager", "sdpa"):
+            ours = "resources.attention" if key == "attn_implementation" else f"sources.base.model_kwargs.{key}"
+            found.append(f"{ours}={_value(each)}")
+    return found or _FASTEST
+
+
+def _per_epoch(path: str, value: object) -> Answer:
+    return [f"{path}={1 / value:g}"] if isinstance(value, int | float) and value else "nothing: none is made"
+
+
+def _joined(value: object) -> str:
+    names = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    return "all-linear" if names in ("all", "all-linear") else f'"{names}"' if "," in names else names
+
+
+_FASTEST = "nothing: resources.attention=auto takes the fastest that is installed"
+
+
+def _off(overrides: Sequence[str], value: object) -> Answer:
+    return [*overrides] if value else "nothing: it is off where it is not set"
+
+
+# Keys of peers whose value has another form here: key, value and stages -> the answer; None: the form is the same.
+_FORMS: Mapping[tuple[str, ...], Callable[[str, object, Node], Answer | None]] = {
+    ("packing", "sample_packing", "neat_packing"): lambda key, value, stages: (
+        _off([f"{_M}.packing={'best_fit' if value is True else value}"], value)
+    ),
+    ("padding_free", "pad_to_sequence_len", "group_by_length"): lambda key, value, stages: (
+        "nothing: batches have no padding"
+    ),
+    ("freeze_trainable_layers",): lambda key, value, stages: [f"{_M}.freeze.except_last_layers={value}"],
+    ("bf16", "fp16", "pure_bf16", "bfloat16", "float16", "torch_dtype", "dtype", "mixed_precision"): (
+        lambda key, value, stages: _precision(key, value)
+    ),
+    ("use_peft", "finetuning_type", "tuner_type", "train_type"): lambda key, value, stages: _adapter(value),
+    ("use_dora",): lambda key, value, stages: _off(["adapter=dora"], value),
+    ("load_in_4bit", "load_in_8bit", "quantization_bit", "quant_bits"): lambda key, value, stages: _bits(key, value),
+    ("lora_target", "lora_target_modules"): lambda key, value, stages: (
+        [f"{_M}.adapter.target_modules={_joined(value)}"]
+    ),
+    ("optim",): lambda key, value, stages: [f"{_M}.optimizer.name={VALUES.get(str(value), value)}"],
+    ("lr_scheduler_type", "lr_scheduler", "lr_decay_style"): lambda key, value, stages: (
+        [f"{_M}.schedule.name={VALUES.get(str(value), value)}"]
+    ),
+    ("adam_beta1",): lambda key, value, stages: [f"{_M}.optimizer.betas=[{value},0.999]"],
+    ("adam_beta2",): lambda key, value, stages: [f"{_M}.optimizer.betas=[0.9,{value}]"],
+    ("per_device_train_batch_size",): lambda key, value, stages: (
+        [f"{_M}.global_batch_size={value}", f"resources.micro_batch_size={value}"]
+    ),
+    ("evals_per_epoch",): lambda key, value, stages: _per_epoch(f"{_M}.validation.every_epochs", value),
+    ("saves_per_epoch",): lambda key, value, stages: _per_epoch("resources.save_epochs", value),
+    ("eval_strategy", "evaluation_strategy"): lambda key, value, stages: (
+        [f"{_M}.validation.every_epochs=1"] if value == "epoch" else None
+    ),
+    ("save_strategy",): lambda key, value, stages: ["resources.save_epochs=1"] if value == "epoch" else None,
+    ("attn_implementation", "flash_attention", "flash_attn"): lambda key, value, stages: (
+        [f"resources.attention={value}"] if value in ("eager", "sdpa") else _FASTEST
+    ),
+    ("deepspeed",): lambda key, value, stages: _sharding(value),
+    ("model_init_kwargs",): lambda key, value, stages: _kwargs(value),
+    ("rl", "pref_loss", "rlhf_type", "dpo_loss_type", "trainer"): (
+        lambda key, value, stages: _of_method(value, stages)
+    ),
+    ("revision", "model_revision"): lambda key, value, stages: [f"sources.base.revision={value}"],
+    ("reward_funcs",): lambda key, value, stages: None if "grpo" in stages else ["pipeline=grpo"],
+}  # fmt: skip
+_BY_VALUE = {key: form for keys, form in _FORMS.items() for key in keys}
+
+
 def value_of(word: object, accepted: str) -> str | None:
     """Our name of a peer's value, where a message that lists what is accepted names it."""
     ours = VALUES.get(str(word))
@@ -349,13 +466,14 @@ def _placed(tree: Node, key: str) -> list[str]:
     """The overrides of stages, resources or sources that a key without its place may stand for, with its value."""
     ours = re.fullmatch(r"(?:stages\.STAGE\.(?:method|resources)|sources\.NAME)\.([\w.]+)", FIELDS.get(key, key))
     path = ours[1] if ours else FIELDS.get(key, key).removesuffix(" of the stage that prepares the rows")
+    form = _BY_VALUE.get(key)
+    if form and (exact := form(key, tree[key], node_of(tree.get("stages")))) is not None:
+        return [exact] if isinstance(exact, str) else _filled(exact, tree)
     name, own, inner, trainings = path.partition(".")[0], list[str](), list[str](), list[str]()
-    for stage, node in node_of(tree.get("stages")).items():
-        with contextlib.suppress(ConfigError):
-            cls = target_class(str(node_of(node_of(node).get("method")).get("_target_")), stage, (Method,), "")
-            own += [f"stages.{stage}.method.{path}"] if name in field_names(cls) else []
-            inner += [f"stages.{stage}.method.{each}" for each in _within(cls, path)]
-            trainings += [stage] if issubclass(cls, Training) else []
+    for stage, cls in _methods(tree):
+        own += [f"stages.{stage}.method.{path}"] if name in field_names(cls) else []
+        inner += [f"stages.{stage}.method.{each}" for each in _within(cls, path)]
+        trainings += [stage] if issubclass(cls, Training) else []
     if not own and name in field_names(Resources):
         own = [f"resources.{path}"]
     if not own and name in field_names(Source):
@@ -366,6 +484,27 @@ def _placed(tree: Node, key: str) -> list[str]:
         text = FIELDS[key].replace("stages.STAGE.resources", "resources")
         return [text.replace("STAGE", trainings[0]) if len(trainings) == 1 else text]
     return [shlex.quote(f"{each}={_value(tree[key])}") for each in own or inner]
+
+
+def _methods(tree: Node) -> Iterator[tuple[str, type]]:
+    for stage, node in node_of(tree.get("stages")).items():
+        with contextlib.suppress(ConfigError):
+            yield stage, target_class(str(node_of(node_of(node).get("method")).get("_target_")), stage, (Method,), "")
+
+
+def _filled(overrides: Sequence[str], tree: Node) -> list[str]:
+    """The overrides for each stage that has their field, with a model that has a revision."""
+    words = [*overrides]
+    if any(word.startswith("sources.base.") for word in words) and "path" not in node_of(
+        node_of(tree.get("sources")).get("base")
+    ):
+        words.insert(0, "model=owner/name")
+    line = shlex.join(words)
+    fields_ = re.findall(r"stages\.STAGE\.method\.(\w+)", line)
+    if not fields_:
+        return [line]
+    stages = [stage for stage, cls in _methods(tree) if issubclass(cls, Training) and {*fields_} <= {*field_names(cls)}]
+    return [line.replace("STAGE", stage) for stage in stages] or [f"{line}, which no stage of this pipeline has"]
 
 
 def _value(value: object) -> str:

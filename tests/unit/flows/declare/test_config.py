@@ -1,6 +1,7 @@
 """Overrides, groups and defaults become a pipeline; a mistake says what is accepted."""
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 
@@ -558,6 +559,42 @@ SFT = "stages.sft.method"
 def test_a_peers_name_is_answered_with_ours(override, ours):
     with pytest.raises(ConfigError, match=f"here it is .*{ours}"):
         load_pipeline([override])
+
+
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [
+        ("freeze_trainable_layers=2", f"{SFT}.freeze.except_last_layers=2"),
+        ("packing=true", f"{SFT}.packing=best_fit"), ("sample_packing=false", None), ("padding_free=true", None),
+        ("model_init_kwargs={attn_implementation: sdpa, dtype: bfloat16}", "resources.attention=sdpa precision=bf16"),
+        ("model_init_kwargs={rope_theta: 5}", "model=owner/name sources.base.model_kwargs.rope_theta=5"),
+        ("model_init_kwargs={attn_implementation: flash_attention_2}", None), ("deepspeed=ds_z3.json", None),
+        ("revision=main", "model=owner/name sources.base.revision=main"), ("rl=sft", None),
+        ("rl=grpo", "pipeline=grpo"),
+        ("dpo_loss_type=ipo", "pipeline=dpo stages.dpo.method.loss_type=ipo stages.dpo.method.sft_weight=null"),
+        ("pref_loss=sigmoid", "pipeline=dpo stages.dpo.method.loss_type=sigmoid"), ("use_peft=true", "adapter=lora"),
+        ("lora_target=all", f"{SFT}.adapter.target_modules=all-linear"), ("finetuning_type=full", None),
+        ("lora_target=[q_proj,v_proj]", f"'{SFT}.adapter.target_modules=\"q_proj,v_proj\"'"),
+        ("quantization_bit=8", "adapter=lora quantization=int8"), ("load_in_4bit=true", "adapter=qlora"),
+        ("per_device_train_batch_size=2", f"{SFT}.global_batch_size=2 resources.micro_batch_size=2"),
+        ("optim=adamw_bnb_8bit", f"{SFT}.optimizer.name=adamw_8bit"), ("torch_dtype=bfloat16", "precision=bf16"),
+        ("adam_beta2=0.95", f"'{SFT}.optimizer.betas=[0.9,0.95]'"), ("save_strategy=epoch", "resources.save_epochs=1"),
+        ("evals_per_epoch=4", f"{SFT}.validation.every_epochs=0.25"), ("bf16=false", None),
+        ("use_dora=1", "adapter=dora"),
+        ("reward_funcs=[accuracy]", "pipeline=grpo"), ("lr_scheduler=wsd", f"{SFT}.schedule.name=warmup_stable_decay"),
+    ],
+)  # fmt: skip
+def test_what_stands_for_a_peers_key_works_when_it_is_pasted(override, ours):
+    base = {"pipeline": "pipeline=sft", "model": "model=tiny"}
+    with pytest.raises(ConfigError) as found:
+        load_pipeline([*base.values(), override])
+    answer = str(found.value).partition("here it is ")[2].partition("; accepted")[0]
+    if ours is None:
+        assert answer.startswith("nothing")
+    else:
+        assert answer == ours
+        pasted = {word.partition("=")[0]: word for word in shlex.split(answer)}
+        assert load_pipeline([*(base | pasted).values()])
 
 
 def test_the_kind_of_a_model_lets_the_trainings_that_can_read_images() -> None:
