@@ -45,6 +45,7 @@ EXTRAS = $(shell $(BIN)/python -c 'import tomllib; found = tomllib.load(open("py
 
 nightly: $(TESTS)  ## all tests with all extras installed, then the chaos
 	$(BIN)/pip install --quiet --no-deps $(EXTRAS)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --overrides requirements.lock --editable '.[eval,wandb,trackio]'
 	$(SUITE) --hypothesis-profile nightly
 	$(BIN)/python -m tests.chaos --toy --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(CHAOS)
