@@ -157,6 +157,11 @@ class FastEncoder:
         parsed = self.backend.pre_tokenizer.__getstate__().decode() if self.backend.pre_tokenizer else ""
         return '"use_regex":true' not in parsed and ("(?!" not in parsed or r"\\s*[\\r\\n]+" in parsed)
 
+    @cached_property
+    def adds_blanks(self) -> bool:
+        """Whether it reads a blank before each section of text, such as a newline behind an added token."""
+        return _adds_blanks(self.backend)
+
     def part(self, text: str, behind: Behind, literal: Sequence[str] = ()) -> "Placed":
         """The tokens of a part of a text.
 
@@ -240,6 +245,10 @@ class Placed:
         return len(self.text[:place].encode()) if self.in_bytes else place
 
 
+def _adds_blanks(backend: "Tokenizer") -> bool:
+    return backend.pre_tokenizer is not None and b'"add_prefix_space":true' in backend.pre_tokenizer.__getstate__()
+
+
 def _bytes_per_token(backend: "Tokenizer") -> list[int] | None:
     """The length of each token of a byte-level BPE whose tokens concatenate to exactly the bytes of the text."""
     from tokenizers import decoders, models, pre_tokenizers
@@ -251,7 +260,7 @@ def _bytes_per_token(backend: "Tokenizer") -> list[int] | None:
         and isinstance(backend.decoder, decoders.ByteLevel)
         and vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())  # else bytes become unknown tokens
         and not any(token.lstrip or token.rstrip for token in added.values())  # these stand for blanks too
-        and b'"add_prefix_space":true' not in backend.pre_tokenizer.__getstate__()  # this adds a byte
+        and not _adds_blanks(backend)  # this adds a byte
     ):
         return None
     lengths = [0] * (max(vocabulary.values()) + 1)
@@ -269,6 +278,7 @@ class PrefixEncoder:
     tokenizer: "PreTrainedTokenizerBase"
     added: AddedTokens
     keeps_newlines: ClassVar[bool] = False
+    adds_blanks: ClassVar[bool] = True  # it may
 
     def encode(self, texts: Sequence[str]) -> "Iterator[Encoded]":
         return (Unplaced(text=text, ids=self.ids(text), encode=self.ids) for text in texts)
@@ -373,7 +383,8 @@ def _is_apart(encoder: Encoder, whole: Encoded, text: str, place: int) -> bool:
         return False
     if text[place - 1] != "\n":
         return encoder.added.end_at(text, place) and whole.ends_at(place)
-    return (encoder.keeps_newlines or not text[place - 2 : place - 1].isspace()) and whole.ends_at(place)
+    is_blank = encoder.adds_blanks or text[place - 2 : place - 1].isspace()
+    return (encoder.keeps_newlines or not is_blank) and whole.ends_at(place)
 
 
 def _in_parts(encoder: Encoder, rendered: Rendered, whole: Encoded) -> Encoded:

@@ -26,7 +26,7 @@ from tests.libraries.tasks.data.tokens.test_rendering import stored
 
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TEXTS = ["assistant\n\nuser\n\n\n a  bc 12 345\n\n", *tiny.WORDS, "question answer: what, then? \n \n"] * 6
-KINDS = ["byte level", "gpt-2", "metaspace", "metaspace first", "prepend", "swallowing"]
+KINDS = ["byte level", "gpt-2", "metaspace", "metaspace first", "prepend", "swallowing", "blank first"]
 
 
 @cache
@@ -48,8 +48,9 @@ def tokenizer_of(kind: str, family: str = "chatml") -> PreTrainedTokenizerBase:
     else:
         backend = Tokenizer(models.BPE())
         split = pre_tokenizers.Split(Regex(SPLIT), "isolated")
-        plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "gpt-2")
-        backend.pre_tokenizer = plain if kind == "gpt-2" else pre_tokenizers.Sequence([split, plain])
+        is_plain = kind in ("gpt-2", "blank first")
+        plain = pre_tokenizers.ByteLevel(add_prefix_space=kind == "blank first", use_regex=is_plain)
+        backend.pre_tokenizer = plain if is_plain else pre_tokenizers.Sequence([split, plain])
         backend.decoder, alphabet = decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()
     if not alphabet:
         blanks = decoders.Replace("\u2581", " ")
@@ -125,7 +126,7 @@ FAMILIES = ["chatml", "qwen2_5", "qwen3", "llama3", "gemma", "phi3", "cohere", "
 PAIRS = [
     pytest.param(kind, family, marks=[] if (row + column) % 3 == 0 else [pytest.mark.slow])
     for row, kind in enumerate(KINDS)
-    for column, family in enumerate(FAMILIES)
+    for column, family in enumerate(FAMILIES, start=int(kind == "blank first"))
 ]
 
 
