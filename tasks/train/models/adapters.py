@@ -433,15 +433,18 @@ def require_sizes(adapter: Adapter, layers: Iterable[tuple[str, int, int]]) -> N
     Raises:
         ConfigError: PEFT would refuse the number of frequencies, or silently use another block size.
     """
-    size = adapter.value("block_size") if adapter.type in ("oft", "boft") else 1
-    for name, outputs, inputs in layers:
-        if adapter.type == "fourierft" and adapter.value("num_frequencies") > outputs * inputs:
+    layers = list(layers)
+    if adapter.type == "fourierft":
+        most, name = min(((outputs * inputs, name) for name, outputs, inputs in layers), default=(math.inf, ""))
+        if adapter.value("num_frequencies") > most:
             raise ConfigError(
-                f"adapter.num_frequencies={adapter.value('num_frequencies')}: {name} has at most {outputs * inputs} "
-                f"frequencies; set adapter.num_frequencies={outputs * inputs} or less, or other target_modules"
+                f"adapter.num_frequencies={adapter.value('num_frequencies')}: {name} has at most {most} frequencies; "
+                f"set adapter.num_frequencies={most} or less, or other target_modules"
             )
+    size = adapter.value("block_size") if adapter.type in ("oft", "boft") else 1
+    for name, _, inputs in layers:
         if inputs % size:
-            fitting = next(each for each in range(size, 0, -1) if inputs % each == 0)
+            fitting = next(each for each in range(size, 0, -1) if not any(inputs % each for _, _, inputs in layers))
             raise ConfigError(
                 f"adapter.block_size={size}: {name} has {inputs} inputs, which do not divide into such blocks; set "
                 f"adapter.block_size={fitting}, or other target_modules"

@@ -216,10 +216,11 @@ def test_biases_of_a_model_that_has_none_are_refused():
     ],
 )
 def test_sizes_of_an_adapter_that_do_not_fit_a_layer_are_refused(adapter, message, fitting):
+    shapes = {"model.layers.0.down_proj.weight": (10, 20), **SHAPES}
     with pytest.raises(ConfigError, match=message):
-        adapter_weights(Adapter(**adapter), SHAPES)
+        adapter_weights(Adapter(**adapter), shapes)
     name = "num_frequencies" if adapter["type"] == "fourierft" else "block_size"
-    adapter_weights(Adapter(**{**adapter, name: fitting}), SHAPES)
+    adapter_weights(Adapter(**{**adapter, name: fitting}), shapes)
 
 
 def test_modules_that_a_model_lacks_are_refused():
