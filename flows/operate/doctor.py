@@ -21,7 +21,7 @@ from http import HTTPStatus
 from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 import psutil
@@ -37,6 +37,9 @@ from lineage.record.environment import run_answering
 from lineage.secrets import redacted
 from lineage.store import Store
 from posttrain import PACKAGES, ROOT
+
+if TYPE_CHECKING:
+    from flows.declare.pipeline import Pipeline
 
 _CHECKOUT = Path(__file__).parents[2]
 _INSTALL = "pip install --requirement requirements.lock"
@@ -109,9 +112,9 @@ def diagnose(overrides: Sequence[str], config_dir: Path | None) -> Iterator[Find
     yield check_names(sys.path)
     yield from check_store(pipeline.store if pipeline else Path.cwd(), pipeline.stages if pipeline else ())
     yield from check_limits()
-    yield check_gpus()
+    yield check_gpus(stages_on_gpus(pipeline) if pipeline else ())
     yield from check_exposed(psutil.process_iter())
-    yield from check_prefect(os.environ, pipeline.operation.notify if pipeline else None)
+    yield from check_prefect(os.environ, pipeline)
     if not refused:
         setting = "tracking.uri" if pipeline and pipeline.tracking.uri else "MLFLOW_TRACKING_URI"
         yield check_mlflow(uri, setting, os.environ)
@@ -263,9 +266,26 @@ def check_limits() -> Iterator[Finding]:
         yield _judged(check, [] if fits else [found], found, remedy, "warn")
 
 
-def check_gpus() -> Finding:
-    """Checks that torch can use every GPU that the driver lists, and has NCCL for several."""
+def stages_on_gpus(pipeline: "Pipeline") -> list[str]:
+    """The stages that ask for GPUs of this machine."""
+    return [
+        name
+        for name, stage in pipeline.stages.items()
+        if stage.method.uses_gpu and stage.resources.gpus_per_worker
+        and not (stage.resources.on_cluster and os.environ.get("RAY_ADDRESS"))
+    ]  # fmt: skip
+
+
+def check_gpus(asking: Sequence[str] = ()) -> Finding:
+    """Checks that torch can use every GPU that the driver lists, and has NCCL for several.
+
+    Args:
+        asking: the stages that ask for GPUs of this machine.
+    """
     if shutil.which("nvidia-smi") is None and not Path("/proc/driver/nvidia").exists():
+        if asking:
+            found = f"this machine has no NVIDIA GPU, and these stages ask for one: {', '.join(asking)}"
+            return Finding("gpu", "error", found, "run on a machine with a GPU, or leave resources=gpu out")
         return Finding("gpu", "ok", "no NVIDIA GPU: stages run on the CPU")
     listed, driver_fault = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     rows = [line.rpartition(", ") for line in listed.splitlines() if ", " in line]
@@ -340,14 +360,19 @@ def _is_guarded(kind: str, process: psutil.Process) -> bool:
     return bool(prefect_settings(process.environ()).get("PREFECT_SERVER_API_AUTH_STRING"))
 
 
-def check_prefect(environment: Mapping[str, str], notify: str | None = None) -> Iterator[Finding]:
-    """Checks that the configured API answers, accepts our credentials, and requires some."""
+def check_prefect(environment: Mapping[str, str], pipeline: "Pipeline | None" = None) -> Iterator[Finding]:
+    """Checks that the configured API answers, accepts our credentials, requires some, and has what a pipeline names."""
+    from flows.stages.resources import require_pools
+
+    notify, pools = (pipeline.operation.notify, _pools(pipeline)) if pipeline else (None, {})
     url = prefect_settings(environment).get("PREFECT_API_URL")
     if not url:
         yield Finding("prefect", "ok", "none is set: an embedded server is started for each run")
         if notify:
             found = f"notify={notify}, and no PREFECT_API_URL: the block is looked up in your own Prefect database"
             yield Finding("prefect", "warn", found, "set PREFECT_API_URL to the server that holds the block")
+        for pool, slots in pools.items():
+            yield _accepted("pool", partial(require_pools, {pool: slots}), "")
         return
     named = f"PREFECT_API_URL={shown(url)}"
     yield _answer("prefect", named, ask_prefect(environment),
@@ -356,6 +381,36 @@ def check_prefect(environment: Mapping[str, str], notify: str | None = None) -> 
     if ask_prefect(environment, as_stranger=True) == HTTPStatus.OK:
         why = f"{named} asks for no password: every client can run code where its runs run"
         yield Finding("prefect", "warn", why, _GUARD["prefect"])
+    if ask_prefect(environment) == HTTPStatus.OK:
+        if notify:
+            from flows.promotion.notify import require_block
+
+            yield _accepted("notify", partial(require_block, notify), f"Prefect has the block {notify}")
+        for pool, slots in pools.items():
+            yield _accepted("pool", partial(require_pools, {pool: slots}), f"Prefect has the pool {pool}")
+
+
+def _pools(pipeline: "Pipeline") -> dict[str, int]:
+    """The GPU pools that its stages use, each with the most slots that one stage takes."""
+    found: dict[str, int] = {}
+    for stage in pipeline.stages.values():
+        resources = stage.resources
+        if resources.gpu_pool and stage.method.uses_gpu:
+            slots = max(1, resources.num_workers * resources.gpus_per_worker)
+            found[resources.gpu_pool] = max(slots, found.get(resources.gpu_pool, 0))
+    return found
+
+
+def _accepted(check: str, require: Callable[[], None], well: str) -> Finding:
+    """What a check of a run found, with its remedy apart."""
+    try:
+        require()
+    except ConfigError as error:
+        found, _, remedy = str(error).rpartition("; ")
+        return Finding(check, "error", found, remedy)
+    except Exception as error:  # Prefect's client raises errors of several libraries
+        return Finding(check, "error", f"Prefect does not say: {type(error).__name__}", "posttrain doctor again")
+    return Finding(check, "ok", well)
 
 
 def check_mlflow(uri: str | None, setting: str, environment: Mapping[str, str]) -> Finding:

@@ -20,6 +20,7 @@ from flows.operate import doctor
 from flows.operate.doctor import Finding
 from flows.stages.resources import Cluster, Node
 from lineage.errors import ConfigError
+from tasks.context import Resources
 
 VERSIONS = {"python": "3.11.7", "prefect": "3.9.1", "fastapi": "0.150.0", "mlflow": "3.17.2", "ray": "2.60.0",
             "transformers": "5.24.0", "torch": "2.13.0+cpu", "optuna": "5.0.0"}  # fmt: skip
@@ -33,6 +34,14 @@ def faults(findings):
     found = [each for each in findings if each.level != "ok"]
     assert all(each.remedy for each in found)
     return [(each.check, each.level, each.found) for each in found]
+
+
+def pipeline_of(notify=None, **resources):
+    stage = SimpleNamespace(
+        method=SimpleNamespace(uses_gpu=True),
+        resources=Resources(**resources),
+    )
+    return SimpleNamespace(stages={"sft": stage}, operation=SimpleNamespace(notify=notify))
 
 
 def packages(requires=None, lock=LOCK, **versions):
@@ -129,6 +138,17 @@ distributed = Some(is_nccl_available=lambda: {bool(has["nccl"])})
         return doctor.check_gpus()
 
     return check
+
+
+@pytest.mark.parametrize(
+    ("resources", "level"),
+    [({}, "ok"), ({"gpus_per_worker": 1}, "error"), ({"gpus_per_worker": 1, "num_workers": 2}, "ok")],
+)
+def test_stages_that_ask_for_a_gpu_are_named_on_a_machine_without_one(monkeypatch, resources, level):
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # has the GPUs of a stage on a cluster
+    found = doctor.check_gpus(doctor.stages_on_gpus(pipeline_of(**resources)))
+    assert found.level == level and ("these stages ask for one: sft" in found.found) == (level == "error")
 
 
 TWO = "echo NVIDIA H200, 570.1; echo NVIDIA H200, 570.1"
@@ -236,7 +256,7 @@ def test_prefect_is_also_set_by_the_active_profile(tmp_path, service):
     profiles = f'active = "team"\n[profiles.team]\nPREFECT_API_URL = "{service.url}"\nPREFECT_API_KEY = "key"\n'
     (tmp_path / "profiles.toml").write_text(profiles)
     assert [each.level for each in doctor.check_prefect({"PREFECT_HOME": str(tmp_path)})] == ["ok"]
-    without = list(doctor.check_prefect({"PREFECT_HOME": "/nonexistent"}, "custom-webhook/ops"))
+    without = list(doctor.check_prefect({"PREFECT_HOME": "/nonexistent"}, pipeline_of(notify="custom-webhook/ops")))
     assert [each.level for each in without] == ["ok", "warn"]
 
 
