@@ -723,11 +723,11 @@ def cluster_notes(names: Collection[str]) -> list[str]:
     """
     address = os.environ.get("RAY_ADDRESS")
     place = (
-        f"on the Ray cluster at RAY_ADDRESS={address}"
+        f"on the Ray cluster at RAY_ADDRESS={address}, which posttrain doctor asks"
         if address
         else "on a Ray cluster that the run starts on this machine and ends; to join yours, set RAY_ADDRESS"
     )
-    return [f"{', '.join(names)}: {place} (docs/operate.md)"] if names else []
+    return [f"{', '.join(names)}: {place} (docs/cluster.md)"] if names else []
 
 
 def compile_notes(stages: Mapping[str, Stage]) -> list[str]:

@@ -269,7 +269,7 @@ def end_processes(variable: str, value: str) -> None:
 
 
 def test_the_commands_of_the_page_go_from_two_empty_machines_to_a_finished_run(tmp_path, prefect_url):
-    page = (Path(__file__).parents[2] / "docs" / "operate.md").read_text().partition("## On a Ray cluster")[2]
+    page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
     block = page.partition("```bash\n")[2].partition("```")[0]
     for found, here in (("10.0.0.1", HEAD), ("10.0.0.2", SECOND), ("6379", str(PORT)), ("/shared", str(tmp_path))):
         assert found in block
