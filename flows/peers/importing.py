@@ -509,6 +509,16 @@ _RULES: Mapping[tuple[str, ...], Rule] = {
     ("bnb_config_kwargs", "tokenizer_kwargs"): _inside,
     ("dataset_kwargs",): _note("formats of rows are recognised, and packed by packing"),
     ("freeze_layers",): _frozen,
+    ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules"): lambda draft, key, value: (
+        draft.refuse(key, value, "freeze.except_last_layers=N trains the last norm and the head too: set it by hand")
+    ),
+    ("unfrozen_parameters", "trainable_parameters"): lambda draft, key, value: draft.refuse(
+        key, value, "it names what is trained; freeze.modules names what is frozen: set it by hand"
+    ),
+    ("pissa_init",): lambda draft, key, value: (
+        draft.set(key, "method.adapter.init", "pissa") if value else draft.skip(key, "PEFT's own is the default")
+    ),
+    ("recompute_granularity",): _checkpointed,
     ("fsdp_transformer_layer_cls_to_wrap",): _wrapped,
     ("lora_exclude_modules",): lambda draft, key, value: (
         draft.set(key, "method.adapter.exclude_modules", ",".join(str(each).replace(".*", "*") for each in value))
@@ -573,6 +583,8 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
         ConfigError: the file does not say what is trained.
     """
     flat = flat_oumi(values) if peer == "oumi" else dict(values)
+    if flat.get("do_predict") and not flat.get("do_train"):
+        raise ConfigError("do_predict without do_train: the file trains nothing; import the file of a training")
     if isinstance(named := flat.get("deepspeed"), str):
         files = [place for place in (Path(named), folder / named) if place.is_file()]
         flat["deepspeed"] = read_values(peer, files[0]) if files else named
@@ -692,7 +704,10 @@ def _finish(draft: Draft) -> None:
         _part(method, "optimizer")["betas"] = [seen.get("beta1", 0.9), seen.get("beta2", 0.999)]
     if "save_share" in seen:  # of all steps
         draft.resources["save_epochs"] = float(str(seen["save_share"])) * float(str(method.get("num_epochs", 1)))
-    if "min_share" in seen:
+    if float(str(seen.get("min_share", 0))) >= 1:  # of a rate that does not fall
+        schedule = _part(method, "schedule")
+        schedule["name"] = "constant_with_warmup" if schedule.get("warmup") else "constant"
+    elif "min_share" in seen:
         least = float(str(seen["min_share"])) * float(str(method["learning_rate"]))
         _part(method, "schedule")["min_learning_rate"] = least
     _finish_validation(draft)

@@ -286,6 +286,9 @@ def test_the_arguments_of_a_script_are_read_and_what_has_no_place_is_refused_by_
         ("llamafactory", SFT + "train_on_prompt: true\n", "train_on_prompt=true: the answers alone get loss here"),
         ("llamafactory", SFT + "deepspeed: mine.json\n", "no stage of ZeRO is in its name"),
         ("llamafactory", SFT + "use_badam: true\n", "use_badam=true: it is unknown"),
+        ("llamafactory", SFT + "freeze_trainable_layers: 2\n", "trains the last norm and the head too: set it by hand"),
+        ("llamafactory", SFT + "do_train: false\ndo_predict: true\n", "trains nothing"),
+        ("axolotl", CHATS + "unfrozen_parameters: [lm_head]\n", "it names what is trained; freeze.modules names what"),
         ("llamafactory", SFT + "optim: adamw_of_mine\n", "as a pipeline: stages.sft.method.optimizer.name"),
         ("axolotl", "datasets: [{path: data/chats.jsonl, type: own_format}]\n", "datasets[0].type=\"own_format\""),
         ("trl", "dataset_name: data/chats.jsonl\n", "--training sft"),
@@ -348,6 +351,10 @@ ROWS_OF = {
         ("llamafactory", {"freeze_vision_tower": False, "freeze_multi_modal_projector": False,
                           "freeze_language_model": True},
          {"method.images.trains": ("vision", "projector"), "method.images.language": "frozen"}),
+        ("llamafactory", {"finetuning_type": "lora", "pissa_init": True, "recompute_granularity": "full"},
+         {"method.adapter.init": "pissa", "resources.gradient_checkpointing": "on"}),
+        ("axolotl", {"cosine_min_lr_ratio": 1.0, "warmup_steps": 5},
+         {"method.schedule.name": "constant_with_warmup", "method.schedule.min_learning_rate": None}),
     ],
 )  # fmt: skip
 def test_keys_of_public_configurations_are_mapped_or_not_needed(tmp_path, peer, values, settings):
