@@ -19,7 +19,7 @@ from flows.declare.config import load_pipeline, typed
 from flows.declare.operation import strict
 from flows.declare.pipeline import listed
 from flows.declare.project import with_project
-from flows.reports.wording import on_screen, printable
+from flows.reports.wording import on_screen, padded, printable, screen_cells
 from lineage.artifact import DATA, SOURCE, WHEEL, Kind, Source
 from lineage.errors import ConfigError, DataError
 from lineage.filesystem.digest import DigestCache
@@ -348,8 +348,9 @@ def _print(found: Examined, options: argparse.Namespace, kept: Path | None) -> N
 
 def as_text(section: Section) -> str:
     title, rows = section
-    width = max((len(printable(row[0])) for row in rows if not isinstance(row, str)), default=0)
+    width = max((screen_cells(printable(row[0])) for row in rows if not isinstance(row, str)), default=0)
     lines = [
-        printable(row) if isinstance(row, str) else f"{printable(row[0]):<{width}}  {printable(row[1])}" for row in rows
+        printable(row) if isinstance(row, str) else f"{padded(printable(row[0]), width)}  {printable(row[1])}"
+        for row in rows
     ]
     return on_screen("\n".join([title, *(f"  {line}" for line in lines)]))

@@ -9,7 +9,6 @@ import hashlib
 import html
 import json
 import math
-import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from string import Template
 from typing import cast
 from xml.etree.ElementTree import Element, SubElement, tostring
 
+from flows.reports.wording import screen_cells
 from lineage.graph.ancestry import Edge
 from lineage.markup import html_page
 from lineage.record.metrics_file import headline_metric
@@ -281,7 +281,7 @@ def _subtitle(node: Node, letters: int) -> str:
         return str(source["path"]).rstrip("/").rsplit("/", 1)[-1]
     kind = kind_of(node).replace("_", " ")
     both = f"{kind} · {str(node.get('method') or '').rsplit('.', 1)[-1]}"
-    return kind if both.endswith(" ") or _width(both) > letters else both
+    return kind if both.endswith(" ") or screen_cells(both) > letters else both
 
 
 def _headline(node: Node) -> str:
@@ -313,18 +313,13 @@ def _badge_rows(node: Node) -> Iterator[list[Badge]]:
 
 
 def _badge_width(word: str) -> float:
-    return _width(word) * _BADGE + 14
-
-
-def _width(text: str) -> int:
-    """Width in letters; East Asian ones count twice."""
-    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
+    return screen_cells(word) * _BADGE + 14
 
 
 def _shorten(text: str, letters: int) -> str:
-    if _width(text[: letters + 1]) <= letters:
+    if screen_cells(text[: letters + 1]) <= letters:
         return text
     text = text[:letters]
-    while _width(text) >= letters:
+    while screen_cells(text) >= letters:
         text = text[:-1]
     return text + "…"

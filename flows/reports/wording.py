@@ -75,6 +75,20 @@ _UNBROKEN = re.compile(f"{_COMMAND.pattern}|{_INSTALL}|{_WORDS.pattern}")
 _LABEL = re.compile(r"\s*\S+(?: \S+)*? {2,}")  # name  text
 
 
+def screen_cells(text: str) -> int:
+    """Columns of a screen that a text takes: two for an East Asian letter, none for a mark on the letter before."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(unicodedata.category(letter) in ("Mn", "Me", "Cf") for letter in text)
+
+
+def padded(text: str, cells: int, *, right: bool = False) -> str:
+    """A text with spaces after it, or before it, so that it takes so many columns of a screen."""
+    spaces = " " * (cells - screen_cells(text))
+    return spaces + text if right else text + spaces
+
+
 def screen_width() -> int:
     """Columns of the screen, which COLUMNS may set; 0: other programs read the output, and lines stay whole."""
     columns = os.environ.get("COLUMNS", "")
@@ -99,16 +113,16 @@ def _folded(line: str, width: int, hang: int | None = None) -> list[str]:
     Args:
         hang: indentation from the second line on; None: below the text after a label, or two more than the line's own.
     """
-    if len(line) <= width:
+    if screen_cells(line) <= width:
         return [line]
     if hang is None:
         label = _LABEL.match(line)
         hang = label.end() if label and label.end() <= width // 2 else len(line) - len(line.lstrip()) + 2
     lines, now, end = list[str](), "", 0
     for chunk in _UNBROKEN.finditer(line):
-        is_long = len(chunk[0]) > width - hang and bool(_COMMAND.fullmatch(chunk[0]))
+        is_long = screen_cells(chunk[0]) > width - hang and bool(_COMMAND.fullmatch(chunk[0]))
         for word in _WORDS.finditer(line, *chunk.span()) if is_long else (chunk,):
-            if now.strip() and len(now) + word.end() - end > width - 2 * is_long:
+            if now.strip() and screen_cells(now + line[end : word.end()]) > width - 2 * is_long:
                 lines.append(now + " \\" * (word.start() > chunk.start()))
                 now, end = " " * hang, word.start()
             now, end = now + line[end : word.end()], word.end()
@@ -164,21 +178,23 @@ def empty_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
 def plain_text(table: Table) -> str:
     """The table with columns two spaces apart; on a screen the widest columns of text are folded until it fits."""
     rows = [table.columns, *(tuple(map(relative, row)) for row in table.rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(screen_cells, column)) for column in zip(*rows, strict=True)]
     room = screen_width() - 2 * (len(widths) - 1)
     if room >= _LEAST_COLUMNS and sum(widths) > room:
         widths = _narrowed(widths, rows, room)
         rows = [row for each in rows for row in _folded_row(each, widths)]
-    aligned = [str.rjust if name in table.numbers else str.ljust for name in table.columns]
+    rights = [name in table.numbers for name in table.columns]
     return "\n".join(
-        "  ".join(align(cell, width) for align, cell, width in zip(aligned, row, widths, strict=True)).rstrip()
+        "  ".join(
+            padded(cell, width, right=right) for cell, width, right in zip(row, widths, rights, strict=True)
+        ).rstrip()
         for row in rows
     )
 
 
 def _narrowed(widths: list[int], rows: Sequence[Sequence[str]], room: int) -> list[int]:
     """Widths that fit, none below its longest word: the widest gives first."""
-    words = [[len(word) for row in rows for word in row[at].split()] for at in range(len(widths))]
+    words = [[screen_cells(word) for row in rows for word in row[at].split()] for at in range(len(widths))]
     least = [max(each, default=0) for each in words]
     while sum(widths) > room and (wide := [at for at, width in enumerate(widths) if width > least[at]]):
         widths[max(wide, key=widths.__getitem__)] -= 1

@@ -2,7 +2,8 @@
 
 import pytest
 
-from flows.reports.wording import empty_table, on_screen, plain_text
+from flows.commands.data import as_text
+from flows.reports.wording import empty_table, on_screen, plain_text, screen_cells
 
 
 def test_columns_are_as_wide_as_their_cells_and_text_stays_as_it_is():
@@ -17,6 +18,20 @@ def test_columns_are_as_wide_as_their_cells_and_text_stays_as_it_is():
         "                  two",
         "",
     ]
+
+
+def test_letters_that_take_two_columns_of_a_screen_are_aligned(monkeypatch):
+    table = empty_table("column", "rows", "is", numbers=("rows",))
+    table.add_row("文本", "十", "document")
+    table.add_row("cafe\u0301", "12", "answer")  # a mark on the letter before it
+    table.add_row("text", "3", "one")
+    ends = [screen_cells(line[: line.index(end)]) for line, end in zip(
+        plain_text(table).split("\n"), ("is", "document", "answer", "one"), strict=True)]  # fmt: skip
+    assert ends == [14] * 4
+    assert as_text(("rows", [("文本", "1"), ("text", "2")])).split("\n") == ["rows", "  文本  1", "  text  2"]
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = on_screen("文本 " * 20).split("\n")
+    assert len(lines) > 2 and max(map(screen_cells, lines)) <= 40
 
 
 @pytest.mark.parametrize("width", [80, 120])
