@@ -40,6 +40,7 @@ _LOGIT_COPIES = 3  # logits, log-probabilities, their gradient
 MOST_TOKENS = 2**16  # of a forward pass under micro_batch_size=auto: more fill no GPU better
 _CPU_TOKENS = 2**12  # the same on a CPU
 _LONGER_STEPS = 1.1  # tokens of a long step, in those of a mean one
+_KEPT_TOKENS = 512  # of a row, up to which attention in bf16 on a CPU keeps its probabilities
 _MAX_LOGITS = 2**27  # above, the head computes chunks of tokens x vocabulary: tasks.train.kernels.padding_free
 _CHUNK = (4096, 32768)
 _FILL = 0.88  # share of the memory that such a pass is planned to take
@@ -362,7 +363,7 @@ def memory(
     gathered = whole.ends * of_rest + (whole.gathered - whole.ends) * of_linear if whole.gathered else 0
     optimizer = weights.trained * (method.optimizer.state_bytes + whole.copied) + trained_split * 2
     beside = _frozen_weights(method, resources, weights.base, frozen) * dtype
-    activations, logits = _activations_and_logits(method, resources, found, at_once, width)
+    activations, logits = _activations_and_logits(method, resources, found, at_once, width, tokens)
     row = (mean / sequences(method) if mean else tokens) or 1
     rows = _rows_of_pass(method, resources, at_once, row)
     activations = _with_images(method, resources, found, rows, row, activations, width)
@@ -536,16 +537,22 @@ def _largest_pass(
 
 
 def _activations_and_logits(
-    method: TrainingRecipe, resources: Resources, found: Architecture, tokens: int, width: int
+    method: TrainingRecipe, resources: Resources, found: Architecture, tokens: int, width: int, longest: int
 ) -> tuple[int, int]:
-    """Bytes of both for so many tokens at once; of a reward model, a score of each row in place of logits."""
+    """Bytes of both for so many tokens at once; of a reward model, a score of each row in place of logits.
+
+    Args:
+        longest: tokens of a row.
+    """
     is_head = method.models["policy"] == REWARD_HEAD
     if resources.gpus_per_worker:
         logits = 0 if is_head else _logits_of_gpu(found, tokens, width, is_trained=method.adapter is None)
         return _activations_of_gpu(method, resources, found, tokens, width), logits
     scores = resources.rows_at_once * sequences(method) * _FLOAT
     logits = scores if is_head else tokens * found.vocabulary * _LOGIT_COPIES * _FLOAT
-    return _activations(found, tokens, width, resources.checkpointed_layers), logits
+    # Probabilities in bf16, of half of the pairs of a row's tokens: tasks.train.kernels.machine.CausalInBf16.
+    attention = found.heads * min(longest, _KEPT_TOKENS) // 2 if width < _FLOAT else 0
+    return _activations(found, tokens, width, resources.checkpointed_layers, attention), logits
 
 
 def _with_images(
@@ -685,8 +692,8 @@ def _gradient_copies(method: TrainingRecipe, resources: Resources) -> int:
     return 2 if resources.accumulation_steps(method.global_batch_size) > 1 else 1
 
 
-def _activations(found: Architecture, tokens: int, width: int, every: int | None) -> int:
-    per_token = _kept(found)
+def _activations(found: Architecture, tokens: int, width: int, every: int | None, attention: int = 0) -> int:
+    per_token = _kept(found) + attention
     if every is None:
         return tokens * per_token * found.layers * width
     kept = math.ceil(found.layers / every)  # inputs of the checkpointed layers, and one of them in full

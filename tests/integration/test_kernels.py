@@ -153,8 +153,8 @@ def test_every_architecture_recomputes_layers_attends_eagerly_and_has_a_base_in_
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     policy = tiny_models.write_model(tmp_path / "policy", architecture)
-    calls, sdpa = [], kernels.sdpa_by_mkl
-    monkeypatch.setattr(kernels, "sdpa_by_mkl", lambda *args, **kwargs: calls.append(1) or sdpa(*args, **kwargs))
+    calls, sdpa = [], kernels.sdpa_of_cpu
+    monkeypatch.setattr(kernels, "sdpa_of_cpu", lambda *args, **kwargs: calls.append(1) or sdpa(*args, **kwargs))
 
     def losses(name: str, **fields: object) -> list[float]:
         calls.clear()

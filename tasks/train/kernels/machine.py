@@ -31,6 +31,7 @@ from lineage.errors import ConfigError, PipelineError
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor
+    from torch.autograd.function import FunctionCtx
     from transformers import PreTrainedModel, Trainer
     from transformers import TrainerControl as Control
     from transformers import TrainerState as State
@@ -54,6 +55,8 @@ _CHECKPOINT = {"use_reentrant": False}
 _WITHOUT_LIGER: dict[str, dict[str, object]] = {}  # module of transformers -> its variables before Liger
 _EXPERTS = 3  # dimensions of the weights of a mixture's experts
 Held = Literal["fp32", "bf16", "as trained"]  # see names_in_bf16
+KEPT_TOKENS = 512  # of a row, up to which attention keeps its probabilities
+_BLOCK = 128  # of queries, that are multiplied with all keys before them
 _SIDE = 64  # of matrices: torch has no oneDNN product of much smaller ones
 
 
@@ -265,14 +268,13 @@ def fast_products(precision: str, *, on_gpu: bool) -> Iterator[None]:
     On a GPU in TF32, which has 10 bits of mantissa, unless the training is in fp32. On a CPU with oneDNN, which uses
     AVX-512 on CPUs of every vendor: torch's default, MKL, does so on Intel's alone, and oneDNN is twice as fast on
     AMD's. The precision ``medium`` selects oneDNN. It also lets oneDNN round to bf16, which it does with AMX: there
-    torch's default stays. The numbers are those of MKL up to the order of additions. Attention stays with MKL
-    (``sdpa_by_mkl``).
+    torch's default stays. The numbers are those of MKL up to the order of additions. Attention is ``sdpa_of_cpu``.
     """
     if on_gpu:
         with _products("highest" if precision == "fp32" else "high"):
             yield
         return
-    with _products("medium"), mock.patch.object(F, "scaled_dot_product_attention", sdpa_by_mkl):
+    with _products("medium"), mock.patch.object(F, "scaled_dot_product_attention", sdpa_of_cpu):
         if not is_exact():
             torch.set_float32_matmul_precision("highest")
         yield
@@ -288,23 +290,78 @@ def _products(precision: str) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def sdpa_by_mkl(
-    *args: "Tensor", _sdpa: "Callable[..., Tensor]" = F.scaled_dot_product_attention, **kwargs: object
-) -> "Tensor":
-    """SDPA whose products, forward and backward, are MKL's.
+def sdpa_of_cpu(
+    query: "Tensor", key: "Tensor", value: "Tensor", attn_mask: "Tensor | None" = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
+    _sdpa: "Callable[..., Tensor]" = F.scaled_dot_product_attention,
+) -> "Tensor":  # fmt: skip
+    """SDPA in bf16 as ``CausalInBf16``; else torch's, whose products, forward and backward, are MKL's.
 
     The flash kernel multiplies small blocks of each head, for which a call of oneDNN takes several times as long
     (``bench/attention.py``).
     """
     fast = torch.get_float32_matmul_precision()
+    given = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+    attend = partial(_sdpa, query, key, value, **given, scale=scale, enable_gqa=enable_gqa)
     if fast == "highest" or torch.compiler.is_compiling():
-        return _sdpa(*args, **kwargs)
+        return attend()
+    if is_causal and attn_mask is None and not dropout_p and _is_short_in_bf16(query, key):
+        few = query.shape[1] // key.shape[1]
+        states = (query, *((each.repeat_interleave(few, 1) if few > 1 else each) for each in (key, value)))
+        blocks: Tensor = CausalInBf16.apply(*(each.flatten(0, 1) for each in states), scale or query.shape[-1] ** -0.5)
+        return blocks.unflatten(0, query.shape[:2])
     with _products("highest"):
-        attended = _sdpa(*args, **kwargs)
+        attended = attend()
     if attended.grad_fn is not None:
         attended.grad_fn.register_prehook(lambda grads: torch.set_float32_matmul_precision("highest"))
         attended.grad_fn.register_hook(lambda inputs, grads: torch.set_float32_matmul_precision(fast))
     return attended
+
+
+def _is_short_in_bf16(query: "Tensor", key: "Tensor") -> bool:
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    short = query.ndim == 4 and query.shape[2] == key.shape[2] <= KEPT_TOKENS
+    return short and dtype == torch.bfloat16 and bool(torch.cpu._is_avx512_bf16_supported())
+
+
+class CausalInBf16(torch.autograd.Function):
+    """Causal attention of (heads of all rows, L, d), whose products are few, large and, but the scores, in bf16.
+
+    Scores are in fp32, as in torch's flash kernel, which does its products at the rate of fp32. Probabilities are kept
+    for the backward pass, in bf16: of rows of ``KEPT_TOKENS``, about a quarter of a layer's other activations.
+    """
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.bfloat16)
+    def forward(ctx: "FunctionCtx", query: "Tensor", key: "Tensor", value: "Tensor", scale: float) -> "Tensor":
+        scaled, keys, length = query.float() * scale, key.float().transpose(1, 2), query.shape[1]
+        later = torch.full((_BLOCK, _BLOCK), -torch.inf).triu(1)
+        probabilities = list["Tensor"]()
+        for start in range(0, length, _BLOCK):
+            end = min(start + _BLOCK, length)
+            scores = scaled[:, start:end] @ keys[:, :, :end]
+            scores[:, :, start:] += later[: end - start, : end - start]
+            probabilities.append(scores.softmax(-1).to(value.dtype))
+        ctx.save_for_backward(query, key, value, *probabilities)
+        ctx.scale = scale
+        return torch.cat([each @ value[:, : each.shape[2]] for each in probabilities], dim=1)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: "FunctionCtx", grads: "Tensor") -> "tuple[Tensor, Tensor, Tensor, None]":
+        query, key, value, *probabilities = ctx.saved_tensors
+        of_query, of_key, of_value = (torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value))
+        for each in probabilities:
+            end = each.shape[2]
+            own = slice(end - each.shape[1], end)
+            of_value[:, :end] += each.transpose(1, 2) @ grads[:, own]
+            of_scores = torch._softmax_backward_data(
+                grads[:, own] @ value[:, :end].transpose(1, 2), each, -1, each.dtype
+            )
+            of_query[:, own] = of_scores @ key[:, :end]
+            of_key[:, :end] += of_scores.transpose(1, 2) @ query[:, own]
+        scale, dtype = ctx.scale, query.dtype
+        return (of_query * scale).to(dtype), (of_key * scale).to(dtype), of_value.to(dtype), None
 
 
 def is_exact() -> bool:

@@ -2,6 +2,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from tasks.train.kernels.machine import (
     kernel_args,
     replace_kernels,
     require_precision,
-    sdpa_by_mkl,
+    sdpa_of_cpu,
     start_scaler,
 )
 
@@ -186,21 +187,24 @@ def test_attention_is_multiplied_by_mkl_forward_and_backward_and_the_rest_by_one
 
     class Spy(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, query, key, value, is_causal):
+        def forward(ctx, query, key, value):
             during.append(torch.get_float32_matmul_precision())
             return query + key + value
 
         @staticmethod
         def backward(ctx, grads):
             during.append(torch.get_float32_matmul_precision())
-            return grads, grads, grads, None
+            return grads, grads, grads
+
+    def sdpa(*states, **settings):
+        return Spy.apply(*states)
 
     states = [torch.randn(2, 3, 5, 4, requires_grad=True) for _ in range(3)]
     before = torch.get_float32_matmul_precision()
     with fast_products("fp32", on_gpu=False):
-        sdpa_by_mkl(*states, True, _sdpa=Spy.apply).sum().backward()
+        sdpa_of_cpu(*states, is_causal=True, _sdpa=sdpa).sum().backward()
         assert torch.get_float32_matmul_precision() == "medium"
-        sdpa_by_mkl(*(each.detach() for each in states), True, _sdpa=Spy.apply)  # as in generation
+        sdpa_of_cpu(*(each.detach() for each in states), is_causal=True, _sdpa=sdpa)  # as in generation
         assert torch.get_float32_matmul_precision() == "medium"
     assert during == ["highest"] * 3
     assert torch.get_float32_matmul_precision() == before
@@ -211,11 +215,64 @@ def test_models_of_a_training_on_a_cpu_use_that_attention_and_get_the_same_numbe
     plain_sdpa = F.scaled_dot_product_attention
     expected = plain_sdpa(*states, is_causal=True)
     with fast_products("fp32", on_gpu=False):
-        assert F.scaled_dot_product_attention is sdpa_by_mkl
+        assert F.scaled_dot_product_attention is sdpa_of_cpu
         torch.testing.assert_close(F.scaled_dot_product_attention(*states, is_causal=True), expected)
     with fast_products("fp32", on_gpu=True):
         assert F.scaled_dot_product_attention is plain_sdpa
     assert F.scaled_dot_product_attention is plain_sdpa
+
+
+def attended(states, grads, sdpa, **settings):
+    """Output of attention and gradients of its inputs."""
+    states = [each.detach().requires_grad_() for each in states]
+    output = sdpa(*states, is_causal=True, **settings)
+    return [output, *torch.autograd.grad(output, states, grads.to(output.dtype))]
+
+
+@pytest.mark.parametrize("is_autocast", [False, True])
+@pytest.mark.parametrize(("length", "kv_heads", "scale"), [(5, 4, None), (128, 4, 0.3), (300, 2, None), (512, 4, None)])
+def test_attention_in_bf16_on_a_cpu_is_as_exact_as_torchs_and_the_same_to_the_bit_with_any_threads(
+    monkeypatch, length, kv_heads, scale, is_autocast
+):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    draw, settings = torch.manual_seed(0), {"scale": scale, "enable_gqa": True}
+    # As in a model: dimensions of heads end a layout by tokens.
+    drawn = [torch.randn(2, length, heads, 32, generator=draw).transpose(1, 2) for heads in (4, kv_heads, kv_heads, 4)]
+    *states, grads = (each.bfloat16() for each in drawn)
+    exact = attended([each.double() for each in states], grads, F.scaled_dot_product_attention, **settings)
+    torchs = attended(states, grads, F.scaled_dot_product_attention, **settings)
+    calls = []
+    with fast_products("bf16", on_gpu=False), torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        given = [each.float() for each in states] if is_autocast else states
+        own = partial(sdpa_of_cpu, _sdpa=lambda *states, **settings: calls.append(states))
+        found = attended(given, grads, own, **settings)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(3 - min(threads, 2))
+        again = attended(given, grads, own, **settings)
+        torch.set_num_threads(threads)
+    assert not calls and all(torch.equal(*each) for each in zip(found, again, strict=True))
+    for each, of_torch, expected in zip(found, torchs, exact, strict=True):
+        assert (each - expected).norm() < 1.5 * (of_torch - expected).norm()
+
+
+@pytest.mark.parametrize(
+    ("length", "dtype", "settings"),
+    [
+        (513, torch.bfloat16, {}), (8, torch.float32, {}), (8, torch.bfloat16, {"dropout_p": 0.5}),
+        (8, torch.bfloat16, {"is_causal": False}),
+        (8, torch.bfloat16, {"is_causal": False, "attn_mask": torch.ones(8, 8, dtype=torch.bool)}),
+    ],
+)  # fmt: skip
+def test_attention_of_other_rows_on_a_cpu_is_torchs(monkeypatch, length, dtype, settings):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    states, calls = [torch.randn(1, 2, length, 8, dtype=dtype) for _ in range(3)], []
+    with fast_products("bf16", on_gpu=False):
+        sdpa = F.scaled_dot_product_attention.__kwdefaults__["_sdpa"]
+        found = sdpa_of_cpu(
+            *states, **{"is_causal": True, **settings},
+            _sdpa=lambda *states, **settings: calls.append(1) or sdpa(*states, **settings),
+        )  # fmt: skip
+    assert calls and found.shape == states[0].shape
 
 
 @pytest.mark.slow  # a process that imports everything
