@@ -137,7 +137,8 @@ def _run_flow(run: Run, beside: contextlib.ExitStack) -> dict[str, Result]:
         run_stages(run, results)
         return verdict_state(run)
 
-    in_flow(run, body, server, name=plan.pipeline.name)
+    assert run.recorder
+    in_flow(run.recorder, plan.pipeline.store, body, server, name=plan.pipeline.name)
     return results
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
 from uuid import UUID
 
@@ -47,8 +48,8 @@ _STOPPED = "stopped; run the same command again to resume"
 
 
 def in_flow(
-    run: Run, body: Callable[[], State[None] | None], server: EmbeddedServer | None, *, name: str,
-    flow_run_name: str | None = None,
+    recorder: RunRecorder, store: Path, body: Callable[[], State[None] | None], server: EmbeddedServer | None, *,
+    name: str, flow_run_name: str | None = None,
 ) -> None:  # fmt: skip
     """Runs the body of a command as one Prefect flow run; until Prefect knows its end, the record of the run keeps it.
 
@@ -59,8 +60,7 @@ def in_flow(
     Raises:
         BaseException: what the body raised, whether or not it could be reported to Prefect.
     """
-    recorder, is_over = run.recorder, False
-    assert recorder is not None
+    is_over = False
     errors: list[BaseException] = []
     with contextlib.ExitStack() as reporting:
 
@@ -85,7 +85,7 @@ def in_flow(
             return state
 
         if server:  # its database has the runs of all such servers
-            settle_left(run.plan.pipeline.store)
+            settle_left(store)
         try:
             pipeline_flow()
         except _TimeIsOver:

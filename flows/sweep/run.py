@@ -184,7 +184,9 @@ class SweepRun:
                 run.tracker.keep([path for path in sorted(folder.iterdir()) if path.suffix in _KEPT])
                 self.require_success()
 
-            in_flow(run, body, server, name=f"{plan.pipeline.name}-sweep", flow_run_name=folder.name)
+            assert run.recorder
+            name, store = f"{plan.pipeline.name}-sweep", plan.pipeline.store
+            in_flow(run.recorder, store, body, server, name=name, flow_run_name=folder.name)
 
     def write_pages(self) -> None:
         """Writes the pages of the best trials; a failure is only reported."""

@@ -91,9 +91,9 @@ def test_how_a_body_ends_is_how_its_flow_run_does(run, toy, tmp_path):
 
     for body, error in ((stopped, KeyboardInterrupt), (failing, PipelineError)):
         with pytest.raises(error):
-            in_flow(run, body, None, name="toy")
-    in_flow(run, lambda: Failed(message="a gate refused"), None, name="toy")
-    in_flow(run, lambda: None, None, name="toy")
+            in_flow(run.recorder, run.plan.pipeline.store, body, None, name="toy")
+    in_flow(run.recorder, run.plan.pipeline.store, lambda: Failed(message="a gate refused"), None, name="toy")
+    in_flow(run.recorder, run.plan.pipeline.store, lambda: None, None, name="toy")
     assert states(tmp_path / "prefect/prefect.db")[0] == ["CANCELLED", "FAILED", "FAILED", "COMPLETED"]
     assert not notes(toy)
 
@@ -107,7 +107,7 @@ def test_a_server_that_goes_away_costs_one_line_and_learns_the_end_from_the_next
 
     stages = {name: StageRecord(state="done", since=0.0, directory="") for name in ("left", "right")}
     run.recorder.record = replace(run.recorder.record, stages=stages)
-    in_flow(run, body, None, name="toy")
+    in_flow(run.recorder, run.plan.pipeline.store, body, None, name="toy")
     assert capsys.readouterr().err.count("does not answer, and shows the flow run") == 1
     [note] = notes(toy)
     assert note.open_flow.end == "COMPLETED"
