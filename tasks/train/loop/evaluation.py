@@ -742,17 +742,19 @@ class Scoring(TrainerCallback):
 
     def _run(self) -> None:
         """Runs in the thread: scores one checkpoint after another."""
+        has_failed = False
         while (step := self._queue.get()) is not None:
             if step > (self._ends_at() or math.inf) and step:  # nothing after it can be the output
                 self._waiting.discard(step)
                 continue
             found = self._scored_or_why(step)
-            if found.error and not (found.is_fatal or self._is_over):  # such as by a kill where memory was short
+            if found.error and not (found.is_fatal or self._is_over or has_failed):  # as by a kill without memory
                 logger.warning("evaluation step=%d state=tried again: %s", step, found.error)
                 found = self._scored_or_why(step)
             if self._is_over:
                 return
-            if found.error:
+            has_failed = bool(found.error)  # then the next is tried once: it may be the metric
+            if has_failed:
                 logger.warning("evaluation step=%d state=failed: %s", step, found.error)
             else:
                 logger.info("evaluation step=%d seconds=%.1f %s", step, found.seconds, json.dumps(dict(found.scores)))
