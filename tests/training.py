@@ -1,5 +1,6 @@
 """Runs a method on tiny rows and a tiny policy, and collects what it reported."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from lineage.artifact import Kind
 from tasks.context import Metrics, Resources, TrainContext
 from tasks.judgement.canary import FIELDS, GENERATED, METHODS, OWN, method
 from tasks.method import Input, Inputs, Training
-from tests import tiny
+from tests import tiny, tiny_models
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +54,14 @@ def write_inputs(root: Path, *, num_rows: int = 40, num_held_out: int = 0) -> Pa
         found = rows(num_rows + num_held_out)
         tiny.write_rows(root / name, found[:num_rows], found[num_rows:])
     return root
+
+
+def with_policy(root: Path, folder: Path, architecture: str) -> Path:
+    """The inputs of ``write_inputs`` with a random policy of another architecture."""
+    shutil.copytree(root, folder)
+    shutil.rmtree(folder / "policy")
+    tiny_models.write_model(folder / "policy", architecture)
+    return folder
 
 
 def inputs(root: Path, stage: Training, *, policy: Path | None = None) -> Inputs:

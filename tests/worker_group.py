@@ -66,6 +66,7 @@ class Done:
     num_gradient_storages: int = 0  # views of one bucket share its storage
     held: dict[str, int] = field(default_factory=dict)  # bytes of tensors of a divided model, at their peak
     bytes_exchanged: int = 0  # in all-reduces with other islands
+    metrics: Metrics = field(default_factory=dict)  # of the whole training
 
     def metric(self, name: str) -> list[float]:
         return [metrics[name] for _, metrics in self.reports]
@@ -91,9 +92,9 @@ def train(asked: Asked, rank: int = 0) -> Done:
 
     noting = mock.patch("torch.distributed.all_reduce", counting)
     with noting, _noted(batches, storages), _counted(held), training.one_thread():
-        context = asked.context(reports, rank)
+        context, metrics = asked.context(reports, rank), dict[str, float]()
         try:
-            asked.stage.run(training.inputs(asked.root, asked.stage), context)
+            metrics |= asked.stage.run(training.inputs(asked.root, asked.stage), context)
         except StoppedError:
             assert asked.stop_after is not None
     size = asked.resources.accumulation_steps(asked.stage.global_batch_size)
@@ -102,7 +103,7 @@ def train(asked: Asked, rank: int = 0) -> Done:
     return Done(
         reports=reports, rows=rows, torch_seed=torch.initial_seed(),
         num_gradients=len(storages), num_gradient_storages=len(set(storages)), held=held,
-        bytes_exchanged=sum(exchanged),
+        bytes_exchanged=sum(exchanged), metrics=metrics,
     )  # fmt: skip
 
 

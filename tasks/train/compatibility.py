@@ -726,7 +726,8 @@ RULES: tuple[Rule, ...] = (
             reason=reason, nearest=nearest, also={f"resources.{name}": value},
         )
         for name, value, reads, reason, nearest in (
-            ("offload", True, by_fsdp, "it is of FSDP2; DeepSpeed's is sharding=zero2_offload", _offloaded),
+            ("offload", True, by_fsdp, "it is of FSDP2; DeepSpeed's are sharding=zero2_offload and zero3_offload",
+             _offloaded),
             ("wrap", 1_000_000, by_fsdp, "it says what FSDP2 gathers at once", {"resources.wrap": None}),
             ("prefetch", 2, divides_weights, "no weights are divided that could be gathered ahead",
              {"resources.prefetch": 0}),

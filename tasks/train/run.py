@@ -117,6 +117,7 @@ from tasks.train.sharding import (
     keep_whole,
     name_accumulation,
     take_part,
+    to_zero,
     whole_on_first,
     zero_args,
     zero_stage,
@@ -557,6 +558,7 @@ class TrainingRun:
             "processing_class": policy.tokenizer,
             "ref_model": reference,
         }
+        frozen = [each for each in own.values() if isinstance(each, PreTrainedModel)]
         model: PreTrainedModel | PeftModel = policy.model
         if self.method.adapter and "peft_config" in parameters and self.method.reference_kind == "off":
             shared["peft_config"] = self._peft_config(policy.model)
@@ -564,17 +566,16 @@ class TrainingRun:
             model = self._adapted(policy.model)
         arguments_of_trainer = {name: value for name, value in {**own, **shared}.items() if name in parameters - known}
         final_class = on_tokens(trainer_class)
+        args = config_class(**{name: value for name, value in arguments.items() if name in known})
+        to_zero(args, reference, *frozen)
         trainer = (by_tokens(cast(Hashable, final_class)) if divides else final_class)(
-            model=model,
-            args=config_class(**{name: value for name, value in arguments.items() if name in known}),
-            **arguments_of_trainer,
+            model=model, args=args, **arguments_of_trainer
         )
         if divides:
             self._start_by_tokens(trainer, is_line)
         freeze_unread(plain(trainer.model), self._trained_parts)  # an adapter on it too
         install_optimizer(trainer, self.method.optimizer, self.method.learning_rate)
         install_schedule(trainer, self.method.schedule, self.method.learning_rate)
-        frozen = [each for each in own.values() if isinstance(each, PreTrainedModel)]
         self._prepare(trainer, reference, frozen, is_line)
         if self.method.adapter and self.method.adapter.type == "adalora":
             trainer.add_callback(RankBudget(trainer.model))
@@ -825,6 +826,7 @@ def fit(
     """
     if method.adapter:
         step_in_fp32(trainer.model)
+    to_zero(trainer.args, trainer.model)
     before, start, first = seconds_before(ctx), time.perf_counter(), weights_of(trainer.model)
     speed = Speed(method, ctx.resources, trainer.model.config.to_dict(), inputs)
     validation = None

@@ -164,11 +164,11 @@ def require_readable(checkpoint: Checkpoint, method: "TrainingRecipe", resources
         )
 
 
-# --- FSDP2: weights
+# --- weights: FSDP2, and what ZeRO-3 starts from
 
 
 class Shards:
-    """The division of models by FSDP2.
+    """The division of models by FSDP2; for ZeRO-3, of their weights until ``to_zero`` takes them.
 
     A weight is divided before it is read, so that a worker reads its own rows alone, and no worker holds a whole model.
     What must change whole weights first (an adapter that is merged, a rounded base) divides them afterwards.
@@ -179,7 +179,7 @@ class Shards:
 
     @classmethod
     def of(cls, resources: "Resources") -> "Shards | None":
-        return cls(resources) if is_fsdp(resources) else None
+        return cls(resources) if "weights" in STRATEGIES[resources.sharding].divides or is_fsdp(resources) else None
 
     @property
     def mesh(self) -> "DeviceMesh":
@@ -197,7 +197,8 @@ class Shards:
         """Where a worker's part of the weights is."""
         import torch
 
-        on_gpu = self.resources.gpus_per_worker and not self.resources.offload
+        offloads = self.resources.offload or "weights" in STRATEGIES[self.resources.sharding].offloads
+        on_gpu = self.resources.gpus_per_worker and not offloads
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     @contextlib.contextmanager
@@ -224,7 +225,7 @@ class Shards:
             yield {"distributed_config": DistributedConfig()}
 
     def divide(self, model: "PreTrainedModel", adapter: "Iterable[Parameter]" = ()) -> "PreTrainedModel":
-        """Divides a model, with or without weights.
+        """Divides a model, with or without weights; for ZeRO-3 ``to_zero`` does so, once it is read.
 
         Its head for scores, if it has one, stays whole: it starts from random numbers, and has few. So do the scales of
         weights in few bits, which bitsandbytes finds on their module.
@@ -239,6 +240,8 @@ class Shards:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         resources = self.resources
+        if not is_fsdp(resources):
+            return self._in_rows(model) if all(each.is_meta for each in model.parameters()) else model
         dtype = torch.bfloat16 if resources.reduce_dtype == "bf16" else None
         shared = {
             "mesh": self.mesh,
@@ -247,8 +250,7 @@ class Shards:
             if resources.offload
             else OffloadPolicy(),
         }
-        # PEFT would give an adapter the shape of a worker's rows, unless the mesh has one dimension, named fsdp.
-        vars(import_module("peft.tuners.tuners_utils"))["_torch_supports_distributed"] = False
+        _whole_adapters()
         shared_by_root = _tied(model)
         layers = [each for each in _layers(model, resources.wrap) if shared_by_root.isdisjoint(each.modules())]
         head, rounded = getattr(model, "score", None), _plain_bytes(model)
@@ -266,16 +268,41 @@ class Shards:
         model._is_distributed_loading_by_transformers = True  # transformers' trainer puts neither DDP nor FSDP on it
         return model
 
+    def _in_rows(self, model: "PreTrainedModel") -> "PreTrainedModel":
+        """Gives a model without weights a worker's rows of each; a head for scores stays whole, as in ``divide``."""
+        import torch
+        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        _whole_adapters()
+        head, known = getattr(model, "score", None), dict[int, torch.nn.Parameter]()  # tied weights are one
+        for module in model.modules():
+            for name, each in [*module._parameters.items()]:
+                if each is None or module is head or not each.dim():
+                    continue
+                if id(each) not in known:
+                    shape, _ = compute_local_shape_and_global_offset(each.shape, self.mesh, [Shard(0)])
+                    rows = torch.empty(shape, dtype=each.dtype, device=each.device)
+                    part = DTensor.from_local(rows, self.mesh, [Shard(0)], shape=each.shape, stride=each.stride())
+                    known[id(each)] = torch.nn.Parameter(part, requires_grad=each.requires_grad)
+                module._parameters[name] = known[id(each)]
+        return model
+
+
+def _whole_adapters() -> None:
+    """PEFT would give an adapter the shape of a worker's rows, unless the mesh has one dimension, named fsdp."""
+    vars(import_module("peft.tuners.tuners_utils"))["_torch_supports_distributed"] = False
+
 
 def is_late(method: "TrainingRecipe", resources: "Resources") -> bool:
-    """Whether FSDP2 divides a policy once it has its adapter, which reads whole weights."""
+    """Whether a policy is divided once it has its adapter, which reads whole weights."""
     adapter = method.adapter
-    return bool(adapter and is_fsdp(resources) and (adapter.reads_whole or method.quantization))
+    return bool(adapter and Shards.of(resources) and (adapter.reads_whole or method.quantization))
 
 
 def keep_whole(model: "PreTrainedModel", method: "TrainingRecipe", resources: "Resources") -> None:
     """Until ``divide_late``: transformers' trainer does not move the model, nor put DDP or FSDP on it."""
-    if not is_late(method, resources):
+    if not (is_fsdp(resources) and is_late(method, resources)):
         return
     model._is_distributed_loading_by_transformers = True
     vars(model)[_BELOW] = {*model.parameters()}
@@ -356,8 +383,16 @@ def is_divided(model: object) -> bool:
     return bool(getattr(model, "_is_fsdp_managed_module", False))
 
 
+def is_by_zero(model: "Module") -> bool:
+    """Whether ZeRO-3 has divided a model."""
+    return any(hasattr(each, _BY_ZERO) for each in model.parameters())
+
+
 def local(tensor: "Tensor") -> "Tensor":
-    """This worker's part of a tensor."""
+    """This worker's part of a tensor; ZeRO-3 holds it apart, filled up to the length of the others'."""
+    if hasattr(tensor, _BY_ZERO):
+        part: Tensor = tensor.ds_tensor
+        return part[: max(0, tensor.ds_numel - tensor.ds_zero_partition_rank * part.numel())]
     found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 
@@ -391,6 +426,27 @@ def through(model: "PreTrainedModel", compute: "Callable[[], T]") -> "T":
     finally:
         restore()
     return found
+
+
+@contextlib.contextmanager
+def whole_head(model: "PreTrainedModel") -> "Iterator[None]":
+    """Has what is behind a model's backbone whole on each worker, where ZeRO-3 has not taken its rows yet."""
+    import torch
+
+    inside, rows = {*model.base_model.modules()}, list[tuple[torch.nn.Module, str, torch.nn.Parameter]]()
+    if not is_divided(model):
+        for module in model.modules():
+            if module not in inside:
+                named = module._parameters.items()
+                rows += [(module, name, each) for name, each in named if hasattr(each, "full_tensor")]
+    for module, name, each in rows:
+        whole = each.detach().to(each.device_mesh.device_type).full_tensor()
+        module._parameters[name] = torch.nn.Parameter(whole, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, each in rows:
+            module._parameters[name] = each
 
 
 # --- FSDP2: steps, checkpoints and the output
@@ -568,7 +624,7 @@ def whole_on_first(model: "Module", *, first: bool) -> None:
     """Makes a divided model whole on rank 0, on the CPU, weight by weight; it can be trained no further."""
     import torch
 
-    by_zero = any(hasattr(each, _BY_ZERO) for each in model.parameters())
+    by_zero = is_by_zero(model)
     if not (by_zero or is_divided(model)):
         return
     read_whole()
@@ -684,6 +740,33 @@ def zero_config(method: "TrainingRecipe", resources: "Resources") -> dict[str, o
             "allgather_bucket_size": BUCKET_ELEMENTS,
         },
     }  # fmt: skip
+
+
+def to_zero(args: "TrainingArguments", *models: "Module | None") -> None:
+    """Has ZeRO-3 divide models, weight by weight: what a worker has read of them are rows; nothing without ZeRO-3.
+
+    DeepSpeed itself would divide models that each worker holds whole.
+    """
+    if not isinstance(args.deepspeed, dict) or args.deepspeed["zero_optimization"]["stage"] != 3:
+        return
+    import deepspeed
+    import torch
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    deepspeed.init_distributed(auto_mpi_discovery=False)  # the group of the workers: else it counts one
+    zero, known = Init(config_dict_or_path=args.deepspeed), dict[int, torch.nn.Parameter]()  # tied weights are one
+    for module in (module for model in models if model is not None for module in model.modules()):
+        for name, each in [*module._parameters.items()]:
+            if each is None:
+                continue
+            if id(each) not in known:
+                rows = each.detach().to(zero.local_device) if hasattr(each, "full_tensor") else None
+                whole = each if rows is None else torch.nn.Parameter(rows.full_tensor(), each.requires_grad)
+                zero._convert_to_zero_parameters([whole])
+                known[id(each)] = whole
+            module._parameters[name] = known[id(each)]
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(zero.local_device)
 
 
 def autocast(args: "TrainingArguments") -> AbstractContextManager[None]:

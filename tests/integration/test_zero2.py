@@ -23,7 +23,7 @@ from tasks.train.evaluation import Evaluation
 from tests import training
 from tests.chaos.record import digests
 from tests.command import Command, wait_until
-from tests.integration.test_fsdp import scores_beside
+from tests.integration.test_fsdp import require_same_trajectory, scores_beside
 from tests.miniature import MODEL, write_own_rows
 from tests.training import same, weights
 from tests.worker_group import Asked, WorkerGroup, rows_of_steps, zero_group
@@ -75,6 +75,10 @@ def test_losses_are_those_of_plain_data_parallelism(
     for metric in ("loss", "grad_norm", "learning_rate", "num_tokens"):
         assert found[0].metric(metric) == pytest.approx(expected[0].metric(metric), rel=tolerance)
     assert rows_of_steps(found) == rows_of_steps(expected)
+    assert "weights_unchanged" not in found[0].metrics
+    if sharding.startswith("zero3"):  # teacher and reference too
+        beside = name in ("distill", "taid") or (name in ("dpo", "kto") and "adapter" not in fields)
+        assert found[0].held["divided_before_read"] == 1 + beside
     if name == "dpo":  # policy and reference are one, to the bit
         assert found[0].metric("loss")[0] == pytest.approx(log(2), abs=1e-7)
     auto = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
@@ -108,6 +112,25 @@ def test_four_workers_hold_and_send_what_the_plan_predicts(
         gathered = 4 * sum(each.numel() for each in policy.values())
         sent = 0.75 * (2 * found.bytes_exchanged / stage.num_steps + gathered)
         assert traffic(stage, resources, shapes, passes) == pytest.approx(sent, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_zero3_says_that_no_weight_moved(root: Path, tmp_path: Path, zero_workers: WorkerGroup, name) -> None:
+    stage = training.method(name, num_steps=1, learning_rate=1e-60)
+    found = zero_workers.train(Asked(stage=stage, root=root, folder=tmp_path, resources=ZERO.sharded("zero3")))
+    assert found[0].metrics["weights_unchanged"] == 1
+    assert same(weights(tmp_path / "output"), weights(root / "policy"))
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_a_mixture_of_experts_trains_under_zero3_as_in_one_process(
+    root: Path, tmp_path: Path, zero_workers: WorkerGroup, architecture, name
+) -> None:
+    own = training.with_policy(root, tmp_path / "root", architecture)
+    stage = training.method(name, num_steps=4, max_grad_norm=0.1)
+    asked = Asked(stage=stage, root=own, folder=tmp_path, resources=PLAIN)
+    require_same_trajectory(asked, zero_workers, ZERO.sharded("zero3"))
 
 
 def test_steps_without_a_signal_change_no_weight(

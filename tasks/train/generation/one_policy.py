@@ -76,7 +76,10 @@ def weights_of(model: "PreTrainedModel | PeftModel") -> Weights:
 
 def unmoved(model: "PreTrainedModel | PeftModel", first: Weights) -> dict[str, float]:
     """The metric of a training whose weights are those of its start, ``first``; of others none."""
-    if weights_of(model) != first:
+    moved = torch.tensor(weights_of(model) != first, device=model.device).int()
+    if torch.distributed.is_initialized():  # a worker's part of them may stay
+        torch.distributed.all_reduce(moved, torch.distributed.ReduceOp.MAX)
+    if moved:
         return {}
     logger.warning("weights=%s unchanged: no step moved a trained weight", first.digest)
     return {"weights_unchanged": 1.0}
@@ -84,8 +87,7 @@ def unmoved(model: "PreTrainedModel | PeftModel", first: Weights) -> dict[str, f
 
 def digest_of(tensors: "Mapping[str, Tensor]", also: Iterable[str] = ()) -> str:
     """A short digest of tensors on any device, and of further words."""
-    held = (getattr(each, "ds_tensor", each) for each in tensors.values())  # ZeRO-3 holds a worker's part apart
-    sums = [torch.stack([*map(_bits, _parts(each.detach()))]).sum() for each in held]
+    sums = [torch.stack([*map(_bits, _parts(each))]).sum() for each in tensors.values()]
     found = torch.stack(sums).tolist() if sums else []
     text = "\n".join([*(f"{name}:{total}" for name, total in zip(tensors, found, strict=True)), *sorted(also)])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -98,7 +100,7 @@ def _bits(tensor: "Tensor") -> "Tensor":
 
 def _parts(tensor: "Tensor") -> "Iterator[Tensor]":
     """The plain tensors of this worker's part: of a weight in few bits (torchao, quanto) its values and scales."""
-    tensor = local(tensor)
+    tensor = local(tensor).detach()
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

@@ -43,7 +43,7 @@ from lineage.errors import ConfigError
 from tasks.data.kinds import MISMATCHED
 from tasks.data.tokens.tokenization import SEEING, rows_of, why_not_packable
 from tasks.train.kernels.machine import FLASH_PACKAGES, plain
-from tasks.train.sharding import autocast, gather_again, through
+from tasks.train.sharding import autocast, gather_again, through, whole_head
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -501,7 +501,8 @@ def has_own_head(model: PreTrainedModel) -> bool:
     (RecurrentGemma, xLSTM), with a head in few bits, and code of a model's own. Both are compared on random states.
     """
     if _OWN_HEAD not in vars(model):
-        vars(model)[_OWN_HEAD] = through(model, lambda: _differs_from_weights(model))
+        with whole_head(model):
+            vars(model)[_OWN_HEAD] = through(model, lambda: _differs_from_weights(model))
         gather_again(model)  # else an adapter would freeze the gathered weights alone, and the divided ones be trained
     return bool(vars(model)[_OWN_HEAD])
 

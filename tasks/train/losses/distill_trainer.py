@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.trainer_callback import ExportableState
-from trl.models.utils import _ForwardRedirection
+from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 
 from lineage.errors import ConfigError
 from tasks.data.kinds import IGNORED
 from tasks.data.tokens.tokenization import why_not_packable
 from tasks.train.kernels.machine import plain
 from tasks.train.kernels.padding_free import MAX_LOGITS, backbone, before_trained, is_padding_free, logits
-from tasks.train.sharding import is_divided, through
+from tasks.train.sharding import is_by_zero, is_divided, through
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -154,7 +154,11 @@ class DistillTrainer(Trainer):
         self.interpolation = interpolation
         if interpolation:
             self.add_callback(interpolation)
-        self.teacher_model = self.accelerator.prepare_model(teacher_model, evaluation_mode=True)
+        self.teacher_model = teacher_model
+        if is_by_zero(teacher_model):
+            self._teacher: torch.nn.Module = prepare_deepspeed(teacher_model, self.accelerator)
+        else:
+            self._teacher = self.teacher_model = self.accelerator.prepare_model(teacher_model, evaluation_mode=True)
         text = model.config.get_text_config()
         has_routers = hasattr(text, "output_router_logits")
         self.router_aux_loss_coef = getattr(text, "router_aux_loss_coef", 0.0) if has_routers else 0.0
@@ -196,7 +200,11 @@ class DistillTrainer(Trainer):
             student_NH, aux_loss = self._states(student, batch, trained_RL, self.router_aux_loss_coef > 0)
             with torch.no_grad():
                 teacher = plain(self.teacher_model)  # its head stays gathered
-                teacher_NH, _ = through(teacher, lambda: self._states(teacher, batch, trained_RL, False))
+                asked = (teacher, batch, trained_RL, False)
+                if is_by_zero(teacher):
+                    teacher_NH, _ = self._redirect(self._teacher, teacher, self._states, *asked)
+                else:
+                    teacher_NH, _ = through(teacher, lambda: self._states(*asked))
             measure = _Heads(student, self.teacher_model, self._apart, self.cross_entropy_weight > 0)
             found = measure(student_NH, teacher_NH, labels_RL[:, 1:][trained_RL])
         return found, aux_loss, trained_RL.sum()
