@@ -129,7 +129,6 @@ class Training(TrainingRecipe):
         is_copy = self.has_reference and self.reference_kind == "copy" and not self.has_own_loop
         found = {
             # The only step was one of the warm-up, with a learning rate of 0.
-            "warmup_version": self.num_steps == 1 and self.schedule.warmup,
             # The copy of the adapter had its dropout too.
             "reference_version": is_copy and self.adapter and self.adapter.dropout,
             # A base in bf16 rounded modules_to_save and biases of the adapter below.

@@ -39,7 +39,6 @@ from flows.planning.staleness import (
 from lineage.artifact import SOURCE, Source
 from lineage.filesystem.digest import DigestCache
 from lineage.fingerprint import fingerprint
-from lineage.record.metrics_file import read_reports
 from lineage.source.sources import pin
 from lineage.store import DATA_REPORT, Entry, Store, is_store
 from tasks.context import Launcher, Resources
@@ -291,22 +290,12 @@ def _made_otherwise(stages: Sequence[PlannedStage], store: Store) -> Iterator[st
     """A note for each finished stage that would do otherwise now because of its rows, which no recipe knows."""
     for planned in stages:
         entry = store.entry(planned.name, planned.fingerprint)
-        why = "" if planned.state != "reuse" else _without_learning(planned, entry) or _without_choices(planned, entry)
+        why = "" if planned.state != "reuse" else _without_choices(planned, entry)
         if why:
             yield (
                 f"{planned.name} is finished, and {why}; to produce it again, delete {entry.path}, and the outputs "
                 "that were made of it"
             )
-
-
-def _without_learning(planned: PlannedStage, entry: Entry) -> str:
-    """Why a training of so few rows that it took one step, which was one of the warm-up, is its start."""
-    method, manifest = planned.stage.method, entry.manifest()
-    if not (isinstance(method, Training) and method.num_steps is None and method.schedule.warmup and manifest):
-        return ""
-    reports = read_reports(entry.metrics) if manifest.metrics.get("steps") == 1 else []
-    is_still = bool(reports) and all(each.metrics.get("learning_rate") == 0 for each in reports)
-    return "its only step had the learning rate 0, at which warm-ups began, so that it learned nothing" * is_still
 
 
 def _without_choices(planned: PlannedStage, entry: Entry) -> str:

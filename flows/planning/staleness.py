@@ -97,8 +97,11 @@ class Hyperparameters:
             length = f"{epochs} ({self.length_reason}), steps once tokenized"
         else:
             length = f"{epochs} ({self.length_reason}), {about}{self.num_steps} steps of {self.global_batch_size}"
-        is_cut = self.num_steps is not None and 1 < self.num_steps <= self.warmup
-        cut = f"; its warm-up of {self.warmup:g} steps does not end, so that the learning rate stays below" * is_cut
+        cut = ""
+        if self.num_steps == 1 and self.warmup:
+            cut = "; its only step is of the warm-up, at the learning rate 0: it learns nothing (schedule.warmup=0)"
+        elif self.num_steps is not None and self.warmup >= self.num_steps:
+            cut = f"; its warm-up of {self.warmup:g} steps does not end, so that the learning rate stays below"
         lost = f"; {self.lost}" if self.lost else ""
         return f"{length}{cut}{lost}"
 

@@ -83,8 +83,7 @@ class Schedule(Setting):
 
     Args:
         name: an entry of ``SCHEDULES``, which says what each one is and reads.
-        warmup: from 0 to the learning rate, linearly: below 1 a share of all steps, from 1 a number of steps. A
-            training of one step has none.
+        warmup: from 0 to the learning rate, linearly: below 1 a share of all steps, from 1 a number of steps.
         adaptive: cuts of it by what the loss does; None: none.
         min_learning_rate: what it ends at, or does not fall below; of ``cosine_with_min_lr`` a tenth of the learning
             rate, of the others 0. ``warmup_stable_decay`` also starts its warm-up there.
@@ -243,8 +242,6 @@ def schedule_args(setting: Schedule, learning_rate: float, num_steps: int, updat
     counted = replace(setting, **in_updates)
     # Below 1, transformers 5 takes warmup_steps for a ratio.
     warmup = counted.warmup if counted.warmup < 1 else int(counted.warmup)
-    if num_steps * updates_per_step == 1:  # a warm-up begins at 0, so that the only update would move nothing
-        warmup = 0
     name, own = _name_and_own(counted, learning_rate, num_steps * updates_per_step)
     return {
         "learning_rate": learning_rate, "warmup_steps": warmup, "lr_scheduler_type": name, "lr_scheduler_kwargs": own,

@@ -317,10 +317,10 @@ PEAK, STEPS, WARMUP = 1e-2, 12, 2
 REST = STEPS - WARMUP
 
 
-def rates(setting: Schedule, folder: Path, updates: int = 1, steps: int = STEPS) -> list[float]:
+def rates(setting: Schedule, folder: Path, updates: int = 1) -> list[float]:
     """Shares of the learning rate, by step, as the trainer sets them."""
-    args = TrainingArguments(str(folder), use_cpu=True, **schedule_args(setting, PEAK, steps, updates))
-    total = steps * updates
+    args = TrainingArguments(str(folder), use_cpu=True, **schedule_args(setting, PEAK, STEPS, updates))
+    total = STEPS * updates
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=PEAK)
     schedule = get_scheduler(
         args.lr_scheduler_type, optimizer, args.get_warmup_steps(total), total, args.lr_scheduler_kwargs
@@ -386,14 +386,6 @@ def test_the_learning_rate_is_that_of_the_formula(name: str, tmp_path: Path) -> 
     assert found[:WARMUP] == pytest.approx([start, (1 + start) / 2])
     assert start == (0.1 if name == "warmup_stable_decay, linear" else 0.0)
     assert found[WARMUP:] == pytest.approx([share(step) for step in range(WARMUP, STEPS)])
-
-
-@pytest.mark.parametrize("warmup", [0.05, 3.0])
-@pytest.mark.parametrize("name", sorted(SCHEDULES.keys() - {PLATEAU, "warmup_stable_decay"}))  # which refuses one step
-def test_the_only_step_of_a_training_is_none_of_a_warm_up(tmp_path: Path, name: str, warmup: float) -> None:
-    setting = Schedule(name=name, warmup=warmup)
-    assert rates(setting, tmp_path, steps=1) == [1.0]
-    assert rates(setting, tmp_path, updates=2, steps=1)[0] == 0.0  # it has a second update
 
 
 def test_every_schedule_has_a_formula_and_no_two_are_one() -> None:

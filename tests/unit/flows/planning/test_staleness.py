@@ -131,20 +131,6 @@ def test_an_evaluation_that_is_set_after_the_training_is_named_with_what_trains_
     assert note.startswith("left is finished, no score of step 0: its process ended by SIGKILL; to train it again with")
 
 
-@pytest.mark.parametrize(("steps", "rate", "is_named"), [(1, 0.0, True), (1, 0.1, False), (2, 0.0, False)])
-def test_a_finished_training_whose_only_step_was_of_the_warm_up_is_named(toy, steps, rate, is_named):
-    """Of num_epochs: its recipe does not know that its rows are one step."""
-    words = ["stages.left.method.num_steps=null"]
-    plan = toy(*words)
-    finish(plan, metrics={"steps": steps})
-    entry = plan.entry(plan.stage("left"))
-    entry.metrics.write_text(json.dumps({"step": 1, "time": 0.0, "metrics": {"learning_rate": rate}}) + "\n")
-    again = toy(*words)
-    assert again.stage("left").state == "reuse"
-    named = [note for note in again.notes if note.startswith("left is finished, and its only step had the learning")]
-    assert len(named) == is_named and all(str(entry.path) in note for note in named)
-
-
 @pytest.mark.parametrize(
     ("report", "words", "is_named"),
     [
