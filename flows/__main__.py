@@ -268,7 +268,15 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     from flows.declare.config import load_pipeline
     from flows.planning.checks import bf16_notes, cluster_notes, column_notes, compile_notes, position_notes
-    from flows.planning.estimates import Estimator, History, island_notes, row_notes, scoring_notes, share_notes
+    from flows.planning.estimates import (
+        Estimator,
+        History,
+        island_notes,
+        row_notes,
+        scoring_notes,
+        share_notes,
+        unseen_notes,
+    )
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
     from flows.progress.declared import adopt_view
@@ -288,7 +296,9 @@ def run_plan(options: argparse.Namespace) -> int:
     plan = replace(plan, notes=[*plan.notes, *positions, *columns, *shares, *faster, *pending(plan)])
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
-    plan = replace(plan, notes=[*plan.notes, *island_notes(found), *scoring_notes(plan, found)])
+    plan = replace(
+        plan, notes=[*plan.notes, *island_notes(found), *scoring_notes(plan, found), *unseen_notes(plan, found)]
+    )
     require_fits(plan, found, estimator, options.suggest)
     print(
         json.dumps(plan_dict(plan, found), indent=2) if options.json else coloured(plan_table(plan, found), sys.stdout)

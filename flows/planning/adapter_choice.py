@@ -32,16 +32,19 @@ Model = tuple[Architecture, Shapes]
 PROCESS = 2**29  # resident on a CPU before a model is loaded: Python, torch, transformers
 _GPU_CONTEXT = 2**29  # bytes of a GPU that CUDA takes before a model is loaded
 _GPU_GAPS = 0.05  # share of a GPU that the allocator reserves without use
+NO_GPU = "no GPU is seen on this machine"
+PLAN_FOR = "resources.gpu_memory_gib=24 plans for a GPU of 24 GiB"
 _LIMIT = Path("/sys/fs/cgroup/memory.max")  # of a container
 
 
 def capacity(resources: Resources) -> int:
     """Memory that a worker may take on this machine in bytes: of its GPU, or its share of main memory; 0: unknown.
 
-    Of a GPU, all but the CUDA context and a part that PyTorch's allocator reserves without use.
+    Of a GPU, seen here or of ``gpu_memory_gib``, all but the CUDA context and a part that PyTorch's allocator reserves
+    without use.
     """
     if resources.gpus_per_worker:
-        held = _of_gpu()
+        held = round(resources.gpu_memory_gib * 2**30) if resources.gpu_memory_gib else _of_gpu()
         return max(0, held - int(held * _GPU_GAPS) - _GPU_CONTEXT)
     on_this = -(-resources.num_workers // resources.num_nodes)
     return _of_machine() // on_this
@@ -76,22 +79,28 @@ def _chosen(name: str, stage: Stage, pipeline: Pipeline) -> tuple[str, str]:
     elsewhere = resources.on_cluster and os.environ.get("RAY_ADDRESS")
     held, model = 0 if elsewhere else capacity(resources), _model(stage, pipeline, POLICY)
     if not held or model is None:
-        lacks = "the model is not on this machine yet" if model is None else "the memory of its workers is unknown"
-        raise ConfigError(f"{where}: {lacks}; set adapter=full, adapter=lora or adapter=qlora")
-    needs = {label: _need(choice, pipeline, *model) for label, choice in stage.choices.items()}
+        lacks = "the memory of its workers is unknown"
+        if model is None:
+            lacks = "the model is not on this machine yet"
+        elif resources.gpus_per_worker and not elsewhere:
+            lacks = f"{NO_GPU}, whose memory decides"
+        more = f"; {PLAN_FOR}" if model and resources.gpus_per_worker else ""
+        raise ConfigError(f"{where}: {lacks}; set adapter=full, adapter=lora or adapter=qlora{more}")
+    needs = {label: _need(choice, pipeline, *model, held) for label, choice in stage.choices.items()}
     label = next((each for each, need in needs.items() if need <= held), list(needs)[-1])
     others = [f"{each} needs {gib(need)}" for each, need in needs.items() if need > held and each != label]
     because = f"it needs {gib(needs[label])} of {gib(held)} per worker by formula" + "".join(f"; {o}" for o in others)
     return label, f"{where}: {label}, because {because}"
 
 
-def _need(stage: Stage, pipeline: Pipeline, found: Architecture, shapes: Shapes) -> int:
+def _need(stage: Stage, pipeline: Pipeline, found: Architecture, shapes: Shapes, held: int) -> int:
     """Memory of a worker in bytes, with rows of ``max_length``."""
     assert isinstance(stage.method, Training)
     beside = 0 if stage.resources.gpus_per_worker else PROCESS
     filled = [slot for slot in frozen_slots(stage.method) if slot in stage.inputs]
     frozen = {slot: num_weights((_model(stage, pipeline, slot) or (found, shapes))[1]) for slot in filled}
-    return beside + memory(stage.method, stage.resources, found, shapes, stage.method.max_length, frozen).total
+    length = stage.method.max_length
+    return beside + memory(stage.method, stage.resources, found, shapes, length, frozen, capacity=held).total
 
 
 def _model(stage: Stage, pipeline: Pipeline, first: str) -> Model | None:

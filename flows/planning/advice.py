@@ -76,7 +76,7 @@ def advice_of(pipeline: Pipeline, stages: Mapping[str, Hyperparameters | None]) 
         rows, steps, epochs = (length.num_rows, length.num_steps, length.num_epochs) if length else (None, None, None)
         stage = pipeline.stages[name]
         outside = findings_of(stage.method, stage.resources, rows, steps, epochs)
-        found += [(name, each) for each in outside if is_set(name, each.field)]
+        found += [(name, each) for each in outside if is_set(name, each.field) and not _is_memorys(each)]
     found.sort(key=lambda each: (each[1].bound != "permissible", each[1].field.startswith("resources.")))
     if found and pipeline.advice == "strict":
         lines = "\n".join(f"  {stage}: {finding}" for stage, finding in found)
@@ -85,6 +85,11 @@ def advice_of(pipeline: Pipeline, stages: Mapping[str, Hyperparameters | None]) 
             "advise prints some), or advice=warn"
         )
     return Advice(found=tuple(found))
+
+
+def _is_memorys(finding: Finding) -> bool:
+    """Whether the value changes no model, and the memory of the machine decides it better than a range does."""
+    return finding.field == "resources.micro_batch_size" and finding.bound == "recommended"
 
 
 def set_fields(pipeline: Pipeline) -> Callable[[str, str], bool]:

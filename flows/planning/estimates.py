@@ -12,7 +12,16 @@ from pathlib import Path
 from statistics import median
 from typing import TypedDict
 
-from flows.planning.adapter_choice import PROCESS, Model, capacity, local_model, planned_model, read_model
+from flows.planning.adapter_choice import (
+    NO_GPU,
+    PLAN_FOR,
+    PROCESS,
+    Model,
+    capacity,
+    local_model,
+    planned_model,
+    read_model,
+)
 from flows.planning.plan import Plan, PlannedStage
 from flows.reports.wording import counted, gib
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
@@ -120,6 +129,7 @@ class Estimate:
         runs: number of past runs that correct it; 0: formula only.
         error: median relative error of memory and time of the predictions of these runs; None: no predictions.
         price: of its GPUs; None: no price is set. kwh: None: no power is set.
+        unseen: nothing says how large its GPU is, so the memory is the least, of one row at once.
         at_most: the length of rows is unknown, so all rows are assumed to have ``max_length``.
         traffic: bytes that a worker sends to others in a step.
         scoring: bytes of the process that scores its checkpoints; shared: those of them that a worker has less, because
@@ -138,6 +148,7 @@ class Estimate:
     currency: str = ""
     kwh: float | None = None
     error: tuple[float, float] | None = None
+    unseen: bool = False
     at_most: bool = False
     traffic: int = 0
     scoring: int = 0
@@ -148,6 +159,8 @@ class Estimate:
     def basis(self) -> str:
         """``measured on 2 runs, off by 5 % in memory and 12 % in time``, or ``by formula``."""
         longest = ", all rows as long as max_length" if self.at_most else ""
+        if self.unseen:
+            longest += ", at least: one row at once"
         if not self.runs:
             return f"by formula{longest}"
         plural = "run" if self.runs == 1 else "runs"
@@ -333,6 +346,9 @@ class Estimator:
         key = _key(planned, found)
         tokens, longest, is_known = self._history.lengths(method, key)
         held = 0 if planned.runs_elsewhere else capacity(resources)
+        unseen = bool(resources.gpus_per_worker) and not held and resources.micro_batch_size == "auto"
+        if unseen:
+            resources = replace(resources, micro_batch_size=1)
         terms = memory(
             method, resources, found, shapes, longest, self._frozen(planned, method),
             mean=tokens if is_known else None, capacity=held,
@@ -360,7 +376,8 @@ class Estimator:
         most = self._history.memory(features) or _process(features) + terms.total
         return Estimate(
             memory=most, least=most if is_known else _process(features) + terms.model, terms=terms, seconds=whole,
-            runs=len(near), features=features, at_most=not is_known, error=_error(near), gpu_hours=gpu_hours,
+            runs=len(near), features=features, unseen=unseen, at_most=not is_known, error=_error(near),
+            gpu_hours=gpu_hours,
             traffic=traffic(method, resources, shapes, total.passes // num_steps),
             price=None if price is None or gpu_hours is None else price * gpu_hours, currency=resources.currency,
             kwh=None if watts is None or whole is None else watts * resources.num_workers * whole / 3.6e6,
@@ -537,6 +554,15 @@ def island_notes(estimates: Mapping[str, Estimate]) -> list[str]:
     return [f"stages.{name}: {each.islands}" for name, each in estimates.items() if each.islands]
 
 
+def unseen_notes(plan: Plan, estimates: Mapping[str, Estimate]) -> list[str]:
+    """A note that memory is not checked, since no GPU is seen."""
+    here = [
+        name for name in estimates
+        if not (planned := plan.stage(name)).runs_elsewhere and not capacity(planned.stage.resources)
+    ]  # fmt: skip
+    return [f"{', '.join(here)}: {NO_GPU}, so memory is not checked; {PLAN_FOR}"] if here else []
+
+
 def scoring_notes(plan: Plan, estimates: Mapping[str, Estimate]) -> list[str]:
     """Notes on what the processes that score checkpoints take beside the trainings."""
     asked = {name: (asked_beside(plan.stage(name).stage.method), each) for name, each in estimates.items()}
@@ -579,26 +605,35 @@ def row_notes(plan: Plan) -> list[str]:
         if not isinstance(method, Prepare):
             continue
         read = {slot: planned.inputs[slot].source for slot in method.row_slots(planned.stage.inputs)}
-        sources = {slot: source for slot, source in read.items() if source and _is_small_file(source)}
-        if not sources or len(sources) < len(read):
-            continue
-        gc.enable()  # DuckDB's binding prints what it takes for leaks when a process ends without it
-        from tasks.data.preparing.convert_rows import check_rows
-
         try:
-            left_out = check_rows(method, sources, os.cpu_count() or 1)
+            left_out = refused_rows(method, read)
         except DataError as error:
-            source = planned.stage.inputs[next(iter(sources))].removeprefix(SOURCE)
+            source = planned.stage.inputs[next(iter(read))].removeprefix(SOURCE)
             text = str(error).replace("sources.NAME", f"sources.{source}")
             refusals.append(f"{planned.name}: {text.replace('stages.STAGE', f'stages.{planned.name}')}")
             continue
         if left_out:
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
-            paths = ", ".join(each.path for each in sources.values())
+            paths = ", ".join(each.path for each in read.values() if each)
             notes.append(f"{planned.name}: rows left out of {paths}: {reasons}")
     if refusals:
         raise DataError("\n".join(refusals))
     return notes
+
+
+def refused_rows(method: Prepare, read: Mapping[str, Source | None]) -> Mapping[str, int]:
+    """How many rows a data stage would leave out, by reason; none where a source is no small file of this machine.
+
+    Raises:
+        DataError: what the stage would refuse.
+    """
+    sources = {slot: source for slot, source in read.items() if source and _is_small_file(source)}
+    if not sources or len(sources) < len(read):
+        return {}
+    gc.enable()  # DuckDB's binding prints what it takes for leaks when a process ends without it
+    from tasks.data.preparing.convert_rows import check_rows
+
+    return check_rows(method, sources, os.cpu_count() or 1)
 
 
 def _is_small_file(source: Source) -> bool:

@@ -2,13 +2,13 @@
 
 import logging
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from flows.planning.adapter_choice import capacity
+from flows.planning.adapter_choice import NO_GPU, PLAN_FOR, capacity
 from flows.planning.estimates import Estimate, Estimator
 from flows.planning.plan import Plan, PlannedStage
 from flows.reports.wording import gib
@@ -36,12 +36,14 @@ class Change:
 
     Args:
         overrides: empty: no known change suffices.
-        memory: memory of a worker in bytes with the change.
+        memory: memory of a worker in bytes with the change; of no known change, with the one that needs least.
+        terms: what holds that memory.
     """
 
     stage: str
     overrides: list[str]
     memory: int
+    terms: str
 
 
 def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator, suggest: Path | None = None) -> None:
@@ -67,14 +69,14 @@ def require_fits(plan: Plan, found: Mapping[str, Estimate], estimator: Estimator
         lines.append(
             f"stages.{planned.name} {verb} {gib(need.memory)} per worker ({need.basis}: {describe(need.terms)}), and "
             f"{what} {gib(max(held, 0))}{f' beside {gib(need.shared)} of its evaluation' if need.shared else ''}; "
-            f"{_remedy(change)}"
+            f"{_remedy(change, planned)}"
         )
         changes.append(change)
         off = need.error[0] if need.error else 0.0  # what earlier predictions were wrong by
         if planned.stage.resources.check_memory and need.least / (1 + off) > held:
             refused.append(lines.pop())
     if suggest:
-        _write(suggest, [word for change in changes for word in change.overrides])
+        _write(suggest, [planned for planned in plan.stale if planned.name in found], changes)
     for line in lines:
         logger.warning("%s", line)
     if refused:
@@ -94,14 +96,26 @@ def _scoring_apart(planned: PlannedStage, need: Estimate) -> str:
     return f"{where} needs {gib(need.scoring)} by formula, and {what} has {gib(held)}; set {instead}"
 
 
-def _remedy(change: Change) -> str:
+def _remedy(change: Change, planned: PlannedStage) -> str:
     if not change.overrides:
-        name = f"stages.{change.stage}.resources"
-        return f"no smaller micro batch, adapter or sharding makes it fit; {name}.check_memory=false runs it anyway"
+        instead = (
+            "several GPUs with resources=fsdp" if planned.stage.resources.gpus_per_worker else "a GPU: resources=gpu"
+        )
+        return (
+            "no smaller micro batch, adapter or sharding makes it fit: at the least it needs "
+            f"{gib(change.memory)} ({change.terms}); take {instead}, weights in 4 bits (adapter=qlora), or a smaller "
+            f"model; stages.{change.stage}.resources.check_memory=false runs it anyway"
+        )
     return f"with {shlex.join(change.overrides)} it needs {gib(change.memory)}"
 
 
-def _write(path: Path, overrides: list[str]) -> None:
+def _write(path: Path, estimated: Sequence[PlannedStage], changes: Sequence[Change]) -> None:
+    unknown = [each.name for each in estimated if not each.runs_elsewhere and not capacity(each.stage.resources)]
+    if unknown:
+        raise ConfigError(f"--suggest: {', '.join(unknown)}: {NO_GPU}, whose memory decides; {PLAN_FOR}")
+    if not changes:
+        logger.warning("--suggest %s: every stage fits as it is, so it has no overrides", path)
+    overrides = [word for change in changes for word in change.overrides]
     text = yaml.safe_dump({"overrides": overrides}, width=10_000)
     text = f"# posttrain run --overrides-from THIS_FILE\n{text}"
     refuse_edited(path, text)
@@ -110,11 +124,14 @@ def _write(path: Path, overrides: list[str]) -> None:
 
 def cheapest(estimator: Estimator, planned: PlannedStage, held: int) -> Change:
     """The first change that fits; changes that keep the model come before those that train fewer weights."""
+    needs = [estimator.estimate(planned)]
     for overrides, changed in _changes(planned):
         need = estimator.estimate(changed)
         if need and need.memory <= held:
-            return Change(stage=planned.name, overrides=overrides, memory=need.memory)
-    return Change(stage=planned.name, overrides=[], memory=0)
+            return Change(stage=planned.name, overrides=overrides, memory=need.memory, terms=describe(need.terms))
+        needs.append(need)
+    least = min(filter(None, needs), key=lambda need: need.memory)
+    return Change(stage=planned.name, overrides=[], memory=least.memory, terms=describe(least.terms))
 
 
 def _changes(planned: PlannedStage) -> Iterator[tuple[list[str], PlannedStage]]:
@@ -123,12 +140,14 @@ def _changes(planned: PlannedStage) -> Iterator[tuple[list[str], PlannedStage]]:
     assert isinstance(method, Training)
     where, runs = f"stages.{planned.name}", list(_smaller(planned))
     found = [(cli_args, method, changed) for cli_args, changed in runs]
-    if method.adapter is None and method.freeze is None:
-        lora, word = replace(method, adapter=Adapter(type="lora")), f"{where}.method.adapter={{type: lora}}"
-        variants = [([word], lora)]
+    if method.quantization is None and method.freeze is None:
+        words, lora = (
+            ([], method) if method.adapter else ([f"{where}.method.adapter={{type: lora}}"], _with_lora(method))
+        )
+        variants = [(words, lora)] if words else []
         if resources.gpus_per_worker:
             few_bits = f"{where}.method.quantization={{format: nf4}}"
-            variants.append(([word, few_bits], replace(lora, quantization=Quantization(format="nf4"))))
+            variants.append(([*words, few_bits], replace(lora, quantization=Quantization(format="nf4"))))
         runs = [([], resources), *runs]
         found += [([*own, *cli_args], changed, run) for own, changed in variants for cli_args, run in runs]
     for cli_args, own, changed in found:
@@ -137,6 +156,10 @@ def _changes(planned: PlannedStage) -> Iterator[tuple[list[str], PlannedStage]]:
         except ConfigError:
             continue
         yield cli_args, replace(planned, stage=replace(planned.stage, method=own, resources=changed))
+
+
+def _with_lora(method: Training) -> Training:
+    return replace(method, adapter=Adapter(type="lora"))
 
 
 def _smaller(planned: PlannedStage) -> Iterator[tuple[list[str], Resources]]:

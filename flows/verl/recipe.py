@@ -69,7 +69,7 @@ _INSTEAD = {  # field -> what verl does instead
 }
 # Fields of ``resources`` that matter also where they have their defaults, and those that concern this project's plan.
 _EFFECTIVE = {"equal_rewards_patience", "save_minutes", "max_failures", "hang_minutes"}
-_OF_PLAN = {"price_per_gpu_hour", "currency", "watts_per_worker", "gpu_pool"}
+_OF_PLAN = {"price_per_gpu_hour", "currency", "watts_per_worker", "gpu_memory_gib", "gpu_pool"}
 
 
 @dataclass

@@ -511,16 +511,17 @@ def _matrices(shapes: Shapes) -> int:
 
 
 def _at_once(
-    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, row: float, capacity: int
-) -> tuple[int, int]:
+    method: TrainingRecipe, resources: Resources, found: Architecture, shapes: Shapes, row: float, capacity: int,
+    longest: int = 0,
+) -> tuple[int, int]:  # fmt: skip
     """Tokens of a forward pass under ``micro_batch_size=auto``, and how many passes a worker takes in a step.
 
     Args:
-        row: tokens of a row in the mean.
+        row: tokens of a row in the mean; longest: of the longest, which is never divided.
     """
     budget, rows = tokens_at_once(method, resources, found, shapes, capacity), method.global_batch_size
     step = max(1, round(rows * row / resources.num_workers))
-    return min(budget, round(step * _LONGER_STEPS)), max(1, math.ceil(step / budget))
+    return max(longest, min(budget, round(step * _LONGER_STEPS))), max(1, math.ceil(step / budget))
 
 
 def _largest_pass(
@@ -530,8 +531,10 @@ def _largest_pass(
     """Tokens of the largest forward pass, and how many passes a worker takes in a step; 2: of a set micro batch."""
     completions, rows = _completions(method), resources.rows_at_once * sequences(method)
     if resources.micro_batch_size == "auto":
-        row = mean or tokens * sequences(method)
-        return _at_once(method, resources, found, shapes, (row + completions) / 2 if completions else row, capacity)
+        row, longest = mean or tokens * sequences(method), tokens * sequences(method)
+        if completions:
+            row, longest = (row + completions) / 2, (longest + completions) // 2
+        return _at_once(method, resources, found, shapes, row, capacity, longest)
     # A prompt is read once for its completions; each keeps its keys and values.
     return rows * (tokens + completions) // 2 if completions else rows * tokens, 2
 

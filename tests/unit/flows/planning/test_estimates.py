@@ -8,7 +8,7 @@ import yaml
 
 from flows.declare.config import load_pipeline
 from flows.planning import adapter_choice, fit
-from flows.planning.estimates import FILE, Estimator, Features, History, Run, island_notes, scoring_notes
+from flows.planning.estimates import FILE, Estimator, Features, History, Run, island_notes, scoring_notes, unseen_notes
 from flows.planning.fit import require_fits
 from flows.planning.plan import make_plan
 from flows.reports.run import plan_dict, plan_table
@@ -384,6 +384,52 @@ def test_adapter_auto_is_refused_where_it_cannot_be_decided(demo, monkeypatch):
     monkeypatch.setattr(adapter_choice, "capacity", lambda resources: 0)
     with pytest.raises(ConfigError, match=r"adapter=auto: the memory of its workers is unknown; set adapter=full"):
         demo("adapter=auto")
+    with pytest.raises(ConfigError, match=r"adapter=auto: no GPU is seen .* resources\.gpu_memory_gib=24 plans"):
+        demo("adapter=auto", "resources=gpu")
+
+
+BIG = (
+    *(f"stages.base.method.{name}" for name in ("hidden_size=4096", "num_layers=32", "num_heads=32",
+                                               "intermediate_size=11008", "max_positions=4096")),
+    "stages.sft.method.max_length=2048",
+)  # fmt: skip
+ON_GPU = ("pipeline=sft", "model=tiny", "adapter=lora", "resources=gpu", *BIG)
+
+
+def test_a_gpu_that_is_not_here_is_planned_for_by_its_memory(demo, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(adapter_choice, "list_gpus", lambda *args: [])
+    plan = demo(*ON_GPU)
+    unseen = estimates(plan)
+    assert unseen["sft"].basis.endswith("at least: one row at once")
+    assert unseen_notes(plan, unseen) == [
+        f"sft: {adapter_choice.NO_GPU}, so memory is not checked; {adapter_choice.PLAN_FOR}"
+    ]
+    with pytest.raises(ConfigError, match="no GPU is seen on this machine, whose memory decides"):
+        require_fits(plan, unseen, Estimator(plan, History()), tmp_path / "fit.yaml")
+    plan = demo(*ON_GPU, "resources.gpu_memory_gib=24")
+    found = estimates(plan)
+    assert found["sft"].memory == unseen["sft"].memory  # a row as long as max_length is never divided
+    assert not unseen_notes(plan, found)
+    require_fits(plan, found, Estimator(plan, History()), tmp_path / "fit.yaml")
+    words = yaml.safe_load((tmp_path / "fit.yaml").read_text())["overrides"]
+    assert words == ["stages.sft.resources.gradient_checkpointing=on"]
+    fitting = demo(*ON_GPU, "resources.gpu_memory_gib=24", *words)
+    assert estimates(fitting)["sft"].memory < 22.3 * 2**30
+    caplog.clear()
+    require_fits(fitting, estimates(fitting), Estimator(fitting, History()), tmp_path / "other.yaml")
+    assert "every stage fits as it is" in caplog.text
+    small = demo(*ON_GPU, "resources.gpu_memory_gib=12")
+    with pytest.raises(ConfigError, match=r"\.method\.quantization=\{format: nf4\}"):
+        require_fits(small, estimates(small), Estimator(small, History()))
+
+
+def test_what_fits_by_no_change_is_refused_with_the_least_and_what_to_do(demo, monkeypatch):
+    monkeypatch.setattr(fit, "capacity", lambda resources: 2**30)
+    plan = demo("pipeline=sft", "model=tiny", "adapter=lora", *BIG)
+    with pytest.raises(
+        ConfigError, match=r"at the least it needs .* \(weights .*take a GPU: resources=gpu, weights in 4"
+    ):
+        require_fits(plan, estimates(plan), Estimator(plan, History()))
 
 
 def test_the_command_prints_estimates_and_writes_what_makes_it_fit(tmp_path, monkeypatch):
