@@ -175,7 +175,7 @@ def recipe(plan: "Plan", planned: "PlannedStage") -> Recipe:
     scratch = is_from_scratch(plan.pipeline, planned.name)
     writer = _Writer(
         case=case, method=method, num_rows=num_rows or _ASSUMED_ROWS, values={},
-        kept="as set; the ranges are for pretrained models, and this one is made from scratch" if scratch else "",
+        kept="kept; the ranges are for pretrained models, and this one is made from scratch" if scratch else "",
         workers=next(int(each.value or 1) for each in machine if each.field == "resources.num_workers"),
         validates=held_out is None or held_out >= _BYTES_PER_TOKEN * method.max_length,
     )  # fmt: skip
@@ -212,7 +212,7 @@ class _Writer:
             length = ("method.num_steps", self.method.num_steps)
         if row is None or self.kept:
             if length[1] is not None:
-                reason = self.kept or "as set; the documents have no range for it"
+                reason = self.kept or "kept; the documents have no range for it"
                 self._put(length[0], length[1], length[1], reason, _PIPELINE)
             return
         accepted = _accepted(row)
@@ -220,10 +220,12 @@ class _Writer:
             if field in (FORMAT, DOUBLE, COMPUTE):  # unset fields keep their defaults, and with them the fingerprint
                 return
             unit = f" epochs, as {length[1]} steps" if length[0] != field else _unit(field, row)
-            self._put(length[0], length[1], length[1], f"as set, inside {accepted.text}{unit}", row.source)
+            self._put(length[0], length[1], length[1], f"kept, inside {accepted.text}{unit}", row.source)
             return
         value, why = self._value(field, row)
-        text = f"{accepted.text}{f' for {SIZES[row.size]}' if row.size else ''}" if accepted else "its default"
+        text = (
+            f"{accepted.text}{f' for {SIZES[row.size]}' if row.size else ''}" if accepted else "the document's default"
+        )
         self._put(field, value, now, f"{text}{_unit(field, row)}{why}", row.source)
         if field == FORMAT:
             self._put("method.adapter.quantization", None, None, f"{FORMAT} names the format", row.source)

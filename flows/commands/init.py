@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flows.commands.advise import MACHINE, Recipe, advised_recipes, text_of
+from flows.commands.advise import MACHINE, Advised, Recipe, advised_recipes, text_of
 from flows.commands.arguments import write_output
 from flows.commands.data import as_text, examined
 from flows.declare.config import Composer
@@ -28,6 +28,7 @@ from tasks.data.formats.proposals import JOBS, proposed
 from tasks.data.preparing.report import sections
 
 _PIPELINES = sorted(path.stem for path in (CONFIG.parent / "pipeline").glob("*.yaml"))
+_QLORA, _MICRO = "one-gpu-qlora", "resources.micro_batch_size"
 _CARDS = {
     "num_workers": "8",
     "gpus_per_worker": "1",
@@ -37,7 +38,7 @@ _CARDS = {
 }
 # Name -> what it sets, beside the pipelines: pipeline, model, and how it is trained.
 RECIPES: Mapping[str, Mapping[str, str]] = {
-    "qlora": {"pipeline": "sft", "preset": "one-gpu-qlora"},
+    "qlora": {"pipeline": "sft", "preset": _QLORA},
     "smollm2-sft": {"pipeline": "sft", "model": "HuggingFaceTB/SmolLM2-135M-Instruct", "preset": "medium"},
     "llama-8b": {
         "pipeline": "sft", "model": "meta-llama/Llama-3.1-8B-Instruct", "preset": "large", "precision": "bf16",
@@ -80,6 +81,9 @@ def add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", type=local_path, metavar="DIR", help="of the project; it is made if it does not exist")
     names = ", ".join([*RECIPES, *_PIPELINES])
     parser.add_argument("--from", dest="start", metavar="NAME", help=f"default: by the data; one of {names}")
+    parser.add_argument(
+        "--adapter", choices=["lora", "qlora"], help="train an adapter, with the values for it; default: all weights"
+    )
     parser.add_argument("--model", metavar="M", help="a directory, a hub id, or tiny (the default: made from scratch)")
     parser.add_argument(
         "--data", nargs="+", default=[], metavar="FILE", help="rows; of a pipeline with several sources also NAME=FILE"
@@ -100,6 +104,8 @@ def run_init(options: argparse.Namespace) -> int:
         raise ConfigError(f"{folder}: cannot be made ({error.strerror}); name another folder") from error
     looked = {name: _look(path, folder) for name, path in _named(options.data)}
     settings = _settings(options.start, options.model and _from(options.model, folder), looked)
+    settings |= {"adapter": options.adapter} if options.adapter else {}
+    settings |= {"resources": "gpu"} if _gpus() and not _has_place(settings) else {}
     with contextlib.chdir(folder):
         settings |= _data(settings, looked)
         lengths = _lengths(settings)
@@ -251,7 +257,6 @@ def _write(
     name: str, settings: Mapping[str, str], lengths: Collection[str], looked: Mapping[str, _Looked],
     recipes: Sequence[Recipe], why: str,
 ) -> None:  # fmt: skip
-    cards = [key for key in settings if key.startswith("resources.")]  # of other machines than this one
     lines = [
         "# Settings of posttrain in this folder; a command line overrides them. posttrain plan shows what would run.",
         f"pipeline: {settings['pipeline']} # others: posttrain --help",
@@ -267,21 +272,29 @@ def _write(
             if looked or "data" in settings
             else ["# data: chats.jsonl # default: questions on Python's documentation"]
         ),
-        *([] if cards else ["# resources: gpu # or cluster; default: the CPUs of this machine"]),
-        *([] if {"adapter", "preset"} & settings.keys() else ["# adapter: lora # or qlora; default: all weights"]),
+        *([] if _has_place(settings) else ["# resources: gpu # or cluster; default: the CPUs of this machine"]),
+        *(
+            []
+            if "adapter" in settings or settings.get("preset") == _QLORA
+            else ["# All weights are trained; init --adapter lora (or qlora) writes this with an adapter's values"]
+        ),
     ]
     if recipes:
-        lines += ["# By posttrain advise, which has it for other data and machines: value # why (source)", "stages:"]
+        lines += [
+            "# By posttrain advise: value # default; range and why (source). The reference documents: docs/advice.md.",
+            "# Lines that begin with # are the defaults, which follow the adapter and the machine.",
+        ]
+        lines += ["stages:"] if any(map(_changed, recipes)) else []
     for each in recipes:
-        lines.append(f"  {each.stage}: # {each.rows}")
+        changed = _changed(each)
+        lines.append(f"{'  ' if changed else '  # '}{each.stage}: # {each.rows}")
         for value in each.values:
-            if cards and value.source == MACHINE:
-                continue
-            before = (
-                "" if value.now == value.value else f"default {'none' if value.now is None else text_of(value.now)}; "
-            )
-            why_this = value.reason.partition("; ")[0]
-            lines.append(f"    {value.field}: {text_of(value.value)} # {before}{why_this} ({value.source})")
+            why_this, text = f"{value.reason} ({value.source})", f"{value.field}: {text_of(value.value)}"
+            if value in changed:
+                now = "none" if value.now is None else text_of(value.now)
+                lines.append(f"    {text} # default {now}; {why_this}")
+            elif value.source != MACHINE and value.field != _MICRO:
+                lines.append(f"    # {text} # {why_this}")
     if why:
         lines.append(f"# posttrain advise gives no recipe yet: {why}")
     write_output(Path(PROJECT), "\n".join(lines) + "\n")
@@ -291,6 +304,22 @@ def _write(
     if not Path("README.md").exists():
         text = _README.format(name=name, model=recipes[-1].stage if recipes else "REF")
         write_output(Path("README.md"), text)
+
+
+def _changed(recipe: Recipe) -> list[Advised]:
+    """What differs from the defaults, without what another machine decides otherwise."""
+    left = [value for value in recipe.values if value.field != _MICRO and (value.source != MACHINE or _gpus())]
+    return [value for value in left if value.now != value.value]
+
+
+def _gpus() -> list[str]:
+    from flows.stages.resources import visible_gpus
+
+    return visible_gpus()
+
+
+def _has_place(settings: Mapping[str, str]) -> bool:
+    return settings.get("preset") == _QLORA or any(key.partition(".")[0] == "resources" for key in settings)
 
 
 _README = f"""# {{name}}

@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from flows.commands.init import RECIPES
+from flows.declare.config import load_pipeline
+from flows.declare.project import project_overrides
 from tests import tiny
 from tests.command import Command
 from tests.tiny_models import write_model
@@ -100,6 +102,30 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(command, overri
     done = command("init", "mine", *overrides)
     assert done.returncode == 2 and message in done.stderr
     assert not (command.folder / "mine/posttrain.yaml").exists()
+
+
+@pytest.mark.parametrize("gpus", [[], ["0"]])
+def test_what_the_machine_decides_is_left_to_the_machine_and_the_defaults_to_the_adapter(command, monkeypatch, gpus):
+    monkeypatch.setattr("flows.stages.resources.visible_gpus", lambda: gpus)
+    done = command("init", "mine", "--model", "model", "--data", "chats.jsonl", "pairs.jsonl")
+    assert done.returncode == 0, done.stderr
+    found, text = project(command), (command.folder / "mine/posttrain.yaml").read_text()
+    assert found.get("resources") == ("gpu" if gpus else None)
+    assert not {"resources.gpus_per_worker", "method.precision"} & found["stages"]["sft"].keys()
+    assert "method.learning_rate" not in found["stages"]["dpo"] and "    # method.learning_rate: 1e-06 # kept" in text
+    assert "; at least 4 in " in text  # why a value is outside the range beside it
+    stages = load_pipeline(project_overrides(command.folder / "mine/posttrain.yaml")).stages
+    assert stages["dpo"].resources.gpus_per_worker == len(gpus)
+
+
+@pytest.mark.parametrize("words", [["--adapter", "lora"], ["--adapter", "qlora"], ["--from", "qlora"]])
+def test_with_an_adapter_the_values_are_those_of_the_adapter(command, words):
+    done = command("init", "mine", *words, "--model", "model", "--data", "chats.jsonl")
+    assert done.returncode == 0, done.stderr
+    text, found = (command.folder / "mine/posttrain.yaml").read_text(), project(command)
+    rate = "2e-05" if "lora" in words else None  # QLoRA's default is inside its range
+    assert found["stages"]["sft"].get("method.learning_rate") == rate
+    assert "All weights are trained" not in text and "gpus_per_worker: 0" not in text
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -118,7 +118,7 @@ def test_what_only_the_job_form_names_is_kept_inside_its_range_and_moved_from_ou
     found = json.loads(capsys.readouterr().out)
     of_dpo = {each["field"]: each for each in found["stages"][0]["values"]}
     assert of_dpo["method.learning_rate"]["value"] == 2e-5 and of_dpo["resources.micro_batch_size"]["value"] == 8
-    assert of_dpo["method.num_epochs"]["reason"] == "as set, inside < 50"
+    assert of_dpo["method.num_epochs"]["reason"] == "kept, inside < 50"
     stage = plan(*SMALL, *found["overrides"]).stage("dpo").stage
     assert not [str(each) for each in findings(case_of(stage.method, stage.resources, 1_800, 29))]
 
