@@ -262,6 +262,11 @@ class Pipeline:
             if reference.removeprefix(SOURCE) not in self.sources and reference not in self.stages:
                 there = listed(reference, self._references())
                 base = f"; base is the model of model=: {_MODELS}" if reference == "base" else ""
+                if name == "base" and reference == "corpus":  # model=tiny, whose model replaced the pipeline's
+                    base = (
+                        "; model=tiny is made from scratch on a corpus, and this pipeline has none: choose another "
+                        "model by sources.base.path=MODEL, without model="
+                    )
                 raise ConfigError(f"{where}.{slot}={reference}: no such stage or source; there are: {there}{base}")
             expected = slots[slot] if slot in slots else slots["*"]
             self._check_kind(f"{where}.{slot}={reference}", reference, expected)

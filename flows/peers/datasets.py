@@ -40,6 +40,7 @@ class Draft:
     Args:
         mapped: key -> what it is here.
         not_needed, refused: key -> why.
+        assumed: keys that the peer's file does not have: its defaults.
     """
 
     peer: str
@@ -53,6 +54,7 @@ class Draft:
     mapped: dict[str, str] = field(default_factory=dict)
     not_needed: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    assumed: set[str] = field(default_factory=set)
     seen: Values = field(default_factory=dict)  # what several keys decide together
 
     def set(self, key: str, path: str, value: object) -> None:

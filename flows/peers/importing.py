@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -19,10 +20,16 @@ from flows.commands.arguments import write_output
 from flows.declare.peer_names import FIELDS, OF_BASE, VALUES
 from flows.peers.datasets import READERS, STAGES, Draft, Values, as_list, flat_oumi, read_values, section, slug
 from flows.reports.wording import relative
-from lineage.errors import ConfigError
+from lineage.artifact import SOURCE
+from lineage.errors import ConfigError, DataError
 from lineage.filesystem.files import local_path
+from tasks.data.preparing.options import Prepare
+
+if TYPE_CHECKING:
+    from flows.declare.pipeline import Pipeline
 
 PEERS = ("llamafactory", "axolotl", "trl", "oumi")
+_TITLES = {"llamafactory": "LLaMA-Factory's", "axolotl": "axolotl's", "trl": "TRL's", "oumi": "Oumi's"}
 _SAMPLES = ("grpo", "rloo")
 _HUGGING_FACE: Values = {
     "learning_rate": 5e-5, "num_train_epochs": 3.0, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -364,6 +371,10 @@ def _weights_of(draft: Draft, key: str, value: object) -> None:
 def _adapter_path(draft: Draft, key: str, value: object) -> None:
     if "path" in draft.base:
         draft.base["base_model"] = draft.base["path"]
+        draft.mapped |= {
+            name: what.replace("base.path", "base.base_model")
+            for name, what in draft.mapped.items() if what.startswith("base.path=")
+        }  # fmt: skip
     draft.set(key, "base.path", value)
 
 
@@ -599,6 +610,7 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
         assumed.setdefault("max_length", 1024)
     for key, value in {**assumed, **{key: each for key, each in flat.items() if each is not None}}.items():
         _one(draft, key, value)
+    draft.assumed = {key for key in assumed if flat.get(key) is None}
     for key in (key for key, value in flat.items() if value is None):
         draft.skip(key, "it has no value")
     _finish(draft)
@@ -714,7 +726,11 @@ def _finish(draft: Draft) -> None:
     if draft.stage in _SAMPLES and "max_length" not in method:
         prompt = int(str(method.get("max_prompt_length", 512)))
         method["max_length"] = prompt + int(str(method.get("max_completion_length", 256)))
-    draft.data.setdefault("held_out", 1)
+    if "held_out" not in draft.data:
+        draft.data["held_out"] = 1
+        draft.mapped["held_out"] = "data.held_out=1  (the least here; the file holds no rows out)"
+    settings = {"resources.micro_batch_size": micro, "method.global_batch_size": method["global_batch_size"]}
+    draft.mapped |= {key: f"{ours}={settings[ours]}" for key, ours in draft.mapped.items() if ours in settings}
     if "path" not in draft.base:
         draft.refuse("model", None, "the file names no model; add one to it")
     if not draft.rows:
@@ -733,7 +749,8 @@ def _finish_adapter(draft: Draft) -> None:
             _part(method, "adapter").pop(name, None)
         _part(method, "adapter").setdefault("block_size", 32)
     elif draft.peer == "llamafactory" and "alpha" not in _part(method, "adapter"):
-        _part(method, "adapter")["alpha"] = 2 * int(str(_part(method, "adapter")["rank"]))
+        draft.set("lora_alpha", "method.adapter.alpha", 2 * int(str(_part(method, "adapter")["rank"])))
+        draft.assumed.add("lora_alpha")
     if seen.get("adapter") and method.pop("freeze", None):
         draft.mapped.pop("freeze_layers", None)
         draft.skip("freeze_layers", "beside an adapter the whole base is frozen")
@@ -836,22 +853,25 @@ def run_import(options: argparse.Namespace) -> int:
     name = slug(out.stem)
     lost = [f"not carried over: {', '.join(sorted({*left_out, *draft.refused}))}"] if left_out or draft.refused else []
     text = pipeline_of(draft, name, [f"Imported from {file.name} of {options.peer}.", *lost])
-    more = _require_loads(text, name, file)
+    more, pipeline = _require_loads(text, name, file)
+    to_mend = _to_mend(pipeline)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_output(out, text, keeps=True)
     if options.json:
         shown = {
             "pipeline": name, "file": str(out), "add": more, "mapped": draft.mapped, "not_needed": draft.not_needed,
-            "left_out": left_out,
+            "left_out": left_out, "assumed": sorted(draft.assumed & draft.mapped.keys()), "to_mend": to_mend,
         }  # fmt: skip
         print(json.dumps(shown, indent=2))
         return 0
-    for title, found in (("mapped", draft.mapped), ("not needed", draft.not_needed)):
+    for title, found in (("mapped", draft.mapped), ("left out, for this reason", draft.not_needed)):
         print(f"{title}:")
         width = max(map(len, found), default=0)
         for key, what in found.items():
-            print(f"  {key:<{width}}  {what}")
+            print(f"  {key:<{width}}  {what}{f'  ({_TITLES[options.peer]} default)' if key in draft.assumed else ''}")
     print(f"wrote {relative(out)}")
+    for each in to_mend:
+        print(f"mend before a plan: {each}")
     is_placed = out.absolute().parent.name == "pipeline"
     moved = "" if is_placed else f"mkdir -p conf/pipeline && mv {shlex.quote(str(out))} conf/pipeline/ && "
     placed = str(out) if is_placed else f"conf/pipeline/{out.name}"
@@ -859,18 +879,38 @@ def run_import(options: argparse.Namespace) -> int:
     return 0
 
 
-def _require_loads(text: str, name: str, file: Path) -> list[str]:
-    """Requires that the pipeline is one of ours; returns the overrides with which it is, where it needs a GPU."""
+def _to_mend(pipeline: "Pipeline") -> list[str]:
+    """What the plan would refuse, as far as files of this machine show it: an adapter that is missing, and the rows."""
+    from flows.planning.estimates import refused_rows
+    from lineage.source.sources import local_paths
+
+    base, found = pipeline.sources["base"], list[str]()
+    if base.base_model and not local_paths(base.path):
+        found.append(f"sources.base.path={base.path}: no such folder here, so that it would be an adapter of the hub")
+    stage = pipeline.stages["data"]
+    assert isinstance(stage.method, Prepare)
+    read = {
+        slot: pipeline.sources[stage.inputs[slot].removeprefix(SOURCE)] for slot in stage.method.row_slots(stage.inputs)
+    }
+    try:
+        refused_rows(stage.method, read)
+    except DataError as error:
+        found.append(f"data: {error}")
+    return found
+
+
+def _require_loads(text: str, name: str, file: Path) -> tuple[list[str], "Pipeline"]:
+    """Requires that the pipeline is one of ours; returns the overrides with which it is, a GPU's where it needs one or
+    sets a precision, and the pipeline."""
     from flows.declare.config import load_pipeline
 
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "pipeline" / f"{name}.yaml"
         place.parent.mkdir()
         place.write_text(text, encoding="utf-8")
-        for more in ([], ["resources=gpu"]):
+        for more in (["resources=gpu"], []) if "\n      precision: " in text else ([], ["resources=gpu"]):
             try:
-                load_pipeline([f"pipeline={name}", *more], Path(folder))
-                return more
+                return more, load_pipeline([f"pipeline={name}", *more], Path(folder))
             except ConfigError as error:
                 cause = error
     raise ConfigError(f"{file}: as a pipeline: {cause}") from cause

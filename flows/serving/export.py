@@ -44,6 +44,7 @@ _READ_BY = {
     "repo": ("hub",), "private": ("hub",), "dry_run": ("hub",),
 }  # fmt: skip
 CARD = "README.md"
+GGUF_TYPES = ("f16", "q8_0")
 _OF_STORE = ("weights", "exactly")  # facts of an output, which an exported model may not share
 
 
@@ -53,7 +54,7 @@ def add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("ref", metavar="REF", help="a model, such as sft or alias:champion; of verl a stage")
     parser.add_argument("--out", type=local_path, metavar="PATH", help="where to write; default: exports/, verl/STAGE")
     parser.add_argument("--dtype", choices=["bf16", "fp16"], help="merged, hub: of the weights; default bf16")
-    parser.add_argument("--type", choices=["f16", "q8_0"], help="gguf, ollama: of the weights; default f16")
+    parser.add_argument("--type", metavar="TYPE", help="gguf, ollama: of the weights: f16 (default) or q8_0")
     parser.add_argument("--repo", metavar="OWNER/NAME", help="hub: the repository, which is created if need be")
     parser.add_argument("--private", action="store_true", help="hub: a new repository is private")
     parser.add_argument("--dry-run", action="store_true", help="hub: write the folder and its card, and push nothing")
@@ -69,6 +70,12 @@ def run_export(options: argparse.Namespace) -> int:
             raise ConfigError(
                 f"export {options.target}: --{option.replace('_', '-')} is for {' and '.join(targets)}; leave it out"
             )
+    if options.type and options.type not in GGUF_TYPES:
+        smaller = str(options.type).upper()
+        raise ConfigError(
+            f"export {options.target}: --type {options.type}: {' and '.join(GGUF_TYPES)} are written here; for "
+            f"another, export gguf --type f16, then with llama.cpp: llama-quantize MODEL-f16.gguf MODEL.gguf {smaller}"
+        )
     ref, options.overrides = name_among(options.ref, options.overrides)
     if options.target == "verl":
         return _export_verl(ref, options)

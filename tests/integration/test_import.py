@@ -418,6 +418,27 @@ def test_a_setting_of_fsdp_that_has_no_place_is_refused_by_name(tmp_path):
     assert "fsdp_config.fsdp_unheard=1" in found.refused["fsdp_config.fsdp_unheard"]
 
 
+DPO_ON_SFT = (
+    "model_name_or_path: model\nadapter_name_or_path: saves/sft\nstage: dpo\nfinetuning_type: lora\nlora_rank: 4\n"
+    "dataset: chats\ndataset_dir: data\npref_beta: 0.2\nbf16: true\ntemplate: qwen\n"
+)
+
+
+def test_what_a_plan_would_refuse_is_named_and_assumed_values_are_told_from_the_users(folder):
+    ran = imported(folder, "llamafactory", "my_dpo.yaml", DPO_ON_SFT)
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    named = [line for line in lines if line.startswith("mend before a plan: ")]
+    assert "sources.base.path=saves/sft: no such folder here" in named[0]
+    assert "gives conversations; preferences is accepted" in named[1] and len(named) == 2
+    shown = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    assert 'base.base_model="model"' in shown["model_name_or_path"]
+    assert shown["lora_alpha"].endswith("method.adapter.alpha=8  (LLaMA-Factory's default)")
+    assert shown["pref_beta"].endswith("method.beta=0.2") and "data.held_out=1" in shown["held_out"]
+    assert lines.index("left out, for this reason:") < lines.index(shown["template"])
+    assert lines[-1] == "next: posttrain plan conf/pipeline/my-dpo.yaml resources=gpu"
+
+
 def test_an_imported_pipeline_is_planned_by_its_path(folder):
     peer, text, *_ = EXAMPLES["trl_sft"]
     ran = imported(folder, peer, "own.yaml", text, "--out", "ours/pipeline/mine.yaml")

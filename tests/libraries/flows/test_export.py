@@ -599,6 +599,7 @@ def test_a_push_to_the_hub_has_a_card_and_is_recorded_with_its_commit(store, tmp
     ("overrides", "reported"),
     [
         (("merged", "model", "--type", "q8_0"), "--type is for gguf and ollama"),
+        (("gguf", "model", "--type", "q4_k_m"), "llama-quantize MODEL-f16.gguf MODEL.gguf Q4_K_M"),
         (("gguf", "model", "--out", "m.bin"), "ends in .gguf"),
         (("hub", "model"), "--repo OWNER/NAME"),
         (("hub", "model", "--repo", "a b/c"), "--repo a b/c"),

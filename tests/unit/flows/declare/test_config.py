@@ -161,6 +161,11 @@ def test_a_pipeline_of_the_users_has_the_model_that_it_names_and_the_quickstarts
     assert "base" in load_pipeline(["pipeline=own", "model=tiny"], tmp_path).stages
     with pytest.raises(ConfigError, match="policy=base: no such stage or source"):
         load_pipeline(["pipeline=own"], tmp_path)
+    (tmp_path / "pipeline/own.yaml").write_text(f"# @package _global_\nname: own\nsources: {{{base}}}\n")
+    with pytest.raises(
+        ConfigError, match=r"rows=corpus: no such stage .* this pipeline has none: .* sources\.base\.path="
+    ):
+        load_pipeline(["pipeline=own", "model=tiny"], tmp_path)
 
 
 def test_a_source_in_a_file_of_the_users_is_read_or_refused_but_where_stages_are_deleted(tmp_path):
