@@ -726,15 +726,21 @@ def _finish(draft: Draft) -> None:
     if draft.stage in _SAMPLES and "max_length" not in method:
         prompt = int(str(method.get("max_prompt_length", 512)))
         method["max_length"] = prompt + int(str(method.get("max_completion_length", 256)))
-    if "held_out" not in draft.data:
-        draft.data["held_out"] = 1
-        draft.mapped["held_out"] = "data.held_out=1  (the least here; the file holds no rows out)"
-    settings = {"resources.micro_batch_size": micro, "method.global_batch_size": method["global_batch_size"]}
-    draft.mapped |= {key: f"{ours}={settings[ours]}" for key, ours in draft.mapped.items() if ours in settings}
+    _show_values(draft)
     if "path" not in draft.base:
         draft.refuse("model", None, "the file names no model; add one to it")
     if not draft.rows:
         draft.refuse("dataset", None, "the file names no rows; add them to it")
+
+
+def _show_values(draft: Draft) -> None:
+    """Puts what several keys decide, and the rows that are held out, among what is mapped."""
+    if "held_out" not in draft.data:
+        draft.data["held_out"] = 1
+        draft.mapped["held_out"] = "data.held_out=1  (the least here; the file holds no rows out)"
+    micro, rows = draft.resources["micro_batch_size"], draft.method["global_batch_size"]
+    settings = {"resources.micro_batch_size": micro, "method.global_batch_size": rows}
+    draft.mapped |= {key: f"{ours}={settings[ours]}" for key, ours in draft.mapped.items() if ours in settings}
 
 
 def _finish_adapter(draft: Draft) -> None:
