@@ -6,13 +6,19 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lineage.errors import ConfigError
+from lineage.artifact import SOURCE
+from lineage.errors import ConfigError, DataError
 from tasks.data.formats.turns import THOUGHTS
+from tasks.data.preparing.options import Prepare
+
+if TYPE_CHECKING:
+    from flows.declare.pipeline import Pipeline
 
 Values = dict[str, object]
 _LAUNCHERS = {"accelerate", "torchrun", "deepspeed"}
@@ -335,4 +341,24 @@ def _arguments(peer: str, text: str) -> Values:
             following.append(each)
         values = [yaml.safe_load(each) for each in ([value] if equals else following)]
         found[key.replace("-", "_")] = values[0] if len(values) == 1 else values or True
+    return found
+
+
+def mends(pipeline: "Pipeline") -> list[str]:
+    """What the plan would refuse, as far as files of this machine show it: an adapter that is missing, and the rows."""
+    from flows.planning.estimates import refused_rows
+    from lineage.source.sources import local_paths
+
+    base, found = pipeline.sources["base"], list[str]()
+    if base.base_model and not local_paths(base.path):
+        found.append(f"sources.base.path={base.path}: no such folder here, so that it would be an adapter of the hub")
+    stage = pipeline.stages["data"]
+    assert isinstance(stage.method, Prepare)
+    read = {
+        slot: pipeline.sources[stage.inputs[slot].removeprefix(SOURCE)] for slot in stage.method.row_slots(stage.inputs)
+    }
+    try:
+        refused_rows(stage.method, read)
+    except DataError as error:
+        found.append(f"data: {error}")
     return found

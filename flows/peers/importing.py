@@ -18,12 +18,10 @@ import yaml
 
 from flows.commands.arguments import write_output
 from flows.declare.peer_names import FIELDS, OF_BASE, VALUES
-from flows.peers.datasets import READERS, STAGES, Draft, Values, as_list, flat_oumi, read_values, section, slug
+from flows.peers.datasets import READERS, STAGES, Draft, Values, as_list, flat_oumi, mends, read_values, section, slug
 from flows.reports.wording import relative
-from lineage.artifact import SOURCE
-from lineage.errors import ConfigError, DataError
+from lineage.errors import ConfigError
 from lineage.filesystem.files import local_path
-from tasks.data.preparing.options import Prepare
 
 if TYPE_CHECKING:
     from flows.declare.pipeline import Pipeline
@@ -371,10 +369,7 @@ def _weights_of(draft: Draft, key: str, value: object) -> None:
 def _adapter_path(draft: Draft, key: str, value: object) -> None:
     if "path" in draft.base:
         draft.base["base_model"] = draft.base["path"]
-        draft.mapped |= {
-            name: what.replace("base.path", "base.base_model")
-            for name, what in draft.mapped.items() if what.startswith("base.path=")
-        }  # fmt: skip
+        draft.mapped = {each: ours.replace("base.path=", "base.base_model=") for each, ours in draft.mapped.items()}
     draft.set(key, "base.path", value)
 
 
@@ -860,7 +855,7 @@ def run_import(options: argparse.Namespace) -> int:
     lost = [f"not carried over: {', '.join(sorted({*left_out, *draft.refused}))}"] if left_out or draft.refused else []
     text = pipeline_of(draft, name, [f"Imported from {file.name} of {options.peer}.", *lost])
     more, pipeline = _require_loads(text, name, file)
-    to_mend = _to_mend(pipeline)
+    to_mend = mends(pipeline)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_output(out, text, keeps=True)
     if options.json:
@@ -883,26 +878,6 @@ def run_import(options: argparse.Namespace) -> int:
     placed = str(out) if is_placed else f"conf/pipeline/{out.name}"
     print(" ".join([f"next: {moved}posttrain plan {shlex.quote(placed)}", *more]))
     return 0
-
-
-def _to_mend(pipeline: "Pipeline") -> list[str]:
-    """What the plan would refuse, as far as files of this machine show it: an adapter that is missing, and the rows."""
-    from flows.planning.estimates import refused_rows
-    from lineage.source.sources import local_paths
-
-    base, found = pipeline.sources["base"], list[str]()
-    if base.base_model and not local_paths(base.path):
-        found.append(f"sources.base.path={base.path}: no such folder here, so that it would be an adapter of the hub")
-    stage = pipeline.stages["data"]
-    assert isinstance(stage.method, Prepare)
-    read = {
-        slot: pipeline.sources[stage.inputs[slot].removeprefix(SOURCE)] for slot in stage.method.row_slots(stage.inputs)
-    }
-    try:
-        refused_rows(stage.method, read)
-    except DataError as error:
-        found.append(f"data: {error}")
-    return found
 
 
 def _require_loads(text: str, name: str, file: Path) -> tuple[list[str], "Pipeline"]:
