@@ -212,11 +212,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """A parser with the arguments of the called command, and only the names of the others, which are not imported."""
-    is_whole = arguments[:1] == [_COMPLETION]
+    is_whole, is_help = arguments[:1] == [_COMPLETION], arguments[:1] in (["--help"], ["-h"], [])
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(
         prog="posttrain", description="Trains language models after pretraining, as one graph.", formatter_class=raw,
-        epilog=overview() if arguments[:1] in (["--help"], ["-h"], []) else None, allow_abbrev=False,
+        epilog=overview(COMMANDS) if is_help else None, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--version", action="version", version=f"posttrain {version('posttrain')}")
     if is_whole:
@@ -226,8 +226,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, help_text in COMMANDS.items():
         examples = f"examples:{EXAMPLES.get(name, '').replace(chr(10), chr(10) + '  ')}"
+        shown = {} if is_help else {"help": help_text}  # which the epilog has, in groups
         sub = commands.add_parser(
-            name, help=help_text, description=help_text, epilog=examples, formatter_class=raw, allow_abbrev=False
+            name, **shown, description=help_text, epilog=examples, formatter_class=raw, allow_abbrev=False
         )
         sub.cli_args = arguments
         if is_whole or name in arguments[:1]:
@@ -267,12 +268,20 @@ def run_plan(options: argparse.Namespace) -> int:
         print(json.dumps(union_dict(sweep), indent=2) if options.json else union_text(sweep))
         return 0
     from flows.declare.config import load_pipeline
-    from flows.planning.checks import bf16_notes, cluster_notes, column_notes, compile_notes, position_notes
+    from flows.planning.advice import set_fields
+    from flows.planning.checks import (
+        bf16_notes,
+        cluster_notes,
+        column_notes,
+        compile_notes,
+        position_notes,
+        toy_notes,
+    )
     from flows.planning.estimates import (
         Estimator,
         History,
         island_notes,
-        row_notes,
+        read_rows,
         scoring_notes,
         share_notes,
         unseen_notes,
@@ -289,11 +298,14 @@ def run_plan(options: argparse.Namespace) -> int:
     _require_place(pipeline.store, plan.stale)
     to_run = {planned.name: planned.stage for planned in plan.stale}
     clusters = cluster_notes([planned.name for planned in plan.stale if planned.resources.on_cluster])
-    faster = [*clusters, *bf16_notes(to_run), *compile_notes(to_run)]
+    is_set = set_fields(pipeline)
+    meant = [name for name in to_run if is_set(name, "method.precision")]
+    faster = [*clusters, *bf16_notes(to_run, meant), *compile_notes(to_run)]
     shares = share_notes(plan, plan.stale)
     stale = [planned.name for planned in plan.stale]
-    positions, columns = position_notes(pipeline, stale), [*column_notes(plan.pipeline, stale), *row_notes(plan)]
-    plan = replace(plan, notes=[*plan.notes, *positions, *columns, *shares, *faster, *pending(plan)])
+    plan, left_out = read_rows(plan)
+    rows = [*position_notes(pipeline, stale), *column_notes(plan.pipeline, stale), *left_out]
+    plan = replace(plan, notes=[*plan.notes, *rows, *toy_notes(to_run), *shares, *faster, *pending(plan)])
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
     plan = replace(
@@ -343,7 +355,7 @@ def run_run(options: argparse.Namespace) -> int:
             options.overrides, options.config_dir, ["--multirun", *recorded_cli_args(options)], as_json=options.json
         )
     from flows.declare.config import load_pipeline
-    from flows.planning.estimates import Estimator, History, row_notes
+    from flows.planning.estimates import Estimator, History, read_rows
     from flows.planning.fit import require_fits
     from flows.planning.plan import make_plan
     from flows.planning.plan_file import read_plan, require_approved
@@ -360,7 +372,7 @@ def run_run(options: argparse.Namespace) -> int:
         create_store(pipeline.store)
     adopt_view(pipeline)
     plan = make_plan(pipeline)
-    row_notes(plan)
+    plan, _ = read_rows(plan)
     estimator = Estimator(plan, History.of(plan.home))
     found = estimator.estimates(plan.stale)
     require_fits(plan, found, estimator)

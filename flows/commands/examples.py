@@ -12,15 +12,15 @@ from lineage.errors import ConfigError
 EXAMPLES: Mapping[str, str] = {
     "plan": """
 posttrain plan
-posttrain plan pipeline=sft model=owner/name data=chats.jsonl
+posttrain plan pipeline=sft model=smollm2 data=chats.jsonl
 posttrain plan stages.dpo.method.beta=0.2 --json""",
     "run": """
 posttrain run
-posttrain run pipeline=sft model=owner/name data=chats.jsonl
+posttrain run pipeline=sft model=smollm2 data=chats.jsonl
 posttrain run --multirun stages.dpo.method.beta=0.05,0.1,0.3""",
     "init": """
 posttrain init mine
-posttrain init mine --model owner/name --data chats.jsonl
+posttrain init mine --model smollm2 --data qa.csv
 posttrain init mine --from qlora --model owner/name --data chats.jsonl""",
     "rehearse": """
 posttrain rehearse
@@ -151,6 +151,14 @@ posttrain doctor
 posttrain doctor resources=gpu
 posttrain doctor --json""",
 }
+# What is shown together in --help.
+GROUPS: Mapping[str, str] = {
+    "start": "init data plan run chat doctor",
+    "look": "status logs ui report lineage impact",
+    "compare": "diff diagnose blame tune advise compat gate-check",
+    "take away": "export serve-model promote rollback",
+    "operate": "serve cancel rehearse certify canary verify gc rebuild stage steps replay import",
+}
 # Commands of other tools, and what does it here.
 _HABITS = (
     ("train fit finetune fine-tune launch start", "posttrain run pipeline=sft model=owner/name data=chats.jsonl"),
@@ -235,19 +243,26 @@ def no_option(word: str, following: str | None, command: str) -> ConfigError:
     return ConfigError(f"unknown option {word}; {here}")
 
 
-def overview() -> str:
-    """The end of ``posttrain --help``: pipelines, and the groups with their options."""
-    conf = CONFIG.parent
+def overview(commands: Mapping[str, str]) -> str:
+    """The end of ``posttrain --help``: commands, pipelines, and the groups with their options."""
+    conf, longest = CONFIG.parent, max(map(len, commands))
+    called = [
+        line
+        for group, names in GROUPS.items()
+        for line in (f"{group}:", *(f"  {name:<{longest}}  {commands[name]}" for name in names.split()), "")
+    ]
+    default = re.search(r"pipeline: (\S+)", CONFIG.read_text(encoding="utf-8"))
     found = [(path.stem, _purpose(path)) for path in sorted((conf / "pipeline").glob("*.yaml"))]
     width = max(len(name) for name, _ in found)
-    pipelines = [f"  {name:<{width}}  {purpose}" for name, purpose in found]
+    marks = {default[1]: " (the default)"} if default else {}
+    pipelines = [f"  {name:<{width}}  {purpose}{marks.get(name, '')}" for name, purpose in found]
     others = sorted(path for path in conf.iterdir() if path.is_dir() and path.name not in _INNER)
     options = {path.name: ", ".join(sorted(each.stem for each in path.glob("*.yaml"))) for path in others}
     groups = [
         fill(f"{name}= {each}", 100, initial_indent="  ", subsequent_indent="    ") for name, each in options.items()
     ]
     return "\n".join([
-        "pipelines (pipeline=NAME):", *pipelines, "", "groups (GROUP=NAME):",
+        *called, "pipelines (pipeline=NAME):", *pipelines, "", "groups (GROUP=NAME):",
         *groups, "", "examples:", *(f"  {line}" for line in EXAMPLES["run"].split("\n") if line),
         "", "posttrain COMMAND --help has more. Completion: posttrain --print-completion bash",
     ])  # fmt: skip

@@ -22,6 +22,7 @@ from lineage.source.model_files import PROCESSOR_FILES, weight_places
 from lineage.source.model_source import vocabulary_of
 from lineage.source.source_checks import PYTHON, is_loaded
 from lineage.source.sources import local_paths
+from tasks.base_model import BaseModel
 from tasks.context import Resources
 from tasks.data.formats.detect import check_direction, detect
 from tasks.data.formats.proposals import with_prompt
@@ -693,20 +694,37 @@ def _check_optimizer(where: str, method: Training) -> None:
         )
 
 
-def bf16_notes(stages: Mapping[str, Stage]) -> list[str]:
-    """Where trainings on this CPU use bf16 without its instructions, or fp32 beside them."""
+def toy_notes(stages: Mapping[str, Stage]) -> list[str]:
+    """The stages that make a model from scratch, which a user may take for a real one."""
+    return [
+        f"{name}: a toy, made from scratch on {stage.inputs['rows']}; a real model is model=smollm2"
+        for name, stage in stages.items()
+        if isinstance(stage.method, BaseModel)
+    ]
+
+
+def bf16_notes(stages: Mapping[str, Stage], chosen: Collection[str] = ()) -> list[str]:
+    """Where trainings on this CPU use bf16 without its instructions, or fp32 beside them.
+
+    Args:
+        chosen: stages whose precision the user has set: of these fp32 is not questioned.
+    """
     found = {"fp32": list[str](), "bf16": list[str]()}
     for name, stage in stages.items():
         method = stage.method
         if not isinstance(method, Training) or (method.has_own_loop and "precision" not in method.applies):
             continue
-        if method.precision in found and not stage.resources.gpus_per_worker:
+        is_meant = name in chosen and method.precision == "fp32"
+        if method.precision in found and not stage.resources.gpus_per_worker and not is_meant:
             found[method.precision].append(name)
     if os.environ.get("RAY_ADDRESS") or not _CPU_FLAGS.is_file():
         return []
     instructions, fp32, bf16 = bf16_instructions(), ", ".join(found["fp32"]), ", ".join(found["bf16"])
     if instructions and fp32:
-        return [f"precision=bf16 would train {fp32} faster: this CPU has {instructions} (docs/performance.md)"]
+        return [
+            f"precision=bf16 would train {fp32} faster, into another model: this CPU has {instructions} "
+            "(docs/performance.md)"
+        ]
     if not instructions and bf16:
         return [
             f"precision=bf16 of {bf16}: this CPU has no instructions for it ({', '.join(_BF16_FLAGS)}), and "

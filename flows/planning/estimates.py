@@ -23,6 +23,7 @@ from flows.planning.adapter_choice import (
     read_model,
 )
 from flows.planning.plan import Plan, PlannedStage
+from flows.planning.staleness import hyperparameters
 from flows.reports.wording import counted, gib
 from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError, DataError
@@ -35,7 +36,7 @@ from lineage.source.sources import files_of, local_paths
 from lineage.store import Manifest, Store
 from tasks.base_model import BaseModel
 from tasks.context import Resources
-from tasks.data.preparing.options import Prepare
+from tasks.data.preparing.options import REPLAY, Prepare
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.judgement.disk_need import Shapes, model_shapes, parts_trained, percent_trained, require_disk
 from tasks.judgement.estimate import (
@@ -158,7 +159,7 @@ class Estimate:
     @property
     def basis(self) -> str:
         """``measured on 2 runs, off by 5 % in memory and 12 % in time``, or ``by formula``."""
-        longest = ", all rows as long as max_length" if self.at_most else ""
+        longest = ", at most: all rows as long as max_length" if self.at_most else ""
         if self.unseen:
             longest += ", at least: one row at once"
         if not self.runs:
@@ -593,47 +594,69 @@ def model_of(plan: Plan, planned: PlannedStage, slot: str = POLICY) -> Path | No
 _SMALL_BYTES = 100 * 10**6  # of files whose rows are all read when the plan is made
 
 
-def row_notes(plan: Plan) -> list[str]:
-    """Reads the rows of data stages that are to run, from small files on this machine: notes on those left out.
+def read_rows(plan: Plan) -> tuple[Plan, list[str]]:
+    """Reads the rows of data stages that are to run, from small files on this machine.
+
+    Returns:
+        The plan, with about how many steps the trainings on these rows take; and notes on rows that are left out.
 
     Raises:
         DataError: what the stages would refuse, all of it.
     """
-    notes, refusals = list[str](), list[str]()
+    notes, refusals, counts = list[str](), list[str](), dict[str, int]()
     for planned in plan.stale:
         method = planned.stage.method
         if not isinstance(method, Prepare):
             continue
         read = {slot: planned.inputs[slot].source for slot in method.row_slots(planned.stage.inputs)}
         try:
-            left_out = refused_rows(method, read)
+            left_out, num_rows = refused_rows(method, read, replays=REPLAY in planned.stage.inputs)
         except DataError as error:
             source = planned.stage.inputs[next(iter(read))].removeprefix(SOURCE)
             text = str(error).replace("sources.NAME", f"sources.{source}")
             refusals.append(f"{planned.name}: {text.replace('stages.STAGE', f'stages.{planned.name}')}")
             continue
+        if num_rows:
+            counts[planned.name] = num_rows
         if left_out:
             reasons = ", ".join(f"{reason}: {count:,}" for reason, count in left_out.items())
             paths = ", ".join(each.path for each in read.values() if each)
             notes.append(f"{planned.name}: rows left out of {paths}: {reasons}")
     if refusals:
         raise DataError("\n".join(refusals))
-    return notes
+    return replace(plan, stages=[_counted(planned, counts) for planned in plan.stages]), notes
 
 
-def refused_rows(method: Prepare, read: Mapping[str, Source | None]) -> Mapping[str, int]:
-    """How many rows a data stage would leave out, by reason; none where a source is no small file of this machine.
+def _counted(planned: PlannedStage, counts: Mapping[str, int]) -> PlannedStage:
+    """A training with the number of rows of its data stage, where that is not finished."""
+    method = planned.stage.method
+    if planned.state == "reuse" or not isinstance(method, Training) or not planned.hyperparameters:
+        return planned
+    rows = planned.inputs.get(rows_slot(method))
+    num_rows = counts.get(rows.name) if rows else None
+    if num_rows is None or planned.hyperparameters.num_examples is not None:
+        return planned
+    return replace(planned, hyperparameters=hyperparameters(method, None, None, num_rows))
+
+
+def refused_rows(
+    method: Prepare, read: Mapping[str, Source | None], *, replays: bool = False
+) -> tuple[Mapping[str, int], int | None]:
+    """How many rows a data stage would leave out, by reason, and keep for training; None where that is not known.
+
+    Args:
+        replays: whether rows of earlier models join them, so that their number is not known.
 
     Raises:
         DataError: what the stage would refuse.
     """
     sources = {slot: source for slot, source in read.items() if source and _is_small_file(source)}
     if not sources or len(sources) < len(read):
-        return {}
+        return {}, None
     gc.enable()  # DuckDB's binding prints what it takes for leaks when a process ends without it
-    from tasks.data.preparing.convert_rows import check_rows
+    from tasks.data.preparing.prepare import check_rows
 
-    return check_rows(method, sources, os.cpu_count() or 1)
+    return check_rows(method, sources, os.cpu_count() or 1, replays=replays)
 
 
 def _is_small_file(source: Source) -> bool:

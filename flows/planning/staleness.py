@@ -86,17 +86,17 @@ class Hyperparameters:
 
     @property
     def length(self) -> str:
-        """``79 steps of 32 (num_steps), 1.01 epochs``"""
+        """``79 steps of 32 rows (num_steps), 1.01 epochs``"""
         about = "" if self.is_exact else "about "
         rows = f" of {self.num_examples:,} {'examples' if self.is_exact else 'rows'}" if self.num_examples else ""
         epochs = None if self.num_epochs is None else f"{self.num_epochs:.4g} epoch{'s' * (self.num_epochs != 1)}{rows}"
         if self.length_reason.startswith("num_steps"):
-            steps = f"{self.num_steps} steps of {self.global_batch_size} ({self.length_reason})"
+            steps = f"{self.num_steps} steps of {self.global_batch_size} rows ({self.length_reason})"
             length = f"{steps}, {about}{epochs}" if epochs else steps
         elif self.num_steps is None:
             length = f"{epochs} ({self.length_reason}), steps once tokenized"
         else:
-            length = f"{epochs} ({self.length_reason}), {about}{self.num_steps} steps of {self.global_batch_size}"
+            length = f"{epochs} ({self.length_reason}), {about}{self.num_steps} steps of {self.global_batch_size} rows"
         cut = ""
         if self.num_steps == 1 and self.warmup:
             cut = "; its only step is of the warm-up, at the learning rate 0: it learns nothing (schedule.warmup=0)"
@@ -106,19 +106,23 @@ class Hyperparameters:
         return f"{length}{cut}{lost}"
 
     def __str__(self) -> str:
-        """``learning_rate 1e-05 (default of DPO, x10 under an adapter); 79 steps of 32 (num_steps), 1.01 epochs``"""
+        """``learning_rate 1e-05 (default of DPO, x10 under an adapter); 79 steps of 32 rows (num_steps)``"""
         return f"learning_rate {self.learning_rate:g} ({self.learning_rate_reason}); {self.length}"
 
 
-def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path | None) -> Hyperparameters:
+def hyperparameters(
+    method: TrainingRecipe, rows: Manifest | None, counted: Path | None, num_rows: int | None = None
+) -> Hyperparameters:
     """Resolves the hyperparameters of a training.
 
     Args:
         rows: manifest of the data stage that it reads; None: unfinished, or a source.
         counted: the file of ``examples_file``; None: its rows are not counted.
+        num_rows: that an unfinished data stage will have; None: as the manifest says.
     """
+    num_rows = num_rows or _train_rows(rows)
     exact, lost = _read(counted) if counted else (None, "")
-    examples = exact or _prepared(method, rows)
+    examples = exact or _prepared(method, num_rows)
     num_steps = method.num_steps
     if num_steps is None and examples:
         num_steps = method.steps(lambda: examples)
@@ -132,7 +136,7 @@ def hyperparameters(method: TrainingRecipe, rows: Manifest | None, counted: Path
         learning_rate=method.learning_rate, learning_rate_reason=_learning_rate_reason(method), num_steps=num_steps,
         num_epochs=num_epochs, num_examples=examples, is_exact=exact is not None or examples is None,
         global_batch_size=method.global_batch_size, length_reason=length_reason,
-        warmup=method.schedule.warmup, num_rows=_train_rows(rows), lost=lost,
+        warmup=method.schedule.warmup, num_rows=num_rows, lost=lost,
     )  # fmt: skip
 
 
@@ -149,12 +153,12 @@ def _learning_rate_reason(method: TrainingRecipe) -> str:
     return f"as set; default of {name}{under}: {applied:g}"
 
 
-def _prepared(method: TrainingRecipe, rows: Manifest | None) -> int | None:
+def _prepared(method: TrainingRecipe, num_rows: int | None) -> int | None:
     """Number of prepared rows, if each is about one example (not for chunked text or packed rows)."""
     tokenization = method.tokenization()
     if tokenization is None or tokenization.kind == Kind.TEXT or tokenization.packing:
         return None
-    return _train_rows(rows)
+    return num_rows
 
 
 def _train_rows(rows: Manifest | None) -> int | None:

@@ -175,8 +175,8 @@ def _estimate_table(estimates: Mapping[str, Estimate]) -> list[str]:
         return []
     rows = [(name, *_cells(in_all([each])), each.basis) for name, each in estimates.items()]
     if len(rows) > 1:
-        rows.append(("in all", *_cells(in_all(list(estimates.values()))), ""))
-    columns = ("stage", "GiB per worker", "time", "GPU-hours", "price", "kWh", "basis")
+        rows.append(("in all (most GiB)", *_cells(in_all(list(estimates.values()))), ""))
+    columns = ("stage", "GiB per worker", "time (m:ss)", "GPU-hours", "price", "kWh", "basis")
     shown = [index for index in range(len(columns)) if any(row[index] for row in rows)]
     table = empty_table(*(columns[index] for index in shown), numbers=columns[1:-1])
     for row in rows:
@@ -204,7 +204,7 @@ def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> s
         if count
         else f"nothing to do: all {len(plan.stages)} stages are finished"
     )
-    head = [f"pipeline {plan.pipeline.name}  store {relative(plan.pipeline.store)}", *plan.notes]
+    head = f"pipeline {plan.pipeline.name}  store {relative(plan.pipeline.store)}"
     settings = empty_table("stage", "learning rate", "origin", "length", numbers=("learning rate",))
     for planned in plan.stale:
         if found := planned.hyperparameters:
@@ -216,8 +216,8 @@ def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> s
     ]  # fmt: skip
     trained = plain_text(settings) if settings.rows else ""
     needed = [*_estimate_table(estimates or {}), *advice_lines(plan.advice)]
-    parts = [plain_text(table), trained, "\n".join(kernels), *needed, verdict]
-    return on_screen("\n\n".join(["\n".join(head), *filter(None, parts)]))
+    parts = [head, plain_text(table), trained, "\n".join(kernels), *needed, "\n".join(plan.notes), verdict]
+    return on_screen("\n\n".join(filter(None, parts)))
 
 
 def run_dict(plan: Plan, seconds: dict[str, float], wall: float, mlflow_run_id: str | None) -> dict[str, object]:

@@ -42,7 +42,10 @@ class Found:
 def resolve(ref: str, index: Index) -> Found:
     """Resolves a REF (ConfigError: no or several things have that name; the message names similar ones)."""
     if index.is_empty():
-        raise ConfigError(f"{ref}: the store {index.store} holds no finished artifact; produce one with: posttrain run")
+        raise ConfigError(
+            f"{ref}: the store {index.store} holds no finished artifact: nothing is trained here yet; posttrain run "
+            "first, or cd into your project"
+        )
     nodes = _candidates(ref, index)
     if len(nodes) > 1:
         raise ConfigError(f"{ref} names {len(nodes)} things: {_some(nodes)}; name one of them")

@@ -1,6 +1,7 @@
 """The plan reads the rows of small files on this machine, and refuses at once what their stages would refuse."""
 
 import json
+import re
 
 from tests import tiny
 from tests.command import Command
@@ -39,3 +40,16 @@ def test_few_empty_rows_are_counted_and_named(tmp_path):
         "2 of 200 rows cannot be used"
         in Command(tmp_path)("plan", *overrides, "stages.instructions.method.max_bad_rows=0").stderr
     )
+
+
+def test_a_split_without_rows_is_found_by_the_plan(tmp_path):
+    write(tmp_path, chats=chats(60, 0), few=chats(1, 0))
+    done = Command(tmp_path)("plan", "pipeline=sft", "data=chats.jsonl", "stages.instructions.method.held_out=1e-9")
+    assert done.returncode == 2 and "of 60 rows leaves none to measure on; give more rows or groups" in done.stderr
+    known = Command(tmp_path)("plan", "pipeline=sft", "data=chats.jsonl").stdout
+    assert re.search(r"base: a toy, made from scratch on corpus; a real model is model=smollm2", known), known
+    epochs = ("stages.sft.method.num_steps=null", "stages.sft.method.num_epochs=1")
+    known = Command(tmp_path)("plan", "pipeline=sft", "data=chats.jsonl", *epochs).stdout
+    assert re.search(r"1 epoch of 5\d rows \(num_epochs, the default\), about 4 steps of 16 rows", known), known
+    one = Command(tmp_path)("plan", "pipeline=sft", "data=few.jsonl")
+    assert one.returncode == 2 and "held_out=0.1 of 1 rows leaves none to " in one.stderr

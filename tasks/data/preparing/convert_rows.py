@@ -8,7 +8,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import numpy as np
 import pyarrow as pa
@@ -570,31 +569,6 @@ def _settle_rejects(staging: Staging, file: Path) -> list[str]:
     if not shown:
         file.unlink()
     return shown
-
-
-def check_rows(options: Prepare, sources: Mapping[str, Source], workers: int) -> Mapping[str, int]:
-    """Reads and converts all rows as the stage would, and keeps nothing.
-
-    Returns:
-        How many rows would be left out, by reason.
-
-    Raises:
-        DataError: no format fits the rows, or too many are bad.
-    """
-    convert = ConvertRows.of(options)
-    with TemporaryDirectory(prefix="posttrain-rows-") as scratch:
-        staging = stage(sources, convert, workers, Path(scratch))
-        report = DataReport(counts={}, sources={slot: staged.report for slot, staged in staging.sources.items()})
-        if refusal := settle_bad_rows(staging, report, options, Path(scratch)):
-            listed = str(refusal).replace(f"all of them are in {Path(scratch) / REJECTS}", "posttrain data lists them")
-            raise DataError(listed)
-        left = sum(staged.stop - staged.start for staged in staging.sources.values()) - report.num_dropped
-        if 1 <= options.held_out >= left:
-            raise DataError(
-                f"held_out={options.held_out} of {left} rows leaves none to train on; give more rows, or a smaller "
-                "held_out"
-            )
-    return sum((Counter(source.dropped) for source in report.sources.values()), Counter[str]())
 
 
 def settle_bad_rows(staging: Staging, report: DataReport, options: Prepare, directory: Path) -> DataError | None:

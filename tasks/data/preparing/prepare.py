@@ -1,6 +1,7 @@
 """The work of a data stage: from a user's rows to files, counts, lengths and a report."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,7 @@ from tasks.data.preparing.convert_rows import (
 from tasks.data.preparing.decide import Decided, decide, draw_old, old_columns, old_rows, open_database, read_old
 from tasks.data.preparing.options import REPLAY, TOKENIZER, Prepare
 from tasks.data.preparing.repeats import BANDS, NamedSet, find_leakage, find_near_duplicates
-from tasks.data.preparing.report import DataReport, Lengths, write_reports
+from tasks.data.preparing.report import REJECTS, DataReport, Lengths, write_reports
 from tasks.data.tokens.encoding import Rendered
 from tasks.data.tokens.rendering import Template
 from tasks.recipe import Input, Inputs
@@ -98,6 +99,41 @@ def prepare(options: Prepare, inputs: Inputs, ctx: TrainContext, opened: Mapping
     if refusal:
         raise refusal
     return {name: float(count) for name, count in report.counts.items()}
+
+
+def check_rows(
+    options: Prepare, sources: Mapping[str, Source], workers: int, *, replays: bool = False
+) -> tuple[Mapping[str, int], int | None]:
+    """Reads, converts and splits all rows as the stage would, and keeps nothing.
+
+    Args:
+        replays: whether earlier rows are replayed, which decide with these in which split a row is.
+
+    Returns:
+        How many rows would be left out, by reason; and the number of training rows, None with earlier rows.
+
+    Raises:
+        DataError: no format fits the rows, too many are bad, or a split would be empty.
+    """
+    with TemporaryDirectory(prefix="posttrain-rows-") as directory:
+        scratch = Path(directory)
+        staging = stage(sources, ConvertRows.of(options), workers, scratch)
+        report = DataReport(counts={}, sources={slot: staged.report for slot, staged in staging.sources.items()})
+        if refusal := settle_bad_rows(staging, report, options, scratch):
+            kept = f"all of them are in {scratch / REJECTS}"
+            raise DataError(str(refusal).replace(kept, "posttrain data lists them"))
+        left_out = sum((Counter(source.dropped) for source in report.sources.values()), Counter[str]())
+        train = None
+        if not replays:
+            with open_database(scratch, workers) as connection:
+                read_old(connection, None)
+                decided = decide(connection, staging, options)
+                query = "SELECT count(*) FILTER (held_out), count(*) FILTER (NOT held_out) FROM placed"
+                ((held_out, train),) = connection.execute(query).fetchall()
+            counts = {"rows": held_out + train - decided.repeated, "held_out_rows": held_out, "train_rows": train}
+            if refusal := _empty_side(counts, options, decided):
+                raise refusal
+    return left_out, train
 
 
 def _empty_side(counts: Mapping[str, int], options: Prepare, decided: Decided) -> DataError | None:

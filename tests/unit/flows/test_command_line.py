@@ -7,7 +7,7 @@ import pytest
 
 from flows.__main__ import COMMANDS, main
 from flows.__main__ import _parser as parser_of
-from flows.commands.examples import EXAMPLES, HABITS
+from flows.commands.examples import EXAMPLES, GROUPS, HABITS
 from flows.declare.config import CONF, load_pipeline
 from tests.written_store import WrittenStore
 
@@ -18,7 +18,8 @@ def test_help_lists_pipelines_with_their_purpose_and_groups_with_their_options(c
     with pytest.raises(SystemExit):
         main(["--help"])
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.split()}
-    assert all(lines[name] for name in PIPELINES)
+    assert all(lines[name] for name in PIPELINES) and lines["cpt-sft-dpo"][-2:] == ["(the", "default)"]
+    assert sorted(" ".join(GROUPS.values()).split()) == sorted(COMMANDS) and all(lines[name] for name in COMMANDS)
     assert {"adapter=", "model=", "optimizer=", "preset=", "resources=", "schedule=", "tracking="} <= lines.keys()
 
 

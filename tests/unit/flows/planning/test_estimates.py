@@ -129,7 +129,7 @@ def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
     assert halved == pytest.approx(0.5, rel=0.03)  # rows are half as long as the most, and so is their attention
     starts = features.passes * 4 * 0.002
     assert after.seconds == pytest.approx(10 + starts + (100 - starts) * after.features.flops / features.flops)
-    longest = "by formula, all rows as long as max_length"
+    longest = "by formula, at most: all rows as long as max_length"
     assert estimates(demo())["dpo"].basis == longest  # another method
     assert estimates(demo("stages.sft.resources.cpus_per_worker=1"))["sft"].basis == "by formula"  # other hardware
 
@@ -137,7 +137,10 @@ def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
 def test_a_run_on_other_rows_tells_the_time_and_not_how_long_the_rows_are(demo):
     remember(demo(), "sft", memory=2**31, seconds=100.0, row_tokens=64.0, is_cut=False, rows="others")
     found = estimates(demo())["sft"]
-    assert found.basis == "measured on 1 run, off by 100% in memory and 10% in time, all rows as long as max_length"
+    assert (
+        found.basis
+        == "measured on 1 run, off by 100% in memory and 10% in time, at most: all rows as long as max_length"
+    )
     assert found.least < 2**30 < found.memory
 
 

@@ -28,11 +28,13 @@ EPOCHS = ("stages.dpo.method.num_steps=null", "stages.dpo.method.num_epochs=2")
         (DPO(adapter=LORA), "learning_rate 1e-05 (default of DPO, x10 under an adapter); 1 epoch"),
         (
             SFT(adapter=LORA, learning_rate=1e-3, num_steps=30, global_batch_size=8),
-            "learning_rate 0.001 (as set; default of SFT, x10 under an adapter: 0.0002); 30 steps of 8 (num_steps)",
+            "learning_rate 0.001 (as set; default of SFT, x10 under an adapter: 0.0002); "
+            "30 steps of 8 rows (num_steps)",
         ),
         (
             SFT(num_steps=30, global_batch_size=8, schedule=Schedule(warmup=30.0)),
-            "learning_rate 2e-05 (default of SFT); 30 steps of 8 (num_steps); its warm-up of 30 steps does not end",
+            "learning_rate 2e-05 (default of SFT); 30 steps of 8 rows (num_steps); "
+            "its warm-up of 30 steps does not end",
         ),
     ],
 )
@@ -43,9 +45,9 @@ def test_the_values_that_apply_and_why(method: SFT, shown: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "shown", "length"),
     [
-        ({"num_steps": 30}, "30 steps of 8 (num_steps), 2.4 epochs of 100 examples", (30, 2.4)),
-        ({"num_epochs": 1}, "1 epoch of 100 examples (num_epochs, the default), 13 steps of 8", (13, 1)),
-        ({"num_epochs": 2.5}, "2.5 epochs of 100 examples (num_epochs), 32 steps of 8", (32, 2.5)),
+        ({"num_steps": 30}, "30 steps of 8 rows (num_steps), 2.4 epochs of 100 examples", (30, 2.4)),
+        ({"num_epochs": 1}, "1 epoch of 100 examples (num_epochs, the default), 13 steps of 8 rows", (13, 1)),
+        ({"num_epochs": 2.5}, "2.5 epochs of 100 examples (num_epochs), 32 steps of 8 rows", (32, 2.5)),
     ],
 )
 def test_steps_and_epochs_of_rows_that_were_counted(tmp_path: Path, fields, shown: str, length) -> None:
@@ -82,7 +84,7 @@ def test_the_plan_knows_more_with_each_thing_that_is_done(tmp_path: Path) -> Non
     assert length(prepared, "cpt")["num_examples"] is None  # of text, a row is no example
     table = r"^stage +learning rate +origin +length\n(.*\n)*dpo +\S+ +(as set; )?default"
     assert re.search(table, plan_table(prepared), re.MULTILINE)
-    assert "2 epochs of 50 rows (num_epochs), about 7 steps of 16" in plan_table(prepared)
+    assert "2 epochs of 50 rows (num_epochs), about 7 steps of 16 rows" in plan_table(prepared)
 
     checks = DataChecks()
     run = Run(plan=prepared, processes=Checked(), emit=lambda event: None, tracker=Tracker(), checks=checks)

@@ -168,11 +168,14 @@ def test_bf16_is_suggested_where_the_cpu_has_instructions_for_it(tmp_path, monke
     (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
     monkeypatch.setattr(checks, "_CPU_FLAGS", tmp_path / "cpuinfo")
     stages = load_pipeline(["stages.sft.method.precision=bf16", "stages.dpo.resources.gpus_per_worker=1"]).stages
-    expected = [f"precision=bf16 would train cpt, reward faster: this CPU has {found} (docs/performance.md)"]
+    expected = [
+        f"precision=bf16 would train cpt, reward faster, into another model: this CPU has {found} (docs/performance.md)"
+    ]
     sft = {"sft": stages["sft"], "evaluate": stages["evaluate"]}
     if found:
         assert checks.bf16_notes(stages) == expected
         assert checks.bf16_notes(sft) == []
+        assert checks.bf16_notes(stages, [*stages]) == []
     else:
         (note,) = checks.bf16_notes(sft)
         assert "precision=bf16 of sft: this CPU has no instructions for it (amx_bf16, avx512_bf16)" in note
