@@ -38,8 +38,11 @@ if TYPE_CHECKING:
 _ASSUMED_ROWS = 20_000  # if they cannot be counted: a medium size
 _BYTES_PER_TOKEN = 4  # of texts, about
 _MOST_WORKERS = 9
-_PIPELINE = "the pipeline"
+PIPELINE = "the pipeline"
 MACHINE = "this machine"
+LENGTHS = ("method.num_epochs", "method.num_steps")
+# What changed the answers of SmolLM2-135M-Instruct: docs/smollm2.md.
+_FEWEST_STEPS, _SHORT_BATCH, _SHORT_RATE = 40, 8, "5e-4"
 _BATCH = "method.global_batch_size"
 _SETTINGS = (
     "method.num_epochs", "method.global_batch_size", "resources.micro_batch_size", "method.learning_rate",
@@ -71,11 +74,13 @@ class Recipe:
 
     Args:
         rows: number of training rows, and how it is known.
+        short: that the training is too short to change answers, and what would; empty: it is not, or nothing is known.
     """
 
     stage: str
     rows: str
     values: tuple[Advised, ...]
+    short: str = ""
 
     def overrides(self) -> list[str]:
         return [f"stages.{self.stage}.{each.field}={text_of(each.value)}" for each in self.values]
@@ -182,7 +187,10 @@ def recipe(plan: "Plan", planned: "PlannedStage") -> Recipe:
     for field in _SETTINGS:
         writer.add(field)
     size = "" if num_rows else f"; {_ASSUMED_ROWS:,} are assumed"
-    return Recipe(stage=planned.name, rows=counted + size, values=(*writer.values.values(), *machine))
+    values, short = (*writer.values.values(), *machine), ""
+    if num_rows and not scratch and method.name() == "SFT":
+        short = writer.too_short(planned.name)
+    return Recipe(stage=planned.name, rows=counted + size, values=values, short=short)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +221,7 @@ class _Writer:
         if row is None or self.kept:
             if length[1] is not None:
                 reason = self.kept or "kept; the documents have no range for it"
-                self._put(length[0], length[1], length[1], reason, _PIPELINE)
+                self._put(length[0], length[1], length[1], reason, PIPELINE)
             return
         accepted = _accepted(row)
         if now is not None and accepted and self._keeps(field, now, row):
@@ -231,6 +239,18 @@ class _Writer:
             self._put("method.adapter.quantization", None, None, f"{FORMAT} names the format", row.source)
         if field == "method.num_epochs" and self.method.num_steps is not None:
             self._put("method.num_steps", None, self.method.num_steps, "epochs are the length", row.source)
+
+    def too_short(self, stage: str) -> str:
+        """That the steps are too few to change answers, and what would; empty: they are not."""
+        steps, batch, where = self._steps(), self._batch(), f"stages.{stage}.method"
+        if steps >= _FEWEST_STEPS:
+            return ""
+        return (
+            f"{stage}: {self.num_rows:,} rows, {steps} steps of {batch}: too few to change answers; try "
+            f"posttrain run adapter=lora {where}.num_epochs=null {where}.num_steps={_FEWEST_STEPS} "
+            f"{where}.global_batch_size={_SHORT_BATCH} "
+            f"{where}.learning_rate={_SHORT_RATE} (docs/smollm2.md; outside the ranges of the reference documents)"
+        )
 
     def _put(self, field: str, value: Value | None, now: Value | None, reason: str, source: str) -> None:
         self.values[field] = Advised(field=field, value=value, now=now, reason=reason, source=source)
@@ -371,7 +391,7 @@ def _table(found: Recipe) -> str:
     for each in found.values:
         now = "-" if each.now is None else text_of(each.now)
         table.add_row(each.field, now, text_of(each.value), each.reason, each.source)
-    return on_screen(f"{found.stage}: {found.rows}\n{plain_text(table)}")
+    return on_screen("\n".join([f"{found.stage}: {found.rows}", *filter(None, [found.short]), plain_text(table)]))
 
 
 def text_of(value: Value | None) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ from lineage.source.sources import files_of, local_paths, pin
 from lineage.source.text_split import check_split
 from lineage.store import CACHE
 from tasks.data.examine import Examined, add_labels, add_overlaps, examine, keep, method_of
+from tasks.data.formats.proposals import JOB_HELD_OUT, JOB_SOURCES, proposed
 from tasks.data.kinds import ROW_KINDS
 from tasks.data.preparing.options import Prepare
 from tasks.data.preparing.report import REJECTS, REPORT, Section, render, sections
@@ -83,7 +85,13 @@ def run_data(options: argparse.Namespace) -> int:
     found = None if options.against else _finished_data(options.overrides, options.config_dir)
     kept = options.out or (found.output if found else None)
     with TemporaryDirectory(prefix="posttrain-data-") as directory:
-        found = found or examined(options.overrides, Path(directory), options.against, options.config_dir)
+        if found is None:
+            found, added, refusal = as_proposed(options.overrides, Path(directory), options.against, options.config_dir)
+            if refusal:
+                _say(f"the report is of the rows as they are read with {shlex.join(added)}")
+                name = JOB_SOURCES[found.kind]
+                text = str(refusal).replace("sources.NAME", f"sources.{name}").replace("stages.STAGE", f"stages.{name}")
+                found.refusals.insert(0, DataError(text))
         if options.out:
             keep(found, options.out)
         _print(found, options, kept)
@@ -169,13 +177,27 @@ class _Measure:
 
 
 # Field -> its type, without fields that need a pipeline.
-_OF_SOURCES, _OF_STAGES, _OF_MEASURE = (
+OF_SOURCES, OF_STAGES, _OF_MEASURE = (
     {field.name: field.type for field in fields(cls) if field.name not in without}
     for cls, without in (
         (Source, ("path", "kind", "labels", "fallback", *MODEL_OPTIONS)), (Prepare, ("replay_share",)), (_Measure, ())
     )
 )  # fmt: skip
-_TYPES = {**_OF_SOURCES, **_OF_STAGES, **_OF_MEASURE}
+_TYPES = {**OF_SOURCES, **OF_STAGES, **_OF_MEASURE}
+
+
+def as_proposed(
+    overrides: Sequence[str], directory: Path, against: Sequence[str] = (), config_dir: Path | None = None
+) -> tuple[Examined, list[str], DataError | None]:
+    """``examined``; of rows that no format fits with the overrides that read them: these, and the error without."""
+    try:
+        return examined(overrides, directory, against, config_dir), [], None
+    except DataError as error:
+        added = proposed(str(error))
+        known = {word.partition("=")[0] for word in overrides}
+        if not added or any(word.partition("=")[0] in known for word in added):
+            raise
+        return examined([*overrides, *added], directory, against, config_dir), added, error
 
 
 def examined(
@@ -193,8 +215,7 @@ def examined(
     if not paths:
         raise ConfigError("no rows are named; give a file, a directory, a URL, a hub id, or quickstart:instructions")
     of_source, of_stage, of_measure = (
-        {name: value for name, value in tree.items() if name in types}
-        for types in (_OF_SOURCES, _OF_STAGES, _OF_MEASURE)
+        {name: value for name, value in tree.items() if name in types} for types in (OF_SOURCES, OF_STAGES, _OF_MEASURE)
     )
     measure = typed(_Measure, of_measure, "")
     sources = [_source(path, of_source, config_dir) for path in paths]
@@ -203,7 +224,7 @@ def examined(
     asked = Kind.PROMPTS if measure.kind == Kind.PROMPTS else None
     rows = [detect_source(source, str(template) if template else None, asked) for source in sources]
     kind, refusals = _kind_of(rows, measure, is_chat=bool(template or of_stage.get("system_prompt")))
-    method = typed(method_of(kind), of_stage, "")
+    method = typed(method_of(kind), {"held_out": JOB_HELD_OUT, **of_stage}, "")
     rows = [each for each in rows if each.kind in (kind, None)]
     model = _tokenizer(measure.model, config_dir) if measure.model else None
     _say(f"reading {', '.join(each.source.path for each in rows)}")

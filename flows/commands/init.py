@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flows.commands.advise import MACHINE, Advised, Recipe, advised_recipes, text_of
+from flows.commands.advise import LENGTHS, MACHINE, PIPELINE, Advised, Recipe, advised_recipes, text_of
 from flows.commands.arguments import write_output
-from flows.commands.data import as_text, examined
+from flows.commands.data import OF_SOURCES, OF_STAGES, as_proposed, as_text
 from flows.declare.config import Composer
 from flows.declare.pipeline import listed
 from flows.declare.project import PROJECT, data_sources
 from flows.declare.store_root import CONFIG
-from flows.reports.wording import relative
+from flows.reports.wording import on_screen, relative
 from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError, PipelineError
 from lineage.filesystem.files import local_path
 from lineage.source.sources import local_paths
-from tasks.data.formats.proposals import JOBS, proposed
-from tasks.data.preparing.report import sections
+from tasks.data.formats.proposals import JOBS
+from tasks.data.preparing.report import REJECTS, sections
 
 _PIPELINES = sorted(path.stem for path in (CONFIG.parent / "pipeline").glob("*.yaml"))
 _QLORA, _MICRO = "one-gpu-qlora", "resources.micro_batch_size"
@@ -57,6 +57,10 @@ RECIPES: Mapping[str, Mapping[str, str]] = {
         "stages.grpo.method.global_batch_size": "16",
     },
 }  # fmt: skip
+_TOY = (
+    "model tiny: a toy made from scratch on Python's documentation, which knows nothing else; for real answers "
+    "--model smollm2 (SmolLM2-135M-Instruct, a download of 98 MB)"
+)
 _IGNORED = "artifacts/\nexports/\nmlflow.db*\nmlruns/\n__pycache__/\n"
 
 
@@ -68,7 +72,7 @@ class _Looked:
         path: as the project names it.
         kind: None: unknown, as of a hub data set.
         lines: what was found.
-        overrides: of ``posttrain data``, by which columns with other names are read.
+        overrides: of ``posttrain data``, by which it is read: those given, and of columns with other names.
     """
 
     path: str
@@ -84,9 +88,15 @@ def add_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", choices=["lora", "qlora"], help="train an adapter, with the values for it; default: all weights"
     )
-    parser.add_argument("--model", metavar="M", help="a directory, a hub id, or tiny (the default: made from scratch)")
     parser.add_argument(
-        "--data", nargs="+", default=[], metavar="FILE", help="rows; of a pipeline with several sources also NAME=FILE"
+        "--model", metavar="M", help="a directory, a hub id, smollm2, qwen2.5-0.5b, or tiny (the default, a toy)"
+    )
+    parser.add_argument(
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="rows; of a pipeline with several sources also NAME=FILE; and how they are read, such as max_bad_rows=1",
     )
 
 
@@ -98,24 +108,48 @@ def run_init(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"--from {options.start}: no such start; there are: {listed(options.start, [*RECIPES, *_PIPELINES])}"
         )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{folder}: cannot be made ({error.strerror}); name another folder") from error
-    looked = {name: _look(path, folder) for name, path in _named(options.data)}
+    overrides = [word for word in options.data if _is_override(word)]
+    files = [word for word in options.data if word not in overrides]
+    looked = {name: _look(path, overrides, folder) for name, path in _named(files)}
     settings = _settings(options.start, options.model and _from(options.model, folder), looked)
     settings |= {"adapter": options.adapter} if options.adapter else {}
     settings |= {"resources": "gpu"} if _gpus() and not _has_place(settings) else {}
-    with contextlib.chdir(folder):
+    with _inside(folder):
         settings |= _data(settings, looked)
         lengths = _lengths(settings)
         settings |= lengths
         recipes, why = _recipes(settings)
         _write(folder.name or "project", settings, lengths, looked, recipes, why)
         tracked = _track()
+    for line in [*([_TOY] if settings["model"] == "tiny" else []), *filter(None, (each.short for each in recipes))]:
+        print(on_screen(f"note: {line}"))
     print(f"{relative(folder / PROJECT)}: pipeline {settings['pipeline']}, model {settings['model']}{tracked}")
     print(f"next: cd {shlex.quote(str(folder))} && posttrain plan, then posttrain run")
     return 0
+
+
+@contextlib.contextmanager
+def _inside(folder: Path) -> Iterator[None]:
+    """Works in the folder, which is made; where the input is refused, an empty one does not stay."""
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be made ({error.strerror}); name another folder") from error
+    try:
+        with contextlib.chdir(folder):
+            yield
+    except PipelineError:
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+        raise
+
+
+def _is_override(word: str) -> bool:
+    """Whether a word says how rows are read: ``max_bad_rows=1``, ``columns.prompt=question``."""
+    key, is_set, _ = word.partition("=")
+    return bool(is_set) and key.partition(".")[0] in {*OF_SOURCES, *OF_STAGES} and not local_paths(word)
 
 
 def _named(data: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -131,31 +165,33 @@ def _from(path: str, folder: Path) -> str:
     return os.path.relpath(path, folder) if is_relative else path
 
 
-def _look(path: str, folder: Path) -> _Looked:
+def _look(path: str, overrides: Sequence[str], folder: Path) -> _Looked:
     """Reads rows as a data stage would, and prints what is found; rows of the hub are read by the run alone."""
     if not local_paths(path):
         if "/" not in path and ":" not in path:
             raise ConfigError(f"--data {path}: no such file; a file, a folder, a glob, a URL or a hub id is accepted")
-        return _Looked(path=path, kind=None)
+        return _Looked(path=path, kind=None, overrides=overrides)
     with TemporaryDirectory(prefix="posttrain-init-") as directory:
-        overrides: list[str] = []
-        try:
-            found = examined([path], Path(directory))
-        except DataError as error:
-            overrides = proposed(str(error))
-            if not overrides:
-                raise
-            found = examined([path, *overrides], Path(directory))
+        found, added, _ = as_proposed([path, *overrides], Path(directory))
+        overrides = [*overrides, *added]
         rows, total = found.bad_rows()
         print("\n\n".join(map(as_text, sections(found.report, None, rows, total))))
+        kept = f"all of them are in {found.output / REJECTS}"
+        refusals = [
+            str(each).replace(kept, f"posttrain data {shlex.join([path, *overrides])} --out DIR keeps all of them")
+            for each in found.refusals
+        ]
         if found.num_trained is None:
-            raise DataError("\n".join(map(str, found.refusals)))
+            more = "\nsuch a setting is written after the file: --data FILE max_bad_rows=1"
+            raise DataError("\n".join(refusals) + more * any("max_bad_rows=" in each for each in refusals))
+        for each in refusals:
+            print(on_screen(f"posttrain: {each}"), file=sys.stderr)
     counts = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in found.report.counts.items() if value)
     (source,) = found.report.sources.values()
     columns = ", ".join(source.mapping)
     return _Looked(
         path=_from(path, folder), kind=found.kind,
-        lines=[f"{path}: {source.format} ({columns}), {counts}", *(str(each) for each in found.refusals)],
+        lines=[f"{path}: {source.format} ({columns}), {counts}", *refusals],
         overrides=overrides,
     )  # fmt: skip
 
@@ -197,11 +233,11 @@ def _data(settings: Mapping[str, str], looked: Mapping[str, _Looked]) -> dict[st
 
 
 def _columns(tree: Mapping[str, object], name: str, looked: _Looked) -> dict[str, str]:
-    """The keys by which a source's columns are read, and a template of the data stage that reads the source."""
+    """The keys by which a source is read, and those of the data stages that read it."""
     found = dict[str, str]()
     for key, value in (word.split("=", 1) for word in looked.overrides):
         quoted = value if re.fullmatch(r"[\w./-]+", value) else "'" + value.replace("'", "''") + "'"
-        if key.startswith("columns."):
+        if key.partition(".")[0] in OF_SOURCES:
             found[f"sources.{name}.{key}"] = quoted
         else:
             stages = _reading(tree, name)
@@ -260,7 +296,8 @@ def _write(
     lines = [
         "# Settings of posttrain in this folder; a command line overrides them. posttrain plan shows what would run.",
         f"pipeline: {settings['pipeline']} # others: posttrain --help",
-        f"model: {settings['model']} # a directory, a hub id, or tiny",
+        f"model: {settings['model']} # a directory, a hub id, smollm2, qwen2.5-0.5b, or tiny, a toy",
+        *(f"# {each.short}" for each in recipes if each.short),
         *(f"# {line}" for each in looked.values() for text in each.lines for line in text.splitlines()),
         *(
             f"{key}: {value}{' # by the positions of the model' if key in lengths else ''}"
@@ -293,7 +330,7 @@ def _write(
             if value in changed:
                 now = "none" if value.now is None else text_of(value.now)
                 lines.append(f"    {text} # default {now}; {why_this}")
-            elif value.source != MACHINE and value.field != _MICRO:
+            elif value.source not in (MACHINE, PIPELINE) or value.field in LENGTHS:
                 lines.append(f"    # {text} # {why_this}")
     if why:
         lines.append(f"# posttrain advise gives no recipe yet: {why}")

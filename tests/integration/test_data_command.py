@@ -47,8 +47,8 @@ def test_good_rows_are_reported_and_with_json_as_one_object(call):
     shown = reported(out)
     assert code == 0 and err == "reading a.jsonl\n" and shown[0] == "a.jsonl"
     assert "format text (has text: 201 of 201 rows looked at)" in shown
-    assert "text -> the document" in shown and "rows 201 read, 201 used" in shown and "duplicates 1" in shown
-    assert any(line.startswith("lengths of 201 rows half have at most") for line in shown)
+    assert "text the document" in shown and "rows 201 read, 201 used" in shown and "duplicates 1" in shown
+    assert any(line.startswith("lengths of 201 rows, bytes at most: 50 %: ") for line in shown)
     assert report["rows"] == 201 and report["bad_rows"] == [] and report["samples"] == []
     assert report["sources"]["rows"]["mapping"] == {"text": "the document"}
     assert sum(report["lengths"]["counts"]) == 201

@@ -79,6 +79,26 @@ def test_columns_with_other_names_are_set_in_the_project(command):
     assert "{context} {question}" in text and "Traceback" not in text
 
 
+def test_a_bad_row_is_named_and_left_out_as_the_user_sets(command):
+    rows = [{"question": "What is A?", "answer": "A letter."}, {"question": "What is B?", "answer": ""}]
+    write_rows(command.folder, qa=[*rows, {"question": "What is C?", "answer": "Another."}])
+    refused = command("init", "new", "--model", "model", "--data", "qa.jsonl")
+    assert refused.returncode == 2 and "qa.jsonl:2: " in refused.stderr, refused.stderr
+    assert "--out DIR keeps all of them" in refused.stderr and "--data FILE max_bad_rows=1" in refused.stderr
+    assert "posttrain-init-" not in refused.stderr and not (command.folder / "new").exists()
+    done = command("init", "mine", "--model", "model", "--data", "qa.jsonl", "max_bad_rows=1")
+    assert done.returncode == 0 or "leaves none to" in done.stderr, done.stderr
+
+
+def test_what_a_beginner_would_not_know_is_said(command):
+    done = command("init", "mine", "--data", "chats.jsonl")
+    assert "note: model tiny: a toy made from scratch" in done.stdout, done.stdout + done.stderr
+    text = (command.folder / "mine/posttrain.yaml").read_text()
+    assert "as set (the pipeline)" not in text and "; made from scratch" not in text
+    short = command("init", "other", "--model", "model", "--data", "chats.jsonl").stdout
+    assert "steps of 16: too few to change answers; try posttrain run adapter=lora" in short, short
+
+
 def test_two_kinds_of_rows_become_two_stages_and_names_say_which(command):
     assert command("init", "mine", "--data", "pairs.jsonl", "chats.jsonl").returncode == 0
     found = project(command)

@@ -502,7 +502,7 @@ FORMATS: tuple[Format, ...] = (
         name="prompt_completion", kind=Kind.CONVERSATIONS, needs=("prompt", _COMPLETION), read=_prompt_completion,
         accepted='{"prompt": "...", "completion": "..."}, each a string or a list of messages',
         mapping={
-            "prompt": "messages, the user's", **dict.fromkeys(_COMPLETION, "messages, the assistant's"), **_ONE_ANSWER,
+            "prompt": "the user's turn", **dict.fromkeys(_COMPLETION, "the assistant's turn"), **_ONE_ANSWER,
         },
         losing=frozenset({"label"}),
     ),

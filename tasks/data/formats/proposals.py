@@ -18,10 +18,16 @@ from tasks.data.formats.turns import (
     recognize_choices,
 )
 
+# Kind of rows -> the source of that pipeline.
+JOB_SOURCES: Mapping[Kind, str] = {
+    Kind.CONVERSATIONS: "instructions", Kind.TEXT: "corpus", Kind.PREFERENCES: "preferences",
+    Kind.UNPAIRED: "unpaired", Kind.PROMPTS: "prompts",
+}  # fmt: skip
 # Kind of rows -> the shipped pipeline that reads nothing else.
 JOBS: Mapping[Kind, str] = {
     Kind.CONVERSATIONS: "sft", Kind.TEXT: "cpt", Kind.PREFERENCES: "dpo", Kind.UNPAIRED: "kto", Kind.PROMPTS: "grpo",
 }  # fmt: skip
+JOB_HELD_OUT = 0.1  # that these pipelines set
 # Names that columns often have, the usual ones first.
 _ASKED = ("prompt", "question", "query", "problem", "instruction", "input", "user", "human", "source", "document",
           "article", "text", "q", "inputs", "request", "post")  # fmt: skip
@@ -46,8 +52,9 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
     paths = dict.fromkeys(path for row in rows for name, value in row.items() for path in _paths(str(name), value))
     values = {path: [inside(row, path) for row in rows] for path in paths}
     # Bad rows among good ones, such as those with an empty answer, hide no column.
-    good = {path: sum(_is_number(each) or bool(each and _is_read(each)) for each in values[path]) for path in paths}
-    texts = [path for path in paths if good[path] > len(rows) / 2]
+    read = {path: [_is_number(each) or bool(each and _is_read(each)) for each in values[path]] for path in paths}
+    good = {path: sum(each) for path, each in read.items()}
+    texts = [path for path in paths if good[path] >= len(rows) / 2]
     turns = {path: key for path in texts if (key := next(filter(None, map(_key_of_turns, values[path])), None))}
     by_name = {path.partition(".")[0].lower().replace("-", "_").replace(" ", "_"): path for path in reversed(texts)}
 
@@ -67,6 +74,7 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
         answers, taken = {}, set()
         ((asked, name),) = turns.items()
     assert asked is not None
+    is_together = any(map(all, zip(*(read[path] for path in (asked, *answers.values()) if path), strict=True)))
     if kind == Kind.PROMPTS:
         answers = {"answer": answers["completion"]} if "completion" in answers else {}
     renamed = {ours: theirs for ours, theirs in {name: asked, **answers}.items() if ours != theirs}
@@ -76,7 +84,7 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
     if context and "." not in context + asked and asked not in turns:
         template = f"prompt_template='{{{context}}} {{{asked}}}'"
         renamed.pop("prompt", None)
-    if not renamed and not template:  # the names are no help
+    if not is_together or not (renamed or template):  # no row has both, or the names are no help
         return ""
     columns = {ours: theirs for ours, theirs in renamed.items() if theirs}
     return _overrides(place, columns, *([template] if template else []), is_prompts=kind == Kind.PROMPTS)

@@ -119,8 +119,8 @@ class Lengths:
 
     def described(self) -> str:
         """The statistics and suggestions as text."""
-        text = f"of {self.rows} rows half have at most {self.p50} {self.unit}, 95 % {self.p95}, 99 % {self.p99}, "
-        text += f"all {self.max}"
+        text = f"of {self.rows} rows, {self.unit} at most:  50 %: {self.p50}  95 %: {self.p95}  99 %: {self.p99}  "
+        text += f"100 %: {self.max}"
         if self.suggested_max_length is None:
             return text
         packing = "; packing would fill them, since the mean row fills less than half" if self.suggests_packing else ""
@@ -305,7 +305,7 @@ def _source(source: SourceReport) -> Iterator[tuple[str, str]]:
 
     yield "format", f"{source.format} ({source.evidence})"
     for column, becomes in source.mapping.items():
-        yield f"  {column}", f"-> {becomes}"
+        yield f"  {column}", becomes
     if source.split_by:
         yield "split by", f"{source.split_by} (split_by=line|paragraph|document sets it)"
     yield "rows", f"{source.rows_read} read, {source.rows_used} used"

@@ -8,6 +8,7 @@ from flows.__main__ import main
 from flows.declare.config import load_pipeline
 from flows.declare.project import with_project
 from lineage.errors import ConfigError
+from tasks.data.formats.proposals import JOB_HELD_OUT, JOB_SOURCES, JOBS
 
 SOURCES = {
     "sft": "instructions", "cpt": "corpus", "dpo": "preferences", "reward": "preferences", "kto": "unpaired",
@@ -23,6 +24,9 @@ def test_a_job_has_a_name_and_data_is_its_one_source(name, source, model):
     assert found.stages[source].inputs["rows"] == f"source:{source}"
     assert found.stages[name].method.trains and found.stages["evaluate"].inputs["base"] == "base"
     assert ("corpus" in found.stages) == (model == "tiny" or name == "cpt")
+    if name in JOBS.values():
+        assert source == JOB_SOURCES[found.stages[source].method.produces]
+        assert found.stages[source].method.recipe()["held_out"] == JOB_HELD_OUT
     by_path = load_pipeline([f"pipeline={name}", f"model={model}", f"sources.{source}.path=mine.parquet"])
     assert found == replace(by_path, overrides=found.overrides)  # which say what was typed
 

@@ -39,7 +39,7 @@ def test_bytes_suggest_nothing():
         None,
         None,
     )
-    assert found.described() == "of 2 rows half have at most 31 bytes, 95 % 32, 99 % 32, all 32"
+    assert found.described() == "of 2 rows, bytes at most:  50 %: 31  95 %: 32  99 %: 32  100 %: 32"
 
 
 @given(st.lists(st.integers(0, 10**7), min_size=1, max_size=50))

@@ -39,10 +39,17 @@ def test_the_overrides_of_the_message_read_the_rows(call, names, format):
     assert load_pipeline(["pipeline=sft", "model=owner/name", "data=a.jsonl", *overrides])
 
 
+def test_the_report_is_of_the_rows_as_the_proposal_reads_them(call):
+    rows = "".join(json.dumps({"question": f"q {n}", "answer": f"a {n}"}) + "\n" for n in range(60))
+    code, out, err = call("a.jsonl", a_jsonl=rows)
+    assert code == 2 and "60 read, 60 used" in out and "'sources.instructions.columns={prompt: question, c" in err
+    assert "the report is of the rows as they are read with columns.prompt=question columns.completion=answer" in err
+
+
 def test_prompts_keep_the_answer_for_their_reward(call):
     rows = "".join(json.dumps({"question": f"{n} + 1?", "solution": f"#### {n + 1}"}) + "\n" for n in range(200))
     code, _, err = call("a.jsonl", "kind=prompts", a_jsonl=rows)
-    assert code == 2 and "'sources.NAME.columns={prompt: question, answer: solution}'" in err, err
+    assert code == 2 and "'sources.prompts.columns={prompt: question, answer: solution}'" in err, err
     code, out, err = call(*shlex.split(err.partition("posttrain data ")[2].partition(" reads them")[0]), "--json")
     assert code == 0 and json.loads(out)["sources"]["rows"]["format"] == "prompts", err
 
