@@ -75,12 +75,14 @@ class Recipe:
     Args:
         rows: number of training rows, and how it is known.
         short: that the training is too short to change answers, and what would; empty: it is not, or nothing is known.
+        passes: how often the rows are read; empty: unknown.
     """
 
     stage: str
     rows: str
     values: tuple[Advised, ...]
     short: str = ""
+    passes: str = ""
 
     def overrides(self) -> list[str]:
         return [f"stages.{self.stage}.{each.field}={text_of(each.value)}" for each in self.values]
@@ -190,7 +192,8 @@ def recipe(plan: "Plan", planned: "PlannedStage") -> Recipe:
     values, short = (*writer.values.values(), *machine), ""
     if num_rows and not scratch and method.name() == "SFT":
         short = writer.too_short(planned.name)
-    return Recipe(stage=planned.name, rows=counted + size, values=values, short=short)
+    passes = writer.passes() if num_rows else ""
+    return Recipe(stage=planned.name, rows=counted + size, values=values, short=short, passes=passes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +242,10 @@ class _Writer:
             self._put("method.adapter.quantization", None, None, f"{FORMAT} names the format", row.source)
         if field == "method.num_epochs" and self.method.num_steps is not None:
             self._put("method.num_steps", None, self.method.num_steps, "epochs are the length", row.source)
+
+    def passes(self) -> str:
+        """How often the rows are read: ``passes over your rows: 118``."""
+        return f"passes over your rows: {self._steps() * self._batch() / self.num_rows:.3g}"
 
     def too_short(self, stage: str) -> str:
         """That the steps are too few to change answers, and what would; empty: they are not."""

@@ -193,7 +193,7 @@ def as_proposed(
     try:
         return examined(overrides, directory, against, config_dir), [], None
     except DataError as error:
-        added = proposed(str(error))
+        added = [word for word in proposed(str(error)) if word not in overrides]
         known = {word.partition("=")[0] for word in overrides}
         if not added or any(word.partition("=")[0] in known for word in added):
             raise

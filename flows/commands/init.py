@@ -327,10 +327,12 @@ def _write(
         lines.append(f"{'  ' if changed else '  # '}{each.stage}: # {each.rows}")
         for value in each.values:
             why_this, text = f"{value.reason} ({value.source})", f"{value.field}: {text_of(value.value)}"
+            if value.field == "method.num_steps" and each.passes:
+                why_this = each.passes
             if value in changed:
                 now = "none" if value.now is None else text_of(value.now)
                 lines.append(f"    {text} # default {now}; {why_this}")
-            elif value.source not in (MACHINE, PIPELINE) or value.field in LENGTHS:
+            elif value.field in LENGTHS or (value.source not in (MACHINE, PIPELINE) and value.field != _MICRO):
                 lines.append(f"    # {text} # {why_this}")
     if why:
         lines.append(f"# posttrain advise gives no recipe yet: {why}")

@@ -30,7 +30,9 @@ PRETRAINED = ("model=smollm2", "tracking=none", "sources.instructions.path=instr
 @pytest.fixture(autouse=True)
 def _rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, row in ROWS.items():
-        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 2_000)
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row).replace('"a"', f'"a {n}"') + "\n" for n in range(2_000))
+        )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 

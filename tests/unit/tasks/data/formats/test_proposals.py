@@ -36,7 +36,8 @@ def test_the_overrides_of_the_message_read_the_rows(call, names, format):
     assert json.loads(out)["sources"]["rows"]["format"] == format
     source = [word.replace("NAME", "instructions") for word in shlex.split(pipeline.partition("; the formats")[0])]
     overrides = [word.replace("STAGE", "instructions") for word in source]
-    assert load_pipeline(["pipeline=sft", "model=owner/name", "data=a.jsonl", *overrides])
+    job = "dpo" if format == "preference" else "sft"
+    assert load_pipeline([f"pipeline={job}", "model=owner/name", "data=a.jsonl", *overrides])
 
 
 def test_the_report_is_of_the_rows_as_the_proposal_reads_them(call):
