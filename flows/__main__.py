@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -226,10 +227,9 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, help_text in COMMANDS.items():
         examples = f"examples:{EXAMPLES.get(name, '').replace(chr(10), chr(10) + '  ')}"
-        shown = {} if is_help else {"help": help_text}  # which the epilog has, in groups
-        sub = commands.add_parser(
-            name, **shown, description=help_text, epilog=examples, formatter_class=raw, allow_abbrev=False
-        )
+        # The epilog has the help of all commands, in groups.
+        add_command = commands.add_parser if is_help else partial(commands.add_parser, help=help_text)
+        sub = add_command(name, description=help_text, epilog=examples, formatter_class=raw, allow_abbrev=False)
         sub.cli_args = arguments
         if is_whole or name in arguments[:1]:
             own = _MODULES.get(name, name)
