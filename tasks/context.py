@@ -88,11 +88,9 @@ class Resources:
     price_per_gpu_hour: Annotated[float, Ge(0)] | None = None  # for the plan's estimate; null: show no price
     currency: str = "USD"  # of the price
     watts_per_worker: Annotated[float, Gt(0)] | None = None  # mean power of a worker, for the plan's estimate of energy
-    gpu_memory_gib: Annotated[float, Gt(0)] | None = (
-        None  # GiB of a GPU that the plan counts with; null: that seen here
-    )
+    gpu_memory_gib: Annotated[float, Gt(0)] | None = None  # GiB of a GPU to plan for; null: that seen here
     check_memory: bool = True  # refuse a stage that does not fit into memory by the plan's estimate
-    max_logp_difference: Annotated[float, Gt(0)] | None = 0.02  # nats: see docs/lineage.md; null: measure only
+    max_logp_difference: Annotated[float, Gt(0)] | None = 0.02  # nats: see docs/grpo.md; null: measure only
     max_dropped: Annotated[float, Ge(0), Le(1)] = 0.9  # largest share of a training's rows that may be dropped; 1: any
     hang_minutes: Annotated[float, Gt(0)] | None = 30.0  # minutes without a step after which a worker counts as hung
 

@@ -316,7 +316,8 @@ def test_fewer_weights_are_trained_where_nothing_else_helps(demo, monkeypatch):
     monkeypatch.setattr(fit, "capacity", lambda resources: least)
     change = fit.cheapest(estimator, plan.stage("dpo"), least)
     assert change.overrides[0] == "stages.dpo.method.adapter={type: lora}"
-    assert fit._remedy(change).startswith("with 'stages.dpo.method.adapter={type: lora}'")  # to paste into a shell
+    remedy = fit._remedy(change, plan.stage("dpo"))  # to paste into a shell
+    assert remedy.startswith("with 'stages.dpo.method.adapter={type: lora}'")
     changed = demo("stages.base.method.hidden_size=1536", "stages.base.method.num_layers=8", *change.overrides)
     assert estimates(changed)["dpo"].memory == change.memory <= least
     hopeless = fit.cheapest(estimator, plan.stage("dpo"), 2**20)
