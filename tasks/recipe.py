@@ -287,9 +287,7 @@ class TrainingRecipe(Method):
     precision: Precision = "fp32"  # of the arithmetic; auto: bf16 on a GPU, else fp32
     adapter: Adapter | None = None
     quantization: Quantization | None = None  # of the base under an adapter
-    adapter_in: Literal["merge", "continue", "stack"] | None = (
-        None  # continue: train the input's adapter on; None: merge it, and train a new one
-    )
+    adapter_in: Literal["merge", "continue", "stack"] | None = None  # continue: train the input's on; null: merge it
     freeze: Freeze | None = None  # what a full training leaves as it is; a list: parts that read images (docs/vlm.md)
     neftune_alpha: Annotated[float, Gt(0)] | None = None  # noise on embeddings: Jain et al. 2023, arXiv:2310.05914
     lr_schedule: ScheduleName | None = None  # short for schedule.name
