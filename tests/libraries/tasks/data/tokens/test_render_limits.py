@@ -63,3 +63,14 @@ def test_what_was_stopped_once_is_not_tried_again(hasty, monkeypatch):
     monkeypatch.setattr(Template, "_texts", None)
     with pytest.raises(ConfigError, match="takes more than"):
         evil.render([SAID], None, "s")
+
+
+def test_after_a_limit_the_process_runs_as_before():
+    """With an error that stays announced, a call under a trace function, as of a debugger, would never end."""
+    code = (
+        "import sys\nfrom tasks.data.tokens import template as r\nr.SECONDS, r._POLL_SECONDS = 0.1, 0.01\n"
+        "try:\n    with r.Limited():\n        while True: pass\nexcept r.OverTimeError: print('stopped')\n"
+        "def call(): return 'called'\nsys.settrace(lambda *_: None)\nprint(call())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["stopped", "called"]
