@@ -111,7 +111,8 @@ def test_a_training_that_moves_no_weight_says_so(root: Path, tmp_path: Path, nam
     """The only step of a training is of its warm-up, at the learning rate 0, as in transformers."""
     moved = training.train(training.method(name, num_steps=1, warmup_ratio=0.0), root, tmp_path / "moved")
     assert "weights_unchanged" not in moved.metrics and not same(weights(moved.output), weights(root / "policy"))
-    still = training.train(training.method(name, num_steps=1), root, tmp_path / "still")
+    below = {"learning_rate": 1e-60} if name == "ppo" else {}  # whose step has several updates
+    still = training.train(training.method(name, num_steps=1, **below), root, tmp_path / "still")
     assert still.metrics["weights_unchanged"] == 1 and same(weights(still.output), weights(root / "policy"))
     (note,) = notes_on(None, still.metrics)
     assert note.startswith("UNCHANGED: no step moved a weight")

@@ -100,9 +100,9 @@ def _bits(tensor: "Tensor") -> "Tensor":
 
 def _parts(tensor: "Tensor") -> "Iterator[Tensor]":
     """The plain tensors of this worker's part: of a weight in few bits (torchao, quanto) its values and scales."""
-    tensor = local(tensor).detach()
+    tensor = local(tensor)
     if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
+        yield tensor.detach()
         return
     for name in tensor.__tensor_flatten__()[0]:
         yield from _parts(getattr(tensor, name))

@@ -188,7 +188,7 @@ def test_what_is_unknown_is_refused_with_what_is_near(store, ref, says):
 
 
 def test_an_empty_store_and_a_path_without_an_artifact_are_refused_as_such(store):
-    with pytest.raises(ConfigError, match="no finished artifact; produce one with: posttrain run"):
+    with pytest.raises(ConfigError, match="no finished artifact: nothing is trained here yet; posttrain run first"):
         found(store, "p/dpo")
     store.chain()
     with pytest.raises(ConfigError, match="a path of this store, but no finished artifact"):
