@@ -269,14 +269,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return 0
     from flows.declare.config import load_pipeline
     from flows.planning.advice import set_fields
-    from flows.planning.checks import (
-        bf16_notes,
-        cluster_notes,
-        column_notes,
-        compile_notes,
-        position_notes,
-        toy_notes,
-    )
+    from flows.planning.checks import bf16_notes, cluster_notes, column_notes, compile_notes, position_notes, toy_notes
     from flows.planning.estimates import (
         Estimator,
         History,

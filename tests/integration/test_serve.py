@@ -205,7 +205,7 @@ def test_a_person_rejects_by_cancelling_the_run_that_asks_and_approves_by_resumi
     driver.terminate()
     state = api.end(run)
     assert state["type"] == "CRASHED" and "run it again to be asked again" in state["message"]
-    assert len(output()) == 2  # nobody has said anything
+    assert len(output()) == 2  # no approval has come
 
 
 @pytest.mark.slow
