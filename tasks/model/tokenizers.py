@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _FILE = "tokenizer.json"
-_VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+_VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
 # Texts on which tokenizers of one vocabulary split apart: digits, blanks, contractions, code, scripts, combining marks.
@@ -30,6 +30,7 @@ PROBE = (
     "\u041f\u0440\u0438\u0432\u0435\u0442 \u0645\u0631\u062d\u0628\u0627 \U0001f642\U0001f469\u200d\U0001f680   end "
 )
 # fmt: on
+_MOST_ADDED = 64  # added tokens in a probe
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -92,6 +93,11 @@ def _of_file(directory: Path) -> "PreTrainedTokenizerBase":
 
     configured = {**_config(directory, "special_tokens_map.json"), **_config(directory)}
     tokenizer: PreTrainedTokenizerBase = TokenizersBackend.from_pretrained(directory, **local_options(directory))
+    if rate := getattr(tokenizer.backend_tokenizer.model, "dropout", None):
+        raise ConfigError(
+            f"{directory / _FILE}: its BPE has dropout={rate:g}, which draws other tokens of one text each time; one "
+            'without is accepted; set "dropout" in its "model" to null'
+        )
     known = tokenizer.get_vocab()
     tokenizer.add_special_tokens({
         name: token for name, token in _tokens_of_class(directory).items() if name not in configured and token in known
@@ -149,12 +155,45 @@ def _of_class(directory: Path) -> "PreTrainedTokenizerBase":
     other = tokenizer_class_from_name(named) if named and named != taken.__name__ else None
     if isinstance(other, type) and other is not taken and not trusts(directory):
         configured: PreTrainedTokenizerBase = other.from_pretrained(directory, **options)
-        if configured(PROBE)["input_ids"] != tokenizer(PROBE)["input_ids"]:
+        if not _read_alike(tokenizer, configured):
             raise ConfigError(
                 f"{ours}: its tokenizer_config.json names {named}, transformers takes {taken.__name__} for the model's "
                 f"type, and the two make other tokens of one text; {remedy}"
             )
+    for name in pieces:
+        _require_pieces(directory / name, tokenizer, remedy)
     return tokenizer
+
+
+def _require_pieces(file: Path, tokenizer: "PreTrainedTokenizerBase", remedy: str) -> None:
+    """Requires of a class the tokens that sentencepiece makes of a text by the model's own file.
+
+    Some classes of transformers leave out what the file says of blanks, of characters, or of its kind.
+
+    Raises:
+        ConfigError: it makes others.
+    """
+    if find_spec("sentencepiece") is None:
+        return
+    from sentencepiece import SentencePieceProcessor
+
+    try:
+        pieces = SentencePieceProcessor(model_file=str(file))
+    except (RuntimeError, OSError):  # a file of tiktoken may have this name too
+        return
+    found = tokenizer.convert_ids_to_tokens(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+    if found != [pieces.id_to_piece(each) for each in pieces.encode(PROBE)]:
+        raise ConfigError(
+            f"{file.parent} has no {_FILE}: transformers takes {type(tokenizer).__name__} for it, which makes other "
+            f"tokens of one text than sentencepiece by {file.name}; {remedy}"
+        )
+
+
+def _read_alike(one: "PreTrainedTokenizerBase", other: "PreTrainedTokenizerBase") -> bool:
+    """Whether two tokenizers make the same tokens of a text, and of text behind their added tokens."""
+    added = sorted(token.content for token in one.added_tokens_decoder.values())[:_MOST_ADDED]
+    texts = [PROBE, *(f"{token}a b\n{token} c" for token in added)]
+    return bool(one(texts)["input_ids"] == other(texts)["input_ids"])
 
 
 def adds_bos(tokenizer: "PreTrainedTokenizerBase") -> bool:
@@ -175,7 +214,7 @@ def read_otherwise(directory: Path) -> str | None:
     try:
         plain = AutoTokenizer.from_pretrained(directory, **local_options(directory))
         name = type(plain).__name__
-        same = plain(PROBE)["input_ids"] == _of_file(directory)(PROBE)["input_ids"]
+        same = _read_alike(_of_file(directory), plain)
     except Exception:  # there is no such class, or it cannot read or encode with this vocabulary
         same = False
     return None if same else name

@@ -78,6 +78,27 @@ def test_what_a_user_reads_with_auto_tokenizer_is_known(
     assert read_otherwise(written(tmp_path, own, model_type, **configured)) == name
 
 
+def test_what_a_class_reads_otherwise_behind_a_special_token_alone_is_known(tmp_path: Path, own: Tokenizer) -> None:
+    """Llama 2's file puts a blank before each section of text, and the class before the first one alone."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator([PROBE], trainer)
+    directory = written(tmp_path, tokenizer, "llama", tokenizer_class="LlamaTokenizer", eos_token="</s>")
+    plain, found = AutoTokenizer.from_pretrained(directory), tokenizer_of(directory)
+    assert plain(PROBE, add_special_tokens=False)["input_ids"] == found(PROBE, add_special_tokens=False)["input_ids"]
+    assert read_otherwise(directory) == "LlamaTokenizer"
+
+
+def test_tokens_that_are_drawn_are_refused(tmp_path: Path, own: Tokenizer) -> None:
+    directory = written(tmp_path, own, "llama")
+    document = json.loads((directory / "tokenizer.json").read_text())
+    document["model"]["dropout"] = 0.1
+    (directory / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match=r"dropout=0\.1, which draws other tokens of one text each time"):
+        tokenizer_of(directory)
+
+
 def test_special_tokens_that_no_file_names_are_those_of_the_class(tmp_path: Path, own: Tokenizer) -> None:
     directory = written(tmp_path, own, "gpt2", tokenizer_class="GPT2Tokenizer")
     found, plain = tokenizer_of(directory), AutoTokenizer.from_pretrained(directory)
@@ -129,11 +150,22 @@ def test_a_sentencepiece_file_is_read_by_its_class_or_refused(tmp_path: Path, ow
         return
     import sentencepiece
 
-    (tmp_path / "text").write_text("a bc 123 a bc de\n" * 20)
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "llama/tokenizer"), model_type="bpe", vocab_size=280,
-        byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
+    (tmp_path / "text").write_text(f"a bc 123 a bc de\n{PROBE}\n" * 20)
+    as_llama = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+
+    def train(**options: object) -> None:
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(tmp_path / "text"), model_prefix=str(tmp_path / "llama/tokenizer"), vocab_size=500,
+            byte_fallback=True, minloglevel=2, hard_vocab_limit=False, **options,
+        )  # fmt: skip
+
+    # What the class leaves out: the kind, that no blank is put before a text, and what is done to characters.
+    others = ({"model_type": "unigram"}, {"add_dummy_prefix": False}, {"normalization_rule_name": "nmt_nfkc"})
+    for changed in others:
+        train(**{**as_llama, **changed})
+        with pytest.raises(ConfigError, match=r"LlamaTokenizer for it, which makes other tokens .* tokenizer\.model"):
+            tokenizer_of(tmp_path / "llama")
+    train(**as_llama)
     shutil.copyfile(tmp_path / "llama/tokenizer.model", tmp_path / "qwen2/tokenizer.model")
     found = tokenizer_of(tmp_path / "llama")
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "llama/tokenizer.model"))
