@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -81,10 +82,8 @@ def _conversion(field: "pa.Field") -> Convert | None:
     of = field.type
     if field.metadata and _EXTENSION in field.metadata:  # of a library that is not loaded here
         return _unread(field.metadata[_EXTENSION].decode(errors="replace"))
-    if isinstance(of, pa.JsonType):
-        return _nullable(lambda value: json_value(str(value).encode()))
-    if isinstance(of, pa.UuidType):
-        return _nullable(str)
+    if leaf := _of_leaf(of):
+        return _nullable(leaf)
     if isinstance(of, pa.BaseExtensionType) and not isinstance(of, pa.Bool8Type):
         return _unread(of.extension_name)
     if pa.types.is_struct(of):
@@ -100,12 +99,30 @@ def _conversion(field: "pa.Field") -> Convert | None:
     return None
 
 
+def _of_leaf(of: "pa.DataType") -> Convert | None:
+    import pyarrow as pa
+
+    if isinstance(of, pa.JsonType):
+        return lambda value: json_value(str(value).encode())
+    if pa.types.is_decimal(of):  # as DuckDB writes a literal such as 0.5
+        return _number
+    return str if isinstance(of, pa.UuidType) else None
+
+
 def _nullable(convert: Convert) -> Convert:
     return lambda value: None if value is None else convert(value)
 
 
 def _unread(name: str) -> Convert:
     return _nullable(lambda value: Unread(name))
+
+
+def _number(value: object) -> object:
+    """A decimal as the number of JSON with the same digits; one with more digits stays a decimal."""
+    assert isinstance(value, Decimal)
+    if value.as_tuple().exponent == 0 and int(value).bit_length() <= 63:
+        return int(value)
+    return float(value) if Decimal(repr(float(value))) == value else value
 
 
 def _of_list(convert: Convert | None) -> Convert | None:
@@ -217,6 +234,8 @@ def _readable(path: Path, name: str, kind: str) -> Iterator[Path]:
                 found = format_of(stream.read(64))
             cause = "cut or damaged" if found == kind else found
             remedy = "write or download it again, or give it the suffix of what it is"
+            if isinstance(error, pa.ArrowNotImplementedError):  # such as integers of 128 bits
+                cause, remedy = "of a kind that pyarrow does not read", "write the column as another type"
             raise refused(name, f"the file is {cause} ({str(error).splitlines()[0]})", kind, remedy) from error
 
 

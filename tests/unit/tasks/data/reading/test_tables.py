@@ -3,6 +3,7 @@
 import os
 import pickle
 from datetime import date
+from decimal import Decimal
 from itertools import accumulate
 from pathlib import Path
 
@@ -107,6 +108,10 @@ READ = [
     (pa.json_(pa.large_string()), ['{"x": 1}'], [{"x": 1}]),
     (pa.list_(pa.json_()), [[MESSAGE]], [[{"role": "user", "content": "a", "n": None}]]),
     (pa.struct([("x", pa.json_()), ("y", pa.json_())]), [{"x": '"t"'}], [{"x": "t"}]),
+    (pa.decimal128(9, 2), [Decimal("0.25"), Decimal("3.00"), None], [0.25, 3.0, None]),
+    (pa.decimal256(60, 0), [Decimal(12), Decimal(10**40 + 1)], [12, Decimal(10**40 + 1)]),
+    (pa.decimal128(30, 20), [Decimal("0.12345678901234567891")], [Decimal("0.12345678901234567891")]),
+    (pa.list_(pa.decimal128(3, 1)), [[Decimal("0.5")]], [[0.5]]),
     (pa.uuid(), [b"0" * 16, None], ["30303030-3030-3030-3030-303030303030", None]),
     (pa.bool8(), [1, 0], [True, False]),
     *((of, ["a", None], ["a", None])
