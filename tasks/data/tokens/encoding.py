@@ -507,7 +507,10 @@ def quick_encoder(backend: "Tokenizer") -> QuickEncoder | None:
     known = model["type"] == "BPE" and not model["dropout"] and normalizer == {"type": "NFC"}
     if not known or backend.encode_special_tokens or _patterns(parsed["pre_tokenizer"]) not in PROVEN:
         return None
-    return QuickEncoder(definition)
+    try:
+        return QuickEncoder(definition)
+    except ValueError:  # it does not read all that `tokenizers` reads, such as a vocabulary with gaps
+        return None
 
 
 def _patterns(pre_tokenizer: dict[str, object] | None) -> tuple[str, ...] | None:

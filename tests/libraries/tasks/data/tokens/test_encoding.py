@@ -1,5 +1,6 @@
 """The tokens are those of the tokenizer, and their places those of its offsets, whatever tokenizer it is."""
 
+import json
 import pickle
 from collections.abc import Callable
 from functools import cache
@@ -156,6 +157,12 @@ def test_its_tokens_are_those_of_the_library(name: str, text: str) -> None:
 def test_it_survives_the_way_to_another_process() -> None:
     quick = quick_of("0")
     assert pickle.loads(pickle.dumps(quick)).ids("The words") == quick.ids("The words")
+
+
+def test_a_vocabulary_with_a_gap_is_left_to_the_library() -> None:
+    parsed = json.loads(built("0").to_str())
+    parsed["model"]["vocab"]["zebra"] = len(parsed["model"]["vocab"]) + 50
+    assert quick_encoder(Tokenizer.from_str(json.dumps(parsed))) is None
 
 
 def test_what_is_not_proven_is_left_to_the_library() -> None:
