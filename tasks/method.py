@@ -128,7 +128,6 @@ class Training(TrainingRecipe):
         """The second version of what became other results where fields have these values."""
         is_copy = self.has_reference and self.reference_kind == "copy" and not self.has_own_loop
         found = {
-            # The only step was one of the warm-up, with a learning rate of 0.
             # The copy of the adapter had its dropout too.
             "reference_version": is_copy and self.adapter and self.adapter.dropout,
             # A base in bf16 rounded modules_to_save and biases of the adapter below.
