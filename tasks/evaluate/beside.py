@@ -30,7 +30,7 @@ from tasks.gate.rule import Evidence, Rule
 from tasks.model.fetch_model import PARTS_FILE
 from tasks.recipe import Input
 from tasks.train.evaluation import Evaluation
-from tasks.train.loop.evaluation import BASE, MODEL, Job, Request, Scores
+from tasks.train.loop.evaluation import BASE, MODEL, Job, Request, Scores, size_and_time
 from tasks.train.loop.saved_state import divided_weights, read_tensors
 
 _EVALUATE: Callable[..., Evaluate] = Evaluate
@@ -45,6 +45,7 @@ def score(job: Job, request: Request) -> Scores:
     draft.mkdir(parents=True)
     resources = Resources(cpus_per_worker=job.setting.cpus, gpus_per_worker=job.setting.gpus, micro_batch_size="auto")
     _require_committed(request)
+    _require_loaded(job)
     context = TrainContext(output_dir=draft, work_dir=draft, resources=resources, cache_dir=job.cache)
     with _whole(request.model) as path:
         model = Input(
@@ -81,6 +82,20 @@ def _require_committed(request: Request) -> None:
             raise ArtifactError(
                 f"step {request.step}: {file} is not what was committed with its checkpoint, and another model is not "
                 "scored in its place; restore the file"
+            )
+
+
+def _require_loaded(job: Job) -> None:
+    """Requires that the files of the base are those that the training loaded.
+
+    Raises:
+        ArtifactError: another base, and adapters on another base, would be scored.
+    """
+    for file, loaded in job.base_files.items():
+        if not file.is_file() or size_and_time(file) != loaded:
+            raise ArtifactError(
+                f"{file} has changed since the training loaded it, and no model is scored against, or on, another "
+                "base; put the file back, and run again"
             )
 
 

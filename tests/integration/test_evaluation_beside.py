@@ -69,7 +69,7 @@ def own(path: Path, body: str) -> Metric:
 
 def job_of(setting: Evaluation) -> Job:
     base = Input(name="base", kind=Kind.CHECKPOINT, fingerprint="", path=Path("base"))
-    return Job(setting=setting, options={}, base=base, rows={}, place=Path("scores"), cache=None)
+    return Job(setting=setting, options={}, base=base, base_files={}, rows={}, place=Path("scores"), cache=None)
 
 
 def test_a_task_that_scores_on_a_cluster_is_replaced_when_it_dies_and_waited_for_with_a_limit(
@@ -173,6 +173,26 @@ def test_another_model_than_that_of_the_checkpoint_is_not_scored(
             "is not what was committed with its checkpoint" in str(found[step]["error"]) and not found[step]["scores"]
         )
     assert not found[0]["error"] and not found[5]["error"]
+
+
+def test_no_score_is_of_another_base_than_the_training_loaded(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(root, tmp_path / "root")
+    base = tmp_path / "root" / "policy" / "model.safetensors"
+    plain = Scoring.request
+
+    def planted(self: Scoring, step: int) -> Request:
+        if step == 4:
+            shutil.copy(root / "policy" / "model.safetensors", base)  # equal bytes, which nobody has compared
+        return plain(self, step)
+
+    monkeypatch.setattr(Scoring, "request", planted)
+    ran = StageFolder(tmp_path / "ran", tmp_path / "root")
+    ran(training.method("sft", **STEADY, evaluation=EVERY, adapter=Adapter(rank=2, alpha=4)))
+    found = recorded(ran)
+    assert not found[0]["error"] and not found[2]["error"]
+    assert all(f"{base} has changed since" in str(found[step]["error"]) for step in (4, 5))
 
 
 @pytest.mark.parametrize(

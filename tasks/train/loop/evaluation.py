@@ -34,6 +34,7 @@ from tasks.context import TrainContext
 from tasks.data.kinds import HELD_OUT
 from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.judgement.check_rows import POLICY, rows_slot
+from tasks.model.adapter_files import base_and_adapters
 from tasks.model.fetch_model import PARTS_FILE
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS, Best, Patience
 from tasks.train.evaluation import SCORES_FILE, SLOTS, Evaluation
@@ -416,6 +417,12 @@ _JOIN_SECONDS = 1.0
 BASE, MODEL = "base", "model"  # names of policies
 
 
+def size_and_time(file: Path) -> tuple[int, int]:
+    """What a change of a file's bytes changes, and a new link to it does not."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What is the same for all checkpoints of a training.
@@ -423,6 +430,7 @@ class Job:
     Args:
         options: fields of ``Evaluate``.
         base: the model that the training starts from.
+        base_files: of its weights and adapters -> their sizes and times when the training had loaded them.
         rows: slot of ``Evaluate`` -> the stage's own rows.
         place: folder of the scores per row, one below it for each step.
         cache: of the store.
@@ -431,6 +439,7 @@ class Job:
     setting: Evaluation
     options: Mapping[str, object]
     base: "Input"
+    base_files: Mapping[Path, tuple[int, int]]
     rows: "Inputs"
     place: Path
     cache: Path | None
@@ -588,6 +597,10 @@ class Scoring(TrainerCallback):
         self._scorer: Scorer | None = None
         self._is_over = False
         self.ended_at: int | None = None
+        model, adapters = base_and_adapters(inputs[POLICY].path)
+        self.base_files = {
+            file: size_and_time(file) for place in (model, *adapters) for file in sorted(place.glob("*.safetensors"))
+        }
         checkpointing.saver.scoring = self
 
     def on_train_begin(self, args: "Args", state: "State", control: "Control", **kwargs: object) -> None:
@@ -793,8 +806,8 @@ class Scoring(TrainerCallback):
             source=Source(path=str(policy.path), kind=Kind.CHECKPOINT),
         )  # fmt: skip
         return Job(
-            setting=self.setting, options=options, base=base, rows={slot: self.inputs[rows_slot(method)]},
-            place=self.place / SCORES_FOLDER, cache=self.ctx.cache_dir,
+            setting=self.setting, options=options, base=base, base_files=self.base_files,
+            rows={slot: self.inputs[rows_slot(method)]}, place=self.place / SCORES_FOLDER, cache=self.ctx.cache_dir,
         )  # fmt: skip
 
     def _folder(self, step: int) -> Path:
