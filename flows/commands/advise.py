@@ -6,12 +6,14 @@ import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.commands.arguments import recorded_cli_args, write_output
 from lineage.artifact import Kind
+from lineage.errors import DataError
 from lineage.filesystem.files import local_path
 from tasks.judgement.advice import (
     BATCH_FACTOR,
@@ -365,7 +367,7 @@ def _machine(planned: "PlannedStage") -> Iterator[Advised]:
 def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str, int | None]:
     """Number of rows that a stage trains on (None: unknown), how it is known, and the bytes of texts that are held out
     (None: unknown, or rows are no texts that are cut into chunks)."""
-    from tasks.data.preparing.options import Prepare
+    from tasks.data.preparing.options import REPLAY, Prepare
     from tasks.judgement.check_rows import rows_slot
 
     assert planned.hyperparameters
@@ -379,8 +381,14 @@ def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str, int |
     sources = [each.source for each in data.inputs.values() if each.source] if data else []
     if not isinstance(method, Prepare) or not sources or any(each.streaming for each in sources):
         return None, "the number of rows is known once they are prepared", None
+    from flows.planning.estimates import refused_rows
     from tasks.data.reading.read import read_chunks
 
+    assert data
+    read, exact = {slot: data.inputs[slot].source for slot in method.row_slots(data.inputs)}, None
+    if method.produces != Kind.TEXT:
+        with suppress(DataError):  # `plan` names these rows
+            _, exact = refused_rows(method, read, replays=REPLAY in data.inputs)
     count = sum(1 for source in sources for chunk in read_chunks(source) for _ in chunk.rows())
     held_out = method.held_out if method.held_out >= 1 else method.held_out * count
     rest = max(1, round(count - held_out))
@@ -388,7 +396,8 @@ def _rows(plan: "Plan", planned: "PlannedStage") -> tuple[int | None, str, int |
     paths = [Path(each.path) for each in sources]
     is_text = method.produces == Kind.TEXT and all(path.is_file() for path in paths)
     size = round(sum(path.stat().st_size for path in paths) * held_out / max(1, count)) if is_text else None
-    return rest, f"about {rest:,} rows for training ({count:,} of {names})", size
+    about = "" if exact else "about "
+    return exact or rest, f"{about}{exact or rest:,} rows for training ({count:,} of {names})", size
 
 
 def _table(found: Recipe) -> str:

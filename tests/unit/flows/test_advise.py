@@ -68,7 +68,7 @@ def test_the_rows_of_a_source_are_counted_and_decide(capsys) -> None:
     assert values["method.optimizer.weight_decay"] == 0.01 and values["resources.micro_batch_size"] == 4
     main(["advise", "sft", *PRETRAINED])
     out = capsys.readouterr().out
-    assert "about 1,800 rows for training (2,000 of " in out
+    assert "sft: 1,820 rows for training (2,000 of " in out  # those that the data stage's split leaves, as `plan` says
     assert "1e-6..5e-6 for < 5K rows" in out and "reference documents, by data size" in out
 
 
