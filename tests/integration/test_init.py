@@ -94,7 +94,7 @@ def test_what_a_beginner_would_not_know_is_said(command):
     done = command("init", "mine", "--data", "chats.jsonl")
     assert "note: model tiny: a toy made from scratch" in done.stdout, done.stdout + done.stderr
     text = (command.folder / "mine/posttrain.yaml").read_text()
-    assert "method.num_steps: 400 # passes over your rows: 119" in text, text
+    assert "method.num_steps: 400 # passes over your rows: 112" in text, text
     assert "as set (the pipeline)" not in text and "; made from scratch" not in text
     short = command("init", "other", "--model", "model", "--data", "chats.jsonl").stdout
     assert "steps of 16: too few to change answers; try posttrain run adapter=lora" in short, short
