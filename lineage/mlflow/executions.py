@@ -159,16 +159,18 @@ class Executions:
         if self.current and self.is_ours(note):
             return self.current
         noted = note.execution_id if note and note.uri == self.uri else None
-        recorded = start.execution_run_id or noted or _UNRECORDED
+        process = note.writer.token if note and note.writer else _UNRECORDED  # it had none yet, or MLflow was away
+        recorded = start.execution_run_id or noted or process
         key = (start.pipeline, recorded)
         if key in self._rebuilt:
             return self._rebuilt[key]
-        if recorded != _UNRECORDED and self.find(recorded):
+        if recorded != process and self.find(recorded):
             return recorded
         found = next(self.search(start.pipeline, where({Tag.RECORDED_RUN: recorded})), None)
         if found:
-            return str(found.info.run_id)
-        cli_args = note.cli_args if note and note.execution_id == recorded else []
+            self._rebuilt[key] = str(found.info.run_id)
+            return self._rebuilt[key]
+        cli_args = note.cli_args if note and recorded in (note.execution_id, process) else []
         names = note.names if note else UNNAMED
         began = self.began.get(recorded, start.provenance.start)
         tags = {Tag.RECORDED_RUN: recorded, Tag.WORDS: shlex.join(cli_args)}
@@ -182,14 +184,16 @@ class Executions:
         return bool(note and note.writer and self.writer and note.writer.token == self.writer.token)
 
     def close_rebuilt(self) -> None:
-        """Ends the executions that were rebuilt, each when its last stage ended."""
+        """Ends the executions that were rebuilt: when the last stage ended, as failed or killed where a stage was."""
         for (pipeline, _), run_id in self._rebuilt.items():
             self.show(run_id)
-            stages = where({Tag.PARENT_RUN: run_id})
-            last = self.client.search_runs(
-                [*self.homes(pipeline)], stages, order_by=["attributes.end_time DESC"], max_results=1
-            )
-            self.client.set_terminated(run_id, "FINISHED", last[0].info.end_time if last else None)
+            stages = [*pages(self.client.search_runs, [*self.homes(pipeline)], where({Tag.PARENT_RUN: run_id}))]
+            status = next((each for each in ("FAILED", "KILLED") if each in {run.info.status for run in stages}), None)
+            cause = next((run.data.tags.get(Tag.CAUSE) for run in stages if run.info.status == status), None)
+            if cause:
+                self.client.set_tag(run_id, Tag.CAUSE, cause)
+            ended = max((run.info.end_time or 0 for run in stages), default=None)
+            self.client.set_terminated(run_id, status or "FINISHED", ended)
         self._rebuilt.clear()
 
     def close_dead(self, experiment: str) -> None:

@@ -37,10 +37,15 @@ def runs(client, name="", pipeline="p"):
     return [run for run in found if run.info.run_name.startswith(name)]
 
 
-def killed(start, *, run_id=""):
+def statuses(client, name):
+    return [run.info.status for run in runs(client, name)]
+
+
+def killed(start):
     """Leaves the start record of a process that is gone."""
     note = RunFile.read(start.directory)
-    replace(note, run_id=run_id or note.run_id, writer=DEAD, status="RUNNING", cause="").write(start.directory)
+    writer = replace(DEAD, token=note.writer.token)
+    replace(note, writer=writer, status="RUNNING", cause="").write(start.directory)
 
 
 def test_a_stage_is_a_run_of_its_execution_with_its_recipe_as_parameters(uri, client, store):
@@ -291,9 +296,27 @@ def test_an_mlflow_that_cannot_be_written_is_reported_once_and_filled_in_later(t
     attempt(away, store, start_of(store, failed), ValueError("full"), 1)
     assert capsys.readouterr().err.count(f"posttrain: MLflow at {away}: ") == 2  # once per command
     refill(uri, store.root)
-    assert {run.info.run_name: run.info.status for run in runs(client) if run.info.run_name in ("base", "sft")} == {
-        "base": "FINISHED", "sft": "FAILED"
+    status = {run.info.run_id: run.info.status for run in runs(client)}
+    parents = {run.info.run_name: run.data.tags.get("mlflow.parentRunId") for run in runs(client)}
+    assert {name: (status[parents[name]], *statuses(client, name)) for name in ("base", "sft")} == {
+        "base": ("FINISHED", "FINISHED"), "sft": ("FAILED", "FAILED")
     }  # fmt: skip
+
+
+def test_a_run_that_was_killed_before_mlflow_had_its_tables_is_killed_there(tmp_path, uri, client, store):
+    (tmp_path / "file").write_text("no directory")
+    away = MlflowTracker(f"sqlite:///{tmp_path}/file/mlflow.db")
+    with away.execution(execution(store)):
+        Tracked(away, start_of(store, store.stage("base", {}))).finish(store.stage("base", {}))
+        stage = Tracked(away, start_of(store, store.stage("sft", {})))
+        refill(uri, store.root)  # by another command, while it runs
+    killed(stage.start)
+    for _ in range(2):
+        refill(uri, store.root)
+        [executed] = runs(client, "p 20")
+        assert (executed.info.status, executed.data.tags["posttrain.cause"]) == ("KILLED", "its process was killed")
+        assert executed.data.tags["posttrain.words"] == "pipeline=p"
+        assert (statuses(client, "base"), statuses(client, "sft")) == (["FINISHED"], ["KILLED"])
 
 
 def test_an_mlflow_that_does_not_answer_is_given_up_at_the_end(uri, store, monkeypatch, capsys):
