@@ -32,7 +32,7 @@ from flows.stages.execute import Result, execute, mirror_of
 from flows.stages.launch import StageProcesses, modules_of, shares_imports
 from flows.stages.resources import Cluster, ask_cluster, require_beside, require_cluster, require_gpus, require_pools
 from flows.stages.run import Run
-from flows.stages.stops import stoppable
+from flows.stages.stops import seconds_left, stoppable
 from lineage.artifact import MODELS, SOURCE
 from lineage.dvc import VIEWS
 from lineage.errors import ConfigError, PipelineError, StoppedError
@@ -285,7 +285,7 @@ def open_run(
     for mirror in filter(None, mirrors.values()):
         mirror.require_writable()
     require_plan_disk(plan, plan.stale if trials else stages)  # for a sweep, at least one trial must fit
-    tracker = make_tracker(plan.pipeline.tracking) if stages or trials else Tracker()
+    tracker = make_tracker(plan.pipeline.tracking, seconds_left) if stages or trials else Tracker()
     processes = StageProcesses()
     foreground = any(planned.stage.resources.launcher == Launcher.FOREGROUND for planned in stages)
     sweep = None

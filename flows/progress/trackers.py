@@ -6,6 +6,7 @@ One thread per tracker writes what the stages have reported; no stage waits for 
 import contextlib
 import contextvars
 import json
+import shutil
 import sys
 import threading
 import time
@@ -26,7 +27,8 @@ from lineage.secrets import first_line
 Status = Literal["finished", "failed", "killed"]
 _POLL_SECONDS = 1.0
 _CLOSE_SECONDS = 60.0
-_STOP_SECONDS = 5.0  # of the 30 that a process manager gives before it kills
+_STOP_SECONDS = 5.0  # at least; else those that a process manager leaves us, but for the end of Prefect's flow run
+_FLOW_SECONDS = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,13 @@ class StageRun:
 
 
 class Writer(Protocol):
-    """The open run of one stage in a tracker."""
+    """The open run of one stage in a tracker.
+
+    Attributes:
+        last_step: that it has of earlier attempts, of which a kill may have lost the end; None: it writes each at once.
+    """
+
+    last_step: int | None
 
     def log(self, report: StageReport) -> None:
         """Adds the metrics of a step."""
@@ -60,6 +68,8 @@ class Writer(Protocol):
 
 class TensorBoard:
     """Event files below ``logs/tensorboard`` of the store: ``tensorboard --logdir`` shows them."""
+
+    last_step: int | None = None
 
     def __init__(self, run: StageRun) -> None:
         from tensorboardX import SummaryWriter
@@ -82,12 +92,16 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases; ``WANDB_MODE=offline`` writes it below ``logs/wandb`` of the store."""
+    """A run of Weights & Biases; ``WANDB_MODE=offline`` writes it below ``logs/wandb`` of the store.
+
+    A resumed offline run is written anew: W&B keeps its last seconds in memory, and ``wandb sync`` uploads one folder.
+    """
 
     def __init__(self, run: StageRun) -> None:
         import wandb
 
         run.folder.mkdir(parents=True, exist_ok=True)
+        earlier = [*(run.folder / "wandb").glob(f"offline-run-*-{run.id}")]
         self._run = wandb.init(
             project=run.project, name=run.name, group=run.group, id=run.id, resume="allow", config=dict(run.config),
             dir=str(run.folder), reinit="create_new",
@@ -95,6 +109,10 @@ class Wandb:
                 silent=True, console="off", x_disable_stats=True, disable_git=True, disable_code=True
             ),
         )  # fmt: skip
+        self.last_step: int | None = self._run.starting_step - 1
+        for each in earlier if self._run.offline else ():
+            if each != Path(self._run.dir).parent:
+                shutil.rmtree(each, ignore_errors=True)
 
     def log(self, report: StageReport) -> None:
         self._run.log(dict(report.metrics), step=report.step)
@@ -118,6 +136,9 @@ class Trackio:
             resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False,
         )  # fmt: skip
         self._levels = trackio.AlertLevel
+        held = getattr(self._run, "_next_step", 0) - 1
+        is_known = held >= 0 or getattr(self._run, "_is_local", False)  # a server may not have answered
+        self.last_step: int | None = held if is_known else None
 
     def log(self, report: StageReport) -> None:
         self._run.log(dict(report.metrics), step=report.step)
@@ -156,10 +177,14 @@ class StageTracker(Tracker):
         name: of the tracker, as the settings have it.
         open_run: opens the run of a stage.
         names: of the execution.
+        seconds_left: that a stop may still take.
     """
 
-    def __init__(self, name: str, open_run: Callable[[StageRun], Writer], names: RunNames) -> None:
-        self._name, self._open_run, self._names = name, open_run, names
+    def __init__(
+        self, name: str, open_run: Callable[[StageRun], Writer], names: RunNames,
+        seconds_left: Callable[[], float] = float,
+    ) -> None:  # fmt: skip
+        self._name, self._open_run, self._names, self._seconds_left = name, open_run, names, seconds_left
         self._stages: list[_Stage] = []
         self._woken = threading.Event()
         self._is_closing = False
@@ -173,6 +198,7 @@ class StageTracker(Tracker):
         thread = threading.Thread(target=self._write, daemon=True, name=self._name)
         thread.start()
         end: tuple[Status, str] = "killed", "the run ended"
+        is_stopped = False
         try:
             yield
         except BaseException as error:
@@ -184,7 +210,7 @@ class StageTracker(Tracker):
                 stage.ended = stage.ended or (*end, {})
             self._is_closing = True
             self._woken.set()
-            thread.join(_CLOSE_SECONDS if end[1] == "the run ended" else _STOP_SECONDS)
+            thread.join(max(_STOP_SECONDS, self._seconds_left() - _FLOW_SECONDS) if is_stopped else _CLOSE_SECONDS)
             if thread.is_alive():
                 self._report("it did not take the end of the run in time")
 
@@ -238,6 +264,8 @@ class StageTracker(Tracker):
         ended = stage.ended  # before the reports are read, so that none is lost
         if stage.writer is None:
             stage.writer = self._open_run(stage.run)
+            if stage.writer.last_step is not None:
+                stage.last = stage.writer.last_step
             atomic_write(stage.note, json.dumps({"id": stage.run.id, "step": stage.last}))
         new = [report for report in stage.reports.read() if report.step > stage.last]
         for report in new:

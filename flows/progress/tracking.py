@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
     from lineage.mlflow.registry import Rebuilt
 
 
-def make_tracker(tracking: Tracking) -> Tracker:
+def make_tracker(tracking: Tracking, seconds_left: Callable[[], float] = float) -> Tracker:
     """The MLflow tracker, or one that records nothing; with the other trackers beside it.
+
+    Args:
+        seconds_left: that a stop may still take.
 
     Raises:
         ConfigError: MLflow's address is invalid or does not answer; another tracker is not installed or has no account.
@@ -34,7 +38,7 @@ def make_tracker(tracking: Tracking) -> Tracker:
         return found
     from flows.progress.trackers import OPENERS, StageTracker, Trackers
 
-    return Trackers(found, [StageTracker(name, OPENERS[name], tracking.names()) for name in others])
+    return Trackers(found, [StageTracker(name, OPENERS[name], tracking.names(), seconds_left) for name in others])
 
 
 def recorded_uri(pipeline: Pipeline) -> str | None:

@@ -14,11 +14,13 @@ from lineage.filesystem.owner import host
 _UNINTERRUPTIBLE = ("<frozen importlib.", "/logging/__init__.py")
 _AGAIN_SECONDS = 0.05
 _PATIENCE_SECONDS = 10.0  # longer imports are interrupted: after 30 s we would be killed
+_KILL_SECONDS = 30.0  # that a process manager gives
 _REPEATED = signal.SIGURG  # differs from signals that users send; ignored by default
 
 # A stop applies to this process and all its runs.
 hurried = threading.Event()  # a second stop was requested: do not wait for stages that save
 ended: list[str] = []  # where each stopped stage resumes: ``sft saved at step 9``
+_asked: list[float] = []  # when the first stop was requested
 
 
 @contextlib.contextmanager
@@ -30,6 +32,7 @@ def stoppable() -> Iterator[None]:
     """
     ended.clear()
     hurried.clear()
+    _asked.clear()
     stop = _Stop()
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as `nohup` sets it
@@ -51,6 +54,13 @@ def stoppable() -> Iterator[None]:
         sys.unraisablehook = stop.hook
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def seconds_left() -> float:
+    """What a stop may still take before a process manager kills us; 0: none was requested, or the user hurries it."""
+    if not _asked or hurried.is_set():
+        return 0.0
+    return max(0.0, _KILL_SECONDS - (time.monotonic() - _asked[0]))
 
 
 @contextlib.contextmanager
@@ -83,6 +93,7 @@ class _Stop:
         """The handler of the signals."""
         if not self.error:
             self._number, self._asked_at = number, self._asked_at or time.monotonic()
+            _asked.append(self._asked_at)
             self.again(number, frame)
         elif number == signal.SIGINT:
             hurried.set()

@@ -1,5 +1,6 @@
 """``posttrain run`` and MLflow: what its own client sees of toy runs, in a file and on a server."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 from lineage.mlflow.address import connect
 from lineage.record.run_file import RunFile
 from tests.command import Command, wait_until
+from tests.libraries.flows.test_trackers import READ
 from tests.mlflow_walk import walk
 
 TOY = ("pipeline=toy", "model=none", "sources.rows.path=rows.txt", "tracking.dvc=false")
@@ -112,6 +114,50 @@ def test_a_killed_run_is_closed_by_the_next_command_also_by_one_with_nothing_to_
     assert {("left", "KILLED"), ("toy", "KILLED")} <= set(statuses(client))  # the stage and the execution
     assert "RUNNING" not in {status for _, status in statuses(client)}
     assert toy("verify").returncode == 0
+
+
+@pytest.mark.slow  # of events alone: tests/libraries/flows/test_trackers.py
+@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
+def test_a_run_that_ended_early_continues_its_record_in_every_tracker_of_a_list(toy, stop):
+    names = [name for name in READ if importlib.util.find_spec({"tensorboard": "tensorboardX"}.get(name, name))]
+    toy.environment |= {"WANDB_MODE": "offline"}
+    if "trackio" in names:
+        toy.environment |= {"TRACKIO_DIR": str(importlib.import_module("trackio.utils").TRACKIO_DIR)}
+    steps = {step: round(1.0 / step, 4) for step in range(1, 101)}
+    overrides = (
+        f"tracking=[mlflow,{','.join(names)}]", f"tracking.experiment={toy.folder.name}",
+        f"stages.left.method.num_steps={len(steps)}", "stages.left.method.step_seconds=0.1",
+    )  # fmt: skip
+
+    def notes():
+        found = [next(iter(toy.folder.glob(f"artifacts/left/*/{name}.json")), None) for name in names]
+        return [json.loads(note.read_text()) if note else {"step": 0} for note in found]
+
+    def recorded(note, name):
+        every = READ[name](toy.folder / "artifacts")
+        [seen] = [seen for run, seen in every.items() if run.endswith(note["id"])]
+        return len(every), str(seen["status"]).partition(":")[0], seen["steps"]
+
+    process = toy.start("run", *overrides)
+    wait_until(lambda: all(note["step"] > 20 for note in notes()), "each tracker has steps")
+    process.send_signal(stop)
+    _, errors = process.communicate(timeout=120)
+    before = notes()
+    if stop == signal.SIGINT:
+        assert "it did not take the end of the run in time" not in errors
+        assert [recorded(*each)[1] for each in zip(before, names, strict=True)] == ["killed"] * len(names)
+    again = toy.process("run", *overrides)
+    assert again.returncode == 0, again.stderr
+    assert [note["id"] for note in notes()] == [note["id"] for note in before]
+    for note, name in zip(before, names, strict=True):
+        assert recorded(note, name) == (4, "finished", steps), name
+    client = client_of(toy)
+    runs = client.search_runs([client.get_experiment_by_name(toy.folder.name).experiment_id])
+    [left] = [run for run in runs if run.info.run_name == "left"]
+    history = client.get_metric_history(left.info.run_id, "loss")
+    assert (left.info.status, [each.step for each in history]) == ("FINISHED", [*steps])
+    executions = [run.info.status for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    assert sorted(executions) == ["FINISHED", "KILLED"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -63,7 +64,7 @@ def of_tensorboard(root: Path) -> dict[str, Seen]:
                     steps = seen["steps"]
                     assert isinstance(steps, dict) and line.step not in steps
                     steps[line.step] = round(value.simple_value, 4)
-                    assert line.wall_time == 1000.0 + line.step
+                    assert line.wall_time == 1000.0 + line.step or line.wall_time > 1e9  # written, or of a real stage
                 if value.tag.startswith("status"):
                     seen["status"] = value.tensor.string_val[0].decode()
                 if value.tag == "final/accuracy":
@@ -162,6 +163,19 @@ def test_a_resumed_stage_continues_its_run_and_repeats_no_step(store, name):
     attempt(store, name, made, 3, 4, 5, 6, resumes=True)
     ((_, seen),) = READ[name](store.root).items()
     assert seen == {"steps": LOSS, "status": "finished", "accuracy": 0.75}
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"], indirect=True)  # TensorBoard writes each step at once
+def test_steps_that_a_killed_tracker_had_not_written_are_written_by_the_next_attempt(store, name):
+    made = store.stage("sft", {})
+    attempt(store, name, made, 1, 2, error=KeyboardInterrupt())
+    report(start_of(store, made), 3, 4)
+    note = store.root / "sft" / made.fingerprint[:16] / f"{name}.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), "step": 4}))  # as if it had taken them
+    attempt(store, name, made, 5, 6, resumes=True)
+    ((_, seen),) = READ[name](store.root).items()
+    assert seen == {"steps": LOSS, "status": "finished", "accuracy": 0.75}
+    assert len([*(store.root / "logs/wandb").glob("offline-run-*")]) == (name == "wandb")  # what `wandb sync` uploads
 
 
 def test_a_stage_that_starts_again_has_a_run_of_its_own(store, name, monkeypatch):

@@ -47,6 +47,21 @@ def test_who_is_asked_to_end_by_any_signal_ends_once(number):
     assert signal.getsignal(number) == signal.SIG_DFL
 
 
+def test_a_stop_may_take_as_long_as_a_process_manager_gives_unless_the_user_hurries_it():
+    def stop() -> None:
+        with stoppable():
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with stoppable():
+        assert stops.seconds_left() == 0.0
+    with pytest.raises(KeyboardInterrupt):
+        stop()
+    assert 25.0 < stops.seconds_left() <= 30.0
+    stops.hurried.set()
+    assert stops.seconds_left() == 0.0
+    stops.hurried.clear()
+
+
 def test_who_is_asked_to_end_says_what_each_stage_resumes_from():
     def stop() -> None:
         with stoppable():
