@@ -532,6 +532,8 @@ def _costs(store: Path, chain: Sequence[Node]) -> list[Facts]:
         row["gpu_hours"] = hours if "gpus_per_worker" in ran.resources else 0.0
         if price and hours:
             row |= {"cost": price * hours, "currency": str(ran.resources.get("currency", ""))}
+            if run and run.predicted_seconds:
+                row["predicted_cost"] = price * workers * gpus * run.predicted_seconds / 3600
         if watts:
             row["kwh"] = watts * workers * seconds / 3.6e6
         if "tokens_per_second" in manifest.metrics:

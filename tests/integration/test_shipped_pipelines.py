@@ -5,10 +5,12 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.command import Command
+from tests.drawn_graphs import Page
 from tests.miniature import SHIPPED, overrides_of
 from tests.prefect_api import PrefectApi
 
@@ -25,6 +27,11 @@ def test_a_shipped_pipeline_runs_and_then_there_is_nothing_to_do(tmp_path, prefe
         assert row["state"] == "reuse" or (row["method"] == "Gate" and done.returncode == GATED), row
     metrics = {row["stage"]: row["metrics"] for row in json.loads(done.stdout)["stages"] if row.get("metrics")}
     assert any("steps" in found for found in metrics.values())
+    page = Page(Path(json.loads(done.stdout)["page"]).read_text())
+    sections = [attributes["id"] for tag, attributes in page.elements if tag == "section"]
+    asked = {"facts", "use", "scores", "answers", "curves", "lineage", "data", "recipe", "costs", "versions"}
+    judged = {"verdicts"} if any(row["method"] == "Gate" for row in json.loads(done.stdout)["stages"]) else set()
+    assert asked | judged <= {*sections} and "mark" in page.tags()
 
 
 @pytest.mark.slow

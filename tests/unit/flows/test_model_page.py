@@ -78,6 +78,7 @@ def test_every_section_has_what_the_record_says(full):
     cost = found["costs"][-1]
     assert (cost["memory"], cost["predicted_memory"], cost["predicted_seconds"]) == (2**30, 2**29, 12.0)
     assert cost["cost"] == pytest.approx(0.01) and cost["currency"] == "EUR"
+    assert cost["predicted_cost"] == pytest.approx(12.0 / 3600 * 3.6)
     assert ("commit", f"{'c' * 40} with changes that are not committed") in found["versions"]
     assert [each["name"] for each in found["data"]] == ["chats", "corpus"]
     assert found["data"][0] == {
