@@ -164,6 +164,7 @@ def resolve_champions(pipeline: Pipeline, pinned: Callable[[str], str]) -> Champ
     aliases: dict[str, list[str]] = {}  # alias -> names of the sources that refer to it
     for name in pipeline.used_sources():
         if is_alias(pipeline.sources[name]):
+            check_options(name, pipeline.sources[name], is_hub=False, is_url=False)
             aliases.setdefault(_alias_and_stage(pipeline.sources[name])[0], []).append(name)
     for alias, names in aliases.items():
         held = stacked.get(alias, [])
@@ -238,7 +239,6 @@ def _champion(pipeline: Pipeline, name: str, entry: Entry, alias: str) -> Champi
             f"sources.{name}.kind={source.kind}: {source.path} is {entry.path}, which is {manifest.produces}; set "
             f"kind: {manifest.produces}"
         )
-    check_options(name, source, is_hub=False, is_url=False)
     return artifact_as_source(source, entry, manifest)
 
 

@@ -103,7 +103,14 @@ def pin(name: str, source: Source, cache: DigestCache) -> Pinned:
         )
     if source.kind == Kind.CHECKPOINT and (model_options(source) or is_adapter):
         return _with_parts(name, source, matches, cache)
-    return _pinned_path(name, source, matches, cache)
+    pinned = _pinned_path(name, source, matches, cache)
+    is_found = source.path.startswith((QUICKSTART, PYTHON)) or is_url(source.path)
+    if is_found and source.revision not in (None, pinned.source.revision):
+        raise ConfigError(
+            f"sources.{name}.revision={source.revision}: {source.path} is {pinned.source.revision} now, and gives no "
+            "other revision; remove revision: the plan finds and records it"
+        )
+    return pinned
 
 
 def _pinned_path(name: str, source: Source, matches: list[Path], cache: DigestCache) -> Pinned:

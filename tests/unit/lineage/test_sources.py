@@ -47,6 +47,14 @@ def hub(**fields) -> Source:
         (hub(allow_code=True), r"sources.rows.allow_code=true: owner/name runs no code; .*; remove allow_code"),
         (Source(path=__file__, allow_code=True), r"sources.rows.allow_code=true: .* runs no code"),
         (Source(path=__file__, revision="abc"), r"sources.rows.revision=abc: .* has no revisions; .*remove revision"),
+        (
+            Source(path="quickstart:corpus", revision="abc"),
+            r"sources.rows.revision=abc: quickstart:corpus is .*-rows\d+ now, and gives no other revision; remove",
+        ),
+        (
+            Source(path="python:tasks.quickstart.sorting.prompts", revision="abc"),
+            r"sources.rows.revision=abc: .* gives no other revision",
+        ),
         (Source(path="quickstart:corpus", streaming=True, sample_count=1), "quickstart:corpus is not a hub data set"),
         (
             Source(path=__file__, columns={"prompt": "q", "text": "q"}),

@@ -35,6 +35,12 @@ def test_without_a_holder_the_slots_are_left_out_and_the_plan_says_so(toy):
     assert plan.to_dict()["notes"] == plan.notes
 
 
+def test_options_that_an_alias_does_not_take_are_refused_before_it_names_a_model(toy):
+    for option in ("revision=abc", "sample_count=3", "chat_template=chatml"):
+        with pytest.raises(ConfigError, match=rf"sources\.champion\.{option.partition('=')[0]}"):
+            toy(f"sources.champion.{option}")
+
+
 def test_promoting_the_plans_own_model_changes_no_plan(toy):
     finish(toy())
     before = toy()
