@@ -3,11 +3,14 @@
 Shapes: B rows in a batch, T tokens of the longest, K positions whose logits are needed.
 """
 
+import errno
+import fcntl
 import inspect
 import json
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -85,6 +88,7 @@ class Loading:
 
 
 CACHE_FOLDER = "scores"  # in the store's cache
+_LOCK_SECONDS, _POLL_SECONDS = 10.0, 0.1  # less than workers wait for each other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +106,7 @@ class Cache:
     batches: Batches
 
     def found(self, weights: str, what: str, rows: object, compute: Callable[[], object]) -> object:
-        """A value of JSON, computed where it is not known.
+        """A value of JSON, computed where it is not known; where another process is at it, its value is waited for.
 
         Args:
             weights: digest of the model's files.
@@ -113,18 +117,30 @@ class Cache:
             return compute()
         key = digest_json({"weights": weights, "what": what, "rows": rows, "settings": self.settings})
         path = self.folder / CACHE_FOLDER / key[:2] / f"{key}.json"
-        known: list[object] = [self._read(path) if self.batches.rank == 0 else None]
+        with ExitStack() as held:
+            is_free, known = False, None
+            while known is None and not is_free:
+                known, is_free = self._known_or_taken(path, held)
+            if known is not None:
+                return known
+            value = compute()
+            if self.batches.rank == 0:
+                atomic_write(path, json.dumps(value))
+                _lock_of(path).unlink(missing_ok=True)
+            return value
+
+    def _known_or_taken(self, path: Path, held: ExitStack) -> tuple[object, bool]:
+        """What is known, and whether this stage may compute it; on all workers."""
+        found: list[object] = [self._read(path) if self.batches.rank == 0 else None, False]
+        if self.batches.rank == 0 and found[0] is None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            is_free = _take(_lock_of(path), held)
+            found = [self._read(path), is_free]
         if self.batches.world_size > 1:
             import torch
 
-            torch.distributed.broadcast_object_list(known, src=0)
-        if known[0] is not None:
-            return known[0]
-        value = compute()
-        if self.batches.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, json.dumps(value))
-        return value
+            torch.distributed.broadcast_object_list(found, src=0)
+        return found[0], bool(found[1])
 
     def with_images(self, rows: object, vision: "Vision | None", places: Sequence[Sequence[int]]) -> object:
         """Rows, as JSON, with the images that they have.
@@ -148,6 +164,30 @@ class Cache:
         except (OSError, ValueError):  # another process deletes it, or the disk was full
             return None
         return value
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_suffix(".lock")
+
+
+def _take(path: Path, held: ExitStack) -> bool:
+    """Takes a lock, unless another process keeps it for some seconds.
+
+    A process that a metric forks off does not inherit it, as it would one of ``flock``.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    held.callback(os.close, descriptor)
+    end = time.monotonic() + _LOCK_SECONDS
+    while time.monotonic() < end:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):  # the file system locks nothing
+                return True
+            time.sleep(_POLL_SECONDS)
+        else:
+            return True
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,10 @@
 """Scores of a batch are those of each row by itself, computed the long way."""
 
 import contextlib
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,3 +165,29 @@ def test_a_finished_and_a_cut_off_answer_score_differently_where_padding_is_the_
     found = rewards(model, answers, batch_size=3)
     assert abs(found[0] - found[1]) > 1e-4
     assert found == pytest.approx([rewards(model, [row], 1)[0] for row in answers], abs=1e-5)
+
+
+@pytest.mark.parametrize("is_written", [True, False])
+def test_what_another_process_is_measuring_is_waited_for_and_computed_where_it_dies(tmp_path, monkeypatch, is_written):
+    cache = scoring.Cache(folder=tmp_path, settings={}, batches=Batches())
+    monkeypatch.setattr(scoring, "digest_json", lambda asked: "ab")
+    path = tmp_path / scoring.CACHE_FOLDER / "ab" / "ab.json"
+    path.parent.mkdir(parents=True)
+    code = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    other = subprocess.Popen([sys.executable, "-c", code, path.with_suffix(".lock")], **pipes)
+    assert other.stdout.read(1) == b"\n"
+    waited = []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        if is_written:
+            path.write_text("[1.0]")
+        other.kill()
+        other.wait()
+
+    monkeypatch.setattr(scoring, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    assert cache.found("w", "text", [], lambda: [2.0]) == ([1.0] if is_written else [2.0]) and waited
+    assert path.read_text() == ("[1.0]" if is_written else "[2.0]")
