@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Part = TypeVar("Part")
-BENCHMARKS_FILE = "benchmarks.json"
+BENCHMARKS_FILE, SMALL = "benchmarks.json", "small_is_good"
 _BATCH, _SEED = 8, 1234
 _ANSWER_SECONDS = 5.0
 _NAMED = re.compile(
@@ -71,30 +71,32 @@ class Measurement:
         scores: by metric, for the policy ``name``.
         values: metrics whose value is no mean over rows: value and standard error, where lm-eval has one.
         failed: ``policy/metric`` -> why it has no value.
+        small_is_good: the metrics of ``values``, without a policy, of which small values are better.
     """
 
     scores: Sequence[RowScores] = ()
     values: Mapping[str, float] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
+    small_is_good: Sequence[str] = ()
 
     def named(self, name: str) -> "Measurement":
         """The same of a policy of that name; it was measured without one."""
         return Measurement(
             scores=[replace(each, scores={name: each.scores[""]}) for each in self.scores],
             values={f"{name}{key}": value for key, value in self.values.items()},
-            failed={f"{name}{key}": reason for key, reason in self.failed.items()},
-        )
+            failed={f"{name}{key}": reason for key, reason in self.failed.items()}, small_is_good=self.small_is_good,
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, object]:
         """As a value of JSON."""
-        return {"scores": [asdict(each) for each in self.scores], "values": {**self.values}, "failed": {**self.failed}}
+        return asdict(self)
 
     @staticmethod
     def from_json(value: object) -> "Measurement":
         """Of ``to_json``."""
         assert isinstance(value, dict)
         scores = [RowScores(**each) for each in value["scores"]]
-        return Measurement(scores=scores, values=value["values"], failed=value["failed"])
+        return Measurement(**{**value, "scores": scores})
 
 
 def joined(found: Sequence[Measurement]) -> Measurement:
@@ -105,7 +107,8 @@ def joined(found: Sequence[Measurement]) -> Measurement:
         scores[each.metric] = replace(each, scores={**known.scores, **each.scores}) if known else each
     values = {name: value for each in found for name, value in each.values.items()}
     failed = {name: reason for each in found for name, reason in each.failed.items()}
-    return Measurement(scores=[*scores.values()], values=values, failed=failed)
+    small = dict.fromkeys(name for each in found for name in each.small_is_good)
+    return Measurement(scores=[*scores.values()], values=values, failed=failed, small_is_good=[*small])
 
 
 def require_reached(metrics: Sequence[Metric]) -> None:
@@ -354,23 +357,27 @@ def _measured(benchmark: Benchmark, name: str, model: "LM") -> Measurement:
         ) from error
     if found is None:  # another worker has the result
         return Measurement()
-    scores, values = list[RowScores](), dict[str, float]()
+    scores, values, failed, small = list[RowScores](), dict[str, float](), dict[str, str](), list[str]()
     for task, results in found["results"].items():
         for key, value in results.items():
             which, comma, variant = key.partition(",")
             if not comma or which.endswith("_stderr") or not isinstance(value, int | float):
                 continue
             label = "/".join([_prefix(metric, task), which, *([variant] if variant != "none" else [])])
+            if not math.isfinite(value):
+                failed[f"{name}/{label}"] = f"metrics.{metric.label}: lm-eval gives {value} for {label}; correct it"
+                continue
             rows = _per_row(label, name, found["samples"].get(task, []), which, variant, float(value))
+            higher = found["higher_is_better"].get(task, {}).get(which)
             if rows is None:
                 values[f"{name}/{label}"] = float(value)
                 error_of = results.get(f"{which}_stderr,{variant}")
                 if isinstance(error_of, int | float) and math.isfinite(error_of):
                     values[f"{name}/{label}/stderr"] = float(error_of)
+                small += [label] if higher is False else []
                 continue
-            higher = found["higher_is_better"].get(task, {}).get(which)
             scores.append(replace(rows, small_is_good=higher is False, bounded=which.startswith(_BOUNDED)))
-    return Measurement(scores=scores, values=values)
+    return Measurement(scores=scores, values=values, failed=failed, small_is_good=small)
 
 
 def _prefix(metric: Metric, task: str) -> str:
@@ -398,15 +405,29 @@ def _per_row(
     return None
 
 
-def write_settings(directory: Path, benchmarks: Sequence[Benchmark], batches: Batches, dtype: str) -> None:
-    """Writes ``benchmarks.json``: few-shot examples, chat template, limit and versions of each task, and how it ran."""
+def write_settings(
+    directory: Path, benchmarks: Sequence[Benchmark], batches: Batches, dtype: str, small: Sequence[str] = ()
+) -> None:
+    """Writes ``benchmarks.json``: few-shot examples, chat template, limit and versions of each task, and how it ran.
+
+    Args:
+        small: as in ``Measurement``.
+    """
     settings = {
         name: {**of, "batch_size": _rows_at_once(each, batches), "dtype": dtype, "workers": batches.world_size}
+        | ({SMALL: own} if (own := [one for one in small if one.startswith(f"{name}/")]) else {})
         for each in benchmarks for name, of in each.settings().items()
     }  # fmt: skip
     for name, of in settings.items():
         logger.info("benchmark=%s %s", name, json.dumps(of))
     (directory / BENCHMARKS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def small_without_rows(directory: Path) -> list[str]:
+    """The metrics of benchmarks without scores per row of which small values are better, of an evaluation's output."""
+    path = directory / BENCHMARKS_FILE
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return [name for of in settings.values() for name in of.get(SMALL, ())]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from lineage.errors import ArtifactError, ConfigError, PipelineError
 from lineage.filesystem.digest import digest_file
 from lineage.record.verdict import interval_text
 from tasks.context import Resources, TrainContext
+from tasks.evaluate.benchmarks import small_without_rows
 from tasks.evaluate.evaluate import Evaluate
 from tasks.evaluate.row_scores import RowScores, read_failed, read_scores
 from tasks.evaluate.stubs import Stubs
@@ -57,6 +58,7 @@ def score(job: Job, request: Request) -> Scores:
     found = read_scores(draft)
     failed = {key.partition("/")[2]: why for key, why in read_failed(draft).items() if key.startswith(f"{MODEL}/")}
     rules = _judged(job.setting, found, failed, None if request.step else Stubs.read(draft))
+    small = (*(name for name, each in found.items() if each.lower_is_better), *small_without_rows(draft))
     shutil.rmtree(place, ignore_errors=True)
     draft.rename(place)
     of = {
@@ -65,7 +67,7 @@ def score(job: Job, request: Request) -> Scores:
     }
     return Scores(
         step=request.step, digest=request.digest, seconds=time.monotonic() - start, scores=of[MODEL], base=of[BASE],
-        small_is_good=tuple(name for name, each in found.items() if each.lower_is_better), failed=failed, rules=rules,
+        small_is_good=small, failed=failed, rules=rules,
     )  # fmt: skip
 
 

@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from lineage.artifact import Kind
 from lineage.errors import ConfigError, DataError
-from tasks.evaluate import Evaluate
-from tasks.evaluate.benchmarks import load_benchmarks, measure, stub_scores
+from tasks.evaluate import Evaluate, benchmarks
+from tasks.evaluate.benchmarks import (
+    Measurement,
+    load_benchmarks,
+    measure,
+    small_without_rows,
+    stub_scores,
+    write_settings,
+)
 from tasks.evaluate.scoring import Batches
+from tasks.method import Adapter, Input
 from tasks.reward_functions.metric import Metric
 
 pytest.importorskip("lm_eval")
@@ -125,6 +134,67 @@ def test_a_model_is_measured_per_row_as_by_hand_and_options_change_it(tmp_path):
         seen.append(asked[0])
     assert len(set(seen)) == 3 and seen[1].count("colour of") == 2
     assert shots.settings()["colours"]["num_fewshot"] == 1
+
+
+@pytest.mark.slow
+def test_an_adapter_is_measured_on_its_base_as_lm_eval_does_with_peft_and_as_the_merged_model(tmp_path):
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tasks.train.models.load import load_model
+    from tests import training
+
+    root = training.write_inputs(tmp_path / "inputs")
+    adapter = Adapter(rank=4, alpha=64)
+    stage = training.method("sft", num_steps=6, learning_rate=0.05, adapter=adapter, save="adapter")
+    output = training.train(stage, root, tmp_path / "output").output
+    assert not list(output.glob("model*.safetensors"))
+    model = Input(name="sft", kind=Kind.CHECKPOINT, fingerprint="a", path=output)
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    (benchmark,) = load_benchmarks([local(tmp_path / "task", count=30, name="colours")])
+    (own,) = measure(benchmark, "sft", load_model(model), tokenizer, Batches(rows=4)).scores
+    options = {"tasks": [*benchmark.tasks.values()], "task_manager": TaskManager(include_defaults=False)}
+    place = str(root / "policy")
+    beside = HFLM(pretrained=place, peft=str(output), tokenizer=str(output), batch_size=4, device="cpu")
+    assert isinstance(beside.model, PeftModel)
+    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(place), output).merge_and_unload()
+    base = AutoModelForCausalLM.from_pretrained(place)
+    theirs = [
+        simple_evaluate(model=each, log_samples=True, **options)["samples"]["colours"]
+        for each in (beside, *(HFLM(pretrained=each, tokenizer=tokenizer, batch_size=4) for each in (merged, base)))
+    ]
+    by_peft, by_merged, by_base = ([each["acc"] for each in sorted(of, key=lambda row: row["doc_id"])] for of in theirs)
+    assert list(own.scores["sft"]) == by_peft == by_merged != by_base
+
+
+def test_a_metric_without_rows_keeps_its_value_and_says_which_values_are_good(tmp_path):
+    (benchmark,) = load_benchmarks([local(tmp_path, TEXT.replace("word_perplexity", "bits_per_byte"))])
+    found = measured(benchmark)
+    assert found.values == {"sft/lm_eval/task/bits_per_byte": pytest.approx(100 / 12 / math.log(2))}
+    assert found.small_is_good == ["lm_eval/task/bits_per_byte"] and not found.scores and not found.failed
+    write_settings(tmp_path, [benchmark], Batches(), "fp32", found.small_is_good)
+    assert small_without_rows(tmp_path) == ["lm_eval/task/bits_per_byte"]
+    assert (
+        Measurement.from_json(json.loads(json.dumps(found.named("b").to_json()))).small_is_good == found.small_is_good
+    )
+    not_finite = measured(benchmark, math.nan)
+    assert not not_finite.values and "lm-eval gives nan" in not_finite.failed["sft/lm_eval/task/bits_per_byte"]
+
+
+def measured(benchmark, logp: float = -100.0) -> Measurement:
+    """What a model gets that gives this log-probability to every text."""
+    from lm_eval.api.model import LM
+
+    class Constant(LM):
+        def loglikelihood_rolling(self, requests):
+            return [logp for _ in requests]
+
+        loglikelihood = generate_until = loglikelihood_rolling
+
+    return benchmarks._measured(benchmark, "sft", Constant())
 
 
 def keep(benchmark, asked: list[str], model, tokenizer) -> None:
