@@ -123,7 +123,7 @@ def _check_gates(pipeline: "Pipeline") -> list[Checked]:
         ConfigError: the pipeline has no gate.
     """
     from flows.planning.plan import make_plan
-    from tasks.evaluate.stubs import FAILS, Stubs
+    from tasks.evaluate.stubs import Stubs
     from tasks.gate import Gate
 
     plan = make_plan(pipeline)
@@ -143,17 +143,17 @@ def _check_gates(pipeline: "Pipeline") -> list[Checked]:
         ]  # fmt: skip
         for name, rule in rules:
             scores = stubs.scores.get(rule.metric) if stubs else None
-            if stubs is None or scores is None:
-                why = stubs.untested.get(rule.metric, "no stub is known for it") if stubs else "its report is unknown"
-                error = f"rules.{name}: {rule.metric}: {why}" if why.startswith(FAILS) else ""
-                found.append(Checked(gate=gate.name, rule=name, metric=rule.metric, untested=why, error=error))
-                continue
-            values, error = {stub: scores.value(stub) for stub in scores.scores}, ""
+            why = stubs.untested.get(rule.metric, "no stub is known for it") if stubs else "its report is unknown"
+            values, error = {stub: scores.value(stub) for stub in scores.scores} if scores else {}, ""
+            known = Stubs(scores={rule.metric: scores} if scores else {}, untested=stubs.untested if stubs else {})
             try:
-                method.require_tested(Stubs(scores={rule.metric: scores}), only=name.partition("/")[0])
+                method.require_tested(known, only=name.partition("/")[0])
             except ConfigError as refused:
                 error = str(refused)
-            found.append(Checked(gate=gate.name, rule=name, metric=rule.metric, values=values, error=error))
+            untested = "" if scores else why
+            found.append(
+                Checked(gate=gate.name, rule=name, metric=rule.metric, values=values, untested=untested, error=error)
+            )
     return found
 
 

@@ -25,7 +25,7 @@ from lineage.record.verdict import (
 from tasks.context import Metrics, TrainContext
 from tasks.evaluate.report import table_of
 from tasks.evaluate.row_scores import read_failed, read_policies, read_scores, read_weights
-from tasks.evaluate.stubs import Stubs
+from tasks.evaluate.stubs import FAILS, Stubs
 from tasks.gate.bootstrap import Bootstrap
 from tasks.gate.rule import PARENT, Evidence, Rule
 from tasks.recipe import Input, Inputs, Method
@@ -114,10 +114,15 @@ class Gate(Method):
         """Judges stubs by the rules, or by one of them.
 
         Raises:
-            ConfigError: a rule refuses the right one or passes a wrong one; names the metric and a row.
+            ConfigError: a rule refuses the right one or passes a wrong one; names the metric and a row. Or its metric
+                fails on known answers.
         """
         few = Bootstrap(confidence=self.confidence, num_resamples=1, seed=self.seed)  # only values are read
         for name in [only] if only else self.rules:
+            for metric, why in stubs.untested.items():
+                on_part = self.rules[name].metric.startswith(f"{metric}/")  # of a benchmark
+                if why.startswith(FAILS) and (on_part or self.rules[name].is_on(metric)):
+                    raise ConfigError(f"rules.{name}: {metric}: {why}")
             for own, rule in self.rules[name].of_each(name, stubs.scores).items():
                 rule.require_tested(own, stubs.scores, few)
 

@@ -194,6 +194,9 @@ def test_a_gate_judges_the_stubs_of_its_report_before_the_candidate(tmp_path):
     Stubs(scores={"accuracy": replace(known, scores={"right": [0.0] * 40})}).write(tmp_path / "report")
     with pytest.raises(ConfigError, match="accuracy refuses a model that is right"):
         gate.run(inputs, context)
+    Stubs(untested={"accuracy": "it fails on known answers: broken"}).write(tmp_path / "report")
+    with pytest.raises(ConfigError, match=r"rules.r: accuracy: it fails on known answers: broken"):
+        gate.run(inputs, context)
 
 
 def test_a_metric_that_failed_is_no_verdict(tmp_path):
