@@ -207,6 +207,7 @@ POLICY, REWARD_HEAD, FROZEN_POLICY = Role.POLICY, Role.REWARD_HEAD, Role.FROZEN_
 REWARD_MODEL, VALUE_MODEL, TEACHER = Role.REWARD_MODEL, Role.VALUE_MODEL, Role.TEACHER
 
 VERDICT = "verdict"  # slot of every training: it waits for that of a gate, and begins only if it passes
+JUDGE = "reward_model"  # slot of each training of a policy on more than text: its evaluation judges answers by it
 
 # Short form -> the setting and its field.
 SHORT_FORMS = {
@@ -313,8 +314,11 @@ class TrainingRecipe(Method):
                 f"{cls.__qualname__}.models={dict(cls.models)}: the model that is trained, and becomes the output, "
                 'is named policy; set models = {"policy": POLICY, ...} or {"policy": REWARD_HEAD, ...}'
             )
+        answers = cls.models["policy"] == POLICY and reads.kind != Kind.TEXT
+        judge = {JUDGE: Kind.REWARD_MODEL} if answers and REWARD_MODEL not in cls.models.values() else {}
+        cls.optional |= judge.keys()
         derived = {
-            "consumes": {**slots, reads.slot: reads.kind, VERDICT: Kind.VERDICT},
+            "consumes": {**slots, reads.slot: reads.kind, **judge, VERDICT: Kind.VERDICT},
             "produces": Kind.REWARD_MODEL if cls.models["policy"] == REWARD_HEAD else Kind.CHECKPOINT,
             "chat_slot": "policy" if reads.chat else None,
         }
@@ -338,8 +342,15 @@ class TrainingRecipe(Method):
         self._check_evaluation()
 
     def identity_of(self, inputs: Mapping[str, str]) -> Mapping[str, str]:
-        """Without the verdict, which says when a training begins, and not what it gives."""
-        return {slot: fingerprint for slot, fingerprint in inputs.items() if slot != VERDICT}
+        """Without the verdict, which says when a training begins, and a judge that chooses no model."""
+        chooses = self.judge in self.models or (self.evaluation is not None and self.evaluation.decides)
+        left_out = {VERDICT} if chooses else {VERDICT, JUDGE}
+        return {slot: fingerprint for slot, fingerprint in inputs.items() if slot not in left_out}
+
+    @property
+    def judge(self) -> str:
+        """The slot of the reward model that its evaluation may judge answers by."""
+        return next((slot for slot, role in self.models.items() if role == REWARD_MODEL), JUDGE)
 
     def steps(self, num_rows: Callable[[], int]) -> int:
         """Optimizer steps: as set, or those of ``num_epochs`` passes over the rows, the last one filled from the next.

@@ -14,10 +14,10 @@ SAVING = Resources(micro_batch_size=4, cpus_per_worker=1, save_steps=None, save_
 
 
 class StageFolder:
-    """Args: root: of the inputs; resources: that differ from ``SAVING``."""
+    """Args: root: of the inputs; cache: of the store; resources: that differ from ``SAVING``."""
 
-    def __init__(self, folder: Path, root: Path, **resources: object) -> None:
-        self.folder, self.root = folder, root
+    def __init__(self, folder: Path, root: Path, *, cache: Path | None = None, **resources: object) -> None:
+        self.folder, self.root, self.cache = folder, root, cache
         self.resources = replace(SAVING, **resources)
         self.reports: list[tuple[int, Metrics]] = []
         self.marks: list[tuple[int | None, Phase]] = []
@@ -30,7 +30,7 @@ class StageFolder:
             output_dir=self.folder / "output", work_dir=self.folder / "work", checkpoint_dir=self.store.directory,
             resources=self.resources, report=lambda step, metrics: self.reports.append((step, dict(metrics))),
             resume_from=self.store.path(resume) if resume else None, should_stop=should_stop,
-            mark=lambda step, doing: self.marks.append((step, doing)),
+            mark=lambda step, doing: self.marks.append((step, doing)), cache_dir=self.cache,
         )  # fmt: skip
         with training.one_thread():
             return stage.run(training.inputs(self.root, stage), ctx)

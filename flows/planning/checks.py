@@ -14,7 +14,7 @@ import orjson
 
 from flows.declare.pipeline import Pipeline, Stage, listed
 from flows.planning.model_checks import POLICY, root_config, root_directory, root_json, root_of
-from lineage.artifact import ALIAS, MODELS, QUICKSTART, SOURCE, Source
+from lineage.artifact import ALIAS, MODELS, QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError, PipelineError
 from lineage.record.environment import list_gpus
 from lineage.record.verdict import CHAMPION
@@ -528,6 +528,7 @@ def check_metrics(pipeline: Pipeline) -> None:
             elif ranking and ranking not in of_trainings:  # else it is the pipeline's default, meant for these
                 raise ConfigError(f"{path}: {name} trains nothing, so it has no checkpoints; set {where}=null")
         setting = stage.method.evaluation if isinstance(stage.method, Training) else None
+        _check_judge(name, stage)
         asked = {"metric": setting.metric} if setting and setting.metric else {}
         asked |= {f"gate.{of}.metric": bound.metric for of, bound in (setting.gate or {}).items()} if setting else {}
         for field, metric in asked.items():
@@ -539,13 +540,42 @@ def check_metrics(pipeline: Pipeline) -> None:
                 )
 
 
+def _check_judge(name: str, stage: Stage) -> None:
+    """Requires that the rows of a training have what its evaluation scores, and that its reward model is read."""
+    method = stage.method
+    if not isinstance(method, Training):
+        return
+    setting, where = method.evaluation, f"stages.{name}.inputs.{method.judge}"
+    if method.judge in stage.inputs and method.judge not in method.models and not (setting and setting.is_judged):
+        raise ConfigError(
+            f"{where}={stage.inputs[method.judge]}: nothing reads it; a metric of {name}'s evaluation may be judged by "
+            "it ({function: win_rate, judge: reward_model}); add one to evaluation.metrics, or remove the input"
+        )
+    if setting is None:
+        return
+    if setting.is_judged and method.judge not in stage.inputs:
+        raise ConfigError(f"stages.{name}.method.evaluation.metrics: a reward model judges answers; set {where}=STAGE")
+    answered = [each.label for each in setting.own_metrics if not each.is_benchmark]
+    if answered and type(method).reads.kind == Kind.TEXT:
+        raise ConfigError(
+            f"stages.{name}.method.evaluation.metrics: {answered[0]} scores answers, and {name} trains on text, which "
+            "asks nothing; text_perplexity, which is scored anyway, and lm_eval:TASK are accepted; remove it"
+        )
+
+
+def _beside(method: Training) -> tuple[Evaluate, list[str]]:
+    """What scores the checkpoints of a training, and its slots."""
+    assert method.evaluation
+    slots = [SLOTS[type(method).reads.kind][0], *["reward_model"] * method.evaluation.is_judged]
+    return Evaluate(metrics=method.evaluation.metrics, rewards=getattr(method, "rewards", None)), slots
+
+
 def _scored(method: Method) -> list[str]:
     """The metrics by which ``evaluation`` scores the checkpoints of a training; ``NAME/*``: all that begin so."""
     if not isinstance(method, Training) or method.evaluation is None:
         return []
-    slot, _ = SLOTS[type(method).reads.kind]
-    measured = Evaluate(metrics=method.evaluation.metrics, rewards=getattr(method, "rewards", None))
-    return sorted(measured.policy_metrics([slot]))
+    measured, slots = _beside(method)
+    return sorted(measured.policy_metrics(slots))
 
 
 def require_metric(where: str, name: str, stage: Stage, metric: str, *, of_steps: bool = False) -> None:
@@ -586,7 +616,10 @@ def _check_rule(pipeline: Pipeline, gate: str, where: str, rule: Rule) -> None:
         report = pipeline.stages[name]
         if not isinstance(report.method, Evaluate) or report.method.measures is None:
             continue  # the metrics of a user's method are unknown
-        metrics = [*report.method.policy_metrics(report.inputs), *["accuracy"] * ("reward_model" in report.inputs)]
+        metrics = [
+            *report.method.policy_metrics(report.inputs),
+            *["accuracy"] * ({"reward_model", "pairs"} <= report.inputs.keys()),
+        ]
         if not any(_is_of(rule.metric, each) for each in metrics):
             raise ConfigError(
                 f"{where}.metric={rule.metric}: {name} does not measure it; it measures {listed(rule.metric, metrics)}"

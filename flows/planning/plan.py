@@ -39,13 +39,14 @@ from flows.planning.staleness import (
 from lineage.artifact import SOURCE, Source
 from lineage.filesystem.digest import DigestCache
 from lineage.fingerprint import fingerprint
+from lineage.record.metrics_file import SCORES_FILE
 from lineage.source.sources import pin
 from lineage.store import DATA_REPORT, Entry, Store, is_store
 from tasks.context import Launcher, Resources
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.judgement.estimate import kernels_in_use
 from tasks.method import Method, Training
-from tasks.train.evaluation import SCORES_FILE, asked_beside, failed_scores, failure_lines
+from tasks.train.evaluation import asked_beside, failed_scores, failure_lines
 
 
 def used_resources(method: Method, resources: Resources) -> Resources:

@@ -19,7 +19,7 @@ from flows.declare.sweep import Sweep
 from flows.sweep.folder import TrialResult, folder_lock, overrides, short_names, trial_results
 from lineage.filesystem.files import append_jsonl, atomic_write
 from lineage.markup import markdown_table
-from lineage.record.metrics_file import read_reports
+from lineage.record.metrics_file import file_with, read_reports
 from lineage.secrets import redacted
 from lineage.store import Store
 
@@ -65,7 +65,7 @@ class SweepFiles:
             if stage in each.fingerprints:
                 names = short_names(each.params)
                 title = " ".join(f"{names[field]}={value}" for field, value in each.params.items())
-                reports = read_reports(store.entry(stage, each.fingerprints[stage]).metrics)
+                reports = read_reports(file_with(store.entry(stage, each.fingerprints[stage]).metrics, metric))
                 series[title] = {each.step: each.metrics[metric] for each in reports if metric in each.metrics}
         steps = sorted({step for each in series.values() for step in each})
         numbers = [[f"{each[step]:.4g}" if step in each else "" for each in series.values()] for step in steps]

@@ -20,6 +20,7 @@ from flows.sweep.folder import overrides
 from flows.sweep.space import choices, combinations, fixed_and_swept, read_values, require_variable
 from lineage.code import dotted
 from lineage.errors import ArtifactError, ConfigError
+from lineage.record.metrics_file import is_score
 from lineage.store import Manifest
 from tasks.context import Launcher
 
@@ -232,7 +233,8 @@ def check_metrics(sweep: Sweep, plan: Plan) -> None:
     reported = [("pruning.metric", sweep.pruning.stage, sweep.pruning.metric)] if sweep.pruning else []
     reported += [("by_step", str(sweep.until), sweep.by_step)] if sweep.by_step else []
     for field, stage, metric in reported:
-        require_metric(f"sweep.{field}={metric}", stage, plan.stage(stage).stage, metric, of_steps=True)
+        of_steps = not is_score(metric)
+        require_metric(f"sweep.{field}={metric}", stage, plan.stage(stage).stage, metric, of_steps=of_steps)
     for name, objective in sweep.objectives.items():
         if objective.metric is not None:
             stage, _, metric = objective.metric.partition("/")

@@ -27,7 +27,7 @@ from flows.sweep.files import SweepFiles
 from flows.sweep.folder import TrialResult, TrialState, overrides, sweep_folder, trial_results
 from flows.sweep.plan import Key, SweepPlan, Trial, key_of, metrics_of, objective_values, read_sweep, union
 from lineage.errors import ArtifactError, ConfigError, PipelineError, PrunedError, StoppedError
-from lineage.record.metrics_file import ReportFile, StageReport
+from lineage.record.metrics_file import ReportFile, StageReport, file_with
 from lineage.record.tracker import Tracker, TrialEnd
 from lineage.store import Manifest, create_store
 
@@ -288,12 +288,13 @@ class SweepRun:
         """Waits for the stages of a trial, and prunes it if the proposer asks for it."""
         pruning, reports = self.sweep.sweep.pruning, None
         if pruning and pruning.stage in stages:
-            reports = ReportFile(trial.plan.entry(trial.plan.stage(pruning.stage)).metrics)
+            entry = trial.plan.entry(trial.plan.stage(pruning.stage))
+            reports = ReportFile(file_with(entry.metrics, pruning.metric))
         pending = set(stages.values())
         while pending:
             pending = wait(pending, _POLL_SECONDS if reports else None, FIRST_COMPLETED).not_done
             for report in reports.read() if reports else ():
-                if report.time >= self._start and (cause := self._pruned(trial, stages, report)):
+                if report.step and report.time >= self._start and (cause := self._pruned(trial, stages, report)):
                     return "pruned", cause
         for name, stage in stages.items():  # in order of execution: readers of a failed stage fail with the same error
             error = stage.exception()

@@ -24,8 +24,10 @@ from lineage.errors import ConfigError
 from lineage.filesystem.files import atomic_write
 from lineage.graph.places import node_key
 from lineage.markup import markdown_table
-from tasks.evaluate.row_scores import REWARD, lower_is_better
-from tasks.method import Training
+from lineage.record.metrics_file import SCORED
+from tasks.evaluate import Evaluate
+from tasks.evaluate.row_scores import lower_is_better
+from tasks.method import Method, Training
 from tasks.train.best import HELD_OUT_LOSS
 
 RATE, BATCH, EPOCHS, REGULARIZATION = ORDER = ("learning rate", "batch", "epochs", "regularization")
@@ -112,7 +114,7 @@ def read_tuning(asked: Tuning, cli_overrides: Sequence[str], config_dir: Path | 
         )
     if asked.metric is not None:
         require_metric(f"--metric {metric}", until, pipeline.stages[until], metric.partition("/")[2])
-    small = lower_is_better(metric.rpartition("/")[2]) and f"/{REWARD}" not in metric
+    small = _small_is_good(pipeline.stages[until].method, metric.partition("/")[2])
     sweep = Sweep(
         name=None, params={}, fixed={}, until=until, sampler=None, pruning=None, num_trials=None, parallel=1,
         objectives={_BEST: Objective(metric=metric, direction="minimize" if small else "maximize")},
@@ -120,6 +122,15 @@ def read_tuning(asked: Tuning, cli_overrides: Sequence[str], config_dir: Path | 
     return SweepPlan(
         sweep=sweep, params={where: "what the doctor finds"}, space={}, overrides=shared, config_dir=config_dir
     )
+
+
+def _small_is_good(method: Method, metric: str) -> bool:
+    """Whether small values of a metric of a stage are better: as it is set, else as its name says."""
+    name = metric.partition("/")[2] or metric  # an evaluation's begin with a policy
+    own = method.own_metrics if isinstance(method, Evaluate) else ()
+    if isinstance(method, Training):
+        name, own = metric.removeprefix(SCORED), method.evaluation.own_metrics if method.evaluation else ()
+    return next((each.small_is_good for each in own if each.label == name), lower_is_better(name))
 
 
 class Tuner:

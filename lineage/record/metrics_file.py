@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` of a stage: reads all reports or new ones, and truncates the file before a resume."""
+"""``metrics.jsonl`` of a stage and the scores of its checkpoints: reads all reports or new ones; cuts them."""
 
 import contextlib
 import json
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lineage.filesystem.files import atomic_write, parse_jsonl, read_jsonl, replace_jsonl
 
+SCORES_FILE, SCORED = "evaluation.jsonl", "evaluation/"  # of checkpoints; the names of their metrics
 _MACHINE = ("seconds", "per_second", "per_second_per_worker", "_gib", "mfu")
 
 
@@ -24,6 +25,20 @@ class StageReport:
 def is_of_machine(name: str) -> bool:
     """Whether a metric measures time, speed or memory, in which equal runs differ."""
     return name.endswith(_MACHINE)
+
+
+def is_score(name: str) -> bool:
+    """Whether a metric is one of checkpoints that are scored beside a training."""
+    return name.startswith(SCORED) and not name.startswith(f"{SCORED}base/")
+
+
+def file_with(metrics: Path, name: str) -> Path:
+    """The file of the reports of a stage that have a metric.
+
+    Args:
+        metrics: its ``metrics.jsonl``.
+    """
+    return metrics.with_name(SCORES_FILE) if is_score(name) else metrics
 
 
 def headline_metric(metrics: Mapping[str, object]) -> str:
@@ -110,5 +125,11 @@ def read_part(work: Path, step: int) -> Part | None:
     return None
 
 
-def _report(step: int, time: float, metrics: Mapping[str, float]) -> StageReport:
-    return StageReport(step=int(step), time=float(time), metrics=dict(metrics))
+def _report(
+    step: int, time: float, metrics: Mapping[str, float] | None = None, scores: Mapping[str, float] | None = None,
+    **others: object,
+) -> StageReport:  # fmt: skip
+    """A line of ``metrics.jsonl``, or of the scores of a checkpoint."""
+    of_checkpoint = {f"{SCORED}{name}": value for name, value in (scores or {}).items()}
+    found = of_checkpoint if metrics is None else dict(metrics)
+    return StageReport(step=int(step), time=float(time), metrics=found)

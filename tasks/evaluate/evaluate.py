@@ -30,6 +30,7 @@ from tasks.evaluate.measured import (
     by_label,
     columns_of,
     function_scores,
+    judged_of,
     metric_scores,
     over_rows,
     perplexities,
@@ -166,7 +167,7 @@ class Evaluate(Method):
             (measurable, "there are no rows to measure on", len(answered) == len(own)),
             (asking, f"metrics.{answered[:1]} scores answers", answered),
             (("reward_model",), f"metrics.{judged[:1]} is judged by a reward model", judged),
-            (("pairs",), "a reward model scores answers to the prompts of pairs", "reward_model" in filled),
+            (asking, "a reward model scores answers", "reward_model" in filled),
             (("conversations",), f"answer_form={self.answer_form} is of answers to conversations", self.answer_form),
             (("prompts",), f"rewards.{next(iter(self.rewards or {}), '')} scores answers to prompts", self.rewards),
             (("prompts", "pairs", "unpaired"), f"kl_samples={self.kl_samples} are of prompts", self.kl_samples),
@@ -197,7 +198,7 @@ class Evaluate(Method):
         of_policies = self.policy_metrics(slots)
         of_policies = (*of_policies, *(f"{each.label}/stderr" for each in self.own_metrics if not each.is_benchmark))
         named = [f"{slot}/{name}" for slot in slots if slot not in self.consumes for name in of_policies]
-        if "reward_model" in slots:
+        if {"reward_model", "pairs"} <= {*slots}:
             named += ["reward_model/accuracy", "reward_model/accuracy/*"]
         named += [f"{slot}/{what}" for slot in ("text", "conversations", "pairs", "unpaired") for what in LOST]
         of_models = [f"weights/{slot}" for slot in slots if self.consumes.get(slot, Kind.CHECKPOINT) in MODELS]
@@ -249,7 +250,7 @@ class Evaluate(Method):
         if "reward_model" in inputs:
             read = partial(
                 held_out.answered_tokens, tokenizer=tokenizer, lengths=lengths, thinking=thinking,
-                control_tokens=control_tokens, vision=rows.visions.get(rows.asking),
+                control_tokens=control_tokens, vision=rows.visions.get(rows.judged[2]),
             )  # fmt: skip
             of_rewards, by_kind, rewarded = self._rewards(
                 inputs["reward_model"], rows, read, measured, reference, ctx, weights["reward_model"], caching
@@ -266,13 +267,15 @@ class Evaluate(Method):
         metrics |= {**rows.lost, "max_length": float(lengths.max_length), **version_metrics(weights)}
         ctx.report(len(policies) + 1, metrics)
         named = [each.metric for each in (*by_label(scores), *of_own, *of_benchmarks.scores)]
+        named += [key.partition("/")[2] for key in of_benchmarks.values if not key.endswith("/stderr")]
         _write_answers(ctx.output_dir, metrics, rows, measured, named, failed)
         fingerprints = {name: policy.fingerprint for name, policy in policies.items()}
         write_scores(ctx.output_dir, [*scores, *of_own, *of_benchmarks.scores], fingerprints, weights)
         stubs = self.stubs(rows, tokenizer, {each.name: each for each in own}, functions, frozenset(inputs), benchmarks)
         stubs.write(ctx.output_dir)
         if benchmarks:
-            write_settings(ctx.output_dir, benchmarks, Batches.of(ctx), ctx.resources.frozen_dtype(None))
+            dtype = ctx.resources.frozen_dtype(None)
+            write_settings(ctx.output_dir, benchmarks, Batches.of(ctx), dtype, of_benchmarks.small_is_good)
         return metrics
 
     def rows_of(
@@ -360,7 +363,7 @@ class Evaluate(Method):
         self, rows: held_out.Rows, measured: Mapping[str, Measured], reference: Measured, functions: Sequence[Scorer],
         rewarded: Mapping[str, Sequence[float]],
     ) -> tuple[list[RowScores], dict[str, str]]:  # fmt: skip
-        asked, by_rewards = asked_of(rows), asked_of(replace(rows, has_own_prompts=True))
+        asked, by_rewards = asked_of(rows), judged_of(rows)
         metrics, known = self.own_metrics, {each.name: each for each in functions}
         found, failed = list[RowScores](), dict[str, str]()
         for each in (each for each in metrics if not each.is_benchmark):
@@ -572,18 +575,19 @@ class Evaluate(Method):
         from tasks.train.models.load import load_on_device
 
         num_models = len({id(each) for each in (*measured.values(), reference)})
-        num_rows = 2 * len(rows.pairs.chosen) + len(rows.prompts) * num_models
+        prompts, images, slot = rows.judged
+        num_rows = 2 * len(rows.pairs.chosen) + len(prompts) * num_models
         model = Loading(partial(load_on_device, reward_model, ctx))
         batches = caching.batches.counted(ctx.part, "reward_model", num_rows)
 
-        def score(tokens: Sequence[Sequence[int]], slot: str, images: Sequence[Sequence[int]]) -> list[float]:
-            vision = rows.visions.get(slot)
-            asked = caching.with_images([[*each] for each in tokens], vision, images)
-            compute = lambda: rewards(model(), tokens, batches, vision, images)  # noqa: E731
+        def score(tokens: Sequence[Sequence[int]], of: str, seen: Sequence[Sequence[int]]) -> list[float]:
+            vision = rows.visions.get(of)
+            asked = caching.with_images([[*each] for each in tokens], vision, seen)
+            compute = lambda: rewards(model(), tokens, batches, vision, seen)  # noqa: E731
             return cast("list[float]", caching.found(weights, "rewards", asked, compute) if tokens else [])
 
         def of_answers(policy: Measured) -> list[float]:
-            return score(read(rows.prompts, policy.greedy), rows.asking, rows.prompt_images)
+            return score(read(prompts, judged_of(rows).answers(policy)), slot, images)
 
         chosen, rejected = (
             score([row.input_ids for row in answers], "pairs", [row.images for row in answers])
@@ -598,11 +602,9 @@ class Evaluate(Method):
         scored = {name: of_answers(policy) for name, policy in measured.items()}
         same = [name for name, policy in measured.items() if policy is reference]
         against = scored[same[0]] if same else of_answers(reference)
+        accuracy = [over_rows("accuracy", rows.pairs.chosen, {"reward_model": wins})] if wins else []
         return (
-            [
-                over_rows("accuracy", rows.pairs.chosen, {"reward_model": wins}),
-                *reward_scores(rows, scored, against),
-            ],
+            [*accuracy, *reward_scores(rows, scored, against)],
             by_kind,
             {**scored, "reference": against},
         )

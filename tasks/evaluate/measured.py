@@ -74,6 +74,11 @@ def asked_of(rows: Rows) -> Asked:
     )  # fmt: skip
 
 
+def judged_of(rows: Rows) -> Asked:
+    """What a reward model scores answers to: the prompts, else the questions of conversations."""
+    return asked_of(replace(rows, has_own_prompts=bool(rows.prompts)))
+
+
 def metric_scores(
     asked: Asked,
     measured: Mapping[str, Measured],
@@ -86,7 +91,7 @@ def metric_scores(
 
     Args:
         functions: name of a metric -> its reward function.
-        rewards: policy -> a reward model's score of its answer to each prompt, and ``reference``.
+        rewards: policy -> a reward model's score of each of its answers, and ``reference``.
     """
     found, failed = list[RowScores](), dict[str, str]()
     for metric in metrics:
@@ -218,14 +223,15 @@ def auc_scores(scores: Sequence[float], positive: Sequence[bool]) -> list[float]
 
 
 def reward_scores(rows: Rows, rewards: Mapping[str, Sequence[float]], reference: Sequence[float]) -> list[RowScores]:
-    """The rewards of each policy's answers to the prompts, and its win rate over the reference.
+    """The rewards of each policy's answers, and its win rate over the reference.
 
     Args:
-        rewards: policy -> reward of its answer to each prompt.
+        rewards: policy -> reward of its answer to each prompt of ``judged_of``.
         reference: rewards of the reference's answers.
     """
     wins = {name: list(map(win, of_policy, reference)) for name, of_policy in rewards.items()}
-    return [_over_prompts("reward_score", rows, rewards), _over_prompts("win_rate", rows, wins)]
+    judged = judged_of(rows).rows
+    return [equal_weights("reward_score", judged, rewards), equal_weights("win_rate", judged, wins)]
 
 
 def function_scores(rows: Rows, measured: Mapping[str, Measured], scorers: Sequence[Scorer]) -> list[RowScores]:

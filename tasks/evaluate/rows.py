@@ -122,6 +122,13 @@ class Rows:
     asking: str = "prompts"
 
     @property
+    def judged(self) -> tuple[Sequence[Prompt], Sequence[Sequence[int]], str]:
+        """What a reward model scores answers to, with its images and slot: the prompts, else the questions."""
+        if self.prompts:
+            return self.prompts, self.prompt_images, self.asking
+        return [each.prompt for each in self.questions], self.question_images, "conversations"
+
+    @property
     def count(self) -> int:
         """Rows that a policy reads and prompts that it answers."""
         read = (self.text, self.answers, self.pairs.chosen, self.pairs.rejected, self.unpaired.answers)

@@ -21,6 +21,7 @@ from tasks.evaluate.measured import (
     Measured,
     asked_of,
     equal_weights,
+    judged_of,
     metric_scores,
     over_rows,
     policy_scores,
@@ -37,7 +38,7 @@ from tasks.reward_functions.metric import REWARD_MODEL, WIN_RATE, Metric, Metric
 RIGHT, WRONG, ENDLESS = "right", "wrong", "endless"
 SOLUTION = "solution"  # column of a known-right answer, for functions that cannot say one
 STUBS_FOLDER, UNTESTED_FILE = "stubs", "untested.json"
-FAILS = "it fails"  # a function, which is its fault
+FAILS = "it fails"  # a function or a benchmark, which is its fault
 _FAR = 1e3  # a reward
 # Metric -> the stubs that a rule on it must refuse.
 _MUST_REFUSE: Mapping[str, tuple[str, ...]] = {
@@ -98,6 +99,7 @@ def stubs_of(
     specs = {**{f"{REWARD}{name}": each for name, each in rewards.items()}, **rewards_of(metrics)}
     for label, (metric, scorer) in own.items():
         asked = _own_prompts(rows) if label.startswith(REWARD) else of_rewards
+        asked = judged_of(rows) if metric.judge == REWARD_MODEL else asked
         found = _of_function(asked, label, metric, specs.get(label), scorer, num_tokens)
         if isinstance(found, str):
             untested[label] = found
@@ -114,7 +116,7 @@ def stubs_of(
         try:
             built += stub_scores(benchmark)
         except PipelineError as error:
-            untested[benchmark.metric.label] = f"lm-eval fails on known answers: {error}"
+            untested[benchmark.metric.label] = f"{FAILS} on known answers: {error}"
     return Stubs(scores={each.metric: each for each in built if each.row_ids}, untested=untested)
 
 
@@ -258,6 +260,7 @@ def _through(
 
 
 def _of_reward_model(rows: Rows) -> list[RowScores]:
-    far = {RIGHT: [_FAR] * len(rows.prompts), WRONG: [-_FAR] * len(rows.prompts)}
+    count = len(judged_of(rows).rows)
+    far = {RIGHT: [_FAR] * count, WRONG: [-_FAR] * count}
     wins = {RIGHT: [1.0] * len(rows.pairs.chosen), WRONG: [0.0] * len(rows.pairs.chosen)}
-    return [*reward_scores(rows, far, [0.0] * len(rows.prompts)), over_rows("accuracy", rows.pairs.chosen, wins)]
+    return [*reward_scores(rows, far, [0.0] * count), over_rows("accuracy", rows.pairs.chosen, wins)]

@@ -12,7 +12,8 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from lineage.filesystem.files import read_jsonl
 from lineage.fingerprint import Setting, set_fields
-from tasks.reward_functions.metric import Metric, check_metrics, metrics_of
+from lineage.record.metrics_file import SCORES_FILE
+from tasks.reward_functions.metric import REWARD_MODEL, Metric, check_metrics, metrics_of
 from tasks.train.best import is_due, require_one
 
 SLOTS = {  # kind of rows -> the slot of ``evaluate`` that reads them, and the metric that ranks by default
@@ -20,7 +21,6 @@ SLOTS = {  # kind of rows -> the slot of ``evaluate`` that reads them, and the m
     Kind.PREFERENCES: ("pairs", "preference_accuracy"), Kind.UNPAIRED: ("unpaired", "unpaired_accuracy"),
     Kind.PROMPTS: ("prompts", "unfinished_share"),
 }  # fmt: skip
-SCORES_FILE = "evaluation.jsonl"  # in the stage's directory
 BATCH_TOKENS = 2**14  # of a batch that is scored, including padding, where no number of rows is set
 BATCH_LOGITS = 2**28  # 1 GiB in fp32; rows of 2,048 tokens with 150,000 logits each are scored one by one
 _BOUNDS = ("at_least", "at_most", "min_gain", "max_regression")
@@ -101,6 +101,11 @@ class Evaluation(Setting):
     def decides(self) -> bool:
         """Whether scores may change the output."""
         return self.pick != "last" or self.patience is not None
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether a reward model judges answers."""
+        return any(each.judge == REWARD_MODEL for each in self.own_metrics)
 
     def identity(self) -> dict[str, object] | None:
         """What may change the output; None: nothing."""

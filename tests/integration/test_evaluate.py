@@ -586,7 +586,7 @@ def test_without_pairs_and_reward_model_the_rest_is_measured_alike(tmp_path: Pat
             None,
             "no rows to measure on, and no input text or conversations or pairs or unpaired is set",
         ),
-        (("reference", "sft", "text", "reward_model"), None, "a reward model scores .* no input pairs is set"),
+        (("reference", "sft", "text", "reward_model"), None, "a reward model scores answers, and no input prompts or"),
         (("reference", "sft", "text"), "one_sentence", "answer_form=one_sentence .* no input conversations is set"),
     ],
 )
@@ -674,6 +674,11 @@ def test_win_rates_with_length_control_and_by_a_judge(tmp_path: Path, inputs: di
     metrics = evaluate(tmp_path / "out", inputs, method)
     assert metrics["dpo/by_model"] == metrics["dpo/win_rate"] and metrics["dpo/judged_win_rate"] == 1
     assert read_scores(tmp_path / "out")["controlled"].bounded is False
+    few = {slot: inputs[slot] for slot in ("conversations", "reference", "sft", "dpo", "reward_model")}
+    asked = evaluate(tmp_path / "questions", few, replace(SMALL, metrics=(by_model,)))
+    assert asked["dpo/by_model"] == asked["dpo/win_rate"] and not any("accuracy" in name for name in asked)
+    found, stubs = read_scores(tmp_path / "questions"), Stubs.read(tmp_path / "questions")
+    assert found["by_model"].row_ids == found["exact_match"].row_ids and stubs and {"by_model"} <= stubs.scores.keys()
     with pytest.raises(ConfigError, match="is judged by a reward model, and no input reward_model is set"):
         method.check_slots(frozenset({"conversations", "reference", "dpo"}))
 

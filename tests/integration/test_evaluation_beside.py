@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 import ray
 import torch
+import yaml
 from ray.exceptions import GetTimeoutError, RayActorError
 from transformers import TrainerState
 
@@ -29,7 +30,10 @@ from tasks.train.best import Best, Validation
 from tasks.train.evaluation import Bound, Evaluation, failed_scores
 from tasks.train.loop import evaluation
 from tasks.train.loop.evaluation import Job, Request, Scores, Scoring, ScoringProcess
+from tasks.train.models import load
 from tests import training
+from tests.command import Command
+from tests.miniature import MODEL, STEPS, write_own_rows
 from tests.stage_folder import StageFolder
 from tests.training import same, weights
 
@@ -255,15 +259,17 @@ def test_an_evaluation_that_dies_leaves_the_training_untouched(root: Path, tmp_p
     stage = training.method("sft", **STEADY)
     plain, ran = StageFolder(tmp_path / "plain", root), StageFolder(tmp_path / "ran", root)
     plain(stage)
-    dies = own(tmp_path / "dies.py", "os.fork() or __import__('time').sleep(60); os._exit(3)")  # leaves a fork behind
+    dies = own(
+        tmp_path / "dies.py", "os.fork() or __import__('time').sleep(60); os.kill(os.getpid(), 9)"
+    )  # leaves a fork behind
     metrics = ran(replace(stage, evaluation=replace(EVERY, metrics=(dies,))))
-    assert {each["error"] for each in recorded(ran).values()} == {"its process ended with exit code 3"}
+    assert {each["error"] for each in recorded(ran).values()} == {"its process ended by SIGKILL"}
     assert same(weights(ran.output), weights(plain.output)) and not any("evaluation/" in name for name in metrics)
     bad = own(tmp_path / "bad.py", "return [float('nan')] * len(completions)")
     again = StageFolder(tmp_path / "again", root)
     again(replace(stage, evaluation=replace(EVERY, metrics=(bad,))))
     assert all("returned nan for row 0" in each["failed"]["score"] for each in recorded(again).values())  # type: ignore[index]
-    with pytest.raises(PipelineError, match=r"no checkpoint has a score .*exit code 3"):
+    with pytest.raises(PipelineError, match=r"no checkpoint has a score .*by SIGKILL"):
         StageFolder(tmp_path / "none", root)(replace(stage, evaluation=replace(EVERY, metrics=(dies,), pick="best")))
 
 
@@ -317,6 +323,87 @@ def test_the_last_model_is_scored_where_the_held_out_loss_ends_the_training(
     metrics = ran(training.method("sft", **STEADY, validation=validation, evaluation=EVERY))
     assert metrics["ended_early_at_step"] == 3.0 and set(recorded(ran)) == {0, 2, 3}
     assert metrics["evaluation/answer_perplexity"] == recorded(ran)[3]["scores"]["answer_perplexity"]  # type: ignore[index]
+
+
+def test_nothing_is_scored_twice_by_trainings_of_one_start(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = list[str]()
+    inner = load.load_on_device
+    monkeypatch.setattr(load, "load_on_device", lambda model, ctx: (loaded.append(model.name), inner(model, ctx))[1])
+    monkeypatch.setattr(beside, "Gate", partial(Gate, min_rows=2))
+    every = replace(EVERY, rows=40)
+    stage = training.method("sft", **STEADY, evaluation=every)
+    bound = {"keeps": Bound(metric="answer_perplexity", max_regression=0.5)}
+    gated = replace(every, pick="gate", gate=bound, metric="answer_perplexity")
+    of_trainings = []
+    for name, method in {
+        "one": stage,
+        "seed": replace(stage, seed=1),
+        "gate": replace(stage, evaluation=gated),
+    }.items():
+        StageFolder(tmp_path / name, root, cache=tmp_path / "cache")(method)
+        of_trainings.append([*loaded])
+        loaded.clear()
+    checkpoints = ["step-2", "step-4", "step-5"]
+    assert of_trainings == [["policy", *checkpoints], checkpoints, []]
+
+
+@pytest.mark.slow
+def test_a_sweep_ranks_and_prunes_trials_by_a_metric_of_ones_own_which_is_called_once(
+    tmp_path: Path, prefect_url: str
+) -> None:
+    calls, environment = tmp_path / "calls.jsonl", {"PREFECT_API_URL": prefect_url}
+    (tmp_path / "own.py").write_text(
+        "import json\n"
+        "def tone(completions):\n"
+        f"    open({str(calls)!r}, 'a').write(json.dumps(completions) + '\\n')\n"
+        "    return [float(len(each)) for each in completions]\n"
+    )
+    command = Command(tmp_path, *MODEL, *STEPS, *write_own_rows(tmp_path), environment=environment)
+    metric = "metrics: [{function: 'python:own.py:tone', allow_code: true}], rows: 4, max_new_tokens: 4"
+    trials = (
+        "sweep=optuna", "sweep.num_trials=2", "sweep.sampler._target_=optuna.samplers.BruteForceSampler",
+        "sweep.until=sft", "stages.sft.method.learning_rate=1e-9,0.1",
+        "sweep.objectives.best.metric=sft/evaluation/tone",
+    )  # fmt: skip
+
+    def trials_of(*overrides: str) -> list[dict[str, object]]:
+        result = command("run", "--multirun", "--json", *trials, *overrides)
+        assert result.returncode == 0, result.stderr
+        found: list[dict[str, object]] = json.loads(result.stdout)["trials"]
+        return found
+
+    first, second = trials_of(f"+stages.sft.evaluation={{every_steps: 2, {metric}}}", "sweep.parallel=2")
+    scored = [json.loads(line) for file in tmp_path.glob("artifacts/sft/*/evaluation.jsonl") for line in file.open()]
+    assert len(scored) == 6 and not any(each["error"] or each["failed"] for each in scored)
+    lengths = {each["scores"]["tone"] for each in scored if each["step"] == 4}
+    assert lengths == {first["values"]["best"], second["values"]["best"]} and len(lengths) == 2  # type: ignore[index]
+    (best,) = tmp_path.glob("artifacts/sweeps/*/best.yaml")
+    assert yaml.safe_load(best.read_text())["values"] == {"best": max(lengths)}
+    lines = calls.read_text().splitlines()
+    assert lines and len(lines) == len({*lines})
+    pruned = trials_of(
+        f"+stages.sft.evaluation={{every_steps: 500, {metric}}}", "stages.sft.method.num_steps=100000",
+        "sweep.pruning={pruner: {_target_: optuna.pruners.ThresholdPruner, lower: 1e6}, stage: sft,"
+        " metric: evaluation/tone, direction: maximize}",
+    )  # fmt: skip
+    assert [(each["state"], each["cause"].partition(" of ")[0]) for each in pruned] == [  # type: ignore[attr-defined]
+        ("pruned", "pruned at step 500")
+    ] * 2
+
+
+@pytest.mark.parametrize("name", ["sft", pytest.param("dpo", marks=pytest.mark.slow)])
+def test_a_reward_model_judges_checkpoints_and_picks_one(root: Path, tmp_path: Path, name: str) -> None:
+    judged = shutil.copytree(root, tmp_path / "judged")
+    reward = training.train(training.method("reward", num_steps=1), root, tmp_path / "reward")
+    shutil.copytree(reward.output, judged / "reward_model")
+    wins = Metric(function="win_rate", judge="reward_model")
+    ran = StageFolder(tmp_path / "ran", judged)
+    metrics = ran(training.method(name, **STEADY, evaluation=replace(EVERY, metrics=(wins,), pick="best")))
+    values = {step: each["scores"]["judged_win_rate"] for step, each in recorded(ran).items()}  # type: ignore[index]
+    assert list(values) == [0, 2, 4, 5] and values.pop(0) == metrics["evaluation/base/judged_win_rate"] == 0.5
+    assert metrics["best_step"] == max(values, key=lambda step: (values[step], -step))
 
 
 def test_a_resumed_training_scores_what_is_not_scored_and_picks_the_same(root: Path, tmp_path: Path) -> None:

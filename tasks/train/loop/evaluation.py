@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,14 +31,16 @@ from lineage.checkpoints import Checkpoints
 from lineage.errors import ArtifactError, ConfigError, DataError, PipelineError
 from lineage.filesystem.digest import digest_of
 from lineage.filesystem.files import append_jsonl, read_jsonl, replace_jsonl
+from lineage.record.metrics_file import SCORES_FILE
 from tasks.context import TrainContext
 from tasks.data.kinds import HELD_OUT
 from tasks.data.tokens.tokenize_rows import load_or_make
 from tasks.judgement.check_rows import POLICY, rows_slot
 from tasks.model.adapter_files import base_and_adapters
 from tasks.model.fetch_model import PARTS_FILE
+from tasks.reward_functions.metric import REWARD_MODEL
 from tasks.train.best import HELD_OUT_LOSS, VAL_LOSS, Best, Patience
-from tasks.train.evaluation import SCORES_FILE, SLOTS, Evaluation
+from tasks.train.evaluation import SLOTS, Evaluation
 from tasks.train.loop.callbacks import has_diverged, step_metrics
 from tasks.train.loop.checkpointing import Checkpointing, Saver, divergence
 from tasks.train.loop.heartbeat import Phase
@@ -431,7 +434,7 @@ class Job:
         options: fields of ``Evaluate``.
         base: the model that the training starts from.
         base_files: of its weights and adapters -> their sizes and times when the training had loaded them.
-        rows: slot of ``Evaluate`` -> the stage's own rows.
+        rows: slot of ``Evaluate`` -> the stage's own rows, and the reward model that judges answers.
         place: folder of the scores per row, one below it for each step.
         cache: of the store.
     """
@@ -465,6 +468,7 @@ class Scores:
 
     Args:
         digest: of the files of its model.
+        time: when it was recorded, in seconds since the epoch.
         scores, base: metric -> value, of it and of the model that the training started from.
         small_is_good: the metrics of which small values are better.
         failed: metric -> why it has no value.
@@ -475,6 +479,7 @@ class Scores:
 
     step: int
     digest: str
+    time: float = 0.0
     seconds: float = 0.0
     scores: Mapping[str, float] = field(default_factory=dict)
     base: Mapping[str, float] = field(default_factory=dict)
@@ -771,7 +776,7 @@ class Scoring(TrainerCallback):
                 logger.warning("evaluation step=%d state=failed: %s", step, found.error)
             else:
                 logger.info("evaluation step=%d seconds=%.1f %s", step, found.seconds, json.dumps(dict(found.scores)))
-            self.known[step] = found
+            self.known[step] = found = replace(found, time=time.time())
             self._waiting.discard(step)
             append_jsonl(self.place / SCORES_FILE, found.__dict__)
 
@@ -805,9 +810,11 @@ class Scoring(TrainerCallback):
             policy, path=self._folder(0), digest=self._digest(0),
             source=Source(path=str(policy.path), kind=Kind.CHECKPOINT),
         )  # fmt: skip
+        rows = {slot: self.inputs[rows_slot(method)]}
+        rows |= {REWARD_MODEL: self.inputs[method.judge]} if self.setting.is_judged else {}
         return Job(
-            setting=self.setting, options=options, base=base, base_files=self.base_files,
-            rows={slot: self.inputs[rows_slot(method)]}, place=self.place / SCORES_FOLDER, cache=self.ctx.cache_dir,
+            setting=self.setting, options=options, base=base, base_files=self.base_files, rows=rows,
+            place=self.place / SCORES_FOLDER, cache=self.ctx.cache_dir,
         )  # fmt: skip
 
     def _folder(self, step: int) -> Path:

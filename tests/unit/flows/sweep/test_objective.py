@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
+import tasks.reward_functions.metric as metric_module
+import tasks.reward_functions.scorer as scorer_module
 from flows.declare.config import load_pipeline
 from flows.declare.sweep import Objective, Pruning
 from flows.planning.checks import check_metrics
 from flows.planning.plan import make_plan
+from flows.sweep.plan import check_metrics as check_sweep_metrics
 from flows.sweep.plan import check_sweep, objective_values, read_sweep
 from flows.sweep.tune import Tuner, Tuning, read_tuning
 from lineage.errors import ArtifactError, ConfigError
@@ -17,6 +20,7 @@ from tests.finished import finish
 from tests.sweeps import TPE, manifest, maximize, minimize, sweep
 
 BEST = "every_steps: 5, metrics: [f1], pick: best"
+SAMPLED = {"sampler": TPE, "num_trials": 2}
 
 
 def loss_per_score(manifests) -> float:
@@ -155,6 +159,72 @@ def test_a_metric_that_a_stage_will_not_measure_is_refused_by_the_plan(metric, w
         return
     with pytest.raises(ConfigError, match=why):
         read_sweep(overrides)
+
+
+KINDS = {  # a metric as it is set -> its name
+    **{each: each for each in ("exact", "numeric", "f1", "rouge_l", "bleu", "json", "refusal", "tokens", "distinct")},
+    "{function: pass_at_k, k: 2, samples: 4}": "pass@2", "{function: tool_call, column: answer}": "tool_call",
+    "python:own_scores.tone": "tone",
+    "{function: 'python:own_scores.py:tone', allow_code: true, name: kind, mode: min}": "kind",
+    "{function: win_rate, judge: python:own_scores.judge, length_control: true}": "length_controlled_win_rate",
+    "{function: win_rate, judge: reward_model}": "judged_win_rate", "'lm_eval:own_task.yaml'": "lm_eval/own_task/acc",
+}  # fmt: skip
+
+
+def test_every_kind_of_metric_validates_ends_picks_bounds_prunes_and_ranks_trials(tmp_path, monkeypatch):
+    for module in (metric_module, scorer_module):
+        monkeypatch.setattr(module, "find_spec", lambda name: True)  # lm-eval, rouge-score and sacrebleu
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_scores.py").write_text("def tone(completions): ...\ndef judge(completions, references): ...\n")
+    (tmp_path / "own_task.yaml").write_text("task: own_task\n")
+    names, metrics = [*KINDS.values(), "preference_accuracy", "unfinished_share"], ", ".join(KINDS)
+    bounds = ", ".join(f"g{number}: {{metric: '{name}', at_least: 0}}" for number, name in enumerate(names))
+    scored = [
+        f"+stages.dpo.evaluation={{every_steps: 5, metrics: [{metrics}], patience: 2, pick: gate, gate: {{{bounds}}}}}",
+        "+stages.dpo.inputs.reward_model=reward", f"stages.evaluate.method.metrics=[{metrics}]",
+    ]  # fmt: skip
+    plan = make_plan(load_pipeline(["tracking=none", *scored]))
+    for name in names:
+        pruning = Pruning(pruner={}, stage="dpo", metric=f"evaluation/{name}", direction="maximize")
+        for best in (f"dpo/evaluation/{name}", f"evaluate/dpo/{name}"):
+            check_sweep_metrics(sweep(**SAMPLED, objectives={"best": maximize(best)}, pruning=pruning), plan)
+        check_sweep_metrics(sweep(until="dpo", by_step=f"evaluation/{name}"), plan)
+    for unknown in ("evaluation/f2", "evaluation/base/f1"):  # the start has no steps
+        with pytest.raises(ConfigError, match="dpo does not measure it; it measures"):
+            check_sweep_metrics(sweep(until="dpo", by_step=unknown), plan)
+    for name in ("kind", "f1", "lm_eval/own_task/acc"):
+        again = [*scored, f"stages.dpo.method.evaluation.metric='{name}'"]
+        for asked in (f"evaluation/{name}", f"evaluate/dpo/{name}"):
+            tuned = read_tuning(Tuning(stage="dpo", metric=asked), again, None).sweep.objectives["best"]
+            assert tuned.direction == ("minimize" if name == "kind" else "maximize")
+    labelled = read_tuning(Tuning(stage="sft", metric="evaluate/sft/answer_perplexity/sports"), ["tracking=none"], None)
+    assert labelled.sweep.objectives["best"].direction == "minimize"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["+stages.cpt.evaluation={every_steps: 5, metrics: [f1]}"], "f1 scores answers, and cpt trains on text"),
+        (
+            ["+stages.sft.evaluation={every_steps: 5, metrics: [{function: win_rate, judge: reward_model}]}"],
+            r"stages.sft.method.evaluation.metrics: a reward model judges .*; set stages.sft.inputs.reward_model=STAGE",
+        ),
+        (["+stages.dpo.inputs.reward_model=reward"], "stages.dpo.inputs.reward_model=reward: nothing reads it"),
+    ],
+)
+def test_what_the_rows_of_a_training_cannot_be_scored_by_is_refused_by_the_plan(overrides, why):
+    with pytest.raises(ConfigError, match=why):
+        check_metrics(load_pipeline(["tracking=none", *overrides]))
+
+
+def test_a_reward_model_that_judges_checkpoints_is_identity_where_it_chooses_one():
+    judge = "+stages.dpo.inputs.reward_model=reward"
+    scored = "+stages.dpo.evaluation={every_steps: 5, metrics: [{function: win_rate, judge: reward_model}]"
+    given = ([], [judge, scored + "}"], [judge, scored + ", pick: best}"])
+    given = (*given, [*given[-1], "stages.reward.method.seed=7"])
+    found = [make_plan(load_pipeline(["tracking=none", *each])).stage("dpo").fingerprint for each in given]
+    assert found[0] == found[1] and len({*found}) == 3
 
 
 def test_a_finished_stage_that_has_not_measured_the_metric_is_refused_by_the_plan(tmp_path):

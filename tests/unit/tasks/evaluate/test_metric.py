@@ -132,6 +132,9 @@ def test_a_judge_compares_with_the_reference(tmp_path):
     [
         ("return [float('nan')] * len(completions)", r"metrics.score returned nan for row 0"),
         ("return ['1'] * len(completions)", "returned '1' for row 0"),
+        ("return [1.0, None, 1.0, 1.0]", "metrics.score returned None for row 1"),
+        ("return None", "returned None for 4 completions"),
+        ("return [1.0, float('inf'), 1, 1]", "inf for row 1"),
         ("return [1.0]", "returned 1 values for 4 completions"),
         ("return [1.0 / (a != '2') for a in completions]", r"ZeroDivisionError: .* for row 2"),
         ("raise SystemExit(3)", "SystemExit"),
