@@ -144,12 +144,12 @@ def test_a_stopped_sweep_leaves_no_process_and_resumes_where_it_was(toy, folder)
     wait_until_gone(running)
     reported, errors = sweep(toy, *overrides)
     assert (states(reported), started(errors)) == (["complete"] * 2, ["left#1"])
+    _, errors = sweep(toy, *overrides, "stages.right.method.num_steps=2")  # another sweep
+    assert started(errors) == ["right"]
 
 
 def test_mlflow_shows_the_trials_below_the_sweep_and_the_best_is_a_run_with_nothing_to_do(tracked, folder, uri):
     reported, _ = sweep(tracked, TWO_LEVELS, BEST)
-    _, errors = sweep(tracked, TWO_LEVELS, BEST, "stages.right.method.num_steps=2")  # another sweep
-    assert started(errors) == ["right"]
 
     from lineage.mlflow.address import connect
 
