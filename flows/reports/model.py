@@ -571,6 +571,8 @@ def _versions(manifest: Manifest) -> Pairs:
 
 def _columns(entry: Entry, slot: str, graph: Graph) -> list[str]:
     """The policies of an evaluation that a model is beside: its ancestors, the first one first, and itself last."""
+    if slot == "reward_model":
+        return [slot]
     if not (entry.output / POLICIES_FILE).exists():
         return []
     known = {each.fingerprint: distance for distance, each in enumerate(graph.nodes.values())}

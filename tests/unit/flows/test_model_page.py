@@ -18,9 +18,10 @@ from flows.sweep.folder import TrialResult
 from lineage.errors import ConfigError
 from lineage.graph.index import Index
 from tasks.data.images import IMAGES
+from tasks.evaluate.row_scores import RowScores, write_scores
 from tests.command import call
 from tests.drawn_graphs import ATTACK, Page
-from tests.reported import reported
+from tests.reported import entry_of, reported
 from tests.written_store import WrittenStore, node
 
 
@@ -95,6 +96,22 @@ def test_scores_beside_the_training_stand_beside_those_of_its_start(full):
     assert after == {"value": 0.5, "low": pytest.approx(0.304), "high": pytest.approx(0.696)}
 
 
+def test_a_reward_model_has_its_accuracy_with_an_interval_and_by_kind(tmp_path):
+    store = WrittenStore(tmp_path / "artifacts")
+    base = store.stage("base", {})
+    reward = store.stage("reward", {"policy": base}, produces="reward_model")
+    metrics = {"base/reward_score": 0.1, "reward_model/accuracy": 0.75, "reward_model/accuracy/added": 1.0}
+    made = store.stage("evaluate", {"reference": base, "base": base, "reward_model": reward}, metrics=metrics)
+    ids, right = [str(row) for row in range(20)], [float(row < 15) for row in range(20)]
+    scores = RowScores(metric="accuracy", row_ids=ids, groups=ids, weights=[1.0] * 20, scores={"reward_model": right})
+    write_scores(entry_of(store, made).output, [scores], {"base": base.fingerprint})
+    (found,) = report_of(store, node(reward))["scores"]
+    assert found["policies"] == ["reward_model"]
+    whole, added = found["rows"]
+    assert (whole["metric"], added["metric"], added["values"]) == ("accuracy", "accuracy/added", [{"value": 1.0}])
+    assert whole["values"][0]["value"] == 0.75 and whole["values"][0]["low"] < 0.75 < whole["values"][0]["high"]
+
+
 def test_what_has_no_score_is_on_the_page_with_its_reason(tmp_path):
     store, why = WrittenStore(tmp_path / "artifacts"), "its process ended by SIGKILL"
     base = store.stage("base", {})
@@ -118,8 +135,6 @@ def test_a_value_has_its_origin(full, tmp_path):
         "max_length": "pipeline p",
         "schedule.name": "default",
     }
-    from tests.reported import entry_of
-
     store = reported(tmp_path / "artifacts")
     dpo = next(manifest for name, each in _entries(store) if (manifest := each.manifest()) and name == "dpo")
     from flows.progress.run_record import RunRecord, StageRecord
@@ -272,7 +287,6 @@ def test_json_is_what_the_page_shows(full):
 
 def test_a_gap_between_attempts_does_not_count_as_minutes(tmp_path: Path):
     from lineage.record.attempts import FILE
-    from tests.reported import entry_of
 
     store = WrittenStore(tmp_path / "artifacts")
     made = store.stage("sft", {})
