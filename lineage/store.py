@@ -85,8 +85,11 @@ def require_store(root: Path) -> Path:
     """
     if is_store(root):
         return root
-    found = f"is not a store (it has no {MARKER})" if root.exists() else "does not exist; posttrain run creates it"
-    raise ConfigError(f"store={root}: {found}; name a store with store=DIR")
+    if root.exists():
+        raise ConfigError(f"store={root}: is not a store (it has no {MARKER}); name a store with store=DIR")
+    raise ConfigError(
+        f"there is no store here (store={root} does not exist): posttrain run makes it; or name another with store=DIR"
+    )
 
 
 def require_writable(root: Path) -> None:

@@ -93,7 +93,7 @@ def find_model(ref: str, overrides: Sequence[str], config_dir: Path | None) -> F
     except ConfigError as error:
         if is_directory:
             return _of_directory(ref, directory)
-        raise ConfigError(f"{ref}: no such directory; and {error}") from error
+        raise ConfigError(f"{ref}: is no directory, and {error}") from error
     with Index(store) as index:
         try:
             node = resolve(ref, index).node

@@ -90,7 +90,8 @@ def test_a_missing_ref_lists_what_there_is(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         main(["chat"])
-    assert end.value.code == 2 and "REF; store=artifacts: does not exist" in capsys.readouterr().err
+    message = "REF; there is no store here (store=artifacts does not exist): posttrain run makes it"
+    assert end.value.code == 2 and message in capsys.readouterr().err
     store = WrittenStore(tmp_path / "artifacts")
     store.stage("sft", {"rows": store.stage("pairs", {"rows": store.source("pairs")})})
     (tmp_path / "posttrain.yaml").write_text("store: ours\n")
@@ -99,5 +100,7 @@ def test_a_missing_ref_lists_what_there_is(tmp_path, monkeypatch, capsys):
         assert capsys.readouterr().err == f"posttrain: {cli_args[0]}: no REF is given; artifacts has {names}\n"
         with pytest.raises(SystemExit):
             main(cli_args)
-        assert capsys.readouterr().err.endswith("REF; store=ours: does not exist; posttrain run creates it; name a "
-                                                "store with store=DIR\n")  # fmt: skip
+        assert capsys.readouterr().err.endswith(
+            "REF; there is no store here (store=ours does not exist): posttrain run makes it; or name another with "
+            "store=DIR\n"
+        )

@@ -21,7 +21,8 @@ ESC = "\x1b"
 ASKING = (
     ["verify"], ["gc", "--yes"], ["status"], ["lineage", "p/dpo"], ["impact", "p/dpo"], ["diff", "p/dpo", "p/cpt"],
     ["logs", "dpo"], ["cancel", "latest"], ["rebuild"], ["promote", "p/dpo", "--alias", "a"],
-    ["rollback", "--alias", "a"],
+    ["rollback", "--alias", "a"], ["report", "p/dpo"], ["diagnose", "dpo"], ["chat", "dpo"], ["export", "gguf", "dpo"],
+    ["serve-model", "dpo"], ["ui"], ["blame", "dpo", "--metric", "loss"], ["replay", "dpo"],
 )  # fmt: skip
 
 
@@ -36,9 +37,9 @@ def test_a_command_that_asks_a_store_writes_nothing_where_none_is(words, tmp_pat
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "of-another-program").touch()
-    for place, found in ((foreign, f"is not a store (it has no {MARKER})"), (tmp_path / "gone", "does not exist")):
+    for place, found in ((foreign, f": is not a store (it has no {MARKER})"), (tmp_path / "gone", " does not exist")):
         assert main([*words, f"store={place}"]) == 2
-        assert f"store={place}: {found}" in capsys.readouterr().err
+        assert f"store={place}{found}" in capsys.readouterr().err
     assert [path.name for path in foreign.iterdir()] == ["of-another-program"]
     assert not (tmp_path / "gone").exists()
 
