@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,13 +72,19 @@ class _Looked:
         path: as the project names it.
         kind: None: unknown, as of a hub data set.
         lines: what was found.
-        overrides: of ``posttrain data``, by which it is read: those given, and of columns with other names.
+        overrides: of ``posttrain data``, by which it is read: those given, and ``guessed``.
+        guessed: those of columns with other names than a format has.
     """
 
     path: str
     kind: Kind | None
     lines: Sequence[str] = ()
     overrides: Sequence[str] = ()
+    guessed: Sequence[str] = ()
+
+    def guesses(self, key: str) -> bool:
+        """Whether a key of the project is a guess."""
+        return any(key.endswith(f".{word.partition('=')[0]}") for word in self.guessed)
 
 
 def add_init(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +127,13 @@ def run_init(options: argparse.Namespace) -> int:
         recipes, why = _recipes(settings)
         _write(folder.name or "project", settings, lengths, looked, recipes, why)
         tracked = _track()
-    for line in [*([_TOY] if settings["model"] == "tiny" else []), *filter(None, (each.short for each in recipes))]:
+    guesses = [
+        f"{each.path} is read with {' '.join(each.guessed)}, a guess by the names of its columns, which {PROJECT} has; "
+        "check the columns above, and change it there"
+        for each in looked.values() if each.guessed
+    ]  # fmt: skip
+    toy = [_TOY] if settings["model"] == "tiny" else []
+    for line in [*guesses, *toy, *filter(None, (each.short for each in recipes))]:
         print(on_screen(f"note: {line}"))
     print(f"{relative(folder / PROJECT)}: pipeline {settings['pipeline']}, model {settings['model']}{tracked}")
     print(f"next: cd {shlex.quote(str(folder))} && posttrain plan, then posttrain run")
@@ -192,7 +204,7 @@ def _look(path: str, overrides: Sequence[str], folder: Path) -> _Looked:
     return _Looked(
         path=_from(path, folder), kind=found.kind,
         lines=[f"{path}: {source.format} ({columns}), {counts}", *refusals],
-        overrides=overrides,
+        overrides=overrides, guessed=added,
     )  # fmt: skip
 
 
@@ -300,7 +312,7 @@ def _write(
         *(f"# {each.short}" for each in recipes if each.short),
         *(f"# {line}" for each in looked.values() for text in each.lines for line in text.splitlines()),
         *(
-            f"{key}: {value}{' # by the positions of the model' if key in lengths else ''}"
+            f"{key}: {value}{_comment(key, lengths, looked.values())}"
             for key, value in settings.items()
             if key not in ("pipeline", "model")
         ),
@@ -343,6 +355,12 @@ def _write(
     if not Path("README.md").exists():
         text = _README.format(name=name, model=recipes[-1].stage if recipes else "REF")
         write_output(Path("README.md"), text)
+
+
+def _comment(key: str, lengths: Collection[str], looked: Iterable[_Looked]) -> str:
+    if key in lengths:
+        return " # by the positions of the model"
+    return " # a guess by the names of the columns" if any(each.guesses(key) for each in looked) else ""
 
 
 def _changed(recipe: Recipe) -> list[Advised]:

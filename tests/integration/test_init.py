@@ -73,6 +73,9 @@ def test_columns_with_other_names_are_set_in_the_project(command):
     done = command("init", "mine", "--model", "model", "--data", "squad.jsonl")
     assert done.returncode == 0, done.stderr
     assert project(command)["sources.instructions.columns.completion"] == "answers.text.0"
+    assert "is read with columns.completion=answers.text.0" in " ".join(done.stdout.split())
+    written = (command.folder / "mine/posttrain.yaml").read_text()
+    assert written.count("# a guess by the names of the columns") == 2, written  # the answer, and the template
     found = planned(command)
     assert [row["stage"] for row in found["stages"]] == ["instructions", "sft", "evaluate"]
     text = inside(command)("plan").stderr + str(project(command))

@@ -10,6 +10,7 @@ from lineage.artifact import Kind
 from lineage.errors import ConfigError
 from tasks.data.formats.turns import (
     CHOICES,
+    CONTEXTS,
     QUESTIONS,
     RIGHT_CHOICE,
     BadRowError,
@@ -30,11 +31,19 @@ JOBS: Mapping[Kind, str] = {
 JOB_HELD_OUT = 0.1  # that these pipelines set
 # Names that columns often have, the usual ones first.
 _ASKED = ("prompt", "question", "query", "problem", "instruction", "input", "user", "human", "source", "document",
-          "article", "text", "q", "inputs", "request", "post")  # fmt: skip
+          "article", "text", "q", "inputs", "request", "post", "dialogue", "sql_prompt")  # fmt: skip
 _ANSWERED = ("completion", "answer", "answers", "response", "responses", "solution", "output", "assistant", "gpt",
              "target", "summary", "reply", "a", "targets", "bot",
-             "highlights", "label_text", "generated_solution", "final_answer")  # fmt: skip
-_CONTEXT = ("context", "passage", "background", "paragraph", "evidence", "table", "code")
+             "highlights", "label_text", "generated_solution", "final_answer", "correct_answer", "best_answer",
+             "long_answer", "sql", "mc1_targets")  # fmt: skip
+_CONTEXT = ("context", "passage", "background", "paragraph", "evidence", "table", "code", "support", "definition",
+            "sql_context")  # fmt: skip
+# Of a multiple choice: texts before the question, questions, and right choices, by other names than formats have.
+_BEFORE = ("premise", "flores_passage", "support", "background", "paragraph")
+_WHICH = (*QUESTIONS, "stem", "goal", "sentence", *_ASKED)
+_RIGHT = (*RIGHT_CHOICE, "correct_answer_num", *_ANSWERED)
+_LETTERS = "ABCDEF"
+_MARKED = re.compile(r"(.*?)(?:[ _-]?([0-9A-F])|[ _-]([a-f]))")  # sol1, option_2, answerC, choice_a
 _CHOSEN = ("chosen", "response_j", "chosen_response", "chosen_messages", "preferred", "good", "better", "accepted",
            "winner", "response_chosen")  # fmt: skip
 _REJECTED = ("rejected", "response_k", "rejected_response", "rejected_messages", "dispreferred", "bad", "worse",
@@ -52,7 +61,7 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
     paths = dict.fromkeys(path for row in rows for name, value in row.items() for path in _paths(str(name), value))
     values = {path: [inside(row, path) for row in rows] for path in paths}
     # Bad rows among good ones, such as those with an empty answer, hide no column.
-    read = {path: [_is_number(each) or bool(each and _is_read(each)) for each in values[path]] for path in paths}
+    read = {path: [_is_scalar(each) or bool(each and _is_read(each)) for each in values[path]] for path in paths}
     good = {path: sum(each) for path, each in read.items()}
     texts = [path for path in paths if good[path] >= len(rows) / 2]
     turns = {path: key for path in texts if (key := next(filter(None, map(_key_of_turns, values[path])), None))}
@@ -64,8 +73,9 @@ def proposal(rows: Sequence[Mapping[str, object]], place: str, kind: Kind | None
     pair = {"chosen": first(_CHOSEN), "rejected": first(_REJECTED)}
     answers = pair if all(pair.values()) else {"completion": first(_ANSWERED)}
     taken = set(answers.values())
-    asked = next((by_name[name] for name in _ASKED if by_name.get(name) not in (None, *taken)), None)
-    context, name = first(_CONTEXT), "prompt"
+    # A context is the prompt where nothing else is.
+    asked = next((by_name[name] for name in (*_ASKED, *_CONTEXT) if by_name.get(name) not in (None, *taken)), None)
+    context, name = first([each for each in _CONTEXT if by_name.get(each) != asked]), "prompt"
     if asked is None and turns and taken == turns.keys():  # conversations that begin alike
         asked, name, answers = answers["chosen"], "chosen", {"rejected": answers["rejected"]}
     elif asked is None or None in taken:
@@ -110,14 +120,40 @@ def _choosing(rows: Sequence[Fields]) -> dict[str, str]:
 
     half = len(rows) / 2
     found = {
-        "question": first((*QUESTIONS, "stem", *_ASKED), str), "choices": first(CHOICES, list, Mapping),
-        "answer": first((*RIGHT_CHOICE, *_ANSWERED), str, int, float),
+        "context": None if first(CONTEXTS, str) else first(_BEFORE, str), "question": first(_WHICH, str),
+        "choices": first(CHOICES, list, Mapping),
+        "answer": first(_RIGHT, str, int, float),
     }  # fmt: skip
     columns = {ours: place for ours, place in found.items() if place}
+    if not found["choices"] and found["answer"]:
+        columns |= _choices_in_columns(rows, found["answer"])
     choices = [{**row, **{ours: inside(row, place) for ours, place in columns.items()}} for row in rows]
     read = {*QUESTIONS, *CHOICES, *RIGHT_CHOICE}
     is_read = sum(bool(recognize_choices(each)) for each in choices) > half
     return {ours: place for ours, place in columns.items() if place not in read} if is_read else {}
+
+
+def _choices_in_columns(rows: Sequence[Fields], answer: str) -> dict[str, str]:
+    """Our names of choices -> numbered columns: ``sol1`` and ``sol2``; empty: none, or unclear which one is right.
+
+    Letters where the answer is a letter, a text or an index from 0, ``choice_1`` and so on where it counts from 1.
+    """
+    families = dict[str, dict[str, str]]()
+    for name in dict.fromkeys(str(name) for row in rows for name in row):
+        if mark := _MARKED.fullmatch(name):
+            families.setdefault(mark[1], {})[(mark[2] or mark[3]).upper()] = name
+    known = [row for row in rows if str(inside(row, answer)) not in ("None", "", "-1")]  # a test split hides them
+    for family in families.values() if known else ():
+        marks, count = sorted(family), len(family)
+        if count < 2 or "".join(marks) not in [each[:count] for each in ("012345", "123456", _LETTERS)]:
+            continue
+        texts = {str(inside(row, answer)).strip().upper() for row in known}
+        is_text = all(inside(row, answer) in [row.get(name) for name in family.values()] for row in known)
+        if is_text or texts <= {*_LETTERS[:count]} or ("0" in texts <= {*map(str, range(count))}):
+            return {letter: family[mark] for letter, mark in zip(_LETTERS, marks, strict=False)}
+        if str(count) in texts <= {*map(str, range(1, count + 1))}:
+            return {f"choice_{at}": family[mark] for at, mark in enumerate(marks, 1)}
+    return {}
 
 
 def _places(value: Mapping[str, object], outer: str = "") -> Iterator[str]:
@@ -136,7 +172,7 @@ def proposed(message: str) -> list[str]:
 
 def _paths(name: str, value: object) -> Iterator[str]:
     """A column of texts or turns, or the places of the first texts inside it: ``answers.text.0``."""
-    if _is_read(value) or (_is_number(value) and "." not in name):
+    if _is_read(value) or (_is_scalar(value) and "." not in name):
         yield name
     elif isinstance(value, list | tuple) and value:
         yield from _paths(f"{name}.0", value[0])
@@ -145,14 +181,15 @@ def _paths(name: str, value: object) -> Iterator[str]:
             yield from _paths(f"{name}.{part}", each)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, int | float)
 
 
 def as_text(name: str | None, value: object) -> object:
-    """A number as text, where the user has named its column as the prompt or the completion."""
-    is_text = name in ("prompt", "completion") and _is_number(value) and value == value  # no NaN
-    return str(value) if is_text else value
+    """A number, or yes or no, as text, where the user has named its column as the prompt or the completion."""
+    if name not in ("prompt", "completion") or not _is_scalar(value) or value != value:  # no NaN
+        return value
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 def _is_read(value: object) -> bool:

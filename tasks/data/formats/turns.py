@@ -817,12 +817,14 @@ def prompt_of(transcript: str) -> list[Message]:
 
 
 # Columns of a multiple choice: the text before the question, the question, the choices and the right one.
-_CONTEXT = ("context", "passage", "article")
+CONTEXTS = ("context", "passage", "article")
 QUESTIONS = ("question", "question_stem", "problem", "query", "ctx")
-CHOICES, _LETTERS = ("choices", "options", "endings"), ("A", "B", "C", "D", "E", "F", "opa", "opb", "opc", "opd")
+CHOICES = ("choices", "options", "endings")
+# Columns of a choice each, which is called by the last letter: of ``choice_1`` the answer is 1.
+_LETTERS = (*"ABCDEF", "opa", "opb", "opc", "opd", *(f"choice_{number}" for number in range(1, 7)))
 RIGHT_CHOICE = ("answerKey", "answer_key", "answer_idx", "answer_index", "correct", "cop", "answer", "label")
 CHOICE_COLUMNS = {
-    **dict.fromkeys((*_CONTEXT, *QUESTIONS, *CHOICES, *_LETTERS), "the user's turn"),
+    **dict.fromkeys((*CONTEXTS, *QUESTIONS, *CHOICES, *_LETTERS), "the user's turn"),
     **dict.fromkeys(RIGHT_CHOICE, "the assistant's turn"),
 }
 _MARK = re.compile(r"\s*\(?([A-Z])[).:]\s*(.*)", re.DOTALL)  # A) one
@@ -867,7 +869,7 @@ def multiple_choice(fields: Fields) -> CanonicalRow:
         raise BadRowError(f"{one_of(fields, CHOICES)} holds no choices", "no choices")
     name = next((name for name in RIGHT_CHOICE if not is_nothing(fields.get(name))), RIGHT_CHOICE[-2])
     label = _right(required(fields, name, "no answer"), name, choices)
-    before = [text(fields[each], each, "empty prompt") for each in _CONTEXT if not is_nothing(fields.get(each))]
+    before = [text(fields[each], each, "empty prompt") for each in CONTEXTS if not is_nothing(fields.get(each))]
     shown = "\n".join(f"{each}. {choice}" for each, choice in choices.items())
     asked = "\n\n".join([*before, text_of(fields, "empty prompt", *QUESTIONS), shown])
     answered = answer(f"{label}. {choices[label]}", name)
@@ -882,7 +884,8 @@ def _right(right: object, name: str, choices: Mapping[str, str | int | float]) -
         raise BadRowError(f"{name} is {named(right)}", "no answer")
     if wanted in choices:
         return wanted
-    found = labels[int(wanted) :][:1] if wanted.isdecimal() and len(wanted) < 4 else []
+    is_index = wanted.isdecimal() and len(wanted) < 4 and not all(map(str.isdecimal, labels))
+    found = labels[int(wanted) :][:1] if is_index else []
     if found and isinstance(right, int) and all(isinstance(each, str) for each in choices.values()):
         return found[0]
     found += [label for label, choice in choices.items() if str(choice).strip() == wanted][:1]

@@ -2,12 +2,15 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 
 import pytest
 
 from flows.declare.config import load_pipeline
 from lineage.errors import DataError
 from tasks.data.formats.detect import detect
+from tasks.data.formats.proposals import proposed as words_of
+from tasks.data.formats.proposals import with_prompt
 from tests.data_command import call as call  # a fixture
 
 
@@ -151,6 +154,77 @@ def test_choices_are_proposed_with_their_question(row: dict[str, object], propos
     assert read == {
         "messages": [{"role": "user", "content": "q\n\nA. x\nB. y"}, {"role": "assistant", "content": "B. y"}]
     }
+
+
+def numbered(*marks: str, of: str, answer: str, values: Sequence[object], **more: str) -> list[dict[str, object]]:
+    return [{**more, **{f"{of}{mark}": f"text {mark}" for mark in marks}, answer: value} for value in values]
+
+
+@pytest.mark.parametrize(
+    ("rows", "proposed", "answers"),
+    [
+        (  # PIQA
+            numbered("1", "2", of="sol", answer="label", values=[1, 0], goal="q"),
+            "columns.question=goal columns.A=sol1 columns.B=sol2", ["B. text 2", "A. text 1"],
+        ),
+        (  # WinoGrande
+            numbered("1", "2", of="option", answer="answer", values=["1", "2", ""], sentence="q"),
+            "columns.question=sentence columns.choice_1=option1 columns.choice_2=option2", ["1. text 1", "2. text 2"],
+        ),
+        (  # Social IQa
+            numbered("A", "B", "C", of="answer", answer="label", values=["1", "3"], context="c", question="q"),
+            "columns.choice_1=answerA columns.choice_2=answerB columns.choice_3=answerC", ["1. text A", "3. text C"],
+        ),
+        (  # COPA
+            numbered("1", "2", of="choice", answer="label", values=[1, 0, -1], premise="c", question="cause"),
+            "columns.context=premise columns.A=choice1 columns.B=choice2", ["B. text 2", "A. text 1"],
+        ),
+        (  # SWAG
+            numbered("0", "1", "2", of="ending", answer="label", values=[2, 0], sent1="c", query="q"),
+            "columns.A=ending0 columns.B=ending1 columns.C=ending2", ["C. text 2", "A. text 0"],
+        ),
+        (
+            numbered("a", "b", of="Option ", answer="Answer", values=["text b", "text a"], Question="q"),
+            "columns.question=Question columns.answer=Answer 'columns.A=Option a' 'columns.B=Option b'",
+            ["B. text b", "A. text a"],
+        ),
+        (numbered("1", "2", "3", of="sol", answer="label", values=[1, 2], goal="q"), "", []),  # from 0, or from 1
+        (numbered("1", "2", of="sol", answer="label", values=[], goal="q"), "", []),
+        (  # SciQ
+            [
+                {"question": "q", "distractor1": "x", "distractor2": "y", "correct_answer": "z", "support": support}
+                for support in ("c", "")
+            ],
+            "columns.completion=correct_answer prompt_template='{support} {question}'", ["z", "z"],
+        ),
+        (  # TruthfulQA, both
+            [{"question": "q", "best_answer": "a", "correct_answers": ["a"], "incorrect_answers": ["b"]}],
+            "columns.prompt=question columns.completion=best_answer", ["a"],
+        ),
+        (
+            [{"question": "q", "mc1_targets": {"choices": ["a", "b"], "labels": [1, 0]}}],
+            "columns.prompt=question columns.completion=mc1_targets.choices.0", ["a"],
+        ),
+        (  # BoolQ
+            [{"question": "q", "passage": "c", "answer": value} for value in (True, False)],
+            "columns.completion=answer prompt_template='{passage} {question}'", ["yes", "no"],
+        ),
+        ([{"Context": "q", "Response": "a"}], "columns.prompt=Context columns.completion=Response", ["a"]),
+    ],
+)  # fmt: skip
+def test_rows_as_known_benchmarks_have_them(rows: list[dict[str, object]], proposed: str, answers: list[str]) -> None:
+    with pytest.raises(DataError) as refused:
+        detect(rows or [{"goal": "q"}], "a.jsonl")
+    found = words_of(str(refused.value))
+    assert found == shlex.split(proposed), refused.value
+    if not found:
+        return
+    settings = dict(word.split("=", 1) for word in found)
+    template = settings.pop("prompt_template", None)
+    columns = {name.removeprefix("columns."): theirs for name, theirs in settings.items()}
+    read = [with_prompt(row, template) if template else row for row in rows]
+    detected = detect(read, "a.jsonl", columns=columns)
+    assert [detected.convert(row)["messages"][-1]["content"] for row in read[: len(answers)]] == answers
 
 
 def test_a_row_whose_answer_is_not_there_is_bad_and_named(call):
