@@ -305,9 +305,8 @@ def run_plan(options: argparse.Namespace) -> int:
         plan, notes=[*plan.notes, *island_notes(found), *scoring_notes(plan, found), *unseen_notes(plan, found)]
     )
     require_fits(plan, found, estimator, options.suggest)
-    print(
-        json.dumps(plan_dict(plan, found), indent=2) if options.json else coloured(plan_table(plan, found), sys.stdout)
-    )
+    shown = plan, found, estimator.scorings(plan.stale)
+    print(json.dumps(plan_dict(*shown), indent=2) if options.json else coloured(plan_table(*shown), sys.stdout))
     if options.out:
         from flows.planning.plan_file import write_plan
 
@@ -373,6 +372,7 @@ def run_run(options: argparse.Namespace) -> int:
         require_approved(plan, approved)
         create_store(pipeline.store)
     expected = {name: each.seconds for name, each in found.items()}
+    expected |= {name: each.seconds for name, each in estimator.scorings(plan.stale).items()}
     return execute(plan, recorded_cli_args(options), as_json=options.json, expected=expected)
 
 

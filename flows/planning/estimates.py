@@ -25,7 +25,7 @@ from flows.planning.adapter_choice import (
 from flows.planning.plan import Plan, PlannedStage
 from flows.planning.staleness import hyperparameters
 from flows.reports.wording import counted, gib
-from lineage.artifact import QUICKSTART, SOURCE, Kind, Source
+from lineage.artifact import MODELS, QUICKSTART, SOURCE, Kind, Source
 from lineage.errors import ConfigError, DataError
 from lineage.filesystem.files import append_jsonl, read_jsonl
 from lineage.fingerprint import short
@@ -37,8 +37,16 @@ from lineage.store import Manifest, Store
 from tasks.base_model import BaseModel
 from tasks.context import Resources
 from tasks.data.preparing.options import REPLAY, Prepare
+from tasks.evaluate.evaluate import Evaluate
 from tasks.judgement.check_rows import POLICY, rows_slot
-from tasks.judgement.disk_need import Shapes, model_shapes, parts_trained, percent_trained, require_disk
+from tasks.judgement.disk_need import (
+    Shapes,
+    disk_need,
+    model_shapes,
+    parts_trained,
+    percent_trained,
+    require_disk,
+)
 from tasks.judgement.estimate import (
     Architecture,
     Memory,
@@ -46,13 +54,14 @@ from tasks.judgement.estimate import (
     frozen_slots,
     memory,
     num_weights,
+    scored_memory,
     scoring_memory,
     traffic,
     trained_weights,
     work,
 )
 from tasks.method import Training
-from tasks.train.evaluation import asked_beside
+from tasks.train.evaluation import BATCH_TOKENS, asked_beside
 from tasks.train.loop.speed import known_peak, peak_key
 from tasks.train.optim.diloco import Traffic
 
@@ -65,6 +74,7 @@ _GPU_SHARE = 0.55  # the same of a GPU, with compiled or fused layers and full m
 _ADAPTER = 1.25  # more time than the arithmetic of a frozen base: the adapter's small products
 _DEQUANTIZED_SECONDS = 6e-11  # of a weight in few bits in a pass, forward and backward
 _TOKEN_SECONDS = 2.5e-4  # of a token that is generated, and a layer: reading weights, keys and values
+_SCORED_LENGTH = 1024  # tokens of a row that is scored, where no training of the plan has a max_length
 _LAYER_SECONDS = 0.002  # constant time of a pass through a layer: starting some hundred operations
 
 
@@ -136,6 +146,7 @@ class Estimate:
         scoring: bytes of the process that scores its checkpoints; shared: those of them that a worker has less, because
             they are of the same memory.
         islands: what those of ``method.diloco`` send each other; None: there are none, or the steps are unknown.
+        output: bytes on the disk, without checkpoints.
     """
 
     memory: int
@@ -155,6 +166,7 @@ class Estimate:
     scoring: int = 0
     shared: int = 0
     islands: Traffic | None = None
+    output: int = 0
 
     @property
     def basis(self) -> str:
@@ -179,10 +191,32 @@ class Estimate:
         }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """The estimated needs of a stage of ``evaluate``.
+
+    Args:
+        memory: peak of a worker in bytes, by formula.
+        seconds: as its last output of this store took; None: it has none.
+    """
+
+    memory: int
+    seconds: float | None
+
+    @property
+    def basis(self) -> str:
+        return "by formula; its last time" if self.seconds is not None else "by formula; time unknown before it has run"
+
+    def to_dict(self) -> dict[str, object]:
+        """The value of ``estimate`` in ``plan --json``."""
+        return {"memory_gib": self.memory / 2**30, "seconds": self.seconds, "basis": self.basis}
+
+
 class Totals(TypedDict):
     """The needs of trainings together, as ``estimate`` in ``plan --json`` beside the stages."""
 
     memory_gib: float
+    output_gib: float
     seconds: float | None
     gpu_hours: float | None
     cost: float | None
@@ -200,6 +234,7 @@ def in_all(estimates: Sequence[Estimate]) -> Totals:
     is_known = all(each.seconds is not None for each in estimates)
     return {
         "memory_gib": max(each.memory for each in estimates) / 2**30,
+        "output_gib": sum(each.output for each in estimates) / 2**30,
         "seconds": _sum(each.seconds for each in estimates), "gpu_hours": _sum(each.gpu_hours for each in estimates),
         "cost": sum(costs) if costs and is_known else None, "currency": estimates[0].currency,
         "kwh": sum(energies) if energies and is_known else None,
@@ -383,6 +418,7 @@ class Estimator:
             price=None if price is None or gpu_hours is None else price * gpu_hours, currency=resources.currency,
             kwh=None if watts is None or whole is None else watts * resources.num_workers * whole / 3.6e6,
             scoring=scoring, shared=0 if resources.gpus_per_worker or beside[1] else -(-scoring // on_this),
+            output=disk_need(method, resources, shapes).output,
             islands=method.diloco.traffic(trained_weights(method, shapes).trained, steps, resources.num_workers)
             if method.diloco and steps
             else None,
@@ -416,15 +452,39 @@ class Estimator:
         """Weights of the teacher and the reward model that a stage has; of the policy's size where one is unknown."""
         found: dict[str, int] = {}
         for slot in frozen_slots(method):
-            input_ = planned.inputs.get(slot)
-            above = self._stages.get(input_.name) if input_ and not (input_.pinned or input_.entry) else None
-            if above is None:
-                model = read_model(model_of(self._plan, planned, slot)) or self.model(planned)
-            else:
-                model = self.model(above) or self._made(above) or self.model(planned)
-            if input_ and model:
+            model = self._in_slot(planned, slot) or self.model(planned)
+            if slot in planned.inputs and model:
                 found[slot] = num_weights(model[1])
         return found
+
+    def _in_slot(self, planned: PlannedStage, slot: str) -> Model | None:
+        input_ = planned.inputs.get(slot)
+        above = self._stages.get(input_.name) if input_ and not (input_.pinned or input_.entry) else None
+        if above is None:
+            return read_model(model_of(self._plan, planned, slot))
+        return self.model(above) or self._made(above)
+
+    def scorings(self, stages: Sequence[PlannedStage]) -> dict[str, Scoring]:
+        """Name -> estimate of each evaluation one of whose models is known."""
+        found = {planned.name: self._scoring(planned) for planned in stages}
+        return {name: each for name, each in found.items() if each}
+
+    def _scoring(self, planned: PlannedStage) -> Scoring | None:
+        """Models are scored one after another, and the largest needs most."""
+        method, resources = planned.stage.method, planned.stage.resources
+        if not isinstance(method, Evaluate):
+            return None
+        slots = [slot for slot in planned.inputs if method.consumes.get(slot, Kind.CHECKPOINT) in MODELS]
+        models = [model for slot in slots if (model := self._in_slot(planned, slot))]
+        if not models:
+            return None
+        above = [self._stages.get(planned.inputs[slot].name) for slot in slots]
+        lengths = [each.stage.method.max_length for each in above if each and isinstance(each.stage.method, Training)]
+        length = method.max_length or max(lengths, default=_SCORED_LENGTH)
+        rows, on_gpu = resources.micro_batch_size, bool(resources.gpus_per_worker)
+        tokens = BATCH_TOKENS if rows == "auto" else rows * length
+        most = max(scored_memory(num_weights(shapes), found, tokens, length, on_gpu=on_gpu) for found, shapes in models)
+        return Scoring(memory=most + (0 if on_gpu else PROCESS), seconds=_last_seconds(self._plan, planned))
 
     def _made(self, maker: PlannedStage) -> Model | None:
         """The model of a stage that does not train."""
@@ -471,6 +531,12 @@ class Estimator:
             time=time.time(), stage=planned.name, features=features, memory=round(max(peaks) * 2**30),
             seconds=pace * steps if pace else seconds, other_seconds=max(whole - seconds, 0.0), tokens=int(tokens),
         )  # fmt: skip
+
+
+def _last_seconds(plan: Plan, planned: PlannedStage) -> float | None:
+    """How long the last output of a stage in the store took."""
+    last = next(Store(plan.home).finished(planned.name), None)
+    return last.provenance.end - last.provenance.start if last else None
 
 
 def step_seconds(reports: Sequence[Mapping[str, float]]) -> float | None:

@@ -89,8 +89,13 @@ class Hyperparameters:
         """``79 steps of 32 rows (num_steps), 1.01 epochs``"""
         about = "" if self.is_exact else "about "
         rows = f" of {self.num_examples:,} {'examples' if self.is_exact else 'rows'}" if self.num_examples else ""
-        epochs = None if self.num_epochs is None else f"{self.num_epochs:.4g} epoch{'s' * (self.num_epochs != 1)}{rows}"
-        if self.length_reason.startswith("num_steps"):
+        by_steps = self.length_reason.startswith("num_steps")
+        digits = 4 if not by_steps else 3 if self.is_exact else 2
+        epochs = None
+        if self.num_epochs is not None:
+            number = f"{self.num_epochs:.{digits}g}" if self.num_epochs < 10 else f"{self.num_epochs:.4g}"
+            epochs = f"{number} epoch{'s' * (self.num_epochs != 1)}{rows}"
+        if by_steps:
             steps = f"{self.num_steps} steps of {self.global_batch_size} rows ({self.length_reason})"
             length = f"{steps}, {about}{epochs}" if epochs else steps
         elif self.num_steps is None:

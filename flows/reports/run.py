@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flows.declare.project import without_project
 from flows.planning.advice import advice_lines
-from flows.planning.estimates import Estimate, Totals, in_all
+from flows.planning.estimates import Estimate, Scoring, Totals, in_all
 from flows.planning.plan import Plan, PlannedStage
 from flows.progress.run_record import RunRecord, StageRecord, dashboard_file, latest, run_record_path, waits_for
 from flows.progress.stage_progress import Progress
@@ -158,25 +158,30 @@ def _stage_view(title: str, run: RunRecord, ended: float | None) -> StageView:
     )  # fmt: skip
 
 
-def plan_dict(plan: Plan, estimates: Mapping[str, Estimate]) -> dict[str, object]:
-    """The object that ``plan --json`` prints."""
+def plan_dict(
+    plan: Plan, estimates: Mapping[str, Estimate], scorings: Mapping[str, Scoring] | None = None
+) -> dict[str, object]:
+    """The object that ``plan --json`` prints; ``estimate`` beside the stages is of the trainings together."""
     document = plan.to_dict()
     rows = document["stages"]
     assert isinstance(rows, list)
     for row in rows:
-        if row["stage"] in estimates:
-            row["estimate"] = estimates[row["stage"]].to_dict()
+        if found := estimates.get(row["stage"]) or (scorings or {}).get(row["stage"]):
+            row["estimate"] = found.to_dict()
     return document | ({"estimate": in_all(list(estimates.values()))} if estimates else {})
 
 
-def _estimate_table(estimates: Mapping[str, Estimate]) -> list[str]:
-    """Table of the estimates with totals; empty without estimates."""
-    if not estimates:
+def _estimate_table(estimates: Mapping[str, Estimate], scorings: Mapping[str, Scoring]) -> list[str]:
+    """Table of the estimates with totals of the trainings; empty without estimates."""
+    if not estimates and not scorings:
         return []
     rows = [(name, *_cells(in_all([each])), each.basis) for name, each in estimates.items()]
     if len(rows) > 1:
-        rows.append(("in all (most GiB)", *_cells(in_all(list(estimates.values()))), ""))
-    columns = ("stage", "GiB per worker", "time (m:ss)", "GPU-hours", "price", "kWh", "basis")
+        rows.append(("trainings (most GiB)", *_cells(in_all(list(estimates.values()))), ""))
+    for name, each in scorings.items():
+        time = "" if each.seconds is None else clock(each.seconds)
+        rows.append((name, f"{each.memory / 2**30:.2f}", "", time, "", "", "", each.basis))
+    columns = ("stage", "GiB per worker", "GiB on disk", "time (m:ss)", "GPU-hours", "price", "kWh", "basis")
     shown = [index for index in range(len(columns)) if any(row[index] for row in rows)]
     table = empty_table(*(columns[index] for index in shown), numbers=columns[1:-1])
     for row in rows:
@@ -185,16 +190,19 @@ def _estimate_table(estimates: Mapping[str, Estimate]) -> list[str]:
 
 
 def _cells(total: Totals) -> tuple[str, ...]:
-    """Memory, time, GPU-hours, price and energy; empty cells if unknown."""
+    """Memory, disk, time, GPU-hours, price and energy; empty cells if unknown."""
     seconds, hours, cost, kwh = (total["seconds"], total["gpu_hours"], total["cost"], total["kwh"])
     return (
-        f"{total['memory_gib']:.2f}", "" if seconds is None else clock(seconds), f"{hours:.2f}" if hours else "",
+        f"{total['memory_gib']:.2f}", f"{total['output_gib']:.2f}", "" if seconds is None else clock(seconds),
+        f"{hours:.2f}" if hours else "",
         "" if cost is None else f"{cost:.2f} {total['currency']}", "" if kwh is None else f"{kwh:.3f}",
     )  # fmt: skip
 
 
-def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> str:
-    """A line per stage with state and reason, then the estimates of the trainings."""
+def plan_table(
+    plan: Plan, estimates: Mapping[str, Estimate] | None = None, scorings: Mapping[str, Scoring] | None = None
+) -> str:
+    """A line per stage with state and reason, then the estimates of the trainings and evaluations."""
     table = empty_table("stage", "state", "fingerprint", "reason")
     for planned in plan.stages:
         table.add_row(planned.name, planned.state, short(planned.fingerprint), planned.reason)
@@ -215,7 +223,7 @@ def plan_table(plan: Plan, estimates: Mapping[str, Estimate] | None = None) -> s
         for planned in plan.stale if planned.kernels
     ]  # fmt: skip
     trained = plain_text(settings) if settings.rows else ""
-    needed = [*_estimate_table(estimates or {}), *advice_lines(plan.advice)]
+    needed = [*_estimate_table(estimates or {}, scorings or {}), *advice_lines(plan.advice)]
     parts = [head, plain_text(table), trained, "\n".join(kernels), *needed, "\n".join(plan.notes), verdict]
     return on_screen("\n\n".join(filter(None, parts)))
 

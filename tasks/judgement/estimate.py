@@ -388,12 +388,22 @@ def scoring_memory(method: TrainingRecipe, found: Architecture, shapes: Shapes) 
     setting = method.evaluation
     if setting is None:
         return 0
-    weights, width = trained_weights(method, shapes), 2 if setting.gpus else _FLOAT
+    weights = trained_weights(method, shapes)
     tokens = min(BATCH_TOKENS, setting.rows * method.max_length)
-    at_once = min(tokens, max(BATCH_LOGITS // found.vocabulary, method.max_length))
+    return scored_memory(weights.base + weights.beside, found, tokens, method.max_length, on_gpu=bool(setting.gpus))
+
+
+def scored_memory(weights: int, found: Architecture, tokens: int, max_length: int, *, on_gpu: bool) -> int:
+    """Peak memory of a model of so many weights that scores rows and answers, in bf16 on a GPU.
+
+    Args:
+        tokens: of a batch.
+    """
+    width = 2 if on_gpu else _FLOAT
+    at_once = min(tokens, max(BATCH_LOGITS // found.vocabulary, max_length))
     logits = at_once * found.vocabulary * (width + _FLOAT * (1 if width == _FLOAT else 2))
     cache = 2 * found.layers * found.kv_heads * found.head * tokens * width
-    return (weights.base + weights.beside) * width + max(logits, cache) + tokens * _kept(found) * width
+    return weights * width + max(logits, cache) + tokens * _kept(found) * width
 
 
 @dataclass(frozen=True, kw_only=True)

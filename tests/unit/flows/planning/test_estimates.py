@@ -19,6 +19,7 @@ from lineage.filesystem.files import append_jsonl
 from lineage.store import Manifest, Provenance
 from tasks.train.loop.speed import peak_key, peaks_file
 from tests.command import Command
+from tests.written_store import WrittenStore
 
 ALONE = ("cpt", "sft", "reward", "dpo")
 
@@ -92,7 +93,7 @@ def test_the_costs_are_of_the_hours_and_the_table_has_them(demo):
     text = plan_table(plan, found)
     assert " EUR " in text
     assert "kWh" not in plan_table(demo(), estimates(demo()))  # a column that nothing fills
-    assert "in all" in text
+    assert "trainings (most GiB)" in text
     assert "by formula" in text
     document = plan_dict(plan, found)
     rows = {row["stage"]: row.get("estimate") for row in document["stages"]}
@@ -114,6 +115,25 @@ def test_the_costs_are_of_the_hours_and_the_table_has_them(demo):
     assert (total["memory_gib"], total["cost"], total["currency"]) == (
         max(each.memory for each in found.values()) / 2**30, pytest.approx(3 * hours), "EUR",
     )  # fmt: skip
+
+
+def test_an_evaluation_has_a_row_with_the_memory_of_its_largest_model_and_the_time_of_its_last_output(demo):
+    plan = demo()
+    (before,) = Estimator(plan, History()).scorings(plan.stages).values()
+    assert before.memory > 2**29 + estimates(plan)["cpt"].terms.weights and before.seconds is None
+    WrittenStore(plan.home).chain()
+    scored = Estimator(plan, History()).scorings(plan.stages)
+    assert (scored["evaluate"].memory, scored["evaluate"].seconds) == (before.memory, 10)
+    rows = [line.split() for line in plan_table(plan, estimates(plan), scored).splitlines()]
+    assert ["evaluate", f"{before.memory / 2**30:.2f}", "0:10", "by", "formula;", "its", "last", "time"] in rows
+    (row,) = (each for each in plan_dict(plan, {}, scored)["stages"] if each["stage"] == "evaluate")
+    assert row["estimate"]["seconds"] == 10
+
+
+def test_an_adapter_alone_takes_less_disk_than_a_merged_model(demo):
+    whole, alone = (estimates(demo("adapter=lora", *save))["sft"] for save in ([], ["save=adapter"]))
+    assert whole.output > 4 * whole.terms.weights / 5 > 5 * alone.output
+    assert whole.to_dict()["output_gib"] == whole.output / 2**30
 
 
 def test_past_runs_correct_the_next_plan_and_their_error_is_shown(demo):
@@ -151,7 +171,7 @@ def test_memory_is_estimated_and_checked_where_the_steps_are_not_known_yet(demo,
     assert found["cpt"].memory == estimates(demo())["cpt"].memory
     assert (found["cpt"].seconds, found["cpt"].gpu_hours, found["cpt"].price, found["cpt"].kwh) == (None,) * 4
     text = plan_table(plan, found)
-    assert [line for line in text.splitlines() if line.split() == ["cpt", "0.61", "by", "formula"]]
+    assert [line for line in text.splitlines() if line.split() == ["cpt", "0.61", "0.01", "by", "formula"]]
     total = plan_dict(plan, found)["estimate"]
     assert (total["seconds"], total["gpu_hours"], total["cost"], total["kwh"]) == (None,) * 4
     assert total["memory_gib"] > 0.5
