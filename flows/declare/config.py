@@ -509,8 +509,17 @@ def _options(group: str, config_dir: Path | None) -> list[str]:
     return sorted({path.stem for folder in (CONF, config_dir) if folder for path in (folder / group).glob("*.yaml")})
 
 
+_PLACES = {"stage": "stages.NAME.method", "source": "sources.NAME", "part": "", "recipe": ""}  # groups of pipelines
+
+
 def _group(word: str, override: Override, options: list[str]) -> list[str]:
     group, value = override.key_or_group, override.value()
+    if group in _PLACES and override.package is None:
+        place, is_pipeline = _PLACES[group], str(value) in _options("pipeline", None)
+        meant = f"did you mean pipeline={value}? " if is_pipeline else ""
+        where, remedy = f"{group}@{place}={value}", "choose one with pipeline=NAME"
+        remedy = f"{where} puts it in the place of one, +{where} adds it" if place else remedy
+        raise ConfigError(f"{word}: a {group} is a piece of a pipeline; {meant}{remedy}")
     if group == "schedule" and isinstance(value, dict):  # the pipeline's schedule, not that of learning rates
         return ["++" + word.lstrip("+")]
     if override.is_delete() or value in options:

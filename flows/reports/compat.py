@@ -261,8 +261,8 @@ def _refusal_dict(refusal: Refusal, where: str) -> dict[str, object]:
 def compat_text() -> str:
     """The tables of ``compat``: settings with conditions, pairs that do not work together, and the rules."""
     alone, pairs = all_outcomes()
-    values = (f"{name} {', '.join(each.value for each in values)}" for name, values in choices().items())
-    parts = [f"Settings: {'; '.join(values)}"]
+    values = [(name, ", ".join(each.value for each in values)) for name, values in choices().items()]
+    parts = [_table(("SETTING", "VALUES"), values)]
     if conditions := condition_rows(alone):
         parts.append(_table(("SETTING", "WORKS", "WHY, OR WITH WHAT"), conditions))
     if refused := refused_rows(pairs):

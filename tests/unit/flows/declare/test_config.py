@@ -218,6 +218,8 @@ def test_resources_of_the_root_reach_every_stage_that_states_none():
         ("modle=tiny", "modle: unknown key; accepted: name, store, .*model, .*pipeline, preset; did you mean model"),
         ("pipeline=SFT", "pipeline=SFT: no such pipeline; accepted: .*did you mean sft?"),
         ("pipeline=lora", "no such pipeline; did you mean adapter=lora. accepted"),
+        ("stage=dpo", r"a piece of a pipeline; did you mean pipeline=dpo\? stage@stages.NAME.method=dpo puts it"),
+        ("part=base", "part=base: a part is a piece of a pipeline; choose one with pipeline=NAME"),
         ("stages.left.method.optimizer=adam", "write stages.left.method.optimizer.name=adamw_torch_fused"),
         ("stages.left.method.learning_rate=", "write stages.left.method.learning_rate=NUMBER"),
         ("sources.rows.path=[a,b]", r"several files are a glob such as 'data=rows-\*.jsonl'"),
