@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lineage.artifact import SOURCE
-from lineage.errors import ConfigError, DataError
+from lineage.errors import ConfigError, DataError, PipelineError
 from tasks.data.formats.turns import THOUGHTS
 from tasks.data.preparing.options import Prepare
 
@@ -345,8 +345,12 @@ def _arguments(peer: str, text: str) -> Values:
 
 
 def mends(pipeline: "Pipeline") -> list[str]:
-    """What the plan would refuse, as far as files of this machine show it: an adapter that is missing, and the rows."""
+    """What the plan refuses, as far as files of this machine show it: an adapter that is missing, the rows, the rest.
+
+    Of a pipeline that reads the hub, ``posttrain plan`` alone says the rest.
+    """
     from flows.planning.estimates import refused_rows
+    from flows.planning.plan import make_plan
     from lineage.source.sources import local_paths
 
     base, found = pipeline.sources["base"], list[str]()
@@ -361,4 +365,9 @@ def mends(pipeline: "Pipeline") -> list[str]:
         refused_rows(stage.method, read)
     except DataError as error:
         found.append(f"data: {error}")
+    if not found and all(local_paths(source.path) for source in pipeline.sources.values()):
+        try:
+            make_plan(pipeline)
+        except PipelineError as error:
+            found.append(str(error))
     return found

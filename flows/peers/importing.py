@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 
@@ -22,9 +21,6 @@ from flows.peers.datasets import READERS, STAGES, Draft, Values, as_list, flat_o
 from flows.reports.wording import relative
 from lineage.errors import ConfigError
 from lineage.filesystem.files import local_path
-
-if TYPE_CHECKING:
-    from flows.declare.pipeline import Pipeline
 
 PEERS = ("llamafactory", "axolotl", "trl", "oumi")
 _TITLES = {"llamafactory": "LLaMA-Factory's", "axolotl": "axolotl's", "trl": "TRL's", "oumi": "Oumi's"}
@@ -854,8 +850,8 @@ def run_import(options: argparse.Namespace) -> int:
     name = slug(out.stem)
     lost = [f"not carried over: {', '.join(sorted({*left_out, *draft.refused}))}"] if left_out or draft.refused else []
     text = pipeline_of(draft, name, [f"Imported from {file.name} of {options.peer}.", *lost])
-    more, pipeline = _require_loads(text, name, file)
-    to_mend = mends(pipeline)
+    more, to_mend = _require_loads(text, name, file)
+    code = ConfigError.exit_code if to_mend else 0  # as of the plan
     out.parent.mkdir(parents=True, exist_ok=True)
     write_output(out, text, keeps=True)
     if options.json:
@@ -864,7 +860,7 @@ def run_import(options: argparse.Namespace) -> int:
             "left_out": left_out, "assumed": sorted(draft.assumed & draft.mapped.keys()), "to_mend": to_mend,
         }  # fmt: skip
         print(json.dumps(shown, indent=2))
-        return 0
+        return code
     for title, found in (("mapped", draft.mapped), ("left out, for this reason", draft.not_needed)):
         print(f"{title}:")
         width = max(map(len, found), default=0)
@@ -877,12 +873,12 @@ def run_import(options: argparse.Namespace) -> int:
     moved = "" if is_placed else f"mkdir -p conf/pipeline && mv {shlex.quote(str(out))} conf/pipeline/ && "
     placed = str(out) if is_placed else f"conf/pipeline/{out.name}"
     print(" ".join([f"next: {moved}posttrain plan {shlex.quote(placed)}", *more]))
-    return 0
+    return code
 
 
-def _require_loads(text: str, name: str, file: Path) -> tuple[list[str], "Pipeline"]:
+def _require_loads(text: str, name: str, file: Path) -> tuple[list[str], list[str]]:
     """Requires that the pipeline is one of ours; returns the overrides with which it is, a GPU's where it needs one or
-    sets a precision, and the pipeline."""
+    sets a precision, and what the plan refuses."""
     from flows.declare.config import load_pipeline
 
     with tempfile.TemporaryDirectory() as folder:
@@ -891,7 +887,9 @@ def _require_loads(text: str, name: str, file: Path) -> tuple[list[str], "Pipeli
         place.write_text(text, encoding="utf-8")
         for more in (["resources=gpu"], []) if "\n      precision: " in text else ([], ["resources=gpu"]):
             try:
-                return more, load_pipeline([f"pipeline={name}", *more], Path(folder))
+                pipeline = load_pipeline([f"pipeline={name}", *more], Path(folder))
             except ConfigError as error:
                 cause = error
+            else:
+                return more, mends(pipeline)
     raise ConfigError(f"{file}: as a pipeline: {cause}") from cause
