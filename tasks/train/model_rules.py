@@ -1,7 +1,7 @@
 """Rules that join adapters, quantized bases, precision and kernels with each other, the model and its machine."""
 
 from lineage.source.model_files import quantization_format
-from tasks.method import FROZEN_POLICY
+from tasks.method import FROZEN_POLICY, REWARD_HEAD
 from tasks.train.generation.generating import Completing
 from tasks.train.models.adapters import (
     ADALORA_STEPS,
@@ -99,6 +99,8 @@ def _reads_text_alone(case: Case) -> bool:
 
 
 def _saves_embedding(case: Case) -> bool:
+    if REWARD_HEAD in case.method.models.values():  # which has no head over the vocabulary
+        return False
     saved = case.method.adapter.saved_names if case.method.adapter else []
     return not {name.rpartition(".")[2] for name in saved}.isdisjoint({*EMBEDDINGS, *HEADS} - {"score"})
 

@@ -221,6 +221,17 @@ def test_what_would_be_ignored_is_refused_before_the_first_step(
         training.train(training.method("sft", adapter=adapter), root, tmp_path / "output")
 
 
+def test_a_reward_model_of_a_tied_base_trains_its_embedding_whole(root: Path, tmp_path: Path) -> None:
+    """It has no head over the vocabulary, with which the embedding would be one matrix."""
+    method = training.method("reward", adapter=Adapter(rank=4, modules_to_save="embed_tokens"), learning_rate=1e-2)
+    training.train(method, root, tmp_path / "output")
+    found = whole_model(Kind.REWARD_MODEL, tmp_path / "output").state_dict()
+    start = training.weights(root / "policy")["model.embed_tokens.weight"]
+    assert not torch.equal(found["model.embed_tokens.weight"], start)
+    upon = whole_model(Kind.REWARD_MODEL, root / "policy", last=tmp_path / "output" / "adapter").state_dict()
+    torch.testing.assert_close(upon, found, atol=2e-5, rtol=1e-5)
+
+
 def test_adalora_prunes_ranks_and_keeps_their_mean(root: Path, tmp_path: Path) -> None:
     method = training.method("sft", adapter=Adapter(type="adalora", rank=4, target_rank=1), num_steps=8)
     run, _, _ = in_training(method, tmp_path / "output", root)
@@ -234,6 +245,7 @@ def test_adalora_prunes_ranks_and_keeps_their_mean(root: Path, tmp_path: Path) -
     [
         ("llama", "sft", {"adapter": Adapter(rank=4)}),
         ("llama", "reward", {"adapter": Adapter(rank=4)}),
+        ("llama", "reward", {"adapter": Adapter(rank=4, modules_to_save="embed_tokens")}),
         ("llama", "reward", {"freeze": Freeze(except_last_layers=1)}),
         pytest.param("llama", "sft", {"adapter": Adapter(type="vera", rank=4)}, marks=SLOW),
         ("gpt2", "sft", {"adapter": Adapter(type="dora", rank=4, bias="all")}),

@@ -209,7 +209,7 @@ def _saved(adapter: Adapter, model: "PreTrainedModel") -> list[str]:
             raise no_module(adapter, wanted, names)
         tied = getattr(model.config, "tie_word_embeddings", False)
         embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
-        if tied and any(model.get_submodule(name) in embeddings for name in matched):
+        if tied and None not in embeddings and any(model.get_submodule(name) in embeddings for name in matched):
             raise ConfigError(
                 f"adapter.modules_to_save={adapter.modules_to_save}: embedding and head of this model are one matrix, "
                 "and PEFT would train two, of which one is saved; remove it, train single rows with "
