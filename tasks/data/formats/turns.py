@@ -820,8 +820,7 @@ def prompt_of(transcript: str) -> list[Message]:
 CONTEXTS = ("context", "passage", "article")
 QUESTIONS = ("question", "question_stem", "problem", "query", "ctx")
 CHOICES = ("choices", "options", "endings")
-# Columns of a choice each, which is called by the last letter: of ``choice_1`` the answer is 1.
-_LETTERS = (*"ABCDEF", "opa", "opb", "opc", "opd", *(f"choice_{number}" for number in range(1, 7)))
+_LETTERS = (*"ABCDEF", *map("op{}".format, "abcd"), *map("choice_{}".format, range(1, 7)))  # called by the last letter
 RIGHT_CHOICE = ("answerKey", "answer_key", "answer_idx", "answer_index", "correct", "cop", "answer", "label")
 CHOICE_COLUMNS = {
     **dict.fromkeys((*CONTEXTS, *QUESTIONS, *CHOICES, *_LETTERS), "the user's turn"),
@@ -855,9 +854,8 @@ def _choices(fields: Fields) -> dict[str, str | int | float]:
             value = [mark[2] for mark in marks if mark]
         value = dict(zip(letters, value, strict=True))
     # Tables have null for a choice that other rows have; names of more than two characters are those of settings.
-    found = (
-        {str(label): each for label, each in value.items() if each is not None} if isinstance(value, Mapping) else {}
-    )
+    known = value if isinstance(value, Mapping) else {}
+    found = {str(label): each for label, each in known.items() if each is not None}
     is_text = all(isinstance(each, str | int | float) and not isinstance(each, bool) for each in found.values())
     return found if is_text and all(len(label) < 3 for label in found) else {}
 
@@ -884,8 +882,7 @@ def _right(right: object, name: str, choices: Mapping[str, str | int | float]) -
         raise BadRowError(f"{name} is {named(right)}", "no answer")
     if wanted in choices:
         return wanted
-    is_index = wanted.isdecimal() and len(wanted) < 4 and not all(map(str.isdecimal, labels))
-    found = labels[int(wanted) :][:1] if is_index else []
+    found = labels[int(wanted) :][:1] if re.fullmatch(r"\d{1,3}", wanted) and not labels[0].isdecimal() else []
     if found and isinstance(right, int) and all(isinstance(each, str) for each in choices.values()):
         return found[0]
     found += [label for label, choice in choices.items() if str(choice).strip() == wanted][:1]
