@@ -167,7 +167,8 @@ class Pipeline:
 
     def read_sources(self) -> list[str]:
         """Names of the sources that stages read, also in place of an alias that is unset."""
-        fallbacks = {source.fallback.removeprefix(SOURCE) for source in self.sources.values() if source.fallback}
+        named = [source.fallback for source in self.sources.values() if source.fallback]
+        fallbacks = {each.removeprefix(SOURCE) for each in named if self.is_source(each)}  # others are stages
         return sorted({*self.used_sources(), *fallbacks & self.sources.keys()})
 
     def order(self) -> list[str]:

@@ -222,7 +222,7 @@ def check_options(name: str, source: Source, *, is_hub: bool, is_url: bool, is_d
 
 
 def _refuse_reading(name: str, source: Source) -> None:
-    configured = list(reading_options(source))
+    configured = [*(["split"] if source.split != "train" else []), *reading_options(source)]
     if configured:
         raise ConfigError(
             f"sources.{name}.{configured[0]}: it says how rows are read, and this source is of kind {source.kind}; "

@@ -43,6 +43,7 @@ def hub(**fields) -> Source:
         (hub(streaming=True), r"streaming=true: split=train does not say how many rows to take.*train\[:10000\]"),
         (hub(streaming=True, split="train[:90%]"), r"split=train\[:90%\] does not say how many rows"),
         (hub(kind=Kind.CHECKPOINT, format="messages"), r"sources.rows.format: it says how rows are read.*checkpoint"),
+        (hub(kind=Kind.CHECKPOINT, split="test"), r"sources.rows.split: it says how rows are read.*; remove split, or"),
         (hub(credentials={"key": "KEY"}), r"sources.rows.credentials: owner/name is read without any"),
         (hub(allow_code=True), r"sources.rows.allow_code=true: owner/name runs no code; .*; remove allow_code"),
         (Source(path=__file__, allow_code=True), r"sources.rows.allow_code=true: .* runs no code"),

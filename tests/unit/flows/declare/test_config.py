@@ -118,6 +118,7 @@ def test_a_base_that_a_stage_of_the_quickstart_hides_is_refused(tmp_path):
          "model=owner/name: no stage reads this source; read are: corpus, instructions, mine"),
         (["~stages.reward", "~stages.dpo", "~stages.evaluate", "~stages.preferences", "sources.preferences.path=x"],
          "sources.preferences.path=x: no stage reads this source"),
+        (["pipeline=cpt-sft-dpo-retrain", "sources.base.path=x"], r"sources.base.path=x: no stage reads this source"),
         (["+source@sources.other=rows", "sources.other.path=x"], "source@sources.other=rows: no stage reads this"),
     ],
 )  # fmt: skip
