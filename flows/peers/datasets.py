@@ -1,4 +1,4 @@
-"""The rows that a peer's configuration names, as sources; and the draft of a pipeline that they are put into."""
+"""The rows and the base that a peer's configuration names, as sources, and rewards; the draft of a pipeline."""
 
 import json
 import re
@@ -262,6 +262,72 @@ def _mixture(draft: Draft, flat: Values, shares: Mapping[str, float]) -> None:
     for key in ("collator_name", "collator_kwargs", "target_col", "stream", "use_torchdata", "use_async_dataset"):
         if flat.pop(key, None) is not None:
             draft.skip(key, "rows are batched without padding; the answers alone get loss")
+
+
+# TRL's accuracy compares expressions with the column ``solution``, numeric the last numbers.
+_REWARDS: Mapping[str, Values] = {
+    **{name: {"function": "numeric", "column": "solution"} for name in ("accuracy", "accuracy_reward")},
+    "think_format_reward": {"function": "format", "pattern": r"(?s)<think>(?!.*<think>).*?</think>.*"},
+}
+
+
+def set_rewards(draft: Draft, key: str, value: object) -> None:
+    from tasks.reward_functions.built_in import BUILT_IN
+    from tasks.reward_functions.scorer import PEERS as OTHERS
+
+    rewards: Values = {}
+    for each in map(str, as_list(value)):
+        name = each.rpartition(".")[2]
+        if each not in (*_REWARDS, *BUILT_IN) and "." not in each:
+            here = OTHERS.get(each, f"{', '.join(BUILT_IN)} and a.dotted.function are read")
+            draft.refuse(f"{key}:{each}", each, f"there is no such reward function; here it is {here}")
+            continue
+        rewards[name] = _REWARDS.get(each, {"function": f"python:{each}" if "." in each else each})
+    draft.set(key, "method.rewards", rewards)
+    draft.seen["reward_names"] = [each.rpartition(".")[2] for each in map(str, as_list(value))]
+
+
+def set_prompt_column(draft: Draft, key: str, value: object) -> None:
+    for each in draft.rows:
+        each["columns"] = {"prompt": str(value)}
+    draft.mapped[key] = f"sources.*.columns.prompt={value}"
+
+
+def finish_rewards(draft: Draft) -> None:
+    """Gives each reward its weight."""
+    names, weights = (as_list(draft.seen.get(name)) for name in ("reward_names", "reward_weights"))
+    for name, weight in zip(names, weights, strict=False):
+        rewards = draft.method["rewards"]
+        assert isinstance(rewards, dict)
+        if str(name) in rewards:
+            rewards[str(name)] = {**section(rewards[str(name)], str(name)), "weight": weight}
+
+
+NO_PAD = "batches have no padding, or it is masked: no token is needed for it"
+
+
+def set_special_tokens(draft: Draft, key: str, value: object) -> None:
+    for name, token in value.items() if isinstance(value, dict) else ():
+        if name == "pad_token":
+            draft.skip(f"{key}.{name}", NO_PAD)
+        elif name in ("eos_token", "bos_token"):
+            draft.set(f"{key}.{name}", f"base.{name}", token)
+        elif name == "unk_token":
+            draft.skip(f"{key}.{name}", "tokens are those of tokenizer.json")
+        else:
+            draft.refuse(f"{key}.{name}", token, "eos_token and bos_token are mapped")
+
+
+def set_weights(draft: Draft, key: str, value: object) -> None:
+    """A base, or an adapter on it."""
+    draft.set(key, "base.base_model" if "path" in draft.base else "base.path", value)
+
+
+def set_adapter(draft: Draft, key: str, value: object) -> None:
+    if "path" in draft.base:
+        draft.base["base_model"] = draft.base["path"]
+        draft.mapped = {each: ours.replace("base.path=", "base.base_model=") for each, ours in draft.mapped.items()}
+    draft.set(key, "base.path", value)
 
 
 READERS = {"llamafactory": _of_factory, "axolotl": _of_axolotl, "trl": _of_trl, "oumi": _of_oumi}

@@ -17,7 +17,25 @@ import yaml
 
 from flows.commands.arguments import write_output
 from flows.declare.peer_names import FIELDS, OF_BASE, VALUES
-from flows.peers.datasets import READERS, STAGES, Draft, Values, as_list, flat_oumi, mends, read_values, section, slug
+from flows.peers.datasets import (
+    NO_PAD,
+    READERS,
+    STAGES,
+    Draft,
+    Values,
+    as_list,
+    finish_rewards,
+    flat_oumi,
+    mends,
+    read_values,
+    section,
+    set_adapter,
+    set_prompt_column,
+    set_rewards,
+    set_special_tokens,
+    set_weights,
+    slug,
+)
 from flows.reports.wording import relative
 from lineage.errors import ConfigError
 from lineage.filesystem.files import local_path
@@ -267,6 +285,16 @@ def _deepspeed(draft: Draft, key: str, value: object) -> None:
         draft.set(key, "resources.sharding", f"zero{stage}{'_offload' * (offloads and stage != '1')}")
 
 
+def _accelerate(draft: Draft, key: str, value: object) -> None:
+    """A name of TRL's, such as ``zero2``, or a file."""
+    if str(value) in ("single_gpu", "multi_gpu"):
+        draft.skip(key, "one copy on each worker is the default")
+    elif str(value).startswith("fsdp"):
+        _fsdp(draft, key, {"fsdp": True})
+    else:
+        _deepspeed(draft, key, value)
+
+
 def _fsdp(draft: Draft, key: str, value: object) -> None:
     """``full_shard auto_wrap offload``, a list of such, or a section of settings."""
     named = value if isinstance(value, dict) else {}
@@ -323,14 +351,6 @@ def _sampling(draft: Draft, key: str, value: object) -> None:
         draft.refuse(key, value, f"{draft.stage} samples nothing")
 
 
-def _rewards(draft: Draft, key: str, value: object) -> None:
-    rewards: Values = {}
-    for each in value if isinstance(value, list) else [value]:
-        name = str(each)
-        rewards[name.rpartition(".")[2]] = {"function": f"python:{name}"} if "." in name else {"function": name}
-    draft.set(key, "method.rewards", rewards)
-
-
 def _scaled(draft: Draft, key: str, value: object) -> None:
     draft.set(key, "method.scale_rewards", {True: "group", False: "none"}.get(value, value))  # type: ignore[call-overload]
 
@@ -340,33 +360,6 @@ def _vllm(draft: Draft, key: str, value: object) -> None:
         draft.set(key, "method.vllm", value if isinstance(value, str) else draft.seen.get("vllm_mode", "colocate"))
     else:
         draft.skip(key, "transformers generates")
-
-
-_NO_PAD = "batches have no padding, or it is masked: no token is needed for it"
-
-
-def _special(draft: Draft, key: str, value: object) -> None:
-    for name, token in value.items() if isinstance(value, dict) else ():
-        if name == "pad_token":
-            draft.skip(f"{key}.{name}", _NO_PAD)
-        elif name in ("eos_token", "bos_token"):
-            draft.set(f"{key}.{name}", f"base.{name}", token)
-        elif name == "unk_token":
-            draft.skip(f"{key}.{name}", "tokens are those of tokenizer.json")
-        else:
-            draft.refuse(f"{key}.{name}", token, "eos_token and bos_token are mapped")
-
-
-def _weights_of(draft: Draft, key: str, value: object) -> None:
-    """A base, or an adapter on it."""
-    draft.set(key, "base.base_model" if "path" in draft.base else "base.path", value)
-
-
-def _adapter_path(draft: Draft, key: str, value: object) -> None:
-    if "path" in draft.base:
-        draft.base["base_model"] = draft.base["path"]
-        draft.mapped = {each: ours.replace("base.path=", "base.base_model=") for each, ours in draft.mapped.items()}
-    draft.set(key, "base.path", value)
 
 
 def _kwargs(draft: Draft, key: str, value: object) -> None:
@@ -469,19 +462,19 @@ _RULES: Mapping[tuple[str, ...], Rule] = {
         else draft.set(key, "method.adapter.init", value)
     ),
     ("save_epoch",): lambda draft, key, value: _saves(draft, key, "epoch" if value else "no"),
-    ("model_name_or_path", "base_model", "model_name"): _weights_of,
-    ("adapter_name_or_path", "lora_model_dir", "adapter_model"): _adapter_path,
+    ("model_name_or_path", "base_model", "model_name"): set_weights,
+    ("adapter_name_or_path", "lora_model_dir", "adapter_model"): set_adapter,
     ("trust_remote_code", "trust_remote_code_model"): _note(
         "Python files of a model run only where its source pins a commit: sources.base.revision and .trust_remote_code"
     ),
     ("model_revision", "revision_of_model"): lambda draft, key, value: (
         draft.skip(key, "main is the default") if value == "main" else draft.set(key, "base.revision", value)
     ),
-    ("special_tokens",): _special,
+    ("special_tokens",): set_special_tokens,
     ("template", "chat_template"): _note(
         "the model's own chat template is rendered; another one: sources.base.chat_template"
     ),
-    ("default_system", "default_system_message"): _to("data.system_prompt"),
+    ("default_system", "default_system_message", "system_prompt"): _to("data.system_prompt"),
     ("deepspeed",): _deepspeed,
     ("fsdp", "fsdp_config"): _fsdp,
     ("fsdp_version", "fsdp_final_state_dict_type"): _EXECUTION,
@@ -499,7 +492,12 @@ _RULES: Mapping[tuple[str, ...], Rule] = {
     ),
     ("pref_loss", "rl", "loss_type"): _loss,
     ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"): _sampling,
-    ("reward_funcs", "reward_functions"): _rewards,
+    ("reward_funcs", "reward_functions"): set_rewards,
+    ("reward_weights",): _together("reward_weights", "method.rewards.*.weight"),
+    ("accelerate_config",): _accelerate,
+    ("dataset_prompt_column",): lambda draft, key, value: (
+        set_prompt_column(draft, key, value) if value != "prompt" else draft.skip(key, "it is the prompt's name")
+    ),
     ("scale_rewards",): _scaled,
     ("use_vllm", "vllm_mode"): _vllm,
     ("load_best_model_at_end",): lambda draft, key, value: (
@@ -531,9 +529,9 @@ _RULES: Mapping[tuple[str, ...], Rule] = {
     ("oft_block_size",): _to("method.adapter.block_size"),
     ("eta_min",): _to("method.schedule.min_learning_rate"),
     ("vllm_gpu_memory_utilization",): _to("resources.vllm_gpu_memory_utilization"),
-    ("tokenizer_pad_token", "pad_token"): _note(_NO_PAD),
+    ("tokenizer_pad_token", "pad_token"): _note(NO_PAD),
     ("tokens",): lambda draft, key, value: (
-        _special(draft, key, value) if isinstance(value, dict) else draft.set(key, "base.added_tokens", value)
+        set_special_tokens(draft, key, value) if isinstance(value, dict) else draft.set(key, "base.added_tokens", value)
     ),
     ("resize_token_embeddings_to_32x",): _note("a model has a row for each token that rows have"),
     ("model_kwargs",): _to("base.model_kwargs"),
@@ -610,7 +608,9 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
 
 def _one(draft: Draft, key: str, value: object) -> None:
     """One key: by its rule, by the table of names, or refused."""
-    value = _number(value)
+    value, positive = _number(value), key.removeprefix("no_")
+    if positive != key and value is True and {positive} & {*RULES, *FIELDS}:  # as TRL's arguments turn one off
+        return _one(draft, positive, False)
     if key in RULES:
         RULES[key](draft, key, value)
         return
@@ -705,6 +705,7 @@ def _finish(draft: Draft) -> None:
     if {"beta1", "beta2"} & seen.keys():
         method.setdefault("optimizer", {})
         _part(method, "optimizer")["betas"] = [seen.get("beta1", 0.9), seen.get("beta2", 0.999)]
+    finish_rewards(draft)
     if "save_share" in seen:  # of all steps
         draft.resources["save_epochs"] = float(str(seen["save_share"])) * float(str(method.get("num_epochs", 1)))
     if float(str(seen.get("min_share", 0))) >= 1:  # of a rate that does not fall

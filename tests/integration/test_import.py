@@ -186,6 +186,12 @@ EXAMPLES: dict[str, tuple[str, str, str, dict[str, object]]] = {
         "max_completion_length: 64\nmax_prompt_length: 128\ntemperature: 0.9\nscale_rewards: false\n", "grpo",
         {"loss": "dapo", "num_generations": 4, "max_length": 192, "sampling.temperature": 0.9, "scale_rewards": "none"},
     ),
+    "trl_grpo_weights": (
+        "trl", TRL + "trainer: grpo\ndataset_name: data/prompts.jsonl\nreward_funcs: [exact, think_format_reward]\n"
+        "reward_weights: [1.0, 0.5]\nnum_generations: 4\ndataset_prompt_column: prompt\naccelerate_config: zero2\n"
+        "system_prompt: Think first.\n", "grpo",
+        {"rewards.think_format_reward.weight": 0.5, "rewards.exact.weight": 1.0},
+    ),
     "oumi_lora": (
         "oumi", OUMI + "  trainer_type: TRL_SFT\n  use_peft: true\n  num_train_epochs: 1\n"
         "  optimizer: adamw_torch_fused\n"
@@ -403,6 +409,19 @@ def test_stage_3_is_divided_by_fsdp_where_the_plan_refuses_zero3(tmp_path, train
     found = convert("trl", {"deepspeed": config, **values}, workers=2, training=training, folder=tmp_path)
     assert (found.resources["sharding"], found.resources["offload"]) == ("fsdp", True)
     assert found.mapped["deepspeed"] == 'resources.sharding="fsdp"'
+
+
+def test_rewards_of_trl_are_mapped_or_refused_by_name(tmp_path):
+    given = {"reward_funcs": ["accuracy_reward", "tag_count", "ours.score"], "reward_weights": [1, 2, 3]}
+    found = convert(
+        "trl", {**given, "accelerate_config": "zero2", "no_bf16": True}, workers=2, training="grpo", folder=tmp_path
+    )
+    assert found.method["rewards"] == {
+        "accuracy_reward": {"function": "numeric", "column": "solution", "weight": 1},
+        "score": {"function": "python:ours.score", "weight": 3},
+    }
+    assert "here it is format with tags" in found.refused["reward_funcs:tag_count"]
+    assert found.resources["sharding"] == "zero2" and "bf16" in found.not_needed and "no_bf16" not in found.refused
 
 
 def test_a_file_that_refers_to_its_own_values_is_read(tmp_path):
