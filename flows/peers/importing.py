@@ -598,7 +598,7 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
     if peer == "trl" and stage not in _SAMPLES:
         assumed.setdefault("max_length", 1024)
     for key, value in {**assumed, **{key: each for key, each in flat.items() if each is not None}}.items():
-        _one(draft, key, value)
+        _one(draft, *_turned_off(key, value))
     draft.assumed = {key for key in assumed if flat.get(key) is None}
     for key in (key for key, value in flat.items() if value is None):
         draft.skip(key, "it has no value")
@@ -606,11 +606,15 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
     return draft
 
 
+def _turned_off(key: str, value: object) -> tuple[str, object]:
+    """``--no_bf16``, by which arguments of Hugging Face turn a key off, as that key."""
+    is_off = key.startswith("no_") and value is True and key[3:] in {*RULES, *FIELDS}
+    return (key[3:], False) if is_off else (key, value)
+
+
 def _one(draft: Draft, key: str, value: object) -> None:
     """One key: by its rule, by the table of names, or refused."""
-    value, positive = _number(value), key.removeprefix("no_")
-    if positive != key and value is True and {positive} & {*RULES, *FIELDS}:  # as TRL's arguments turn one off
-        return _one(draft, positive, False)
+    value = _number(value)
     if key in RULES:
         RULES[key](draft, key, value)
         return
