@@ -432,11 +432,15 @@ def small_without_rows(directory: Path) -> list[str]:
 
 @contextmanager
 def _quiet() -> "Iterator[None]":
-    """Without the information of lm-eval, which logs a line per request."""
+    """Without the information of lm-eval, which logs a line per request, and asks pip and git for seconds."""
+    from lm_eval import evaluator
+
     found = logging.getLogger("lm_eval")
-    before = found.level
+    before, asked = found.level, (evaluator.add_env_info, evaluator.get_git_commit_hash)
     found.setLevel(logging.ERROR)
+    evaluator.add_env_info = evaluator.get_git_commit_hash = lambda *_results: None
     try:
         yield
     finally:
         found.setLevel(before)
+        evaluator.add_env_info, evaluator.get_git_commit_hash = asked

@@ -379,6 +379,11 @@ def test_a_sweep_ranks_and_prunes_trials_by_a_metric_of_ones_own_which_is_called
     assert len(scored) == 6 and not any(each["error"] or each["failed"] for each in scored)
     lengths = {each["scores"]["tone"] for each in scored if each["step"] == 4}
     assert lengths == {first["values"]["best"], second["values"]["best"]} and len(lengths) == 2  # type: ignore[index]
+    for file in tmp_path.glob("artifacts/sft/*/evaluation.jsonl"):  # no step waited for the score of the start
+        first, last = (json.loads(each.read_text().splitlines()[at]) for each, at in (
+            (file, 0), (file.with_name("metrics.jsonl"), -1)
+        ))  # fmt: skip
+        assert first["step"] == 0 and last["step"] == 4 and last["time"] < first["time"]
     (best,) = tmp_path.glob("artifacts/sweeps/*/best.yaml")
     assert yaml.safe_load(best.read_text())["values"] == {"best": max(lengths)}
     lines = calls.read_text().splitlines()

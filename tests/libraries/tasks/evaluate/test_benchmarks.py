@@ -194,7 +194,8 @@ def measured(benchmark, logp: float = -100.0) -> Measurement:
 
         loglikelihood = generate_until = loglikelihood_rolling
 
-    return benchmarks._measured(benchmark, "sft", Constant())
+    with benchmarks._quiet():
+        return benchmarks._measured(benchmark, "sft", Constant())
 
 
 def keep(benchmark, asked: list[str], model, tokenizer) -> None:
