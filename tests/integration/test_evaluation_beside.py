@@ -374,15 +374,14 @@ def test_a_sweep_ranks_and_prunes_trials_by_a_metric_of_ones_own_which_is_called
         found: list[dict[str, object]] = json.loads(result.stdout)["trials"]
         return found
 
-    first, second = trials_of(f"+stages.sft.evaluation={{every_steps: 2, {metric}}}", "sweep.parallel=2")
+    one, two = trials_of(f"+stages.sft.evaluation={{every_steps: 2, {metric}}}", "sweep.parallel=2")
     scored = [json.loads(line) for file in tmp_path.glob("artifacts/sft/*/evaluation.jsonl") for line in file.open()]
     assert len(scored) == 6 and not any(each["error"] or each["failed"] for each in scored)
     lengths = {each["scores"]["tone"] for each in scored if each["step"] == 4}
-    assert lengths == {first["values"]["best"], second["values"]["best"]} and len(lengths) == 2  # type: ignore[index]
+    assert lengths == {one["values"]["best"], two["values"]["best"]} and len(lengths) == 2  # type: ignore[index]
     for file in tmp_path.glob("artifacts/sft/*/evaluation.jsonl"):  # no step waited for the score of the start
-        first, last = (json.loads(each.read_text().splitlines()[at]) for each, at in (
-            (file, 0), (file.with_name("metrics.jsonl"), -1)
-        ))  # fmt: skip
+        first = json.loads(file.read_text().splitlines()[0])
+        last = json.loads(file.with_name("metrics.jsonl").read_text().splitlines()[-1])
         assert first["step"] == 0 and last["step"] == 4 and last["time"] < first["time"]
     (best,) = tmp_path.glob("artifacts/sweeps/*/best.yaml")
     assert yaml.safe_load(best.read_text())["values"] == {"best": max(lengths)}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,6 +135,43 @@ def test_a_model_is_measured_per_row_as_by_hand_and_options_change_it(tmp_path):
         seen.append(asked[0])
     assert len(set(seen)) == 3 and seen[1].count("colour of") == 2
     assert shots.settings()["colours"]["num_fewshot"] == 1
+
+
+def measure_as(rank: int, folder: Path, model: Path) -> None:
+    """Measures as one of two workers; the first writes what it has."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    (benchmark,) = load_benchmarks([Metric(function=f"lm_eval:{folder / 'task.yaml'}")])
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    found = measure(benchmark, "sft", loaded, tokenizer, Batches(rows=4, rank=rank, world_size=2))
+    assert bool(found.scores) == (rank == 0)
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found.to_json()))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_workers_divide_the_rows_of_a_benchmark_and_give_what_one_gives(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.tiny import write_policy
+
+    place = write_policy(tmp_path / "model", seed=1)
+    (benchmark,) = load_benchmarks([local(tmp_path / "task", count=7)])
+    workers = [
+        multiprocessing.get_context("spawn").Process(target=measure_as, args=(rank, tmp_path / "task", place))
+        for rank in range(2)
+    ]
+    for each in workers:
+        each.start()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    alone = measure(benchmark, "sft", model, tokenizer, Batches(rows=4))
+    for each in workers:
+        each.join()
+    assert [each.exitcode for each in workers] == [0, 0] and len(alone.scores[0].row_ids) == 7
+    assert json.loads((tmp_path / "task" / "found.json").read_text()) == json.loads(json.dumps(alone.to_json()))
 
 
 @pytest.mark.slow
