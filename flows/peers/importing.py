@@ -582,7 +582,7 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
     Raises:
         ConfigError: the file does not say what is trained.
     """
-    flat = flat_oumi(values) if peer == "oumi" else dict(values)
+    flat = dict(_turned_off(*each) for each in (flat_oumi(values) if peer == "oumi" else values).items())
     if flat.get("do_predict") and not flat.get("do_train"):
         raise ConfigError("do_predict without do_train: the file trains nothing; import the file of a training")
     if isinstance(named := flat.get("deepspeed"), str):
@@ -598,7 +598,7 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
     if peer == "trl" and stage not in _SAMPLES:
         assumed.setdefault("max_length", 1024)
     for key, value in {**assumed, **{key: each for key, each in flat.items() if each is not None}}.items():
-        _one(draft, *_turned_off(key, value))
+        _one(draft, key, value)
     draft.assumed = {key for key in assumed if flat.get(key) is None}
     for key in (key for key, value in flat.items() if value is None):
         draft.skip(key, "it has no value")
@@ -608,8 +608,8 @@ def convert(peer: str, values: Mapping[str, object], workers: int, training: str
 
 def _turned_off(key: str, value: object) -> tuple[str, object]:
     """``--no_bf16``, by which arguments of Hugging Face turn a key off, as that key."""
-    is_off = key.startswith("no_") and value is True and key[3:] in {*RULES, *FIELDS}
-    return (key[3:], False) if is_off else (key, value)
+    is_known = key.startswith("no_") and value is True and key[3:] in {*RULES, *FIELDS}
+    return (key[3:], False) if is_known else (key, value)
 
 
 def _one(draft: Draft, key: str, value: object) -> None:

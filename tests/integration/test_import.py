@@ -421,7 +421,8 @@ def test_rewards_of_trl_are_mapped_or_refused_by_name(tmp_path):
         "score": {"function": "python:ours.score", "weight": 3},
     }
     assert "here it is format with tags" in found.refused["reward_funcs:tag_count"]
-    assert found.resources["sharding"] == "zero2" and "bf16" in found.not_needed and "no_bf16" not in found.refused
+    assert found.resources["sharding"] == "zero2" and "precision" not in found.method
+    assert not found.refused.keys() - {"model", "dataset", "reward_funcs:tag_count"}
 
 
 def test_a_file_that_refers_to_its_own_values_is_read(tmp_path):
