@@ -93,7 +93,8 @@ class Hyperparameters:
         digits = 4 if not by_steps else 3 if self.is_exact else 2
         epochs = None
         if self.num_epochs is not None:
-            number = f"{self.num_epochs:.{digits}g}" if self.num_epochs < 10 else f"{self.num_epochs:.4g}"
+            is_large = digits < 4 and self.num_epochs >= 10
+            number = f"{self.num_epochs:.0f}" if is_large else f"{self.num_epochs:.{digits}g}"
             epochs = f"{number} epoch{'s' * (self.num_epochs != 1)}{rows}"
         if by_steps:
             steps = f"{self.num_steps} steps of {self.global_batch_size} rows ({self.length_reason})"
